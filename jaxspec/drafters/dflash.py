@@ -1,0 +1,173 @@
+"""DFlash: a block drafter that fills masked positions in one pass, from the target's own features.
+
+The context is not tokens but features: outputs of a few target layers, joined, fused by one matrix and
+normed. Each draft layer turns them into keys and values once, and caches those. A draft is one pass over
+[anchor, mask, mask, ...], whose queries see the cached context and the block itself. Source: z-lab/dflash
+`dflash/model.py`; SpecForge `specforge/modeling/draft/dflash.py` for the masks it was trained with.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec import cache as kv
+from jaxspec.cache import KVCache, KVSegment
+from jaxspec.config import DFlashConfig
+from jaxspec.drafters.base import Draft, Drafter, TargetView
+from jaxspec.models.attention import attend
+from jaxspec.models.gemma4 import TargetOutput
+from jaxspec.models.layers import GatedMLP, einsum, rms_norm, rope, rope_frequencies
+from jaxspec.params import param
+from jaxspec.sampling import suppress
+from jaxspec.shapes import Array, Float, Int
+
+DFlashState = tuple[KVCache, ...]
+"""Context keys and values of every draft layer. Draft blocks never enter it."""
+
+
+class DFlashDrafter(Drafter[DFlashState]):
+    """A DFlash drafter; it borrows the target's embedding and head."""
+
+    def __init__(self, config: DFlashConfig, *, dtype: jnp.dtype):
+        d, c = config.hidden_size, config.hidden_size * len(config.feature_layers)
+        self.config = config
+        self.fuse = param(c, d, dtype=dtype, fan_in=c)
+        self.context_norm = param(d, dtype=dtype)
+        self.layers = nnx.List([DFlashLayer(config, i, dtype=dtype) for i in range(config.num_layers)])
+        self.final_norm = param(d, dtype=dtype)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.config.feature_layers
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.config.block_size - 1
+
+    def init_state(self, batch: int, *, cache_length: int, dtype: jnp.dtype) -> DFlashState:
+        c = self.config
+        return tuple(
+            kv.init_cache(
+                batch,
+                c.num_kv_heads,
+                c.head_dim,
+                cache_length=cache_length,
+                window=c.sliding_window if kind == "sliding" else None,
+                slack=c.block_size,
+                dtype=dtype,
+            )
+            for kind in c.layer_types
+        )
+
+    def context(self, features: tuple[Float[Array, "B T D"], ...]) -> Float[Array, "B T D"]:
+        """Fuse target features into the context every layer reads."""
+        fused = einsum("btc,cd->btd", jnp.concatenate(features, axis=-1), self.fuse[...])
+        return rms_norm(fused, self.context_norm[...], self.config.rms_norm_eps)
+
+    def absorb(
+        self,
+        state: DFlashState,
+        output: TargetOutput,
+        start: Int[Array, " b"],
+        count: Int[Array, " b"],
+        slots: Int[Array, " b"] | None = None,
+    ) -> DFlashState:
+        with jax.named_scope("dflash_absorb"):
+            context = self.context(output.features)
+            positions = start[:, None] + jnp.arange(context.shape[1])[None, :]
+            return tuple(
+                kv.write(cache, *layer.keys_and_values(context, positions), start, count, slots)
+                for layer, cache in zip(self.layers, state, strict=True)
+            )
+
+    def draft(
+        self,
+        state: DFlashState,
+        target: TargetView,
+        anchors: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        *,
+        num_draft_tokens: int,
+    ) -> Draft:
+        context = tuple(kv.view(cache, lengths) for cache in state)
+        logits = self.block_logits(context, target, anchors, lengths, num_draft_tokens=num_draft_tokens)
+        return Draft(jnp.argmax(suppress(logits, target.suppress_tokens), axis=-1).astype(jnp.int32))
+
+    def block_logits(
+        self,
+        context: tuple[KVSegment, ...],
+        target: TargetView,
+        anchors: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        *,
+        num_draft_tokens: int,
+    ) -> Float[Array, "B G V"]:
+        """Return the logits of the masked slots of a block whose anchor stands at position `lengths`.
+
+        Args:
+          context: each layer's keys and values at positions below `lengths`.
+        """
+        c = self.config
+        masks = jnp.full((anchors.shape[0], num_draft_tokens), c.mask_token_id, anchors.dtype)
+        tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
+        positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None, :]
+        with jax.named_scope("dflash_draft"):
+            x = target.embedder.encode(tokens, scaled=c.scale_embeddings)
+            for layer, segment in zip(self.layers, context, strict=True):
+                x = layer(x, positions, segment)
+            x = rms_norm(x[:, 1:], self.final_norm[...], c.rms_norm_eps)
+            return target.embedder.decode(x, c.final_logit_softcap)
+
+
+class DFlashLayer(nnx.Module):
+    """A Qwen3-style pre-norm layer whose queries see cached context and their own block."""
+
+    def __init__(self, config: DFlashConfig, index: int, *, dtype: jnp.dtype):
+        d, k, h = config.hidden_size, config.num_kv_heads, config.head_dim
+        g = config.num_heads // k
+        self.input_norm = param(d, dtype=dtype)
+        # Queries apart from keys and values: the context needs only the latter, and a slice of a fused
+        # matrix would be copied in every step.
+        self.q = param(d, k, g, h, dtype=dtype, fan_in=d)
+        self.kv = param(d, k, 2, h, dtype=dtype, fan_in=d)
+        self.q_norm = param(h, dtype=dtype)
+        self.k_norm = param(h, dtype=dtype)
+        self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h)
+        self.mlp_norm = param(d, dtype=dtype)
+        self.mlp = GatedMLP(d, config.intermediate_size, gelu=False, dtype=dtype)
+        self.causal = config.causal[index]
+        self.window = config.sliding_window if config.layer_types[index] == "sliding" else None
+        self.theta = config.rope_theta
+        self.eps = config.rms_norm_eps
+
+    def keys_and_values(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Project context (as it is) or block (normed) rows; keys are normed and rotated."""
+        kv_rows = einsum("btd,dkch->btkch", x, self.kv[...])
+        k = rms_norm(kv_rows[:, :, :, 0], self.k_norm[...], self.eps)
+        return rope(k, positions, self._frequencies()), kv_rows[:, :, :, 1]
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], context: KVSegment
+    ) -> Float[Array, "B T D"]:
+        h = rms_norm(x, self.input_norm[...], self.eps)
+        q = rms_norm(einsum("btd,dkgh->btkgh", h, self.q[...]), self.q_norm[...], self.eps)
+        q = rope(q, positions, self._frequencies())
+        k, v = self.keys_and_values(h, positions)
+        block = KVSegment(k.swapaxes(1, 2), v.swapaxes(1, 2), positions)
+        h = attend(
+            q,
+            positions,
+            (context, block),
+            scale=q.shape[-1] ** -0.5,
+            window=self.window,
+            causal=self.causal,
+        )
+        x = x + einsum("btkgh,kghd->btd", h, self.out[...])
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps))
+
+    def _frequencies(self) -> Float[Array, " H2"]:
+        return rope_frequencies(self.q_norm.shape[0], self.theta)

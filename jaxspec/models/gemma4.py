@@ -1,0 +1,283 @@
+"""Gemma 4's text decoder, all five sizes, as one module over fixed-shape batches.
+
+Read `Gemma4.__call__`, then `DecoderLayer`, then `Attention`. What differs between sizes is in
+`TargetConfig`; a layer holds only what it needs. Source for every detail: transformers
+`models/gemma4/modeling_gemma4.py`, which the parity tests run beside this.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+
+from jaxspec import cache as kv
+from jaxspec.cache import KVCache, KVSegment
+from jaxspec.config import TargetConfig
+from jaxspec.models.attention import attend
+from jaxspec.models.layers import GatedMLP, einsum, gelu_tanh, rms_norm, rope, rope_frequencies
+from jaxspec.models.moe import Experts
+from jaxspec.params import param
+from jaxspec.shapes import Array, Float, Int
+
+Caches = tuple[KVCache | None, ...]
+"""One entry a layer; None where the layer reads another layer's K/V."""
+
+
+class TargetOutput(struct.PyTreeNode):
+    """What one pass of the target gives."""
+
+    logits: Float[Array, "B R V"]  # float32, soft-capped; R = T, or the rows asked for
+    hidden: Float[Array, "B T D"]  # after the final norm
+    features: tuple[Float[Array, "B T D"], ...]  # outputs of the layers asked for, before any final norm
+    caches: Caches | None
+
+
+class Gemma4(nnx.Module):
+    """A Gemma 4 target."""
+
+    def __init__(self, config: TargetConfig, *, dtype: jnp.dtype):
+        self.config = config
+        self.embedder = Embedder(config, dtype=dtype)
+        if config.per_layer_input_size:
+            self.per_layer = PerLayerInputs(config, dtype=dtype)
+        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype) for i in range(config.num_layers)])
+        self.final_norm = param(config.hidden_size, dtype=dtype)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+        caches: Caches | None,
+        *,
+        slots: Int[Array, " B"] | None = None,
+        feature_layers: tuple[int, ...] = (),
+        logit_rows: Int[Array, "B R"] | None = None,
+    ) -> TargetOutput:
+        """Run tokens at positions start .. start + count - 1 of each row.
+
+        Args:
+          count: how many of the T tokens of a row are real, 0 to T; the rest write nothing.
+          caches: what earlier passes wrote, from `init_caches`; None to attend to this pass alone.
+          slots: cache row of each batch row; None when they are the same.
+          logit_rows: the rows of T to compute logits for; None for all.
+        """
+        offset = jnp.arange(tokens.shape[1])[None, :]
+        positions = start[:, None] + offset
+        x = self.embedder.encode(tokens)
+        per_layer = self.per_layer(tokens, x) if self.config.per_layer_input_size else None
+        new_caches: list[KVCache | None] = []
+        segments: dict[int, tuple[KVSegment, ...]] = {}  # by owner, for the layers that share them
+        features: dict[int, Array] = {}
+        for i, layer in enumerate(self.layers):
+            owner = self.config.kv_owner(i)
+            x, new_cache, segments[i] = run_layer(
+                layer,
+                x,
+                positions,
+                start,
+                count,
+                None if caches is None else caches[i],
+                slots,
+                None if owner == i else segments[owner],
+                None if per_layer is None else per_layer[:, :, i],
+            )
+            new_caches.append(new_cache)
+            if i in feature_layers:
+                features[i] = x
+        with jax.named_scope("head"):
+            hidden = rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
+            rows = hidden
+            if logit_rows is not None:
+                rows = jnp.take_along_axis(hidden, logit_rows[..., None], axis=1)
+            logits = self.embedder.decode(rows, self.config.final_logit_softcap)
+        return TargetOutput(
+            logits,
+            hidden,
+            tuple(features[i] for i in feature_layers),
+            None if caches is None else tuple(new_caches),
+        )
+
+
+def init_caches(config: TargetConfig, batch: int, *, cache_length: int, slack: int, dtype: jnp.dtype) -> Caches:
+    """Make empty caches for every layer that owns K/V.
+
+    Args:
+      slack: most tokens that a verify step writes, the anchor included.
+    """
+    return tuple(
+        kv.init_cache(
+            batch,
+            config.num_kv_heads_of(i),
+            config.head_dim_of(i),
+            cache_length=cache_length,
+            window=config.sliding_window if config.layer_types[i] == "sliding" else None,
+            slack=slack,
+            dtype=dtype,
+        )
+        if config.owns_kv(i)
+        else None
+        for i in range(config.num_layers)
+    )
+
+
+class Embedder(nnx.Module):
+    """The tied embedding: scaled rows on the way in, the raw table as head on the way out."""
+
+    def __init__(self, config: TargetConfig, *, dtype: jnp.dtype):
+        self.table = param(config.vocab_size, config.hidden_size, dtype=dtype, fan_in=config.hidden_size)
+
+    def encode(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
+        """Look tokens up; scaled by sqrt(D) rounded to the weight dtype (31B in bfloat16: 73.5)."""
+        x = self.table[tokens]
+        return x * _rounded_sqrt(x.shape[-1], x.dtype) if scaled else x
+
+    def decode(self, x: Float[Array, "B T D"], softcap: float | None) -> Float[Array, "B T V"]:
+        """Return float32 logits, soft-capped to +-`softcap`."""
+        logits = einsum("btd,vd->btv", x, self.table[...], out_dtype=jnp.float32)
+        return logits if softcap is None else jnp.tanh(logits / softcap) * softcap
+
+
+class PerLayerInputs(nnx.Module):
+    """The second embedding of E2B and E4B: a small vector for every token and layer."""
+
+    def __init__(self, config: TargetConfig, *, dtype: jnp.dtype):
+        d, n, p = config.hidden_size, config.num_layers, config.per_layer_input_size
+        self.table = param(config.per_layer_vocab_size, n * p, dtype=dtype, fan_in=p)
+        self.projection = param(d, n, p, dtype=dtype, fan_in=d)
+        self.norm = param(p, dtype=dtype)
+        self.eps = config.rms_norm_eps
+
+    def __call__(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "B T L P"]:
+        d, n, p = self.projection.shape
+        # Ids past this table (placeholders of other modalities) read row 0, as transformers does.
+        ids = jnp.where(tokens < self.table.shape[0], tokens, 0)
+        looked_up = self.table[ids].reshape(*tokens.shape, n, p) * _rounded_sqrt(p, x.dtype)
+        projected = einsum("btd,dnp->btnp", x, self.projection[...])
+        # In bfloat16 neither D^-0.5 nor 2^-0.5 is rounded before it multiplies.
+        projected = (projected.astype(jnp.float32) * d**-0.5).astype(x.dtype)
+        projected = rms_norm(projected, self.norm[...], self.eps)
+        return ((projected + looked_up).astype(jnp.float32) * 2**-0.5).astype(x.dtype)
+
+
+class DecoderLayer(nnx.Module):
+    """One layer: attention, MLP (with experts beside it, if any), per-layer input, layer scalar."""
+
+    def __init__(self, config: TargetConfig, index: int, *, dtype: jnp.dtype):
+        d, p = config.hidden_size, config.per_layer_input_size
+        self.pre_attention_norm = param(d, dtype=dtype)
+        self.attention = Attention(config, index, dtype=dtype)
+        self.post_attention_norm = param(d, dtype=dtype)
+        self.pre_mlp_norm = param(d, dtype=dtype)
+        self.mlp = GatedMLP(d, config.mlp_width_of(index), gelu=True, dtype=dtype)
+        self.post_mlp_norm = param(d, dtype=dtype)
+        if config.num_experts:
+            self.dense_post_norm = param(d, dtype=dtype)
+            self.experts_pre_norm = param(d, dtype=dtype)
+            self.experts = Experts(config, dtype=dtype)
+            self.experts_post_norm = param(d, dtype=dtype)
+        if p:
+            self.per_layer_gate = param(d, p, dtype=dtype, fan_in=d)
+            self.per_layer_out = param(p, d, dtype=dtype, fan_in=p)
+            self.per_layer_norm = param(d, dtype=dtype)
+        self.scalar = param(1, dtype=dtype)
+        self.has_experts, self.has_per_layer = bool(config.num_experts), bool(p)
+        self.eps = config.rms_norm_eps
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+        cache: KVCache | None,
+        slots: Int[Array, " B"] | None,
+        shared: tuple[KVSegment, ...] | None,
+        per_layer: Float[Array, "B T P"] | None,
+    ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
+        """Return the layer's output, its cache after the writes, and the K/V its queries saw."""
+        with jax.named_scope("attention"):
+            h = rms_norm(x, self.pre_attention_norm[...], self.eps)
+            h, cache, segments = self.attention(h, positions, start, count, cache, slots, shared)
+            x = x + rms_norm(h, self.post_attention_norm[...], self.eps)
+        with jax.named_scope("mlp"):
+            h = self.mlp(rms_norm(x, self.pre_mlp_norm[...], self.eps))
+        if self.has_experts:
+            with jax.named_scope("experts"):
+                routed = self.experts(rms_norm(x, self.experts_pre_norm[...], self.eps), x)
+                h = rms_norm(h, self.dense_post_norm[...], self.eps)
+                h = h + rms_norm(routed, self.experts_post_norm[...], self.eps)
+        x = x + rms_norm(h, self.post_mlp_norm[...], self.eps)
+        if self.has_per_layer:
+            assert per_layer is not None
+            with jax.named_scope("per_layer_input"):
+                gate = gelu_tanh(einsum("btd,dp->btp", x, self.per_layer_gate[...]))
+                h = einsum("btp,pd->btd", gate * per_layer, self.per_layer_out[...])
+                x = x + rms_norm(h, self.per_layer_norm[...], self.eps)
+        return x * self.scalar[...], cache, segments
+
+
+@jax.jit
+def run_layer(layer: DecoderLayer, *args):  # noqa: ANN002, ANN201 - the signature is the layer's own
+    """Call a layer through jit, so that layers of one shape are traced and lowered once."""
+    return layer(*args)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with per-head norms, a score scale of 1 and no score soft cap.
+
+    `qkv` is stored by kv head: its G query heads, then its key, then its value (absent where values are
+    the raw keys; neither where the layer reads another layer's K/V).
+    """
+
+    def __init__(self, config: TargetConfig, index: int, *, dtype: jnp.dtype):
+        d, k, h = config.hidden_size, config.num_kv_heads_of(index), config.head_dim_of(index)
+        g = config.num_heads // k
+        full = config.layer_types[index] == "full"
+        self.k_eq_v = config.k_eq_v and full
+        self.owns_kv = config.owns_kv(index)
+        extra = (1 if self.k_eq_v else 2) if self.owns_kv else 0
+        self.qkv = param(d, k, g + extra, h, dtype=dtype, fan_in=d)
+        self.q_norm = param(h, dtype=dtype)
+        if self.owns_kv:
+            self.k_norm = param(h, dtype=dtype)
+        self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h)
+        self.window = None if full else config.sliding_window
+        self.theta = config.full_rope_theta if full else config.rope_theta
+        self.partial_factor = config.full_partial_rotary_factor if full else 1.0
+        self.eps = config.rms_norm_eps
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+        cache: KVCache | None,
+        slots: Int[Array, " B"] | None,
+        shared: tuple[KVSegment, ...] | None,
+    ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
+        _, g, head_dim, _ = self.out.shape
+        frequencies = rope_frequencies(head_dim, self.theta, self.partial_factor)
+        qkv = einsum("btd,dkgh->btkgh", x, self.qkv[...])
+        q = rope(rms_norm(qkv[:, :, :, :g], self.q_norm[...], self.eps), positions, frequencies)
+        if self.owns_kv:
+            raw_k, raw_v = qkv[:, :, :, g], qkv[:, :, :, -1]  # the same slice where k = v
+            k = rope(rms_norm(raw_k, self.k_norm[...], self.eps), positions, frequencies)
+            v = rms_norm(raw_v, None, self.eps)
+            if cache is None:
+                segments = (kv.fresh(k, v, start, count),)
+            else:
+                cache, segments = kv.write_then_view(cache, k, v, start, count, slots)
+        else:
+            assert shared is not None
+            segments = shared
+        out = attend(q, positions, segments, scale=1.0, window=self.window)
+        return einsum("btkgh,kghd->btd", out, self.out[...]), cache, segments
+
+
+def _rounded_sqrt(x: int, dtype: jnp.dtype) -> Array:
+    return jnp.asarray(math.sqrt(x), dtype)

@@ -1,0 +1,78 @@
+"""The small parts that targets and drafters share: matrix products, norms, rotary embedding, gated MLP."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxspec.params import param
+from jaxspec.shapes import Array, Float, Int
+
+
+def einsum(spec: str, *operands: Array, out_dtype: jnp.dtype | None = None) -> Array:
+    """Contract like `jnp.einsum`, accumulating in float32.
+
+    float32 operands use full float32 products: on Hopper JAX's default for float32 is TF32, whose
+    1e-3 errors would break the promise that speculative and plain decoding agree.
+    """
+    exact = operands[0].dtype == jnp.float32
+    out = jnp.einsum(
+        spec,
+        *operands,
+        precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+    return out.astype(operands[0].dtype if out_dtype is None else out_dtype)
+
+
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: float) -> Float[Array, "... D"]:
+    """Normalise the last axis in float32; the weight is used as it is (no 1 + w), or left out."""
+    x32 = x.astype(jnp.float32)
+    y = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    if scale is not None:
+        y = y * scale.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, partial_factor: float = 1.0) -> Float[Array, " H2"]:
+    """Return head_dim // 2 inverse frequencies, zero beyond `partial_factor` of them.
+
+    With a factor below 1 this is Gemma 4's "proportional" rope: the exponent divides by the whole head
+    dim, and pairs past the live ones do not turn (cos 1, sin 0).
+    """
+    half = head_dim // 2
+    live = int(partial_factor * head_dim // 2)
+    exponent = jnp.arange(half, dtype=jnp.float32) * (2.0 / head_dim)
+    return jnp.where(jnp.arange(half) < live, theta**-exponent, 0.0)
+
+
+def rope(
+    x: Float[Array, "B T *heads H"], positions: Int[Array, "B T"], frequencies: Float[Array, " H2"]
+) -> Float[Array, "B T *heads H"]:
+    """Rotate pairs (j, j + H/2) by position times frequency, in float32."""
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    angles = angles.reshape(*positions.shape, *(1,) * (x.ndim - 3), frequencies.size)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)), with gate and up stored as one matrix."""
+
+    def __init__(self, width: int, hidden: int, *, gelu: bool, dtype: jnp.dtype):
+        self.gate_up = param(width, 2, hidden, dtype=dtype, fan_in=width)
+        self.down = param(hidden, width, dtype=dtype, fan_in=hidden)
+        self.gelu = gelu
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        gate_up = einsum("btd,dcf->btcf", x, self.gate_up[...])
+        activation = gelu_tanh if self.gelu else jax.nn.silu
+        return einsum("btf,fd->btd", activation(gate_up[:, :, 0]) * gate_up[:, :, 1], self.down[...])

@@ -1,0 +1,88 @@
+"""Modules and their weights, kept apart: a `Graph` is static and hashable, `Params` is a flat dict of arrays.
+
+Every jitted function takes a `Graph` as a static argument and `Params` as an ordinary one, and calls
+`graph.bind(params)` inside. Swapping weights therefore compiles nothing, and training code, conversion
+and decoding share one plain pytree.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.shapes import Array, Params
+
+
+def param(*shape: int, dtype: jnp.dtype, fan_in: int | None = None) -> nnx.Param:
+    """Declare a weight. `fan_in` is the number of inputs of a matrix; None marks norms and scales."""
+    return nnx.Param(jnp.zeros(shape, dtype), fan_in=fan_in)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A module class with its config and weight dtype: everything about a model but its weights."""
+
+    module: type[nnx.Module]
+    config: Any
+    dtype: str  # "float32" or "bfloat16"
+
+    def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return name, shape and dtype of every weight this graph binds."""
+        _, variables = _abstract(self)
+        return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in variables.items()}
+
+    def bind(self, params: Params) -> Any:
+        """Return the module with these weights in place.
+
+        Raises:
+          ValueError: names or shapes differ from `abstract_params`; all differences are listed.
+        """
+        graphdef, variables = _abstract(self)
+        wrong = [f"{n}: missing" for n in variables if n not in params]
+        wrong += [f"{n}: unknown" for n in params if n not in variables]
+        wrong += [
+            f"{n}: {params[n].dtype}{params[n].shape}, expected {v.dtype}{v.shape}"
+            for n, v in variables.items()
+            if n in params and (params[n].shape != v.shape or params[n].dtype != v.dtype)
+        ]
+        if wrong:
+            raise ValueError(f"params do not fit {self.module.__name__}:\n  " + "\n  ".join(wrong))
+        state = nnx.from_flat_state([(_path(n), v.replace(params[n])) for n, v in variables.items()])
+        return nnx.merge(graphdef, state)
+
+    def random_params(self, seed: int) -> Params:
+        """Return random weights: matrices with variance 1 / fan_in, norms and scales 1.
+
+        Each array is made on the default device by one compiled call, so that no more than one array
+        beyond the result is ever alive.
+        """
+        _, variables = _abstract(self)
+        key = jax.random.key(seed)
+        return {
+            name: _random_array(jax.random.fold_in(key, i), v.shape, v.dtype, v.get_metadata().get("fan_in"))
+            for i, (name, v) in enumerate(sorted(variables.items()))
+        }
+
+
+@functools.cache
+def _abstract(graph: Graph) -> tuple[Any, dict[str, Any]]:
+    module = nnx.eval_shape(lambda: graph.module(graph.config, dtype=jnp.dtype(graph.dtype)))
+    graphdef, state = nnx.split(module)
+    return graphdef, {".".join(map(str, path)): v for path, v in nnx.to_flat_state(state)}
+
+
+def _path(name: str) -> tuple[str | int, ...]:
+    return tuple(int(part) if part.isdigit() else part for part in name.split("."))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _random_array(key: Array, shape: tuple[int, ...], dtype: Any, fan_in: int | None) -> Array:
+    if fan_in is None:
+        return jnp.ones(shape, dtype)
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(math.sqrt(1 / fan_in), dtype)
