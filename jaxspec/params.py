@@ -53,8 +53,14 @@ class Graph:
         ]
         if wrong:
             raise ValueError(f"params do not fit {self.module.__name__}:\n  " + "\n  ".join(wrong))
-        state = nnx.from_flat_state([(_path(n), v.replace(params[n])) for n, v in variables.items()])
+        state = nnx.from_flat_state(
+            [(_path(n), v.replace(params[n])) for n, v in variables.items()]
+        )
         return nnx.merge(graphdef, state)
+
+    def bind_abstract(self) -> Any:
+        """Return the module with shapes in place of weights, for what depends on its config alone."""
+        return nnx.eval_shape(lambda: self.module(self.config, dtype=jnp.dtype(self.dtype)))
 
     def random_params(self, seed: int) -> Params:
         """Return random weights: matrices with variance 1 / fan_in, norms and scales 1.
@@ -65,15 +71,16 @@ class Graph:
         _, variables = _abstract(self)
         key = jax.random.key(seed)
         return {
-            name: _random_array(jax.random.fold_in(key, i), v.shape, v.dtype, v.get_metadata().get("fan_in"))
+            name: _random_array(
+                jax.random.fold_in(key, i), v.shape, v.dtype, v.get_metadata().get("fan_in")
+            )
             for i, (name, v) in enumerate(sorted(variables.items()))
         }
 
 
 @functools.cache
 def _abstract(graph: Graph) -> tuple[Any, dict[str, Any]]:
-    module = nnx.eval_shape(lambda: graph.module(graph.config, dtype=jnp.dtype(graph.dtype)))
-    graphdef, state = nnx.split(module)
+    graphdef, state = nnx.split(graph.bind_abstract())
     return graphdef, {".".join(map(str, path)): v for path, v in nnx.to_flat_state(state)}
 
 

@@ -1,0 +1,402 @@
+"""The engine: requests in, tokens out, over a fixed batch of slots that are refilled as rows finish.
+
+Read `Engine.run`. Each round admits waiting requests to free slots (prefill), runs the compiled decode
+loop for a few steps, and looks at what came. Shapes are buckets: batch rows and prompt lengths round up to
+powers of two, so a handful of programs serves every request; `Engine.num_compilations` counts them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import decode
+from jaxspec.checkpoint import LoadedModel
+from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk
+from jaxspec.sampling import SamplingParams
+from jaxspec.shapes import Params
+
+PREFILL_CHUNK = 512  # longer prompts are fed in pieces of this many tokens
+SMALLEST_PREFILL = 16
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+      prompt_ids: token ids, BOS included where the model wants one.
+      temperature: 0 for greedy.
+      top_k: 0 for off.
+      top_p: in (0, 1]; 1 for off.
+      stop_ids: generation ends with (and keeps) the first of these.
+      seed: the run's seed; the request's index is folded in, so equal seeds still differ by row.
+      stop_at: called with the tokens so far whenever the loop returns to the host; a number n ends the
+        row, keeping its first n tokens. For stop texts.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    stop_at: Callable[[Sequence[int]], int | None] | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """A request has more tokens; `token_ids` are all it has so far."""
+
+    index: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A request is done, or was refused (`error` says why and nothing was generated).
+
+    `acceptance_lengths` has one number a verify step: the tokens it committed, bonus included, before any
+    cut by a stop or the limit. Prefill's token belongs to no step.
+    """
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: Literal["stop", "length"] = "length"
+    acceptance_lengths: tuple[int, ...] = ()
+    error: str | None = None
+
+
+@dataclass
+class Timings:
+    """Seconds of wall clock, device work waited for; compilation stands apart from the other two."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    compile_s: float = 0.0
+    decode_tokens: int = 0  # returned tokens but those of prefill
+
+
+class Engine:
+    """Decodes requests with one target and at most one drafter, on fixed shapes.
+
+    Args:
+      drafter: None for plain decoding.
+      batch_size: slots; rounded up to a power of two.
+      cache_length: positions a slot holds; prompt, new tokens and one step's tokens must fit.
+      num_draft_tokens: tokens drafted a step, the anchor not counted; default as many as the drafter can.
+      steps_per_return: decode steps between returns to the host.
+      synthetic_acceptance: for benchmarks, see `DecodeSpec`.
+
+    Raises:
+      ConfigError: the drafter does not fit the target.
+      ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        drafter: LoadedModel | None,
+        *,
+        batch_size: int = 1,
+        cache_length: int = 1024,
+        num_draft_tokens: int | None = None,
+        steps_per_return: int = 16,
+        synthetic_acceptance: float | None = None,
+    ):
+        if batch_size < 1 or cache_length < 1 or steps_per_return < 1:
+            raise ValueError("batch_size, cache_length and steps_per_return must be 1 or more")
+        self.target, self.drafter = target, drafter
+        drafts = 0
+        if drafter is not None:
+            drafter.config.check_fits(target.config)
+            most = drafter.graph.bind_abstract().max_draft_tokens
+            drafts = most if num_draft_tokens is None else num_draft_tokens
+            if not 1 <= drafts <= most:
+                raise ValueError(
+                    f"num_draft_tokens is {drafts}; this drafter proposes 1 to {most} tokens a step"
+                )
+        elif num_draft_tokens:
+            raise ValueError("num_draft_tokens was given, but there is no drafter")
+        if synthetic_acceptance is not None and not 1 <= synthetic_acceptance <= drafts + 1:
+            raise ValueError(
+                f"synthetic_acceptance is {synthetic_acceptance}; with {drafts} draft tokens it lies "
+                f"between 1 and {drafts + 1}"
+            )
+        generation = target.generation
+        self.spec = DecodeSpec(
+            target=target.graph,
+            drafter=None if drafter is None else drafter.graph,
+            num_draft_tokens=drafts,
+            suppress_tokens=generation.suppress_tokens if generation else (),
+            synthetic_acceptance=synthetic_acceptance,
+        )
+        self.batch_size = _bucket(batch_size)
+        self.cache_length = cache_length
+        self.steps_per_return = steps_per_return
+        self.target_params: Params = target.params
+        self.drafter_params: Params | None = None if drafter is None else drafter.params
+        self.timings = Timings()
+        self.num_compilations = 0
+        self._programs: dict[tuple[Any, ...], Any] = {}
+
+    def check(self, request: Request) -> str | None:
+        """Say what is wrong with a request and the way out, or None when it can run."""
+        config = self.target.config
+        count, most = len(request.prompt_ids), request.max_new_tokens
+        if count == 0:
+            return "the prompt is empty; give at least one token"
+        bad = [i for i in request.prompt_ids if not 0 <= i < config.vocab_size]
+        if bad:
+            return f"prompt ids {bad[:5]} are outside the vocabulary; expected 0 to {config.vocab_size - 1}"
+        if most < 1:
+            return f"max_new_tokens is {most}; it must be 1 or more"
+        if request.temperature < 0 or request.top_k < 0 or not 0 < request.top_p <= 1:
+            return (
+                f"temperature {request.temperature} and top_k {request.top_k} must not be negative, and "
+                f"top_p {request.top_p} must lie in (0, 1]"
+            )
+        if count + most > config.max_positions:
+            return (
+                f"prompt ({count} tokens) + max_new_tokens ({most}) needs {count + most} positions; the "
+                f"model has {config.max_positions}"
+            )
+        needed = self.cache_length_for(request)
+        if needed > self.cache_length:
+            return (
+                f"cache holds {self.cache_length} positions, but prompt ({count} tokens) + max_new_tokens "
+                f"({most}) + one step ({self.spec.step_tokens}) needs {needed}; pass cache_length={needed}"
+            )
+        return None
+
+    def cache_length_for(self, request: Request) -> int:
+        """Return the positions a request needs in the cache."""
+        return len(request.prompt_ids) + request.max_new_tokens + self.spec.step_tokens
+
+    def run(self, requests: Sequence[Request]) -> Iterator[Update | Completion]:
+        """Decode all requests, yielding updates as tokens come and one completion for each.
+
+        Completions come as rows finish, not in order. A request that `check` refuses completes at once
+        with its error; the others are not touched by it.
+        """
+        waiting: deque[int] = deque()
+        for index, request in enumerate(requests):
+            error = self.check(request)
+            if error is None:
+                waiting.append(index)
+            else:
+                yield Completion(index, error=error)
+        num_stop_ids = _bucket(max((len(set(r.stop_ids)) for r in requests), default=1), smallest=4)
+        slots: list[int | None] = [None] * self.batch_size
+        reported = [0] * self.batch_size
+        state = self._init_state(num_stop_ids) if waiting else None
+        while waiting or any(s is not None for s in slots):
+            assert state is not None
+            free = [i for i, s in enumerate(slots) if s is None]
+            taken = {slot: waiting.popleft() for slot in free[: len(waiting)]}
+            if taken:
+                for slot, index in taken.items():
+                    slots[slot], reported[slot] = index, 0
+                state = self._prefill(state, {s: requests[i] for s, i in taken.items()}, taken)
+            else:
+                state = self._decode(state)
+            seen = _Seen.fetch(state)
+            finished = np.zeros(self.batch_size, bool)
+            for slot, index in enumerate(slots):
+                if index is None:
+                    continue
+                tokens = seen.tokens_of(slot)
+                stop_at = requests[index].stop_at
+                keep = stop_at(tokens) if stop_at and len(tokens) > reported[slot] else None
+                if keep is not None:
+                    tokens = tokens[:keep]
+                done = keep is not None or not seen.active[slot]
+                if len(tokens) > reported[slot]:
+                    reported[slot] = len(tokens)
+                    yield Update(index, tokens)
+                if done:
+                    stopped = keep is not None or bool(seen.stopped[slot])
+                    self.timings.decode_tokens += len(tokens) - 1
+                    yield Completion(
+                        index,
+                        tokens,
+                        "stop" if stopped else "length",
+                        seen.acceptance_lengths_of(slot),
+                    )
+                    finished[slot], slots[slot] = True, None
+            if (finished & seen.active).any():  # the device still thinks these run
+                state = self._call(
+                    "retire", (), decode.retire, state, jnp.asarray(finished), donate=(0,)
+                )
+
+    def _init_state(self, num_stop_ids: int) -> DecodeState:
+        return decode.init_state(
+            self.spec,
+            self.batch_size,
+            cache_length=self.cache_length,
+            num_stop_ids=num_stop_ids,
+            cache_dtype=jnp.dtype(self.spec.target.dtype),
+        )
+
+    def _prefill(
+        self, state: DecodeState, requests: dict[int, Request], indices: dict[int, int]
+    ) -> DecodeState:
+        """Admit requests to slots and feed their prompts, chunk by chunk."""
+        b = _bucket(len(requests))
+        rows = list(requests.items())
+        slots = np.full(b, self.batch_size, np.int32)  # padding rows point past the last slot
+        slots[: len(rows)] = [slot for slot, _ in rows]
+
+        def column(values: Sequence[float], fill: float, dtype: type) -> jax.Array:
+            return jnp.asarray([*values, *[fill] * (b - len(rows))], dtype)
+
+        stop_ids = np.full((b, state.stop_ids.shape[1]), -1, np.int32)
+        for row, (_, request) in enumerate(rows):
+            unique = sorted(set(request.stop_ids))
+            stop_ids[row, : len(unique)] = unique
+        seeds = np.zeros((b, 2), np.uint32)
+        for row, (slot, request) in enumerate(rows):
+            seeds[row] = request.seed % 2**32, indices[slot]
+        admission = Admission(
+            slots=jnp.asarray(slots),
+            max_new_tokens=column([r.max_new_tokens for _, r in rows], 0, np.int32),
+            stop_ids=jnp.asarray(stop_ids),
+            sampling=SamplingParams(
+                column([r.temperature for _, r in rows], 0, np.float32),
+                column([r.top_k for _, r in rows], 0, np.int32),
+                column([r.top_p for _, r in rows], 1, np.float32),
+            ),
+            keys=row_keys(jnp.asarray(seeds)),
+        )
+        key = (b, stop_ids.shape[1])
+        state = self._call("admit", key, decode.admit, state, admission, donate=(0,))
+
+        prompts = [np.asarray(r.prompt_ids, np.int32) for _, r in rows]
+        prompts += [np.zeros(0, np.int32)] * (b - len(rows))
+        lengths = np.asarray([len(p) for p in prompts])
+        for begin in range(0, int(lengths.max()), PREFILL_CHUNK):
+            count = np.clip(lengths - begin, 0, PREFILL_CHUNK)
+            t = _bucket(int(count.max()), smallest=SMALLEST_PREFILL)
+            tokens = np.zeros((b, t), np.int32)
+            for row, prompt in enumerate(prompts):
+                tokens[row, : count[row]] = prompt[begin : begin + count[row]]
+            chunk = PrefillChunk(
+                slots=jnp.asarray(slots),
+                tokens=jnp.asarray(tokens),
+                start=jnp.asarray(np.minimum(lengths, begin), jnp.int32),
+                count=jnp.asarray(count, jnp.int32),
+                is_last=jnp.asarray((count > 0) & (lengths <= begin + PREFILL_CHUNK)),
+            )
+            state = self._model_call("prefill", (b, t), decode.prefill, state, chunk)
+        return state
+
+    def _decode(self, state: DecodeState) -> DecodeState:
+        return self._model_call(
+            "decode", (), decode.decode_loop, state, jnp.int32(self.steps_per_return)
+        )
+
+    def _model_call(
+        self, phase: Literal["prefill", "decode"], key: tuple[int, ...], function: Any, *args: Any
+    ) -> DecodeState:
+        """Call a program that takes the spec and both models' weights, and time it."""
+        program = self._program(
+            phase, key, function, (self.target_params, self.drafter_params, *args), (2,), self.spec
+        )
+        begin = time.perf_counter()
+        state = jax.block_until_ready(program(self.target_params, self.drafter_params, *args))
+        seconds = time.perf_counter() - begin
+        if phase == "prefill":
+            self.timings.prefill_s += seconds
+        else:
+            self.timings.decode_s += seconds
+        return state
+
+    def _call(
+        self, name: str, key: tuple[int, ...], function: Any, *args: Any, donate: tuple[int, ...]
+    ) -> DecodeState:
+        return self._program(name, key, function, args, donate)(*args)
+
+    def _program(
+        self,
+        name: str,
+        key: tuple[int, ...],
+        function: Any,
+        args: tuple[Any, ...],
+        donate: tuple[int, ...],
+        spec: DecodeSpec | None = None,
+    ) -> Any:
+        """Return the compiled program for these shapes; within one engine `key` says which they are."""
+        known = (name, *key, args[2].stop_ids.shape[1] if spec else 0)
+        if known not in self._programs:
+            begin = time.perf_counter()
+            self._programs[known] = _compile(function, spec, donate, args)
+            self.timings.compile_s += time.perf_counter() - begin
+            self.num_compilations += 1
+        return self._programs[known]
+
+
+_compiled: dict[
+    Any, Any
+] = {}  # programs of all engines of this process, by everything that shapes them
+
+
+def _compile(
+    function: Any, spec: DecodeSpec | None, donate: tuple[int, ...], args: tuple[Any, ...]
+) -> Any:
+    leaves, tree = jax.tree.flatten(args)
+    shapes = tuple((x.shape, str(x.dtype), x.sharding) for x in leaves)
+    key = (function, spec, donate, tree, shapes)
+    if key not in _compiled:
+        bound = function if spec is None else _with_spec(function, spec)
+        _compiled[key] = jax.jit(bound, donate_argnums=donate).lower(*args).compile()
+    return _compiled[key]
+
+
+def _with_spec(function: Any, spec: DecodeSpec) -> Any:
+    def bound(*args: Any) -> Any:
+        return function(spec, *args)
+
+    bound.__name__ = function.__name__
+    return bound
+
+
+@jax.jit
+def row_keys(seeds: jax.Array) -> jax.Array:
+    """Return a key for each [seed, index] row."""
+    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s[0]), s[1]))(seeds)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the host looks at after each return."""
+
+    active: np.ndarray
+    stopped: np.ndarray
+    num_tokens: np.ndarray
+    tokens: np.ndarray
+    num_steps: np.ndarray
+    acceptance_lengths: np.ndarray
+
+    @classmethod
+    def fetch(cls, state: DecodeState) -> _Seen:
+        names = ("active", "stopped", "num_tokens", "tokens", "num_steps", "acceptance_lengths")
+        return cls(*jax.device_get([getattr(state, name) for name in names]))
+
+    def tokens_of(self, slot: int) -> tuple[int, ...]:
+        return tuple(self.tokens[slot, : self.num_tokens[slot]].tolist())
+
+    def acceptance_lengths_of(self, slot: int) -> tuple[int, ...]:
+        return tuple(self.acceptance_lengths[slot, : self.num_steps[slot]].tolist())
+
+
+def _bucket(n: int, smallest: int = 1) -> int:
+    """Round up to a power of two, at least `smallest`."""
+    return max(smallest, 1 << (n - 1).bit_length() if n > 1 else 1)

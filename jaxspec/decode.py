@@ -1,0 +1,330 @@
+"""Prefill, a decode step, a speculative step, and the loop around them. Start here.
+
+A batch has B slots. A slot holds one sequence: its prompt and all tokens it committed are in the target's
+caches up to `lengths`; its newest token, the *anchor*, is not. A step feeds the anchor (and, when
+speculating, draft tokens after it) through the target, keeps the drafts the target agrees with, adds the
+target's own next token as the new anchor, and moves `lengths` past what was kept:
+
+    draft     drafter.draft      anchor, state        -> draft tokens
+    verify    target             anchor + drafts      -> logits, new K/V, features
+    accept    verify.verify      logits, drafts       -> accepted prefix, bonus token
+    commit    drafter.absorb, `commit`                -> the next state
+
+Plain decoding is the same step without drafts. Everything here runs inside one compiled program; slots
+that are finished write nothing. Who is in which slot is `batching`'s business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxspec.drafters.base import AnyDrafter, TargetView
+from jaxspec.models.gemma4 import Caches, Gemma4, TargetOutput, init_caches
+from jaxspec.params import Graph
+from jaxspec.sampling import SamplingParams, suppress
+from jaxspec.shapes import Array, Bool, Int, Params
+from jaxspec.verify import Verdict, synthetic_verify, verify
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """What is fixed when the programs are compiled. Without a drafter, decoding is plain."""
+
+    target: Graph
+    drafter: Graph | None
+    num_draft_tokens: int = 0  # the anchor never counts
+    suppress_tokens: tuple[int, ...] = ()
+    synthetic_acceptance: float | None = (
+        None  # benchmarks: replaces the accept decision, nothing else
+    )
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens a row that one target pass of a step writes: the anchor and the drafts."""
+        return self.num_draft_tokens + 1
+
+
+class DecodeState(struct.PyTreeNode):
+    """Everything that changes while decoding, one row a slot; donated from call to call."""
+
+    caches: Caches
+    drafter: Any  # the drafter's own state, None without one
+    lengths: Int[Array, " B"]  # positions committed to the caches
+    anchors: Int[Array, " B"]  # newest token, at position `lengths`
+    active: Bool[Array, " B"]
+    stopped: Bool[Array, " B"]  # finished by a stop id
+    tokens: Int[Array, "B M"]  # what was generated, prefill's token first
+    num_tokens: Int[Array, " B"]
+    num_steps: Int[Array, " B"]  # verify steps
+    acceptance_lengths: Int[
+        Array, "B M"
+    ]  # tokens committed in each, before any cut by a stop or limit
+    max_new_tokens: Int[Array, " B"]
+    stop_ids: Int[Array, "B I"]  # padded with -1
+    sampling: SamplingParams
+    keys: Array  # a typed PRNG key a row
+
+
+class PrefillChunk(struct.PyTreeNode):
+    """Prompt tokens for some slots; a row past its end has count 0, a slot of B is no slot at all."""
+
+    slots: Int[Array, " b"]
+    tokens: Int[Array, "b T"]
+    start: Int[Array, " b"]
+    count: Int[Array, " b"]
+    is_last: Bool[Array, " b"]  # the prompt ends in this chunk
+
+
+class Admission(struct.PyTreeNode):
+    """The requests that take over some slots, before their prefill."""
+
+    slots: Int[Array, " b"]
+    max_new_tokens: Int[Array, " b"]
+    stop_ids: Int[Array, "b I"]
+    sampling: SamplingParams
+    keys: Array
+
+
+@functools.partial(
+    jax.jit, static_argnums=(0, 1), static_argnames=("cache_length", "num_stop_ids", "cache_dtype")
+)
+def init_state(
+    spec: DecodeSpec, batch: int, *, cache_length: int, num_stop_ids: int, cache_dtype: jnp.dtype
+) -> DecodeState:
+    """Make a state of empty, inactive slots.
+
+    Args:
+      cache_length: positions a slot can hold: prompt, new tokens and one step's tokens.
+
+    Jitted, so that every array has a buffer of its own and can be donated.
+    """
+    zeros = jnp.zeros(batch, jnp.int32)
+    drafter_state = None
+    if spec.drafter is not None:
+        drafter = spec.drafter.bind_abstract()
+        drafter_state = drafter.init_state(batch, cache_length=cache_length, dtype=cache_dtype)
+    return DecodeState(
+        caches=init_caches(
+            spec.target.config,
+            batch,
+            cache_length=cache_length,
+            slack=spec.step_tokens,
+            dtype=cache_dtype,
+        ),
+        drafter=drafter_state,
+        lengths=zeros,
+        anchors=zeros,
+        active=zeros.astype(bool),
+        stopped=zeros.astype(bool),
+        tokens=jnp.zeros((batch, cache_length), jnp.int32),
+        num_tokens=zeros,
+        num_steps=zeros,
+        acceptance_lengths=jnp.zeros((batch, cache_length), jnp.int32),
+        max_new_tokens=zeros,
+        stop_ids=jnp.full((batch, num_stop_ids), -1, jnp.int32),
+        sampling=SamplingParams(zeros.astype(jnp.float32), zeros, jnp.ones(batch, jnp.float32)),
+        keys=jax.random.split(jax.random.key(0), batch),
+    )
+
+
+def admit(state: DecodeState, new: Admission) -> DecodeState:
+    """Put new requests into slots; what the caches still hold of the old ones is never looked at again."""
+
+    def put(name: str, value: Array | int | bool) -> Array:
+        return getattr(state, name).at[new.slots].set(value, mode="drop")
+
+    counters = ("lengths", "anchors", "num_tokens", "num_steps")
+    return dataclasses.replace(
+        state,
+        **{name: put(name, 0) for name in counters},
+        active=put("active", False),
+        stopped=put("stopped", False),
+        max_new_tokens=put("max_new_tokens", new.max_new_tokens),
+        stop_ids=put("stop_ids", new.stop_ids),
+        keys=put("keys", new.keys),
+        sampling=jax.tree.map(
+            lambda old, value: old.at[new.slots].set(value, mode="drop"),
+            state.sampling,
+            new.sampling,
+        ),
+    )
+
+
+def prefill(
+    spec: DecodeSpec,
+    target_params: Params,
+    drafter_params: Params | None,
+    state: DecodeState,
+    chunk: PrefillChunk,
+) -> DecodeState:
+    """Feed one chunk of prompts; slots whose prompt ends here get their first token and become active."""
+    target, drafter = _bind(spec, target_params, drafter_params)
+    output = target(
+        chunk.tokens,
+        chunk.start,
+        chunk.count,
+        state.caches,
+        slots=chunk.slots,
+        feature_layers=_feature_layers(drafter),
+        logit_rows=jnp.maximum(chunk.count - 1, 0)[:, None],
+    )
+    if drafter is not None:
+        drafter_state = drafter.absorb(state.drafter, output, chunk.start, chunk.count, chunk.slots)
+        state = dataclasses.replace(state, drafter=drafter_state)
+    rows = jax.tree.map(lambda x: x[chunk.slots], (state.sampling, state.keys, state.stop_ids))
+    sampling, keys, stop_ids = rows
+    logits = suppress(output.logits, spec.suppress_tokens)
+    no_draft = jnp.zeros((chunk.slots.shape[0], 0), jnp.int32)
+    # Prefill's draw is step 0; the loop's steps count from 1.
+    first = verify(logits, no_draft, sampling, keys, jnp.zeros_like(chunk.start)).bonus
+    stopped = jnp.any(first[:, None] == stop_ids, axis=-1)
+    ends = jnp.where(chunk.is_last, chunk.slots, state.active.shape[0])  # else dropped
+
+    def put(name: str, value: Array | int) -> Array:
+        return getattr(state, name).at[ends].set(value, mode="drop")
+
+    return dataclasses.replace(
+        state,
+        caches=output.caches,
+        lengths=put("lengths", chunk.start + chunk.count),
+        anchors=put("anchors", first),
+        tokens=state.tokens.at[ends, 0].set(first, mode="drop"),
+        num_tokens=put("num_tokens", 1),
+        stopped=put("stopped", stopped),
+        active=put("active", ~stopped & (state.max_new_tokens[chunk.slots] > 1)),
+    )
+
+
+def decode_step(target: Gemma4, spec: DecodeSpec, state: DecodeState) -> DecodeState:
+    """Add one token to every active row: the reference that speculation must equal."""
+    no_draft = jnp.zeros((state.anchors.shape[0], 0), jnp.int32)
+    output, verdict = _target_step(target, spec, state, no_draft, ())
+    return commit(dataclasses.replace(state, caches=output.caches), no_draft, verdict)
+
+
+def speculative_step(
+    target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState
+) -> DecodeState:
+    """Draft, verify, accept and commit: adds 1 to num_draft_tokens + 1 tokens to every active row."""
+    draft = drafter.draft(
+        state.drafter,
+        TargetView(target.embedder, spec.suppress_tokens),
+        state.anchors,
+        state.lengths,
+        num_draft_tokens=spec.num_draft_tokens,
+    ).tokens
+    output, verdict = _target_step(target, spec, state, draft, drafter.feature_layers)
+    kept = jnp.where(state.active, verdict.accepted + 1, 0)  # the anchor and the accepted drafts
+    drafter_state = drafter.absorb(state.drafter, output, state.lengths, kept)
+    state = dataclasses.replace(state, caches=output.caches, drafter=drafter_state)
+    return commit(state, draft, verdict)
+
+
+def decode_loop(
+    spec: DecodeSpec,
+    target_params: Params,
+    drafter_params: Params | None,
+    state: DecodeState,
+    max_steps: Int[Array, ""],
+) -> DecodeState:
+    """Run up to `max_steps` steps on the device, fewer when every row has finished."""
+    target, drafter = _bind(spec, target_params, drafter_params)
+
+    def alive(carry: tuple[Array, DecodeState]) -> Array:
+        step, state = carry
+        return (step < max_steps) & jnp.any(state.active)
+
+    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        step, state = carry
+        if drafter is None:
+            return step + 1, decode_step(target, spec, state)
+        return step + 1, speculative_step(target, drafter, spec, state)
+
+    return lax.while_loop(alive, body, (jnp.int32(0), state))[1]
+
+
+def _target_step(
+    target: Gemma4,
+    spec: DecodeSpec,
+    state: DecodeState,
+    draft: Int[Array, "B G"],
+    feature_layers: tuple[int, ...],
+) -> tuple[TargetOutput, Verdict]:
+    """Run the target over anchor + drafts and judge the drafts."""
+    tokens = jnp.concatenate([state.anchors[:, None], draft], axis=1)
+    with jax.named_scope("verify"):
+        output = target(
+            tokens,
+            state.lengths,
+            jnp.where(state.active, tokens.shape[1], 0),
+            state.caches,
+            feature_layers=feature_layers,
+        )
+    with jax.named_scope("accept"):
+        logits, steps = suppress(output.logits, spec.suppress_tokens), state.num_steps + 1
+        if spec.synthetic_acceptance is None:
+            return output, verify(logits, draft, state.sampling, state.keys, steps)
+        tau = spec.synthetic_acceptance if draft.shape[1] else 1.0
+        return output, synthetic_verify(logits, draft, tau, state.keys, steps)
+
+
+def commit(state: DecodeState, draft: Int[Array, "B G"], verdict: Verdict) -> DecodeState:
+    """Write the accepted drafts and the bonus token of active rows, up to a stop id or the row's limit.
+
+    Statistics count the whole step, cut or not. A row that stops or is full becomes inactive; its lengths
+    then stand past what it emitted, which nobody reads.
+    """
+    b, t = draft.shape[0], draft.shape[1] + 1
+    offset = jnp.arange(t)[None, :]
+    padded = jnp.concatenate([draft, jnp.zeros((b, 1), draft.dtype)], axis=1)
+    new = jnp.where(offset < verdict.accepted[:, None], padded, verdict.bonus[:, None])
+    valid = (offset <= verdict.accepted[:, None]) & state.active[:, None]
+    is_stop = jnp.any(new[:, :, None] == state.stop_ids[:, None, :], axis=-1) & valid
+    stops_before = jnp.cumsum(is_stop, axis=1) - is_stop
+    room = (state.max_new_tokens - state.num_tokens)[:, None]
+    kept = valid & (stops_before == 0) & (offset < room)
+    rows = jnp.arange(b)
+    columns = jnp.where(kept, state.num_tokens[:, None] + offset, state.tokens.shape[1])
+    step_column = jnp.where(state.active, state.num_steps, state.tokens.shape[1])
+    num_tokens = state.num_tokens + jnp.sum(kept, axis=1)
+    stopped = state.stopped | jnp.any(is_stop & kept, axis=1)
+    return dataclasses.replace(
+        state,
+        lengths=state.lengths + jnp.where(state.active, verdict.accepted + 1, 0),
+        anchors=jnp.where(state.active, verdict.bonus, state.anchors),
+        tokens=state.tokens.at[rows[:, None], columns].set(new, mode="drop"),
+        num_tokens=num_tokens,
+        num_steps=state.num_steps + state.active,
+        acceptance_lengths=state.acceptance_lengths.at[rows, step_column].set(
+            verdict.accepted + 1, mode="drop"
+        ),
+        stopped=stopped,
+        active=state.active & ~stopped & (num_tokens < state.max_new_tokens),
+    )
+
+
+def retire(state: DecodeState, finished: Bool[Array, " B"]) -> DecodeState:
+    """Deactivate rows that the host found finished (a stop text, say)."""
+    return dataclasses.replace(state, active=state.active & ~finished)
+
+
+def _bind(
+    spec: DecodeSpec, target_params: Params, drafter_params: Params | None
+) -> tuple[Gemma4, AnyDrafter | None]:
+    target = spec.target.bind(target_params)
+    if spec.drafter is None:
+        return target, None
+    assert drafter_params is not None
+    return target, spec.drafter.bind(drafter_params)
+
+
+def _feature_layers(drafter: AnyDrafter | None) -> tuple[int, ...]:
+    return () if drafter is None else drafter.feature_layers
