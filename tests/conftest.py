@@ -1,0 +1,15 @@
+"""What every test runs under: shapes and types checked, no silent mixing of dtypes."""
+
+from __future__ import annotations
+
+import jax
+import jaxtyping
+from flax import struct
+
+# JAX rebuilds pytrees with leaves that are no arrays (tracing, vmap axes, shardings), so the fields of
+# one cannot be checked whenever it is made. The functions that take and return them are.
+struct.PyTreeNode.__no_type_check__ = True  # pyright: ignore[reportAttributeAccessIssue]
+jaxtyping.install_import_hook(["jaxspec", "pallas_kernels"], "beartype.beartype")
+
+# Rank promotion stays allowed: a norm's scale meets activations of any rank.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
