@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.shapes import Array, DTypeLike, Float, Int
 
 RING_MULTIPLE = 64  # ring sizes are rounded up to this, so that kernels can tile them
 
@@ -46,7 +46,7 @@ def init_cache(
     cache_length: int,
     window: int | None,
     slack: int,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
 ) -> KVCache:
     """Make an empty cache for `cache_length` positions, a ring where the window makes that smaller.
 

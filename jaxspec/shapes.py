@@ -8,9 +8,10 @@ C context-feature width. Lower case in code are the unpacked sizes: `b, t, d = x
 from __future__ import annotations
 
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, UInt32
 
 Params = dict[str, Array]
 """The weights of one model: dotted module paths to arrays, such as `layers.0.attention.qkv`."""
 
-__all__ = ["Array", "Bool", "Float", "Int", "Params", "UInt32"]
+__all__ = ["Array", "Bool", "DTypeLike", "Float", "Int", "Params", "UInt32"]

@@ -12,11 +12,10 @@ from __future__ import annotations
 import abc
 from typing import Any, Generic, TypeVar
 
-import jax.numpy as jnp
 from flax import nnx, struct
 
 from jaxspec.models.gemma4 import Embedder, TargetOutput
-from jaxspec.shapes import Array, Int
+from jaxspec.shapes import Array, DTypeLike, Int
 
 StateT = TypeVar("StateT")
 
@@ -48,7 +47,7 @@ class Drafter(nnx.Module, Generic[StateT]):
         """Most tokens that one `draft` can propose."""
 
     @abc.abstractmethod
-    def init_state(self, batch: int, *, cache_length: int, dtype: jnp.dtype) -> StateT:
+    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> StateT:
         """Return an empty state for `batch` rows of up to `cache_length` positions."""
 
     @abc.abstractmethod

@@ -21,7 +21,7 @@ from jaxspec.models.gemma4 import TargetOutput
 from jaxspec.models.layers import GatedMLP, einsum, rms_norm, rope, rope_frequencies
 from jaxspec.params import param
 from jaxspec.sampling import suppress
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.shapes import Array, DTypeLike, Float, Int
 
 DFlashState = tuple[KVCache, ...]
 """Context keys and values of every draft layer. Draft blocks never enter it."""
@@ -46,7 +46,7 @@ class DFlashDrafter(Drafter[DFlashState]):
     def max_draft_tokens(self) -> int:
         return self.config.block_size - 1
 
-    def init_state(self, batch: int, *, cache_length: int, dtype: jnp.dtype) -> DFlashState:
+    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> DFlashState:
         c = self.config
         return tuple(
             kv.init_cache(

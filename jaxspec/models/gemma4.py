@@ -20,7 +20,7 @@ from jaxspec.models.attention import attend
 from jaxspec.models.layers import GatedMLP, einsum, gelu_tanh, rms_norm, rope, rope_frequencies
 from jaxspec.models.moe import Experts
 from jaxspec.params import param
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.shapes import Array, DTypeLike, Float, Int
 
 Caches = tuple[KVCache | None, ...]
 """One entry a layer; None where the layer reads another layer's K/V."""
@@ -102,7 +102,7 @@ class Gemma4(nnx.Module):
         )
 
 
-def init_caches(config: TargetConfig, batch: int, *, cache_length: int, slack: int, dtype: jnp.dtype) -> Caches:
+def init_caches(config: TargetConfig, batch: int, *, cache_length: int, slack: int, dtype: DTypeLike) -> Caches:
     """Make empty caches for every layer that owns K/V.
 
     Args:

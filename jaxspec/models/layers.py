@@ -10,10 +10,10 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.params import param
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.shapes import Array, DTypeLike, Float, Int
 
 
-def einsum(spec: str, *operands: Array, out_dtype: jnp.dtype | None = None) -> Array:
+def einsum(spec: str, *operands: Array, out_dtype: DTypeLike | None = None) -> Array:
     """Contract like `jnp.einsum`, accumulating in float32.
 
     float32 operands use full float32 products: on Hopper JAX's default for float32 is TF32, whose
