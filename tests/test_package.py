@@ -1,0 +1,168 @@
+"""What is promised about the packages as such: metadata, wheel contents, who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import pytest
+from packaging.specifiers import SpecifierSet
+
+import jaxspec
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints_convert")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_version_is_that_of_the_distribution():
+    try:
+        installed = metadata.version("jaxspec-decoding")
+    except metadata.PackageNotFoundError:
+        pytest.skip("not installed: running from the source tree")
+    assert installed == jaxspec.__version__
+
+
+@pytest.mark.parametrize(
+    ("version", "allowed"),
+    [
+        ("0.10.1", False),
+        ("0.10.2", True),
+        ("0.11.0", False),
+        ("0.11.1", False),
+        ("0.11.2", True),
+        ("0.12.0.1", True),
+        ("0.13.0", False),
+        (jax.__version__, True),
+    ],
+)
+def test_jax_versions(version: str, allowed: bool):
+    (requirement,) = (d for d in PROJECT["dependencies"] if re.match(r"jax\W", d))
+    assert (version in SpecifierSet(requirement.removeprefix("jax"))) is allowed
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Build in a copy: setuptools would leave a build folder, and reuse what is stale in it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in (*PACKAGES, "tests", "examples", "scripts"):
+        shutil.copytree(ROOT / name, source / name)
+    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    run = subprocess.run(
+        [sys.executable, *command, "--wheel-dir", str(out), str(source)],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    (path,) = out.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: zipfile.ZipFile):
+    expected = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {"jaxspec/py.typed", "jaxspec/bundled/target/model.safetensors"} <= expected
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
+
+
+def test_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile):
+    info = f"jaxspec_decoding-{jaxspec.__version__}.dist-info"
+    assert "jaxspec = jaxspec.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
+
+
+def test_bundled_pair_is_small():
+    size = sum(p.stat().st_size for p in (ROOT / "jaxspec/bundled").rglob("*") if p.is_file())
+    assert size <= 8_000_000
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_the_files_that_a_document_names_exist(document: str):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = re.findall(r"(?:jaxspec|tests|examples|scripts|pallas_kernels)/[\w./]*\w", text)
+    for tree in re.findall(r"```\n(jaxspec/\n.*?)```", text, flags=re.DOTALL):
+        folder = ""
+        for line in tree.splitlines():
+            names = [
+                n for n in re.split(r"\s{2,}", line.strip()) if re.fullmatch(r"\w+(\.py|/)", n)
+            ]
+            if line.startswith(" "):
+                named += [folder + name for name in names]
+            else:
+                (folder,) = names
+                named.append(folder)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+# --- who imports whom ----------------------------------------------------------------------------
+
+
+def _imports(path: Path, *, at_import_only: bool = False) -> set[str]:
+    """Return the absolute names of all modules a file imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif at_import_only and isinstance(node, ast.FunctionDef | ast.Lambda):
+            continue
+        stack.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def _importers(package: str, forbidden: str, **kwargs: bool) -> list[str]:
+    return [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if any(re.match(rf"({forbidden})(\.|$)", name) for name in _imports(path, **kwargs))
+    ]
+
+
+def test_kernels_need_nothing_of_ours():
+    assert _importers("pallas_kernels", "jaxspec|checkpoints_convert") == []
+
+
+def test_torch_is_never_needed():
+    assert _importers("jaxspec", "torch") == []
+    assert _importers("checkpoints_convert", "torch", at_import_only=True) == []
+
+
+def test_only_the_edge_reaches_conversion_and_only_when_asked():
+    edge = {"jaxspec/cli.py", "jaxspec/api.py", "jaxspec/checkpoint.py"}
+    assert set(_importers("jaxspec", "checkpoints_convert")) <= edge
+    assert _importers("jaxspec", "checkpoints_convert", at_import_only=True) == []
+
+
+@pytest.mark.parametrize("module", ["cache", "sampling", "verify"])
+def test_arrays_only(module: str):
+    """These know no model, drafter or engine, so that they can be read and tested alone."""
+    ours = {n for n in _imports(ROOT / f"jaxspec/{module}.py") if n.startswith("jaxspec.")}
+    allowed = {"jaxspec.shapes", "jaxspec.drafters.base", "jaxspec.sampling"}
+    assert {".".join(n.split(".")[:2]) for n in ours} <= {
+        ".".join(n.split(".")[:2]) for n in allowed
+    }
+
+
+def test_the_loop_knows_no_drafter_by_name():
+    for module in ("decode", "batching", "verify"):
+        source = (ROOT / f"jaxspec/{module}.py").read_text(encoding="utf-8").lower()
+        assert "dflash" not in source, module
