@@ -1,0 +1,323 @@
+"""Conversion as a whole: Hugging Face files to a directory of ours, back, and straight into memory.
+
+Weights stream. `convert` and `to_hf` hold one parameter at a time: peak memory is the largest
+parameter once (twice, if it is one that is joined or transposed) plus a few hundred MB. Everything
+is written aside and renamed at the end; until then there is nothing at the destination, and nothing
+that loads beside it. Read `convert`, then `Source`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints_convert import dflash, gemma4, hf_io
+from checkpoints_convert.rules import (
+    Fill,
+    Kind,
+    Plan,
+    RuleSet,
+    TensorSpec,
+    fills_for,
+    find_prefix,
+    match,
+)
+from jaxspec.checkpoint import (
+    CONFIG_FILES,
+    MANIFEST,
+    TOKENIZER_FILES,
+    CheckpointError,
+    LazyArray,
+    Manifest,
+    check_tree,
+    graph_of,
+    restore_param,
+    save_params,
+)
+from jaxspec.config import DFlashConfig, GenerationDefaults, TargetConfig
+from jaxspec.shapes import Array
+
+Progress = Callable[[str, int, int], None]
+"""Called after every parameter with its name, the bytes done so far, and the bytes in all."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did."""
+
+    kind: Kind
+    destination: Path
+    tensors: int  # of the Hugging Face side
+    parameters: int
+    nbytes: int  # read, or written with --to-hf
+    seconds: float
+    skipped: dict[str, int]  # how many tensors, by reason
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face checkpoint that was opened, recognised, and found to be whole."""
+
+    checkpoint: hf_io.HFCheckpoint
+    kind: Kind
+    config: TargetConfig | DFlashConfig
+    generation: GenerationDefaults | None
+    plan: Plan
+
+    def dtype_of(self, fill: Fill) -> np.dtype:
+        return hf_io.DTYPES[self.checkpoint.tensors[fill.sources[0]].dtype]
+
+    def read(self, fill: Fill, dtype: np.dtype | None = None) -> np.ndarray:
+        return fill.to_param([self.checkpoint.read(name, dtype) for name in fill.sources])
+
+    def arrays(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield every parameter by name, cast to `dtype`."""
+        for fill in self.plan.fills:
+            yield fill.path, self.read(fill, dtype)
+
+
+def open_source(directory: Path) -> Source:
+    """Open a Hugging Face directory and give every tensor its place.
+
+    Raises:
+      CheckpointError: a file is missing or damaged, or tensors do not fit; all are listed.
+      ConfigError: config.json is of no model that is known here.
+    """
+    checkpoint = hf_io.open_checkpoint(directory)
+    kind, config = read_config(checkpoint.config)
+    shapes = parameter_shapes(config)
+    plan = match(rule_set(config, shapes), shapes, checkpoint.tensors, str(directory))
+    for name, original in plan.copies.items():
+        if not checkpoint.equal(name, original):
+            raise CheckpointError(
+                f"{directory}: {name} differs from {original}, but the model ties them; "
+                "an untied head is not supported"
+            )
+    generation = None
+    if kind == "target":
+        generation = GenerationDefaults.from_hf(checkpoint.generation_config, checkpoint.config)
+    return Source(checkpoint, kind, config, generation, plan)
+
+
+def read_config(config: Mapping[str, Any]) -> tuple[Kind, TargetConfig | DFlashConfig]:
+    """Tell a drafter's config.json from a target's, and read it."""
+    if "DFlashDraftModel" in (config.get("architectures") or ()):
+        return "dflash", DFlashConfig.from_hf(config)
+    return "target", TargetConfig.from_hf(config)
+
+
+def rule_set(config: TargetConfig | DFlashConfig, params: Mapping[str, Any]) -> RuleSet:
+    if isinstance(config, TargetConfig):
+        return gemma4.rule_set(config, params)
+    return dflash.rule_set(config, params)
+
+
+def parameter_shapes(config: TargetConfig | DFlashConfig) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every parameter of the model that a config describes."""
+    return {n: tuple(a.shape) for n, a in graph_of(config, "bfloat16").abstract_params().items()}
+
+
+# --- Hugging Face to ours ------------------------------------------------------------------------
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a Hugging Face checkpoint into a directory of ours.
+
+    Args:
+      source: a directory or a hub id.
+      destination: must not exist.
+      dtype: "float32" or "bfloat16" to cast all parameters; None keeps the source's.
+
+    Raises:
+      CheckpointError, ConfigError: the source is not whole, or the destination cannot be written.
+    """
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
+    started = time.perf_counter()
+    with _written_aside(Path(destination)) as aside:
+        directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
+        if directory.parent.name == "snapshots":  # of the hub's cache, named by commit
+            revision = directory.name
+        if (directory / MANIFEST).is_file():
+            raise CheckpointError(f"{directory} is converted already; --to-hf is the way back")
+        opened = open_source(directory)
+        tensors, fills = opened.checkpoint.tensors, opened.plan.fills
+        total = sum(tensors[name].nbytes for fill in fills for name in fill.sources)
+        done = 0
+
+        def lazily(fill: Fill) -> LazyArray:
+            stored = opened.dtype_of(fill) if dtype is None else hf_io.numpy_dtype(dtype)
+
+            def make() -> np.ndarray:
+                nonlocal done
+                array = opened.read(fill, stored)
+                done += sum(tensors[name].nbytes for name in fill.sources)
+                if progress is not None:
+                    progress(fill.path, done, total)
+                return array
+
+            return LazyArray(fill.shape, stored, make)
+
+        arrays = {fill.path: lazily(fill) for fill in fills}
+        save_params(aside, arrays)
+        _copy_files(directory, aside)
+        dtypes = {array.dtype.name for array in arrays.values()}
+        Manifest(
+            kind=opened.kind,
+            config=opened.config,
+            generation=opened.generation,
+            source=str(source),
+            revision=revision,
+            dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
+            tensors={name: tensors[name].dtype for fill in fills for name in fill.sources},
+            skipped=sorted(opened.plan.skipped),
+        ).write(aside)
+    return Report(
+        opened.kind,
+        Path(destination),
+        sum(len(fill.sources) for fill in fills),
+        len(fills),
+        total,
+        time.perf_counter() - started,
+        dict(Counter(opened.plan.skipped.values())),
+    )
+
+
+# --- ours to Hugging Face ------------------------------------------------------------------------
+
+
+def to_hf(
+    source: str | Path, destination: str | Path, *, progress: Progress | None = None
+) -> Report:
+    """Write a directory of ours in Hugging Face layout again, in the dtypes the tensors came in.
+
+    Every tensor that the manifest does not name as skipped is there again, bit for bit unless the
+    conversion narrowed its dtype.
+
+    Args:
+      destination: must not exist.
+
+    Raises:
+      CheckpointError: the source is damaged or not ours, or the destination cannot be written.
+    """
+    started = time.perf_counter()
+    directory = Path(source)
+    if not (directory / MANIFEST).is_file():
+        raise CheckpointError(f"{directory} is not a directory of ours: it has no {MANIFEST}")
+    manifest = Manifest.read(directory)
+    shapes = parameter_shapes(manifest.config)
+    check_tree(directory, shapes)
+    rules = rule_set(manifest.config, shapes)
+    fills = fills_for(rules, shapes, find_prefix(rules, manifest.tensors))
+    if {name for fill in fills for name in fill.sources} != set(manifest.tensors):
+        raise CheckpointError(f"{directory}: the manifest's tensors are not those of its config")
+    with _written_aside(Path(destination)) as aside:
+        total = hf_io.write_tensors(
+            aside,
+            [
+                _group(fill, manifest.tensors, lambda f=fill: restore_param(directory, f.path))
+                for fill in fills
+            ],
+            progress,
+        )
+        _copy_files(directory, aside)
+    return Report(
+        manifest.kind,
+        Path(destination),
+        len(manifest.tensors),
+        len(fills),
+        total,
+        time.perf_counter() - started,
+        {"not kept by the conversion": len(manifest.skipped)} if manifest.skipped else {},
+    )
+
+
+def write_weights(
+    config: TargetConfig | DFlashConfig,
+    params: Mapping[str, Array],
+    directory: Path,
+    *,
+    prefix: str,
+    dtype: str = "bfloat16",
+) -> None:
+    """Write parameters as safetensors under Hugging Face names; config.json is the caller's.
+
+    Args:
+      prefix: what stands before the names: "model." for a text-only target, "" for a drafter.
+    """
+    shapes = parameter_shapes(config)
+    stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
+    fills = fills_for(rule_set(config, shapes), shapes, prefix)
+    hf_io.write_tensors(
+        directory,
+        [
+            _group(
+                fill, dict.fromkeys(fill.sources, stored), lambda f=fill: np.asarray(params[f.path])
+            )
+            for fill in fills
+        ],
+    )
+
+
+def _group(fill: Fill, dtypes: Mapping[str, str], load: Callable[[], np.ndarray]) -> hf_io.Group:
+    specs = {
+        name: TensorSpec(shape, dtypes[name])
+        for name, shape in zip(fill.sources, fill.source_shapes(), strict=True)
+    }
+    return hf_io.Group(specs, lambda: fill.to_sources(load()))
+
+
+# --- destinations --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _written_aside(destination: Path) -> Iterator[Path]:
+    """Give a directory beside `destination` that becomes it at the end, or goes if that fails."""
+    if destination.exists() or destination.is_symlink():
+        raise CheckpointError(f"{destination} exists; name a destination that does not")
+    aside = destination.with_name(f"{destination.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from None
+    try:
+        yield aside
+        os.rename(aside, destination)
+    except OSError as error:
+        raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
+    finally:
+        _remove(aside)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory, also while an interrupted write is still adding a last file to it."""
+    for _ in range(100):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.05)
+
+
+def _copy_files(source: Path, destination: Path) -> None:
+    for name in (*CONFIG_FILES, *TOKENIZER_FILES):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)

@@ -1,0 +1,47 @@
+"""The tensors of DFlash drafters in z-lab's layout, which has no embedding or head of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from checkpoints_convert.rules import (
+    Rule,
+    RuleSet,
+    Skip,
+    for_layers,
+    heads,
+    linear,
+    linear_out,
+    same,
+)
+from jaxspec.config import DFlashConfig
+
+_RULES = (
+    Rule("fc.weight", "fuse", linear),
+    Rule("hidden_norm.weight", "context_norm", same),
+    Rule("norm.weight", "final_norm", same),
+    Rule("layers.{i}.input_layernorm.weight", "layers.{i}.input_norm", same),
+    Rule("layers.{i}.self_attn.q_proj.weight", "layers.{i}.q", linear),
+    Rule(
+        ("layers.{i}.self_attn.k_proj.weight", "layers.{i}.self_attn.v_proj.weight"),
+        "layers.{i}.kv",
+        heads,
+    ),
+    Rule("layers.{i}.self_attn.q_norm.weight", "layers.{i}.q_norm", same),
+    Rule("layers.{i}.self_attn.k_norm.weight", "layers.{i}.k_norm", same),
+    Rule("layers.{i}.self_attn.o_proj.weight", "layers.{i}.out", linear_out),
+    Rule("layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm", same),
+    Rule(
+        ("layers.{i}.mlp.gate_proj.weight", "layers.{i}.mlp.up_proj.weight"),
+        "layers.{i}.mlp.gate_up",
+        linear,
+    ),
+    Rule("layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down", linear),
+)
+
+_SKIPS = (Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),)
+
+
+def rule_set(config: DFlashConfig, params: Iterable[str]) -> RuleSet:
+    """Return the table for one drafter, whose parameters are `params`."""
+    return RuleSet(for_layers(_RULES, config.num_layers, params), ("", "model."), _SKIPS)

@@ -1,0 +1,92 @@
+"""The tensors of Gemma 4 checkpoints: the text decoder's, by rule, and the rest, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from checkpoints_convert.rules import (
+    Rule,
+    RuleSet,
+    Skip,
+    experts,
+    for_layers,
+    heads,
+    linear,
+    linear_out,
+    same,
+)
+from jaxspec.config import TargetConfig
+
+_RULES = (
+    Rule("embed_tokens.weight", "embedder.table", same),
+    Rule("norm.weight", "final_norm", same),
+    Rule("embed_tokens_per_layer.weight", "per_layer.table", same),
+    Rule("per_layer_model_projection.weight", "per_layer.projection", linear),
+    Rule("per_layer_projection_norm.weight", "per_layer.norm", same),
+    Rule("layers.{i}.input_layernorm.weight", "layers.{i}.pre_attention_norm", same),
+    Rule("layers.{i}.self_attn.q_norm.weight", "layers.{i}.attention.q_norm", same),
+    Rule("layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.k_norm", same),
+    Rule("layers.{i}.self_attn.o_proj.weight", "layers.{i}.attention.out", linear_out),
+    Rule("layers.{i}.post_attention_layernorm.weight", "layers.{i}.post_attention_norm", same),
+    Rule("layers.{i}.pre_feedforward_layernorm.weight", "layers.{i}.pre_mlp_norm", same),
+    Rule(
+        ("layers.{i}.mlp.gate_proj.weight", "layers.{i}.mlp.up_proj.weight"),
+        "layers.{i}.mlp.gate_up",
+        linear,
+    ),
+    Rule("layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down", linear),
+    Rule("layers.{i}.post_feedforward_layernorm.weight", "layers.{i}.post_mlp_norm", same),
+    Rule("layers.{i}.post_feedforward_layernorm_1.weight", "layers.{i}.dense_post_norm", same),
+    Rule("layers.{i}.pre_feedforward_layernorm_2.weight", "layers.{i}.experts_pre_norm", same),
+    Rule("layers.{i}.router.proj.weight", "layers.{i}.experts.router", linear),
+    Rule("layers.{i}.router.scale", "layers.{i}.experts.router_scale", same),
+    Rule("layers.{i}.router.per_expert_scale", "layers.{i}.experts.expert_scale", same),
+    Rule("layers.{i}.experts.gate_up_proj", "layers.{i}.experts.gate_up", experts),
+    Rule("layers.{i}.experts.down_proj", "layers.{i}.experts.down", experts),
+    Rule("layers.{i}.post_feedforward_layernorm_2.weight", "layers.{i}.experts_post_norm", same),
+    Rule("layers.{i}.per_layer_input_gate.weight", "layers.{i}.per_layer_gate", linear),
+    Rule("layers.{i}.per_layer_projection.weight", "layers.{i}.per_layer_out", linear),
+    Rule("layers.{i}.post_per_layer_input_norm.weight", "layers.{i}.per_layer_norm", same),
+    Rule("layers.{i}.layer_scalar", "layers.{i}.scalar", same),
+)
+"""All but q, k and v, whose fusion depends on the layer. A model keeps the rules of what it has."""
+
+_PREFIXES = ("model.language_model.", "model.", "language_model.model.", "language_model.", "")
+
+_SKIPS = (
+    Skip(r"(model\.)?vision_tower\..+", "vision tower"),
+    Skip(r"(model\.)?audio_tower\..+", "audio tower"),
+    Skip(r"(model\.)?(embed_vision|vision_embedder)\..+", "vision embedder"),
+    Skip(r"(model\.)?embed_audio\..+", "audio embedder"),
+    Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),
+    Skip(r"(model\.|language_model\.)*lm_head\.weight", "tied head", copy_of="embed_tokens.weight"),
+)
+
+_REFUSED = (
+    (
+        r".+\.experts\.\d+\..+",
+        "experts are stored one by one; only the fused layout of the bfloat16 release is read, "
+        "with experts.gate_up_proj and experts.down_proj",
+    ),
+)
+
+
+def rule_set(config: TargetConfig, params: Iterable[str]) -> RuleSet:
+    """Return the table for one target, whose parameters are `params`."""
+    shared = [i for i in range(config.num_layers) if not config.owns_kv(i)]
+    skips = _SKIPS
+    if shared:  # the release stores them, transformers does not
+        layers = "|".join(map(str, shared))
+        unused = rf"(.+\.)?layers\.({layers})\.self_attn\.(k_proj|v_proj|k_norm)\.weight"
+        skips = (*skips, Skip(unused, "keys and values of layers that share an earlier layer's"))
+    rules = for_layers(_RULES, config.num_layers, params)
+    attention = tuple(_qkv_rule(config, i) for i in range(config.num_layers))
+    return RuleSet((*rules, *attention), _PREFIXES, skips, _REFUSED)
+
+
+def _qkv_rule(config: TargetConfig, layer: int) -> Rule:
+    names = "q"
+    if config.owns_kv(layer):
+        names = "qk" if config.k_eq_v and config.layer_types[layer] == "full" else "qkv"
+    sources = tuple(f"layers.{{i}}.self_attn.{n}_proj.weight" for n in names)
+    return Rule(sources, "layers.{i}.attention.qkv", heads).at(layer)

@@ -1,0 +1,352 @@
+"""Hugging Face checkpoints on disk: finding them, reading their tensors, writing them.
+
+safetensors files are read and written here, by plain file reads and writes: the safetensors package
+maps files into memory, and mapped pages count as resident, which for one 5 GB tensor breaks the
+promise on peak memory. Nothing here knows what a tensor means.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from checkpoints_convert.rules import TensorSpec
+from jaxspec.checkpoint import (
+    CONFIG_FILES,
+    TOKENIZER_FILES,
+    CheckpointError,
+    read_json,
+)
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SLAB_BYTES = 64 << 20  # what a cast reads at a time
+_SHARD_BYTES = 5 << 30
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
+"""Dtypes by safetensors name. Most only occur in tensors that are skipped, or refused by name."""
+
+
+# --- finding -------------------------------------------------------------------------------------
+
+
+def resolve(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+) -> Path:
+    """Return the local directory of a checkpoint: `source` itself, or a snapshot of that hub id.
+
+    Of a hub repository only safetensors, configs and tokenizer files are downloaded, into
+    huggingface_hub's own cache, or found there.
+
+    Raises:
+      CheckpointError: there is no such directory or repository, or it cannot be had.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{source} is a file; expected a checkpoint directory or a hub id")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(source)):
+        raise CheckpointError(
+            f"{source} does not exist; expected a checkpoint directory or a hub id"
+        )
+    return _snapshot(str(source), revision, token, offline)
+
+
+def _snapshot(repo: str, revision: str | None, token: str | None, offline: bool) -> Path:
+    import huggingface_hub as hub  # takes a second to import, and most runs need no hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(
+            hub.snapshot_download(
+                repo,
+                revision=revision,
+                token=token,
+                local_files_only=offline,
+                allow_patterns=["model*.safetensors", _INDEX, *CONFIG_FILES, *TOKENIZER_FILES],
+            )
+        )
+    except errors.GatedRepoError:
+        message = "is gated: accept its terms on its page and pass a token that may read it"
+    except errors.RevisionNotFoundError:
+        message = f"has no revision {revision!r}"
+    except errors.RepositoryNotFoundError:
+        message = "is neither a directory here nor a repository on the hub that this token may read"
+    except errors.LocalEntryNotFoundError:
+        message = "is neither a directory here nor in the local hub cache, and " + (
+            "offline mode is on"
+            if offline or hub.constants.HF_HUB_OFFLINE
+            else "the hub cannot be reached"
+        )
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        message = f"cannot be had from the hub: {_first_line(error)}"
+    raise CheckpointError(f"{repo} {message}")
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredTensor(TensorSpec):
+    """A tensor and where its bytes are."""
+
+    file: Path
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self)
+
+
+@dataclass(frozen=True)
+class HFCheckpoint:
+    """An opened Hugging Face directory: its configs are parsed and its file headers checked."""
+
+    directory: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any] | None
+    tensors: dict[str, StoredTensor]
+
+    def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
+        """Read one tensor, cast slab by slab: no second copy of it is ever alive."""
+        tensor = self.tensors[name]
+        out = np.empty(tensor.shape, dtype or DTYPES[tensor.dtype])
+        flat, start = out.reshape(-1), 0
+        for slab in self.slabs(name):
+            flat[start : start + slab.size] = slab
+            start += slab.size
+        return out
+
+    def slabs(self, name: str) -> Iterator[np.ndarray]:
+        """Yield a tensor's values in order, in flat pieces that share one buffer."""
+        tensor = self.tensors[name]
+        dtype = DTYPES[tensor.dtype]
+        buffer = np.empty(min(tensor.nbytes, _SLAB_BYTES), np.uint8)
+        try:
+            with tensor.file.open("rb", buffering=0) as file:
+                file.seek(tensor.offset)
+                for start in range(0, tensor.nbytes, _SLAB_BYTES):
+                    piece = buffer[: min(_SLAB_BYTES, tensor.nbytes - start)]
+                    _read_into(file, piece, tensor.file)
+                    yield piece.view(dtype)
+        except OSError as error:
+            raise CheckpointError(f"{tensor.file} cannot be read: {error.strerror}") from None
+
+    def equal(self, first: str, second: str) -> bool:
+        """Tell whether two tensors are the same, bit for bit."""
+        a, b = self.tensors[first], self.tensors[second]
+        return (a.shape, a.dtype) == (b.shape, b.dtype) and all(
+            np.array_equal(x.view(np.uint8), y.view(np.uint8))
+            for x, y in zip(self.slabs(first), self.slabs(second), strict=True)
+        )
+
+
+def open_checkpoint(directory: Path) -> HFCheckpoint:
+    """Open a Hugging Face directory, reading headers only.
+
+    Raises:
+      CheckpointError: it is no checkpoint, or a file is missing, truncated or corrupt.
+    """
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} is not a model: it has no config.json")
+    config = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    tensors: dict[str, StoredTensor] = {}
+    for file, listed in _weight_files(directory).items():
+        held = read_header(file)
+        if listed is not None and (absent := sorted(set(listed) - set(held))):
+            raise CheckpointError(
+                f"{file} lacks {len(absent)} tensors that {_INDEX} says it holds: "
+                + ", ".join(absent)
+            )
+        if twice := sorted(set(held) & set(tensors)):
+            raise CheckpointError(f"{file} repeats tensors of another shard: " + ", ".join(twice))
+        tensors |= held
+    return HFCheckpoint(
+        directory, config, read_json(generation) if generation.is_file() else None, tensors
+    )
+
+
+def _weight_files(directory: Path) -> dict[Path, list[str] | None]:
+    """Return the safetensors files, each with the tensors that the index expects in it."""
+    index = directory / _INDEX
+    if not index.is_file():
+        if not (directory / _SINGLE).is_file():
+            raise CheckpointError(
+                f"{directory} is not a model: it has no {_SINGLE} and no {_INDEX}"
+            )
+        return {directory / _SINGLE: None}
+    names = read_json(index).get("weight_map")
+    if (
+        not isinstance(names, dict)
+        or not names
+        or not all(isinstance(f, str) for f in names.values())
+    ):
+        raise CheckpointError(f"{index} is corrupt: it has no weight_map from tensors to files")
+    files: dict[Path, list[str] | None] = {}
+    for name, file in names.items():
+        if Path(file).name != file:
+            raise CheckpointError(
+                f"{index} is corrupt: it names {file!r}, which is not a file beside it"
+            )
+        files[directory / file] = [*(files.get(directory / file) or ()), name]
+    if absent := sorted(f.name for f in files if not f.is_file()):
+        raise CheckpointError(f"{directory} lacks files that {_INDEX} names: " + ", ".join(absent))
+    return files
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Read and check one file's header: its tensors must fill the file without a gap."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > size - 8:
+            raise CheckpointError(f"{file} is corrupt or truncated: no whole safetensors header")
+        raw = opened.read(length)
+    try:
+        entries = json.loads(raw)
+        entries.pop("__metadata__", None)
+        tensors = {n: _entry(e, file, 8 + length) for n, e in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is corrupt: its header is not readable ({error})") from None
+    end = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != end:
+            raise CheckpointError(
+                f"{file} is corrupt: {name} begins at byte {tensor.offset}, not {end}"
+            )
+        end += tensor.nbytes
+    if end != size:
+        kind = "truncated" if end > size else "corrupt"
+        raise CheckpointError(f"{file} is {kind}: its header describes {end} bytes, it has {size}")
+    return tensors
+
+
+def _entry(entry: Mapping[str, Any], file: Path, data_start: int) -> StoredTensor:
+    start, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(isinstance(n, int) and n >= 0 for n in (start, end, *shape)):
+        raise ValueError("negative or fractional sizes")
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"unknown dtype {entry['dtype']!r}")
+    tensor = StoredTensor(shape, entry["dtype"], file, data_start + start)
+    if tensor.nbytes != end - start:
+        raise ValueError(f"{end - start} bytes for {entry['dtype']}{list(shape)}")
+    return tensor
+
+
+def _read_into(file: Any, buffer: np.ndarray, path: Path) -> None:
+    view = buffer.data
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise CheckpointError(f"{path} is truncated: it ended while it was read")
+        view = view[count:]
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are made together, from one parameter."""
+
+    specs: Mapping[str, TensorSpec]
+    make: Callable[[], Sequence[np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(spec) for spec in self.specs.values())
+
+
+def write_tensors(
+    directory: Path,
+    groups: Sequence[Group],
+    progress: Callable[[str, int, int], None] | None = None,
+    *,
+    shard_bytes: int = _SHARD_BYTES,
+) -> int:
+    """Write tensors as model.safetensors, or as shards with an index; return their total bytes.
+
+    Args:
+      shard_bytes: size at which a shard ends; a group larger than this has a shard of its own.
+    """
+    shards: list[list[Group]] = [[]]
+    for group in groups:
+        if shards[-1] and sum(g.nbytes for g in shards[-1]) + group.nbytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(group)
+    total, done = sum(g.nbytes for g in groups), 0
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = _SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        with (directory / file).open("wb") as opened:
+            opened.write(_header(shard))
+            for group in shard:
+                for (name, spec), array in zip(group.specs.items(), group.make(), strict=True):
+                    assert array.shape == spec.shape, (name, array.shape, spec.shape)
+                    values = np.ascontiguousarray(array.astype(DTYPES[spec.dtype], copy=False))
+                    opened.write(values.reshape(-1).view(np.uint8).data)
+                    weight_map[name] = file
+                    done += values.nbytes
+                    if progress is not None:
+                        progress(name, done, total)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return total
+
+
+def _header(groups: Iterable[Group]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
+    end = 0
+    for group in groups:
+        for name, spec in group.specs.items():
+            start, end = end, end + _nbytes(spec)
+            entries[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, end]}
+    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """Return the numpy dtype of "float32" or "bfloat16"."""
+    return DTYPES[{"float32": "F32", "bfloat16": "BF16"}[name]]
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

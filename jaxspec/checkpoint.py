@@ -1,0 +1,352 @@
+"""Checkpoints: our directory format, and loading a model from it or from Hugging Face files.
+
+A directory of ours holds `params/` (an Orbax tree, one flat dict), `manifest.json`, and the source's
+config and tokenizer files as they were. Read `Manifest`, then `load_target`. What tensors of other
+projects are called is not known here: `checkpoints_convert` is imported when one is met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.config import (
+    ConfigError,
+    DFlashConfig,
+    GenerationDefaults,
+    TargetConfig,
+    from_json,
+    to_json,
+)
+from jaxspec.params import Graph
+from jaxspec.shapes import Params
+
+Kind = Literal["target", "dflash"]
+
+MANIFEST = "manifest.json"
+CONFIG_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+_FORMAT = 1
+_CHUNK_BYTES = 128 << 20  # of a stored array; bounds what a write holds beside the array
+_READ_AHEAD_GB = (
+    4  # host memory for arrays on their way to the device; the largest array adds to it
+)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written; the message names the file or the tensors."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run: its static half, its weights on the device, and where it came from."""
+
+    graph: Graph
+    params: Params
+    config: Any  # TargetConfig or DFlashConfig
+    generation: GenerationDefaults | None  # None for drafters
+    directory: Path  # local; tokenizer files are here
+    source: str  # as it was asked for
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a directory of ours says about itself."""
+
+    kind: Kind
+    config: TargetConfig | DFlashConfig
+    generation: GenerationDefaults | None
+    source: str
+    revision: str | None
+    dtype: str  # of the stored parameters; "mixed" where the source mixes them
+    tensors: dict[str, str]  # every source tensor that was used, with its dtype there
+    skipped: list[str]
+
+    def write(self, directory: Path) -> None:
+        """Write manifest.json, without which a directory does not load: the last file to write."""
+        values = {
+            "format": _FORMAT,
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+            "config": to_json(self.config),
+            "generation": None if self.generation is None else to_json(self.generation),
+            "jaxspec_version": version(),
+        }
+        (directory / MANIFEST).write_text(json.dumps(values, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Read a directory's manifest.json.
+
+        Raises:
+          CheckpointError: it is not one of ours, or of another format.
+        """
+        file = directory / MANIFEST
+        values = read_json(file)
+        if values.pop("format", None) != _FORMAT:
+            raise CheckpointError(
+                f"{file} is not a jaxspec manifest of format {_FORMAT}; convert again"
+            )
+        values.pop("jaxspec_version", None)
+        try:
+            generation = values.pop("generation")
+            config_class = {"target": TargetConfig, "dflash": DFlashConfig}[values["kind"]]
+            return cls(
+                config=from_json(config_class, values.pop("config")),
+                generation=None
+                if generation is None
+                else from_json(GenerationDefaults, generation),
+                **values,
+            )
+        except (KeyError, TypeError, AttributeError, ConfigError) as error:
+            raise CheckpointError(f"{file} is corrupt: {error}") from None
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def load_target(
+    source: str,
+    *,
+    dtype: str,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+) -> LoadedModel:
+    """Load a Gemma 4 target from a directory of ours, a Hugging Face directory, or a hub id.
+
+    Arrays go to the default device one at a time, cast to `dtype`, "float32" or "bfloat16".
+
+    Raises:
+      CheckpointError, ConfigError: it is not there, not whole, or not a target.
+    """
+    return _load("target", source, dtype, revision, token, offline)
+
+
+def load_drafter(
+    source: str,
+    *,
+    dtype: str,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+) -> LoadedModel:
+    """Load a DFlash drafter; everything else is as in `load_target`."""
+    return _load("dflash", source, dtype, revision, token, offline)
+
+
+def _load(
+    kind: Kind, source: str, dtype: str, revision: str | None, token: str | None, offline: bool
+) -> LoadedModel:
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
+    from checkpoints_convert import convert, hf_io
+
+    directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
+    if (directory / MANIFEST).is_file():
+        manifest = Manifest.read(directory)
+        _check_kind(source, manifest.kind, kind)
+        graph = graph_of(manifest.config, dtype)
+        params = restore_params(directory, graph)
+        return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
+    opened = convert.open_source(directory)
+    _check_kind(source, opened.kind, kind)
+    graph = graph_of(opened.config, dtype)
+    params = {name: jax.device_put(array) for name, array in opened.arrays(jnp.dtype(dtype))}
+    return LoadedModel(graph, params, opened.config, opened.generation, directory, source)
+
+
+def graph_of(config: TargetConfig | DFlashConfig, dtype: str) -> Graph:
+    """Return the static half of the model that a config describes."""
+    from jaxspec.drafters.dflash import DFlashDrafter
+    from jaxspec.models.gemma4 import Gemma4
+
+    return Graph(Gemma4 if isinstance(config, TargetConfig) else DFlashDrafter, config, dtype)
+
+
+def _check_kind(source: str, kind: Kind, wanted: Kind) -> None:
+    if kind != wanted:
+        names = {"target": "a target", "dflash": "a DFlash drafter"}
+        raise CheckpointError(f"{source} is {names[kind]}; expected {names[wanted]}")
+
+
+# --- the Orbax tree ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LazyArray:
+    """An array that is made when its turn to be written comes, and dropped after."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+
+
+def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
+    """Write arrays as one Orbax tree, one after the other.
+
+    Peak memory is that of the largest array and of what making it takes, plus a few chunks, which
+    are not compressed: weights are noise to a compressor.
+    """
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint import type_handlers
+
+    class OneByOne(type_handlers.NumpyHandler):
+        """Orbax's own way to write numpy arrays, but waiting for each before the next is made."""
+
+        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+            for value, info, arg in zip(values, infos, args, strict=True):
+                for written in await super().serialize([value.make()], [info], [arg]):
+                    written.result()
+            return []
+
+        def memory_size(self, values: Any) -> Any:
+            sizes = [int(np.prod(v.shape)) * v.dtype.itemsize for v in values]
+            return [(size, size) for size in sizes]
+
+    chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
+    with _quiet_orbax():
+        handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False,  # a directory an array: data goes straight to its file
+            use_compression=False,
+            type_handler_registry=type_handlers.create_type_handler_registry(
+                (LazyArray, OneByOne(deepcopy_host_arrays=False))
+            ),
+        )
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(
+                (directory / "params").resolve(),
+                args=ocp.args.PyTreeSave(dict(arrays), save_args=chunked),
+            )
+
+
+def restore_params(directory: Path, graph: Graph) -> Params:
+    """Read a directory of ours onto the default device, cast to the graph's dtype.
+
+    Raises:
+      CheckpointError: names or shapes are not the graph's (all are listed), or a file is damaged.
+    """
+    import orbax.checkpoint as ocp
+
+    expected = graph.abstract_params()
+    check_tree(directory, {name: a.shape for name, a in expected.items()})
+    largest = max(a.size * a.dtype.itemsize for a in expected.values())
+    handler = ocp.PyTreeCheckpointHandler(
+        restore_concurrent_gb=_READ_AHEAD_GB + 2 * -(-largest // 10**9)
+    )
+    sharding = jax.sharding.SingleDeviceSharding(_default_device())
+    restore_args = {
+        name: ocp.ArrayRestoreArgs(dtype=a.dtype, sharding=sharding, global_shape=a.shape)
+        for name, a in expected.items()
+    }
+    with _orbax_errors(directory), ocp.Checkpointer(handler) as checkpointer:
+        return checkpointer.restore(
+            (directory / "params").resolve(),
+            args=ocp.args.PyTreeRestore(item=expected, restore_args=restore_args),
+        )
+
+
+def restore_param(directory: Path, name: str) -> np.ndarray:
+    """Read one array of a directory of ours into host memory, as it is stored."""
+    import orbax.checkpoint as ocp
+
+    with _orbax_errors(directory), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        args = ocp.args.PyTreeRestore(
+            item={name: np.empty(())},
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
+            partial_restore=True,
+        )
+        return checkpointer.restore((directory / "params").resolve(), args=args)[name]
+
+
+def check_tree(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Hold the stored names and shapes against a model's; differences are a `CheckpointError`."""
+    stored = stored_arrays(directory)
+    wrong = [f"{n}: missing" for n in expected if n not in stored]
+    wrong += [f"{n}: not known" for n in stored if n not in expected]
+    wrong += [
+        f"{n}: shape {list(stored[n].shape)}, expected {list(shape)}"
+        for n, shape in expected.items()
+        if n in stored and tuple(stored[n].shape) != tuple(shape)
+    ]
+    if wrong:
+        raise CheckpointError(f"{directory} does not fit its manifest:\n  " + "\n  ".join(wrong))
+
+
+def stored_arrays(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return name, shape and dtype of every array in a directory of ours."""
+    import orbax.checkpoint as ocp
+
+    with _orbax_errors(directory), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        tree = checkpointer.metadata((directory / "params").resolve()).item_metadata.tree
+        return {name: jax.ShapeDtypeStruct(m.shape, m.dtype) for name, m in tree.items()}
+
+
+@contextlib.contextmanager
+def _orbax_errors(directory: Path) -> Iterator[None]:
+    with _quiet_orbax():
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # Orbax and TensorStore raise many kinds for a bad file
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CheckpointError(f"{directory / 'params'} is damaged: {reason}") from error
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Keep Orbax's remarks about multi-host features, which are not used, off the terminal."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _default_device() -> Any:
+    (device,) = jnp.zeros(()).devices()
+    return device
+
+
+# --- small readers -------------------------------------------------------------------------------
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; anything else in the file is a `CheckpointError`."""
+    try:
+        values = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} holds a {type(values).__name__}, expected a JSON object")
+    return values
+
+
+def version() -> str:
+    """Return the installed version of jaxspec, for manifests."""
+    try:
+        return importlib.metadata.version("jaxspec-decoding")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
