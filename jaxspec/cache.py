@@ -94,7 +94,9 @@ def write(
     return dataclasses.replace(cache, k=put(cache.k, k), v=put(cache.v, v))
 
 
-def view(cache: KVCache, length: Int[Array, " b"], slots: Int[Array, " b"] | None = None) -> KVSegment:
+def view(
+    cache: KVCache, length: Int[Array, " b"], slots: Int[Array, " b"] | None = None
+) -> KVSegment:
     """Return what the cache holds once positions 0 .. length - 1 of each row have been written."""
     slot = jnp.arange(cache.k.shape[2])[None, :]
     if cache.ring_slack is None:
@@ -129,7 +131,10 @@ def write_then_view(
 
 
 def fresh(
-    k: Float[Array, "b T K H"], v: Float[Array, "b T K H"], start: Int[Array, " b"], count: Int[Array, " b"]
+    k: Float[Array, "b T K H"],
+    v: Float[Array, "b T K H"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
 ) -> KVSegment:
     """Return this pass's own keys and values as a segment, without any cache."""
     offset = jnp.arange(k.shape[1])[None, :]

@@ -35,7 +35,9 @@ class DFlashDrafter(Drafter[DFlashState]):
         self.config = config
         self.fuse = param(c, d, dtype=dtype, fan_in=c)
         self.context_norm = param(d, dtype=dtype)
-        self.layers = nnx.List([DFlashLayer(config, i, dtype=dtype) for i in range(config.num_layers)])
+        self.layers = nnx.List(
+            [DFlashLayer(config, i, dtype=dtype) for i in range(config.num_layers)]
+        )
         self.final_norm = param(d, dtype=dtype)
 
     @property
@@ -92,8 +94,12 @@ class DFlashDrafter(Drafter[DFlashState]):
         num_draft_tokens: int,
     ) -> Draft:
         context = tuple(kv.view(cache, lengths) for cache in state)
-        logits = self.block_logits(context, target, anchors, lengths, num_draft_tokens=num_draft_tokens)
-        return Draft(jnp.argmax(suppress(logits, target.suppress_tokens), axis=-1).astype(jnp.int32))
+        logits = self.block_logits(
+            context, target, anchors, lengths, num_draft_tokens=num_draft_tokens
+        )
+        return Draft(
+            jnp.argmax(suppress(logits, target.suppress_tokens), axis=-1).astype(jnp.int32)
+        )
 
     def block_logits(
         self,

@@ -31,7 +31,7 @@ class TargetOutput(struct.PyTreeNode):
 
     logits: Float[Array, "B R V"]  # float32, soft-capped; R = T, or the rows asked for
     hidden: Float[Array, "B T D"]  # after the final norm
-    features: tuple[Float[Array, "B T D"], ...]  # outputs of the layers asked for, before any final norm
+    features: tuple[Float[Array, "B T D"], ...]  # outputs of the layers asked for, not normed
     caches: Caches | None
 
 
@@ -43,7 +43,9 @@ class Gemma4(nnx.Module):
         self.embedder = Embedder(config, dtype=dtype)
         if config.per_layer_input_size:
             self.per_layer = PerLayerInputs(config, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype) for i in range(config.num_layers)])
+        self.layers = nnx.List(
+            [DecoderLayer(config, i, dtype=dtype) for i in range(config.num_layers)]
+        )
         self.final_norm = param(config.hidden_size, dtype=dtype)
 
     def __call__(
@@ -102,7 +104,9 @@ class Gemma4(nnx.Module):
         )
 
 
-def init_caches(config: TargetConfig, batch: int, *, cache_length: int, slack: int, dtype: DTypeLike) -> Caches:
+def init_caches(
+    config: TargetConfig, batch: int, *, cache_length: int, slack: int, dtype: DTypeLike
+) -> Caches:
     """Make empty caches for every layer that owns K/V.
 
     Args:
@@ -128,7 +132,9 @@ class Embedder(nnx.Module):
     """The tied embedding: scaled rows on the way in, the raw table as head on the way out."""
 
     def __init__(self, config: TargetConfig, *, dtype: jnp.dtype):
-        self.table = param(config.vocab_size, config.hidden_size, dtype=dtype, fan_in=config.hidden_size)
+        self.table = param(
+            config.vocab_size, config.hidden_size, dtype=dtype, fan_in=config.hidden_size
+        )
 
     def encode(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
         """Look tokens up; scaled by sqrt(D) rounded to the weight dtype (31B in bfloat16: 73.5)."""
@@ -151,7 +157,9 @@ class PerLayerInputs(nnx.Module):
         self.norm = param(p, dtype=dtype)
         self.eps = config.rms_norm_eps
 
-    def __call__(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "B T L P"]:
+    def __call__(
+        self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]
+    ) -> Float[Array, "B T L P"]:
         d, n, p = self.projection.shape
         # Ids past this table (placeholders of other modalities) read row 0, as transformers does.
         ids = jnp.where(tokens < self.table.shape[0], tokens, 0)
@@ -221,7 +229,7 @@ class DecoderLayer(nnx.Module):
 
 
 @jax.jit
-def run_layer(layer: DecoderLayer, *args):  # noqa: ANN002, ANN201 - the signature is the layer's own
+def run_layer(layer: DecoderLayer, *args):
     """Call a layer through jit, so that layers of one shape are traced and lowered once."""
     return layer(*args)
 

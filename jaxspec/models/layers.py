@@ -29,7 +29,9 @@ def einsum(spec: str, *operands: Array, out_dtype: DTypeLike | None = None) -> A
     return out.astype(operands[0].dtype if out_dtype is None else out_dtype)
 
 
-def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: float) -> Float[Array, "... D"]:
+def rms_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: float
+) -> Float[Array, "... D"]:
     """Normalise the last axis in float32; the weight is used as it is (no 1 + w), or left out."""
     x32 = x.astype(jnp.float32)
     y = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
@@ -38,7 +40,9 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: fl
     return y.astype(x.dtype)
 
 
-def rope_frequencies(head_dim: int, theta: float, partial_factor: float = 1.0) -> Float[Array, " H2"]:
+def rope_frequencies(
+    head_dim: int, theta: float, partial_factor: float = 1.0
+) -> Float[Array, " H2"]:
     """Return head_dim // 2 inverse frequencies, zero beyond `partial_factor` of them.
 
     With a factor below 1 this is Gemma 4's "proportional" rope: the exponent divides by the whole head
@@ -58,7 +62,9 @@ def rope(
     angles = angles.reshape(*positions.shape, *(1,) * (x.ndim - 3), frequencies.size)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(
+        x.dtype
+    )
 
 
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
@@ -75,4 +81,6 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate_up = einsum("btd,dcf->btcf", x, self.gate_up[...])
         activation = gelu_tanh if self.gelu else jax.nn.silu
-        return einsum("btf,fd->btd", activation(gate_up[:, :, 0]) * gate_up[:, :, 1], self.down[...])
+        return einsum(
+            "btf,fd->btd", activation(gate_up[:, :, 0]) * gate_up[:, :, 1], self.down[...]
+        )

@@ -45,7 +45,7 @@ class Experts(nnx.Module):
 
         All weights are read once: near the memory floor from about 32 tokens on, and always right.
         """
-        b, t, d = x.shape
+        b, t, _ = x.shape
         chosen, weights = self.route(residual)
         e = self.gate_up.shape[0]
         combine = jnp.zeros((b, t, e), jnp.float32)
@@ -54,5 +54,7 @@ class Experts(nnx.Module):
         ].set(weights)
         gate_up = einsum("btd,edcf->ebtcf", x, self.gate_up[...])
         hidden = gelu_tanh(gate_up[..., 0, :]) * gate_up[..., 1, :]
-        hidden = (hidden.astype(jnp.float32) * combine.transpose(2, 0, 1)[..., None]).astype(x.dtype)
+        hidden = (hidden.astype(jnp.float32) * combine.transpose(2, 0, 1)[..., None]).astype(
+            x.dtype
+        )
         return einsum("ebtf,efd->btd", hidden, self.down[...])
