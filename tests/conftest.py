@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import jax
 import jaxtyping
+from beartype import BeartypeConf, beartype
 from flax import struct
+
+# As static checkers do, take an int where a float is asked for.
+check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 # JAX rebuilds pytrees with leaves that are no arrays (tracing, vmap axes, shardings), so the fields of
 # one cannot be checked whenever it is made. The functions that take and return them are.
 struct.PyTreeNode.__no_type_check__ = True  # pyright: ignore[reportAttributeAccessIssue]
-jaxtyping.install_import_hook(["jaxspec", "pallas_kernels"], "beartype.beartype")
+jaxtyping.install_import_hook(["jaxspec", "pallas_kernels"], "tests.conftest.check")
 
 # Rank promotion stays allowed: a norm's scale meets activations of any rank.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
