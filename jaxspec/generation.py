@@ -1,0 +1,411 @@
+"""One run of `jaxspec generate`: load, encode, decode, show.
+
+Read `run`. Prompts keep their place in the list throughout: it is part of their seed, and results come
+out in that order. A prompt that cannot be used becomes a result with an error; a mistake that concerns
+the whole run is one of `USER_ERRORS`, raised before anything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import jaxlib
+from rich.console import Console
+
+import jaxspec
+from jaxspec.batching import Completion, Engine, Request, Update
+from jaxspec.checkpoint import CheckpointError, LoadedModel, load_drafter, load_target
+from jaxspec.config import ConfigError
+from jaxspec.prompts import Prompt, encode
+from jaxspec.report import (
+    OutputError,
+    Result,
+    RunProgress,
+    Summary,
+    acceptance_by_position,
+    body,
+    header,
+    json_lines,
+    summary_table,
+    write_line,
+)
+from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError, completed_text, stop_at_text
+
+BUNDLED = Path(jaxspec.__file__).parent / "bundled"
+MOST_ROWS = 8  # of a batch, unless asked for
+STREAMING_STEPS = 4  # steps between returns for one prompt: each return is a piece of text
+BATCH_STEPS = 16
+
+
+class RunError(ValueError):
+    """Options that cannot be carried out with these models or prompts."""
+
+
+USER_ERRORS = (RunError, CheckpointError, ConfigError, TokenizerError, OutputError)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for; None where the choice is left to the run."""
+
+    target: str | None = None
+    drafter: str | None = None
+    revision: str | None = None
+    drafter_revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    offline: bool = False
+    dtype: str | None = None
+    chat: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    stop_texts: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_new_tokens: int = 128
+    sampling_of_model: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    num_draft_tokens: int | None = None
+    batch_size: int | None = None
+    cache_length: int | None = None
+    compilation_cache: str | None = None
+    json_path: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """The prompts, ready to decode. Lists have one entry a prompt; refused ones have empty requests."""
+
+    prompts: Sequence[Prompt]
+    texts: list[str | None]  # as the model reads them
+    requests: list[Request]
+    errors: dict[int, str]  # by index
+    tokenizer: Tokenizer | None
+    stop_texts: tuple[str, ...]
+
+    def result(self, done: Completion) -> Result:
+        """Put a completion together with its prompt."""
+        text = None
+        if self.tokenizer is not None:
+            text = completed_text(self.tokenizer, done.token_ids, self.stop_texts)
+        return Result(
+            index=done.index,
+            prompt=self.texts[done.index],
+            prompt_ids=self.requests[done.index].prompt_ids,
+            token_ids=done.token_ids,
+            text=text,
+            finish_reason=done.finish_reason,
+            acceptance_lengths=done.acceptance_lengths,
+            error=self.errors.get(done.index),
+        )
+
+
+def run(prompts: Sequence[Prompt], options: Options, console: Console) -> int:
+    """Generate for all prompts, show results and summary, and return how many prompts were refused.
+
+    Args:
+      console: standard error; results go to standard output or to `options.json_path`.
+
+    Raises:
+      USER_ERRORS: nothing was generated, and nothing is left behind.
+    """
+    begin = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        lines = stack.enter_context(json_lines(options.json_path)) if options.json_path else None
+        set_compilation_cache(options.compilation_cache, console)
+        target, drafter = load_models(options, console)
+        load_s = time.perf_counter() - begin
+        job = make_job(prompts, options, target, console)
+        engine = make_engine(job, options, target, drafter)
+        refuse(job, engine, console)
+        show = show_stream if len(prompts) == 1 and lines is None else show_many
+        results = show(job, engine, lines, console)
+        summary = summarise(results, job, engine, load_s, time.perf_counter() - begin)
+        if lines is not None:
+            write_line(lines, summary.to_json())
+    console.print(summary_table(summary))
+    return summary.errors
+
+
+# --- before decoding ---------------------------------------------------------------------------------
+
+
+def set_compilation_cache(given: str | None, console: Console) -> None:
+    """Keep compiled programs from run to run: in the user's cache directory, in another, or not ("off").
+
+    JAX's own JAX_COMPILATION_CACHE_DIR stands where nothing is given.
+    """
+    if given == "off":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if given is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = home / "jaxspec" / "compiled" if given is None else Path(given)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if given is not None:
+            raise RunError(
+                f"--compilation-cache: cannot make {directory}: {error.strerror}"
+            ) from None
+        note(console, f"compiled programs are not kept: cannot make {directory}: {error.strerror}")
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def load_models(options: Options, console: Console) -> tuple[LoadedModel, LoadedModel | None]:
+    """Load target and drafter; the drafter first, being the quicker one to be wrong."""
+    dtype = options.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    hub: dict[str, Any] = dict(dtype=dtype, token=options.token, offline=options.offline)
+    source = options.drafter or ("none" if options.target else "dflash")
+    if options.target and not options.drafter:
+        note(console, "no --drafter was given: decoding plainly, one token a step")
+    drafter = None
+    if source != "none":
+        name = str(BUNDLED / "dflash") if source == "dflash" else source
+        if source != "dflash" and "/" not in source and not Path(source).exists():
+            raise RunError(
+                f"--drafter {source} is not known; expected a directory, a hub id (owner/name), dflash or none"
+            )
+        with console.status(f"[dim]loading the drafter {shorten(name)}"):
+            drafter = load_drafter(name, revision=options.drafter_revision, **hub)
+    name = options.target or str(BUNDLED / "target")
+    with console.status(f"[dim]loading the target {shorten(name)}"):
+        target = load_target(name, revision=options.revision, **hub)
+    return target, drafter
+
+
+def make_job(
+    prompts: Sequence[Prompt], options: Options, target: LoadedModel, console: Console
+) -> Job:
+    """Encode prompts and settle how to decode them."""
+    tokenizer = None
+    if any(p.ids is None for p in prompts) or options.stop_texts:
+        tokenizer = Tokenizer.load(target.directory)
+    else:  # ids alone need none, but are shown as text where there is one
+        with contextlib.suppress(TokenizerError):
+            tokenizer = Tokenizer.load(target.directory)
+    if options.chat and tokenizer is not None and tokenizer.chat_template is None:
+        raise TokenizerError(
+            f"--chat: {target.source} has no chat template; use an instruction-tuned checkpoint"
+        )
+    stop_at = None
+    if options.stop_texts and tokenizer is not None:
+        stop_at = stop_at_text(tokenizer, options.stop_texts)
+    shared: dict[str, Any] = dict(
+        max_new_tokens=options.max_new_tokens,
+        **sampling_values(options, target, console),
+        stop_ids=stop_ids(options, target),
+        seed=options.seed,
+        stop_at=stop_at,
+    )
+    texts: list[str | None] = []
+    requests, errors = [], {}
+    for index, prompt in enumerate(prompts):
+        text, ids = prompt.text, ()
+        try:
+            text, ids = encode(
+                prompt,
+                tokenizer,
+                chat=options.chat,
+                chat_template_kwargs=options.chat_template_kwargs,
+            )
+        except TokenizerError as error:
+            errors[index] = str(error)
+        texts.append(text)
+        requests.append(Request(prompt_ids=ids, **shared))
+    return Job(prompts, texts, requests, errors, tokenizer, options.stop_texts)
+
+
+def sampling_values(options: Options, target: LoadedModel, console: Console) -> dict[str, Any]:
+    """Settle temperature, top-k and top-p: as given, else the checkpoint's if asked for, else greedy."""
+    temperature, top_k, top_p = 0.0, 0, 1.0
+    if options.sampling_of_model:
+        if target.generation is None:
+            raise RunError(f"--sampling model: {target.source} has no generation config of its own")
+        defaults = target.generation
+        temperature, top_k, top_p = defaults.temperature, defaults.top_k, defaults.top_p
+    temperature = temperature if options.temperature is None else options.temperature
+    if temperature == 0 and (options.top_k or (options.top_p or 1) < 1):
+        note(console, "--top-k and --top-p change nothing at temperature 0; add --temperature 1")
+    return dict(
+        temperature=temperature,
+        top_k=top_k if options.top_k is None else options.top_k,
+        top_p=top_p if options.top_p is None else options.top_p,
+    )
+
+
+def stop_ids(options: Options, target: LoadedModel) -> tuple[int, ...]:
+    """Return the ids that end a row: the checkpoint's own, unless ignored, and those given."""
+    size = target.config.vocab_size
+    bad = [i for i in options.stop_ids if not 0 <= i < size]
+    if bad:
+        raise RunError(f"--stop-id {bad[0]} is outside the vocabulary; expected 0 to {size - 1}")
+    own = () if options.ignore_eos or target.generation is None else target.generation.eos_token_ids
+    return (*own, *options.stop_ids)
+
+
+def make_engine(
+    job: Job, options: Options, target: LoadedModel, drafter: LoadedModel | None
+) -> Engine:
+    """Make an engine that fits the job: as many rows and positions as it needs, in buckets."""
+    common: dict[str, Any] = dict(
+        batch_size=options.batch_size or min(len(job.requests), MOST_ROWS),
+        num_draft_tokens=options.num_draft_tokens,
+        steps_per_return=STREAMING_STEPS if len(job.requests) == 1 else BATCH_STEPS,
+    )
+    try:
+        # The first one says how many positions a step needs beyond prompt and new tokens.
+        engine = Engine(target, drafter, cache_length=target.config.max_positions, **common)
+        needed = [engine.cache_length_for(r) for r in job.requests if engine.check(r) is None]
+        length = options.cache_length or cache_bucket(max(needed, default=1))
+        return Engine(target, drafter, cache_length=length, **common)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise RunError(as_flags(str(error))) from None
+
+
+def cache_bucket(length: int) -> int:
+    """Round a cache length up to a multiple of 128, or of an eighth of the next power of two.
+
+    Few lengths mean few programs to compile, and at most a quarter of the cache is spare.
+    """
+    step = max(128, (1 << (length - 1).bit_length()) // 8)
+    return -(-length // step) * step
+
+
+def refuse(job: Job, engine: Engine, console: Console) -> None:
+    """Note and report the prompts that cannot be decoded; when that is all of them, there is no run."""
+    for index, request in enumerate(job.requests):
+        error = job.errors.get(index) or engine.check(request)
+        if error is not None:
+            job.errors[index] = as_flags(error)
+    named = [f"{job.prompts[i].origin}: {error}" for i, error in sorted(job.errors.items())]
+    if len(named) == len(job.prompts):
+        raise RunError("\n".join(named))
+    for message in named:
+        console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+
+
+def as_flags(message: str) -> str:
+    """Turn the library's argument names in a message into the command's options."""
+    message = re.sub(r"\bcache_length=(\d+)", r"--cache-length \1", message)
+    names = r"\b(max_new_tokens|num_draft_tokens|batch_size|cache_length)\b"
+    return re.sub(names, lambda name: "--" + name[0].replace("_", "-"), message)
+
+
+# --- decoding ----------------------------------------------------------------------------------------
+
+
+def show_stream(job: Job, engine: Engine, lines: IO[str] | None, console: Console) -> list[Result]:
+    """Decode one prompt, printing its text as it becomes certain."""
+    stream = None if job.tokenizer is None else TextStream(job.tokenizer, job.stop_texts)
+    results = []
+    with console.status("[dim]compiling, or loading what was compiled before") as waiting:
+        for event in engine.run(job.requests):
+            waiting.stop()
+            if isinstance(event, Update):
+                if stream is not None:
+                    sys.stdout.write(stream.push(event.token_ids))
+            else:
+                result = job.result(event)
+                rest = body(result) if stream is None else stream.finish(event.token_ids)
+                sys.stdout.write(rest + "\n")
+                results.append(result)
+            sys.stdout.flush()
+    return results
+
+
+def show_many(job: Job, engine: Engine, lines: IO[str] | None, console: Console) -> list[Result]:
+    """Decode prompts, printing each result in the order of the prompts, as soon as its turn comes."""
+    results: list[Result] = []
+    early: dict[int, Result] = {}
+    progress = RunProgress(console, [r.max_new_tokens for r in job.requests])
+    with contextlib.closing(progress):
+        for event in engine.run(job.requests):
+            finished = isinstance(event, Completion)
+            progress.update(event.index, len(event.token_ids), finished=finished)
+            if not isinstance(event, Completion):
+                continue
+            early[event.index] = job.result(event)
+            with progress.aside():
+                while len(results) in early:
+                    results.append(early.pop(len(results)))
+                    if lines is not None:
+                        write_line(lines, results[-1].to_json())
+                    elif results[-1].error is None:
+                        print(
+                            header(results[-1], len(job.requests)), body(results[-1]), "", sep="\n"
+                        )
+                        sys.stdout.flush()
+    return results
+
+
+def summarise(
+    results: Sequence[Result], job: Job, engine: Engine, load_s: float, total_s: float
+) -> Summary:
+    """Add up a run."""
+    lengths = [length for r in results for length in r.acceptance_lengths]
+    timings, device = engine.timings, jax.devices()[0]
+    drafter, request = engine.drafter, job.requests[0]
+    return Summary(
+        prompts=len(results),
+        errors=len(job.errors),
+        prompt_tokens=sum(len(r.prompt_ids) for r in results if r.error is None),
+        new_tokens=sum(len(r.token_ids) for r in results),
+        decode_tokens=timings.decode_tokens,
+        decode_tokens_per_s=timings.decode_tokens / timings.decode_s if timings.decode_s else None,
+        verify_steps=len(lengths),
+        acceptance_length=sum(lengths) / len(lengths) if lengths else None,
+        acceptance_by_position=acceptance_by_position(lengths, engine.spec.num_draft_tokens),
+        prefill_s=timings.prefill_s,
+        decode_s=timings.decode_s,
+        compile_s=timings.compile_s,
+        load_s=load_s,
+        total_s=total_s,
+        target=shorten(engine.target.source),
+        drafter=None if drafter is None else shorten(drafter.source),
+        num_draft_tokens=engine.spec.num_draft_tokens,
+        batch_size=engine.batch_size,
+        cache_length=engine.cache_length,
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        seed=request.seed,
+        dtype=engine.target.graph.dtype,
+        platform=device.platform,
+        device=device.device_kind,
+        versions={
+            "jaxspec": jaxspec.__version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "python": platform.python_version(),
+        },
+    )
+
+
+def shorten(source: str) -> str:
+    """Name the bundled models as such, and others as they were given."""
+    path = Path(source)
+    return f"bundled {path.name}" if path.parent == BUNDLED else source
+
+
+def note(console: Console, message: str) -> None:
+    """Say something about a run that goes on."""
+    console.print(f"note: {message}", style="yellow", markup=False, soft_wrap=True)

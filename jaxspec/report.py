@@ -1,0 +1,289 @@
+"""What a run gives back: a line of JSON a prompt, text on the terminal, a table at the end.
+
+`Result` is one prompt's outcome and `Summary` the whole run's; everything else here shows those two.
+Results go to standard output or a file, everything about the run to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+_BAR_WIDTH = 24
+
+
+@dataclass(frozen=True)
+class Result:
+    """One prompt and what came of it; with `error`, nothing did."""
+
+    index: int
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    text: str | None = None
+    finish_reason: str = "length"
+    acceptance_lengths: tuple[int, ...] = ()
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values of this prompt's line."""
+        if self.error is not None:
+            return {"prompt": self.prompt, "prompt_ids": self.prompt_ids, "error": self.error}
+        return {
+            "prompt": self.prompt,
+            "prompt_ids": self.prompt_ids,
+            "token_ids": self.token_ids,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "verify_steps": len(self.acceptance_lengths),
+            "acceptance_lengths": self.acceptance_lengths,
+            "acceptance_length": _mean(self.acceptance_lengths),
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run's totals and the conditions they were reached under.
+
+    Attributes:
+      new_tokens: returned tokens, those of prefill included.
+      decode_tokens: returned tokens without those of prefill: what `decode_s` was spent on.
+      acceptance_length: mean over all verify steps of all prompts.
+      acceptance_by_position: share of verify steps in which draft token 1, 2, ... was accepted.
+      compile_s: in none of the other two.
+    """
+
+    prompts: int
+    errors: int
+    prompt_tokens: int
+    new_tokens: int
+    decode_tokens: int
+    decode_tokens_per_s: float | None
+    verify_steps: int
+    acceptance_length: float | None
+    acceptance_by_position: tuple[float, ...]
+    prefill_s: float
+    decode_s: float
+    compile_s: float
+    load_s: float
+    total_s: float
+    target: str
+    drafter: str | None
+    num_draft_tokens: int
+    batch_size: int
+    cache_length: int
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    dtype: str
+    platform: str
+    device: str
+    versions: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values of the last line."""
+        return {"summary": dataclasses.asdict(self)}
+
+
+def acceptance_by_position(
+    acceptance_lengths: Sequence[int], num_draft_tokens: int
+) -> tuple[float, ...]:
+    """Return the share of verify steps that accepted the first, second, ... draft token."""
+    if not acceptance_lengths:
+        return ()
+    return tuple(
+        sum(length > position for length in acceptance_lengths) / len(acceptance_lengths)
+        for position in range(1, num_draft_tokens + 1)
+    )
+
+
+def _mean(values: Sequence[int]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+# --- JSON lines --------------------------------------------------------------------------------------
+
+
+class OutputError(ValueError):
+    """Results that cannot be written where they were asked for."""
+
+
+@contextlib.contextmanager
+def json_lines(destination: str) -> Iterator[IO[str]]:
+    """Open a place for JSON lines: a path, or "-" for standard output.
+
+    A file appears at its path only when the block ends well; until then it is written beside it.
+
+    Raises:
+      OutputError: it cannot be opened; that is known before anything else happens.
+    """
+    if destination == "-":
+        yield sys.stdout
+        return
+    path = Path(destination).resolve()
+    special = path.exists() and not path.is_file()  # a pipe or a device: nothing can replace it
+    aside = path if special else path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        file = aside.open("w", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {destination}: {error.strerror}") from None
+    try:
+        with file:
+            yield file
+        if not special:
+            aside.replace(path)
+    finally:
+        if not special:
+            aside.unlink(missing_ok=True)
+
+
+def write_line(file: IO[str], value: dict[str, Any]) -> None:
+    """Write one line of JSON and hand it on at once.
+
+    Raises:
+      OutputError: the disk is full, say. A closed pipe stays a `BrokenPipeError`.
+    """
+    try:
+        file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        file.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write {file.name}: {error.strerror}") from None
+
+
+# --- terminal ----------------------------------------------------------------------------------------
+
+
+def summary_table(summary: Summary) -> Group:
+    """Return a run's summary as a short table: numbers first, the conditions below them."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", justify="right")
+    rows.add_column()
+    errors = f", [red]{summary.errors} refused[/]" if summary.errors else ""
+    prompts = f"{summary.prompts} prompt{'s' if summary.prompts != 1 else ''}{errors}"
+    rows.add_row(
+        "tokens",
+        f"[bold]{summary.new_tokens:,}[/] new, {summary.prompt_tokens:,} of {prompts}",
+    )
+    if summary.decode_tokens_per_s is not None:
+        rows.add_row("speed", f"[bold]{summary.decode_tokens_per_s:,.1f}[/] tok/s decoding")
+    if summary.drafter is None:
+        rows.add_row("drafter", f"none: {summary.verify_steps:,} plain decode steps")
+    elif summary.acceptance_length is not None:
+        rows.add_row(
+            "acceptance length",
+            f"[bold green]{summary.acceptance_length:.2f}[/] tokens a step, {summary.verify_steps:,} "
+            f"verify steps of up to {summary.num_draft_tokens + 1}",
+        )
+        for position, share in enumerate(summary.acceptance_by_position, 1):
+            rows.add_row(
+                f"draft token {position}", Text(_bar(share), "green").append(f" {share:4.0%}")
+            )
+    rows.add_row("seconds", f"{summary.prefill_s:.2f} prefill, {summary.decode_s:.2f} decode")
+    rows.add_row("", f"[dim]apart: {summary.compile_s:.1f} compile, {summary.load_s:.1f} load[/]")
+    drafter = "" if summary.drafter is None else f" + {summary.drafter}"
+    conditions = Text(
+        f"{summary.target}{drafter} · {summary.dtype} on {summary.device} · batch {summary.batch_size} · "
+        f"cache {summary.cache_length}",
+        style="dim",
+    )
+    return Group("", Padding(rows, (0, 0, 0, 1)), Padding(conditions, (0, 0, 0, 1)))
+
+
+def _bar(share: float) -> str:
+    """Draw a share in eighths of a cell, padded to a fixed width."""
+    eighths = round(share * _BAR_WIDTH * 8)
+    full, part = divmod(eighths, 8)
+    bar = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "")
+    return bar + "·" * (_BAR_WIDTH - len(bar))
+
+
+def header(result: Result, total: int) -> str:
+    """Return the line above one of many completions."""
+    shown = result.prompt if result.prompt is not None else _ids(result.prompt_ids)
+    shown = shown.replace("\n", "\\n")
+    return f"── {result.index + 1}/{total} ── {shown if len(shown) <= 60 else shown[:59] + '…'}"
+
+
+def body(result: Result) -> str:
+    """Return a completion as text, or as ids where there is no tokenizer."""
+    return _ids(result.token_ids) if result.text is None else result.text
+
+
+def _ids(ids: Sequence[int]) -> str:
+    return ",".join(map(str, ids))
+
+
+class RunProgress:
+    """A bar for many prompts on standard error, which steps aside while results are printed.
+
+    It counts tokens, since rows of a batch finish in bursts. Without a terminal it shows nothing.
+    """
+
+    def __init__(self, console: Console, budgets: Sequence[int]):
+        """Start the bar.
+
+        Args:
+          budgets: most new tokens of each prompt; what an early stop leaves over counts as done.
+        """
+        self._budgets = budgets
+        self._tokens = [0] * len(budgets)
+        self._finished = [False] * len(budgets)
+        self._progress = Progress(
+            TextColumn("[dim]{task.fields[prompts]}"),
+            BarColumn(),
+            TextColumn("{task.fields[tokens]:,} tokens"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._progress.add_task(
+            "", total=sum(budgets), tokens=0, prompts=f"0/{len(budgets)} prompts"
+        )
+        self._progress.start()
+
+    def update(self, index: int, tokens: int, *, finished: bool = False) -> None:
+        """Note how many tokens a prompt has."""
+        self._tokens[index], self._finished[index] = tokens, finished
+        done = sum(
+            budget if over else count
+            for budget, count, over in zip(self._budgets, self._tokens, self._finished, strict=True)
+        )
+        self._progress.update(
+            self._task,
+            completed=done,
+            tokens=sum(self._tokens),
+            prompts=f"{sum(self._finished)}/{len(self._budgets)} prompts",
+        )
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Take the bar off the terminal while the block prints."""
+        self._progress.stop()
+        try:
+            yield
+        finally:
+            self._progress.start()
+
+    def close(self) -> None:
+        """Take the bar away for good."""
+        self._progress.stop()

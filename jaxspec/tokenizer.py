@@ -1,0 +1,265 @@
+"""Text in, token ids out, and back again while tokens are still coming.
+
+Read `Tokenizer`, then `TextStream`. The files are those of a Hugging Face checkpoint (`tokenizer.json`,
+`tokenizer_config.json`, `chat_template.jinja`), read as they are: no model config is consulted, and torch
+is not needed. Only chat templates import transformers, for its hardened template sandbox.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import tokenizers.models
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_INCOMPLETE = "\ufffd"  # what decoders put for bytes that are not, or not yet, a character
+
+
+class TokenizerError(ValueError):
+    """Tokenizer files or text that cannot be used: says what was expected and the way out."""
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        add_bos: bool = True,
+        chat_template: str | None = None,
+    ):
+        """Wrap a backend.
+
+        Args:
+          special_tokens: named tokens, as chat templates know them (`bos_token`, `eos_token`, ...).
+          add_bos: begin every text with the `bos_token`, if there is one.
+          chat_template: Jinja source.
+        """
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        bos = self.special_tokens.get("bos_token")
+        self.bos_token_id = backend.token_to_id(bos) if bos and add_bos else None
+
+    @classmethod
+    def load(cls, directory: Path | str) -> Tokenizer:
+        """Load the tokenizer files of a checkpoint directory.
+
+        Raises:
+          TokenizerError: there is no tokenizer.json, or a file is not what its name says.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(
+                f"{directory} has no tokenizer.json, so text cannot become tokens; copy the checkpoint's "
+                "tokenizer files there, or give token ids instead of text"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the bindings raise bare Exception
+            raise TokenizerError(f"{path} is not a tokenizer: {error}") from None
+        config = _read_json(directory / "tokenizer_config.json")
+        return cls(
+            backend,
+            special_tokens=_special_tokens(config),
+            add_bos=config.get("add_bos_token") is not False,
+            chat_template=_chat_template(directory, config),
+        )
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text, BOS first where the tokenizer has one."""
+        ids = self._encode(text, add_special_tokens=True)
+        # Some tokenizer.json files leave BOS to the loader.
+        if self.bos_token_id is not None and ids[:1] != (self.bos_token_id,):
+            ids = (self.bos_token_id, *ids)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens left out."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
+        """Return the text the checkpoint's chat template makes of a conversation, up to the model's turn.
+
+        Args:
+          messages: {"role": ..., "content": ...} each.
+          kwargs: for the template, such as `enable_thinking=True`.
+
+        Raises:
+          TokenizerError: there is no template, or it refuses these messages.
+        """
+        if self.chat_template is None:
+            raise TokenizerError(
+                "this checkpoint has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); use an instruction-tuned checkpoint, or leave out --chat"
+            )
+        import jinja2
+
+        options = {"add_generation_prompt": True, **kwargs, "tokenize": False}
+        try:
+            text = self._chat_renderer.apply_chat_template([dict(m) for m in messages], **options)
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise TokenizerError(f"the chat template refuses these messages: {error}") from None
+        assert isinstance(text, str)
+        return text
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text from `render_chat`: the template has written BOS itself."""
+        return self._encode(text, add_special_tokens=False)
+
+    def apply_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> tuple[int, ...]:
+        """Return the ids of a conversation, see `render_chat`."""
+        return self.encode_rendered(self.render_chat(messages, **kwargs))
+
+    def is_byte(self, token_id: int) -> bool:
+        """Say whether a token is one raw byte, whose text depends on the bytes beside it."""
+        return bool(_BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or ""))
+
+    @functools.cached_property
+    def _chat_renderer(self) -> Any:
+        # Said once on import: that there is no torch, which is not needed here.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        from transformers import PreTrainedTokenizerFast
+
+        # It renders text only, so an empty vocabulary will do; transformers would copy the real one.
+        empty = tokenizers.Tokenizer(tokenizers.models.BPE())
+        return PreTrainedTokenizerFast(
+            tokenizer_object=empty, chat_template=self.chat_template, **self.special_tokens
+        )
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        try:
+            return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError:  # lone surrogates: arguments or JSON escapes that are not Unicode text
+            raise TokenizerError("the text is not valid Unicode; it must be UTF-8") from None
+
+
+class TextStream:
+    """Turns a growing list of tokens into text that is never taken back.
+
+    What is held back: characters whose bytes are not all there, runs of raw bytes (one wrong byte
+    changes how the whole run reads), and anything that may be the start of a stop text. All pieces
+    joined are exactly `completed_text` of all tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_texts: Sequence[str] = ()):
+        self._tokenizer = tokenizer
+        self._stop_texts = tuple(stop_texts)
+        # Text of tokens up to `_settled` is final. Decoding starts at `_window`, one piece earlier,
+        # because decoders treat the first token of a text differently.
+        self._window = self._settled = 0
+        self._text = ""  # final, of which the first `_emitted` characters have been handed out
+        self._emitted = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take all tokens so far and return the text that became certain."""
+        if len(ids) > self._settled and not self._tokenizer.is_byte(ids[-1]):
+            before = self._tokenizer.decode(ids[self._window : self._settled])
+            after = self._tokenizer.decode(ids[self._window :])
+            if len(after) > len(before) and not after.endswith(_INCOMPLETE):
+                self._text += after[len(before) :]
+                self._window, self._settled = self._settled, len(ids)
+        return self._emit(_safe_length(self._text, self._stop_texts))
+
+    def finish(self, ids: Sequence[int]) -> str:
+        """Take all tokens and return the rest of their text."""
+        self._text = completed_text(self._tokenizer, ids, self._stop_texts)
+        return self._emit(len(self._text))
+
+    def _emit(self, end: int) -> str:
+        piece = self._text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
+        return piece
+
+
+def completed_text(tokenizer: Tokenizer, ids: Sequence[int], stop_texts: Sequence[str] = ()) -> str:
+    """Return the text of generated tokens, cut before the first stop text."""
+    text = tokenizer.decode(ids)
+    found = _first_stop(text, stop_texts)
+    return text if found is None else text[:found]
+
+
+def stop_at_text(
+    tokenizer: Tokenizer, stop_texts: Sequence[str]
+) -> Callable[[Sequence[int]], int | None]:
+    """Return a function for `Request.stop_at`: the fewest tokens whose text contains a stop text, or None."""
+
+    def contains(ids: Sequence[int]) -> bool:
+        return _first_stop(tokenizer.decode(ids), stop_texts) is not None
+
+    def stop_at(ids: Sequence[int]) -> int | None:
+        if not contains(ids):
+            return None
+        enough, short = len(ids), 0
+        while enough - short > 1:
+            middle = (enough + short) // 2
+            if contains(ids[:middle]):
+                enough = middle
+            else:
+                short = middle
+        return enough
+
+    return stop_at
+
+
+def _first_stop(text: str, stop_texts: Sequence[str]) -> int | None:
+    return min((i for i in (text.find(stop) for stop in stop_texts) if i >= 0), default=None)
+
+
+def _safe_length(text: str, stop_texts: Sequence[str]) -> int:
+    """Return how much of a text no stop text can cut, whatever comes next."""
+    found = _first_stop(text, stop_texts)
+    if found is not None:
+        return found
+    begun = max(
+        (
+            n
+            for stop in stop_texts
+            for n in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:n])
+        ),
+        default=0,
+    )
+    return len(text) - begun
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} must hold a JSON object")
+    return value
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Read the named tokens; each is a string or an object with its text in `content`."""
+    named = {name: value for name, value in config.items() if name.endswith("_token")}
+    for extra in ("extra_special_tokens", "model_specific_special_tokens"):
+        if isinstance(config.get(extra), dict):
+            named.update(config[extra])
+    texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {t.get("name"): t.get("template") for t in template}.get("default")
+    return template if isinstance(template, str) else None
