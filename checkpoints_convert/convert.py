@@ -24,7 +24,6 @@ import numpy as np
 from checkpoints_convert import dflash, gemma4, hf_io
 from checkpoints_convert.rules import (
     Fill,
-    Kind,
     Plan,
     RuleSet,
     TensorSpec,
@@ -37,6 +36,7 @@ from jaxspec.checkpoint import (
     MANIFEST,
     TOKENIZER_FILES,
     CheckpointError,
+    Kind,
     LazyArray,
     Manifest,
     check_tree,

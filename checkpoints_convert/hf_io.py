@@ -7,6 +7,7 @@ promise on peak memory. Nothing here knows what a tensor means.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -137,10 +138,14 @@ class HFCheckpoint:
     tensors: dict[str, StoredTensor]
 
     def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
-        """Read one tensor, cast slab by slab: no second copy of it is ever alive."""
+        """Read one tensor; a cast goes slab by slab, so that no second copy of it is ever alive."""
         tensor = self.tensors[name]
         out = np.empty(tensor.shape, dtype or DTYPES[tensor.dtype])
         flat, start = out.reshape(-1), 0
+        if out.dtype == DTYPES[tensor.dtype]:
+            with _bytes_of(tensor) as read_into:
+                read_into(flat)
+            return out
         for slab in self.slabs(name):
             flat[start : start + slab.size] = slab
             start += slab.size
@@ -149,17 +154,12 @@ class HFCheckpoint:
     def slabs(self, name: str) -> Iterator[np.ndarray]:
         """Yield a tensor's values in order, in flat pieces that share one buffer."""
         tensor = self.tensors[name]
-        dtype = DTYPES[tensor.dtype]
         buffer = np.empty(min(tensor.nbytes, _SLAB_BYTES), np.uint8)
-        try:
-            with tensor.file.open("rb", buffering=0) as file:
-                file.seek(tensor.offset)
-                for start in range(0, tensor.nbytes, _SLAB_BYTES):
-                    piece = buffer[: min(_SLAB_BYTES, tensor.nbytes - start)]
-                    _read_into(file, piece, tensor.file)
-                    yield piece.view(dtype)
-        except OSError as error:
-            raise CheckpointError(f"{tensor.file} cannot be read: {error.strerror}") from None
+        with _bytes_of(tensor) as read_into:
+            for start in range(0, tensor.nbytes, _SLAB_BYTES):
+                piece = buffer[: tensor.nbytes - start]
+                read_into(piece)
+                yield piece.view(DTYPES[tensor.dtype])
 
     def equal(self, first: str, second: str) -> bool:
         """Tell whether two tensors are the same, bit for bit."""
@@ -265,13 +265,24 @@ def _entry(entry: Mapping[str, Any], file: Path, data_start: int) -> StoredTenso
     return tensor
 
 
-def _read_into(file: Any, buffer: np.ndarray, path: Path) -> None:
-    view = buffer.data
-    while view:
-        count = file.readinto(view)
-        if not count:
-            raise CheckpointError(f"{path} is truncated: it ended while it was read")
-        view = view[count:]
+@contextlib.contextmanager
+def _bytes_of(tensor: StoredTensor) -> Iterator[Callable[[np.ndarray], None]]:
+    """Open a tensor's file at its bytes, and give what fills an array with the next of them."""
+
+    def read_into(array: np.ndarray) -> None:
+        left = array.view(np.uint8).data
+        while left:
+            count = file.readinto(left)
+            if not count:
+                raise CheckpointError(f"{tensor.file} is truncated: it ended while it was read")
+            left = left[count:]
+
+    try:
+        with tensor.file.open("rb", buffering=0) as file:
+            file.seek(tensor.offset)
+            yield read_into
+    except OSError as error:
+        raise CheckpointError(f"{tensor.file} cannot be read: {error.strerror}") from None
 
 
 # --- writing -------------------------------------------------------------------------------------

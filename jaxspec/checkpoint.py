@@ -1,7 +1,7 @@
 """Checkpoints: our directory format, and loading a model from it or from Hugging Face files.
 
-A directory of ours holds `params/` (an Orbax tree, one flat dict), `manifest.json`, and the source's
-config and tokenizer files as they were. Read `Manifest`, then `load_target`. What tensors of other
+A directory of ours holds `params/` (an Orbax tree, one flat dict), `manifest.json`, and the
+source's config and tokenizer files as they were. Read `Manifest`, then `load_target`. What tensors of other
 projects are called is not known here: `checkpoints_convert` is imported when one is met.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec import __version__
 from jaxspec.config import (
     ConfigError,
     DFlashConfig,
@@ -89,7 +89,7 @@ class Manifest:
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
             "config": to_json(self.config),
             "generation": None if self.generation is None else to_json(self.generation),
-            "jaxspec_version": version(),
+            "jaxspec_version": __version__,
         }
         (directory / MANIFEST).write_text(json.dumps(values, indent=1) + "\n")
 
@@ -342,11 +342,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} holds a {type(values).__name__}, expected a JSON object")
     return values
-
-
-def version() -> str:
-    """Return the installed version of jaxspec, for manifests."""
-    try:
-        return importlib.metadata.version("jaxspec-decoding")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
