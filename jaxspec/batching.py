@@ -7,6 +7,7 @@ powers of two, so a handful of programs serves every request; `Engine.num_compil
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -159,10 +160,11 @@ class Engine:
             return f"prompt ids {bad[:5]} are outside the vocabulary; expected 0 to {config.vocab_size - 1}"
         if most < 1:
             return f"max_new_tokens is {most}; it must be 1 or more"
-        if request.temperature < 0 or request.top_k < 0 or not 0 < request.top_p <= 1:
+        finite = 0 <= request.temperature < math.inf
+        if not finite or request.top_k < 0 or not 0 < request.top_p <= 1:
             return (
-                f"temperature {request.temperature} and top_k {request.top_k} must not be negative, and "
-                f"top_p {request.top_p} must lie in (0, 1]"
+                f"temperature {request.temperature} and top_k {request.top_k} must be finite and not "
+                f"negative, and top_p {request.top_p} must lie in (0, 1]"
             )
         if count + most > config.max_positions:
             return (
@@ -233,8 +235,9 @@ class Engine:
                     )
                     finished[slot], slots[slot] = True, None
             if (finished & seen.active).any():  # the device still thinks these run
+                key = (num_stop_ids,)
                 state = self._call(
-                    "retire", (), decode.retire, state, jnp.asarray(finished), donate=(0,)
+                    "retire", key, decode.retire, state, jnp.asarray(finished), donate=(0,)
                 )
 
     def _init_state(self, num_stop_ids: int) -> DecodeState:
@@ -262,6 +265,7 @@ class Engine:
         for row, (_, request) in enumerate(rows):
             unique = sorted(set(request.stop_ids))
             stop_ids[row, : len(unique)] = unique
+        vocab_size = self.target.config.vocab_size
         seeds = np.zeros((b, 2), np.uint32)
         for row, (slot, request) in enumerate(rows):
             seeds[row] = request.seed % 2**32, indices[slot]
@@ -271,7 +275,7 @@ class Engine:
             stop_ids=jnp.asarray(stop_ids),
             sampling=SamplingParams(
                 column([r.temperature for _, r in rows], 0, np.float32),
-                column([r.top_k for _, r in rows], 0, np.int32),
+                column([min(r.top_k, vocab_size) for _, r in rows], 0, np.int32),
                 column([r.top_p for _, r in rows], 1, np.float32),
             ),
             keys=row_keys(jnp.asarray(seeds)),

@@ -288,7 +288,7 @@ def commit(state: DecodeState, draft: Int[Array, "B G"], verdict: Verdict) -> De
     new = jnp.where(offset < verdict.accepted[:, None], padded, verdict.bonus[:, None])
     valid = (offset <= verdict.accepted[:, None]) & state.active[:, None]
     is_stop = jnp.any(new[:, :, None] == state.stop_ids[:, None, :], axis=-1) & valid
-    stops_before = jnp.cumsum(is_stop, axis=1) - is_stop
+    stops_before = jnp.cumsum(is_stop, axis=1) - is_stop.astype(jnp.int32)
     room = (state.max_new_tokens - state.num_tokens)[:, None]
     kept = valid & (stops_before == 0) & (offset < room)
     rows = jnp.arange(b)
@@ -302,7 +302,7 @@ def commit(state: DecodeState, draft: Int[Array, "B G"], verdict: Verdict) -> De
         anchors=jnp.where(state.active, verdict.bonus, state.anchors),
         tokens=state.tokens.at[rows[:, None], columns].set(new, mode="drop"),
         num_tokens=num_tokens,
-        num_steps=state.num_steps + state.active,
+        num_steps=state.num_steps + state.active.astype(jnp.int32),
         acceptance_lengths=state.acceptance_lengths.at[rows, step_column].set(
             verdict.accepted + 1, mode="drop"
         ),

@@ -1,0 +1,240 @@
+"""Drafters that are no models, and the slow decoding that everything is compared with.
+
+`LookupDrafter` knows how some sequences go on and says so (an oracle) or says something else (hostile):
+which is a weight, so both run the same program. `TableDrafter` knows the anchor only. `naive_greedy` is
+the root reference: one forward pass over the whole sequence a token, no cache, no loop on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxspec.checkpoint import LoadedModel
+from jaxspec.config import DFlashConfig, GenerationDefaults, TargetConfig
+from jaxspec.drafters.base import Draft, Drafter, TargetView
+from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.models.gemma4 import TargetOutput
+from jaxspec.params import Graph
+from jaxspec.sampling import suppress
+from jaxspec.shapes import Array, DTypeLike, Params
+from tests import tiny
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    """What the fakes need to know; they fit every target."""
+
+    vocab_size: int
+    hidden_size: int
+    block_size: int
+    num_sequences: int = 0
+    length: int = 0
+
+    def check_fits(self, target: TargetConfig) -> None:
+        del target
+
+
+class _Fake(Drafter[Array]):
+    config: FakeConfig
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.config.block_size - 1
+
+
+class LookupDrafter(_Fake):
+    """Looks the row's sequence up by its first token and proposes what follows, moved by `shift` ids.
+
+    Drafters are not shown tokens. But what layer 0 makes of position 0 follows from the first token alone,
+    so it tells apart sequences whose first tokens differ. The state is that feature.
+    """
+
+    def __init__(self, config: FakeConfig, *, dtype: DTypeLike):
+        self.config = config
+        self.signatures = nnx.Param(jnp.zeros((config.num_sequences, config.hidden_size), dtype))
+        self.sequences = nnx.Param(jnp.zeros((config.num_sequences, config.length), jnp.int32))
+        self.shift = nnx.Param(jnp.zeros((), jnp.int32))
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (0,)
+
+    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> Array:
+        del cache_length
+        return jnp.zeros((batch, self.config.hidden_size), dtype)
+
+    def absorb(
+        self,
+        state: Array,
+        output: TargetOutput,
+        start: Array,
+        count: Array,
+        slots: Array | None = None,
+    ) -> Array:
+        rows = jnp.arange(start.shape[0]) if slots is None else slots
+        rows = jnp.where((start == 0) & (count > 0), rows, state.shape[0])
+        return state.at[rows].set(output.features[0][:, 0], mode="drop")
+
+    def draft(
+        self,
+        state: Array,
+        target: TargetView,
+        anchors: Array,
+        lengths: Array,
+        *,
+        num_draft_tokens: int,
+    ) -> Draft:
+        distance = jnp.sum(jnp.square(state[:, None] - self.signatures[...][None]), axis=-1)
+        known = self.sequences[...][jnp.argmin(distance, axis=-1)]
+        index = lengths[:, None] + 1 + jnp.arange(num_draft_tokens)[None, :]
+        tokens = jnp.take_along_axis(known, index, axis=1, mode="clip")
+        return Draft((tokens + self.shift[...]) % self.config.vocab_size)
+
+
+class TableDrafter(_Fake):
+    """Proposes the same tokens after the same anchor, whatever came before it."""
+
+    def __init__(self, config: FakeConfig, *, dtype: DTypeLike):
+        del dtype
+        self.config = config
+        self.table = nnx.Param(jnp.zeros((config.vocab_size, config.block_size - 1), jnp.int32))
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return ()
+
+    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> Array:
+        del cache_length
+        return jnp.zeros((batch, 0), dtype)
+
+    def absorb(
+        self,
+        state: Array,
+        output: TargetOutput,
+        start: Array,
+        count: Array,
+        slots: Array | None = None,
+    ) -> Array:
+        del output, start, count, slots
+        return state
+
+    def draft(
+        self,
+        state: Array,
+        target: TargetView,
+        anchors: Array,
+        lengths: Array,
+        *,
+        num_draft_tokens: int,
+    ) -> Draft:
+        del state, target, lengths
+        return Draft(self.table[...][anchors][:, :num_draft_tokens])
+
+
+def loaded(
+    graph: Graph, params: Params, generation: GenerationDefaults | None = None
+) -> LoadedModel:
+    """Return a model as if it came from a checkpoint."""
+    return LoadedModel(graph, params, graph.config, generation, Path(), "made in a test")
+
+
+def lookup(
+    target: LoadedModel, sequences: Sequence[Sequence[int]], *, block_size: int, shift: int = 0
+) -> LoadedModel:
+    """Return a drafter that knows how these sequences go on: an oracle, or hostile with a shift."""
+    first = [s[0] for s in sequences]
+    assert len(set(first)) == len(first), "sequences are told apart by their first tokens"
+    config = FakeConfig(
+        target.config.vocab_size,
+        target.config.hidden_size,
+        block_size,
+        len(sequences),
+        max(map(len, sequences)),
+    )
+    table = np.zeros((config.num_sequences, config.length), np.int32)
+    for row, sequence in zip(table, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    _, features = _forward(target.graph, target.params, jnp.asarray(table))
+    params = {
+        "signatures": features[:, 0],
+        "sequences": jnp.asarray(table),
+        "shift": jnp.int32(shift),
+    }
+    return loaded(Graph(LookupDrafter, config, target.graph.dtype), params)
+
+
+def table(target: LoadedModel, rows: Sequence[Sequence[int]]) -> LoadedModel:
+    """Return a drafter that proposes `rows[anchor]`."""
+    config = FakeConfig(target.config.vocab_size, target.config.hidden_size, len(rows[0]) + 1)
+    graph = Graph(TableDrafter, config, target.graph.dtype)
+    return loaded(graph, {"table": jnp.asarray(rows, jnp.int32)})
+
+
+def dflash(target: LoadedModel, *, block_size: int, seed: int = 0) -> LoadedModel:
+    """Return a DFlash drafter of two layers with random weights; its window is shorter than the target's."""
+    c = target.config
+    config = DFlashConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        layer_types=("sliding", "full"),
+        causal=(True, False),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=32,
+        block_size=block_size,
+        mask_token_id=3,
+        feature_layers=(0, c.num_layers - 2) if c.num_layers > 2 else (0,),
+        num_target_layers=c.num_layers,
+        max_positions=c.max_positions,
+        sliding_window=6,
+        final_logit_softcap=30.0,
+    )
+    graph = Graph(DFlashDrafter, config, target.graph.dtype)
+    return loaded(graph, tiny.random_params(graph, seed))
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """What naive decoding chose, and by how much: the smallest gap between the two best logits."""
+
+    sequences: list[list[int]]  # prompt and new tokens
+    smallest_gap: float
+
+
+def naive_greedy(
+    target: LoadedModel, prompts: Sequence[Sequence[int]], num_new_tokens: int
+) -> Greedy:
+    """Continue prompts by running the target over the whole of each sequence for every new token."""
+    rows = [list(p) for p in prompts]
+    tokens = np.zeros((len(rows), max(map(len, rows)) + num_new_tokens), np.int32)
+    gap = np.inf
+    for row, prompt in zip(tokens, rows, strict=True):
+        row[: len(prompt)] = prompt
+    suppressed = target.generation.suppress_tokens if target.generation else ()
+    for _ in range(num_new_tokens):
+        last = [len(r) - 1 for r in rows]
+        logits, _ = _forward(target.graph, target.params, jnp.asarray(tokens))
+        logits = np.asarray(suppress(logits, suppressed))[np.arange(len(rows)), last]
+        best = np.sort(logits, axis=-1)
+        gap = min(gap, float(np.min(best[:, -1] - best[:, -2])))
+        for i, token in enumerate(np.argmax(logits, axis=-1).tolist()):
+            tokens[i, len(rows[i])] = token
+            rows[i].append(token)
+    return Greedy(rows, gap)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(graph: Graph, params: Params, tokens: Array) -> tuple[Array, Array]:
+    b, t = tokens.shape
+    start, count = jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32)
+    output = graph.bind(params)(tokens, start, count, None, feature_layers=(0,))
+    return output.logits, output.features[0]
