@@ -95,6 +95,16 @@ def _largest_threshold(holds, shape: tuple[int, ...], *, needed: Array) -> Array
     return lax.fori_loop(0, jnp.where(needed, 32, 0), fix_bit, jnp.zeros(shape, jnp.uint32))
 
 
+def argmax(x: Float[Array, "... V"]) -> Int[Array, "..."]:
+    """Return the first index of the largest value.
+
+    Two plain reductions: `jnp.argmax` is one over pairs, which XLA's CPU backend does not vectorise.
+    """
+    largest = jnp.max(x, axis=-1, keepdims=True)
+    index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    return jnp.min(jnp.where(x == largest, index, x.shape[-1] - 1), axis=-1)
+
+
 def fold_keys(
     keys: Array, steps: Int[Array, " B"], slots: Int[Array, "B R"], stream: Stream
 ) -> Array:
@@ -109,4 +119,4 @@ def fold_keys(
 def sample(logits: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
     """Draw a token from softmax(logits) for each row, with that row's key (Gumbel-max)."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
-    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+    return argmax(logits + noise)

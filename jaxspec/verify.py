@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
+from jaxspec.sampling import SamplingParams, Stream, argmax, fold_keys, sample, shape_logits
 from jaxspec.shapes import Array, Bool, Float, Int
 
 
@@ -47,7 +47,7 @@ def verify(
 
 def greedy_verify(logits: Float[Array, "B T V"], draft: Int[Array, "B G"]) -> Verdict:
     """Keep the drafts that equal the target's own choice, up to the first that does not."""
-    choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    choice = argmax(logits)
     accepted = _leading(draft == choice[:, :-1])
     return Verdict(accepted, jnp.take_along_axis(choice, accepted[:, None], axis=1)[:, 0])
 

@@ -18,9 +18,9 @@ from jaxspec.config import DFlashConfig
 from jaxspec.drafters.base import Draft, Drafter, TargetView
 from jaxspec.models.attention import attend
 from jaxspec.models.gemma4 import TargetOutput
-from jaxspec.models.layers import GatedMLP, einsum, rms_norm, rope, rope_frequencies
+from jaxspec.models.layers import GatedMLP, project, rms_norm, rope, rope_frequencies
 from jaxspec.params import param
-from jaxspec.sampling import suppress
+from jaxspec.sampling import argmax, suppress
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 
 DFlashState = tuple[KVCache, ...]
@@ -65,7 +65,7 @@ class DFlashDrafter(Drafter[DFlashState]):
 
     def context(self, features: tuple[Float[Array, "B T D"], ...]) -> Float[Array, "B T D"]:
         """Fuse target features into the context every layer reads."""
-        fused = einsum("btc,cd->btd", jnp.concatenate(features, axis=-1), self.fuse[...])
+        fused = project(jnp.concatenate(features, axis=-1), self.fuse[...])
         return rms_norm(fused, self.context_norm[...], self.config.rms_norm_eps)
 
     def absorb(
@@ -97,9 +97,7 @@ class DFlashDrafter(Drafter[DFlashState]):
         logits = self.block_logits(
             context, target, anchors, lengths, num_draft_tokens=num_draft_tokens
         )
-        return Draft(
-            jnp.argmax(suppress(logits, target.suppress_tokens), axis=-1).astype(jnp.int32)
-        )
+        return Draft(argmax(suppress(logits, target.suppress_tokens)))
 
     def block_logits(
         self,
@@ -152,7 +150,7 @@ class DFlashLayer(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Project context (as it is) or block (normed) rows; keys are normed and rotated."""
-        kv_rows = einsum("btd,dkch->btkch", x, self.kv[...])
+        kv_rows = project(x, self.kv[...])
         k = rms_norm(kv_rows[:, :, :, 0], self.k_norm[...], self.eps)
         return rope(k, positions, self._frequencies()), kv_rows[:, :, :, 1]
 
@@ -160,7 +158,7 @@ class DFlashLayer(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], context: KVSegment
     ) -> Float[Array, "B T D"]:
         h = rms_norm(x, self.input_norm[...], self.eps)
-        q = rms_norm(einsum("btd,dkgh->btkgh", h, self.q[...]), self.q_norm[...], self.eps)
+        q = rms_norm(project(h, self.q[...]), self.q_norm[...], self.eps)
         q = rope(q, positions, self._frequencies())
         k, v = self.keys_and_values(h, positions)
         block = KVSegment(k.swapaxes(1, 2), v.swapaxes(1, 2), positions)
@@ -172,7 +170,7 @@ class DFlashLayer(nnx.Module):
             window=self.window,
             causal=self.causal,
         )
-        x = x + einsum("btkgh,kghd->btd", h, self.out[...])
+        x = x + project(h, self.out[...], inputs=3)
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps))
 
     def _frequencies(self) -> Float[Array, " H2"]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import KVSegment
-from jaxspec.models.layers import einsum
+from jaxspec.models.layers import contract
 from jaxspec.shapes import Array, Bool, Float, Int
 
 
@@ -28,22 +28,24 @@ def attend(
       window: keys a query sees, itself included; None for all.
       segments: their keys need not be in order, and no position may stand in two of them.
     """
-    scores = [
-        jnp.where(
-            _visible(q_positions, s.positions, window, causal)[:, None, None],
-            einsum("btkgh,bksh->bkgts", q, s.k, out_dtype=jnp.float32) * scale,
-            jnp.finfo(jnp.float32).min,
-        )
-        for s in segments
-    ]
+    b, t, k, g, h = q.shape
+    # Query heads of one kv head become rows beside the tokens (R = G * T): both products are then plain
+    # batched ones in the caches' own layout. Any other order makes XLA transpose whole caches.
+    rows = q.transpose(0, 2, 3, 1, 4).reshape(b, k, g * t, h)
+    scores = []
+    for s in segments:
+        visible = _visible(q_positions, s.positions, window, causal)
+        visible = jnp.broadcast_to(visible[:, None, None], (b, 1, g, t, visible.shape[-1]))
+        score = contract("bkrh,bksh->bkrs", rows, s.k) * scale
+        visible = visible.reshape(b, 1, g * t, -1)
+        scores.append(jnp.where(visible, score, jnp.finfo(jnp.float32).min))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
     out, begin = jnp.zeros((), jnp.float32), 0
     for s in segments:
-        size = s.k.shape[2]
-        part = weights[..., begin : begin + size]
-        out += einsum("bkgts,bksh->btkgh", part, s.v, out_dtype=jnp.float32)
-        begin += size
-    return out.astype(q.dtype)
+        end = begin + s.k.shape[2]
+        out += contract("bkrs,bksh->bkrh", weights[..., begin:end], s.v)
+        begin = end
+    return out.reshape(b, k, g, t, h).transpose(0, 3, 1, 2, 4).astype(q.dtype)
 
 
 def _visible(

@@ -17,7 +17,15 @@ from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.config import TargetConfig
 from jaxspec.models.attention import attend
-from jaxspec.models.layers import GatedMLP, einsum, gelu_tanh, rms_norm, rope, rope_frequencies
+from jaxspec.models.layers import (
+    GatedMLP,
+    contract,
+    gelu_tanh,
+    project,
+    rms_norm,
+    rope,
+    rope_frequencies,
+)
 from jaxspec.models.moe import Experts
 from jaxspec.params import param
 from jaxspec.shapes import Array, DTypeLike, Float, Int
@@ -143,7 +151,8 @@ class Embedder(nnx.Module):
 
     def decode(self, x: Float[Array, "B T D"], softcap: float | None) -> Float[Array, "B T V"]:
         """Return float32 logits, soft-capped to +-`softcap`."""
-        logits = einsum("btd,vd->btv", x, self.table[...], out_dtype=jnp.float32)
+        b, t, d = x.shape
+        logits = contract("rd,vd->rv", x.reshape(b * t, d), self.table[...]).reshape(b, t, -1)
         return logits if softcap is None else jnp.tanh(logits / softcap) * softcap
 
 
@@ -164,7 +173,7 @@ class PerLayerInputs(nnx.Module):
         # Ids past this table (placeholders of other modalities) read row 0, as transformers does.
         ids = jnp.where(tokens < self.table.shape[0], tokens, 0)
         looked_up = self.table[ids].reshape(*tokens.shape, n, p) * _rounded_sqrt(p, x.dtype)
-        projected = einsum("btd,dnp->btnp", x, self.projection[...])
+        projected = project(x, self.projection[...])
         # In bfloat16 neither D^-0.5 nor 2^-0.5 is rounded before it multiplies.
         projected = (projected.astype(jnp.float32) * d**-0.5).astype(x.dtype)
         projected = rms_norm(projected, self.norm[...], self.eps)
@@ -207,10 +216,7 @@ class DecoderLayer(nnx.Module):
         per_layer: Float[Array, "B T P"] | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
         """Return the layer's output, its cache after the writes, and the K/V its queries saw."""
-        with jax.named_scope("attention"):
-            h = rms_norm(x, self.pre_attention_norm[...], self.eps)
-            h, cache, segments = self.attention(h, positions, start, count, cache, slots, shared)
-            x = x + rms_norm(h, self.post_attention_norm[...], self.eps)
+        x, cache, segments = self.attention_block(x, positions, start, count, cache, slots, shared)
         with jax.named_scope("mlp"):
             h = self.mlp(rms_norm(x, self.pre_mlp_norm[...], self.eps))
         if self.has_experts:
@@ -222,10 +228,26 @@ class DecoderLayer(nnx.Module):
         if self.has_per_layer:
             assert per_layer is not None
             with jax.named_scope("per_layer_input"):
-                gate = gelu_tanh(einsum("btd,dp->btp", x, self.per_layer_gate[...]))
-                h = einsum("btp,pd->btd", gate * per_layer, self.per_layer_out[...])
+                gate = gelu_tanh(project(x, self.per_layer_gate[...]))
+                h = project(gate * per_layer, self.per_layer_out[...])
                 x = x + rms_norm(h, self.per_layer_norm[...], self.eps)
         return x * self.scalar[...], cache, segments
+
+    def attention_block(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+        cache: KVCache | None,
+        slots: Int[Array, " B"] | None,
+        shared: tuple[KVSegment, ...] | None,
+    ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
+        """Return the first half of the layer: the residual that the MLP and the router read."""
+        with jax.named_scope("attention"):
+            h = rms_norm(x, self.pre_attention_norm[...], self.eps)
+            h, cache, segments = self.attention(h, positions, start, count, cache, slots, shared)
+            return x + rms_norm(h, self.post_attention_norm[...], self.eps), cache, segments
 
 
 @jax.jit
@@ -270,7 +292,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
         _, g, head_dim, _ = self.out.shape
         frequencies = rope_frequencies(head_dim, self.theta, self.partial_factor)
-        qkv = einsum("btd,dkgh->btkgh", x, self.qkv[...])
+        qkv = project(x, self.qkv[...])
         q = rope(rms_norm(qkv[:, :, :, :g], self.q_norm[...], self.eps), positions, frequencies)
         if self.owns_kv:
             raw_k, raw_v = qkv[:, :, :, g], qkv[:, :, :, -1]  # the same slice where k = v
@@ -284,7 +306,7 @@ class Attention(nnx.Module):
             assert shared is not None
             segments = shared
         out = attend(q, positions, segments, scale=1.0, window=self.window)
-        return einsum("btkgh,kghd->btd", out, self.out[...]), cache, segments
+        return project(out, self.out[...], inputs=3), cache, segments
 
 
 def _rounded_sqrt(x: int, dtype: jnp.dtype) -> Array:

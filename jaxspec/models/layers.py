@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +11,34 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.params import param
-from jaxspec.shapes import Array, DTypeLike, Float, Int
+from jaxspec.shapes import Array, Float, Int
 
 
-def einsum(spec: str, *operands: Array, out_dtype: DTypeLike | None = None) -> Array:
-    """Contract like `jnp.einsum`, accumulating in float32.
+def project(
+    x: Float[Array, "*rows inputs"],
+    weight: Float[Array, "*shape"],
+    *,
+    inputs: int = 1,
+) -> Float[Array, "*result"]:
+    """Multiply rows by a weight of shape [*in, *out]: the trailing `inputs` axes of x meet its leading ones.
+
+    Both sides are flattened to a plain matrix product first. An einsum over several axes may reorder
+    them, and then XLA copies the transposed weight in every step.
+    """
+    rows, outs = x.shape[: x.ndim - inputs], weight.shape[inputs:]
+    flat = weight.reshape(math.prod(weight.shape[:inputs]), math.prod(outs))
+    out = contract("rd,df->rf", x.reshape(math.prod(rows), flat.shape[0]), flat)
+    return out.reshape(*rows, *outs).astype(x.dtype)
+
+
+def contract(spec: str, x: Array, y: Array) -> Float[Array, "..."]:
+    """Contract like `jnp.einsum`, accumulating in and returning float32.
 
     float32 operands use full float32 products: on Hopper JAX's default for float32 is TF32, whose
     1e-3 errors would break the promise that speculative and plain decoding agree.
     """
-    exact = operands[0].dtype == jnp.float32
-    out = jnp.einsum(
-        spec,
-        *operands,
-        precision=lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )
-    return out.astype(operands[0].dtype if out_dtype is None else out_dtype)
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(spec, x, y, precision=exact, preferred_element_type=jnp.float32)
 
 
 def rms_norm(
@@ -79,8 +91,6 @@ class GatedMLP(nnx.Module):
         self.gelu = gelu
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate_up = einsum("btd,dcf->btcf", x, self.gate_up[...])
+        gate_up = project(x, self.gate_up[...])
         activation = gelu_tanh if self.gelu else jax.nn.silu
-        return einsum(
-            "btf,fd->btd", activation(gate_up[:, :, 0]) * gate_up[:, :, 1], self.down[...]
-        )
+        return project(activation(gate_up[:, :, 0]) * gate_up[:, :, 1], self.down[...])

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.config import TargetConfig
-from jaxspec.models.layers import einsum, gelu_tanh, rms_norm
+from jaxspec.models.layers import contract, gelu_tanh, project, rms_norm
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 
@@ -33,7 +33,7 @@ class Experts(nnx.Module):
         d = residual.shape[-1]
         x = rms_norm(residual, None, self.eps) * self.router_scale[...]
         x = (x.astype(jnp.float32) * d**-0.5).astype(residual.dtype)
-        logits = einsum("btd,de->bte", x, self.router[...]).astype(jnp.float32)
+        logits = project(x, self.router[...]).astype(jnp.float32)
         weights, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return chosen, weights * self.expert_scale[...].astype(jnp.float32)[chosen]
@@ -45,16 +45,15 @@ class Experts(nnx.Module):
 
         All weights are read once: near the memory floor from about 32 tokens on, and always right.
         """
-        b, t, _ = x.shape
+        e, d, _, f = self.gate_up.shape
+        rows = x.reshape(-1, d)
         chosen, weights = self.route(residual)
-        e = self.gate_up.shape[0]
-        combine = jnp.zeros((b, t, e), jnp.float32)
-        combine = combine.at[
-            jnp.arange(b)[:, None, None], jnp.arange(t)[None, :, None], chosen
-        ].set(weights)
-        gate_up = einsum("btd,edcf->ebtcf", x, self.gate_up[...])
-        hidden = gelu_tanh(gate_up[..., 0, :]) * gate_up[..., 1, :]
-        hidden = (hidden.astype(jnp.float32) * combine.transpose(2, 0, 1)[..., None]).astype(
-            x.dtype
+        row = jnp.arange(rows.shape[0])[:, None]
+        combine = jnp.zeros((rows.shape[0], e), jnp.float32)
+        combine = combine.at[row, chosen.reshape(-1, self.top_k)].set(
+            weights.reshape(-1, self.top_k)
         )
-        return einsum("ebtf,efd->btd", hidden, self.down[...])
+        gate_up = contract("rd,edf->erf", rows, self.gate_up.reshape(e, d, 2 * f)).astype(x.dtype)
+        hidden = gelu_tanh(gate_up[..., :f]) * gate_up[..., f:]
+        hidden = (hidden.astype(jnp.float32) * combine.T[:, :, None]).astype(x.dtype)
+        return contract("erf,efd->rd", hidden, self.down[...]).astype(x.dtype).reshape(x.shape)
