@@ -1,3 +1,22 @@
 """Speculative decoding of Gemma 4 in JAX. Read `decode` first: it is the algorithm on one page."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+__all__ = ["Completion", "Engine", "Request", "Update", "generate", "load"]
+
+if TYPE_CHECKING:
+    from jaxspec.api import generate, load
+    from jaxspec.batching import Completion, Engine, Request, Update
+
+_HOMES = {"generate": "api", "load": "api"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import JAX and the rest only when something is used, so that `jaxspec --help` stays quick."""
+    if name in __all__:
+        return getattr(importlib.import_module(f"jaxspec.{_HOMES.get(name, 'batching')}"), name)
+    raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")

@@ -149,6 +149,27 @@ class Engine:
         self.num_compilations = 0
         self._programs: dict[tuple[Any, ...], Any] = {}
 
+    @classmethod
+    def fitting(
+        cls,
+        target: LoadedModel,
+        drafter: LoadedModel | None,
+        requests: Sequence[Request],
+        *,
+        cache_length: int | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Make an engine whose cache just holds these requests, unless `cache_length` says otherwise.
+
+        Requests that the model itself cannot take have no say; `check` refuses them later. `options` are
+        those of `Engine`.
+        """
+        # The first engine says how many positions a step needs beyond prompt and new tokens.
+        engine = cls(target, drafter, cache_length=target.config.max_positions * 2, **options)
+        needed = [engine.cache_length_for(r) for r in requests if engine.check(r) is None]
+        engine.cache_length = cache_length or _cache_bucket(max(needed, default=1))
+        return engine
+
     def check(self, request: Request) -> str | None:
         """Say what is wrong with a request and the way out, or None when it can run."""
         config = self.target.config
@@ -399,6 +420,15 @@ class _Seen:
 
     def acceptance_lengths_of(self, slot: int) -> tuple[int, ...]:
         return tuple(self.acceptance_lengths[slot, : self.num_steps[slot]].tolist())
+
+
+def _cache_bucket(length: int) -> int:
+    """Round a cache length up to a multiple of 128, or of an eighth of the next power of two.
+
+    Few lengths mean few programs to compile, and at most a quarter of the cache is spare.
+    """
+    step = max(128, (1 << (length - 1).bit_length()) // 8)
+    return -(-length // step) * step
 
 
 def _bucket(n: int, smallest: int = 1) -> int:

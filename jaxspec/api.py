@@ -1,0 +1,122 @@
+"""Load a pair and generate: the few lines that most programs need.
+
+    target, drafter = jaxspec.load()                      # the bundled pair
+    for done in jaxspec.generate(target, drafter, ["def main():"], max_new_tokens=64):
+        print(done.token_ids, done.acceptance_lengths)
+
+For streaming, refilled slots or changing weights use `batching.Engine`; inside a jitted program of your
+own, the functions of `decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxspec.batching import Completion, Engine, Request
+from jaxspec.checkpoint import CheckpointError, LoadedModel, load_drafter, load_target
+from jaxspec.tokenizer import Tokenizer
+
+BUNDLED = Path(__file__).parent / "bundled"
+MOST_SLOTS = 8  # of a batch, unless asked for
+
+
+def load(
+    target: str | None = None,
+    drafter: str | None = None,
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    drafter_revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """Load a target and a drafter onto the default device.
+
+    Args:
+      target: a directory (ours or Hugging Face's) or a hub id; None for the bundled one.
+      drafter: likewise, or "dflash" for the bundled one, or "none". None means the bundled drafter for
+        the bundled target, and no drafter for any other.
+      dtype: "float32" or "bfloat16"; None for bfloat16 on GPUs and float32 elsewhere.
+      revision: of the target's hub id; `drafter_revision` is the drafter's.
+      token: for the hub; None for the one huggingface_hub knows.
+      offline: use the hub cache and no network.
+
+    Raises:
+      CheckpointError, ConfigError: something is missing or wrong with one of them.
+    """
+    source = drafter or ("none" if target else "dflash")
+    if source not in ("dflash", "none") and "/" not in source and not Path(source).exists():
+        raise CheckpointError(
+            f"drafter {source} is not known; expected a directory, a hub id (owner/name), dflash or none"
+        )
+    hub: dict[str, Any] = dict(dtype=dtype or default_dtype(), token=token, offline=offline)
+    loaded_drafter = None
+    if source != "none":  # first, being the quicker one to be wrong
+        path = str(BUNDLED / "dflash") if source == "dflash" else source
+        loaded_drafter = load_drafter(path, revision=drafter_revision, **hub)
+    return load_target(target or str(BUNDLED / "target"), revision=revision, **hub), loaded_drafter
+
+
+def default_dtype() -> str:
+    """Return the dtype that suits the default device."""
+    return "bfloat16" if jax.default_backend() == "gpu" else "float32"
+
+
+def generate(
+    target: LoadedModel,
+    drafter: LoadedModel | None,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    ignore_eos: bool = False,
+    batch_size: int | None = None,
+    num_draft_tokens: int | None = None,
+) -> list[Completion]:
+    """Continue prompts, given as text or token ids, and return completions in their order.
+
+    Args:
+      temperature: 0 for greedy; `top_k` 0 and `top_p` 1 are off.
+      seed: with a prompt's place in the list it names that prompt's random draws.
+      ignore_eos: go on past the checkpoint's end-of-sequence ids.
+      batch_size: prompts decoded together; None for all, up to 8.
+      num_draft_tokens: drafted a step; None for as many as the drafter can.
+
+    Raises:
+      ValueError: a prompt or an option cannot be used; nothing was generated.
+    """
+    tokenizer = None
+    if any(isinstance(p, str) for p in prompts):
+        tokenizer = Tokenizer.load(target.directory)
+    eos = () if ignore_eos or target.generation is None else target.generation.eos_token_ids
+    requests = [
+        Request(
+            tuple(tokenizer.encode(p)) if tokenizer and isinstance(p, str) else tuple(map(int, p)),
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop_ids=eos,
+            seed=seed,
+        )
+        for p in prompts
+    ]
+    engine = Engine.fitting(
+        target,
+        drafter,
+        requests,
+        batch_size=batch_size or min(len(requests), MOST_SLOTS) or 1,
+        num_draft_tokens=num_draft_tokens,
+    )
+    wrong = [f"prompt {i}: {error}" for i, r in enumerate(requests) if (error := engine.check(r))]
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    done = [event for event in engine.run(requests) if isinstance(event, Completion)]
+    return sorted(done, key=lambda completion: completion.index)
