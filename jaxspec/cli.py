@@ -100,6 +100,11 @@ _register(
     "checkpoints_convert.cli:convert_command",
     "Convert a Gemma 4 target or a DFlash drafter into an Orbax checkpoint, or back.",
 )
+_register(
+    "bench",
+    "jaxspec.bench:bench_command",
+    "Measure prefill and decode steps, beside the least they could take.",
+)
 
 
 # --- generate ----------------------------------------------------------------------------------------

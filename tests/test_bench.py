@@ -1,0 +1,189 @@
+"""The benchmark's arithmetic against published numbers, and its report from a run on the CPU. Nothing is timed here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from jaxspec import bench
+from jaxspec.bench import Ceiling, Pair, StepCost
+from jaxspec.config import TARGET_PRESETS, DFlashConfig
+from jaxspec.decode import DecodeSpec
+from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.models.gemma4 import Gemma4
+from jaxspec.params import Graph
+from tests import tiny
+
+H200 = Ceiling(bytes_per_s=3.85e12, flops_per_s=790e12)
+
+
+def spec(preset: str, *, drafter: bool = False) -> DecodeSpec:
+    target = Graph(Gemma4, TARGET_PRESETS[preset], "bfloat16")
+    if not drafter:
+        return DecodeSpec(target, None)
+    config, _ = bench.drafter_config(preset)
+    return DecodeSpec(target, Graph(DFlashDrafter, config, "bfloat16"), config.block_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [("e2b", 4.629), ("e4b", 7.463), ("12b", 11.907), ("26b-a4b", 25.233), ("31b", 30.697)],
+)
+def test_presets_have_the_released_number_of_text_parameters(preset: str, billions: float) -> None:
+    sizes = [a.size for a in spec(preset).target.abstract_params().values()]
+    assert sum(sizes) / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+def test_a_dense_target_reads_every_weight_once_a_step() -> None:
+    cost = bench.step_cost(spec("31b"), batch=1, context=256)
+    assert cost.weight_bytes == pytest.approx(2 * 30.697e9, rel=1e-4)
+    assert cost.flops == pytest.approx(2 * 30.697e9, rel=0.02)  # attention adds a little
+
+
+def test_tables_that_are_looked_up_cost_their_rows() -> None:
+    """E2B is 4.63B parameters, but 2.35B of them are the per-layer table: a step reads one row of it."""
+    config = TARGET_PRESETS["e2b"]
+    table = config.per_layer_vocab_size * config.num_layers * config.per_layer_input_size
+    cost = bench.step_cost(spec("e2b"), batch=1, context=256)
+    assert cost.weight_bytes == pytest.approx(2 * (4.6286e9 - table), rel=1e-3)
+
+
+def test_experts_cost_what_routing_reaches() -> None:
+    config = TARGET_PRESETS["26b-a4b"]
+    assert bench.expected_experts(config, 1) == pytest.approx(8)
+    assert bench.expected_experts(config, 16) == pytest.approx(82, abs=0.5)
+    assert bench.expected_experts(config, 512) == pytest.approx(128)
+    one, many = (bench.step_cost(spec("26b-a4b"), batch, 256) for batch in (1, 32))
+    experts = 30 * 3 * 2816 * 704 * 2  # bytes of one expert in all layers
+    expected = (bench.expected_experts(config, 32) - 8) * experts
+    assert many.weight_bytes - one.weight_bytes == pytest.approx(expected)
+
+
+def test_keys_and_values_stop_growing_at_the_window() -> None:
+    def kv(context: int) -> float:
+        return bench.step_cost(spec("31b"), batch=1, context=context).kv_bytes
+
+    sliding, full = 50 * 16 * 256, 10 * 4 * 512  # layers, kv heads, head dim
+    assert kv(99) == 2 * 2 * 100 * (sliding + full)
+    assert kv(5999) == 2 * 2 * (1024 * sliding + 6000 * full)
+
+
+@pytest.mark.parametrize(
+    ("preset", "batch", "drafter", "milliseconds"),
+    [
+        ("31b", 1, False, 15.9),
+        ("31b", 1, True, 17.5),
+        ("31b", 32, True, 44),
+        ("26b-a4b", 1, True, 9.5),
+    ],
+)
+def test_floors_of_an_h200(preset: str, batch: int, drafter: bool, milliseconds: float) -> None:
+    cost = bench.step_cost(spec(preset, drafter=drafter), batch, context=384)
+    assert cost.floor_s(H200) * 1e3 == pytest.approx(milliseconds, rel=0.02)
+
+
+def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
+    ceiling = Ceiling(bytes_per_s=10, flops_per_s=100)
+    assert StepCost(30, 10, 100).floor_s(ceiling) == 4
+    assert StepCost(30, 10, 1000).floor_s(ceiling) == 10
+
+
+@pytest.mark.parametrize("preset", list(TARGET_PRESETS))
+def test_every_preset_gets_a_drafter_that_fits(preset: str) -> None:
+    config, name = bench.drafter_config(preset)
+    config.check_fits(TARGET_PRESETS[preset])
+    assert preset in name
+
+
+def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
+    target, target_params = tiny.target("26b-a4b")
+    config = DFlashConfig(
+        vocab_size=target.config.vocab_size,
+        hidden_size=target.config.hidden_size,
+        layer_types=("sliding", "full"),
+        causal=(True, False),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        block_size=4,
+        mask_token_id=4,
+        feature_layers=(0, 2),
+        num_target_layers=target.config.num_layers,
+        max_positions=4096,
+        sliding_window=16,
+    )
+    drafter = Graph(DFlashDrafter, config, "float32")
+    return Pair(
+        DecodeSpec(target, drafter, 3, synthetic_acceptance=synthetic_acceptance),
+        target_params,
+        tiny.random_params(drafter, 1),
+        "tiny",
+        "tiny DFlash",
+    )
+
+
+def test_report_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "measure_ceiling", lambda dtype: H200)
+    pair = tiny_pair(synthetic_acceptance=2.5)
+    prompts = pair.prompts(2, 20, 0)
+    assert prompts.shape == (2, 20)
+    report = bench.run(Console(quiet=True), pair, prompts, [2], new_tokens=40, repeats=2, seed=0)
+    report = json.loads(json.dumps(report))
+    assert report["versions"].keys() == {"jaxspec", "python", "jax", "jaxlib", "flax", "numpy"}
+    assert (report["dtype"], report["platform"], report["prompt_length"]) == ("float32", "cpu", 20)
+    assert report["prompts"] == "random prompts of 20 tokens"
+    plain, speculative = report["results"]
+    assert plain.keys() == {f.name for f in dataclasses.fields(bench.Result)}
+    assert (plain["mode"], plain["steps"], plain["acceptance_length"]) == ("plain", 40, None)
+    assert speculative["acceptance"] == "synthetic"
+    assert speculative["acceptance_length"] == pytest.approx(2.5, abs=0.4)  # 2 or 3 by chance
+    assert 14 <= speculative["steps"] <= 20
+    for result in report["results"]:
+        assert result["batch_size"] == 2
+        spread = result["step_ms"]
+        assert 0 < spread["min"] <= spread["median"] <= spread["max"]
+        experts = result["distinct_experts"]
+        assert 3 <= experts["min"] <= experts["median"] <= experts["max"] <= 8
+
+
+def test_acceptance_is_real_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "measure_ceiling", lambda dtype: H200)
+    pair = tiny_pair(synthetic_acceptance=None)
+    result = bench.measure(pair, pair.prompts(1, 8, 0), H200, new_tokens=8, repeats=1, seed=0)
+    assert result.acceptance == "real"
+    assert result.acceptance_length is not None
+    assert 1 <= result.acceptance_length < 2  # a random drafter
+
+
+def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
+    prompts = np.arange(2 * 1100, dtype=np.int32).reshape(2, 1100)
+    chunks = bench._chunks(prompts)
+    assert [c.tokens.shape[1] for c in chunks] == [512, 512, 76]
+    assert [c.start.tolist() for c in chunks] == [[0, 0], [512, 512], [1024, 1024]]
+    assert [c.is_last.tolist() for c in chunks] == [[False] * 2, [False] * 2, [True] * 2]
+    np.testing.assert_array_equal(np.concatenate([c.tokens for c in chunks], axis=1), prompts)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--random-weights", "e2b", "--target", "x"], "give no --target"),
+        (["--target", "no/such/place/here"], "no/such/place/here"),
+    ],
+)
+def test_options_that_cannot_be_meant(options: list[str], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    app = typer.Typer()
+    app.command()(bench.bench_command)
+    result = CliRunner().invoke(app, [*options, "--json", str(path)])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not path.exists()
