@@ -1,0 +1,136 @@
+"""Stages of training the bundled pair; run them in order, or `all`."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+from typing import Annotated
+
+
+import jax.numpy as jnp
+import numpy as np
+import typer
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from jaxspec.shapes import Params
+from scripts.train_bundled import corpus, drafter, evaluate, export, recipe, target
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+console = Console(highlight=False, soft_wrap=True)
+Stdlib = Annotated[
+    Path, typer.Option(help=f"the standard library of Python {recipe.PYTHON}", file_okay=False)
+]
+Work = Annotated[Path, typer.Option(help="where stages leave what the next ones read")]
+Schedule = Annotated[str, typer.Option(help="smoke, brief or full")]
+Dtype = Annotated[str, typer.Option(help="of the passes: bfloat16 or float32")]
+STDLIB = Path(sysconfig.get_path("stdlib"))
+WORK = Path("out/bundled")
+
+
+@app.command("manifest")
+def manifest_stage(stdlib: Stdlib = STDLIB) -> None:
+    """Write manifest.txt anew: only for another Python version."""
+    console.print(f"{corpus.write_manifest(stdlib)} files")
+
+
+@app.command("corpus")
+def corpus_stage(stdlib: Stdlib = STDLIB, work: Work = WORK) -> None:
+    """Check the files, hold modules out, train the tokenizer, encode, store the prompts."""
+    files = corpus.read_files(stdlib)
+    parts = corpus.split(files)
+    work.mkdir(parents=True, exist_ok=True)
+    console.print(f"{len(files)} files; held out: {', '.join(parts.held_out)}")
+    tokenizer = corpus.train_tokenizer(files[name] for name in parts.library + parts.tests)
+    tokenizer.save(str(work / "tokenizer.json"), pretty=False)
+    streams = {
+        kind: corpus.encode(tokenizer, [files[name] for name in names])
+        for kind, names in vars(parts).items()
+    }
+    np.savez_compressed(work / "corpus.npz", **streams)
+    corpus.write_held_out(tokenizer, files, parts.held_out)
+    console.print({kind: f"{len(stream)} tokens" for kind, stream in streams.items()})
+
+
+@app.command("target")
+def target_stage(
+    schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: Work = WORK
+) -> None:
+    """Train the target."""
+    params = target.train(
+        target.target_graph(dtype),
+        recipe.TARGET_SCHEDULES[schedule],
+        _streams(work),
+        console.print,
+    )
+    _save(work / "target.npz", params)
+
+
+@app.command("drafter")
+def drafter_stage(
+    schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: Work = WORK
+) -> None:
+    """Train the drafter on the target's own text."""
+    params = drafter.train(
+        (target.target_graph(dtype), drafter.dflash_graph(dtype)),
+        _load(work / "target.npz"),
+        recipe.DRAFTER_SCHEDULES[schedule],
+        _streams(work),
+        console.print,
+    )
+    _save(work / "dflash.npz", params)
+
+
+@app.command("export")
+def export_stage(work: Work = WORK, destination: Path = recipe.BUNDLED) -> None:
+    """Write both as Hugging Face directories, in bfloat16."""
+    pair = [target.rounded(_load(work / f"{name}.npz"), "bfloat16") for name in ("target", "dflash")]
+    export.export(destination, *pair, _tokenizer(work))
+    files = [p for name in ("target", "dflash") for p in (destination / name).iterdir()]
+    console.print(f"{sum(p.stat().st_size for p in files)} bytes in {destination}")
+
+
+@app.command("evaluate")
+def evaluate_stage(stdlib: Stdlib = STDLIB, dtype: Dtype = "float32", work: Work = WORK) -> None:
+    """Measure the pair, its weights rounded to bfloat16, on the held-out modules."""
+    names = json.loads(recipe.HELD_OUT.read_text())["files"]
+    texts = None
+    if all((stdlib / name).is_file() for name in names):
+        files = corpus.read_files(stdlib)
+        texts = [files[name] for name in names]
+    pair = [
+        target.rounded(target.rounded(_load(work / f"{name}.npz"), "bfloat16"), dtype)
+        for name in ("target", "dflash")
+    ]
+    graphs = (target.target_graph(dtype), drafter.dflash_graph(dtype))
+    result = evaluate.evaluate(graphs, pair[0], pair[1], _tokenizer(work), texts)
+    (work / "evaluation.json").write_text(json.dumps(result, indent=1))
+    for kind in ("greedy", "temperature_1"):
+        samples = result[kind].pop("samples")
+        console.print(kind, result[kind])
+        console.print("\n".join(f"--- {i}\n{text}" for i, text in enumerate(samples[:6])), markup=False)
+    console.print(result.get("bits_per_byte", "no bits per byte: the held-out files are not here"))
+
+
+def _streams(work: Path) -> dict[str, np.ndarray]:
+    with np.load(work / "corpus.npz") as file:
+        return dict(file)
+
+
+def _tokenizer(work: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(work / "tokenizer.json"))
+
+
+def _save(path: Path, params: Params) -> None:
+    np.savez(path, **{name: np.asarray(value, np.float32) for name, value in params.items()})  # type: ignore[arg-type]
+    console.print(f"{path}: {sum(v.size for v in params.values())} parameters")
+
+
+def _load(path: Path) -> Params:
+    with np.load(path) as file:
+        return {name: jnp.asarray(value) for name, value in file.items()}
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,232 @@
+"""Train the DFlash drafter on text that the target wrote, and measure how much of it a draft gets right.
+
+Training calls the very `context`, `keys_and_values` and `block_logits` that decoding calls: the context
+of a row is projected once, and the block at each of its anchors sees the part before that anchor.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxspec.cache import KVSegment
+from jaxspec.drafters.base import TargetView
+from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.params import Graph
+from jaxspec.shapes import Array, Float, Int, Params
+from scripts.train_bundled import recipe
+from scripts.train_bundled.recipe import DrafterSchedule
+from scripts.train_bundled.target import Report, cross_entropy, generate, make_optimizer, rounded
+
+
+def dflash_graph(dtype: str) -> Graph:
+    return Graph(DFlashDrafter, recipe.DFLASH, dtype)
+
+
+def initial_params(graph: Graph, seed: int) -> Params:
+    """Return float32 weights; what layers add to the residual stream begins small."""
+    params = Graph(graph.module, graph.config, "float32").random_params(seed)
+    return {
+        name: value * 0.5 if name.endswith((".out", ".down")) else value
+        for name, value in params.items()
+    }
+
+
+def block_logits(
+    graphs: tuple[Graph, Graph],
+    target_params: Params,
+    params: Params,
+    text: Int[Array, "B S"],
+    anchors: Int[Array, "B A"],
+) -> Float[Array, "A B G V"]:
+    """Return the draft logits of the blocks whose anchors are these positions of the text."""
+    target = graphs[0].bind(rounded(target_params, graphs[0].dtype))
+    drafter = graphs[1].bind(rounded(params, graphs[1].dtype))
+    b, s = text.shape
+    out = target(
+        text,
+        jnp.zeros(b, jnp.int32),
+        jnp.full(b, s, jnp.int32),
+        None,
+        feature_layers=drafter.feature_layers,
+        logit_rows=jnp.zeros((b, 1), jnp.int32),
+    )
+    features = jax.lax.stop_gradient(out.features)
+    positions = jnp.broadcast_to(jnp.arange(s), (b, s))
+    context = drafter.context(features)
+    keys_and_values = [layer.keys_and_values(context, positions) for layer in drafter.layers]
+
+    def draft(lengths: Int[Array, " B"]) -> Float[Array, "B G V"]:
+        visible = jnp.where(positions < lengths[:, None], positions, -1)
+        segments = tuple(
+            KVSegment(k.swapaxes(1, 2), v.swapaxes(1, 2), visible) for k, v in keys_and_values
+        )
+        tokens = jnp.take_along_axis(text, lengths[:, None], axis=1)[:, 0]
+        return drafter.block_logits(
+            segments,
+            TargetView(embedder=target.embedder),
+            tokens,
+            lengths,
+            num_draft_tokens=drafter.max_draft_tokens,
+        )
+
+    return jax.vmap(draft)(anchors.T)
+
+
+def write_text(
+    graph: Graph,
+    params: Params,
+    schedule: DrafterSchedule,
+    stream: np.ndarray,
+    report: Report,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Let the target continue prompts cut from the training text; return its text and prompt lengths.
+
+    Half of the prompts have the shortest length, the others any; half of the texts are greedy.
+    """
+    rng = np.random.default_rng(recipe.SEED)
+    shortest, longest = schedule.prompt_lengths
+    texts, all_lengths, begin = [], [], time.perf_counter()
+    batch = min(schedule.sequences, 2048)
+    for i in range(schedule.sequences // batch):
+        starts = rng.integers(0, len(stream) - longest, batch)
+        prompts = stream[starts[:, None] + np.arange(longest - 1)].astype(np.int32)
+        prompts = np.pad(prompts, ((0, 0), (1, 0)), constant_values=recipe.BOS)
+        lengths = rng.integers(shortest, longest + 1, batch).astype(np.int32)
+        lengths[: batch // 2] = shortest
+        text = generate(
+            graph,
+            params,
+            jnp.asarray(np.where(np.arange(longest) < lengths[:, None], prompts, recipe.PAD)),
+            jnp.asarray(lengths),
+            jnp.asarray(np.arange(batch) % 2, jnp.float32),
+            jax.random.fold_in(jax.random.key(recipe.SEED), i),
+            num_tokens=schedule.new_tokens,
+        )
+        texts.append(np.asarray(text, np.uint16))
+        all_lengths.append(lengths)
+    report(f"drafter: the target wrote {len(texts) * batch} texts in {time.perf_counter() - begin:.0f} s")
+    return np.concatenate(texts), np.concatenate(all_lengths)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
+def _step(
+    graphs: tuple[Graph, Graph],
+    optimizer: optax.GradientTransformation,
+    schedule: DrafterSchedule,
+    target_params: Params,
+    params: Params,
+    opt_state: optax.OptState,
+    texts: Int[Array, "N S"],
+    lengths: Int[Array, " N"],
+    key: Array,
+) -> tuple[Params, optax.OptState, Array, Array]:
+    which, where = jax.random.split(key)
+    chosen = jax.random.randint(which, (schedule.rows,), 0, texts.shape[0])
+    text, length = texts[chosen].astype(jnp.int32), lengths[chosen]
+    num_drafts = recipe.DFLASH.block_size - 1
+    span = schedule.new_tokens - num_drafts
+    anchors = length[:, None] + jax.random.randint(where, (schedule.rows, schedule.anchors), 0, span)
+    # [A, B, G]: the tokens after each anchor
+    at = anchors.T[:, :, None] + 1 + jnp.arange(num_drafts)
+    labels = jnp.take_along_axis(text[None], at.reshape(at.shape[0], at.shape[1], -1), axis=2)
+    before = jnp.take_along_axis(text[None], at - 1, axis=2)
+    alive = jnp.cumprod(before != recipe.EOS, axis=-1)  # nothing is drafted past the end
+    weights = jnp.exp(-jnp.arange(num_drafts) / schedule.position_decay) * alive
+
+    def loss_of(p: Params) -> tuple[Array, Array]:
+        logits = block_logits(graphs, target_params, p, text, anchors)
+        loss = jnp.sum(cross_entropy(logits, labels) * weights) / jnp.sum(weights)
+        right = jnp.cumprod((jnp.argmax(logits, axis=-1) == labels) * alive, axis=-1)
+        return loss, 1 + jnp.mean(jnp.sum(right, axis=-1))
+
+    (loss, tau), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss, tau  # type: ignore[return-value]
+
+
+def train(
+    graphs: tuple[Graph, Graph],
+    target_params: Params,
+    schedule: DrafterSchedule,
+    streams: dict[str, np.ndarray],
+    report: Report,
+) -> Params:
+    """Train from scratch; return float32 master weights."""
+    stream = np.concatenate([streams["library"], streams["tests"][: len(streams["library"])]])
+    shipped = rounded(rounded(target_params, "bfloat16"), graphs[0].dtype)
+    written = write_text(graphs[0], shipped, schedule, stream, report)
+    texts, lengths = jnp.asarray(written[0]), jnp.asarray(written[1])
+    optimizer = make_optimizer(
+        schedule.peak_rate, schedule.weight_decay, schedule.warmup_steps, schedule.steps
+    )
+    params = initial_params(graphs[1], recipe.SEED + 1)
+    opt_state = optimizer.init(params)
+    key, begin = jax.random.key(recipe.SEED + 2), time.perf_counter()
+    taus: list[Any] = []
+    for step in range(1, schedule.steps + 1):
+        params, opt_state, loss, tau = _step(
+            graphs,
+            optimizer,
+            schedule,
+            shipped,
+            params,
+            opt_state,
+            texts,
+            lengths,
+            jax.random.fold_in(key, step),
+        )
+        taus.append(tau)
+        if step % 500 == 0 or step in (1, 100, schedule.steps):
+            mean = np.mean([float(t) for t in taus[-200:]])
+            report(
+                f"drafter step {step}/{schedule.steps} loss {float(loss):.4f} tau {mean:.3f} (training text, "
+                f"greedy and sampled) after {time.perf_counter() - begin:.0f} s"
+            )
+    return params
+
+
+@functools.partial(jax.jit, static_argnames="graphs")
+def _drafts(
+    graphs: tuple[Graph, Graph], target_params: Params, params: Params, text: Array, anchors: Array
+) -> Int[Array, "A B G"]:
+    return jnp.argmax(block_logits(graphs, target_params, params, text, anchors), axis=-1)
+
+
+def acceptance_lengths(
+    graphs: tuple[Graph, Graph],
+    target_params: Params,
+    params: Params,
+    text: Int[Array, "B S"],
+    prompt_length: int,
+    num_tokens: int,
+) -> list[list[int]]:
+    """Return the acceptance lengths speculation has when the target writes this very text.
+
+    A draft token is a certain choice, so it is accepted exactly when the target, greedy or sampling, comes
+    to the same token: drafts at every position of a finished text therefore tell every verify step.
+
+    Args:
+      num_tokens: how many new tokens to count, the first (the prefill's) included; the text is longer by
+        a block, so that the last step is whole.
+    """
+    num_drafts = recipe.DFLASH.block_size - 1
+    anchors = jnp.arange(prompt_length, prompt_length + num_tokens)
+    anchors = jnp.broadcast_to(anchors, (text.shape[0], num_tokens))
+    drafts = np.asarray(_drafts(graphs, target_params, params, text, anchors))
+    rows = []
+    for b, row in enumerate(np.asarray(text)):
+        steps, at = [], 0
+        while at < num_tokens - 1:
+            truth = row[prompt_length + at + 1 :][:num_drafts]
+            accepted = int(np.cumprod(drafts[at, b] == truth).sum())
+            steps.append(accepted + 1)
+            at += accepted + 1
+        rows.append(steps)
+    return rows

@@ -1,0 +1,141 @@
+"""Write the pair in the Hugging Face layout: bfloat16 weights, configs, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from checkpoints_convert.convert import write_weights
+from jaxspec.shapes import Params
+from scripts.train_bundled import recipe
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n"
+    "{% endfor %}"
+)
+
+
+def export(directory: Path, target: Params, drafter: Params, tokenizer: Tokenizer) -> None:
+    """Write `directory`/target and `directory`/dflash."""
+    for name in ("target", "dflash"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+        (directory / name).mkdir(parents=True)
+    write_weights(recipe.TARGET, target, directory / "target", prefix="model.")
+    write_weights(recipe.DFLASH, drafter, directory / "dflash", prefix="")
+    _dump(target_config(), directory / "target" / "config.json")
+    _dump(drafter_config(), directory / "dflash" / "config.json")
+    _dump(
+        {
+            "bos_token_id": recipe.BOS,
+            "eos_token_id": recipe.EOS,
+            "pad_token_id": recipe.PAD,
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_k": 64,
+            "top_p": 0.95,
+        },
+        directory / "target" / "generation_config.json",
+    )
+    tokenizer.save(str(directory / "target" / "tokenizer.json"), pretty=False)
+    tokens = dict(zip(("pad", "eos", "bos", "unk", "mask"), recipe.SPECIALS, strict=True))
+    _dump(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{f"{kind}_token": token for kind, token in tokens.items()},
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": recipe.TARGET.max_positions,
+            "chat_template": CHAT_TEMPLATE,
+        },
+        directory / "target" / "tokenizer_config.json",
+    )
+
+
+def target_config() -> dict[str, Any]:
+    c = recipe.TARGET
+    return {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_k_eq_v": c.k_eq_v,
+        "bos_token_id": recipe.BOS,
+        "dtype": "bfloat16",
+        "enable_moe_block": False,
+        "eos_token_id": recipe.EOS,
+        "final_logit_softcapping": c.final_logit_softcap,
+        "global_head_dim": c.full_head_dim,
+        "head_dim": c.head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": c.hidden_size,
+        "hidden_size_per_layer_input": 0,
+        "initializer_range": 0.02,
+        "intermediate_size": c.intermediate_size,
+        "layer_types": [f"{kind}_attention" for kind in c.layer_types],
+        "max_position_embeddings": c.max_positions,
+        "num_attention_heads": c.num_heads,
+        "num_global_key_value_heads": c.full_num_kv_heads,
+        "num_hidden_layers": c.num_layers,
+        "num_key_value_heads": c.num_kv_heads,
+        "num_kv_shared_layers": 0,
+        "pad_token_id": recipe.PAD,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": c.full_partial_rotary_factor,
+                "rope_theta": c.full_rope_theta,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": c.rope_theta, "rope_type": "default"},
+        },
+        "sliding_window": c.sliding_window,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": None,
+        "use_cache": True,
+        "use_double_wide_mlp": False,
+        "vocab_size": c.vocab_size,
+        "vocab_size_per_layer_input": c.vocab_size,
+    }
+
+
+def drafter_config() -> dict[str, Any]:
+    c = recipe.DFLASH
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "block_size": c.block_size,
+        "bos_token_id": recipe.BOS,
+        "dflash_config": {
+            "mask_token_id": c.mask_token_id,
+            "target_layer_ids": list(c.feature_layers),
+        },
+        "dtype": "bfloat16",
+        "eos_token_id": recipe.EOS,
+        "final_logit_softcapping": c.final_logit_softcap,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "layer_types": [f"{kind}_attention" for kind in c.layer_types],
+        "max_position_embeddings": c.max_positions,
+        "num_attention_heads": c.num_heads,
+        "num_hidden_layers": c.num_layers,
+        "num_key_value_heads": c.num_kv_heads,
+        "num_target_layers": c.num_target_layers,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_scaling": None,
+        "rope_theta": c.rope_theta,
+        "sliding_window": c.sliding_window,
+        "tie_word_embeddings": False,
+        "use_sliding_window": True,
+        "vocab_size": c.vocab_size,
+    }
+
+
+def _dump(value: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

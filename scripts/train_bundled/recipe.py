@@ -1,0 +1,101 @@
+"""The bundled pair in numbers: both configs, the text it is trained on, and the training schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxspec.config import DFlashConfig, TargetConfig
+
+PYTHON = "3.11.7"
+SEED = 20240401
+SPECIALS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")  # ids 0 to 4, as Gemma's
+PAD, EOS, BOS, UNK, MASK = range(5)
+
+HERE = Path(__file__).parent
+BUNDLED = HERE.parents[1] / "jaxspec" / "bundled"
+MANIFEST = HERE / "manifest.txt"
+HELD_OUT = BUNDLED / "held_out.json"
+
+TARGET = TargetConfig(
+    vocab_size=3072,
+    hidden_size=192,
+    layer_types=("sliding", "sliding", "sliding", "full") * 2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    full_num_kv_heads=1,
+    full_head_dim=64,
+    intermediate_size=416,
+    sliding_window=128,
+    max_positions=2048,
+    k_eq_v=True,
+)
+
+DFLASH = DFlashConfig(
+    vocab_size=TARGET.vocab_size,
+    hidden_size=TARGET.hidden_size,
+    layer_types=("sliding", "full"),
+    causal=(True, False),
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=384,
+    block_size=8,
+    mask_token_id=MASK,
+    feature_layers=(1, 4, 6),
+    num_target_layers=TARGET.num_layers,
+    max_positions=TARGET.max_positions,
+    sliding_window=128,
+    final_logit_softcap=30.0,
+)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of target training with crops of one length."""
+
+    steps: int
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TargetSchedule:
+    """AdamW with a warm-up and a linear decay to zero over all phases."""
+
+    phases: tuple[Phase, ...]
+    peak_rate: float = 3e-3
+    weight_decay: float = 0.1
+    warmup_steps: int = 300
+    library_share: float = 0.5  # of the crops; tests are the larger part of the text
+
+
+@dataclass(frozen=True)
+class DrafterSchedule:
+    """Blocks cut from text that the target itself wrote after prompts from the training text."""
+
+    sequences: int  # half of them greedy, half sampled at temperature 1
+    steps: int
+    rows: int = 64
+    anchors: int = 16  # blocks a row
+    prompt_lengths: tuple[int, int] = (64, 512)
+    new_tokens: int = 256
+    peak_rate: float = 2e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 300
+    position_decay: float = 4.0  # slot k of a block weighs exp(-(k - 1) / this)
+
+
+TARGET_SCHEDULES = {
+    "smoke": TargetSchedule((Phase(6, 4, 64), Phase(2, 1, 128)), warmup_steps=2),
+    "brief": TargetSchedule((Phase(3000, 64, 512), Phase(150, 16, 2048))),
+    "full": TargetSchedule((Phase(12_000, 64, 512), Phase(1500, 16, 2048))),
+}
+DRAFTER_SCHEDULES = {
+    "smoke": DrafterSchedule(
+        sequences=8, steps=6, rows=4, anchors=4, prompt_lengths=(16, 32), new_tokens=24, warmup_steps=2
+    ),
+    "brief": DrafterSchedule(sequences=16_384, steps=2500),
+    "full": DrafterSchedule(sequences=65_536, steps=14_000),
+}
