@@ -41,7 +41,7 @@ from jaxspec.checkpoint import (
     Manifest,
     check_tree,
     graph_of,
-    restore_param,
+    read_params,
     save_params,
 )
 from jaxspec.config import DFlashConfig, GenerationDefaults, TargetConfig
@@ -230,13 +230,11 @@ def to_hf(
     fills = fills_for(rules, shapes, find_prefix(rules, manifest.tensors))
     if {name for fill in fills for name in fill.sources} != set(manifest.tensors):
         raise CheckpointError(f"{directory}: the manifest's tensors are not those of its config")
+    arrays = read_params(directory, [fill.path for fill in fills])
     with _written_aside(Path(destination)) as aside:
         total = hf_io.write_tensors(
             aside,
-            [
-                _group(fill, manifest.tensors, lambda f=fill: restore_param(directory, f.path))
-                for fill in fills
-            ],
+            [_group(fill, manifest.tensors, lambda: next(arrays)) for fill in fills],
             progress,
         )
         _copy_files(directory, aside)

@@ -309,6 +309,8 @@ def write_tensors(
 ) -> int:
     """Write tensors as model.safetensors, or as shards with an index; return their total bytes.
 
+    Groups are made and written in their order, one at a time.
+
     Args:
       shard_bytes: size at which a shard ends; a group larger than this has a shard of its own.
     """

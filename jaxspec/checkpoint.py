@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,9 +48,8 @@ TOKENIZER_FILES = (
 
 _FORMAT = 1
 _CHUNK_BYTES = 128 << 20  # of a stored array; bounds what a write holds beside the array
-_READ_AHEAD_GB = (
-    4  # host memory for arrays on their way to the device; the largest array adds to it
-)
+_BATCH_BYTES = 256 << 20  # of arrays read together; a larger one is read alone
+_READ_AHEAD_GB = 4  # of arrays on their way to the device, beside the largest one
 
 
 class CheckpointError(ValueError):
@@ -265,17 +264,40 @@ def restore_params(directory: Path, graph: Graph) -> Params:
         )
 
 
-def restore_param(directory: Path, name: str) -> np.ndarray:
-    """Read one array of a directory of ours into host memory, as it is stored."""
+def read_params(directory: Path, names: Sequence[str]) -> Iterator[np.ndarray]:
+    """Yield arrays of a directory of ours in the order of `names`, in host memory and as stored.
+
+    They are read some at a time, since every restore reads the whole tree's metadata first.
+    """
     import orbax.checkpoint as ocp
 
-    with _orbax_errors(directory), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    stored = stored_arrays(directory)
+    for batch in _batches(
+        [(name, stored[name].size * stored[name].dtype.itemsize) for name in names]
+    ):
         args = ocp.args.PyTreeRestore(
-            item={name: np.empty(())},
-            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
+            item={name: stored[name] for name in batch},
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in batch},
             partial_restore=True,
         )
-        return checkpointer.restore((directory / "params").resolve(), args=args)[name]
+        with (
+            _orbax_errors(directory),
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        ):
+            arrays = checkpointer.restore((directory / "params").resolve(), args=args)
+        for name in batch:
+            yield arrays.pop(name)
+
+
+def _batches(sizes: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
+    batch, total = [], 0
+    for name, nbytes in sizes:
+        if batch and total + nbytes > _BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(name)
+        total += nbytes
+    yield batch
 
 
 def check_tree(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
