@@ -5,7 +5,8 @@ from it, `target` adds random weights of our own (no torch), `transformers_model
 in transformers, with weights of its own, and `save` writes that as a checkpoint.
 
 In all of them no norm, scalar or scale is 1, since that would hide one that is forgotten; attention and
-routing are far from uniform; logits reach into the bend of the soft cap.
+routing are far from uniform; logits reach into the bend of the soft cap. Attention counts for more than
+the token itself, since a model whose head is its embedding else repeats itself for ever.
 """
 
 from __future__ import annotations
@@ -115,18 +116,16 @@ def target(name: str, *, seed: int = 0) -> tuple[Graph, Params]:
 
 
 def random_params(graph: Graph, seed: int) -> Params:
-    """Return random weights for tests; unlike `graph.random_params` they compile nothing.
-
-    The final norm is drawn around 6: logits then have a standard deviation of about 6, so that few are
-    near-ties and the soft cap of 30 is felt.
-    """
+    """Return random weights for tests; unlike `graph.random_params` they compile nothing."""
     rng = np.random.default_rng(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if len(shape) == 1:
-            return rng.uniform(0.5, 1.5, shape) * (6 if name == "final_norm" else 1)
+            return rng.uniform(0.5, 1.5, shape) * _size(name, "final_norm", "post_attention_norm")
         if name.endswith(".router"):
             return rng.normal(0, 1.5, shape)
+        if name == "embedder.table":
+            return rng.normal(0, _embedding_spread(shape), shape)
         if name.endswith("table") or ".experts." in name:
             fan_in = shape[1]
         else:
@@ -151,13 +150,25 @@ def transformers_model(name: str, *, seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
     for key, tensor in model.state_dict().items():
         if tensor.ndim == 1:
-            value = rng.uniform(0.5, 1.5, tensor.shape) * (6 if key == "model.norm.weight" else 1)
+            size = _size(key, "model.norm.weight", "post_attention_layernorm.weight")
+            value = rng.uniform(0.5, 1.5, tensor.shape) * size
+        elif key in ("model.embed_tokens.weight", "lm_head.weight"):  # the same array
+            value = rng.normal(0, _embedding_spread(tensor.shape), tensor.shape)
         else:
             spread = 1.5 if "router" in key else 1 / math.sqrt(tensor.shape[-1])
             value = rng.normal(0, spread, tensor.shape)
         tensor.copy_(torch.from_numpy(value))
     model.state_dict()["model.embed_tokens.weight"][list(SUPPRESS_TOKENS.get(name, ()))] *= 4
     return model
+
+
+def _size(name: str, final_norm: str, attention_norm: str) -> float:
+    """Return the mean of a norm or scale: logits get a standard deviation of about 6."""
+    return 12 if name == final_norm else 2 if name.endswith(attention_norm) else 1
+
+
+def _embedding_spread(shape: tuple[int, ...]) -> float:
+    return 0.5 / math.sqrt(shape[1])
 
 
 def save(name: str, directory: Path, *, seed: int = 0) -> Any:
