@@ -82,7 +82,8 @@ def convert_command(
         TimeRemainingColumn(),
     )
     try:
-        with Progress(*columns, console=console, transient=True) as bars:
+        quiet = not console.is_terminal
+        with Progress(*columns, console=console, transient=True, disable=quiet) as bars:
             task = bars.add_task("writing" if back else "converting", total=None)
 
             def show(name: str, done: int, total: int) -> None:

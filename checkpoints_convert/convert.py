@@ -290,10 +290,10 @@ def _group(fill: Fill, dtypes: Mapping[str, str], load: Callable[[], np.ndarray]
 @contextlib.contextmanager
 def _written_aside(destination: Path) -> Iterator[Path]:
     """Give a directory beside `destination` that becomes it at the end, or goes if that fails."""
-    if destination.exists() or destination.is_symlink():
-        raise CheckpointError(f"{destination} exists; name a destination that does not")
     aside = destination.with_name(f"{destination.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
+        if destination.exists() or destination.is_symlink():
+            raise CheckpointError(f"{destination} exists; name a destination that does not")
         aside.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from None

@@ -282,7 +282,7 @@ def match(
             )
     if wrong:
         raise CheckpointError(
-            f"{where}: {len(wrong)} tensors do not fit its config.json:\n  "
+            f"{where} does not fit its config.json, {len(wrong)} problems:\n  "
             + "\n  ".join(sorted(wrong))
         )
     return Plan(fills, skipped, copies)

@@ -223,7 +223,7 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
             return [(size, size) for size in sizes]
 
     chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
-    with _quiet_orbax():
+    with _orbax_errors(f"{directory / 'params'} cannot be written"):
         handler = ocp.PyTreeCheckpointHandler(
             use_ocdbt=False,  # a directory an array: data goes straight to its file
             use_compression=False,
@@ -257,7 +257,7 @@ def restore_params(directory: Path, graph: Graph) -> Params:
         name: ocp.ArrayRestoreArgs(dtype=a.dtype, sharding=sharding, global_shape=a.shape)
         for name, a in expected.items()
     }
-    with _orbax_errors(directory), ocp.Checkpointer(handler) as checkpointer:
+    with _reading(directory), ocp.Checkpointer(handler) as checkpointer:
         return checkpointer.restore(
             (directory / "params").resolve(),
             args=ocp.args.PyTreeRestore(item=expected, restore_args=restore_args),
@@ -281,7 +281,7 @@ def read_params(directory: Path, names: Sequence[str]) -> Iterator[np.ndarray]:
             partial_restore=True,
         )
         with (
-            _orbax_errors(directory),
+            _reading(directory),
             ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
         ):
             arrays = checkpointer.restore((directory / "params").resolve(), args=args)
@@ -318,33 +318,35 @@ def stored_arrays(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Return name, shape and dtype of every array in a directory of ours."""
     import orbax.checkpoint as ocp
 
-    with _orbax_errors(directory), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        tree = checkpointer.metadata((directory / "params").resolve()).item_metadata.tree
-        return {name: jax.ShapeDtypeStruct(m.shape, m.dtype) for name, m in tree.items()}
+    with _reading(directory), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        metadata = checkpointer.metadata((directory / "params").resolve()).item_metadata
+        if metadata is None:
+            raise CheckpointError(f"{directory / 'params'} is damaged: an array of it is missing")
+        return {n: jax.ShapeDtypeStruct(m.shape, m.dtype) for n, m in metadata.tree.items()}
+
+
+def _reading(directory: Path) -> contextlib.AbstractContextManager[None]:
+    return _orbax_errors(f"{directory / 'params'} is damaged")
 
 
 @contextlib.contextmanager
-def _orbax_errors(directory: Path) -> Iterator[None]:
-    with _quiet_orbax():
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:  # Orbax and TensorStore raise many kinds for a bad file
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise CheckpointError(f"{directory / 'params'} is damaged: {reason}") from error
-
-
-@contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Keep Orbax's remarks about multi-host features, which are not used, off the terminal."""
+def _orbax_errors(what: str) -> Iterator[None]:
+    """Give errors of Orbax one kind and one line, and keep its remarks on multi-host features quiet."""
     logger = logging.getLogger("absl")
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise many kinds for a bad file
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # the first of the chain names the file
+            cause = cause.__cause__
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise CheckpointError(f"{what}: {reason}") from error
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
 
 
 def _default_device() -> Any:
