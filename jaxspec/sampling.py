@@ -51,6 +51,8 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
     Rows of temperature 0 keep temperature 1 here; they never look at it.
     """
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    # Relative to the best: however small the temperature, nothing overflows but to -inf.
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     logits = logits / temperature[:, None, None]
     ordered = _ordered_bits(logits)
     vocab = logits.shape[-1]
@@ -64,8 +66,9 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
     kept = ordered >= at_least_k[..., None]
 
     top_p = sampling.top_p[:, None]
-    weights = jnp.where(kept, jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
-    mass = jnp.sum(weights, axis=-1) * top_p
+    weights = jnp.where(kept, jnp.exp(logits), 0.0)
+    # The best token has weight 1 and stays, even when top-p is 0 in float32.
+    mass = jnp.maximum(jnp.sum(weights, axis=-1) * top_p, jnp.finfo(jnp.float32).tiny)
     at_least_p = _largest_threshold(
         lambda t: jnp.sum(jnp.where(ordered >= t[..., None], weights, 0.0), axis=-1) >= mass,
         logits.shape[:2],

@@ -1,0 +1,125 @@
+"""What the tests here decode: the feature sets with few layers, their prompts and naive continuations.
+
+Compiling takes nearly all of the time. Everything is therefore made once, and shapes repeat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxspec.batching import Completion, Engine, Request
+from jaxspec.checkpoint import LoadedModel
+from jaxspec.config import GenerationDefaults, LayerType
+from jaxspec.models.gemma4 import Gemma4
+from jaxspec.params import Graph
+from tests import fakes, tiny
+
+BLOCK = 5
+SLOTS = 4
+NEW_TOKENS = 20
+CACHE_LENGTH = 64
+PROMPT_LENGTHS = (1, 5, 16, 37, 9, 17, 2, 30)  # the window is 8, a prefill chunk 16
+
+_LAYERS: dict[str, tuple[LayerType, ...]] = {
+    "e2b": ("sliding", "full", "sliding", "full"),
+    "e4b": ("sliding", "full", "sliding", "full"),
+    "12b": ("sliding", "full"),
+    "26b-a4b": ("sliding", "full"),
+    "31b": ("sliding", "sliding", "full"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target, prompts whose first tokens differ, and how naive greedy decoding continues them."""
+
+    target: LoadedModel
+    prompts: list[tuple[int, ...]]
+    sequences: list[list[int]]  # prompt and more new tokens than a test asks for
+
+    def continuation(self, row: int, count: int = NEW_TOKENS) -> tuple[int, ...]:
+        begin = len(self.prompts[row])
+        return tuple(self.sequences[row][begin : begin + count])
+
+    def drafter(self, name: str) -> LoadedModel:
+        """Return an "oracle", a "hostile" drafter, a "mixed" one that is wrong here and there, or "dflash"."""
+        if name == "dflash":
+            return fakes.dflash(self.target, block_size=BLOCK)
+        sequences = self.sequences
+        if name == "mixed":  # never the first token, by which the sequences are told apart
+            rng = np.random.default_rng(0)
+            sequences = [
+                s[:1] + [(t + 1) % tiny.VOCAB_SIZE if rng.random() < 0.2 else t for t in s[1:]]
+                for s in sequences
+            ]
+        shift = 1 if name == "hostile" else 0
+        return fakes.lookup(self.target, sequences, block_size=BLOCK, shift=shift)
+
+    def engine(self, drafter: str | None, *, batch_size: int = SLOTS, **options: int) -> Engine:
+        return Engine(
+            self.target,
+            None if drafter is None else self.drafter(drafter),
+            batch_size=batch_size,
+            cache_length=CACHE_LENGTH,
+            **options,
+        )
+
+
+@functools.cache
+def target(name: str) -> LoadedModel:
+    """Return a feature set in float32 with random weights, in few layers."""
+    config = tiny.config(name)
+    layers = _LAYERS[name]
+    config = dataclasses.replace(
+        config,
+        layer_types=layers,
+        num_kv_shared_layers=2 if config.num_kv_shared_layers else 0,
+        max_positions=1024,
+    )
+    graph = Graph(Gemma4, config, "float32")
+    suppress = tiny.SUPPRESS_TOKENS.get(name, ())
+    params = tiny.random_params(graph, seed=0)
+    if suppress:  # unless suppressed they win
+        table = params["embedder.table"]
+        params["embedder.table"] = table.at[np.asarray(suppress)].multiply(4.0)
+    return fakes.loaded(graph, params, GenerationDefaults(suppress_tokens=suppress))
+
+
+@functools.cache
+def case(name: str) -> Case:
+    """Return the case of a feature set; no choice in it is a near-tie, so tokens can be compared."""
+    rng = np.random.default_rng(1)
+    prompts = [
+        (20 + i, *rng.integers(20, tiny.VOCAB_SIZE, n - 1).tolist())
+        for i, n in enumerate(PROMPT_LENGTHS)
+    ]
+    # The oracle must know a block beyond the last token that is returned.
+    naive = fakes.naive_greedy(target(name), prompts, NEW_TOKENS + BLOCK)
+    assert naive.smallest_gap > 1e-4, (
+        f"choose another seed: {name} has a gap of {naive.smallest_gap}"
+    )
+    return Case(target(name), prompts, naive.sequences)
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+    """Return the completions in the order of the requests."""
+    return completions(engine.run(requests), len(requests))
+
+
+def completions(events: Iterable[object], count: int) -> list[Completion]:
+    done = {e.index: e for e in events if isinstance(e, Completion)}
+    assert sorted(done) == list(range(count))
+    return [done[i] for i in range(count)]
+
+
+def until_stop(tokens: Sequence[int], stop_ids: Sequence[int]) -> tuple[int, ...]:
+    """Cut after the first stop id."""
+    for i, token in enumerate(tokens):
+        if token in stop_ids:
+            return tuple(tokens[: i + 1])
+    return tuple(tokens)

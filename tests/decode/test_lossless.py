@@ -1,0 +1,144 @@
+"""Greedy decoding gives the same tokens by every road: naive, plain, and speculative with any drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import batching
+from jaxspec.batching import Request
+from jaxspec.checkpoint import load_drafter, load_target
+from tests import fakes
+from tests.decode.cases import (
+    BLOCK,
+    CACHE_LENGTH,
+    NEW_TOKENS,
+    SLOTS,
+    Case,
+    case,
+    run,
+    until_stop,
+)
+from tests.tiny import FEATURE_SETS
+
+BUNDLED = Path(jaxspec.__file__).parent / "bundled"
+
+
+def requests(c: Case, count: int = NEW_TOKENS) -> list[Request]:
+    return [Request(p, count) for p in c.prompts]
+
+
+@pytest.mark.parametrize("name", FEATURE_SETS)
+def test_plain_equals_naive(name):
+    """Eight prompts over four slots: unequal lengths, several chunks, past the window, refilled slots."""
+    c = case(name)
+    for row, done in enumerate(run(c.engine(None), requests(c))):
+        assert done.token_ids == c.continuation(row)
+        assert done.finish_reason == "length"
+        assert done.acceptance_lengths == (1,) * (NEW_TOKENS - 1)
+
+
+@pytest.mark.parametrize("name", FEATURE_SETS)
+def test_lookup_drafters_equal_naive(name):
+    """An oracle has every draft accepted, a hostile drafter none, and in between lies every count."""
+    c = case(name)
+    seen = {}
+    for drafter in ("oracle", "hostile", "mixed"):
+        done = run(c.engine(drafter), requests(c))
+        assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+        seen[drafter] = {tau for d in done for tau in d.acceptance_lengths}
+    assert seen == {"oracle": {BLOCK}, "hostile": {1}, "mixed": set(range(1, BLOCK + 1))}
+
+
+@pytest.mark.parametrize("name", FEATURE_SETS)
+def test_random_dflash_equals_naive(name):
+    c = case(name)
+    done = run(c.engine("dflash"), requests(c))
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+
+
+@pytest.mark.parametrize("count", range(1, SLOTS + 2))
+@pytest.mark.parametrize("drafter", [None, "mixed"])
+def test_every_number_of_requests(drafter, count):
+    """From one to one more than there are slots; the first prompts take 1, 1, 1 and 3 chunks."""
+    c = case("e2b")
+    done = run(c.engine(drafter), requests(c)[:count])
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(count)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
+def test_every_batch_size(batch_size):
+    """Batch sizes are buckets of slots: 3 runs in 4, 5 in 8."""
+    c = case("31b")
+    engine = c.engine("mixed", batch_size=batch_size)
+    assert engine.batch_size == {1: 1, 2: 2, 3: 4, 5: 8}[batch_size]
+    done = run(engine, requests(c)[: batch_size + 1])
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(batch_size + 1)]
+
+
+@pytest.mark.parametrize("drafter", [None, "oracle", "mixed"])
+def test_limits_and_stops(drafter):
+    """Limits of 1, 2 and 3 tokens and stop ids at every place of a block, all in one batch."""
+    c = case("e2b")
+    asked, expected = [], []
+    for row, prompt in enumerate(c.prompts):
+        tokens = c.continuation(row)
+        for limit in (1, 2, 3):
+            asked.append(Request(prompt, limit))
+            expected.append((tokens[:limit], "length"))
+        for place in range(row % 2, 2 * BLOCK, 2):
+            stop_ids = (tokens[place], 7 if 7 not in tokens else 8)
+            asked.append(Request(prompt, NEW_TOKENS, stop_ids=stop_ids))
+            expected.append((until_stop(tokens, stop_ids), "stop"))
+        # A stop id that is also the last token allowed.
+        last = until_stop(tokens, (tokens[3],))
+        asked.append(Request(prompt, len(last), stop_ids=(tokens[3],)))
+        expected.append((last, "stop"))
+    done = run(c.engine(drafter), asked)
+    assert [(d.token_ids, d.finish_reason) for d in done] == expected
+    if drafter == "oracle":  # statistics count whole steps, cut or not
+        assert {tau for d in done for tau in d.acceptance_lengths} == {BLOCK}
+        steps = [-(-(len(d.token_ids) - 1) // BLOCK) for d in done]
+        assert [len(d.acceptance_lengths) for d in done] == steps
+
+
+@pytest.mark.parametrize("drafter", ["mixed", "dflash"])
+def test_fewer_draft_tokens_than_trained(drafter):
+    c = case("31b")
+    done = run(c.engine(drafter, num_draft_tokens=2), requests(c))
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+    lengths = {tau for d in done for tau in d.acceptance_lengths}
+    assert lengths == {1, 2, 3} if drafter == "mixed" else lengths <= {1, 2, 3}
+
+
+@pytest.mark.parametrize("chunk", [32, 64])
+def test_prefill_chunk_does_not_matter(chunk, monkeypatch):
+    """Chunks beyond a ring and its slack: their queries see the old ring and the chunk itself."""
+    monkeypatch.setattr(batching, "PREFILL_CHUNK", chunk)
+    c = case("31b")
+    done = run(c.engine("mixed"), requests(c))
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+
+
+def test_bundled_dflash_equals_plain():
+    if not (BUNDLED / "dflash" / "config.json").exists():
+        pytest.skip("the bundled pair is not in this tree")
+    target = load_target(str(BUNDLED / "target"), dtype="float32")
+    drafter = load_drafter(str(BUNDLED / "dflash"), dtype="float32")
+    rng = np.random.default_rng(0)
+    # Any ids will do; the pair's own prompts come with the text quality tests.
+    vocab = target.config.vocab_size
+    prompts = [tuple(rng.integers(0, vocab, n).tolist()) for n in (3, 16, 30, 9, 24)]
+    asked = [Request(p, NEW_TOKENS) for p in prompts]
+    plain, speculative = (
+        run(batching.Engine(target, d, batch_size=4, cache_length=CACHE_LENGTH), asked)
+        for d in (None, drafter)
+    )
+    for prompt, one, other in zip(prompts, plain, speculative, strict=True):
+        if one.token_ids != other.token_ids:  # only a near-tie may differ
+            naive = fakes.naive_greedy(target, [prompt], NEW_TOKENS)
+            assert naive.smallest_gap < 1e-4, (one, other)
+    assert np.mean([tau for d in speculative for tau in d.acceptance_lengths]) > 1

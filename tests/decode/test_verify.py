@@ -1,0 +1,151 @@
+"""The accept decision alone, on logits made by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.sampling import SamplingParams
+from jaxspec.verify import (
+    Verdict,
+    greedy_verify,
+    rejection_verify,
+    synthetic_verify,
+    verify,
+)
+
+VOCAB = 6
+ROWS = 512
+
+rejection = jax.jit(rejection_verify)
+
+
+def logits_for(choices: list[list[int]]) -> jax.Array:
+    """Return logits whose argmax is given, row by row."""
+    return 4.0 * jax.nn.one_hot(jnp.asarray(choices), VOCAB)
+
+
+def sampling(rows: int, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        jnp.full(rows, temperature, jnp.float32), jnp.zeros(rows, jnp.int32), jnp.ones(rows)
+    )
+
+
+def keys(rows: int, seed: int = 0) -> jax.Array:
+    return jax.random.split(jax.random.key(seed), rows)
+
+
+def as_lists(verdict: Verdict) -> tuple[list[int], list[int]]:
+    return verdict.accepted.tolist(), verdict.bonus.tolist()
+
+
+def test_greedy_keeps_the_leading_hits():
+    choices = [[1, 2, 3, 4]] * 5
+    drafts = [[1, 2, 3], [1, 2, 0], [1, 0, 3], [0, 2, 3], [0, 0, 0]]
+    verdict = greedy_verify(logits_for(choices), jnp.asarray(drafts))
+    assert as_lists(verdict) == ([3, 2, 1, 0, 0], [4, 3, 2, 1, 1])
+
+
+def test_without_drafts_greedy_is_the_argmax():
+    verdict = verify(
+        logits_for([[5], [2]]),
+        jnp.zeros((2, 0), jnp.int32),
+        sampling(2, 0.0),
+        keys(2),
+        jnp.zeros(2, jnp.int32),
+    )
+    assert as_lists(verdict) == ([0, 0], [5, 2])
+
+
+def random_batch() -> tuple[jax.Array, jax.Array]:
+    """Return logits and drafts for ROWS rows of three drafts."""
+    logits = jax.random.normal(jax.random.key(0), (ROWS, 4, VOCAB))
+    return logits, jax.random.randint(jax.random.key(1), (ROWS, 3), 0, VOCAB)
+
+
+def test_greedy_rows_stay_greedy_beside_sampled_ones():
+    """A batch with one sampled row takes the other branch; the greedy rows must not notice."""
+    logits, draft = random_batch()
+    is_sampled = np.arange(ROWS) % 2 == 1
+    mixed = SamplingParams(
+        jnp.asarray(is_sampled, jnp.float32), jnp.zeros(ROWS, jnp.int32), jnp.ones(ROWS)
+    )
+    steps = jnp.ones(ROWS, jnp.int32)
+    both = jax.jit(verify)(logits, draft, mixed, keys(ROWS), steps)
+    greedy = greedy_verify(logits, draft)
+    sampled = rejection(logits, draft, mixed, keys(ROWS), steps)
+    for one, g, s in zip(*map(jax.tree.leaves, (both, greedy, sampled)), strict=True):
+        np.testing.assert_array_equal(one, np.where(is_sampled, s, g))
+
+
+def test_a_rejected_token_is_not_drawn_again():
+    logits, draft = random_batch()
+    steps = jnp.ones(ROWS, jnp.int32)
+    verdict = rejection(logits, draft, sampling(ROWS, 1.0), keys(ROWS), steps)
+    accepted, bonus = np.asarray(verdict.accepted), np.asarray(verdict.bonus)
+    rejected = accepted < 3
+    assert 0.5 < rejected.mean() < 1
+    refused = np.asarray(draft)[rejected, accepted[rejected]]
+    assert (bonus[rejected] != refused).all()
+
+
+def test_certain_and_impossible_drafts():
+    """Probability 1 is always accepted, probability 0 never."""
+    logits = jnp.full((ROWS, 4, VOCAB), -jnp.inf).at[:, :, 2].set(0.0)
+    args = sampling(ROWS, 1.0), keys(ROWS), jnp.ones(ROWS, jnp.int32)
+    certain = rejection(logits, jnp.full((ROWS, 3), 2), *args)
+    assert (certain.accepted == 3).all() and (certain.bonus == 2).all()
+    impossible = rejection(logits, jnp.full((ROWS, 3), 3), *args)
+    assert (impossible.accepted == 0).all() and (impossible.bonus == 2).all()
+
+
+def test_top_k_1_is_greedy():
+    logits, draft = random_batch()
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    draft = jnp.where(jnp.arange(ROWS)[:, None] % 2 == 0, best[:, :-1], draft)
+    top_1 = SamplingParams(jnp.ones(ROWS), jnp.ones(ROWS, jnp.int32), jnp.ones(ROWS))
+    verdict = rejection(logits, draft, top_1, keys(ROWS), jnp.ones(ROWS, jnp.int32))
+    assert as_lists(verdict) == as_lists(greedy_verify(logits, draft))
+
+
+def test_nothing_left_after_a_rejection_keeps_the_draft(monkeypatch):
+    """p(d) may round to just under 1 where d is all there is; should d be rejected then, it stands."""
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.ones(shape))  # rejects all
+    logits = jnp.full((2, 2, VOCAB), -jnp.inf).at[:, :, 2].set(0.0)
+    args = sampling(2, 1.0), keys(2), jnp.ones(2, jnp.int32)
+    verdict = rejection_verify(logits, jnp.full((2, 1), 2), *args)
+    assert as_lists(verdict) == ([0, 0], [2, 2])
+
+
+def test_acceptance_has_the_probability_of_the_draft():
+    """Of 20000 rows, four standard deviations are 1 in 16000 off."""
+    rows = 20_000
+    run = jax.jit(rejection_verify)
+    probs = jnp.asarray([0.5, 0.25, 0.15, 0.06, 0.03, 0.01])
+    logits = jnp.broadcast_to(jnp.log(probs), (rows, 2, VOCAB))
+    for token in range(VOCAB):
+        verdict = run(
+            logits,
+            jnp.full((rows, 1), token),
+            sampling(rows, 1.0),
+            keys(rows, token),
+            jnp.ones(rows, jnp.int32),
+        )
+        p = float(probs[token])
+        assert abs(verdict.accepted.mean() - p) < 4 * (p * (1 - p) / rows) ** 0.5
+
+
+@pytest.mark.parametrize("tau", [1.0, 1.6, 3.0, 4.0])
+def test_synthetic_acceptance_has_the_mean_asked_for(tau):
+    rows = 20_000
+    verdict = jax.jit(synthetic_verify, static_argnums=2)(
+        jnp.zeros((rows, 4, VOCAB)),
+        jnp.zeros((rows, 3), jnp.int32),
+        tau,
+        keys(rows),
+        jnp.ones(rows, jnp.int32),
+    )
+    assert set(verdict.accepted.tolist()) <= {int(tau) - 1, int(tau)} - {4}
+    assert abs(float(verdict.accepted.astype(jnp.float32).mean()) + 1 - tau) < 0.02
