@@ -51,10 +51,11 @@ def main() -> None:
     app()
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"jaxspec {jaxspec.__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
@@ -79,19 +80,15 @@ def _register(name: str, function: str, help_text: str) -> None:
       function: "module:name" of a function with Typer annotations.
     """
 
-    def command(ctx: typer.Context) -> None:
+    def command(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
         module, attribute = function.split(":")
         delegate = typer.Typer(
             add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
         )
         delegate.command()(getattr(importlib.import_module(module), attribute))
-        delegate(args=ctx.args, prog_name=f"jaxspec {name}")
+        delegate(args=arguments or [], prog_name=f"jaxspec {name}")
 
-    passed_on = {
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "help_option_names": [],
-    }
+    passed_on = {"ignore_unknown_options": True, "help_option_names": []}
     app.command(name, help=help_text, context_settings=passed_on, add_help_option=False)(command)
 
 
@@ -322,7 +319,7 @@ def generate(
     from jaxspec.prompts import PromptError, read_prompts
 
     with _explained(console, PromptError):
-        stdin = None if sys.stdin.isatty() else sys.stdin.buffer
+        stdin = None if sys.stdin.isatty() else sys.stdin.buffer.read
         given = read_prompts(prompts or (), prompt_ids or (), prompts_file, stdin, chat=chat)
 
     with console.status("[dim]starting JAX"):

@@ -8,6 +8,7 @@ the whole run is one of `USER_ERRORS`, raised before anything is written.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import jax
-import jaxlib
 from rich.console import Console
 
 import jaxspec
@@ -181,10 +181,10 @@ def load_models(options: Options, console: Console) -> tuple[LoadedModel, Loaded
             raise RunError(
                 f"--drafter {source} is not known; expected a directory, a hub id (owner/name), dflash or none"
             )
-        with console.status(f"[dim]loading the drafter {shorten(name)}"):
+        with console.status(f"[dim]loading {shorten(name)}"):
             drafter = load_drafter(name, revision=options.drafter_revision, **hub)
     name = options.target or str(BUNDLED / "target")
-    with console.status(f"[dim]loading the target {shorten(name)}"):
+    with console.status(f"[dim]loading {shorten(name)}"):
         target = load_target(name, revision=options.revision, **hub)
     return target, drafter
 
@@ -316,7 +316,7 @@ def show_stream(job: Job, engine: Engine, lines: IO[str] | None, console: Consol
     """Decode one prompt, printing its text as it becomes certain."""
     stream = None if job.tokenizer is None else TextStream(job.tokenizer, job.stop_texts)
     results = []
-    with console.status("[dim]compiling, or loading what was compiled before") as waiting:
+    with console.status("[dim]compiling") as waiting:
         for event in engine.run(job.requests):
             waiting.stop()
             if isinstance(event, Update):
@@ -394,7 +394,7 @@ def summarise(
         versions={
             "jaxspec": jaxspec.__version__,
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
             "python": platform.python_version(),
         },
     )

@@ -7,10 +7,10 @@ needs the checkpoint's tokenizer, unless the prompt is ids already.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 
@@ -35,7 +35,7 @@ def read_prompts(
     arguments: Sequence[str] = (),
     id_lists: Sequence[str] = (),
     file: Path | None = None,
-    stdin: IO[bytes] | None = None,
+    stdin: Callable[[], bytes] | None = None,
     *,
     chat: bool = False,
 ) -> list[Prompt]:
@@ -44,19 +44,19 @@ def read_prompts(
     Args:
       id_lists: "5,6,7" each.
       file: JSON lines, see `read_jsonl`.
-      stdin: read to its end as one prompt; None when it is a terminal.
+      stdin: reads standard input to its end, as one prompt; None when it is a terminal.
       chat: texts are a user's turn; only then are messages allowed, and ids are not.
 
     Raises:
       PromptError: there is nothing to read, or something cannot be read.
     """
     prompts = [Prompt(f"argument {i}", text=text) for i, text in enumerate(arguments, 1)]
-    prompts += [parse_ids(f"--prompt-ids {ids}", ids) for ids in id_lists]
+    prompts += [parse_ids(f"--prompt-ids {ids[:40]}", ids) for ids in id_lists]
     if file is not None:
         prompts += read_jsonl(file)
     if not prompts and stdin is not None:
         try:
-            text = stdin.read().decode("utf-8")
+            text = stdin().decode("utf-8")
             prompts = [Prompt("standard input", text=text)] if text else []
         except UnicodeDecodeError as error:
             raise PromptError(f"standard input is not UTF-8 text: {error}") from None

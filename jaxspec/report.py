@@ -143,13 +143,22 @@ def json_lines(destination: str) -> Iterator[IO[str]]:
     except OSError as error:
         raise OutputError(f"cannot write {destination}: {error.strerror}") from None
     try:
-        with file:
+        try:
             yield file
+        finally:
+            _close(file, destination)
         if not special:
             aside.replace(path)
     finally:
         if not special:
             aside.unlink(missing_ok=True)
+
+
+def _close(file: IO[str], destination: str) -> None:
+    try:
+        file.close()  # tries once more to write what could not be written
+    except OSError as error:
+        raise OutputError(f"cannot write {destination}: {error.strerror}") from None
 
 
 def write_line(file: IO[str], value: dict[str, Any]) -> None:

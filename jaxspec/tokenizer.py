@@ -45,6 +45,7 @@ class Tokenizer:
           chat_template: Jinja source.
         """
         self.backend = backend
+        self._vocab_size = backend.get_vocab_size()
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
         bos = self.special_tokens.get("bos_token")
@@ -85,8 +86,9 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens left out."""
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+        """Return the text of ids, special tokens and ids outside the vocabulary left out."""
+        known = [i for i in ids if 0 <= i < self._vocab_size]
+        return self.backend.decode(known, skip_special_tokens=True)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
         """Return the text the checkpoint's chat template makes of a conversation, up to the model's turn.

@@ -1,0 +1,430 @@
+"""`jaxspec generate` on a tiny pair, in process: what it prints, where, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from rich.console import Console
+
+from jaxspec import generation
+from jaxspec.batching import Completion, Engine, Update
+from jaxspec.tokenizer import Tokenizer
+from tests.cli import pair
+from tests.cli.conftest import Run
+
+KEYS = [
+    "prompt",
+    "prompt_ids",
+    "token_ids",
+    "text",
+    "finish_reason",
+    "verify_steps",
+    "acceptance_lengths",
+    "acceptance_length",
+]
+
+
+# --- output ------------------------------------------------------------------------------------------
+
+
+def test_one_prompt_streams_its_text_and_ends_with_a_table(generate: Run) -> None:
+    done = generate("a b")
+    assert done.code == 0
+    assert done.stdout == generate("a b", "--json", "-").rows[0]["text"] + "\n"
+    for part in (
+        "12 new",
+        "3 of 1 prompt",
+        "acceptance length",
+        "draft token 3",
+        "batch 1 · cache 64",
+    ):
+        assert part in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr  # no colours and no spinner without a terminal
+
+
+def test_json_lines_say_all_and_nothing_else_is_on_stdout(generate: Run) -> None:
+    done = generate("a b", "the ab", "--json", "-")
+    assert [row["prompt"] for row in done.rows] == ["a b", "the ab"]
+    for row in done.rows:
+        assert list(row) == KEYS
+        assert len(row["token_ids"]) == 12
+        assert row["finish_reason"] == "length"
+        assert row["verify_steps"] == len(row["acceptance_lengths"])
+        assert all(1 <= length <= 4 for length in row["acceptance_lengths"])
+        assert sum(row["acceptance_lengths"]) >= 11  # prefill gives one; the last step may be cut
+    assert done.rows[0]["prompt_ids"] == [pair.BOS, 263, 267]
+    summary = done.summary
+    assert summary["prompts"] == 2
+    assert summary["new_tokens"] == 24
+    assert summary["decode_tokens"] == 22
+    assert summary["verify_steps"] == sum(row["verify_steps"] for row in done.rows)
+    lengths = [n for row in done.rows for n in row["acceptance_lengths"]]
+    assert summary["acceptance_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert 1 + sum(summary["acceptance_by_position"]) == pytest.approx(summary["acceptance_length"])
+    assert summary["target"] == "target"
+    assert summary["drafter"] == "drafter"
+    assert (summary["num_draft_tokens"], summary["batch_size"], summary["cache_length"]) == (
+        3,
+        1,
+        64,
+    )
+    assert (summary["dtype"], summary["platform"]) == ("float32", "cpu")
+    assert set(summary["versions"]) == {"jaxspec", "jax", "jaxlib", "python"}
+
+
+def test_a_json_file_replaces_an_older_one_when_all_is_done(generate: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("older")
+    done = generate("a b", "--json", str(path))
+    assert done.code == 0
+    assert done.stdout == ""
+    assert [list(json.loads(line)) for line in path.read_text().splitlines()] == [KEYS, ["summary"]]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_many_prompts_print_under_headers(generate: Run) -> None:
+    done = generate("a b", "the\nab", "--prompt-ids", "2,263")
+    texts = [row["text"] for row in generate("a b", "the\nab", "--json", "-").rows]
+    assert done.stdout.startswith(
+        f"── 1/3 ── a b\n{texts[0]}\n\n── 2/3 ── the\\nab\n{texts[1]}\n\n── 3/3"
+    )
+
+
+class ScriptedEngine(Engine):
+    """An engine that finishes the last prompt first."""
+
+    def run(self, requests: Any) -> Iterator[Update | Completion]:
+        for index in reversed(range(len(requests))):
+            yield Update(index, (263 + index,))
+            yield Completion(index, (263 + index, 263), "stop", (2,))
+
+
+def test_results_come_in_the_order_of_the_prompts(
+    generate: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "Engine", ScriptedEngine)
+    done = generate("a", "b", "c", "--json", "-")
+    assert [row["prompt"] for row in done.rows] == ["a", "b", "c"]
+    assert [row["text"] for row in done.rows] == ["aa", "ba", "ca"]
+
+
+# --- prompts -----------------------------------------------------------------------------------------
+
+
+def test_standard_input_is_one_prompt_whole(generate: Run) -> None:
+    done = generate("--json", "-", stdin=b"a b\nthe\n")
+    assert [row["prompt"] for row in done.rows] == ["a b\nthe\n"]
+
+
+def test_prompts_come_from_everywhere_in_order(generate: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "c"}\n\n{"prompt_ids": [2, 264]}\n')
+    done = generate("a", "--prompts", str(file), "--prompt-ids", "2, 263", "--json", "-")
+    assert [row["prompt_ids"] for row in done.rows] == [[2, 263], [2, 263], [2, 265], [2, 264]]
+    assert done.rows[0]["token_ids"] == done.rows[1]["token_ids"]
+
+
+def test_chat_applies_the_template(generate: Run, checkpoints: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoints / "target")
+    turn = [{"role": "user", "content": "a"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": turn * 2}))
+    done = generate("a", "--prompts", str(file), "--chat", "--json", "-")
+    expected = [list(tokenizer.apply_chat(messages)) for messages in (turn, turn * 2)]
+    assert [row["prompt_ids"] for row in done.rows] == expected
+    assert done.rows[0]["prompt"] == "<bos><turn>ua<turn>m"
+    thinking = generate(
+        "a", "--chat", "--json", "-", "--chat-template-kwargs", '{"enable_thinking": 1}'
+    )
+    assert thinking.rows[0]["prompt"] == "<bos><turn>ua the<turn>m"
+
+
+def test_ids_need_no_tokenizer(generate: Run) -> None:
+    done = generate("--target", "mute", "--prompt-ids", "2,263,267", "--json", "-")
+    same = generate("a b", "--json", "-").rows[0]
+    assert done.rows[0] == {**same, "prompt": None, "text": None}
+    shown = generate("--target", "mute", "--prompt-ids", "2,263,267").stdout
+    assert shown == ",".join(map(str, same["token_ids"])) + "\n"
+
+
+# --- decoding options --------------------------------------------------------------------------------
+
+
+def test_without_a_drafter_steps_are_plain(generate: Run) -> None:
+    done = generate("a b", "--drafter", "none", "--json", "-")
+    assert done.rows[0]["acceptance_lengths"] == [1] * 11
+    assert done.rows[0]["token_ids"] == generate("a b", "--json", "-").rows[0]["token_ids"]
+    assert done.summary["drafter"] is None
+    assert done.summary["num_draft_tokens"] == 0
+
+
+def test_a_target_of_ones_own_runs_plain_and_says_so(invoke: Run) -> None:
+    sizes = ("--max-new-tokens", "12", "--cache-length", "64")
+    done = invoke("generate", "--target", "target", "a", "--json", "-", *sizes)
+    assert done.summary["drafter"] is None
+    assert done.stderr.startswith("note: no --drafter was given: decoding plainly")
+
+
+def test_a_stop_text_ends_the_text_before_it(generate: Run) -> None:
+    whole = generate("the ab", "--json", "-").rows[0]
+    stop = whole["text"][3:5]
+    done = generate("the ab", "--json", "-", "--stop", "not this", "--stop", stop).rows[0]
+    assert done["finish_reason"] == "stop"
+    assert done["text"] == whole["text"][: whole["text"].index(stop)]
+    assert done["token_ids"] == whole["token_ids"][: len(done["token_ids"])]
+    assert len(done["token_ids"]) < 12
+    assert generate("the ab", "--stop", stop).stdout == done["text"] + "\n"
+
+
+def test_a_stop_id_ends_the_tokens_with_it(generate: Run) -> None:
+    whole = generate("the ab", "--json", "-").rows[0]["token_ids"]
+    done = generate("the ab", "--json", "-", "--stop-id", str(whole[6])).rows[0]
+    assert done["token_ids"] == whole[: whole.index(whole[6]) + 1]
+    assert done["finish_reason"] == "stop"
+
+
+def test_stop_ids_are_the_checkpoints_and_those_given(checkpoints: Path) -> None:
+    target = generation.load_target(str(checkpoints / "target"), dtype="float32")
+    options = generation.Options(stop_ids=(7,))
+    assert generation.stop_ids(options, target) == (pair.EOS, 7)
+    assert generation.stop_ids(generation.Options(ignore_eos=True), target) == ()
+
+
+def test_sampling_of_the_checkpoint_yields_to_flags(generate: Run) -> None:
+    own = generate("a", "--sampling", "model", "--json", "-").summary
+    assert (own["temperature"], own["top_k"], own["top_p"]) == (1.5, 7, 0.9)
+    mixed = generate(
+        "a", "--sampling", "model", "--top-k", "3", "--top-p", "1", "--json", "-"
+    ).summary
+    assert (mixed["temperature"], mixed["top_k"], mixed["top_p"]) == (1.5, 3, 1.0)
+    greedy = generate("a", "--json", "-").summary
+    assert (greedy["temperature"], greedy["top_k"], greedy["top_p"]) == (0.0, 0, 1.0)
+
+
+def test_a_seed_gives_each_prompt_its_own(generate: Run) -> None:
+    sampled = ("a", "a", "--temperature", "1", "--json", "-")
+    rows = generate(*sampled).rows
+    assert rows[0]["token_ids"] != rows[1]["token_ids"]
+    assert generate(*sampled).rows == rows
+    assert generate(*sampled, "--seed", "1").rows != rows
+
+
+def test_options_that_change_nothing_are_pointed_out(generate: Run) -> None:
+    assert "change nothing at temperature 0" in generate("a", "--top-k", "5").stderr
+
+
+@pytest.mark.parametrize(
+    ("length", "bucket"), [(1, 128), (128, 128), (129, 256), (1025, 1280), (5000, 5120)]
+)
+def test_cache_buckets(length: int, bucket: int) -> None:
+    assert generation.cache_bucket(length) == bucket
+
+
+# --- mistakes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--target", "nowhere", "a"], "nowhere does not exist; expected a checkpoint directory"),
+        (["--target", "empty", "a"], "empty is not a model: it has no config.json"),
+        (["--target", "drafter", "a"], "drafter is a DFlash drafter; expected a target"),
+        (["--drafter", "target", "a"], "target is a target; expected a DFlash drafter"),
+        (["--drafter", "mpt", "a"], "--drafter mpt is not known; expected a directory, a hub id"),
+        (["--drafter", "narrow", "a"], "hidden_size: drafter 16, target 32"),
+        (["--target", "mute", "a"], "mute has no tokenizer.json"),
+        (["--target", "mute", "--prompt-ids", "2", "--stop", "a"], "mute has no tokenizer.json"),
+        (
+            ["--prompt-ids", "2,272"],
+            "prompt ids [272] are outside the vocabulary; expected 0 to 271",
+        ),
+        (["--prompt-ids", "2,-1"], "prompt ids [-1] are outside the vocabulary"),
+        (["--prompt-ids", "2,x"], "--prompt-ids 2,x: expected whole numbers with commas"),
+        (["--prompt-ids", ""], "the prompt is empty"),
+        ([""], "argument 1: the prompt is empty; give at least one character"),
+        ([], "there is no prompt; give one as an argument, on standard input"),
+        (["a" * 60], "pass --cache-length 77"),
+        (["a" * 60, "--max-new-tokens", "300"], "needs 361 positions; the model has 300"),
+        (["a", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["a", "--max-new-tokens", "-3"], "--max-new-tokens"),
+        (["a", "--temperature", "-0.5"], "--temperature is -0.5; expected 0 (greedy) or more"),
+        (["a", "--temperature", "nan"], "--temperature is nan; expected 0 (greedy) or more"),
+        (["a", "--top-p", "0"], "--top-p is 0.0; expected more than 0 and at most 1"),
+        (["a", "--top-p", "1.1"], "--top-p is 1.1; expected more than 0 and at most 1"),
+        (["a", "--top-k", "-1"], "--top-k"),
+        (["a", "--num-draft-tokens", "4"], "this drafter proposes 1 to 3 tokens a step"),
+        (
+            ["a", "--num-draft-tokens", "2", "--drafter", "none"],
+            "--num-draft-tokens needs a drafter",
+        ),
+        (["a", "--stop-id", "272"], "--stop-id 272 is outside the vocabulary; expected 0 to 271"),
+        (["a", "--stop", ""], "--stop: expected some text"),
+        (["a", "--chat-template-kwargs", "{}"], "--chat-template-kwargs needs --chat"),
+        (["a", "--chat", "--chat-template-kwargs", "{"], "--chat-template-kwargs is not JSON"),
+        (["a", "--chat", "--chat-template-kwargs", "[]"], "expected a JSON object"),
+        (["--prompt-ids", "2", "--chat"], "token ids take no chat template"),
+        (["--prompts", "none.jsonl"], "cannot read none.jsonl: No such file or directory"),
+        (["a", "--json", "nowhere/out.jsonl"], "cannot write nowhere/out.jsonl: No such file"),
+        (["a", "--json", "empty"], "cannot write empty: Is a directory"),
+        (["a", "--compilation-cache", "target/manifest.json"], "--compilation-cache: cannot make"),
+    ],
+)
+def test_mistakes_get_one_message(generate: Run, args: list[str], message: str) -> None:
+    done = generate(*args)
+    assert done.code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": ', "not JSON"),
+        ('["a"]', "expected an object with one of prompt, prompt_ids, messages"),
+        ('{"text": "a"}', "this one has none of them"),
+        ('{"prompt": "a", "prompt_ids": [2]}', "this one has prompt and prompt_ids"),
+        ('{"prompt": 5}', "prompt must be a string"),
+        ('{"prompt_ids": [2, true]}', "prompt_ids must be a list of whole numbers"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "messages need the chat template"),
+    ],
+)
+def test_bad_lines_are_named(generate: Run, tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line)
+    done = generate("--prompts", str(file), "--json", str(tmp_path / "out"))
+    assert done.code == 2
+    assert f"{file}:2: " in done.stderr
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_input_that_is_not_text_is_refused(generate: Run, tmp_path: Path) -> None:
+    assert "standard input is not UTF-8" in generate(stdin=b"\xff").stderr
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b"\xff")
+    assert "is not UTF-8 text" in generate("--prompts", str(file)).stderr
+    file.write_bytes(b"\n")
+    assert "has no prompts" in generate("--prompts", str(file)).stderr
+    file.write_text(json.dumps({"prompt": "a\ud800"}))
+    assert f"{file}:1: the text is not valid Unicode" in generate("--prompts", str(file)).stderr
+
+
+def test_one_bad_prompt_among_many_is_reported_and_the_rest_are_done(generate: Run) -> None:
+    """The others keep their places, and so their seeds."""
+    sampled = ("--temperature", "1", "--json", "-")
+    good = generate("a", "b", "c", *sampled).rows
+    for bad, message in (("", "the prompt is empty"), ("a" * 60, "pass --cache-length 77")):
+        done = generate("a", bad, "c", *sampled)
+        assert done.code == 1
+        assert f"error: argument 2: {done.rows[1]['error']}" in done.stderr
+        assert message in done.rows[1]["error"]
+        assert list(done.rows[1]) == ["prompt", "prompt_ids", "error"]
+        assert [done.rows[0], done.rows[2]] == [good[0], good[2]]
+        assert done.summary["errors"] == 1
+        assert generate("a", bad, "c").stdout.count("──") == 4  # two headers
+
+
+def test_all_prompts_bad_is_no_run(generate: Run, tmp_path: Path) -> None:
+    done = generate("", "a" * 60, "--json", str(tmp_path / "out"))
+    assert done.code == 2
+    assert "argument 1: the prompt is empty" in done.stderr
+    assert "argument 2: cache holds 64 positions" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def interrupted(self: Engine, requests: Any) -> Iterator[Update | Completion]:
+    yield Completion(0, (263,), "length", ())
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_keeps_lines_but_no_half_file(
+    generate: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "run", interrupted)
+    done = generate("a", "b", "--json", "-")
+    assert done.code == 130
+    assert done.stderr == "interrupted\n"
+    assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == ["a"]
+    assert generate("a", "b", "--json", str(tmp_path / "out")).code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_said(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "Engine", ScriptedEngine)
+    done = generate("a", "--json", "/dev/full")
+    assert done.code == 2
+    assert "error: cannot write /dev/full: No space left on device" in done.stderr
+
+
+# --- start-up ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jax_settings() -> Iterator[None]:
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_enable_compilation_cache",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("jax_settings")
+def test_compiled_programs_are_kept_where_the_user_keeps_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    console = Console(stderr=True)
+    generation.set_compilation_cache(None, console)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "jaxspec" / "compiled")
+    generation.set_compilation_cache(str(tmp_path / "mine"), console)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+    generation.set_compilation_cache("off", console)
+    assert not jax.config.jax_enable_compilation_cache
+
+
+def test_help_and_version_start_without_jax() -> None:
+    code = (
+        "import sys, jaxspec.cli as cli\n"
+        "try: cli.app(['generate', '--help'])\n"
+        "finally: print([m for m in ('jax', 'transformers', 'tokenizers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--max-new-tokens" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_convert_is_passed_on(invoke: Run) -> None:
+    assert "--to-hf" in invoke("convert", "--help").stdout
+    done = invoke("convert", "nowhere", "there")
+    assert done.code == 2
+    assert "nowhere does not exist" in done.stderr
+
+
+def test_the_bundled_pair_writes_text_from_a_shell(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    arguments = ["def read(path):", "--max-new-tokens", "24", "--json", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxspec", "generate", *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "bundled target + bundled dflash" in done.stderr
+    row, last = (json.loads(line) for line in out.read_text().splitlines())
+    assert len(row["token_ids"]) == 24
+    assert row["text"].isprintable() or "\n" in row["text"]
+    assert last["summary"]["num_draft_tokens"] == 7
+    assert last["summary"]["acceptance_length"] > 1
