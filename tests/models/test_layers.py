@@ -1,0 +1,154 @@
+"""The parts of the models, each against the plain formula."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cache import KVSegment
+from jaxspec.config import TARGET_PRESETS
+from jaxspec.models.attention import attend
+from jaxspec.models.gemma4 import Embedder
+from jaxspec.models.layers import project, rms_norm, rope, rope_frequencies
+from jaxspec.params import Graph
+from jaxspec.shapes import Array
+from tests import tiny
+
+
+def normal(*shape: int, seed: int = 0) -> Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_project_contracts_the_axes_it_says(inputs: int) -> None:
+    weight = normal(*(3, 4)[2 - inputs :], 5, 2)
+    x = normal(2, 6, *weight.shape[:inputs], seed=1)
+    expected = np.tensordot(x, weight, axes=inputs)
+    np.testing.assert_allclose(project(x, weight, inputs=inputs), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rms_norm_uses_the_weight_as_it_is() -> None:
+    """Unlike Gemma 1 to 3, which add 1 to it."""
+    x, scale = normal(2, 3, 8), normal(8, seed=1)
+    expected = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 0.25)
+    np.testing.assert_allclose(rms_norm(x, None, 0.25), expected, rtol=1e-6)
+    np.testing.assert_allclose(rms_norm(x, scale, 0.25), expected * scale, rtol=1e-6)
+
+
+def test_rms_norm_of_bfloat16_rounds_once() -> None:
+    x, scale = normal(4, 64).astype(jnp.bfloat16), normal(64, seed=1).astype(jnp.bfloat16)
+    expected = rms_norm(x.astype(jnp.float32), scale.astype(jnp.float32), 1e-6)
+    np.testing.assert_array_equal(rms_norm(x, scale, 1e-6), expected.astype(jnp.bfloat16))
+
+
+def test_proportional_rope_divides_by_the_whole_head() -> None:
+    """A full layer's quarter: exponents run over 512 dims, not 128, and the other pairs stand still."""
+    frequencies = np.asarray(rope_frequencies(512, 1e6, 0.25))
+    expected = 1e6 ** (-2.0 * np.arange(64) / 512)
+    np.testing.assert_allclose(frequencies[:64], expected, rtol=1e-5)
+    np.testing.assert_array_equal(frequencies[64:], np.zeros(192))
+
+
+@pytest.mark.parametrize("heads", [(3,), (3, 2)], ids=["keys", "queries"])
+def test_rope_turns_complex_pairs(heads: tuple[int, ...]) -> None:
+    x, frequencies = normal(2, 4, *heads, 8), rope_frequencies(8, 100.0)
+    positions = jnp.asarray([[0, 1, 2, 3], [50, 51, 52, 53]])
+    angles = np.multiply.outer(np.asarray(positions), np.asarray(frequencies))
+    angles = angles.reshape(2, 4, *(1,) * len(heads), 4)
+    turned = (np.asarray(x)[..., :4] + 1j * np.asarray(x)[..., 4:]) * np.exp(1j * angles)
+    expected = np.concatenate([turned.real, turned.imag], -1)
+    np.testing.assert_allclose(rope(x, positions, frequencies), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("e2b", 39.25), ("e4b", 50.5), ("12b", 62.0), ("26b-a4b", 53.0), ("31b", 73.5)],
+)
+def test_embedding_scale_is_rounded_to_the_weights_dtype(name: str, scale: float) -> None:
+    width = TARGET_PRESETS[name].hidden_size
+    config = dataclasses.replace(tiny.config(name), vocab_size=3, hidden_size=width)
+
+    def encode(dtype: str, *, scaled: bool) -> Array:
+        embedder = Graph(Embedder, config, dtype).bind({"table": jnp.ones((3, width), dtype)})
+        return embedder.encode(jnp.asarray([[2, 0]]), scaled=scaled).astype(jnp.float32)
+
+    np.testing.assert_array_equal(encode("bfloat16", scaled=True), np.full((1, 2, width), scale))
+    np.testing.assert_allclose(encode("float32", scaled=True), math.sqrt(width), rtol=1e-6)
+    np.testing.assert_array_equal(encode("bfloat16", scaled=False), np.ones((1, 2, width)))
+
+
+def test_per_layer_inputs_of_ids_past_their_table_read_row_0() -> None:
+    """Placeholders of other modalities have ids there."""
+    graph, params = tiny.target("e2b")
+    short = {**params, "per_layer.table": params["per_layer.table"][:100]}
+    config = dataclasses.replace(graph.config, per_layer_vocab_size=100)
+    target = Graph(graph.module, config, "float32").bind(short)
+    tokens, like_0 = jnp.asarray([[5, 120]]), jnp.asarray([[5, 0]])
+    x = target.embedder.encode(tokens)
+    np.testing.assert_array_equal(target.per_layer(tokens, x), target.per_layer(like_0, x))
+
+
+def test_experts_equal_a_loop_over_tokens() -> None:
+    graph, params = tiny.target("26b-a4b")
+    experts = graph.bind(params).layers[0].experts
+    x, residual = normal(2, 5, 48), normal(2, 5, 48, seed=1)
+    chosen, weights = jax.device_get(experts.route(residual))
+    gate_up, down = np.asarray(experts.gate_up[...]), np.asarray(experts.down[...])
+    expected = np.zeros((2, 5, 48))
+    for b, t in np.ndindex(2, 5):
+        for e, weight in zip(chosen[b, t], weights[b, t], strict=True):
+            gate, up = np.tensordot(np.asarray(x)[b, t], gate_up[e], 1)
+            hidden = np.asarray(jax.nn.gelu(gate, approximate=True)) * up
+            expected[b, t] += weight * (hidden @ down[e])
+    np.testing.assert_allclose(experts(x, residual), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attend_equals_a_loop_over_queries(window: int | None, causal: bool) -> None:
+    """Keys stand in two segments, out of order, with empty slots among them."""
+    b, t, k, g, h = 2, 3, 2, 2, 4
+    q = normal(b, t, k, g, h)
+    q_positions = jnp.asarray([[4, 5, 6], [1, 2, 3]])
+    cached = KVSegment(
+        normal(b, k, 5, h, seed=1),
+        normal(b, k, 5, h, seed=2),
+        jnp.asarray([[3, -1, 1, 2, 0], [-1, -1, -1, -1, 0]]),
+    )
+    block = KVSegment(normal(b, k, 3, h, seed=3), normal(b, k, 3, h, seed=4), q_positions)
+    got = attend(q, q_positions, (cached, block), scale=0.5, window=window, causal=causal)
+    keys, values, positions = (
+        np.concatenate([getattr(cached, f), getattr(block, f)], axis)
+        for f, axis in (("k", 2), ("v", 2), ("positions", 1))
+    )
+    for row, i, head, group in np.ndindex(b, t, k, g):
+        at, where = int(q_positions[row, i]), positions[row]
+        seen = where >= 0
+        if window is not None:
+            seen &= where > at - window
+        if causal:
+            seen &= where <= at
+        scores = np.exp(keys[row, head, seen] @ np.asarray(q)[row, i, head, group] * 0.5)
+        expected = scores / scores.sum() @ values[row, head, seen]
+        np.testing.assert_allclose(got[row, i, head, group], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_query_that_sees_nothing_is_finite() -> None:
+    """Padding rows are computed like others; a NaN there could reach a cache."""
+    nothing = KVSegment(normal(1, 1, 4, 8), normal(1, 1, 4, 8, seed=1), jnp.full((1, 4), -1))
+    out = attend(normal(1, 2, 1, 1, 8), jnp.zeros((1, 2), int), (nothing,), scale=1.0, window=None)
+    assert np.isfinite(out).all()
+
+
+def test_logits_are_capped_smoothly() -> None:
+    graph, params = tiny.target("31b")
+    embedder = graph.bind(params).embedder
+    x = 40 * normal(1, 3, 48)
+    raw = embedder.decode(x, None)
+    assert np.abs(raw).max() > 30
+    np.testing.assert_allclose(embedder.decode(x, 30.0), 30 * np.tanh(raw / 30), rtol=1e-5)
