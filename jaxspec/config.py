@@ -117,7 +117,9 @@ class TargetConfig:
         """
         text = _gemma4_text_config(config)
         layer_types = list(_layer_types(text))
-        layer_types[-1] = "full"  # as transformers does, with a warning, when the file says otherwise
+        layer_types[-1] = (
+            "full"  # as transformers does, with a warning, when the file says otherwise
+        )
         heads, kv_heads = _int(text, "num_attention_heads"), _int(text, "num_key_value_heads")
         head_dim = _int(text, "head_dim", 256)
         k_eq_v = bool(text.get("attention_k_eq_v", False))
@@ -128,7 +130,9 @@ class TargetConfig:
             full_kv_heads = kv_heads
             if k_eq_v and text.get("num_global_key_value_heads") is not None:
                 full_kv_heads = _int(text, "num_global_key_value_heads")
-        _refuse_unless(text, "hidden_activation", ("gelu_pytorch_tanh",), default="gelu_pytorch_tanh")
+        _refuse_unless(
+            text, "hidden_activation", ("gelu_pytorch_tanh",), default="gelu_pytorch_tanh"
+        )
         _refuse_unless(text, "attention_bias", (False, None), default=False)
         _refuse_unless(text, "tie_word_embeddings", (True,), default=True)
         _refuse_unless(text, "attn_logit_softcapping", (None,), default=None)
@@ -226,7 +230,9 @@ def _gemma4_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
     names, count = text.get("layer_types"), _int(text, "num_hidden_layers")
     if names is None:  # the default of early files: every sixth layer is full
-        names = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
+        names = [
+            "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)
+        ]
     if len(names) != count:
         raise ConfigError(f"layer_types lists {len(names)} layers, num_hidden_layers says {count}")
     unknown = sorted(set(names) - set(_LAYER_TYPES))
@@ -245,19 +251,28 @@ def _full_layer_values(
     try:
         overrides = {int(k): dict(v) for k, v in (text["per_layer_config"] or {}).items()}
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"per_layer_config does not map layer indices to values: {error}") from None
+        raise ConfigError(
+            f"per_layer_config does not map layer indices to values: {error}"
+        ) from None
     values: dict[LayerType, set[tuple[int, int]]] = {"sliding": set(), "full": set()}
     for i, kind in enumerate(layer_types):
         override = overrides.pop(i, {})
         values[kind].add(
-            (int(override.pop("head_dim", head_dim)), int(override.pop("num_key_value_heads", kv_heads)))
+            (
+                int(override.pop("head_dim", head_dim)),
+                int(override.pop("num_key_value_heads", kv_heads)),
+            )
         )
         if override:
-            raise ConfigError(f"per_layer_config of layer {i} overrides {sorted(override)}, which is not known")
+            raise ConfigError(
+                f"per_layer_config of layer {i} overrides {sorted(override)}, which is not known"
+            )
     if overrides:
         raise ConfigError(f"per_layer_config names layers {sorted(overrides)}, which do not exist")
     if values["sliding"] - {(head_dim, kv_heads)} or len(values["full"]) != 1:
-        raise ConfigError(f"per_layer_config must give all layers of a type the same heads, but has {values}")
+        raise ConfigError(
+            f"per_layer_config must give all layers of a type the same heads, but has {values}"
+        )
     return values["full"].pop()
 
 
@@ -278,7 +293,9 @@ class DFlashConfig:
     intermediate_size: int
     block_size: int  # anchor + masks
     mask_token_id: int
-    feature_layers: tuple[int, ...]  # target layers whose outputs are the context features, in order
+    feature_layers: tuple[
+        int, ...
+    ]  # target layers whose outputs are the context features, in order
     num_target_layers: int
     max_positions: int
     sliding_window: int | None = None  # keys q - w < k <= q on sliding layers
@@ -295,9 +312,13 @@ class DFlashConfig:
         if "sliding" in self.layer_types and not self.sliding_window:
             raise ConfigError("the drafter has sliding layers but no sliding_window")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads {self.num_heads} is not a multiple of {self.num_kv_heads} kv heads")
+            raise ConfigError(
+                f"num_heads {self.num_heads} is not a multiple of {self.num_kv_heads} kv heads"
+            )
         if self.block_size < 2:
-            raise ConfigError(f"block_size {self.block_size} leaves no slot to draft; it must be 2 or more")
+            raise ConfigError(
+                f"block_size {self.block_size} leaves no slot to draft; it must be 2 or more"
+            )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ConfigError(f"mask_token_id {self.mask_token_id} is outside the vocabulary")
         # The last layer's output is normed in some engines and raw in others; no known drafter uses it.
@@ -341,7 +362,9 @@ class DFlashConfig:
         _refuse_unless(rope, "rope_type", ("default",), default="default")
         theta = config.get("rope_theta") or rope.get("rope_theta")
         if theta is None:
-            raise ConfigError("config.json has no rope_theta, neither at the top nor in rope_parameters")
+            raise ConfigError(
+                "config.json has no rope_theta, neither at the top nor in rope_parameters"
+            )
         causal = either("causal")
         if causal is None:
             causal = either("is_causal")
@@ -395,7 +418,9 @@ class DFlashConfig:
         ]
         beyond = [i for i in self.feature_layers if i >= target.num_layers]
         if beyond:
-            wrong.append(f"feature layers {beyond}: the target has layers 0 to {target.num_layers - 1}")
+            wrong.append(
+                f"feature layers {beyond}: the target has layers 0 to {target.num_layers - 1}"
+            )
         if wrong:
             raise ConfigError(f"the drafter does not fit the target: {'; '.join(wrong)}")
 
