@@ -49,7 +49,6 @@ TOKENIZER_FILES = (
 _FORMAT = 1
 _CHUNK_BYTES = 128 << 20  # of a stored array; bounds what a write holds beside the array
 _BATCH_BYTES = 256 << 20  # of arrays read together; a larger one is read alone
-_READ_AHEAD_GB = 4  # of arrays on their way to the device, beside the largest one
 
 
 class CheckpointError(ValueError):
@@ -248,36 +247,35 @@ def restore_params(directory: Path, graph: Graph) -> Params:
 
     expected = graph.abstract_params()
     check_tree(directory, {name: a.shape for name, a in expected.items()})
-    largest = max(a.size * a.dtype.itemsize for a in expected.values())
-    handler = ocp.PyTreeCheckpointHandler(
-        restore_concurrent_gb=_READ_AHEAD_GB + 2 * -(-largest // 10**9)
-    )
     sharding = jax.sharding.SingleDeviceSharding(_default_device())
     restore_args = {
         name: ocp.ArrayRestoreArgs(dtype=a.dtype, sharding=sharding, global_shape=a.shape)
         for name, a in expected.items()
     }
-    with _reading(directory), ocp.Checkpointer(handler) as checkpointer:
-        return checkpointer.restore(
-            (directory / "params").resolve(),
-            args=ocp.args.PyTreeRestore(item=expected, restore_args=restore_args),
-        )
+    return dict(_restored(directory, restore_args))
 
 
 def read_params(directory: Path, names: Sequence[str]) -> Iterator[np.ndarray]:
-    """Yield arrays of a directory of ours in the order of `names`, in host memory and as stored.
+    """Yield arrays of a directory of ours in the order of `names`, in host memory and as stored."""
+    import orbax.checkpoint as ocp
 
-    They are read some at a time, since every restore reads the whole tree's metadata first.
+    restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    return (array for _, array in _restored(directory, restore_args))
+
+
+def _restored(directory: Path, restore_args: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield arrays in the order of `restore_args`, read a batch at a time to bound memory.
+
+    Not one at a time: every restore parses the metadata of the whole tree first.
     """
     import orbax.checkpoint as ocp
 
     stored = stored_arrays(directory)
-    for batch in _batches(
-        [(name, stored[name].size * stored[name].dtype.itemsize) for name in names]
-    ):
+    sizes = {name: stored[name].size * stored[name].dtype.itemsize for name in restore_args}
+    for batch in _batches(sizes):
         args = ocp.args.PyTreeRestore(
             item={name: stored[name] for name in batch},
-            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in batch},
+            restore_args={name: restore_args[name] for name in batch},
             partial_restore=True,
         )
         with (
@@ -286,12 +284,12 @@ def read_params(directory: Path, names: Sequence[str]) -> Iterator[np.ndarray]:
         ):
             arrays = checkpointer.restore((directory / "params").resolve(), args=args)
         for name in batch:
-            yield arrays.pop(name)
+            yield name, arrays.pop(name)
 
 
-def _batches(sizes: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
+def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     batch, total = [], 0
-    for name, nbytes in sizes:
+    for name, nbytes in sizes.items():
         if batch and total + nbytes > _BATCH_BYTES:
             yield batch
             batch, total = [], 0
