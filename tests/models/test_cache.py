@@ -100,8 +100,8 @@ def test_passes_of_random_length_see_their_window(
 def test_rejected_writes_hide_nothing(window: int | None, data: st.DataObject) -> None:
     """Decoding: each round writes as many tokens as the slack, and keeps from 1 to all of them.
 
-    A rejected write lands in the slot of a key one ring earlier; were the slack smaller, some later query
-    would still look for that key.
+    A rejected write lands in the slot of a key one ring earlier, which no later query may look for. Rings
+    are one slot larger than that needs; with two fewer this fails.
     """
     slack = 4
     cache, committed, fresh = empty(window, slack), [[] for _ in range(B)], iter(range(1, 10**6))
