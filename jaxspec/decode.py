@@ -33,6 +33,10 @@ from jaxspec.sampling import SamplingParams, suppress
 from jaxspec.shapes import Array, Bool, Int, Params
 from jaxspec.verify import Verdict, synthetic_verify, verify
 
+COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""What the programs here are compiled with. By default XLA joins the weights of products that share an
+input into one matrix, and does so again in every step: a DFlash drafter's keys and values of all layers."""
+
 
 @dataclass(frozen=True)
 class DecodeSpec:

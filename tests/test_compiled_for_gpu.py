@@ -1,0 +1,192 @@
+"""What XLA makes of the decode loop on an H200, compiled without one: caches stay in place, weights are not copied.
+
+Needs the CUDA wheels (`pip install 'jax[cuda13]'`), no GPU. Without them there is nothing to compile with,
+and the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspec import decode
+from jaxspec.cache import cache_bytes
+from jaxspec.config import DFLASH_PRESETS, TARGET_PRESETS
+from jaxspec.decode import DecodeSpec
+from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.models.gemma4 import Gemma4
+from jaxspec.params import Graph
+
+CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+# Any copy of a weight of these shapes is larger (but the router's, 0.7 MB), any activation of one row smaller.
+LIMIT_BYTES = 5 << 20
+
+# What XLA has to know of the chip. Numbers: CUDA's device properties of an H200 (SXM).
+H200 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  name: "NVIDIA H200"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability 9.0a"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  shared_memory_per_core: 233472
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_address_bits: 64
+}
+"""
+
+
+def _has_plugin() -> bool:
+    if importlib.util.find_spec("jax_plugins") is None:
+        return False
+    return any(importlib.util.find_spec(name) is not None for name in CUDA_PLUGINS)
+
+
+pytestmark = pytest.mark.skipif(not _has_plugin(), reason="the CUDA wheels are not installed")
+
+
+@functools.cache
+def one_h200() -> NamedSharding:
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+    return NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+
+
+def on_h200(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one_h200()), tree)
+
+
+def small(preset: str, *, speculative: bool) -> DecodeSpec:
+    """Return a released shape with one sliding and one full layer, and as much of its drafter."""
+    layers = ("sliding", "full")
+    target = dataclasses.replace(TARGET_PRESETS[preset], layer_types=layers)
+    if not speculative:
+        return DecodeSpec(Graph(Gemma4, target, "bfloat16"), None)
+    drafter = dataclasses.replace(
+        DFLASH_PRESETS[preset],
+        layer_types=layers,
+        causal=(True, False),
+        feature_layers=(0, 0),
+        num_target_layers=2,
+    )
+    return DecodeSpec(
+        Graph(Gemma4, target, "bfloat16"), Graph(DFlashDrafter, drafter, "bfloat16"), 15
+    )
+
+
+def compile_loop(spec: DecodeSpec, batch: int) -> tuple[Any, Any]:
+    """Return the compiled loop and its abstract state."""
+    state = jax.eval_shape(
+        lambda: decode.init_state(
+            spec, batch, cache_length=2048, num_stop_ids=4, cache_dtype=jnp.dtype("bfloat16")
+        )
+    )
+    args = (
+        spec.target.abstract_params(),
+        None if spec.drafter is None else spec.drafter.abstract_params(),
+        state,
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    loop = jax.jit(
+        functools.partial(decode.decode_loop, spec),
+        donate_argnums=2,
+        compiler_options=decode.COMPILER_OPTIONS,
+    )
+    return loop.lower(*on_h200(args)).compile(), state
+
+
+MOVES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"}
+MOVES |= {"convert", "copy", "transpose", "concatenate", "slice", "dynamic-slice", "reshape", "pad"}
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = \(?(\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
+
+
+def big_moves(hlo: str, limit_bytes: int = LIMIT_BYTES) -> list[str]:
+    """List what writes over `limit_bytes` and computes nothing: copies, transposes, joins, conversions."""
+    bodies: dict[str, list[str]] = {}
+    for block in re.split(r"\n(?=\S)", hlo):
+        header = re.match(r"(?:ENTRY )?%([\w.-]+) ", block)
+        if header:
+            bodies[header[1]] = block.splitlines()[1:]
+    fused = set(re.findall(r" fusion\(.*calls=%([\w.-]+)", hlo))
+    found = []
+    for name, lines in bodies.items():
+        if name in fused:
+            continue
+        for line in lines:
+            match = _INSTRUCTION.match(line)
+            if not match:
+                continue
+            result, item, dims, op = match.groups()
+            size = ITEM_BYTES.get(item, 4) * math.prod(int(d) for d in dims.split(",") if d)
+            if size <= limit_bytes:
+                continue
+            called = re.search(r"calls=%([\w.-]+)", line)
+            if op == "fusion" and called:
+                inner = [m[4] for m in map(_INSTRUCTION.match, bodies[called[1]]) if m]
+                moves = all(i in MOVES for i in inner)
+            else:
+                moves = op in ("copy", "copy-start", "transpose", "concatenate", "dynamic-slice")
+            if moves:
+                found.append(f"{name}: {result} = {item}[{dims}] {op}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("preset", "batch", "speculative"),
+    [("26b-a4b", 1, True), ("26b-a4b", 8, False), ("31b", 1, True)],
+)
+def test_the_loop_copies_neither_weights_nor_caches(
+    preset: str, batch: int, speculative: bool
+) -> None:
+    compiled, state = compile_loop(small(preset, speculative=speculative), batch)
+    memory = compiled.memory_analysis()
+    print(f"{preset}, batch {batch}: {memory}")
+    assert memory.alias_size_in_bytes >= cache_bytes((state.caches, state.drafter))
+    assert memory.temp_size_in_bytes < 64 << 20
+    assert big_moves(compiled.as_text()) == []
+
+
+def test_a_join_of_weights_would_be_seen() -> None:
+    """By default XLA merges products that share an input: the reason for COMPILER_OPTIONS."""
+
+    def products(x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.tanh(x @ w) for w in weights]
+
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16, 2816), (2816, 2048)))
+    for options, joined in ((None, True), (decode.COMPILER_OPTIONS, False)):
+        jitted = jax.jit(products, compiler_options=options)
+        hlo = jitted.lower(*on_h200((x, [w] * 5))).compile().as_text()
+        assert bool(big_moves(hlo)) == joined
