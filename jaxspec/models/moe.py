@@ -53,7 +53,11 @@ class Experts(nnx.Module):
         combine = combine.at[row, chosen.reshape(-1, self.top_k)].set(
             weights.reshape(-1, self.top_k)
         )
-        gate_up = contract("rd,edf->erf", rows, self.gate_up.reshape(e, d, 2 * f)).astype(x.dtype)
+        # A batched product, an expert each. With the rows not repeated, D would stand between two axes
+        # that are kept, and XLA transposes all of the weights in every step.
+        repeated = jnp.broadcast_to(rows, (e, *rows.shape))
+        gate_up = contract("erd,edf->erf", repeated, self.gate_up.reshape(e, d, 2 * f))
+        gate_up = gate_up.astype(x.dtype)
         hidden = gelu_tanh(gate_up[..., :f]) * gate_up[..., f:]
         hidden = (hidden.astype(jnp.float32) * combine.T[:, :, None]).astype(x.dtype)
         return contract("erf,efd->rd", hidden, self.down[...]).astype(x.dtype).reshape(x.shape)
