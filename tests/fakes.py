@@ -162,7 +162,7 @@ def lookup(
     table = np.zeros((config.num_sequences, config.length), np.int32)
     for row, sequence in zip(table, sequences, strict=True):
         row[: len(sequence)] = sequence
-    _, features = _forward(target.graph, target.params, jnp.asarray(table))
+    _, features = forward(target.graph, target.params, jnp.asarray(table))
     params = {
         "signatures": features[:, 0],
         "sequences": jnp.asarray(table),
@@ -222,7 +222,7 @@ def naive_greedy(
     suppressed = target.generation.suppress_tokens if target.generation else ()
     for _ in range(num_new_tokens):
         last = [len(r) - 1 for r in rows]
-        logits, _ = _forward(target.graph, target.params, jnp.asarray(tokens))
+        logits, _ = forward(target.graph, target.params, jnp.asarray(tokens))
         logits = np.asarray(suppress(logits, suppressed))[np.arange(len(rows)), last]
         best = np.sort(logits, axis=-1)
         gap = min(gap, float(np.min(best[:, -1] - best[:, -2])))
@@ -233,7 +233,8 @@ def naive_greedy(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(graph: Graph, params: Params, tokens: Array) -> tuple[Array, Array]:
+def forward(graph: Graph, params: Params, tokens: Array) -> tuple[Array, Array]:
+    """Return logits and what layer 0 makes of whole sequences, without any cache."""
     b, t = tokens.shape
     start, count = jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32)
     output = graph.bind(params)(tokens, start, count, None, feature_layers=(0,))

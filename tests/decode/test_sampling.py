@@ -105,7 +105,8 @@ def test_extremes_leave_the_best_token(row):
     shaped = np.asarray(shape(logits.astype(jnp.float32), params(row)))[0, 0]
     assert not np.isnan(shaped).any()
     probs = np.asarray(jax.nn.softmax(shaped))
-    assert probs[-1] == 1 and (probs[:-1] == 0).all()
+    assert probs[-1] == 1
+    assert (probs[:-1] == 0).all()
 
 
 def test_a_row_does_not_depend_on_other_rows():
@@ -123,7 +124,8 @@ def test_suppress():
     logits = jnp.zeros((2, 5))
     assert suppress(logits, ()) is logits
     out = np.asarray(suppress(logits, (1, 4)))
-    assert np.isneginf(out[:, [1, 4]]).all() and (out[:, [0, 2, 3]] == 0).all()
+    assert np.isneginf(out[:, [1, 4]]).all()
+    assert (out[:, [0, 2, 3]] == 0).all()
 
 
 def test_no_two_draws_share_a_key():

@@ -96,9 +96,11 @@ def test_certain_and_impossible_drafts():
     logits = jnp.full((ROWS, 4, VOCAB), -jnp.inf).at[:, :, 2].set(0.0)
     args = sampling(ROWS, 1.0), keys(ROWS), jnp.ones(ROWS, jnp.int32)
     certain = rejection(logits, jnp.full((ROWS, 3), 2), *args)
-    assert (certain.accepted == 3).all() and (certain.bonus == 2).all()
+    assert (certain.accepted == 3).all()
+    assert (certain.bonus == 2).all()
     impossible = rejection(logits, jnp.full((ROWS, 3), 3), *args)
-    assert (impossible.accepted == 0).all() and (impossible.bonus == 2).all()
+    assert (impossible.accepted == 0).all()
+    assert (impossible.bonus == 2).all()
 
 
 def test_top_k_1_is_greedy():

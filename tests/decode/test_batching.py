@@ -1,0 +1,247 @@
+"""Slots and requests: nobody notices the neighbours, and what is reported adds up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxspec.batching import Completion, Engine, Request, Update
+from tests.decode.cases import CACHE_LENGTH, NEW_TOKENS, SLOTS, case, completions, run, until_stop
+
+NAME = "31b"
+
+
+def requests(temperature: float = 0.0) -> list[Request]:
+    """Return eight requests that differ in all that a request can differ in."""
+    filters = [(0, 1.0), (5, 1.0), (0, 0.8), (20, 0.9)]
+    return [
+        Request(
+            prompt,
+            NEW_TOKENS - row,
+            temperature=temperature and temperature + 0.1 * row,
+            top_k=filters[row % 4][0],
+            top_p=filters[row % 4][1],
+            seed=row,
+        )
+        for row, prompt in enumerate(case(NAME).prompts)
+    ]
+
+
+@pytest.fixture(params=[None, "mixed"])
+def engine(request) -> Engine:
+    return case(NAME).engine(request.param)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_does_not_depend_on_its_neighbours(engine, temperature):
+    """Each request alone, which shares its slots with nobody, and all of them in one batch."""
+    asked = requests(temperature)
+    together = run(engine, asked)
+    for index in (0, 3, 6):
+        nobody = dataclasses.replace(asked[index], prompt_ids=())  # refused: takes no slot
+        alone = run(engine, [asked[i] if i == index else nobody for i in range(len(asked))])
+        assert alone[index] == together[index]
+        assert all(d.error for i, d in enumerate(alone) if i != index)
+
+
+def test_a_row_does_not_depend_on_its_slot_or_on_order(engine):
+    """Greedy requests backwards, and sampled ones that other lengths before them move to other slots."""
+    asked = requests()
+    backwards = run(engine, asked[::-1])[::-1]
+    for one, other in zip(run(engine, asked), backwards, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.acceptance_lengths == other.acceptance_lengths
+    asked = requests(1.0)
+    shorter = [
+        dataclasses.replace(r, max_new_tokens=1 + i) if i < SLOTS else r
+        for i, r in enumerate(asked)
+    ]
+    for one, other in zip(run(engine, asked), run(engine, shorter), strict=True):
+        short = len(other.token_ids)
+        assert one.token_ids[:short] == other.token_ids
+        assert short == len(one.token_ids) or one.index < SLOTS
+
+
+def test_a_greedy_row_beside_sampled_rows(engine):
+    asked = requests(1.0)
+    asked[2] = dataclasses.replace(asked[2], temperature=0.0)
+    count = asked[2].max_new_tokens
+    assert run(engine, asked)[2].token_ids == case(NAME).continuation(2, count)
+
+
+def test_seeds_and_indices_make_the_draws(engine):
+    prompt = case(NAME).prompts[1]
+
+    def sample(seed: int) -> list[tuple[int, ...]]:
+        asked = [Request(prompt, 12, temperature=1.0, seed=seed)] * SLOTS
+        return [d.token_ids for d in run(engine, asked)]
+
+    first = sample(0)
+    assert first == sample(0)
+    assert len({*first, *sample(1)}) == 2 * SLOTS  # equal requests differ by their place
+    assert first != sample(2**31)
+
+
+def test_returns_to_the_host_change_nothing():
+    """One step a return or many: the same completions, and updates that only ever add."""
+    asked = requests(0.7)
+    asked[1] = dataclasses.replace(asked[1], temperature=0.0)
+    results = []
+    for steps in (1, 3, 100):
+        events = list(case(NAME).engine("mixed", steps_per_return=steps).run(asked))
+        results.append(completions(events, len(asked)))
+        for index, done in enumerate(results[-1]):
+            updates = [e.token_ids for e in events if isinstance(e, Update) and e.index == index]
+            assert updates[-1] == done.token_ids
+            lengths = [len(u) for u in updates]
+            assert lengths == sorted(set(lengths))
+            assert all(done.token_ids[: len(u)] == u for u in updates)
+            last = max(i for i, e in enumerate(events) if e.index == index)
+            assert isinstance(events[last], Completion)
+        if steps == 1:  # every step is seen: prefill's token, then one update a step
+            assert all(
+                len(done.acceptance_lengths) + 1
+                == sum(isinstance(e, Update) and e.index == i for e in events)
+                for i, done in enumerate(results[-1])
+            )
+    assert results[0] == results[1] == results[2]
+
+
+def test_statistics_add_up(engine):
+    """Tokens after prefill's are at most what the steps committed, and a cut is less than one step."""
+    drafts = engine.spec.num_draft_tokens
+    for done in run(engine, requests()) + run(engine, requests(1.0)):
+        rest = len(done.token_ids) - 1
+        committed = done.acceptance_lengths
+        assert all(1 <= tau <= drafts + 1 for tau in committed)
+        assert sum(committed[:-1]) < rest <= sum(committed)
+    total = engine.timings.decode_tokens
+    assert total == 2 * sum(r.max_new_tokens - 1 for r in requests())
+
+
+def test_stop_at_ends_a_row(engine):
+    """The host cuts where it says; the slot goes to the next request, whose tokens are its own."""
+    c = case(NAME)
+
+    def at(place: int):
+        seen = []
+
+        def stop_at(tokens):
+            seen.append(len(tokens))
+            target = c.continuation(row, place)
+            return place if tuple(tokens[:place]) == target else None
+
+        row = len(asked)
+        return stop_at, seen
+
+    asked, calls = [], []
+    for row, prompt in enumerate(c.prompts):
+        stop_at, seen = at(row + 1) if row % 2 == 0 else (None, [])
+        asked.append(Request(prompt, NEW_TOKENS, stop_at=stop_at))
+        calls.append(seen)
+    engine.steps_per_return = 2
+    for row, done in enumerate(run(engine, asked)):
+        if row % 2 == 0:
+            assert done.token_ids == c.continuation(row, row + 1)
+            assert done.finish_reason == "stop"
+            assert calls[row] == sorted(set(calls[row]))  # never twice with the same tokens
+        else:
+            assert done.token_ids == c.continuation(row)
+            assert done.finish_reason == "length"
+
+
+def test_stop_at_may_keep_nothing():
+    engine = case(NAME).engine(None)
+    (done,) = run(engine, [Request(case(NAME).prompts[0], 5, stop_at=lambda tokens: 0)])
+    assert (done.token_ids, done.finish_reason) == ((), "stop")
+    assert engine.timings.decode_tokens == 0
+
+
+def test_more_stop_ids_in_a_later_run(engine):
+    """Programs were once kept by name alone, and retiring a row met a state with more stop ids."""
+    c = case(NAME)
+    stop_at = lambda tokens: 2 if len(tokens) > 1 else None  # noqa: E731
+    tokens = c.continuation(0)
+    for count in (1, 6):
+        ids = (*tuple(i for i in range(20) if i not in tokens)[: count - 1], tokens[5])
+        asked = [
+            Request(c.prompts[0], NEW_TOKENS, stop_ids=ids),
+            Request(c.prompts[1], NEW_TOKENS, stop_at=stop_at),
+        ]
+        first, second = run(engine, asked)
+        assert first.token_ids == until_stop(tokens, ids)
+        assert second.token_ids == c.continuation(1, 2)
+
+
+def test_one_bad_request_is_refused_and_the_rest_run(engine):
+    c = case(NAME)
+    good = Request(c.prompts[1], 3)
+    bad = {
+        "empty": dataclasses.replace(good, prompt_ids=()),
+        "outside the vocabulary": dataclasses.replace(good, prompt_ids=(5, 160)),
+        "[-1]": dataclasses.replace(good, prompt_ids=(-1,)),
+        "max_new_tokens is 0": dataclasses.replace(good, max_new_tokens=0),
+        "temperature -0.1": dataclasses.replace(good, temperature=-0.1),
+        "temperature inf": dataclasses.replace(good, temperature=float("inf")),
+        "temperature nan": dataclasses.replace(good, temperature=float("nan")),
+        "top_k -1": dataclasses.replace(good, top_k=-1),
+        "top_p 0": dataclasses.replace(good, top_p=0.0),
+        "top_p 1.5": dataclasses.replace(good, top_p=1.5),
+        "top_p nan": dataclasses.replace(good, top_p=float("nan")),
+        "the model has 1024": dataclasses.replace(good, max_new_tokens=1024),
+        "pass cache_length=": dataclasses.replace(good, max_new_tokens=CACHE_LENGTH),
+    }
+    asked = [good, *bad.values(), dataclasses.replace(good, top_k=2**40, seed=2**40)]
+    done = run(engine, asked)
+    for text, refused in zip(bad, done[1:-1], strict=True):
+        assert refused.error
+        assert text in refused.error
+        assert refused.token_ids == ()
+    for accepted in (done[0], done[-1]):
+        assert accepted.error is None
+        assert accepted.token_ids == c.continuation(1, 3)
+
+
+def test_a_request_that_just_fits(engine):
+    """The cache is as long as `cache_length_for` says, to the position."""
+    c = case(NAME)
+    prompt = c.prompts[3]
+    most = CACHE_LENGTH - engine.spec.step_tokens - len(prompt)
+    request = Request(prompt, most)
+    assert engine.cache_length_for(request) == CACHE_LENGTH
+    assert engine.check(request) is None
+    assert engine.check(dataclasses.replace(request, max_new_tokens=most + 1))
+    (done,) = run(engine, [request])
+    assert done.token_ids == c.continuation(3, most)
+
+
+def test_all_refused_starts_nothing(engine):
+    (done,) = run(engine, [Request((), 5)])
+    assert done.error
+    assert list(engine.run([])) == []
+    assert engine.num_compilations == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (dict(batch_size=0), "must be 1 or more"),
+        (dict(num_draft_tokens=5), "proposes 1 to 4"),
+        (dict(num_draft_tokens=0), "proposes 1 to 4"),
+        (dict(synthetic_acceptance=6.0), "between 1 and 5"),
+    ],
+)
+def test_engine_refuses_numbers_out_of_range(options, text):
+    with pytest.raises(ValueError, match=text):
+        case(NAME).engine("mixed", **options)
+    with pytest.raises(ValueError, match="there is no drafter"):
+        case(NAME).engine(None, num_draft_tokens=2)
+
+
+def test_synthetic_acceptance_runs_the_whole_step():
+    """For benchmarks: every step commits about as many as asked, whatever the drafts are worth."""
+    engine = case(NAME).engine("hostile", synthetic_acceptance=2.5)
+    taus = np.concatenate([d.acceptance_lengths for d in run(engine, requests())])
+    assert set(taus.tolist()) == {2, 3}

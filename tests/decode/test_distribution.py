@@ -1,0 +1,213 @@
+"""Sampled speculative decoding follows the target's own distribution, whatever the drafter.
+
+Seven tokens and a tiny target: the probability of every continuation is known exactly, by running the
+target over all of them. Thousands of rows are counted against it with a G-test, once over the first three
+tokens together and once over the third to fifth, which later steps made. Each test is passed by a correct
+sampler but for 1 in 10000 seeds, and the seeds are fixed. That they would fail for a wrong one is shown
+too, with three wrong ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxspec import batching, verify
+from jaxspec.batching import Engine, Request
+from jaxspec.checkpoint import LoadedModel
+from jaxspec.config import TargetConfig
+from jaxspec.models.gemma4 import Gemma4
+from jaxspec.params import Graph
+from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
+from jaxspec.verify import Verdict
+from tests import fakes, tiny
+from tests.decode.cases import run
+
+VOCAB = 7
+NEW_TOKENS = 5
+DRAFTS = 3
+ROWS = 4096
+SLOTS = 1024
+FALSE_ALARM = 1e-4
+PROMPT = (3, 0, 5, 1)
+FILTERS = {
+    "temperature 1": dict(temperature=1.0),
+    "cooler, top-k 5, top-p 0.9": dict(temperature=0.7, top_k=5, top_p=0.9),
+    "warmer, top-p 0.8": dict(temperature=1.6, top_p=0.8),
+}
+
+
+@functools.cache
+def target() -> LoadedModel:
+    config = TargetConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        layer_types=("sliding", "full"),
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        full_num_kv_heads=1,
+        full_head_dim=8,
+        intermediate_size=16,
+        sliding_window=3,
+        max_positions=1024,
+        final_logit_softcap=None,
+    )
+    graph = Graph(Gemma4, config, "float32")
+    params = tiny.random_params(graph, 0)
+    params["final_norm"] /= 4  # no token is nearly certain, none nearly impossible
+    return fakes.loaded(graph, params)
+
+
+@functools.cache
+def exact(filters: str) -> np.ndarray:
+    """Return the joint distribution of the new tokens, an axis a token.
+
+    The filters' own correctness is the business of test_sampling.
+    """
+    sampling = batching.Request(PROMPT, NEW_TOKENS, **FILTERS[filters])
+    continuations = np.asarray(list(itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1)))
+    prompts = np.broadcast_to(PROMPT, (len(continuations), len(PROMPT)))
+    tokens = jnp.asarray(np.concatenate([prompts, continuations], axis=1), jnp.int32)
+    logits, _ = fakes.forward(target().graph, target().params, tokens)
+    logits = logits[:, len(PROMPT) - 1 :]
+    b = len(tokens)
+    shaped = jax.jit(shape_logits)(
+        logits,
+        SamplingParams(
+            jnp.full(b, sampling.temperature, jnp.float32),
+            jnp.full(b, sampling.top_k, jnp.int32),
+            jnp.full(b, sampling.top_p, jnp.float32),
+        ),
+    )
+    probs = np.asarray(jax.nn.softmax(shaped, axis=-1), np.float64)
+    probs /= probs.sum(axis=-1, keepdims=True)
+    probs = probs.reshape(*[VOCAB] * (NEW_TOKENS - 1), NEW_TOKENS, VOCAB)
+    joint = np.ones(())
+    for i in range(NEW_TOKENS):  # p(token i | those before), which do not depend on later axes
+        conditional = probs[(*[slice(None)] * i, *[0] * (NEW_TOKENS - 1 - i), i)]
+        joint = joint[..., None] * conditional
+    assert joint.shape == (VOCAB,) * NEW_TOKENS
+    assert abs(joint.sum() - 1) < 1e-6
+    return joint
+
+
+@functools.cache
+def drafters() -> dict[str, LoadedModel]:
+    """Return drafters good and bad: likely continuations, unlikely ones, and a random network's."""
+    joint = exact("temperature 1")
+    # After each anchor, what mostly and what rarely follows the first token.
+    following = joint.sum(axis=(0, 3, 4))
+    after = following / following.sum(axis=1, keepdims=True)
+
+    def chain(pick: Callable[[np.ndarray], np.ndarray]) -> list[list[int]]:
+        step, rows = pick(after), []
+        for anchor in range(VOCAB):
+            row, token = [], anchor
+            for _ in range(DRAFTS):
+                token = int(step[token])
+                row.append(token)
+            rows.append(row)
+        return rows
+
+    return {
+        "likely": fakes.table(target(), chain(lambda p: p.argmax(axis=1))),
+        "unlikely": fakes.table(target(), chain(lambda p: p.argmin(axis=1))),
+        "dflash": fakes.dflash(target(), block_size=DRAFTS + 1),
+    }
+
+
+def sampled(drafter: LoadedModel | None, filters: str, seed: int) -> tuple[np.ndarray, float]:
+    """Return the new tokens of many rows and which fraction of the drafts was accepted."""
+    engine = Engine(
+        target(), drafter, batch_size=SLOTS, cache_length=len(PROMPT) + NEW_TOKENS + DRAFTS + 1
+    )
+    request = Request(PROMPT, NEW_TOKENS, seed=seed, **FILTERS[filters])
+    done = run(engine, [request] * ROWS)
+    taus = np.concatenate([d.acceptance_lengths for d in done])
+    return np.asarray([d.token_ids for d in done]), float((taus - 1).mean() / DRAFTS)
+
+
+def g_test(tokens: np.ndarray, probs: np.ndarray) -> float:
+    """Return how likely counts as far off as these are, if `probs` is the truth.
+
+    Cells that expect fewer than 5 are taken together, as the chi-square distribution needs.
+    """
+    counts = np.zeros(probs.shape)
+    np.add.at(counts, tuple(tokens.T), 1)
+    if counts[probs == 0].any():
+        return 0.0
+    expected = probs * len(tokens)
+    rare = expected < 5
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    seen = counts > 0
+    g = 2 * np.sum(counts[seen] * np.log(counts[seen] / expected[seen]))
+    return float(stats.chi2.sf(g, len(counts) - 1))
+
+
+def p_values(tokens: np.ndarray, filters: str) -> tuple[float, float]:
+    joint = exact(filters)
+    return (
+        g_test(tokens[:, :3], joint.sum(axis=(3, 4))),
+        g_test(tokens[:, 2:], joint.sum(axis=(0, 1))),
+    )
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("drafter", ["likely", "unlikely", "dflash"])
+def test_speculative_sampling_follows_the_target(drafter, filters):
+    tokens, accepted = sampled(drafters()[drafter], filters, seed=1)
+    # Rejections and acceptances both occur; but what top-k or top-p cuts is never accepted.
+    assert accepted < 0.9
+    if drafter != "unlikely" or filters == "temperature 1":
+        assert accepted > 0.001
+    assert min(p_values(tokens, filters)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_plain_sampling_follows_the_target(filters):
+    tokens, _ = sampled(None, filters, seed=2)
+    assert min(p_values(tokens, filters)) > FALSE_ALARM
+
+
+def residual_of_all(logits, draft, sampling, keys, steps) -> Verdict:
+    """Draw from p after a rejection, rejected token included."""
+    verdict = RIGHT(logits, draft, sampling, keys, steps)
+    row = jnp.take_along_axis(
+        shape_logits(logits, sampling), verdict.accepted[:, None, None], axis=1
+    )
+    token_keys = fold_keys(keys, steps, verdict.accepted[:, None], Stream.TOKEN)
+    return dataclasses.replace(verdict, bonus=sample(row[:, 0], token_keys[:, 0]))
+
+
+def accept_all(logits, draft, sampling, keys, steps) -> Verdict:
+    shaped = shape_logits(logits, sampling)[:, -1]
+    count = jnp.full(draft.shape[0], draft.shape[1], jnp.int32)
+    token_keys = fold_keys(keys, steps, count[:, None], Stream.TOKEN)
+    return Verdict(count, sample(shaped, token_keys[:, 0]))
+
+
+def same_draws_every_step(logits, draft, sampling, keys, steps) -> Verdict:
+    return RIGHT(logits, draft, sampling, keys, jnp.zeros_like(steps))
+
+
+RIGHT = verify.rejection_verify
+
+
+@pytest.mark.parametrize("wrong", [residual_of_all, accept_all, same_draws_every_step])
+def test_wrong_samplers_are_found(wrong, monkeypatch):
+    """The negative control: the same counts and the same test must refuse these."""
+    monkeypatch.setattr(verify, "rejection_verify", wrong)
+    monkeypatch.setattr(batching, "_compiled", {})  # the right programs are not to be found
+    tokens, _ = sampled(drafters()["likely"], "temperature 1", seed=1)
+    assert min(p_values(tokens, "temperature 1")) < FALSE_ALARM / 1000

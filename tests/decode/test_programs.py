@@ -1,0 +1,180 @@
+"""What is compiled, how often, and what the programs do with caches and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import decode
+from jaxspec.batching import Engine, Request
+from tests import tiny
+from tests.decode.cases import NEW_TOKENS, case, run, target
+from tests.tiny import FEATURE_SETS
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Collect what JAX itself reports to have compiled, whoever asked for it."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **kwargs: object) -> None:
+        if event == COMPILED:
+            seen.append(str(kwargs.get("fun_name", event)))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_the_listener_hears_compilations(compilations):
+    jax.jit(lambda x: x * 3 + len(compilations))(jnp.ones(7)).block_until_ready()
+    assert compilations
+
+
+@pytest.mark.parametrize("drafter", [None, "dflash"])
+def test_values_compile_nothing(drafter, compilations):
+    """Prompts, lengths in a bucket, limits, seeds, filters, stop ids and weights are all arguments."""
+    c = case("31b")
+    engine = c.engine(drafter)
+    first = [Request(p, 4) for p in (c.prompts[0], c.prompts[1], c.prompts[2], c.prompts[4])]
+    run(engine, first)
+    known = engine.num_compilations
+    assert known > 0
+    compilations.clear()
+    greedy = run(engine, first)
+    variants = dict(
+        prompts=[dataclasses.replace(r, prompt_ids=(*r.prompt_ids[::-1], 9)) for r in first[:2]]
+        + [dataclasses.replace(r, prompt_ids=(30, 31, 32)) for r in first[2:]],
+        limits=[dataclasses.replace(r, max_new_tokens=1 + i) for i, r in enumerate(first)],
+        sampled=[dataclasses.replace(r, temperature=0.8) for r in first],
+        seeds=[dataclasses.replace(r, temperature=0.8, seed=5) for r in first],
+        filters=[dataclasses.replace(r, temperature=1.2, top_k=3, top_p=0.7) for r in first],
+        mixed=[dataclasses.replace(r, temperature=0.5 * (i % 2)) for i, r in enumerate(first)],
+        stops=[dataclasses.replace(r, stop_ids=(3, 4, 5)[:i]) for i, r in enumerate(first)],
+    )
+    results = {name: run(engine, asked) for name, asked in variants.items()}
+    assert all(r != greedy for name, r in results.items() if name != "stops")
+    assert not compilations
+    engine.target_params = tiny.random_params(engine.spec.target, seed=9)
+    if drafter is not None:
+        assert engine.spec.drafter is not None
+        engine.drafter_params = tiny.random_params(engine.spec.drafter, seed=9)
+    assert run(engine, first) != greedy
+    assert not compilations
+    assert engine.num_compilations == known
+    # The same shapes in another engine are the same programs.
+    run(Engine(c.target, engine.drafter, batch_size=4, cache_length=engine.cache_length), first)
+    assert not compilations
+
+
+def programs(name: str, drafter: str | None) -> dict[str, tuple[jax.stages.Compiled, list, int]]:
+    """Return each program of an engine with its weights' and caches' shapes, and the caches' bytes.
+
+    The cache length is a prime, so that no activation happens to have a cache's size.
+    """
+    c = case(name)
+    engine = Engine(
+        c.target,
+        None if drafter is None else c.drafter(drafter),
+        batch_size=4,
+        cache_length=61,
+    )
+    run(engine, [Request(p, 4) for p in (c.prompts[0], c.prompts[1], c.prompts[2], c.prompts[4])])
+    state = engine._init_state(4)
+    caches = jax.tree.leaves((state.caches, state.drafter))
+    weights = jax.tree.leaves((engine.target_params, engine.drafter_params))
+    cache_bytes = sum(x.nbytes for x in caches)
+    return {
+        key[0]: (program, [*weights, *caches], cache_bytes)
+        for key, program in engine._programs.items()
+    }
+
+
+SIMPLE = re.compile(r"^\s+(?:ROOT )?\S+ = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
+
+
+def copied(text: str, arrays: list[jax.Array], where: str) -> list[str]:
+    """Return the lines of a compiled program that copy or transpose one of `arrays`, by type and size.
+
+    Args:
+      where: "loop" for all computations but the entry, "all" for all. Small arrays are not looked for:
+        norms and activations have their sizes.
+    """
+    names = {"float32": "f32", "int32": "s32", "bfloat16": "bf16"}
+    sizes = {(names[str(x.dtype)], x.size) for x in arrays if x.size >= 1024}
+    begin = text.index("\nENTRY")
+    found = []
+    for line in (text[:begin] if where == "loop" else text).splitlines():
+        match = SIMPLE.match(line)
+        if match and match[3] in ("copy", "transpose", "copy-start", "concatenate", "convert"):
+            size = math.prod(int(n) for n in match[2].split(",") if n)
+            if (match[1], size) in sizes:
+                found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("name", FEATURE_SETS)
+def test_caches_alias_and_nothing_large_is_copied_in_the_loop(name):
+    """In the compiled decode loop caches are updated in place, and weights are read where they are.
+
+    Of the CPU's programs this is true as far as XLA's instructions go; what a matrix product packs for
+    itself is not seen here.
+    """
+    for kind, (program, arrays, cache_bytes) in programs(name, "dflash").items():
+        text = program.as_text()
+        memory = program.memory_analysis()
+        assert memory is not None
+        assert memory.alias_size_in_bytes >= cache_bytes, kind
+        assert "input_output_alias" in text.splitlines()[0], kind
+        if kind == "decode":
+            assert "while(" in text
+            assert copied(text, arrays, "all") == []
+
+
+def test_a_copied_weight_would_be_found():
+    """The negative control: experts once contracted an axis between two that were kept."""
+    weights = jnp.ones((8, 48, 64))
+
+    def loop(x, w):
+        return jax.lax.fori_loop(
+            0, 3, lambda _, x: x + jnp.einsum("rd,edf->erf", x, w).sum((0, 2))[:, None], x
+        )
+
+    text = jax.jit(loop).lower(jnp.ones((5, 48)), weights).compile().as_text()
+    assert copied(text, [weights], "loop")
+
+
+def test_state_is_donated():
+    """After a call the old caches are gone: nobody can keep two copies by accident."""
+    c = case("31b")
+    engine = c.engine("dflash")
+    states = []
+    call = engine._decode
+
+    def remember(state: decode.DecodeState) -> decode.DecodeState:
+        states.append(state)
+        return call(state)
+
+    engine._decode = remember
+    run(engine, [Request(c.prompts[1], NEW_TOKENS)])
+    caches = jax.tree.leaves([(s.caches, s.drafter) for s in states])
+    assert caches
+    assert all(x.is_deleted() for x in caches)
+
+
+def test_params_survive():
+    """Weights are not donated, and a run leaves them as they were."""
+    params = target("31b").params
+    before = {name: np.asarray(x).copy() for name, x in params.items()}
+    run(case("31b").engine(None), [Request((5,), 2)])
+    for name, x in params.items():
+        np.testing.assert_array_equal(x, before[name])
