@@ -322,7 +322,7 @@ def generate(
         stdin = None if sys.stdin.isatty() else sys.stdin.buffer.read
         given = read_prompts(prompts or (), prompt_ids or (), prompts_file, stdin, chat=chat)
 
-    with console.status("[dim]starting JAX"):
+    with _explained(console), console.status("[dim]starting JAX"):
         from jaxspec import generation
 
     options = generation.Options(

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import jax
 from rich.console import Console
+from rich.text import Text
 
 import jaxspec
 from jaxspec.batching import Completion, Engine, Request, Update
@@ -118,10 +120,11 @@ def run(prompts: Sequence[Prompt], options: Options, console: Console) -> int:
       console: standard error; results go to standard output or to `options.json_path`.
 
     Raises:
-      USER_ERRORS: nothing was generated, and nothing is left behind.
+      USER_ERRORS: the run cannot go on; no file is left behind.
     """
     begin = time.perf_counter()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(out_of_memory_explained())
         lines = stack.enter_context(json_lines(options.json_path)) if options.json_path else None
         set_compilation_cache(options.compilation_cache, console)
         target, drafter = load_models(options, console)
@@ -136,6 +139,20 @@ def run(prompts: Sequence[Prompt], options: Options, console: Console) -> int:
             write_line(lines, summary.to_json())
     console.print(summary_table(summary))
     return summary.errors
+
+
+@contextlib.contextmanager
+def out_of_memory_explained() -> Iterator[None]:
+    """Say what would help when the device runs out of memory."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise RunError(
+            "the device has not enough memory; lower --batch-size or --cache-length, use --dtype bfloat16, "
+            f"or a smaller model ({str(error).splitlines()[0]})"
+        ) from None
 
 
 # --- before decoding ---------------------------------------------------------------------------------
@@ -313,21 +330,24 @@ def as_flags(message: str) -> str:
 
 
 def show_stream(job: Job, engine: Engine, lines: IO[str] | None, console: Console) -> list[Result]:
-    """Decode one prompt, printing its text as it becomes certain."""
+    """Decode one prompt, printing its text as it becomes certain; on a terminal, after the prompt itself."""
     stream = None if job.tokenizer is None else TextStream(job.tokenizer, job.stop_texts)
+    given = job.prompts[0].text
+    events = engine.run(job.requests)
+    with console.status("[dim]compiling"):
+        first = next(events)
+    if sys.stdout.isatty() and given == job.texts[0]:  # not what a chat template wraps it in
+        Console().print(Text(given or "", "dim", end=""), end="", soft_wrap=True)
     results = []
-    with console.status("[dim]compiling") as waiting:
-        for event in engine.run(job.requests):
-            waiting.stop()
-            if isinstance(event, Update):
-                if stream is not None:
-                    sys.stdout.write(stream.push(event.token_ids))
-            else:
-                result = job.result(event)
-                rest = body(result) if stream is None else stream.finish(event.token_ids)
-                sys.stdout.write(rest + "\n")
-                results.append(result)
-            sys.stdout.flush()
+    for event in itertools.chain([first], events):
+        if isinstance(event, Update):
+            piece = "" if stream is None else stream.push(event.token_ids)
+        else:
+            results.append(job.result(event))
+            rest = body(results[0]) if stream is None else stream.finish(event.token_ids)
+            piece = rest + "\n"
+        sys.stdout.write(piece)
+        sys.stdout.flush()
     return results
 
 

@@ -185,20 +185,20 @@ def summary_table(summary: Summary) -> Group:
     rows.add_column(style="dim", justify="right")
     rows.add_column()
     errors = f", [red]{summary.errors} refused[/]" if summary.errors else ""
-    prompts = f"{summary.prompts} prompt{'s' if summary.prompts != 1 else ''}{errors}"
+    prompts = _count(summary.prompts - summary.errors, "prompt") + errors
     rows.add_row(
         "tokens",
-        f"[bold]{summary.new_tokens:,}[/] new, {summary.prompt_tokens:,} of {prompts}",
+        f"[bold]{summary.new_tokens:,}[/] new, {summary.prompt_tokens:,} in {prompts}",
     )
     if summary.decode_tokens_per_s is not None:
         rows.add_row("speed", f"[bold]{summary.decode_tokens_per_s:,.1f}[/] tok/s decoding")
     if summary.drafter is None:
-        rows.add_row("drafter", f"none: {summary.verify_steps:,} plain decode steps")
+        rows.add_row("drafter", f"none: {_count(summary.verify_steps, 'plain decode step')}")
     elif summary.acceptance_length is not None:
         rows.add_row(
             "acceptance length",
-            f"[bold green]{summary.acceptance_length:.2f}[/] tokens a step, {summary.verify_steps:,} "
-            f"verify steps of up to {summary.num_draft_tokens + 1}",
+            f"[bold green]{summary.acceptance_length:.2f}[/] tokens a step, "
+            f"{_count(summary.verify_steps, 'verify step')} of up to {summary.num_draft_tokens + 1}",
         )
         for position, share in enumerate(summary.acceptance_by_position, 1):
             rows.add_row(
@@ -213,6 +213,10 @@ def summary_table(summary: Summary) -> Group:
         style="dim",
     )
     return Group("", Padding(rows, (0, 0, 0, 1)), Padding(conditions, (0, 0, 0, 1)))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _bar(share: float) -> str:
@@ -257,7 +261,7 @@ class RunProgress:
         self._progress = Progress(
             TextColumn("[dim]{task.fields[prompts]}"),
             BarColumn(),
-            TextColumn("{task.fields[tokens]:,} tokens"),
+            TextColumn("{task.fields[tokens]}"),
             TimeElapsedColumn(),
             console=console,
             transient=True,
@@ -266,7 +270,7 @@ class RunProgress:
             redirect_stderr=False,
         )
         self._task = self._progress.add_task(
-            "", total=sum(budgets), tokens=0, prompts=f"0/{len(budgets)} prompts"
+            "", total=sum(budgets), tokens="compiling", prompts=f"0/{len(budgets)} prompts"
         )
         self._progress.start()
 
@@ -277,10 +281,12 @@ class RunProgress:
             budget if over else count
             for budget, count, over in zip(self._budgets, self._tokens, self._finished, strict=True)
         )
+        # Prefill gives one token; then the loop itself is compiled, which may take longest of all.
+        compiling = max(self._tokens) <= 1 and not all(self._finished)
         self._progress.update(
             self._task,
             completed=done,
-            tokens=sum(self._tokens),
+            tokens="compiling" if compiling else f"{sum(self._tokens):,} tokens",
             prompts=f"{sum(self._finished)}/{len(self._budgets)} prompts",
         )
 

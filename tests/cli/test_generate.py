@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,7 +42,7 @@ def test_one_prompt_streams_its_text_and_ends_with_a_table(generate: Run) -> Non
     assert done.stdout == generate("a b", "--json", "-").rows[0]["text"] + "\n"
     for part in (
         "12 new",
-        "3 of 1 prompt",
+        "3 in 1 prompt",
         "acceptance length",
         "draft token 3",
         "batch 1 · cache 64",
@@ -365,6 +367,21 @@ def test_a_full_disk_is_said(generate: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert "error: cannot write /dev/full: No space left on device" in done.stderr
 
 
+def out_of_memory(self: Engine, requests: Any) -> Iterator[Update | Completion]:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore")
+    yield
+
+
+def test_running_out_of_memory_says_what_would_help(
+    generate: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "run", out_of_memory)
+    done = generate("a")
+    assert done.code == 2
+    assert "lower --batch-size or --cache-length" in done.stderr
+    assert done.stderr.endswith("(RESOURCE_EXHAUSTED: 9 GB)\n")
+
+
 # --- start-up ----------------------------------------------------------------------------------------
 
 
@@ -415,16 +432,25 @@ def test_convert_is_passed_on(invoke: Run) -> None:
     assert "nowhere does not exist" in done.stderr
 
 
-def test_the_bundled_pair_writes_text_from_a_shell(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    arguments = ["def read(path):", "--max-new-tokens", "24", "--json", str(out)]
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxspec", "generate", *arguments], capture_output=True, text=True
+def test_the_bundled_pair_writes_text_on_a_terminal(tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxspec", "generate", "def read(path):", "--max-new-tokens", "24"],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=end,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert "bundled target + bundled dflash" in done.stderr
-    row, last = (json.loads(line) for line in out.read_text().splitlines())
-    assert len(row["token_ids"]) == 24
-    assert row["text"].isprintable() or "\n" in row["text"]
-    assert last["summary"]["num_draft_tokens"] == 7
-    assert last["summary"]["acceptance_length"] > 1
+    _, table = process.communicate()
+    os.close(end)
+    shown = os.read(terminal, 10_000).decode()
+    os.close(terminal)
+    assert process.returncode == 0, table
+    assert shown.startswith(
+        "\x1b[2mdef read(path):\x1b[0m"
+    )  # the prompt, dim; then what follows it
+    assert len(shown.split("\x1b[0m")[1].strip()) > 10
+    assert "24 new" in table
+    assert "draft token 7" in table
+    assert "bundled target + bundled dflash · float32 on cpu" in table

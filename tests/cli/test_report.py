@@ -1,0 +1,75 @@
+"""The numbers and bars of a run's summary, and where its lines go."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxspec import report
+
+
+def test_acceptance_by_position_counts_the_steps_that_got_that_far() -> None:
+    # A step of 1 token accepted no draft; one of 4 accepted all three.
+    assert report.acceptance_by_position([1, 4, 2, 4], 3) == (0.75, 0.5, 0.5)
+    assert report.acceptance_by_position([], 3) == ()
+    assert report.acceptance_by_position([1, 1], 0) == ()
+
+
+def test_bars_have_one_width() -> None:
+    bars = [report._bar(n / 100) for n in range(101)]
+    assert {len(bar) for bar in bars} == {report._BAR_WIDTH}
+    assert (set(bars[0]), set(bars[100])) == ({"·"}, {"█"})
+
+
+def test_the_bar_of_many_prompts_steps_aside_for_results() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    progress = report.RunProgress(console, [10, 10])
+    progress.update(0, 1)
+    with progress.aside():
+        assert "compiling" in screen.getvalue()
+        hidden = len(screen.getvalue())
+    progress.update(1, 3, finished=True)
+    progress.close()
+    assert "1/2 prompts" in screen.getvalue()[hidden:]
+    assert "4 tokens" in screen.getvalue()[hidden:]
+
+
+def test_lines_go_through_a_pipe_that_stays_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    with report.json_lines(str(pipe)) as lines:
+        report.write_line(lines, {"text": "é"})
+    assert os.read(reader, 100) == '{"text": "é"}\n'.encode()
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("file")
+    with report.json_lines(str(link)) as lines:
+        report.write_line(lines, {})
+        assert not (tmp_path / "file").exists()
+    assert link.is_symlink()
+    assert (tmp_path / "file").read_text() == "{}\n"
+
+
+def test_a_failed_run_leaves_the_older_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("older")
+
+    def interrupted_run() -> None:
+        with report.json_lines(str(path)) as lines:
+            report.write_line(lines, {})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_run()
+    assert path.read_text() == "older"
+    assert list(tmp_path.iterdir()) == [path]
