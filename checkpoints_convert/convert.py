@@ -44,7 +44,7 @@ from jaxspec.checkpoint import (
     read_params,
     save_params,
 )
-from jaxspec.config import DFlashConfig, GenerationDefaults, TargetConfig
+from jaxspec.config import ConfigError, DFlashConfig, GenerationDefaults, TargetConfig
 from jaxspec.shapes import Array
 
 Progress = Callable[[str, int, int], None]
@@ -94,7 +94,15 @@ def open_source(directory: Path) -> Source:
       ConfigError: config.json is of no model that is known here.
     """
     checkpoint = hf_io.open_checkpoint(directory)
-    kind, config = read_config(checkpoint.config)
+    generation = None
+    try:
+        kind, config = read_config(checkpoint.config)
+        if kind == "target":
+            generation = GenerationDefaults.from_hf(checkpoint.generation_config, checkpoint.config)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a list for a mapping, say
+        raise ConfigError(f"{directory}: its config files are malformed: {error}") from None
     shapes = parameter_shapes(config)
     plan = match(rule_set(config, shapes), shapes, checkpoint.tensors, str(directory))
     for name, original in plan.copies.items():
@@ -103,9 +111,6 @@ def open_source(directory: Path) -> Source:
                 f"{directory}: {name} differs from {original}, but the model ties them; "
                 "an untied head is not supported"
             )
-    generation = None
-    if kind == "target":
-        generation = GenerationDefaults.from_hf(checkpoint.generation_config, checkpoint.config)
     return Source(checkpoint, kind, config, generation, plan)
 
 

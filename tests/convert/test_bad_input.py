@@ -121,7 +121,11 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "overlapping tensors": (_overlap, r"model-00001.* is corrupt: .* begins at byte"),
     "unknown architecture": (
         lambda d: _edit_config(d, model_type="llama", architectures=["LlamaForCausalLM"]),
-        r"model_type 'llama'",
+        r"hf: config\.json has model_type 'llama'",
+    ),
+    "malformed values": (
+        lambda d: _edit_config(d, rope_parameters=["default"]),
+        r"hf: its config files are malformed",
     ),
     "quantised": (
         lambda d: _edit_config(d, quantization_config={"quant_method": "fp8"}),
