@@ -247,7 +247,7 @@ class Engine:
                     yield Update(index, tokens)
                 if done:
                     stopped = keep is not None or bool(seen.stopped[slot])
-                    self.timings.decode_tokens += len(tokens) - 1
+                    self.timings.decode_tokens += max(len(tokens) - 1, 0)
                     yield Completion(
                         index,
                         tokens,
@@ -381,7 +381,9 @@ def _compile(
     key = (function, spec, donate, tree, shapes)
     if key not in _compiled:
         bound = function if spec is None else _with_spec(function, spec)
-        _compiled[key] = jax.jit(bound, donate_argnums=donate).lower(*args).compile()
+        options = decode.COMPILER_OPTIONS
+        jitted = jax.jit(bound, donate_argnums=donate, compiler_options=options)
+        _compiled[key] = jitted.lower(*args).compile()
     return _compiled[key]
 
 
