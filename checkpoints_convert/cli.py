@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -117,8 +118,8 @@ def _summarise(console: Console, report: Report) -> None:
     names = {"target": "Gemma 4 target", "dflash": "DFlash drafter"}
     lines = [
         f"{names[report.kind]} -> {report.destination}",
-        f"{report.tensors} tensors, {report.parameters} parameters, {report.nbytes / 1e9:.2f} GB "
-        f"in {report.seconds:.1f} s ({report.nbytes / 1e9 / report.seconds:.2f} GB/s)",
+        f"{report.tensors} tensors, {report.parameters} parameters, {decimal(report.nbytes)} "
+        f"in {report.seconds:.1f} s ({report.nbytes / 1e9 / report.seconds:.3f} GB/s)",
     ]
     lines += [f"skipped {count} tensors: {reason}" for reason, count in report.skipped.items()]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
