@@ -214,7 +214,9 @@ def test_a_request_that_just_fits(engine):
     assert engine.check(request) is None
     assert engine.check(dataclasses.replace(request, max_new_tokens=most + 1))
     (done,) = run(engine, [request])
-    assert done.token_ids == c.continuation(3, most)
+    known = c.continuation(3, most)  # may end a token earlier
+    assert len(done.token_ids) == most
+    assert done.token_ids[: len(known)] == known
 
 
 def test_all_refused_starts_nothing(engine):
