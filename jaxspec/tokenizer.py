@@ -123,9 +123,13 @@ class Tokenizer:
         """Return the ids of a conversation, see `render_chat`."""
         return self.encode_rendered(self.render_chat(messages, **kwargs))
 
-    def is_byte(self, token_id: int) -> bool:
-        """Say whether a token is one raw byte, whose text depends on the bytes beside it."""
-        return bool(_BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or ""))
+    def ends_bytes(self, token_id: int) -> bool:
+        """Say whether no run of raw bytes goes on past this token.
+
+        One does past a byte, and past a token without text: a special one, say.
+        """
+        token = self.backend.id_to_token(token_id) if 0 <= token_id < self._vocab_size else None
+        return not _BYTE_TOKEN.fullmatch(token or "<0x00>") and self.decode([token_id]) != ""
 
     @functools.cached_property
     def _chat_renderer(self) -> Any:
@@ -165,7 +169,7 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """Take all tokens so far and return the text that became certain."""
-        if len(ids) > self._settled and not self._tokenizer.is_byte(ids[-1]):
+        if len(ids) > self._settled and self._tokenizer.ends_bytes(ids[-1]):
             before = self._tokenizer.decode(ids[self._window : self._settled])
             after = self._tokenizer.decode(ids[self._window :])
             if len(after) > len(before) and not after.endswith(_INCOMPLETE):
