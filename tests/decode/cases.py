@@ -9,8 +9,10 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import pytest
 
 from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import LoadedModel
@@ -123,3 +125,8 @@ def until_stop(tokens: Sequence[int], stop_ids: Sequence[int]) -> tuple[int, ...
         if token in stop_ids:
             return tuple(tokens[: i + 1])
     return tuple(tokens)
+
+
+def slow(*values: object) -> list[Any]:
+    """Return parameters that only the slow suite takes."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]

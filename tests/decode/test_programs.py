@@ -15,8 +15,7 @@ import pytest
 from jaxspec import decode
 from jaxspec.batching import Engine, Request
 from tests import tiny
-from tests.decode.cases import NEW_TOKENS, case, run, target
-from tests.tiny import FEATURE_SETS
+from tests.decode.cases import NEW_TOKENS, case, run, slow, target
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -122,7 +121,7 @@ def copied(text: str, arrays: list[jax.Array], where: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", FEATURE_SETS)
+@pytest.mark.parametrize("name", ["e2b", "26b-a4b", *slow("e4b", "12b", "31b")])
 def test_caches_alias_and_nothing_large_is_copied_in_the_loop(name):
     """In the compiled decode loop caches are updated in place, and weights are read where they are.
 
