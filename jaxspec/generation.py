@@ -132,8 +132,10 @@ def run(prompts: Sequence[Prompt], options: Options, console: Console) -> int:
         job = make_job(prompts, options, target, console)
         engine = make_engine(job, options, target, drafter)
         refuse(job, engine, console)
-        show = show_stream if len(prompts) == 1 and lines is None else show_many
-        results = show(job, engine, lines, console)
+        if len(prompts) == 1 and lines is None:
+            results = show_stream(job, engine, console)
+        else:
+            results = show_many(job, engine, lines, console)
         summary = summarise(results, job, engine, load_s, time.perf_counter() - begin)
         if lines is not None:
             write_line(lines, summary.to_json())
@@ -329,7 +331,7 @@ def as_flags(message: str) -> str:
 # --- decoding ----------------------------------------------------------------------------------------
 
 
-def show_stream(job: Job, engine: Engine, lines: IO[str] | None, console: Console) -> list[Result]:
+def show_stream(job: Job, engine: Engine, console: Console) -> list[Result]:
     """Decode one prompt, printing its text as it becomes certain; on a terminal, after the prompt itself."""
     stream = None if job.tokenizer is None else TextStream(job.tokenizer, job.stop_texts)
     given = job.prompts[0].text
