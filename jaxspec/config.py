@@ -556,7 +556,9 @@ def from_json(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     wrong = sorted(set(values) - set(fields)) + sorted(required - set(values))
     if wrong:
         raise ConfigError(f"stored {cls.__name__} has unknown or missing fields: {wrong}")
-    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    arguments: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+    }
     return cls(**arguments)
 
 

@@ -28,7 +28,7 @@ def param(*shape: int, dtype: jnp.dtype, fan_in: int | None = None) -> nnx.Param
 class Graph:
     """A module class with its config and weight dtype: everything about a model but its weights."""
 
-    module: type[nnx.Module]
+    module: type[Any]  # an nnx.Module that is made with (config, dtype=dtype)
     config: Any
     dtype: str  # "float32" or "bfloat16"
 
