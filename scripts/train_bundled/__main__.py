@@ -1,4 +1,4 @@
-"""Stages of training the bundled pair; run them in order, or `all`."""
+"""Stages of training the bundled pair; run them in order."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import sysconfig
 from pathlib import Path
 from typing import Annotated
 
-
 import jax.numpy as jnp
 import numpy as np
 import typer
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from jaxspec.params import Graph
 from jaxspec.shapes import Params
-from scripts.train_bundled import corpus, drafter, evaluate, export, recipe, target
+from scripts.train_bundled import blocks, corpus, drafter, evaluate, export, recipe, target
+from scripts.train_bundled.optimize import rounded
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 console = Console(highlight=False, soft_wrap=True)
@@ -23,7 +24,7 @@ Stdlib = Annotated[
     Path, typer.Option(help=f"the standard library of Python {recipe.PYTHON}", file_okay=False)
 ]
 Work = Annotated[Path, typer.Option(help="where stages leave what the next ones read")]
-Schedule = Annotated[str, typer.Option(help="smoke, brief or full")]
+Schedule = Annotated[str, typer.Option(help="smoke or full")]
 Dtype = Annotated[str, typer.Option(help="of the passes: bfloat16 or float32")]
 STDLIB = Path(sysconfig.get_path("stdlib"))
 WORK = Path("out/bundled")
@@ -54,17 +55,13 @@ def corpus_stage(stdlib: Stdlib = STDLIB, work: Work = WORK) -> None:
 
 
 @app.command("target")
-def target_stage(
-    schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: Work = WORK
-) -> None:
+def target_stage(schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: Work = WORK) -> None:
     """Train the target."""
-    params = target.train(
-        target.target_graph(dtype),
-        recipe.TARGET_SCHEDULES[schedule],
-        _streams(work),
-        console.print,
+    pair = target.train(
+        _graphs(dtype), recipe.TARGET_SCHEDULES[schedule], _streams(work), console.print
     )
-    _save(work / "target.npz", params)
+    _save(work / "target.npz", pair["target"])
+    _save(work / "dflash-first.npz", pair["dflash"])
 
 
 @app.command("drafter")
@@ -73,8 +70,9 @@ def drafter_stage(
 ) -> None:
     """Train the drafter on the target's own text."""
     params = drafter.train(
-        (target.target_graph(dtype), drafter.dflash_graph(dtype)),
+        _graphs(dtype),
         _load(work / "target.npz"),
+        _load(work / "dflash-first.npz"),
         recipe.DRAFTER_SCHEDULES[schedule],
         _streams(work),
         console.print,
@@ -85,7 +83,7 @@ def drafter_stage(
 @app.command("export")
 def export_stage(work: Work = WORK, destination: Path = recipe.BUNDLED) -> None:
     """Write both as Hugging Face directories, in bfloat16."""
-    pair = [target.rounded(_load(work / f"{name}.npz"), "bfloat16") for name in ("target", "dflash")]
+    pair = [rounded(_load(work / f"{name}.npz"), "bfloat16") for name in ("target", "dflash")]
     export.export(destination, *pair, _tokenizer(work))
     files = [p for name in ("target", "dflash") for p in (destination / name).iterdir()]
     console.print(f"{sum(p.stat().st_size for p in files)} bytes in {destination}")
@@ -94,23 +92,24 @@ def export_stage(work: Work = WORK, destination: Path = recipe.BUNDLED) -> None:
 @app.command("evaluate")
 def evaluate_stage(stdlib: Stdlib = STDLIB, dtype: Dtype = "float32", work: Work = WORK) -> None:
     """Measure the pair, its weights rounded to bfloat16, on the held-out modules."""
-    names = json.loads(recipe.HELD_OUT.read_text())["files"]
-    texts = None
-    if all((stdlib / name).is_file() for name in names):
-        files = corpus.read_files(stdlib)
-        texts = [files[name] for name in names]
+    texts = corpus.read_held_out(stdlib)
     pair = [
-        target.rounded(target.rounded(_load(work / f"{name}.npz"), "bfloat16"), dtype)
+        rounded(rounded(_load(work / f"{name}.npz"), "bfloat16"), dtype)
         for name in ("target", "dflash")
     ]
-    graphs = (target.target_graph(dtype), drafter.dflash_graph(dtype))
-    result = evaluate.evaluate(graphs, pair[0], pair[1], _tokenizer(work), texts)
+    result = evaluate.evaluate(_graphs(dtype), pair[0], pair[1], _tokenizer(work), texts)
     (work / "evaluation.json").write_text(json.dumps(result, indent=1))
     for kind in ("greedy", "temperature_1"):
         samples = result[kind].pop("samples")
         console.print(kind, result[kind])
-        console.print("\n".join(f"--- {i}\n{text}" for i, text in enumerate(samples[:6])), markup=False)
-    console.print(result.get("bits_per_byte", "no bits per byte: the held-out files are not here"))
+        console.print(
+            "\n".join(f"--- {i}\n{text}" for i, text in enumerate(samples[:6])), markup=False
+        )
+    console.print(result["bits_per_byte"])
+
+
+def _graphs(dtype: str) -> tuple[Graph, Graph]:
+    return target.target_graph(dtype), blocks.dflash_graph(dtype)
 
 
 def _streams(work: Path) -> dict[str, np.ndarray]:

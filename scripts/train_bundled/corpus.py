@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,14 +50,23 @@ def write_manifest(stdlib: Path) -> int:
     return len(lines)
 
 
-def read_files(stdlib: Path) -> dict[str, str]:
-    """Read every file of the manifest.
+def read_held_out(stdlib: Path) -> list[str]:
+    """Read the files that bits per byte are over."""
+    names = json.loads(recipe.HELD_OUT.read_text())["files"]
+    return list(read_files(stdlib, names).values())
+
+
+def read_files(stdlib: Path, names: Iterable[str] | None = None) -> dict[str, str]:
+    """Read every file of the manifest, or those named.
 
     Raises:
       ValueError: a file is missing or has another hash; all of them are listed.
     """
     files, wrong = {}, []
+    wanted = None if names is None else set(names)
     for digest, name in manifest():
+        if wanted is not None and name not in wanted:
+            continue
         path = stdlib / name
         if not path.is_file():
             wrong.append(f"{name}: missing")
@@ -89,7 +98,9 @@ def split(files: dict[str, str]) -> Split:
     ]
     drawn = random.Random(recipe.SEED).sample(eligible, NUM_HELD_OUT + NUM_VALIDATION)
     held_out, validation = drawn[:NUM_HELD_OUT], drawn[NUM_HELD_OUT:]
-    return Split([n for n in library if n not in drawn], tests, sorted(validation), sorted(held_out))
+    return Split(
+        [n for n in library if n not in drawn], tests, sorted(validation), sorted(held_out)
+    )
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import lzma
 from typing import Any
@@ -15,9 +16,13 @@ from jaxspec.params import Graph
 from jaxspec.shapes import Params
 from scripts.train_bundled import recipe
 from scripts.train_bundled.drafter import acceptance_lengths
-from scripts.train_bundled.target import cross_entropy, generate
+from scripts.train_bundled.optimize import cross_entropy
+from scripts.train_bundled.target import generate
 
-WINDOW, STRIDE = 1024, 512  # teacher forcing: every token sees at least STRIDE earlier ones, if there are
+WINDOW, STRIDE = (
+    1024,
+    512,
+)  # teacher forcing: every token sees at least STRIDE earlier ones, if there are
 
 
 def bits_per_byte(
@@ -50,22 +55,12 @@ def _xz(data: bytes) -> int:
     return len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
 
 
-@jax.jit
-def _shifted(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return rows[:, :-1], rows[:, 1:]
-
-
+@functools.partial(jax.jit, static_argnums=0)
 def _losses(graph: Graph, params: Params, rows: jax.Array) -> jax.Array:
-    return _window_losses(graph, params, *_shifted(rows))
-
-
-def _forward(graph: Graph, params: Params, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-    b, t = tokens.shape
-    out = graph.bind(params)(tokens, jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32), None)
-    return cross_entropy(out.logits, labels)
-
-
-_window_losses = jax.jit(_forward, static_argnums=0)
+    b, t = rows.shape[0], rows.shape[1] - 1
+    start, count = jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32)
+    out = graph.bind(params)(rows[:, :-1], start, count, None)
+    return cross_entropy(out.logits, rows[:, 1:])
 
 
 def distinct_share(rows: list[list[int]], n: int = 4) -> tuple[float, float]:
@@ -80,11 +75,11 @@ def evaluate(
     target_params: Params,
     drafter_params: Params,
     tokenizer: Tokenizer,
-    texts: list[str] | None,
+    texts: list[str],
     *,
     num_tokens: int = 128,
 ) -> dict[str, Any]:
-    """Measure everything the pair promises. `texts` are the held-out files; None leaves them out."""
+    """Measure everything the pair promises. `texts` are the held-out files."""
     prompts = [p["ids"] for p in json.loads(recipe.HELD_OUT.read_text())["prompts"]]
     block = recipe.DFLASH.block_size
     result: dict[str, Any] = {}
@@ -116,6 +111,5 @@ def evaluate(
             "rows_with_eos": sum(recipe.EOS in row for row in new),
             "samples": [tokenizer.decode(row) for row in new],
         }
-    if texts is not None:
-        result["bits_per_byte"] = bits_per_byte(graphs[0], target_params, tokenizer, texts)
+    result["bits_per_byte"] = bits_per_byte(graphs[0], target_params, tokenizer, texts)
     return result
