@@ -131,7 +131,7 @@ def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
 
 
 def test_report_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "measure_ceiling", lambda dtype: H200)
+    monkeypatch.setattr(bench, "measure_ceiling", lambda *_: H200)
     pair = tiny_pair(synthetic_acceptance=2.5)
     prompts = pair.prompts(2, 20, 0)
     assert prompts.shape == (2, 20)
@@ -155,7 +155,7 @@ def test_report_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_acceptance_is_real_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "measure_ceiling", lambda dtype: H200)
+    monkeypatch.setattr(bench, "measure_ceiling", lambda *_: H200)
     pair = tiny_pair(synthetic_acceptance=None)
     result = bench.measure(pair, pair.prompts(1, 8, 0), H200, new_tokens=8, repeats=1, seed=0)
     assert result.acceptance == "real"
