@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
-from scripts.train_bundled import blocks, corpus, drafter, evaluate, export, recipe, target
-from scripts.train_bundled.optimize import rounded
+from scripts.train_bundled import corpus, drafter, evaluate, export, recipe, target
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 console = Console(highlight=False, soft_wrap=True)
@@ -57,11 +56,13 @@ def corpus_stage(stdlib: Stdlib = STDLIB, work: Work = WORK) -> None:
 @app.command("target")
 def target_stage(schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: Work = WORK) -> None:
     """Train the target."""
-    pair = target.train(
-        _graphs(dtype), recipe.TARGET_SCHEDULES[schedule], _streams(work), console.print
+    params = target.train(
+        target.target_graph(dtype),
+        recipe.TARGET_SCHEDULES[schedule],
+        _streams(work),
+        console.print,
     )
-    _save(work / "target.npz", pair["target"])
-    _save(work / "dflash-first.npz", pair["dflash"])
+    _save(work / "target.npz", params)
 
 
 @app.command("drafter")
@@ -72,7 +73,6 @@ def drafter_stage(
     params = drafter.train(
         _graphs(dtype),
         _load(work / "target.npz"),
-        _load(work / "dflash-first.npz"),
         recipe.DRAFTER_SCHEDULES[schedule],
         _streams(work),
         console.print,
@@ -83,7 +83,9 @@ def drafter_stage(
 @app.command("export")
 def export_stage(work: Work = WORK, destination: Path = recipe.BUNDLED) -> None:
     """Write both as Hugging Face directories, in bfloat16."""
-    pair = [rounded(_load(work / f"{name}.npz"), "bfloat16") for name in ("target", "dflash")]
+    pair = [
+        target.rounded(_load(work / f"{name}.npz"), "bfloat16") for name in ("target", "dflash")
+    ]
     export.export(destination, *pair, _tokenizer(work))
     files = [p for name in ("target", "dflash") for p in (destination / name).iterdir()]
     console.print(f"{sum(p.stat().st_size for p in files)} bytes in {destination}")
@@ -94,7 +96,7 @@ def evaluate_stage(stdlib: Stdlib = STDLIB, dtype: Dtype = "float32", work: Work
     """Measure the pair, its weights rounded to bfloat16, on the held-out modules."""
     texts = corpus.read_held_out(stdlib)
     pair = [
-        rounded(rounded(_load(work / f"{name}.npz"), "bfloat16"), dtype)
+        target.rounded(target.rounded(_load(work / f"{name}.npz"), "bfloat16"), dtype)
         for name in ("target", "dflash")
     ]
     result = evaluate.evaluate(_graphs(dtype), pair[0], pair[1], _tokenizer(work), texts)
@@ -109,7 +111,7 @@ def evaluate_stage(stdlib: Stdlib = STDLIB, dtype: Dtype = "float32", work: Work
 
 
 def _graphs(dtype: str) -> tuple[Graph, Graph]:
-    return target.target_graph(dtype), blocks.dflash_graph(dtype)
+    return target.target_graph(dtype), drafter.dflash_graph(dtype)
 
 
 def _streams(work: Path) -> dict[str, np.ndarray]:

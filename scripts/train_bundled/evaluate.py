@@ -16,13 +16,12 @@ from jaxspec.params import Graph
 from jaxspec.shapes import Params
 from scripts.train_bundled import recipe
 from scripts.train_bundled.drafter import acceptance_lengths
-from scripts.train_bundled.optimize import cross_entropy
-from scripts.train_bundled.target import generate
+from scripts.train_bundled.target import cross_entropy, generate
 
 WINDOW, STRIDE = (
     1024,
     512,
-)  # teacher forcing: every token sees at least STRIDE earlier ones, if there are
+)  # teacher forcing: a token sees at least STRIDE earlier ones, if there are
 
 
 def bits_per_byte(

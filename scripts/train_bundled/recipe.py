@@ -50,8 +50,6 @@ DFLASH = DFlashConfig(
     final_logit_softcap=30.0,
 )
 
-POSITION_DECAY = 3.0  # draft slot k of a block weighs exp(-(k - 1) / this) in the drafter's loss
-
 
 @dataclass(frozen=True)
 class Phase:
@@ -64,55 +62,34 @@ class Phase:
 
 @dataclass(frozen=True)
 class TargetSchedule:
-    """AdamW with a warm-up and a linear decay to zero over all phases, then again against loops."""
+    """AdamW with a warm-up and a linear decay to zero over all phases."""
 
     phases: tuple[Phase, ...]
     peak_rate: float = 3e-3
-    weight_decay: float = 0.15
+    weight_decay: float = 0.1
     warmup_steps: int = 300
-    library_share: float = 0.45  # of the crops; tests are the larger part of the text
-    draft_weight: float = 0.5  # of the drafter's loss, which shapes the features it will read
-    draft_anchors: int = 8  # blocks a crop
-    loop_goal: float = 0.28  # share of repeated 4-grams at which this ends
-    loop_rounds: int = (
-        20  # at most; in each the target writes texts and learns from its repetitions
-    )
-    loop_steps: int = 100  # a round
-    loop_texts: int = 1024  # a round
-    loop_rows: int = 32  # texts a step
-    loop_prompt: int = 64
-    loop_tokens: int = 192
-    loop_rate: float = 5e-4
-    loop_weight: float = 1.0
+    library_share: float = 0.5  # of the crops; tests are the larger part of the text
 
 
 @dataclass(frozen=True)
 class DrafterSchedule:
     """Blocks cut from text that the target itself wrote after prompts from the training text."""
 
-    sequences: int  # three of four greedy, the fourth sampled at temperature 1
+    sequences: int  # half of them greedy, half sampled at temperature 1
     steps: int
     rows: int = 64
-    anchors: int = 32  # blocks a row
+    anchors: int = 16  # blocks a row
     prompt_lengths: tuple[int, int] = (64, 512)
     new_tokens: int = 256
     peak_rate: float = 2e-3
     weight_decay: float = 0.05
     warmup_steps: int = 300
+    position_decay: float = 4.0  # slot k of a block weighs exp(-(k - 1) / this)
 
 
 TARGET_SCHEDULES = {
-    "smoke": TargetSchedule(
-        (Phase(4, 4, 64), Phase(2, 1, 128)),
-        warmup_steps=2,
-        loop_rounds=2,
-        loop_steps=2,
-        loop_texts=4,
-        loop_rows=2,
-        loop_prompt=16,
-        loop_tokens=16,
-    ),
-    "full": TargetSchedule((Phase(4000, 64, 512), Phase(250, 16, 2048))),
+    "smoke": TargetSchedule((Phase(6, 4, 64), Phase(2, 1, 128)), warmup_steps=2),
+    "full": TargetSchedule((Phase(3000, 64, 512), Phase(150, 16, 2048))),
 }
 DRAFTER_SCHEDULES = {
     "smoke": DrafterSchedule(
@@ -124,5 +101,5 @@ DRAFTER_SCHEDULES = {
         new_tokens=24,
         warmup_steps=2,
     ),
-    "full": DrafterSchedule(sequences=32_768, steps=9000),
+    "full": DrafterSchedule(sequences=16_384, steps=2500),
 }
