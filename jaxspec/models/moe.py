@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.config import TargetConfig
-from jaxspec.models.layers import contract, gelu_tanh, project, rms_norm
+from jaxspec.models.layers import contract, gelu_tanh, over_rows, project, rms_norm
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 
@@ -53,11 +53,15 @@ class Experts(nnx.Module):
         combine = combine.at[row, chosen.reshape(-1, self.top_k)].set(
             weights.reshape(-1, self.top_k)
         )
-        # A batched product, an expert each. With the rows not repeated, D would stand between two axes
-        # that are kept, and XLA transposes all of the weights in every step.
-        repeated = jnp.broadcast_to(rows, (e, *rows.shape))
-        gate_up = contract("erd,edf->erf", repeated, self.gate_up.reshape(e, d, 2 * f))
-        gate_up = gate_up.astype(x.dtype)
-        hidden = gelu_tanh(gate_up[..., :f]) * gate_up[..., f:]
-        hidden = (hidden.astype(jnp.float32) * combine.T[:, :, None]).astype(x.dtype)
-        return contract("erf,efd->rd", hidden, self.down[...]).astype(x.dtype).reshape(x.shape)
+        weights_in, weights_out = self.gate_up.reshape(e, d, 2 * f), self.down[...]
+
+        def run(rows: Float[Array, "R D"]) -> Float[Array, "R D"]:
+            # A batched product, an expert each. With the rows not repeated, D would stand between two
+            # axes that are kept, and XLA transposes all of the weights in every step.
+            repeated = jnp.broadcast_to(rows, (e, *rows.shape))
+            gate_up = contract("erd,edf->erf", repeated, weights_in).astype(x.dtype)
+            hidden = gelu_tanh(gate_up[..., :f]) * gate_up[..., f:]
+            hidden = (hidden.astype(jnp.float32) * combine.T[:, :, None]).astype(x.dtype)
+            return contract("erf,efd->rd", hidden, weights_out)
+
+        return over_rows(run, rows).astype(x.dtype).reshape(x.shape)
