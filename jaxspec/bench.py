@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -31,9 +30,9 @@ from rich.table import Table
 
 import jaxspec
 from jaxspec import decode
+from jaxspec.api import BUNDLED, default_dtype, load
 from jaxspec.batching import PREFILL_CHUNK, row_keys
 from jaxspec.cache import RING_MULTIPLE
-from jaxspec.checkpoint import load_drafter, load_target
 from jaxspec.config import (
     DFLASH_PRESETS,
     TARGET_PRESETS,
@@ -50,7 +49,6 @@ from jaxspec.report import json_lines, write_line
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int, Params
 
-BUNDLED = Path(jaxspec.__file__).parent / "bundled"
 WARM_UP_STEPS = 4  # the first run of a captured graph goes kernel by kernel, the second records it
 
 
@@ -144,7 +142,7 @@ def bench_command(
                 None if random_weights is None else random_weights.value,
                 target,
                 drafter,
-                dtype=dtype.value if dtype else _default_dtype(),
+                dtype=dtype.value if dtype else default_dtype(),
                 num_draft_tokens=num_draft_tokens,
                 synthetic_acceptance=synthetic_acceptance,
                 seed=seed,
@@ -218,19 +216,16 @@ def make_pair(
             drafter_graph = Graph(DFlashDrafter, config, dtype)
             drafter_params = drafter_graph.random_params(seed + 1)
     else:
-        bundled = target is None
-        model = load_target(target or str(BUNDLED / "target"), dtype=dtype)
+        model, drafter_model = load(target, drafter, dtype=dtype)
         target_graph, target_params, target_name = model.graph, model.params, target or "bundled"
         suppressed = model.generation.suppress_tokens if model.generation else ()
-        if bundled:
+        if target is None:
             values = json.loads((BUNDLED / "held_out.json").read_text())
             held_out = tuple(tuple(p["ids"]) for p in values["prompts"])
-            drafter = drafter or "dflash"
-        if drafter not in (None, "none"):
-            source = str(BUNDLED / "dflash") if drafter == "dflash" else drafter
-            model = load_drafter(source, dtype=dtype)
-            model.config.check_fits(target_graph.config)
-            drafter_graph, drafter_params, drafter_name = model.graph, model.params, drafter
+        if drafter_model is not None:
+            drafter_model.config.check_fits(target_graph.config)
+            drafter_graph, drafter_params = drafter_model.graph, drafter_model.params
+            drafter_name = drafter or "dflash"
     spec = DecodeSpec(
         target=target_graph,
         drafter=drafter_graph,
@@ -767,7 +762,3 @@ def _results_tables(results: Sequence[Result], repeats: int) -> list[Table]:
             "" if r.distinct_experts is None else str(r.distinct_experts),
         )
     return [speeds, details]
-
-
-def _default_dtype() -> str:
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.text import Text
 
 import jaxspec
+from jaxspec.api import BUNDLED, MOST_SLOTS, load
 from jaxspec.batching import Completion, Engine, Request, Update
-from jaxspec.checkpoint import CheckpointError, LoadedModel, load_drafter, load_target
+from jaxspec.checkpoint import CheckpointError, LoadedModel
 from jaxspec.config import ConfigError
 from jaxspec.prompts import Prompt, encode
 from jaxspec.report import (
@@ -43,8 +44,6 @@ from jaxspec.report import (
 )
 from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError, completed_text, stop_at_text
 
-BUNDLED = Path(jaxspec.__file__).parent / "bundled"
-MOST_ROWS = 8  # of a batch, unless asked for
 STREAMING_STEPS = 4  # steps between returns for one prompt: each return is a piece of text
 BATCH_STEPS = 16
 
@@ -187,25 +186,19 @@ def set_compilation_cache(given: str | None, console: Console) -> None:
 
 
 def load_models(options: Options, console: Console) -> tuple[LoadedModel, LoadedModel | None]:
-    """Load target and drafter; the drafter first, being the quicker one to be wrong."""
-    dtype = options.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    hub: dict[str, Any] = dict(dtype=dtype, token=options.token, offline=options.offline)
-    source = options.drafter or ("none" if options.target else "dflash")
+    """Load target and drafter."""
     if options.target and not options.drafter:
         note(console, "no --drafter was given: decoding plainly, one token a step")
-    drafter = None
-    if source != "none":
-        name = str(BUNDLED / "dflash") if source == "dflash" else source
-        if source != "dflash" and "/" not in source and not Path(source).exists():
-            raise RunError(
-                f"--drafter {source} is not known; expected a directory, a hub id (owner/name), dflash or none"
-            )
-        with console.status(f"[dim]loading {shorten(name)}"):
-            drafter = load_drafter(name, revision=options.drafter_revision, **hub)
-    name = options.target or str(BUNDLED / "target")
-    with console.status(f"[dim]loading {shorten(name)}"):
-        target = load_target(name, revision=options.revision, **hub)
-    return target, drafter
+    with console.status("[dim]loading the models"):
+        return load(
+            options.target,
+            options.drafter,
+            dtype=options.dtype,
+            revision=options.revision,
+            drafter_revision=options.drafter_revision,
+            token=options.token,
+            offline=options.offline,
+        )
 
 
 def make_job(
@@ -282,30 +275,20 @@ def make_engine(
     job: Job, options: Options, target: LoadedModel, drafter: LoadedModel | None
 ) -> Engine:
     """Make an engine that fits the job: as many rows and positions as it needs, in buckets."""
-    common: dict[str, Any] = dict(
-        batch_size=options.batch_size or min(len(job.requests), MOST_ROWS),
-        num_draft_tokens=options.num_draft_tokens,
-        steps_per_return=STREAMING_STEPS if len(job.requests) == 1 else BATCH_STEPS,
-    )
     try:
-        # The first one says how many positions a step needs beyond prompt and new tokens.
-        engine = Engine(target, drafter, cache_length=target.config.max_positions, **common)
-        needed = [engine.cache_length_for(r) for r in job.requests if engine.check(r) is None]
-        length = options.cache_length or cache_bucket(max(needed, default=1))
-        return Engine(target, drafter, cache_length=length, **common)
+        return Engine.fitting(
+            target,
+            drafter,
+            job.requests,
+            cache_length=options.cache_length,
+            batch_size=options.batch_size or min(len(job.requests), MOST_SLOTS),
+            num_draft_tokens=options.num_draft_tokens,
+            steps_per_return=STREAMING_STEPS if len(job.requests) == 1 else BATCH_STEPS,
+        )
     except ConfigError:
         raise
     except ValueError as error:
         raise RunError(as_flags(str(error))) from None
-
-
-def cache_bucket(length: int) -> int:
-    """Round a cache length up to a multiple of 128, or of an eighth of the next power of two.
-
-    Few lengths mean few programs to compile, and at most a quarter of the cache is spare.
-    """
-    step = max(128, (1 << (length - 1).bit_length()) // 8)
-    return -(-length // step) * step
 
 
 def refuse(job: Job, engine: Engine, console: Console) -> None:

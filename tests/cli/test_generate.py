@@ -17,6 +17,7 @@ from rich.console import Console
 
 from jaxspec import generation
 from jaxspec.batching import Completion, Engine, Update
+from jaxspec.checkpoint import load_target
 from jaxspec.tokenizer import Tokenizer
 from tests.cli import pair
 from tests.cli.conftest import Run
@@ -193,7 +194,7 @@ def test_a_stop_id_ends_the_tokens_with_it(generate: Run) -> None:
 
 
 def test_stop_ids_are_the_checkpoints_and_those_given(checkpoints: Path) -> None:
-    target = generation.load_target(str(checkpoints / "target"), dtype="float32")
+    target = load_target(str(checkpoints / "target"), dtype="float32")
     options = generation.Options(stop_ids=(7,))
     assert generation.stop_ids(options, target) == (pair.EOS, 7)
     assert generation.stop_ids(generation.Options(ignore_eos=True), target) == ()
@@ -222,13 +223,6 @@ def test_options_that_change_nothing_are_pointed_out(generate: Run) -> None:
     assert "change nothing at temperature 0" in generate("a", "--top-k", "5").stderr
 
 
-@pytest.mark.parametrize(
-    ("length", "bucket"), [(1, 128), (128, 128), (129, 256), (1025, 1280), (5000, 5120)]
-)
-def test_cache_buckets(length: int, bucket: int) -> None:
-    assert generation.cache_bucket(length) == bucket
-
-
 # --- mistakes ----------------------------------------------------------------------------------------
 
 
@@ -239,7 +233,7 @@ def test_cache_buckets(length: int, bucket: int) -> None:
         (["--target", "empty", "a"], "empty is not a model: it has no config.json"),
         (["--target", "drafter", "a"], "drafter is a DFlash drafter; expected a target"),
         (["--drafter", "target", "a"], "target is a target; expected a DFlash drafter"),
-        (["--drafter", "mpt", "a"], "--drafter mpt is not known; expected a directory, a hub id"),
+        (["--drafter", "mpt", "a"], "drafter mpt is not known; expected a directory, a hub id"),
         (["--drafter", "narrow", "a"], "hidden_size: drafter 16, target 32"),
         (["--target", "mute", "a"], "mute has no tokenizer.json"),
         (["--target", "mute", "--prompt-ids", "2", "--stop", "a"], "mute has no tokenizer.json"),

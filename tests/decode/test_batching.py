@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxspec import batching
 from jaxspec.batching import Completion, Engine, Request, Update
 from tests.decode.cases import CACHE_LENGTH, NEW_TOKENS, SLOTS, case, completions, run, until_stop
 
@@ -247,3 +248,10 @@ def test_synthetic_acceptance_runs_the_whole_step():
     engine = case(NAME).engine("hostile", synthetic_acceptance=2.5)
     taus = np.concatenate([d.acceptance_lengths for d in run(engine, requests())])
     assert set(taus.tolist()) == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("length", "bucket"), [(1, 128), (128, 128), (129, 256), (1025, 1280), (5000, 5120)]
+)
+def test_cache_buckets(length: int, bucket: int) -> None:
+    assert batching._cache_bucket(length) == bucket
