@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -271,6 +273,7 @@ def _restored(directory: Path, restore_args: Mapping[str, Any]) -> Iterator[tupl
     import orbax.checkpoint as ocp
 
     stored = stored_arrays(directory)
+    _check_chunks(directory, restore_args)
     sizes = {name: stored[name].size * stored[name].dtype.itemsize for name in restore_args}
     for batch in _batches(sizes):
         args = ocp.args.PyTreeRestore(
@@ -279,7 +282,7 @@ def _restored(directory: Path, restore_args: Mapping[str, Any]) -> Iterator[tupl
             partial_restore=True,
         )
         with (
-            _reading(directory),
+            _orbax_errors(f"{directory / 'params'} is damaged"),
             ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
         ):
             arrays = checkpointer.restore((directory / "params").resolve(), args=args)
@@ -312,19 +315,48 @@ def check_tree(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None
         raise CheckpointError(f"{directory} does not fit its manifest:\n  " + "\n  ".join(wrong))
 
 
+def _check_chunks(directory: Path, names: Iterable[str]) -> None:
+    """Refuse files that are missing or cut short, before Orbax reads them.
+
+    When a read fails, Orbax abandons the others while they run, and they print tracebacks of their own
+    some time later. It also reads a missing chunk as zeros.
+    """
+    wrong = []
+    for name in names:
+        metadata = _zarr_metadata(directory / "params" / name)
+        shape, chunk = metadata["shape"], metadata["chunks"]
+        expected = math.prod(chunk) * jnp.dtype(metadata["dtype"]).itemsize
+        grid = (range(-(-s // c)) for s, c in zip(shape, chunk, strict=True))
+        for index in itertools.product(*grid):
+            file = directory / "params" / name / ".".join(map(str, index))
+            size = file.stat().st_size if file.exists() else 0
+            if size != expected:
+                wrong.append(f"{file.relative_to(directory)}: {size} bytes, expected {expected}")
+    if wrong:
+        raise CheckpointError(
+            f"{directory / 'params'} is damaged; copy or convert it again:\n  " + "\n  ".join(wrong)
+        )
+
+
 def stored_arrays(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Return name, shape and dtype of every array in a directory of ours."""
-    import orbax.checkpoint as ocp
+    try:
+        folders = sorted(path for path in (directory / "params").iterdir() if path.is_dir())
+    except OSError as error:
+        raise CheckpointError(f"{directory / 'params'} is damaged: {error}") from None
+    metadata = {folder.name: _zarr_metadata(folder) for folder in folders}
+    return {
+        name: jax.ShapeDtypeStruct(tuple(m["shape"]), jnp.dtype(m["dtype"]))
+        for name, m in metadata.items()
+    }
 
-    with _reading(directory), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        metadata = checkpointer.metadata((directory / "params").resolve()).item_metadata
-        if metadata is None:
-            raise CheckpointError(f"{directory / 'params'} is damaged: an array of it is missing")
-        return {n: jax.ShapeDtypeStruct(m.shape, m.dtype) for n, m in metadata.tree.items()}
 
-
-def _reading(directory: Path) -> contextlib.AbstractContextManager[None]:
-    return _orbax_errors(f"{directory / 'params'} is damaged")
+def _zarr_metadata(folder: Path) -> dict[str, Any]:
+    """Read what Zarr keeps beside the chunks of an array; Orbax would read all of a tree's, or fail on one."""
+    metadata = read_json(folder / ".zarray")
+    if missing := [key for key in ("shape", "chunks", "dtype") if key not in metadata]:
+        raise CheckpointError(f"{folder / '.zarray'} is damaged: it lacks {', '.join(missing)}")
+    return metadata
 
 
 @contextlib.contextmanager
