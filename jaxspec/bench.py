@@ -40,8 +40,7 @@ from jaxspec.config import (
     TargetConfig,
     default_feature_layers,
 )
-from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk
-from jaxspec.drafters.base import TargetView
+from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk, propose
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.models.gemma4 import Gemma4, run_layer
 from jaxspec.params import Graph
@@ -593,14 +592,7 @@ def distinct_experts(
     target: Gemma4 = spec.target.bind(target_params)
     tokens = state.anchors[:, None]
     if spec.drafter is not None:
-        view = TargetView(target.embedder, spec.suppress_tokens)
-        draft = spec.drafter.bind(drafter_params or {}).draft(
-            state.drafter,
-            view,
-            state.anchors,
-            state.lengths,
-            num_draft_tokens=spec.num_draft_tokens,
-        )
+        draft = propose(target, spec.drafter.bind(drafter_params or {}), spec, state)
         tokens = jnp.concatenate([tokens, draft.tokens], axis=1)
     x = target.embedder.encode(tokens)
     positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None, :]

@@ -90,9 +90,10 @@ class TargetConfig:
 
     def kv_owner(self, layer: int) -> int:
         """Return the layer whose K/V this layer reads: itself, or the last owner of its type."""
-        if self.owns_kv(layer):
-            return layer
-        kind = self.layer_types[layer]
+        return layer if self.owns_kv(layer) else self.last_kv_owner(self.layer_types[layer])
+
+    def last_kv_owner(self, kind: str) -> int:
+        """Return the last layer of a type that has K/V of its own."""
         return max(i for i in range(self.first_shared_layer) if self.layer_types[i] == kind)
 
     def head_dim_of(self, layer: int) -> int:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.drafters.base import AnyDrafter, TargetView
+from jaxspec.drafters.base import AnyDrafter, Draft, TargetView, Tree
 from jaxspec.models.gemma4 import Caches, Gemma4, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.sampling import SamplingParams, suppress
@@ -45,6 +45,7 @@ class DecodeSpec:
     target: Graph
     drafter: Graph | None
     num_draft_tokens: int = 0  # the anchor never counts
+    tree: Tree | None = None  # None: a chain
     suppress_tokens: tuple[int, ...] = ()
     synthetic_acceptance: float | None = (
         None  # benchmarks: replaces the accept decision, nothing else
@@ -214,17 +215,24 @@ def decode_step(target: Gemma4, spec: DecodeSpec, state: DecodeState) -> DecodeS
     return commit(dataclasses.replace(state, caches=output.caches), no_draft, verdict)
 
 
+def propose(target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState) -> Draft:
+    """Let the drafter propose tokens after every row's anchor."""
+    view = TargetView(target.embedder, state.caches, target.config, spec.suppress_tokens)
+    return drafter.draft(
+        state.drafter,
+        view,
+        state.anchors,
+        state.lengths,
+        num_draft_tokens=spec.num_draft_tokens,
+        tree=spec.tree,
+    )
+
+
 def speculative_step(
     target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState
 ) -> DecodeState:
     """Draft, verify, accept and commit: adds 1 to num_draft_tokens + 1 tokens to every active row."""
-    draft = drafter.draft(
-        state.drafter,
-        TargetView(target.embedder, spec.suppress_tokens),
-        state.anchors,
-        state.lengths,
-        num_draft_tokens=spec.num_draft_tokens,
-    ).tokens
+    draft = propose(target, drafter, spec, state).tokens
     output, verdict = _target_step(target, spec, state, draft, drafter.feature_layers)
     kept = jnp.where(state.active, verdict.accepted + 1, 0)  # the anchor and the accepted drafts
     drafter_state = drafter.absorb(state.drafter, output, state.lengths, kept)

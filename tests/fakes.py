@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.config import DFlashConfig, GenerationDefaults, TargetConfig
-from jaxspec.drafters.base import Draft, Drafter, TargetView
+from jaxspec.drafters.base import Draft, Drafter, TargetView, Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.models.gemma4 import TargetOutput
 from jaxspec.params import Graph
@@ -91,6 +91,7 @@ class LookupDrafter(_Fake):
         lengths: Array,
         *,
         num_draft_tokens: int,
+        tree: Tree | None = None,
     ) -> Draft:
         distance = jnp.sum(jnp.square(state[:, None] - self.signatures[...][None]), axis=-1)
         known = self.sequences[...][jnp.argmin(distance, axis=-1)]
@@ -134,6 +135,7 @@ class TableDrafter(_Fake):
         lengths: Array,
         *,
         num_draft_tokens: int,
+        tree: Tree | None = None,
     ) -> Draft:
         del state, target, lengths
         return Draft(self.table[...][anchors][:, :num_draft_tokens])

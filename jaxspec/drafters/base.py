@@ -10,11 +10,14 @@ A new drafter is one new file with a subclass of `Drafter`.
 from __future__ import annotations
 
 import abc
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from flax import nnx, struct
 
-from jaxspec.models.gemma4 import Embedder, TargetOutput
+from jaxspec.cache import KVCache
+from jaxspec.config import TargetConfig
+from jaxspec.models.gemma4 import Caches, Embedder, TargetOutput
 from jaxspec.shapes import Array, DTypeLike, Int
 
 StateT = TypeVar("StateT")
@@ -24,13 +27,34 @@ class TargetView(struct.PyTreeNode):
     """What the target lends a drafter for one call; a drafter never stores it."""
 
     embedder: Embedder
+    caches: Caches
+    config: TargetConfig = struct.field(pytree_node=False)
     suppress_tokens: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    def last_kv(self, kind: str) -> KVCache:
+        """Return the cache of the last layer of a kind ("sliding" or "full") that owns its K/V."""
+        cache = self.caches[self.config.last_kv_owner(kind)]
+        assert cache is not None
+        return cache
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The shape of a draft tree: each level widens its `topk` best nodes by their `topk` best children."""
+
+    topk: int
+    depth: int
 
 
 class Draft(struct.PyTreeNode):
-    """A chain of draft tokens a row, each a certain choice: its draft distribution is one-hot."""
+    """Draft tokens a row, each a certain choice: its draft distribution is one-hot.
+
+    Block row 0 is the anchor and row i + 1 is draft i. `parents` names for each draft the row it follows,
+    which comes before it; without it drafts follow each other, a chain.
+    """
 
     tokens: Int[Array, "B G"]
+    parents: Int[Array, "B G"] | None = None
 
 
 class Drafter(nnx.Module, Generic[StateT]):
@@ -59,8 +83,13 @@ class Drafter(nnx.Module, Generic[StateT]):
         lengths: Int[Array, " B"],
         *,
         num_draft_tokens: int,
+        tree: Tree | None = None,
     ) -> Draft:
-        """Propose the tokens after each row's anchor, which stands at position `lengths`."""
+        """Propose the tokens after each row's anchor, which stands at position `lengths`.
+
+        Args:
+          tree: propose the best nodes of such a tree instead of a chain.
+        """
 
     @abc.abstractmethod
     def absorb(

@@ -15,9 +15,9 @@ from flax import nnx
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.config import DFlashConfig
-from jaxspec.drafters.base import Draft, Drafter, TargetView
+from jaxspec.drafters.base import Draft, Drafter, TargetView, Tree
 from jaxspec.models.attention import attend
-from jaxspec.models.gemma4 import TargetOutput
+from jaxspec.models.gemma4 import Embedder, TargetOutput
 from jaxspec.models.layers import GatedMLP, project, rms_norm, rope, rope_frequencies
 from jaxspec.params import param
 from jaxspec.sampling import argmax, suppress
@@ -92,17 +92,18 @@ class DFlashDrafter(Drafter[DFlashState]):
         lengths: Int[Array, " B"],
         *,
         num_draft_tokens: int,
+        tree: Tree | None = None,
     ) -> Draft:
         context = tuple(kv.view(cache, lengths) for cache in state)
         logits = self.block_logits(
-            context, target, anchors, lengths, num_draft_tokens=num_draft_tokens
+            context, target.embedder, anchors, lengths, num_draft_tokens=num_draft_tokens
         )
         return Draft(argmax(suppress(logits, target.suppress_tokens)))
 
     def block_logits(
         self,
         context: tuple[KVSegment, ...],
-        target: TargetView,
+        embedder: Embedder,
         anchors: Int[Array, " B"],
         lengths: Int[Array, " B"],
         *,
@@ -118,11 +119,11 @@ class DFlashDrafter(Drafter[DFlashState]):
         tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
         positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None, :]
         with jax.named_scope("dflash_draft"):
-            x = target.embedder.encode(tokens, scaled=c.scale_embeddings)
+            x = embedder.encode(tokens, scaled=c.scale_embeddings)
             for layer, segment in zip(self.layers, context, strict=True):
                 x = layer(x, positions, segment)
             x = rms_norm(x[:, 1:], self.final_norm[...], c.rms_norm_eps)
-            return target.embedder.decode(x, c.final_logit_softcap)
+            return embedder.decode(x, c.final_logit_softcap)
 
 
 class DFlashLayer(nnx.Module):

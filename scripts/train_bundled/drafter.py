@@ -16,7 +16,6 @@ import numpy as np
 import optax
 
 from jaxspec.cache import KVSegment
-from jaxspec.drafters.base import TargetView
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Float, Int, Params
@@ -70,7 +69,7 @@ def block_logits(
         tokens = jnp.take_along_axis(text, lengths[:, None], axis=1)[:, 0]
         return drafter.block_logits(
             segments,
-            TargetView(embedder=target.embedder),
+            target.embedder,
             tokens,
             lengths,
             num_draft_tokens=drafter.max_draft_tokens,

@@ -140,9 +140,12 @@ def draft(
 ) -> tuple[Array, Array]:
     """Return block logits and the draft made of them."""
     drafter = graph.bind(params)
-    view = TargetView(target_graph.bind(target_params).embedder, suppress_tokens=(7, 11))
+    target = target_graph.bind(target_params)
+    view = TargetView(target.embedder, (), target.config, suppress_tokens=(7, 11))
     context = tuple(kv.view(cache, lengths) for cache in state)
-    logits = drafter.block_logits(context, view, anchors, lengths, num_draft_tokens=drafts)
+    logits = drafter.block_logits(
+        context, target.embedder, anchors, lengths, num_draft_tokens=drafts
+    )
     return logits, drafter.draft(state, view, anchors, lengths, num_draft_tokens=drafts).tokens
 
 
