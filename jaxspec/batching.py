@@ -21,6 +21,8 @@ import numpy as np
 from jaxspec import decode
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk
+from jaxspec.drafters.base import Tree
+from jaxspec.drafters.tree import check_tree
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Params
 
@@ -93,7 +95,8 @@ class Engine:
       drafter: None for plain decoding.
       batch_size: slots; rounded up to a power of two.
       cache_length: positions a slot holds; prompt, new tokens and one step's tokens must fit.
-      num_draft_tokens: tokens drafted a step, the anchor not counted; default as many as the drafter can.
+      num_draft_tokens: tokens drafted a step, the anchor not counted; default the drafter's own.
+      tree: draft a tree of that many tokens instead of a chain.
       steps_per_return: decode steps between returns to the host.
       synthetic_acceptance: for benchmarks, see `DecodeSpec`.
 
@@ -110,6 +113,7 @@ class Engine:
         batch_size: int = 1,
         cache_length: int = 1024,
         num_draft_tokens: int | None = None,
+        tree: Tree | None = None,
         steps_per_return: int = 16,
         synthetic_acceptance: float | None = None,
     ):
@@ -119,14 +123,11 @@ class Engine:
         drafts = 0
         if drafter is not None:
             drafter.config.check_fits(target.config)
-            most = drafter.graph.bind_abstract().max_draft_tokens
-            drafts = most if num_draft_tokens is None else num_draft_tokens
-            if not 1 <= drafts <= most:
-                raise ValueError(
-                    f"num_draft_tokens is {drafts}; this drafter proposes 1 to {most} tokens a step"
-                )
-        elif num_draft_tokens:
-            raise ValueError("num_draft_tokens was given, but there is no drafter")
+            drafts = _num_draft_tokens(drafter, num_draft_tokens, tree)
+        elif num_draft_tokens or tree:
+            raise ValueError("num_draft_tokens or a tree was given, but there is no drafter")
+        if synthetic_acceptance is not None and tree is not None:
+            raise ValueError("synthetic_acceptance is for chains; leave the tree out")
         if synthetic_acceptance is not None and not 1 <= synthetic_acceptance <= drafts + 1:
             raise ValueError(
                 f"synthetic_acceptance is {synthetic_acceptance}; with {drafts} draft tokens it lies "
@@ -137,6 +138,7 @@ class Engine:
             target=target.graph,
             drafter=None if drafter is None else drafter.graph,
             num_draft_tokens=drafts,
+            tree=tree,
             suppress_tokens=generation.suppress_tokens if generation else (),
             synthetic_acceptance=synthetic_acceptance,
         )
@@ -431,6 +433,22 @@ def _cache_bucket(length: int) -> int:
     """
     step = max(128, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step
+
+
+def _num_draft_tokens(drafter: LoadedModel, asked: int | None, tree: Tree | None) -> int:
+    model = drafter.graph.bind_abstract()
+    most = model.max_draft_tokens
+    if tree is not None:
+        if asked is None:
+            raise ValueError("a tree needs num_draft_tokens: how many of its nodes to verify")
+        check_tree(tree, asked, most)
+        return asked
+    drafts = model.default_draft_tokens if asked is None else asked
+    if not 1 <= drafts <= most:
+        raise ValueError(
+            f"num_draft_tokens is {drafts}; this drafter proposes 1 to {most} tokens a step"
+        )
+    return drafts
 
 
 def _bucket(n: int, smallest: int = 1) -> int:

@@ -42,7 +42,7 @@ from jaxspec.config import (
 )
 from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk, propose
 from jaxspec.drafters.dflash import DFlashDrafter
-from jaxspec.models.gemma4 import Gemma4, run_layer
+from jaxspec.models.gemma4 import Gemma4, Placement, run_layer
 from jaxspec.params import Graph
 from jaxspec.report import json_lines, write_line
 from jaxspec.sampling import SamplingParams
@@ -596,15 +596,14 @@ def distinct_experts(
         tokens = jnp.concatenate([tokens, draft.tokens], axis=1)
     x = target.embedder.encode(tokens)
     positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None, :]
-    count = jnp.full_like(state.lengths, tokens.shape[1])
+    where = Placement(positions, state.lengths, jnp.full_like(state.lengths, tokens.shape[1]))
     counts = []
     for layer, cache in zip(target.layers, state.caches, strict=True):
-        args = (positions, state.lengths, count, cache, None, None)
-        residual = layer.attention_block(x, *args)[0]
+        residual = layer.attention_block(x, where, cache, None)[0]
         chosen, _ = layer.experts.route(residual)
         used = jnp.zeros(spec.target.config.num_experts, jnp.int32).at[chosen].set(1)
         counts.append(jnp.sum(used))
-        x = run_layer(layer, x, *args, None)[0]
+        x = run_layer(layer, x, where, cache, None, None)[0]
     return jnp.stack(counts)
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.shapes import Array, DTypeLike, Float, Int
+from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
 
 RING_MULTIPLE = 64  # ring sizes are rounded up to this, so that kernels can tile them
 
@@ -36,6 +36,9 @@ class KVSegment(struct.PyTreeNode):
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S H"]
     positions: Int[Array, "B S"]
+    seen_by: Bool[Array, "B T S"] | None = (
+        None  # queries that may see each key; None: positions tell
+    )
 
 
 def init_cache(
@@ -127,19 +130,40 @@ def write_then_view(
     new = write(cache, k, v, start, count, slots)
     if cache.ring_slack is None or t <= cache.ring_slack:
         return new, (view(new, start + count, slots),)
-    return new, (view(cache, start, slots), fresh(k, v, start, count))
+    positions = start[:, None] + jnp.arange(t)[None, :]
+    return new, (view(cache, start, slots), fresh(k, v, positions, count))
 
 
 def fresh(
     k: Float[Array, "b T K H"],
     v: Float[Array, "b T K H"],
-    start: Int[Array, " b"],
+    positions: Int[Array, "b T"],
     count: Int[Array, " b"],
+    seen_by: Bool[Array, "b T T"] | None = None,
 ) -> KVSegment:
     """Return this pass's own keys and values as a segment, without any cache."""
-    offset = jnp.arange(k.shape[1])[None, :]
-    positions = jnp.where(offset < count[:, None], start[:, None] + offset, -1)
-    return KVSegment(k.swapaxes(1, 2), v.swapaxes(1, 2), positions)
+    real = jnp.arange(k.shape[1])[None, :] < count[:, None]
+    positions = jnp.where(real, positions, -1)
+    return KVSegment(k.swapaxes(1, 2), v.swapaxes(1, 2), positions, seen_by)
+
+
+def keep(
+    cache: KVCache,
+    segment: KVSegment,
+    rows: Int[Array, "B T"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> KVCache:
+    """Write some tokens of a pass that has not written: the first `count` of `rows`, in that order.
+
+    Args:
+      rows: which token of the pass comes to stand at position start, start + 1, ...
+    """
+
+    def chosen(x: Array) -> Array:
+        return jnp.take_along_axis(x, rows[:, None, :, None], axis=2).swapaxes(1, 2)
+
+    return write(cache, chosen(segment.k), chosen(segment.v), start, count)
 
 
 def cache_bytes(tree: object) -> int:

@@ -10,7 +10,8 @@ target's own next token as the new anchor, and moves `lengths` past what was kep
     accept    verify.verify      logits, drafts       -> accepted prefix, bonus token
     commit    drafter.absorb, `commit`                -> the next state
 
-Plain decoding is the same step without drafts. Everything here runs inside one compiled program; slots
+Plain decoding is the same step without drafts. Drafts are a chain, or a tree: then the target pass reads the
+caches without writing them, and the accepted path alone is written. Everything here runs inside one compiled program; slots
 that are finished write nothing. Who is in which slot is `batching`'s business.
 """
 
@@ -27,11 +28,12 @@ from flax import struct
 from jax import lax
 
 from jaxspec.drafters.base import AnyDrafter, Draft, TargetView, Tree
-from jaxspec.models.gemma4 import Caches, Gemma4, TargetOutput, init_caches
+from jaxspec.drafters.tree import ancestors
+from jaxspec.models.gemma4 import Caches, Gemma4, TargetOutput, init_caches, keep_rows
 from jaxspec.params import Graph
 from jaxspec.sampling import SamplingParams, suppress
 from jaxspec.shapes import Array, Bool, Int, Params
-from jaxspec.verify import Verdict, synthetic_verify, verify
+from jaxspec.verify import Verdict, synthetic_verify, tree_verify, verify
 
 COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 """What the programs here are compiled with. By default XLA joins the weights of products that share an
@@ -211,7 +213,7 @@ def prefill(
 def decode_step(target: Gemma4, spec: DecodeSpec, state: DecodeState) -> DecodeState:
     """Add one token to every active row: the reference that speculation must equal."""
     no_draft = jnp.zeros((state.anchors.shape[0], 0), jnp.int32)
-    output, verdict = _target_step(target, spec, state, no_draft, ())
+    output, verdict = _target_step(target, spec, state, Draft(no_draft), ())
     return commit(dataclasses.replace(state, caches=output.caches), no_draft, verdict)
 
 
@@ -232,12 +234,17 @@ def speculative_step(
     target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState
 ) -> DecodeState:
     """Draft, verify, accept and commit: adds 1 to num_draft_tokens + 1 tokens to every active row."""
-    draft = propose(target, drafter, spec, state).tokens
+    draft = propose(target, drafter, spec, state)
     output, verdict = _target_step(target, spec, state, draft, drafter.feature_layers)
     kept = jnp.where(state.active, verdict.accepted + 1, 0)  # the anchor and the accepted drafts
+    tokens = draft.tokens
+    if verdict.path is not None:
+        output = keep_rows(output, verdict.path, state.lengths, kept)
+        after_anchor = jnp.maximum(verdict.path[:, 1:] - 1, 0)
+        tokens = jnp.take_along_axis(tokens, after_anchor, axis=1)
     drafter_state = drafter.absorb(state.drafter, output, state.lengths, kept)
     state = dataclasses.replace(state, caches=output.caches, drafter=drafter_state)
-    return commit(state, draft, verdict)
+    return commit(state, tokens, verdict)
 
 
 def decode_loop(
@@ -267,11 +274,11 @@ def _target_step(
     target: Gemma4,
     spec: DecodeSpec,
     state: DecodeState,
-    draft: Int[Array, "B G"],
+    draft: Draft,
     feature_layers: tuple[int, ...],
 ) -> tuple[TargetOutput, Verdict]:
     """Run the target over anchor + drafts and judge the drafts."""
-    tokens = jnp.concatenate([state.anchors[:, None], draft], axis=1)
+    tokens = jnp.concatenate([state.anchors[:, None], draft.tokens], axis=1)
     with jax.named_scope("verify"):
         output = target(
             tokens,
@@ -279,13 +286,19 @@ def _target_step(
             jnp.where(state.active, tokens.shape[1], 0),
             state.caches,
             feature_layers=feature_layers,
+            ancestors=None if draft.parents is None else ancestors(draft.parents),
         )
     with jax.named_scope("accept"):
         logits, steps = suppress(output.logits, spec.suppress_tokens), state.num_steps + 1
+        how = (state.sampling, state.keys, steps)
+        if draft.parents is not None:
+            assert spec.tree is not None
+            parents, depth = draft.parents, spec.tree.depth
+            return output, tree_verify(logits, draft.tokens, parents, *how, depth=depth)
         if spec.synthetic_acceptance is None:
-            return output, verify(logits, draft, state.sampling, state.keys, steps)
-        tau = spec.synthetic_acceptance if draft.shape[1] else 1.0
-        return output, synthetic_verify(logits, draft, tau, state.keys, steps)
+            return output, verify(logits, draft.tokens, *how)
+        tau = spec.synthetic_acceptance if draft.tokens.shape[1] else 1.0
+        return output, synthetic_verify(logits, draft.tokens, tau, state.keys, steps)
 
 
 def commit(state: DecodeState, draft: Int[Array, "B G"], verdict: Verdict) -> DecodeState:

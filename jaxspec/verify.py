@@ -1,10 +1,10 @@
 """Accepting a draft: pure arrays, no model.
 
-Row t of `logits` is the target's distribution of the token after block slot t, so it judges draft token t
-(slot t + 1), and the row after the last accepted draft gives the bonus token. Drafts here are certain
-choices (a one-hot draft distribution): a draft d is accepted with probability p(d), and a rejection draws
-from p without d. What is emitted then follows p exactly. Source: Leviathan et al. 2023, section 2.3, with
-a one-hot q.
+Row t of `logits` is the target's distribution of the token after block slot t. In a chain it judges draft
+token t (slot t + 1), and the row after the last accepted draft gives the bonus token. Drafts here are
+certain choices (a one-hot draft distribution): a draft d is accepted with probability p(d), and a rejection
+draws from p without d. What is emitted then follows p exactly. Source: Leviathan et al. 2023, section 2.3,
+with a one-hot q. For trees see `tree_verify`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Verdict(struct.PyTreeNode):
 
     accepted: Int[Array, " B"]  # draft tokens kept, 0 to G
     bonus: Int[Array, " B"]  # the token after them, from the target
+    path: Int[Array, "B T"] | None = None  # trees: block rows that stay, the anchor first
 
 
 def verify(
@@ -77,6 +78,51 @@ def rejection_verify(
     row = jnp.where(jnp.any(residual > -jnp.inf, axis=-1, keepdims=True), residual, row)
     token_keys = fold_keys(keys, steps, accepted[:, None], Stream.TOKEN)[:, 0]
     return Verdict(accepted, sample(row, token_keys))
+
+
+def tree_verify(
+    logits: Float[Array, "B T V"],
+    draft: Int[Array, "B G"],
+    parents: Int[Array, "B G"],
+    sampling: SamplingParams,
+    keys: Array,
+    steps: Int[Array, " B"],
+    *,
+    depth: int,
+) -> Verdict:
+    """Follow the target's own choices through a draft tree, as deep as it has them.
+
+    The target chooses a token after every row of the block: its best, or a draw from its distribution. From
+    the anchor on, a child that is the chosen token is accepted, and the choice after it is next; the first
+    choice that no child has is the bonus token. Every emitted token is thus the target's own choice after
+    what precedes it, and the draw at a row does not depend on how the row was reached: what is emitted
+    follows the target exactly, whatever the tree. A child d is accepted with probability p(d), the most
+    that any lossless rule allows for drafts that are certain choices.
+
+    Args:
+      depth: most drafts that follow each other.
+    """
+    b, t, _ = logits.shape
+    greedy = argmax(logits)
+
+    def mixed() -> Int[Array, "B T"]:
+        token_keys = fold_keys(keys, steps, jnp.broadcast_to(jnp.arange(t), (b, t)), Stream.TOKEN)
+        drawn = jax.vmap(sample, in_axes=1, out_axes=1)(shape_logits(logits, sampling), token_keys)
+        return jnp.where(sampling.temperature[:, None] > 0, drawn, greedy)
+
+    choice = lax.cond(jnp.any(sampling.temperature > 0), mixed, lambda: greedy)
+    row, accepted = jnp.zeros(b, jnp.int32), jnp.zeros(b, jnp.int32)
+    path = [row]
+    for _ in range(depth):
+        wanted = jnp.take_along_axis(choice, row[:, None], axis=1)
+        hit = (parents == row[:, None]) & (draft == wanted)
+        found = jnp.any(hit, axis=1)  # where not, the row stays: nothing is below it that fits
+        row = jnp.where(found, jnp.argmax(hit, axis=1).astype(jnp.int32) + 1, row)
+        accepted += found.astype(jnp.int32)
+        path.append(row)
+    bonus = jnp.take_along_axis(choice, row[:, None], axis=1)[:, 0]
+    path += [row] * (t - len(path))
+    return Verdict(accepted, bonus, jnp.stack(path, axis=1))
 
 
 def synthetic_verify(

@@ -21,6 +21,7 @@ from jaxspec.checkpoint import LoadedModel
 from jaxspec.config import DFlashConfig, GenerationDefaults, TargetConfig
 from jaxspec.drafters.base import Draft, Drafter, TargetView, Tree
 from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.drafters.tree import Children, grow
 from jaxspec.models.gemma4 import TargetOutput
 from jaxspec.params import Graph
 from jaxspec.sampling import suppress
@@ -95,9 +96,24 @@ class LookupDrafter(_Fake):
     ) -> Draft:
         distance = jnp.sum(jnp.square(state[:, None] - self.signatures[...][None]), axis=-1)
         known = self.sequences[...][jnp.argmin(distance, axis=-1)]
-        index = lengths[:, None] + 1 + jnp.arange(num_draft_tokens)[None, :]
-        tokens = jnp.take_along_axis(known, index, axis=1, mode="clip")
-        return Draft((tokens + self.shift[...]) % self.config.vocab_size)
+        depth = num_draft_tokens if tree is None else tree.depth
+        index = lengths[:, None] + 1 + jnp.arange(depth)[None, :]
+        tokens = jnp.take_along_axis(known, index, axis=1, mode="clip") + self.shift[...]
+        if tree is None:
+            return Draft(tokens % self.config.vocab_size)
+
+        def expand(level: int, frontier: Array, origins: Array, topk: int) -> tuple[int, Children]:
+            # What is known comes first at one level and second at the next.
+            rank = list(range(topk))
+            if level % 2:
+                rank[:2] = reversed(rank[:2])
+            shape = (*frontier.shape, topk)
+            near = tokens[:, level, None, None] + jnp.asarray(rank)
+            near = jnp.broadcast_to(near, shape)
+            likely = jnp.broadcast_to(-0.1 - 0.3 * jnp.arange(topk, dtype=jnp.float32), shape)
+            return level + 1, Children(near % self.config.vocab_size, likely)
+
+        return grow(expand, 0, anchors, tree=tree, num_draft_tokens=num_draft_tokens)
 
 
 class TableDrafter(_Fake):
@@ -138,7 +154,19 @@ class TableDrafter(_Fake):
         tree: Tree | None = None,
     ) -> Draft:
         del state, target, lengths
-        return Draft(self.table[...][anchors][:, :num_draft_tokens])
+        if tree is None:
+            return Draft(self.table[...][anchors][:, :num_draft_tokens])
+
+        def expand(
+            carry: None, frontier: Array, origins: Array, topk: int
+        ) -> tuple[None, Children]:
+            following = self.table[...][frontier][:, :, :1] + jnp.arange(topk)
+            likely = jnp.broadcast_to(
+                -0.1 - 0.3 * jnp.arange(topk, dtype=jnp.float32), following.shape
+            )
+            return None, Children(following % self.config.vocab_size, likely)
+
+        return grow(expand, None, anchors, tree=tree, num_draft_tokens=num_draft_tokens)
 
 
 def loaded(

@@ -68,7 +68,12 @@ class Drafter(nnx.Module, Generic[StateT]):
     @property
     @abc.abstractmethod
     def max_draft_tokens(self) -> int:
-        """Most tokens that one `draft` can propose."""
+        """Most tokens that one `draft` can propose in a row."""
+
+    @property
+    def default_draft_tokens(self) -> int:
+        """Tokens to propose in a chain when nobody says how many."""
+        return self.max_draft_tokens
 
     @abc.abstractmethod
     def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> StateT:

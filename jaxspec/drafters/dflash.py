@@ -16,6 +16,7 @@ from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.config import DFlashConfig
 from jaxspec.drafters.base import Draft, Drafter, TargetView, Tree
+from jaxspec.drafters.tree import Children, best_children, grow
 from jaxspec.models.attention import attend
 from jaxspec.models.gemma4 import Embedder, TargetOutput
 from jaxspec.models.layers import GatedMLP, project, rms_norm, rope, rope_frequencies
@@ -95,10 +96,21 @@ class DFlashDrafter(Drafter[DFlashState]):
         tree: Tree | None = None,
     ) -> Draft:
         context = tuple(kv.view(cache, lengths) for cache in state)
+        depth = num_draft_tokens if tree is None else tree.depth
         logits = self.block_logits(
-            context, target.embedder, anchors, lengths, num_draft_tokens=num_draft_tokens
+            context, target.embedder, anchors, lengths, num_draft_tokens=depth
         )
-        return Draft(argmax(suppress(logits, target.suppress_tokens)))
+        logits = suppress(logits, target.suppress_tokens)
+        if tree is None:
+            return Draft(argmax(logits))
+
+        def expand(level: int, tokens: Array, origins: Array, topk: int) -> tuple[int, Children]:
+            # A block gives each position one distribution, whatever stands before it in the block.
+            best = best_children(logits[:, level, None], topk)
+            wide = (*tokens.shape, topk)
+            return level + 1, Children(*(jnp.broadcast_to(x, wide) for x in best))
+
+        return grow(expand, 0, anchors, tree=tree, num_draft_tokens=num_draft_tokens)
 
     def block_logits(
         self,

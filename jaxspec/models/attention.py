@@ -21,7 +21,8 @@ def attend(
 ) -> Float[Array, "B T K G H"]:
     """Attend from each query to every key its position allows, over all segments at once.
 
-    A key at position k is seen from q when it exists (k >= 0), k > q - window, and, if causal, k <= q.
+    A key at position k is seen from q when it exists (k >= 0), k > q - window, if causal k <= q, and if the
+    segment says which queries see it, it is one of them (branches of a draft tree do not see each other).
     Scores and softmax are float32. A query that sees nothing (padding) gives finite rubbish.
 
     Args:
@@ -35,6 +36,8 @@ def attend(
     scores = []
     for s in segments:
         visible = _visible(q_positions, s.positions, window, causal)
+        if s.seen_by is not None:
+            visible &= s.seen_by
         visible = jnp.broadcast_to(visible[:, None, None], (b, 1, g, t, visible.shape[-1]))
         score = contract("bkrh,bksh->bkrs", rows, s.k) * scale
         visible = visible.reshape(b, 1, g * t, -1)

@@ -28,7 +28,7 @@ from jaxspec.models.layers import (
 )
 from jaxspec.models.moe import Experts
 from jaxspec.params import param
-from jaxspec.shapes import Array, DTypeLike, Float, Int
+from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
 
 Caches = tuple[KVCache | None, ...]
 """One entry a layer; None where the layer reads another layer's K/V."""
@@ -41,6 +41,21 @@ class TargetOutput(struct.PyTreeNode):
     hidden: Float[Array, "B T D"]  # after the final norm
     features: tuple[Float[Array, "B T D"], ...]  # outputs of the layers asked for, not normed
     caches: Caches | None
+    fresh: tuple[KVSegment | None, ...] = ()  # a tree's K/V, by layer: not in the caches yet
+
+
+class Placement(struct.PyTreeNode):
+    """Where the tokens of one pass stand in their sequences."""
+
+    positions: Int[Array, "B T"]
+    start: Int[Array, " B"]  # positions below it are in the caches
+    count: Int[Array, " B"]  # tokens of a row that are real
+    slots: Int[Array, " B"] | None = (
+        None  # cache row of each batch row; None when they are the same
+    )
+    ancestors: Bool[Array, "B T T"] | None = (
+        None  # draft trees: the rows each row sees, itself included
+    )
 
 
 class Gemma4(nnx.Module):
@@ -66,17 +81,23 @@ class Gemma4(nnx.Module):
         slots: Int[Array, " B"] | None = None,
         feature_layers: tuple[int, ...] = (),
         logit_rows: Int[Array, "B R"] | None = None,
+        ancestors: Bool[Array, "B T T"] | None = None,
     ) -> TargetOutput:
-        """Run tokens at positions start .. start + count - 1 of each row.
+        """Run tokens at positions start .. start + count - 1 of each row, or a draft tree from `start` on.
 
         Args:
           count: how many of the T tokens of a row are real, 0 to T; the rest write nothing.
           caches: what earlier passes wrote, from `init_caches`; None to attend to this pass alone.
           slots: cache row of each batch row; None when they are the same.
           logit_rows: the rows of T to compute logits for; None for all.
+          ancestors: the tokens are a tree; [b, i, j] tells whether j is i itself or on i's way up to the
+            root. A token stands as many positions past `start` as it has ancestors. The caches are read
+            but not written: `keep_rows` does that once it is known which tokens stay.
         """
         offset = jnp.arange(tokens.shape[1])[None, :]
-        positions = start[:, None] + offset
+        if ancestors is not None:
+            offset = jnp.sum(ancestors, axis=-1) - 1
+        where = Placement(start[:, None] + offset, start, count, slots, ancestors)
         x = self.embedder.encode(tokens)
         per_layer = self.per_layer(tokens, x) if self.config.per_layer_input_size else None
         new_caches: list[KVCache | None] = []
@@ -87,11 +108,8 @@ class Gemma4(nnx.Module):
             x, new_cache, segments[i] = run_layer(
                 layer,
                 x,
-                positions,
-                start,
-                count,
+                where,
                 None if caches is None else caches[i],
-                slots,
                 None if owner == i else segments[owner],
                 None if per_layer is None else per_layer[:, :, i],
             )
@@ -109,7 +127,41 @@ class Gemma4(nnx.Module):
             hidden,
             tuple(features[i] for i in feature_layers),
             None if caches is None else tuple(new_caches),
+            tuple(
+                segments[i][-1] if self.config.owns_kv(i) else None
+                for i in range(self.config.num_layers)
+            )
+            if ancestors is not None
+            else (),
         )
+
+
+def keep_rows(
+    output: TargetOutput,
+    rows: Int[Array, "B T"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> TargetOutput:
+    """Bring tokens of a tree that stay to the front, as if they alone had been fed, and write their K/V.
+
+    Args:
+      rows: the tokens that stay, in order; what follows the first `count` is rubbish.
+    """
+
+    def chosen(x: Array) -> Array:
+        return jnp.take_along_axis(x, rows[:, :, None], axis=1)
+
+    assert output.caches is not None
+    caches = tuple(
+        None if cache is None or segment is None else kv.keep(cache, segment, rows, start, count)
+        for cache, segment in zip(output.caches, output.fresh, strict=True)
+    )
+    return TargetOutput(
+        chosen(output.logits),
+        chosen(output.hidden),
+        tuple(chosen(x) for x in output.features),
+        caches,
+    )
 
 
 def init_caches(
@@ -207,16 +259,13 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        start: Int[Array, " B"],
-        count: Int[Array, " B"],
+        where: Placement,
         cache: KVCache | None,
-        slots: Int[Array, " B"] | None,
         shared: tuple[KVSegment, ...] | None,
         per_layer: Float[Array, "B T P"] | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
         """Return the layer's output, its cache after the writes, and the K/V its queries saw."""
-        x, cache, segments = self.attention_block(x, positions, start, count, cache, slots, shared)
+        x, cache, segments = self.attention_block(x, where, cache, shared)
         with jax.named_scope("mlp"):
             h = self.mlp(rms_norm(x, self.pre_mlp_norm[...], self.eps))
         if self.has_experts:
@@ -236,17 +285,14 @@ class DecoderLayer(nnx.Module):
     def attention_block(
         self,
         x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        start: Int[Array, " B"],
-        count: Int[Array, " B"],
+        where: Placement,
         cache: KVCache | None,
-        slots: Int[Array, " B"] | None,
         shared: tuple[KVSegment, ...] | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
         """Return the first half of the layer: the residual that the MLP and the router read."""
         with jax.named_scope("attention"):
             h = rms_norm(x, self.pre_attention_norm[...], self.eps)
-            h, cache, segments = self.attention(h, positions, start, count, cache, slots, shared)
+            h, cache, segments = self.attention(h, where, cache, shared)
             return x + rms_norm(h, self.post_attention_norm[...], self.eps), cache, segments
 
 
@@ -283,25 +329,27 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        start: Int[Array, " B"],
-        count: Int[Array, " B"],
+        where: Placement,
         cache: KVCache | None,
-        slots: Int[Array, " B"] | None,
         shared: tuple[KVSegment, ...] | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
         _, g, head_dim, _ = self.out.shape
         frequencies = rope_frequencies(head_dim, self.theta, self.partial_factor)
         qkv = project(x, self.qkv[...])
+        positions = where.positions
         q = rope(rms_norm(qkv[:, :, :, :g], self.q_norm[...], self.eps), positions, frequencies)
         if self.owns_kv:
             raw_k, raw_v = qkv[:, :, :, g], qkv[:, :, :, -1]  # the same slice where k = v
             k = rope(rms_norm(raw_k, self.k_norm[...], self.eps), positions, frequencies)
             v = rms_norm(raw_v, None, self.eps)
-            if cache is None:
-                segments = (kv.fresh(k, v, start, count),)
+            if cache is not None and where.ancestors is None:
+                cache, segments = kv.write_then_view(
+                    cache, k, v, where.start, where.count, where.slots
+                )
             else:
-                cache, segments = kv.write_then_view(cache, k, v, start, count, slots)
+                segments = (kv.fresh(k, v, positions, where.count, where.ancestors),)
+                if cache is not None:
+                    segments = (kv.view(cache, where.start, where.slots), *segments)
         else:
             assert shared is not None
             segments = shared

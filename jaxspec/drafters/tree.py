@@ -1,0 +1,115 @@
+"""Draft trees: growing one from a drafter's probabilities, and what its shape says. Pure arrays, no model.
+
+A tree with G drafts is a block of T = G + 1 rows, the anchor first, and every row after the row it follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.drafters.base import Draft, Tree
+from jaxspec.shapes import Array, Bool, Float, Int
+
+CarryT = TypeVar("CarryT")
+
+
+class Children(NamedTuple):
+    """The most likely next tokens of some nodes."""
+
+    tokens: Int[Array, "B F K"]
+    log_probs: Float[Array, "B F K"]
+
+
+Expand = Callable[[CarryT, Int[Array, "B F"], Int[Array, "B F"], int], tuple[CarryT, Children]]
+"""`expand(carry, tokens, origins, topk)` gives the children of a frontier.
+
+Node f has token `tokens[:, f]` and came from node `origins[:, f]` of the frontier before it, whose order a
+drafter's `carry` (its states, say) still has. The first frontier is the anchor alone.
+"""
+
+
+def grow(
+    expand: Expand[CarryT],
+    carry: CarryT,
+    anchors: Int[Array, " B"],
+    *,
+    tree: Tree,
+    num_draft_tokens: int,
+) -> Draft:
+    """Grow a tree level by level, then keep the `num_draft_tokens` nodes of the highest probability.
+
+    A node's probability is the product of those on its way from the anchor, so a node is never kept without
+    its parent. Each level expands its `topk` best nodes only. Source: EAGLE-2 (Li et al. 2024), section 4.
+    """
+    b, k = anchors.shape[0], tree.topk
+    frontier, origins = anchors[:, None], jnp.zeros((b, 1), jnp.int32)
+    scores, rows = (
+        jnp.zeros((b, 1)),
+        jnp.zeros((b, 1), jnp.int32),
+    )  # rows: of the pool, 0 the anchor
+    tokens, parents, pool_scores, size = [], [], [], 0
+    for _ in range(tree.depth):
+        carry, children = expand(carry, frontier, origins, k)
+        # Rounding must not make a child likelier than its parent.
+        total = scores[:, :, None] + jnp.minimum(children.log_probs, 0.0)
+        tokens.append(children.tokens.reshape(b, -1))
+        parents.append(jnp.repeat(rows, k, axis=1))
+        pool_scores.append(total.reshape(b, -1))
+        scores, best = lax.top_k(pool_scores[-1], k)  # of equals the first: parents before children
+        frontier, origins = _take(tokens[-1], best), best // k
+        rows = size + 1 + best
+        size += pool_scores[-1].shape[1]
+    _, kept = lax.top_k(jnp.concatenate(pool_scores, axis=1), num_draft_tokens)
+    kept = jnp.sort(kept, axis=1)
+    parent = _take(jnp.concatenate(parents, axis=1), kept)
+    # From rows of the pool to rows of the block: how many of the kept ones stand before, itself included.
+    parent = jnp.sum(kept[:, None, :] + 1 <= parent[:, :, None], axis=-1, dtype=jnp.int32)
+    return Draft(_take(jnp.concatenate(tokens, axis=1), kept), parent)
+
+
+def best_children(logits: Float[Array, "B F V"], topk: int) -> Children:
+    """Return the `topk` most likely tokens of each node and their log-probabilities."""
+    top, tokens = lax.top_k(logits, topk)
+    return Children(tokens, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+
+
+def ancestors(parents: Int[Array, "B G"]) -> Bool[Array, "B T T"]:
+    """Tell for each row of a block which rows it follows, itself included."""
+    b, g = parents.shape
+    own = jnp.eye(g + 1, dtype=bool)
+    seen = [jnp.broadcast_to(own[0], (b, g + 1))]
+    for i in range(g):
+        above = jnp.take_along_axis(jnp.stack(seen, axis=1), parents[:, i, None, None], axis=1)
+        seen.append(above[:, 0] | own[i + 1])
+    return jnp.stack(seen, axis=1)
+
+
+def check_tree(tree: Tree, num_draft_tokens: int, max_depth: int) -> None:
+    """Refuse a tree that cannot hold `num_draft_tokens` nodes, or that they cannot fill, with ValueError."""
+    k, depth = tree.topk, tree.depth
+    if k < 1 or depth < 1:
+        raise ValueError(f"a draft tree has topk and depth of at least 1, got {k} and {depth}")
+    if depth > max_depth:
+        raise ValueError(
+            f"tree depth {depth}: this drafter drafts at most {max_depth} tokens in a row"
+        )
+    if num_draft_tokens < max(k, depth):
+        raise ValueError(
+            f"a tree of topk {k} and depth {depth} needs at least {max(k, depth)} draft tokens, got "
+            f"{num_draft_tokens}: raise the number of draft tokens or narrow the tree"
+        )
+    nodes = k + (depth - 1) * k * k
+    if num_draft_tokens > nodes:
+        raise ValueError(
+            f"a tree of topk {k} and depth {depth} has {nodes} nodes, fewer than {num_draft_tokens} "
+            f"draft tokens: lower the number of draft tokens or widen the tree"
+        )
+
+
+def _take(x: Array, index: Array) -> Array:
+    return jnp.take_along_axis(x, index, axis=1)

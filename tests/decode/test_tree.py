@@ -1,0 +1,198 @@
+"""Draft trees: their shape, and that verifying one changes nothing of what the target says."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.batching import Engine, Request
+from jaxspec.drafters.base import Draft, Tree
+from jaxspec.drafters.tree import Children, ancestors, check_tree, grow
+from jaxspec.models.gemma4 import TargetOutput, init_caches, keep_rows
+from jaxspec.params import Graph
+from jaxspec.sampling import SamplingParams
+from jaxspec.shapes import Array, Params
+from jaxspec.verify import greedy_verify, tree_verify
+from tests import tiny
+from tests.decode.cases import BLOCK, NEW_TOKENS, SLOTS, case, run, target
+from tests.tiny import FEATURE_SETS
+
+TREES = {"3 wide": (Tree(3, 4), 9), "5 wide": (Tree(5, 4), 12)}
+DEPTH = BLOCK - 1
+
+
+# --- shape ---------------------------------------------------------------------------------------
+
+
+def brute_force(log_probs: np.ndarray, topk: int, count: int) -> set[tuple[int, ...]]:
+    """Return the best `count` paths of a tree whose children's probabilities depend on the level alone."""
+    frontier, pool = [((), 0.0)], []
+    for level in log_probs:
+        best = sorted(range(len(level)), key=lambda t: -level[t])[:topk]
+        nodes = [((*path, t), score + level[t]) for path, score in frontier for t in best]
+        pool += nodes
+        frontier = sorted(nodes, key=lambda node: -node[1])[:topk]
+    return {path for path, _ in sorted(pool, key=lambda node: -node[1])[:count]}
+
+
+def paths(draft: Draft, row: int) -> list[tuple[int, ...]]:
+    assert draft.parents is not None
+    out: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True):
+        assert parent < len(out), "a node stands after its parent"
+        out.append((*out[parent], token))
+    return out[1:]
+
+
+@pytest.mark.parametrize(("topk", "depth", "count"), [(3, 5, 11), (5, 5, 15), (1, 4, 4), (4, 1, 3)])
+def test_grow_keeps_the_best_nodes(topk: int, depth: int, count: int):
+    rng = np.random.default_rng(topk)
+    logits = rng.normal(size=(2, depth, 20)) * 2
+    log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+    def expand(level: int, frontier: Array, origins: Array, k: int) -> tuple[int, Children]:
+        tokens = np.argsort(-log_probs[:, level], axis=-1)[:, None, :k]
+        likely = np.take_along_axis(log_probs[:, level, None], tokens, axis=-1)
+        shape = (2, frontier.shape[1], k)
+        children = (jnp.asarray(np.broadcast_to(x, shape)) for x in (tokens, likely))
+        return level + 1, Children(*children)
+
+    draft = grow(expand, 0, jnp.zeros(2, jnp.int32), tree=Tree(topk, depth), num_draft_tokens=count)
+    for row in range(2):
+        found = paths(draft, row)
+        assert len(found) == count
+        assert set(found) == brute_force(log_probs[row], topk, count)
+
+
+def test_ancestors():
+    seen = np.asarray(ancestors(jnp.asarray([[0, 0, 1, 3], [0, 1, 2, 3]])))
+    assert seen.shape == (2, 5, 5)
+    tree = [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 1, 3, 4}]
+    assert [set(np.flatnonzero(row)) for row in seen[0]] == tree
+    np.testing.assert_array_equal(seen[1], np.tril(np.ones((5, 5), bool)))
+
+
+@pytest.mark.parametrize(
+    ("tree", "count", "message"),
+    [
+        (Tree(3, 5), 4, r"topk 3 and depth 5 needs at least 5 draft tokens, got 4"),
+        (Tree(6, 2), 5, r"needs at least 6 draft tokens, got 5: raise .* or narrow"),
+        (Tree(2, 2), 7, r"has 6 nodes, fewer than 7 draft tokens: lower .* or widen"),
+        (Tree(2, 9), 12, r"tree depth 9: this drafter drafts at most 7"),
+        (Tree(0, 2), 2, r"topk and depth of at least 1, got 0 and 2"),
+    ],
+)
+def test_impossible_trees(tree: Tree, count: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_tree(tree, count, 7)
+
+
+# --- verification ----------------------------------------------------------------------------------
+
+
+def test_a_chain_as_a_tree_is_judged_alike():
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(64, 4, 5)), jnp.float32)
+    choice = np.asarray(jnp.argmax(logits, axis=-1))
+    wrong = rng.random((64, 3)) < 0.3
+    draft = jnp.asarray((choice[:, :3] + wrong) % 5)
+    parents = jnp.broadcast_to(jnp.arange(3), (64, 3))
+    sampling = SamplingParams(jnp.zeros(64), jnp.zeros(64, jnp.int32), jnp.ones(64))
+    keys, steps = jax.random.split(jax.random.key(0), 64), jnp.zeros(64, jnp.int32)
+    expected = greedy_verify(logits, draft)
+    got = tree_verify(logits, draft, parents, sampling, keys, steps, depth=3)
+    np.testing.assert_array_equal(got.accepted, expected.accepted)
+    np.testing.assert_array_equal(got.bonus, expected.bonus)
+    assert set(np.asarray(expected.accepted)) == {0, 1, 2, 3}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def target_pass(graph: Graph, params: Params, *args: Any) -> TargetOutput:
+    *args, mask = args
+    return graph.bind(params)(*args, feature_layers=(0,), ancestors=mask)
+
+
+@pytest.mark.parametrize("name", FEATURE_SETS)
+def test_a_tree_pass_gives_what_each_path_alone_gives(name: str):
+    """Logits, features and then the caches are those of feeding one path, far past the window's ring."""
+    loaded = target(name)
+    rng = np.random.default_rng(3)
+    length, mask = 21, ancestors(jnp.asarray([[0, 0, 1, 1, 3, 5]]))
+    tokens = jnp.asarray(rng.integers(20, tiny.VOCAB_SIZE, (1, length + 7)))
+    caches = init_caches(loaded.config, 1, cache_length=64, slack=7, dtype="float32")
+
+    def feed(block: Array, start: int, count: int, mask: Array | None = None) -> TargetOutput:
+        where = (jnp.asarray([start]), jnp.asarray([count]))
+        return target_pass(loaded.graph, loaded.params, block, *where, caches, mask)
+
+    for begin in range(0, length, 7):
+        caches = feed(tokens[:, begin : begin + 7], begin, 7).caches
+    tree = feed(tokens[:, length:], length, 7, mask)
+    for path in ([0, 2], [0, 1, 4], [0, 1, 3, 5, 6]):
+        n = len(path)
+        rows = jnp.asarray([path + [0] * (7 - n)])
+        alone = feed(jnp.take_along_axis(tokens[:, length:], rows, axis=1), length, n)
+        kept = keep_rows(tree, rows, jnp.asarray([length]), jnp.asarray([n]))
+        got = (kept.logits[:, :n], kept.hidden[:, :n], kept.features[0][:, :n], kept.caches)
+        want = (alone.logits[:, :n], alone.hidden[:, :n], alone.features[0][:, :n], alone.caches)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, want)
+
+
+# --- decoding --------------------------------------------------------------------------------------
+
+
+def tree_engine(name: str, drafter: str, tree: Tree, count: int) -> Engine:
+    c = case(name)
+    return Engine(
+        c.target,
+        c.drafter(drafter),
+        batch_size=SLOTS,
+        cache_length=80,
+        num_draft_tokens=count,
+        tree=tree,
+    )
+
+
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("name", FEATURE_SETS)
+def test_trees_equal_naive(name: str, shape: str):
+    """What comes next is on a first branch, on a second, or not in the tree at all."""
+    c = case(name)
+    asked = [Request(p, NEW_TOKENS) for p in c.prompts]
+    done = run(tree_engine(name, "mixed", *TREES[shape]), asked)
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+    assert {tau for d in done for tau in d.acceptance_lengths} >= {1, 2, 3, 4}
+
+
+def test_a_dflash_tree_equals_naive():
+    c = case("31b")
+    done = run(
+        tree_engine("31b", "dflash", Tree(3, DEPTH), 10),
+        [Request(p, NEW_TOKENS) for p in c.prompts],
+    )
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+
+
+@pytest.mark.parametrize("drafter", ["mixed", "dflash"])
+def test_a_tree_of_one_branch_is_the_chain(drafter: str):
+    c = case("31b")
+    asked = [Request(p, NEW_TOKENS) for p in c.prompts]
+    chain = run(c.engine(drafter), asked)
+    tree = run(tree_engine("31b", drafter, Tree(1, DEPTH), DEPTH), asked)
+    for one, other in itertools.zip_longest(chain, tree):
+        assert one.token_ids == other.token_ids
+        assert one.acceptance_lengths == other.acceptance_lengths
+
+
+def test_a_tree_needs_its_number_of_drafts():
+    c = case("31b")
+    with pytest.raises(ValueError, match="a tree needs num_draft_tokens"):
+        Engine(c.target, c.drafter("mixed"), tree=Tree(2, 2))
+    with pytest.raises(ValueError, match="there is no drafter"):
+        Engine(c.target, None, tree=Tree(2, 2))
