@@ -349,10 +349,9 @@ class DFlashConfig:
                 f"config.json has architectures {config.get('architectures')}; a DFlash drafter has "
                 "DFlashDraftModel"
             )
-        nested: Mapping[str, Any] = config.get("dflash_config") or {}
 
-        def either(key: str) -> Any:
-            return nested[key] if key in nested else config.get(key)
+        def disputed(field: str) -> Any:
+            return find_key(config, DFLASH_KEYS[field])[1]
 
         layers = _int(config, "num_hidden_layers")
         names = config.get("layer_types") or ["full_attention"] * layers
@@ -366,25 +365,23 @@ class DFlashConfig:
             raise ConfigError(
                 "config.json has no rope_theta, neither at the top nor in rope_parameters"
             )
-        causal = either("causal")
-        if causal is None:
-            causal = either("is_causal")
+        causal = disputed("causal")
         if causal is None:
             causal = [kind == "sliding" for kind in layer_types]
         elif isinstance(causal, bool):
             causal = [causal] * layers
-        num_target_layers = either("num_target_layers")
+        num_target_layers = disputed("num_target_layers")
         if num_target_layers is None:
             raise ConfigError("config.json has no num_target_layers")
-        ids = either("target_layer_ids")
+        ids = disputed("feature_layers")
         if ids is None:
             ids = default_feature_layers(int(num_target_layers), layers)
-        mask_token_id, block_size = either("mask_token_id"), either("block_size")
+        mask_token_id, block_size = disputed("mask_token_id"), disputed("block_size")
         if mask_token_id is None or block_size is None:
             missing = "mask_token_id" if mask_token_id is None else "block_size"
             raise ConfigError(f"config.json has no {missing}")
         heads = _int(config, "num_attention_heads")
-        scale = either("scale_embeddings")
+        scale = disputed("scale_embeddings")
         return cls(
             vocab_size=_int(config, "vocab_size"),
             hidden_size=_int(config, "hidden_size"),
@@ -401,7 +398,7 @@ class DFlashConfig:
             max_positions=_int(config, "max_position_embeddings", 262144),
             sliding_window=_int(config, "sliding_window") if "sliding" in layer_types else None,
             scale_embeddings=True if scale is None else bool(scale),
-            final_logit_softcap=either("final_logit_softcapping"),
+            final_logit_softcap=disputed("final_logit_softcap"),
             rope_theta=float(theta),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         )
@@ -424,6 +421,34 @@ class DFlashConfig:
             )
         if wrong:
             raise ConfigError(f"the drafter does not fit the target: {'; '.join(wrong)}")
+
+
+def _nested(*keys: str) -> tuple[str, ...]:
+    return tuple(place for key in keys for place in (f"dflash_config.{key}", key))
+
+
+DFLASH_KEYS: dict[str, tuple[str, ...]] = {
+    "feature_layers": _nested("target_layer_ids"),
+    "causal": _nested("causal", "is_causal"),
+    "scale_embeddings": _nested("scale_embeddings"),
+    "final_logit_softcap": _nested("final_logit_softcapping"),
+    "sliding_window": ("sliding_window",),
+    "mask_token_id": _nested("mask_token_id"),
+    "block_size": _nested("block_size"),
+    "num_target_layers": _nested("num_target_layers"),
+}
+"""Where config.json may say what engines disagree on, by field; see `find_key`."""
+
+
+def find_key(config: Mapping[str, Any], keys: Sequence[str]) -> tuple[str | None, Any]:
+    """Return the first of these keys that has a value, and that value; a dot goes into an object."""
+    for key in keys:
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            return key, value
+    return None, None
 
 
 def default_feature_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
