@@ -62,7 +62,7 @@ class Case:
         shift = 1 if name == "hostile" else 0
         return fakes.lookup(self.target, sequences, block_size=BLOCK, shift=shift)
 
-    def engine(self, drafter: str | None, *, batch_size: int = SLOTS, **options: int) -> Engine:
+    def engine(self, drafter: str | None, *, batch_size: int = SLOTS, **options: Any) -> Engine:
         return Engine(
             self.target,
             None if drafter is None else self.drafter(drafter),

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxspec import batching, verify
+from jaxspec import batching, decode, verify
 from jaxspec.batching import Engine, Request
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.config import TargetConfig
+from jaxspec.drafters.base import Tree
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
@@ -125,11 +127,11 @@ def drafters() -> dict[str, LoadedModel]:
     }
 
 
-def sampled(drafter: LoadedModel | None, filters: str, seed: int) -> tuple[np.ndarray, float]:
-    """Return the new tokens of many rows and which fraction of the drafts was accepted."""
-    engine = Engine(
-        target(), drafter, batch_size=SLOTS, cache_length=len(PROMPT) + NEW_TOKENS + DRAFTS + 1
-    )
+def sampled(
+    drafter: LoadedModel | None, filters: str, seed: int, **options: Any
+) -> tuple[np.ndarray, float]:
+    """Return the new tokens of many rows and which fraction of a chain of drafts was accepted."""
+    engine = Engine(target(), drafter, batch_size=SLOTS, cache_length=24, **options)
     request = Request(PROMPT, NEW_TOKENS, seed=seed, **FILTERS[filters])
     done = run(engine, [request] * ROWS)
     taus = np.concatenate([d.acceptance_lengths for d in done])
@@ -174,6 +176,19 @@ def test_speculative_sampling_follows_the_target(drafter, filters):
     assert min(p_values(tokens, filters)) > FALSE_ALARM
 
 
+TREE: dict[str, Any] = dict(tree=Tree(3, DRAFTS), num_draft_tokens=8)
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("drafter", ["likely", "dflash"])
+def test_sampling_with_trees_follows_the_target(drafter, filters):
+    """Several branches fit a token, and deep ones are reached: wide trees accept more than chains."""
+    tokens, accepted = sampled(drafters()[drafter], filters, seed=1, **TREE)
+    _, in_chains = sampled(drafters()[drafter], filters, seed=1)
+    assert in_chains < accepted < 0.95
+    assert min(p_values(tokens, filters)) > FALSE_ALARM
+
+
 @pytest.mark.parametrize("filters", FILTERS)
 def test_plain_sampling_follows_the_target(filters):
     tokens, _ = sampled(None, filters, seed=2)
@@ -201,7 +216,13 @@ def same_draws_every_step(logits, draft, sampling, keys, steps) -> Verdict:
     return RIGHT(logits, draft, sampling, keys, jnp.zeros_like(steps))
 
 
-RIGHT = verify.rejection_verify
+def first_branch_for_all(logits, draft, parents, sampling, keys, steps, *, depth) -> Verdict:
+    """Take each node's draw from the distribution of the row before it."""
+    shifted = jnp.concatenate([logits[:, :1], logits[:, 1:2], logits[:, 1:-1]], axis=1)
+    return RIGHT_TREE(shifted, draft, parents, sampling, keys, steps, depth=depth)
+
+
+RIGHT, RIGHT_TREE = verify.rejection_verify, verify.tree_verify
 
 
 @pytest.mark.parametrize("wrong", [residual_of_all, accept_all, same_draws_every_step])
@@ -210,4 +231,11 @@ def test_wrong_samplers_are_found(wrong, monkeypatch):
     monkeypatch.setattr(verify, "rejection_verify", wrong)
     monkeypatch.setattr(batching, "_compiled", {})  # the right programs are not to be found
     tokens, _ = sampled(drafters()["likely"], "temperature 1", seed=1)
+    assert min(p_values(tokens, "temperature 1")) < FALSE_ALARM / 1000
+
+
+def test_a_wrong_tree_sampler_is_found(monkeypatch):
+    monkeypatch.setattr(decode, "tree_verify", first_branch_for_all)
+    monkeypatch.setattr(batching, "_compiled", {})
+    tokens, _ = sampled(drafters()["likely"], "temperature 1", seed=1, **TREE)
     assert min(p_values(tokens, "temperature 1")) < FALSE_ALARM / 1000

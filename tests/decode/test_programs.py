@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,12 @@ import pytest
 
 from jaxspec import decode
 from jaxspec.batching import Engine, Request
+from jaxspec.drafters.base import Tree
 from tests import tiny
-from tests.decode.cases import NEW_TOKENS, case, run, slow, target
+from tests.decode.cases import NEW_TOKENS, case, run, target
 
+CHAIN: dict[str, Any] = {}
+TREE: dict[str, Any] = dict(tree=Tree(2, 3), num_draft_tokens=4)
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -39,11 +43,12 @@ def test_the_listener_hears_compilations(compilations):
     assert compilations
 
 
-@pytest.mark.parametrize("drafter", [None, "dflash"])
+@pytest.mark.parametrize("drafter", [None, "dflash", "dflash tree"])
 def test_values_compile_nothing(drafter, compilations):
     """Prompts, lengths in a bucket, limits, seeds, filters, stop ids and weights are all arguments."""
     c = case("31b")
-    engine = c.engine(drafter)
+    tree: dict[str, Any] = TREE if drafter == "dflash tree" else {}
+    engine = c.engine("dflash" if tree else drafter, **tree)
     first = [Request(p, 4) for p in (c.prompts[0], c.prompts[1], c.prompts[2], c.prompts[4])]
     run(engine, first)
     known = engine.num_compilations
@@ -71,11 +76,14 @@ def test_values_compile_nothing(drafter, compilations):
     assert not compilations
     assert engine.num_compilations == known
     # The same shapes in another engine are the same programs.
-    run(Engine(c.target, engine.drafter, batch_size=4, cache_length=engine.cache_length), first)
+    length = engine.cache_length
+    run(Engine(c.target, engine.drafter, batch_size=4, cache_length=length, **tree), first)
     assert not compilations
 
 
-def programs(name: str, drafter: str | None) -> dict[str, tuple[jax.stages.Compiled, list, int]]:
+def programs(
+    name: str, drafter: str | None, **options: Any
+) -> dict[str, tuple[jax.stages.Compiled, list, int]]:
     """Return each program of an engine with its weights' and caches' shapes, and the caches' bytes.
 
     The cache length is a prime, so that no activation happens to have a cache's size.
@@ -86,6 +94,7 @@ def programs(name: str, drafter: str | None) -> dict[str, tuple[jax.stages.Compi
         None if drafter is None else c.drafter(drafter),
         batch_size=4,
         cache_length=61,
+        **options,
     )
     run(engine, [Request(p, 4) for p in (c.prompts[0], c.prompts[1], c.prompts[2], c.prompts[4])])
     state = engine._init_state(4)
@@ -121,14 +130,23 @@ def copied(text: str, arrays: list[jax.Array], where: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["e2b", "26b-a4b", *slow("e4b", "12b", "31b")])
-def test_caches_alias_and_nothing_large_is_copied_in_the_loop(name):
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("e2b", CHAIN),
+        ("26b-a4b", CHAIN),
+        ("e2b", TREE),
+        *(pytest.param(n, CHAIN, marks=pytest.mark.slow) for n in ("e4b", "12b", "31b")),
+        *(pytest.param(n, TREE, marks=pytest.mark.slow) for n in ("12b", "26b-a4b", "31b")),
+    ],
+)
+def test_caches_alias_and_nothing_large_is_copied_in_the_loop(name, shape):
     """In the compiled decode loop caches are updated in place, and weights are read where they are.
 
     Of the CPU's programs this is true as far as XLA's instructions go; what a matrix product packs for
     itself is not seen here.
     """
-    for kind, (program, arrays, cache_bytes) in programs(name, "dflash").items():
+    for kind, (program, arrays, cache_bytes) in programs(name, "dflash", **shape).items():
         text = program.as_text()
         memory = program.memory_analysis()
         assert memory is not None
