@@ -6,13 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Engine", "Request", "Update", "generate", "load"]
+__all__ = ["Completion", "Engine", "Request", "Tree", "Update", "generate", "load"]
 
 if TYPE_CHECKING:
     from jaxspec.api import generate, load
     from jaxspec.batching import Completion, Engine, Request, Update
+    from jaxspec.drafters.base import Tree
 
-_HOMES = {"generate": "api", "load": "api"}
+_HOMES = {"generate": "api", "load": "api", "Tree": "drafters.base"}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ import jax
 
 from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import CheckpointError, LoadedModel, load_drafter, load_target
+from jaxspec.drafters.base import Tree
 from jaxspec.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"
@@ -79,6 +80,7 @@ def generate(
     ignore_eos: bool = False,
     batch_size: int | None = None,
     num_draft_tokens: int | None = None,
+    tree: Tree | None = None,
 ) -> list[Completion]:
     """Continue prompts, given as text or token ids, and return completions in their order.
 
@@ -87,7 +89,8 @@ def generate(
       seed: with a prompt's place in the list it names that prompt's random draws.
       ignore_eos: go on past the checkpoint's end-of-sequence ids.
       batch_size: prompts decoded together; None for all, up to 8.
-      num_draft_tokens: drafted a step; None for as many as the drafter can.
+      num_draft_tokens: drafted a step; None for the drafter's own number.
+      tree: draft a tree of that many tokens instead of a chain.
 
     Raises:
       ValueError: a prompt or an option cannot be used; nothing was generated.
@@ -114,6 +117,7 @@ def generate(
         requests,
         batch_size=batch_size or min(len(requests), MOST_SLOTS) or 1,
         num_draft_tokens=num_draft_tokens,
+        tree=tree,
     )
     wrong = [f"prompt {i}: {error}" for i, r in enumerate(requests) if (error := engine.check(r))]
     if wrong:

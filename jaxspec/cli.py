@@ -102,6 +102,11 @@ _register(
     "jaxspec.bench:bench_command",
     "Measure prefill and decode steps, beside the least they could take.",
 )
+_register(
+    "check",
+    "jaxspec.check:check_command",
+    "Find out whether a drafter fits a target, and why not.",
+)
 
 
 # --- generate ----------------------------------------------------------------------------------------
@@ -268,9 +273,23 @@ def generate(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens drafted a step. Default: as many as the drafter can.",
+            help="Tokens drafted a step; the newest token, which they follow, never counts. Default: the "
+            "drafter's own number.",
             rich_help_panel=_DECODING,
         ),
+    ] = None,
+    tree_topk: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Draft a tree: each level widens its best nodes, this many, by as many tokens. Needs "
+            "--tree-depth and --num-draft-tokens, the nodes to verify: 3, 5 and 11, say.",
+            rich_help_panel=_DECODING,
+        ),
+    ] = None,
+    tree_depth: Annotated[
+        int | None,
+        typer.Option(min=1, help="Levels of that tree.", rich_help_panel=_DECODING),
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -312,6 +331,11 @@ def generate(
         _check_sampling(temperature, top_p)
         if num_draft_tokens is not None and (drafter == "none" or (target and not drafter)):
             raise UsageError("--num-draft-tokens needs a drafter; give one with --drafter")
+        given = [v is not None for v in (tree_topk, tree_depth, num_draft_tokens)]
+        if any(given[:2]) and not all(given):
+            raise UsageError(
+                "a tree needs --tree-topk, --tree-depth and --num-draft-tokens together"
+            )
         if "" in (stop or ()):
             raise UsageError("--stop: expected some text, got none")
         template_kwargs = _parse_template_kwargs(chat_template_kwargs, chat=chat)
@@ -345,6 +369,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         num_draft_tokens=num_draft_tokens,
+        tree=(tree_topk, tree_depth) if tree_topk and tree_depth else None,
         batch_size=batch_size,
         cache_length=cache_length,
         compilation_cache=compilation_cache,

@@ -54,6 +54,11 @@ class DecodeSpec:
     )
 
     @property
+    def depth(self) -> int:
+        """Most drafts that one step can accept."""
+        return self.num_draft_tokens if self.tree is None else self.tree.depth
+
+    @property
     def step_tokens(self) -> int:
         """Tokens a row that one target pass of a step writes: the anchor and the drafts."""
         return self.num_draft_tokens + 1

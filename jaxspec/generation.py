@@ -8,6 +8,7 @@ the whole run is one of `USER_ERRORS`, raised before anything is written.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import itertools
 import os
@@ -29,6 +30,7 @@ from jaxspec.api import BUNDLED, MOST_SLOTS, load
 from jaxspec.batching import Completion, Engine, Request, Update
 from jaxspec.checkpoint import CheckpointError, LoadedModel
 from jaxspec.config import ConfigError
+from jaxspec.drafters.base import Tree
 from jaxspec.prompts import Prompt, encode
 from jaxspec.report import (
     OutputError,
@@ -78,6 +80,7 @@ class Options:
     top_p: float | None = None
     seed: int = 0
     num_draft_tokens: int | None = None
+    tree: tuple[int, int] | None = None  # topk and depth
     batch_size: int | None = None
     cache_length: int | None = None
     compilation_cache: str | None = None
@@ -283,6 +286,7 @@ def make_engine(
             cache_length=options.cache_length,
             batch_size=options.batch_size or min(len(job.requests), MOST_SLOTS),
             num_draft_tokens=options.num_draft_tokens,
+            tree=None if options.tree is None else Tree(*options.tree),
             steps_per_return=STREAMING_STEPS if len(job.requests) == 1 else BATCH_STEPS,
         )
     except ConfigError:
@@ -307,6 +311,7 @@ def refuse(job: Job, engine: Engine, console: Console) -> None:
 def as_flags(message: str) -> str:
     """Turn the library's argument names in a message into the command's options."""
     message = re.sub(r"\bcache_length=(\d+)", r"--cache-length \1", message)
+    message = re.sub(r"\btree (topk|depth)\b", r"--tree-\1", message)
     names = r"\b(max_new_tokens|num_draft_tokens|batch_size|cache_length)\b"
     return re.sub(names, lambda name: "--" + name[0].replace("_", "-"), message)
 
@@ -377,7 +382,7 @@ def summarise(
         decode_tokens_per_s=timings.decode_tokens / timings.decode_s if timings.decode_s else None,
         verify_steps=len(lengths),
         acceptance_length=sum(lengths) / len(lengths) if lengths else None,
-        acceptance_by_position=acceptance_by_position(lengths, engine.spec.num_draft_tokens),
+        acceptance_by_position=acceptance_by_position(lengths, engine.spec.depth),
         prefill_s=timings.prefill_s,
         decode_s=timings.decode_s,
         compile_s=timings.compile_s,
@@ -386,6 +391,7 @@ def summarise(
         target=shorten(engine.target.source),
         drafter=None if drafter is None else shorten(drafter.source),
         num_draft_tokens=engine.spec.num_draft_tokens,
+        tree=None if engine.spec.tree is None else dataclasses.asdict(engine.spec.tree),
         batch_size=engine.batch_size,
         cache_length=engine.cache_length,
         max_new_tokens=request.max_new_tokens,

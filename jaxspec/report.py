@@ -83,6 +83,7 @@ class Summary:
     target: str
     drafter: str | None
     num_draft_tokens: int
+    tree: dict[str, int] | None
     batch_size: int
     cache_length: int
     max_new_tokens: int
@@ -100,15 +101,13 @@ class Summary:
         return {"summary": dataclasses.asdict(self)}
 
 
-def acceptance_by_position(
-    acceptance_lengths: Sequence[int], num_draft_tokens: int
-) -> tuple[float, ...]:
+def acceptance_by_position(acceptance_lengths: Sequence[int], depth: int) -> tuple[float, ...]:
     """Return the share of verify steps that accepted the first, second, ... draft token."""
     if not acceptance_lengths:
         return ()
     return tuple(
         sum(length > position for length in acceptance_lengths) / len(acceptance_lengths)
-        for position in range(1, num_draft_tokens + 1)
+        for position in range(1, depth + 1)
     )
 
 
@@ -198,7 +197,7 @@ def summary_table(summary: Summary) -> Group:
         rows.add_row(
             "acceptance length",
             f"[bold green]{summary.acceptance_length:.2f}[/] tokens a step, "
-            f"{_count(summary.verify_steps, 'verify step')} of up to {summary.num_draft_tokens + 1}",
+            f"{_count(summary.verify_steps, 'verify step')} of up to {len(summary.acceptance_by_position) + 1}",
         )
         for position, share in enumerate(summary.acceptance_by_position, 1):
             rows.add_row(

@@ -52,6 +52,17 @@ def test_one_prompt_streams_its_text_and_ends_with_a_table(generate: Run) -> Non
     assert "\x1b" not in done.stdout + done.stderr  # no colours and no spinner without a terminal
 
 
+def test_a_tree_of_drafts_gives_the_same_tokens(generate: Run) -> None:
+    chain = generate("a b", "--json", "-")
+    shape = ("--tree-topk", "2", "--tree-depth", "3", "--num-draft-tokens", "5")
+    tree = generate("a b", *shape, "--json", "-")
+    assert tree.rows[0]["token_ids"] == chain.rows[0]["token_ids"]
+    assert tree.summary["tree"] == {"topk": 2, "depth": 3}
+    assert chain.summary["tree"] is None
+    assert tree.summary["num_draft_tokens"] == 5
+    assert len(tree.summary["acceptance_by_position"]) == 3
+
+
 def test_json_lines_say_all_and_nothing_else_is_on_stdout(generate: Run) -> None:
     done = generate("a b", "the ab", "--json", "-")
     assert [row["prompt"] for row in done.rows] == ["a b", "the ab"]
@@ -259,6 +270,15 @@ def test_options_that_change_nothing_are_pointed_out(generate: Run) -> None:
         (
             ["a", "--num-draft-tokens", "2", "--drafter", "none"],
             "--num-draft-tokens needs a drafter",
+        ),
+        (["a", "--tree-topk", "2"], "a tree needs --tree-topk, --tree-depth and --num-draft-tokens"),
+        (
+            ["a", "--tree-topk", "2", "--tree-depth", "4", "--num-draft-tokens", "4"],
+            "--tree-depth 4: this drafter drafts at most 3 tokens in a row",
+        ),
+        (
+            ["a", "--tree-topk", "4", "--tree-depth", "3", "--num-draft-tokens", "3"],
+            "needs at least 4 draft tokens, got 3",
         ),
         (["a", "--stop-id", "272"], "--stop-id 272 is outside the vocabulary; expected 0 to 271"),
         (["a", "--stop", ""], "--stop: expected some text"),
