@@ -23,6 +23,7 @@ from jaxspec import decode
 from jaxspec.cache import cache_bytes
 from jaxspec.config import DFLASH_PRESETS, TARGET_PRESETS
 from jaxspec.decode import DecodeSpec
+from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
@@ -88,11 +89,11 @@ def on_h200(tree: Any) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one_h200()), tree)
 
 
-def small(preset: str, *, speculative: bool) -> DecodeSpec:
+def small(preset: str, drafts: str) -> DecodeSpec:
     """Return a released shape with one sliding and one full layer, and as much of its drafter."""
     layers = ("sliding", "full")
     target = dataclasses.replace(TARGET_PRESETS[preset], layer_types=layers)
-    if not speculative:
+    if drafts == "none":
         return DecodeSpec(Graph(Gemma4, target, "bfloat16"), None)
     drafter = dataclasses.replace(
         DFLASH_PRESETS[preset],
@@ -101,8 +102,12 @@ def small(preset: str, *, speculative: bool) -> DecodeSpec:
         feature_layers=(0, 0),
         num_target_layers=2,
     )
+    tree = Tree(3, 5) if drafts == "tree" else None
     return DecodeSpec(
-        Graph(Gemma4, target, "bfloat16"), Graph(DFlashDrafter, drafter, "bfloat16"), 15
+        Graph(Gemma4, target, "bfloat16"),
+        Graph(DFlashDrafter, drafter, "bfloat16"),
+        num_draft_tokens=11 if tree else 15,
+        tree=tree,
     )
 
 
@@ -165,23 +170,21 @@ def big_moves(hlo: str, limit_bytes: int = LIMIT_BYTES) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "batch", "speculative", "temporary_mb"),
+    ("preset", "batch", "drafts", "temporary_mb"),
     [
-        ("26b-a4b", 1, True, 64),  # of which logits of 16 rows: 33 MB
-        ("26b-a4b", 8, False, 32),
-        (
-            "26b-a4b",
-            1,
-            False,
-            8,
-        ),  # the products of one row with the smallest MLP weight would be 24 MB
-        ("31b", 1, True, 64),
+        ("26b-a4b", 1, "chain", 64),  # of which logits of 16 rows: 33 MB
+        ("26b-a4b", 1, "tree", 64),
+        ("26b-a4b", 8, "none", 32),
+        # The products of one row with the smallest MLP weight would be 24 MB.
+        ("26b-a4b", 1, "none", 8),
+        ("31b", 1, "chain", 64),
+        ("31b", 1, "tree", 64),
     ],
 )
 def test_the_loop_copies_neither_weights_nor_caches(
-    preset: str, batch: int, speculative: bool, temporary_mb: int
+    preset: str, batch: int, drafts: str, temporary_mb: int
 ) -> None:
-    compiled, state = compile_loop(small(preset, speculative=speculative), batch)
+    compiled, state = compile_loop(small(preset, drafts), batch)
     memory = compiled.memory_analysis()
     print(f"{preset}, batch {batch}: {memory}")
     assert memory.alias_size_in_bytes >= cache_bytes((state.caches, state.drafter))

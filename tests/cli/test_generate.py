@@ -271,7 +271,10 @@ def test_options_that_change_nothing_are_pointed_out(generate: Run) -> None:
             ["a", "--num-draft-tokens", "2", "--drafter", "none"],
             "--num-draft-tokens needs a drafter",
         ),
-        (["a", "--tree-topk", "2"], "a tree needs --tree-topk, --tree-depth and --num-draft-tokens"),
+        (
+            ["a", "--tree-topk", "2"],
+            "a tree needs --tree-topk, --tree-depth and --num-draft-tokens",
+        ),
         (
             ["a", "--tree-topk", "2", "--tree-depth", "4", "--num-draft-tokens", "4"],
             "--tree-depth 4: this drafter drafts at most 3 tokens in a row",
