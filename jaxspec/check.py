@@ -1,0 +1,871 @@
+"""`jaxspec check`: does this drafter fit this target, and if not, why not?
+
+A drafter with one convention wrong raises no error: its drafts are just never accepted. Read `run`. The
+target continues some text greedily; then both models read it again (teacher forcing), and at every
+position of the continuation the drafter drafts from the true context. Draft j is accepted there when
+drafts 1 to j are the target's own next tokens, so what is counted is what decoding would accept. Other
+readings of the drafter are held against the one in force on the same positions, and whole rows, not
+positions, are what the statistics count: neighbouring positions are no independent evidence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import importlib.metadata
+import json
+import math
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from jax import lax
+from rich import box
+from rich.console import Console, Group
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text as Line
+
+import jaxspec
+from jaxspec.api import BUNDLED, default_dtype, load
+from jaxspec.batching import Completion, Engine, Request
+from jaxspec.cache import cache_bytes
+from jaxspec.checkpoint import LoadedModel
+from jaxspec.conventions import Convention, Reading, alternatives, in_force
+from jaxspec.drafters.base import AnyDrafter, TargetView
+from jaxspec.generation import out_of_memory_explained, set_compilation_cache, shorten
+from jaxspec.models.gemma4 import Gemma4, TargetOutput, init_caches
+from jaxspec.params import Graph
+from jaxspec.report import json_lines, write_line
+from jaxspec.shapes import Array, Int, Params
+from jaxspec.tokenizer import Tokenizer
+
+FLOOR = 0.3
+"""Least share of first drafts that must be accepted. Below it even a drafter that keeps its rate at every
+position adds less than 0.43 tokens a step, about what drafting and verifying cost. Sound drafters have 0.6
+to 0.9, mute ones less than 0.1."""
+
+MATERIAL = 0.03
+"""What another convention must add to the tokens of a step, as a share, before it is called better."""
+
+LEVEL = 0.95
+NEAR_TIE_GAP = (
+    1e-4  # float32: top logits closer than this may swap when the shape of a pass changes
+)
+NEAR_TIE_ULPS = 4  # bfloat16: likewise, in units of the last place of the larger logit
+PROMPT_TOKENS = 64  # of a row cut from a text
+FEWEST_TOKENS, FEWEST_ROWS = 8, 4  # a row's text, and rows for an interval
+MOST_ROUNDS = 3  # conventions that may be wrong at once
+
+PROMPTS = (
+    "Explain how a binary search finds an item in a sorted list.",
+    "def merge(first, second):\n    result = []\n    while first and second:\n",
+    "Write a short story about a lighthouse keeper who finds a message in a bottle.",
+    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
+    "A train leaves at 9:40 and arrives at 13:05. How long is the journey? Think step by step.",
+    "class Queue:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "Name five rivers in Europe and say where each of them ends.",
+    "for index, line in enumerate(lines):\n    if line.startswith('#'):\n        continue\n",
+    "What is the difference between a virus and a bacterium?",
+    "def test_parse():\n    result = parse('a = 1')\n    assert result ==",
+    "Give me a recipe for a simple vegetable soup, with amounts for four people.",
+    "try:\n    with open(path) as file:\n        data = file.read()\nexcept OSError as error:\n",
+    "Summarise the water cycle in three sentences.",
+    "    def __repr__(self):\n        return '%s(%r)' % (self.__class__.__name__, self.",
+    "Translate into French: the library closes at six, but the reading room stays open.",
+    "def factorial(n):\n    if n < 0:\n        raise ValueError(",
+)
+
+
+class Dtype(enum.StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class CheckError(ValueError):
+    """A pair or a text that cannot be checked; says what would do."""
+
+
+def check_command(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET", help="A Gemma 4 model: a directory, a hub id, or [bold]bundled[/]."
+        ),
+    ] = "bundled",
+    drafter: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DRAFTER",
+            help="A drafter: a directory, a hub id, or the name of a bundled one. Default, with the "
+            "bundled target: dflash.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text whose pieces the target continues. Default: held-out prompts of the bundled "
+            "target, a few prompts of our own for others.",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=FEWEST_ROWS, help="Pieces of text, at most.")] = 16,
+    new_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens that the target adds to each.")
+    ] = 64,
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a draft. Default: as many as in generate."),
+    ] = None,
+    floor: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Least share of first drafts that must be accepted."),
+    ] = FLOOR,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Of weights and caches. Default: bfloat16 on GPU, float32 on CPU."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
+    json_path: Annotated[
+        str | None,
+        typer.Option(
+            "--json",
+            metavar="PATH|-",
+            help="Also write everything as one line of JSON; with - the rest goes to standard error.",
+        ),
+    ] = None,
+) -> None:
+    """Find out whether a drafter fits a target, and why not.
+
+    Shows every convention in force and where it came from, how many drafts
+    are accepted at each position, whether another convention does better, and
+    whether the output equals plain decoding. Exit code 0: sound; 1: not; 2: a
+    mistake, nothing was checked.
+
+      jaxspec check
+
+      jaxspec check google/gemma-4-26B-A4B-it z-lab/gemma-4-26B-A4B-it-DFlash --text mine.txt
+    """
+    errors = Console(stderr=True, highlight=False)
+    console = errors if json_path == "-" else Console(highlight=False)
+    try:
+        with json_lines(json_path or "-") as file, out_of_memory_explained():
+            set_compilation_cache(None, errors)
+            with errors.status("[dim]loading the models"):
+                pair = load_pair(target, drafter, dtype.value if dtype else default_dtype())
+            with errors.status("[dim]encoding") as status:
+                report = run(
+                    *pair,
+                    prompts_for(pair[0], text, rows),
+                    new_tokens=new_tokens,
+                    num_draft_tokens=num_draft_tokens,
+                    floor=floor,
+                    batch_size=batch_size,
+                    say=lambda message: status.update(f"[dim]{message}"),
+                )
+            console.print(shown(report))
+            if json_path is not None:
+                write_line(file, report.to_json())
+    except (ValueError, OSError) as error:
+        errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    if report.problems:
+        raise typer.Exit(1)
+
+
+def load_pair(target: str, drafter: str | None, dtype: str) -> tuple[LoadedModel, LoadedModel]:
+    """Load both models.
+
+    Raises:
+      ValueError: one is missing, or they do not fit each other.
+    """
+    if drafter == "none" or (drafter is None and target != "bundled"):
+        raise CheckError("check needs a drafter: jaxspec check TARGET DRAFTER")
+    loaded, loaded_drafter = load(None if target == "bundled" else target, drafter, dtype=dtype)
+    assert loaded_drafter is not None
+    loaded_drafter.config.check_fits(loaded.config)
+    return loaded, loaded_drafter
+
+
+# --- the text ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What the target is to continue, and where that comes from."""
+
+    origin: str
+    ids: Sequence[tuple[int, ...]]
+
+
+def prompts_for(target: LoadedModel, text: Path | None, rows: int) -> Prompts:
+    """Choose prompts: pieces of the text given, else held-out ones, else our own.
+
+    Raises:
+      CheckError, TokenizerError, OSError: the text cannot be read, or is too short.
+    """
+    if text is None and target.directory == BUNDLED / "target":
+        held_out = json.loads((BUNDLED / "held_out.json").read_text())["prompts"]
+        return Prompts("held-out prompts", [tuple(p["ids"]) for p in held_out[:rows]])
+    tokenizer = Tokenizer.load(target.directory)
+    if text is not None:
+        ids = tokenizer.encode(text.read_text(encoding="utf-8"))
+        try:
+            return Prompts(f"pieces of {text}", cut(ids, tokenizer.bos_token_id, rows))
+        except CheckError as error:
+            raise CheckError(f"{text}: {error}") from None
+    if tokenizer.chat_template is None:
+        return Prompts("prompts of our own", [tokenizer.encode(p) for p in PROMPTS[:rows]])
+    turns = ([{"role": "user", "content": p}] for p in PROMPTS[:rows])
+    return Prompts("prompts of our own, as chats", [tokenizer.apply_chat(turn) for turn in turns])
+
+
+def cut(ids: Sequence[int], bos: int | None, rows: int) -> list[tuple[int, ...]]:
+    """Cut up to `rows` pieces of equal length, evenly spaced, out of a text; each gets its own BOS."""
+    head = () if bos is None else (bos,)
+    body = tuple(ids[len(head) :])
+    rows = min(rows, len(body) // FEWEST_TOKENS)
+    if rows < FEWEST_ROWS:
+        raise CheckError(
+            f"the text has {len(body)} tokens; check needs {FEWEST_ROWS * FEWEST_TOKENS} or more"
+        )
+    length = min(PROMPT_TOKENS - len(head), len(body) // rows)
+    starts = np.linspace(0, len(body) - length, rows).astype(int)
+    return [(*head, *body[i : i + length]) for i in starts]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Rows of tokens that the target wrote itself, from `starts` on; padded with zeros after `ends`."""
+
+    tokens: np.ndarray  # [R, L]
+    starts: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, prompts: Sequence[tuple[int, ...]], done: Sequence[Completion]) -> Text:
+        rows = [p + c.token_ids for p, c in zip(prompts, done, strict=True)]
+        tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = row
+        return cls(tokens, np.asarray([*map(len, prompts)]), np.asarray([*map(len, rows)]))
+
+    def anchors(self, num_draft_tokens: int) -> np.ndarray:
+        """Return [R, A]: does the continuation reach as far as a draft after its token a?"""
+        counts = self.ends - self.starts - num_draft_tokens
+        return np.arange(max(int(counts.max()), 1))[None, :] < counts[:, None]
+
+
+def decode_greedily(
+    target: LoadedModel,
+    drafter: LoadedModel | None,
+    prompts: Sequence[tuple[int, ...]],
+    new_tokens: int,
+    **options: Any,
+) -> list[Completion]:
+    """Continue prompts, up to the checkpoint's own end."""
+    stop_ids = target.generation.eos_token_ids if target.generation else ()
+    requests = [Request(p, new_tokens, stop_ids=stop_ids) for p in prompts]
+    engine = Engine.fitting(target, drafter, requests, **options)
+    wrong = [f"row {i}: {error}" for i, r in enumerate(requests) if (error := engine.check(r))]
+    if wrong:
+        raise CheckError("\n".join(wrong))
+    done = [event for event in engine.run(requests) if isinstance(event, Completion)]
+    return sorted(done, key=lambda completion: completion.index)
+
+
+# --- teacher forcing ---------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def read(
+    target: Graph,
+    feature_layers: tuple[int, ...],
+    params: Params,
+    tokens: Int[Array, "B T"],
+    logit_rows: Int[Array, " B"],
+) -> TargetOutput:
+    """Run the target over whole rows, once for all readings of the drafter.
+
+    Its caches hold every position, in no ring: a query at n finds below n what it would while decoding.
+    """
+    b, t = tokens.shape
+    zeros = jnp.zeros(b, jnp.int32)
+    caches = init_caches(target.config, b, cache_length=t, slack=t, dtype=jnp.dtype(target.dtype))
+    model: Gemma4 = target.bind(params)
+    rows = logit_rows[:, None]
+    return model(tokens, zeros, zeros + t, caches, feature_layers=feature_layers, logit_rows=rows)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnums=(0, 1),
+    static_argnames=("anchors", "num_draft_tokens", "suppress_tokens"),
+)
+def replay(
+    target: Graph,
+    drafter: Graph,
+    target_params: Params,
+    drafter_params: Params,
+    tokens: Int[Array, "B T"],
+    starts: Int[Array, " B"],
+    output: TargetOutput,
+    *,
+    anchors: int,
+    num_draft_tokens: int,
+    suppress_tokens: tuple[int, ...],
+) -> Int[Array, "B A"]:
+    """Draft after each of the first `anchors` tokens from `starts` on; return how many drafts the text has.
+
+    The drafter is called as by the decode loop, but one token is committed between drafts, the text's own.
+
+    Args:
+      output: what the target gave for these rows, with features in the drafter's order.
+    """
+    model: Gemma4 = target.bind(target_params)
+    draft_model: AnyDrafter = drafter.bind(drafter_params)
+    b, t = tokens.shape
+    assert output.caches is not None
+    view = TargetView(model.embedder, output.caches, target.config, suppress_tokens)
+    state = draft_model.init_state(b, cache_length=t, dtype=jnp.dtype(target.dtype))
+    state = draft_model.absorb(state, output, jnp.zeros(b, jnp.int32), starts)
+    ahead = 1 + jnp.arange(num_draft_tokens)[None, :]
+
+    def step(state: Any, a: Array) -> tuple[Any, Array]:
+        lengths = jnp.minimum(starts + a, t - 1)
+
+        def committed(x: Array) -> Array:
+            return jnp.take_along_axis(x, lengths[:, None, None], axis=1)
+
+        anchor = jnp.take_along_axis(tokens, lengths[:, None], axis=1)
+        draft = draft_model.draft(
+            state, view, anchor[:, 0], lengths, num_draft_tokens=num_draft_tokens
+        )
+        one = dataclasses.replace(
+            output,
+            hidden=committed(output.hidden),
+            features=tuple(committed(x) for x in output.features),
+        )
+        state = draft_model.absorb(state, one, lengths, jnp.ones(b, jnp.int32))
+        following = jnp.take_along_axis(
+            tokens, jnp.minimum(lengths[:, None] + ahead, t - 1), axis=1
+        )
+        agree = (draft.tokens == following).astype(jnp.int32)
+        return state, jnp.sum(jnp.cumprod(agree, axis=1), axis=1)
+
+    return lax.scan(step, state, jnp.arange(anchors))[1].T
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Accepted drafts at every anchor of every row, for some readings, and what came by the way."""
+
+    accepted: list[np.ndarray]  # a reading: [R, A]
+    logits: np.ndarray  # [R, V], at the row asked for
+    nbytes: int  # that a batch's K/V and features took
+
+
+def replay_all(
+    target: LoadedModel,
+    readings: Sequence[Reading],
+    text: Text,
+    logit_rows: np.ndarray,
+    *,
+    num_draft_tokens: int,
+    batch_size: int,
+    say: Callable[[str], None],
+) -> Replayed:
+    """Replay all rows for all readings, a batch of rows at a time; the target reads each batch once."""
+    layers_of = [reading.graph.bind_abstract().feature_layers for reading in readings]
+    union = tuple(sorted({layer for layers in layers_of for layer in layers}))
+    anchors = text.anchors(num_draft_tokens).shape[1]
+    suppress_tokens = target.generation.suppress_tokens if target.generation else ()
+    count, nbytes = len(text.tokens), 0
+    batch = min(batch_size, count)
+    accepted: list[list[np.ndarray]] = [[] for _ in readings]
+    logits = []
+    for begin in range(0, count, batch):
+        # The last batch is filled up with a row it has, so that it needs no programs of its own.
+        rows = np.minimum(np.arange(begin, begin + batch), count - 1)
+        kept = min(batch, count - begin)
+        tokens = jnp.asarray(text.tokens[rows])
+        starts = jnp.asarray(text.starts[rows], jnp.int32)
+        say(f"reading rows {begin + 1} to {begin + kept} of {count}")
+        at = jnp.asarray(logit_rows[rows], jnp.int32)
+        output = read(target.graph, union, target.params, tokens, at)
+        logits.append(np.asarray(output.logits[:kept, 0]))
+        nbytes = cache_bytes(output)
+        for i, reading in enumerate(readings):
+            say(f"rows {begin + 1} to {begin + kept} of {count}: {reading.name}")
+            features = tuple(output.features[union.index(layer)] for layer in layers_of[i])
+            drafts = replay(
+                target.graph,
+                reading.graph,
+                target.params,
+                reading.params,
+                tokens,
+                starts,
+                dataclasses.replace(output, features=features),
+                anchors=anchors,
+                num_draft_tokens=num_draft_tokens,
+                suppress_tokens=suppress_tokens,
+            )
+            accepted[i].append(np.asarray(drafts)[:kept])
+    return Replayed([np.concatenate(a) for a in accepted], np.concatenate(logits), nbytes)
+
+
+# --- statistics --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over rows, with the interval that holds it at some level of confidence."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, rows: np.ndarray, level: float = LEVEL) -> Estimate:
+        """Estimate from one number a row, by Student's t."""
+        mean = float(rows.mean())
+        error = float(rows.std(ddof=1)) / math.sqrt(len(rows))
+        reach = student_t(level, len(rows) - 1) * error
+        return cls(mean, mean - reach, mean + reach)
+
+    def within(self, low: float, high: float) -> Estimate:
+        """Cut the interval to what is possible."""
+        return Estimate(self.mean, max(self.low, low), min(self.high, high))
+
+
+def student_t(level: float, degrees: int) -> float:
+    """Return t such that this share of Student's distribution lies between -t and t."""
+    low, high = 0.0, 1e3
+    while high - low > 1e-4:
+        t = (low + high) / 2
+        outside = float(jax.scipy.special.betainc(degrees / 2, 0.5, degrees / (degrees + t * t)))
+        low, high = (low, t) if 1 - outside > level else (t, high)
+    return high
+
+
+def row_means(values: np.ndarray, anchors: np.ndarray) -> np.ndarray:
+    """Return the mean of each row over its anchors."""
+    return (values * anchors).sum(axis=1) / anchors.sum(axis=1)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Another reading against the one in force, on the same rows.
+
+    Attributes:
+      accepted: drafts a step under it.
+      difference: of these, to the reading in force.
+      better: the difference is above zero for sure, and large enough to matter.
+    """
+
+    name: str
+    field: str
+    fix: str
+    accepted: float
+    first_accepted: float
+    difference: Estimate
+    better: bool
+
+
+@dataclass(frozen=True)
+class Round:
+    """One reading against its alternatives; a second round starts from the best of the first."""
+
+    in_force: str
+    comparisons: list[Comparison]
+    impossible: list[str]
+    level: float  # of each interval, so that all of them hold at `LEVEL`
+    material: float  # drafts a step that a better one must add
+
+    @property
+    def best(self) -> int | None:
+        """The best of the better ones; of near-equals the first, which is the most usual."""
+        better = {i: c.difference.mean for i, c in enumerate(self.comparisons) if c.better}
+        enough = max(better.values(), default=0.0) - self.material
+        return next((i for i, gain in better.items() if gain >= enough), None)
+
+
+# --- losslessness ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Differing:
+    """Where speculative decoding first wrote something else than plain decoding.
+
+    Attributes:
+      position: of the token in its row.
+      gap: between the target's logits of the two, on reading the row anew.
+      gap_ulps: the same in units of bfloat16's last place.
+    """
+
+    row: int
+    position: int
+    plain_token: int
+    speculative_token: int
+    plain_logit: float
+    speculative_logit: float
+    gap: float
+    gap_ulps: float
+    near_tie: bool
+
+    @classmethod
+    def of(
+        cls, row: int, position: int, tokens: tuple[int, int], logits: np.ndarray, dtype: str
+    ) -> Differing:
+        plain, speculative = (float(logits[token]) for token in tokens)
+        gap = abs(plain - speculative)
+        largest = max(abs(plain), abs(speculative), float(jnp.finfo(jnp.bfloat16).tiny))
+        ulps = gap / 2.0 ** (math.floor(math.log2(largest)) - jnp.finfo(jnp.bfloat16).nmant)
+        near = gap < NEAR_TIE_GAP if dtype == "float32" else ulps <= NEAR_TIE_ULPS
+        return cls(row, position, *tokens, plain, speculative, gap, ulps, near)
+
+
+def first_differences(
+    plain: Sequence[Completion], speculative: Sequence[Completion]
+) -> dict[int, int]:
+    """Return, for each row that differs, how many tokens agree before that."""
+    found = {}
+    for row, (one, other) in enumerate(zip(plain, speculative, strict=True)):
+        if one.token_ids != other.token_ids:
+            pairs = zip(one.token_ids, other.token_ids, strict=False)
+            found[row] = next(i for i, (a, b) in enumerate(pairs) if a != b)
+    return found
+
+
+# --- the whole check ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was found.
+
+    Attributes:
+      by_position: share of anchors whose drafts 1 to j were all accepted, for j = 1, 2, ...
+      accepted: drafts accepted an anchor, each position of the text being one.
+      acceptance_length: tokens a verify step of decoding itself, over all steps.
+      problems: what is wrong and what to change; none when the pair is sound.
+    """
+
+    target: str
+    drafter: str
+    dtype: str
+    device: str
+    text: str
+    rows: int
+    anchors: int
+    new_tokens: int
+    num_draft_tokens: int
+    batch_size: int
+    replay_bytes: int
+    conventions: list[Convention]
+    by_position: list[Estimate]
+    accepted: Estimate
+    acceptance_length: float
+    rounds: list[Round]
+    differing: list[Differing]
+    floor: float
+    problems: list[str]
+
+    @property
+    def verdict(self) -> str:
+        if self.problems:
+            return f"not sound: {'; '.join(self.problems)}"
+        return (
+            f"sound: {self.by_position[0].mean:.0%} of first drafts are accepted, "
+            f"{self.acceptance_length:.2f} tokens a step, no other convention does better, and the output "
+            "is that of plain decoding"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all values, and what they depend on."""
+        packages = ("jax", "jaxlib", "flax", "numpy")
+        return {
+            **dataclasses.asdict(self),
+            "confidence": LEVEL,
+            "correction": "Bonferroni, over the comparisons of a round",
+            "material": MATERIAL,
+            "sound": not self.problems,
+            "verdict": self.verdict,
+            "versions": {
+                "jaxspec": jaxspec.__version__,
+                "python": platform.python_version(),
+                **{name: importlib.metadata.version(name) for name in packages},
+            },
+        }
+
+
+def run(
+    target: LoadedModel,
+    drafter: LoadedModel,
+    prompts: Prompts,
+    *,
+    new_tokens: int,
+    num_draft_tokens: int | None,
+    floor: float,
+    batch_size: int,
+    say: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Check a pair.
+
+    Args:
+      prompts: at least `FEWEST_ROWS`.
+      say: called with what is being done.
+
+    Raises:
+      CheckError: the pair or the text cannot be checked.
+    """
+    say("the target continues the text")
+    plain = decode_greedily(target, None, prompts.ids, new_tokens, batch_size=batch_size)
+    say("the same, with drafts")
+    options = dict(batch_size=batch_size, num_draft_tokens=num_draft_tokens)
+    speculative = decode_greedily(target, drafter, prompts.ids, new_tokens, **options)
+    drafts = num_draft_tokens or drafter.graph.bind_abstract().default_draft_tokens
+
+    enough = [i for i, c in enumerate(plain) if len(c.token_ids) > drafts]
+    if len(enough) < FEWEST_ROWS:
+        raise CheckError(
+            f"{len(enough)} of {len(plain)} rows go on for more than the {drafts} tokens of a draft; check "
+            f"needs {FEWEST_ROWS}: raise --new-tokens, or give other text with --text"
+        )
+    differences = first_differences(plain, speculative)
+    kept = [*enough, *(i for i in differences if i not in enough)]
+    text = Text.of([prompts.ids[i] for i in kept], [plain[i] for i in kept])
+    judged = np.asarray([text.starts[n] - 1 + differences.get(i, 0) for n, i in enumerate(kept)])
+    anchors = text.anchors(drafts)[: len(enough)]
+
+    rounds: list[Round] = []
+    changes: dict[
+        str, Comparison
+    ] = {}  # by field: a later change of one takes the place of an earlier
+    reading = Reading("as configured", "", "", drafter.graph, drafter.params)
+    base = accepted = np.zeros(0)
+    replayed = None
+    while len(rounds) < MOST_ROUNDS:
+        others, impossible = alternatives(drafter, reading)
+        found = replay_all(
+            target,
+            [reading, *others],
+            text,
+            judged,
+            num_draft_tokens=drafts,
+            batch_size=batch_size,
+            say=say,
+        )
+        now, *rest = (a[: len(enough)] for a in found.accepted)
+        if replayed is None:
+            replayed, base = found, now
+        accepted = now
+        rounds.append(compare(reading, now, others, rest, anchors, impossible))
+        best = rounds[-1].best
+        if best is None:
+            break
+        changes[others[best].field] = rounds[-1].comparisons[best]
+        reading, accepted = others[best], rest[best]
+    assert replayed is not None
+
+    differing = [
+        Differing.of(
+            i,
+            int(text.starts[n]) + differences[i],
+            (plain[i].token_ids[differences[i]], speculative[i].token_ids[differences[i]]),
+            replayed.logits[n],
+            target.graph.dtype,
+        )
+        for n, i in enumerate(kept)
+        if i in differences
+    ]
+    by_position = [
+        Estimate.of(row_means(base >= j, anchors)).within(0, 1) for j in range(1, drafts + 1)
+    ]
+    first = by_position[0].mean
+    best_first = float(row_means(accepted >= 1, anchors).mean())
+    return Report(
+        target=shorten(target.source),
+        drafter=shorten(drafter.source),
+        dtype=target.graph.dtype,
+        device=jax.devices()[0].device_kind,
+        text=prompts.origin,
+        rows=len(enough),
+        anchors=int(anchors.sum()),
+        new_tokens=new_tokens,
+        num_draft_tokens=drafts,
+        batch_size=batch_size,
+        replay_bytes=replayed.nbytes,
+        conventions=in_force(target, drafter),
+        by_position=by_position,
+        accepted=Estimate.of(row_means(base, anchors)).within(0, drafts),
+        acceptance_length=float(np.mean([n for c in speculative for n in c.acceptance_lengths])),
+        rounds=rounds,
+        differing=differing,
+        floor=floor,
+        problems=problems(first, best_first, floor, list(changes.values()), differing),
+    )
+
+
+def compare(
+    reading: Reading,
+    accepted: np.ndarray,
+    others: Sequence[Reading],
+    others_accepted: Sequence[np.ndarray],
+    anchors: np.ndarray,
+    impossible: list[str],
+) -> Round:
+    """Hold other readings against one, row by row."""
+    level = 1 - (1 - LEVEL) / max(len(others), 1)
+    here = row_means(accepted, anchors)
+    material = float(MATERIAL * (1 + here.mean()))
+    comparisons = []
+    for other, values in zip(others, others_accepted, strict=True):
+        there = row_means(values, anchors)
+        difference = Estimate.of(there - here, level)
+        comparisons.append(
+            Comparison(
+                other.name,
+                other.field,
+                other.fix,
+                float(there.mean()),
+                float(row_means(values >= 1, anchors).mean()),
+                difference,
+                better=difference.low > 0 and difference.mean >= material,
+            )
+        )
+    return Round(reading.name, comparisons, impossible, level, material)
+
+
+def problems(
+    first: float,
+    best_first: float,
+    floor: float,
+    changes: Sequence[Comparison],
+    differing: Sequence[Differing],
+) -> list[str]:
+    """Say what is wrong with a pair, and what to do.
+
+    Args:
+      first: share of first drafts that are accepted.
+      best_first: the same after all `changes`.
+    """
+    found = []
+    if first < floor:
+        found.append(f"{first:.0%} of first drafts are accepted, below the floor of {floor:.0%}")
+    if changes and best_first >= min(first, floor):
+        found += [f"{c.name}: {c.difference.mean:+.2f} drafts a step; {c.fix}" for c in changes]
+    elif found:
+        found.append(
+            "no other convention explains it: the drafter is another target's, or its weights are damaged"
+        )
+    wrong = [d for d in differing if not d.near_tie]
+    if wrong:
+        d = wrong[0]
+        found.append(
+            f"{len(wrong)} rows differ from plain decoding by more than a near-tie, the first at position "
+            f"{d.position} of row {d.row}: this is a bug of ours or of the device, whatever the drafter; "
+            "please report it"
+        )
+    return found
+
+
+# --- the report --------------------------------------------------------------------------------------
+
+_BAR_WIDTH = 32
+
+
+def shown(report: Report) -> Group:
+    """Return the report for a terminal, 80 columns wide, the verdict last."""
+    lossless = f"greedy speculative decoding wrote the {report.rows} rows as plain decoding did"
+    if report.differing:
+        lossless = f"{len(report.differing)} of {report.rows} rows differ from plain decoding"
+    verdict = Line(report.verdict, "bold red" if report.problems else "bold green")
+    return Group(
+        Line(f"{report.target} + {report.drafter} · {report.dtype} on {report.device}", "bold"),
+        _conventions_table(report),
+        _acceptance_chart(report),
+        *(_comparisons_table(r, report) for r in report.rounds),
+        Line(f"{lossless} ({report.dtype})", "" if report.differing else "green"),
+        *(Line(f"  {_difference(d)}") for d in report.differing),
+        Line(
+            f"held beside the weights while reading: {decimal(report.replay_bytes)} of K/V and features for "
+            f"a batch of {min(report.batch_size, report.rows)} rows",
+            "dim",
+        ),
+        "",
+        verdict,
+    )
+
+
+def _conventions_table(report: Report) -> Table:
+    table = Table(title="conventions in force", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("convention", "value", "set by"):
+        table.add_column(name, overflow="fold", style="dim" if name == "set by" else "")
+    for c in report.conventions:
+        table.add_row(c.name, c.shown, c.origin)
+    return table
+
+
+def _acceptance_chart(report: Report) -> Group:
+    """Draw the share of anchors at which drafts 1 to j were all accepted, for each j."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", justify="right")
+    for j, share in enumerate(report.by_position, 1):
+        interval = f" {share.mean:4.0%}  ({share.low:.0%}-{share.high:.0%})"
+        rows.add_row(f"draft {j}", Line(bar(share), "green").append(interval, ""))
+    a = report.accepted
+    text = (
+        f"[bold]{a.mean:.2f}[/] drafts accepted a position ({a.low:.2f}-{a.high:.2f}), "
+        f"[bold]{report.acceptance_length:.2f}[/] tokens a step in decoding\n"
+        f"[dim]{report.text}, continued by the target: {report.rows} rows, {report.anchors:,} positions; "
+        f"{LEVEL:.0%} intervals over rows; floor of draft 1: {report.floor:.0%}[/]"
+    )
+    return Group("accepted up to this draft", rows, text)
+
+
+def bar(share: Estimate) -> str:
+    """Draw a share: full up to the low end of its interval, shaded up to the high end."""
+    low, high = round(share.low * _BAR_WIDTH), round(share.high * _BAR_WIDTH)
+    return "█" * low + "▒" * (high - low) + "·" * (_BAR_WIDTH - high)
+
+
+def _comparisons_table(r: Round, report: Report) -> Table:
+    found = [c.name for c in r.comparisons if c.better]
+    table = Table(
+        title=f"other conventions, against: {r.in_force}",
+        caption=(f"better: {', '.join(found)}" if found else "no other convention does better")
+        + f". Drafts accepted a position; intervals are paired over {report.rows} rows and hold together "
+        f"at {LEVEL:.0%} (Bonferroni: {r.level:.1%} each); better: all above 0, and {MATERIAL:.0%} more "
+        "tokens a step.",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("convention", "accepted", "difference", "interval", ""):
+        table.add_column(name, justify="right" if name in ("accepted", "difference") else "left")
+    for c in r.comparisons:
+        d = c.difference
+        word = "better" if c.better else "worse" if d.high < 0 else "no difference"
+        word = "higher" if d.low > 0 and not c.better else word
+        style = {"better": "bold red", "worse": "dim"}.get(word, "")
+        values = (f"{c.accepted:.2f}", f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", word)
+        table.add_row(c.name, *values, style=style)
+    for reason in r.impossible:
+        table.add_row(reason.split(":")[0], "", "", "not possible", style="dim")
+    return table
+
+
+def _difference(d: Differing) -> str:
+    return (
+        f"row {d.row}, position {d.position}: token {d.plain_token} (logit {d.plain_logit:.5g}) became "
+        f"{d.speculative_token} ({d.speculative_logit:.5g}), {d.gap_ulps:.2g} bf16 ulps apart: "
+        f"{'a near-tie' if d.near_tie else 'NO near-tie'}"
+    )
