@@ -1,0 +1,126 @@
+"""Every step of the bundled pairs is what a computation without any cache says it is.
+
+One pass of the target over each finished text, without caches, gives its choice, its features and its K/V at
+every position. From those alone follow the tokens that greedy decoding must have emitted, the drafts at
+every anchor, and so the acceptance length of every verify step: no ring, no prefill chunk, no rollback and
+no slot takes part.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.api import BUNDLED
+from jaxspec.batching import Completion, Engine, Request
+from jaxspec.cache import KVSegment
+from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
+from jaxspec.models.gemma4 import TargetOutput
+from jaxspec.params import Graph
+from jaxspec.shapes import Array, Params
+
+NEW_TOKENS = 128
+PROMPTS = [tuple(p["ids"]) for p in json.loads((BUNDLED / "held_out.json").read_text())["prompts"]]
+SURE = 1e-3  # logits nearer than this may change places between two ways to compute them
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return load_target(str(BUNDLED / "target"), dtype="float32")
+
+
+def generated(target: LoadedModel, drafter: LoadedModel, num_draft_tokens: int) -> list[Completion]:
+    engine = Engine(
+        target, drafter, batch_size=16, cache_length=256, num_draft_tokens=num_draft_tokens
+    )
+    done = [
+        c
+        for c in engine.run([Request(ids, NEW_TOKENS) for ids in PROMPTS])
+        if isinstance(c, Completion)
+    ]
+    return sorted(done, key=lambda c: c.index)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "feature_layers"))
+def whole(
+    graph: Graph, params: Params, text: Array, feature_layers: tuple[int, ...]
+) -> TargetOutput:
+    """Run the target over whole texts; the mask of a chain makes it return its K/V too."""
+    b, s = text.shape
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((s, s), bool)), (b, s, s))
+    return graph.bind(params)(
+        text,
+        jnp.zeros(b, jnp.int32),
+        jnp.full(b, s, jnp.int32),
+        None,
+        feature_layers=feature_layers,
+        ancestors=causal,
+    )
+
+
+def assert_target_chose(output: TargetOutput, text: np.ndarray) -> None:
+    """Each new token is the target's best, or one that float32 cannot tell from it."""
+    logits = np.asarray(output.logits)[:, 63:-1]
+    emitted = np.take_along_axis(logits, text[:, 64:, None], axis=-1)[..., 0]
+    assert (logits.max(axis=-1) - emitted).max() < SURE
+    assert (logits.argmax(axis=-1) == text[:, 64:]).mean() > 0.999
+
+
+def steps_of(drafts: np.ndarray, text: np.ndarray) -> list[list[int]]:
+    """Return the acceptance lengths that drafts [B, A, G] at the anchors 64, 65, ... give."""
+    rows = []
+    for row, new in enumerate(text[:, 64:]):
+        steps, at = [], 0
+        while at < len(new) - 1:
+            truth = new[at + 1 :]
+            right = drafts[row, at, : len(truth)] == truth[: drafts.shape[2]]
+            steps.append(int(np.cumprod(right).sum()) + 1)
+            at += steps[-1]
+        rows.append(steps)
+    return rows
+
+
+def assert_same_steps(done: list[Completion], expected: list[list[int]], most: int) -> None:
+    """The last step reaches past the end of the text, where nobody knows what was accepted."""
+    for completion, steps in zip(done, expected, strict=True):
+        *before, last = completion.acceptance_lengths
+        assert before == steps[:-1]
+        assert len(completion.acceptance_lengths) == len(steps)
+        assert steps[-1] <= last <= most + 1
+
+
+def test_dflash_steps_equal_those_without_caches(target: LoadedModel) -> None:
+    drafter = load_drafter(str(BUNDLED / "dflash"), dtype="float32")
+    g = drafter.config.block_size - 1
+    done = generated(target, drafter, g)
+    text = np.asarray([p + c.token_ids for p, c in zip(PROMPTS, done, strict=True)])
+    output = whole(target.graph, target.params, jnp.asarray(text), drafter.config.feature_layers)
+    assert_target_chose(output, text)
+
+    @jax.jit
+    def drafts(target_params: Params, params: Params, features: tuple, text: Array) -> Array:
+        embedder = target.graph.bind(target_params).embedder
+        model = drafter.graph.bind(params)
+        b, s = text.shape
+        positions = jnp.broadcast_to(jnp.arange(s), (b, s))
+        context = model.context(features)
+        kv = [layer.keys_and_values(context, positions) for layer in model.layers]
+
+        def at(anchor: Array) -> Array:
+            seen = jnp.where(positions < anchor, positions, -1)
+            segments = tuple(KVSegment(k.swapaxes(1, 2), v.swapaxes(1, 2), seen) for k, v in kv)
+            lengths = jnp.full(b, anchor)
+            logits = model.block_logits(
+                segments, embedder, text[:, anchor], lengths, num_draft_tokens=g
+            )
+            return jnp.argmax(logits, axis=-1)
+
+        return jax.lax.map(at, jnp.arange(64, s - 1)).swapaxes(0, 1)
+
+    got = drafts(target.params, drafter.params, output.features, jnp.asarray(text))
+    assert_same_steps(done, steps_of(np.asarray(got), text), g)
