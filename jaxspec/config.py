@@ -1,6 +1,6 @@
 """What a model is: frozen configs, the released presets, and how Hugging Face files map onto them.
 
-Read `TargetConfig` first, then `DFlashConfig`. Hugging Face field names appear only in the `from_hf`
+Read `TargetConfig` first, then `DFlashConfig` and `MTPConfig`. Hugging Face field names appear only in the `from_hf`
 functions at the end of each section. Every convention that implementations disagree on is a field here,
 so that it can be printed, stored in a checkpoint's manifest and changed. Nothing here touches an array
 or a weight file.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 LayerType = Literal["sliding", "full"]
-ConfigT = TypeVar("ConfigT", "TargetConfig", "DFlashConfig", "GenerationDefaults")
+ConfigT = TypeVar("ConfigT", "TargetConfig", "DFlashConfig", "MTPConfig", "GenerationDefaults")
 
 _LAYER_TYPES: dict[str, LayerType] = {"sliding_attention": "sliding", "full_attention": "full"}
 
@@ -117,45 +117,10 @@ class TargetConfig:
           ConfigError: it is not a Gemma 4 text decoder, or uses a feature no released target has.
         """
         text = _gemma4_text_config(config)
-        layer_types = list(_layer_types(text))
-        layer_types[-1] = (
-            "full"  # as transformers does, with a warning, when the file says otherwise
-        )
-        heads, kv_heads = _int(text, "num_attention_heads"), _int(text, "num_key_value_heads")
-        head_dim = _int(text, "head_dim", 256)
-        k_eq_v = bool(text.get("attention_k_eq_v", False))
-        if "per_layer_config" in text:  # wins over both released keys, even when empty
-            full_head_dim, full_kv_heads = _full_layer_values(text, layer_types, head_dim, kv_heads)
-        else:
-            full_head_dim = _int(text, "global_head_dim", 512)
-            full_kv_heads = kv_heads
-            if k_eq_v and text.get("num_global_key_value_heads") is not None:
-                full_kv_heads = _int(text, "num_global_key_value_heads")
-        _refuse_unless(
-            text, "hidden_activation", ("gelu_pytorch_tanh",), default="gelu_pytorch_tanh"
-        )
-        _refuse_unless(text, "attention_bias", (False, None), default=False)
-        _refuse_unless(text, "tie_word_embeddings", (True,), default=True)
-        _refuse_unless(text, "attn_logit_softcapping", (None,), default=None)
-        _refuse_unless(text, "use_bidirectional_attention", (None, "vision"), default=None)
-        rope = text.get("rope_parameters") or {}
-        sliding_rope, full_rope = rope.get("sliding_attention", {}), rope.get("full_attention", {})
-        _refuse_unless(sliding_rope, "rope_type", ("default",), default="default")
-        _refuse_unless(full_rope, "rope_type", ("proportional",), default="proportional")
         moe = bool(text.get("enable_moe_block", False))
         return cls(
-            vocab_size=_int(text, "vocab_size"),
-            hidden_size=_int(text, "hidden_size"),
-            layer_types=tuple(layer_types),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            full_num_kv_heads=full_kv_heads,
-            full_head_dim=full_head_dim,
-            intermediate_size=_int(text, "intermediate_size"),
-            sliding_window=_int(text, "sliding_window"),
-            max_positions=_int(text, "max_position_embeddings", 131072),
-            k_eq_v=k_eq_v,
+            **_decoder_fields(text),
+            k_eq_v=bool(text.get("attention_k_eq_v", False)),
             double_wide_mlp=bool(text.get("use_double_wide_mlp", False)),
             num_kv_shared_layers=_int(text, "num_kv_shared_layers", 0),
             per_layer_input_size=_int(text, "hidden_size_per_layer_input", 0),
@@ -168,10 +133,6 @@ class TargetConfig:
             num_experts_per_token=_int(text, "top_k_experts") if moe else 0,
             expert_intermediate_size=_int(text, "moe_intermediate_size") if moe else 0,
             final_logit_softcap=text.get("final_logit_softcapping"),
-            rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(sliding_rope.get("rope_theta", 10_000.0)),
-            full_rope_theta=float(full_rope.get("rope_theta", 1_000_000.0)),
-            full_partial_rotary_factor=float(full_rope.get("partial_rotary_factor", 0.25)),
         )
 
 
@@ -213,6 +174,10 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _gemma4_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     outer, text = config.get("model_type"), _text_part(config)
     known = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+    if outer in MTP_MODEL_TYPES:
+        raise ConfigError(
+            f"config.json has model_type {outer!r}: that is an assistant, a drafter, not a target"
+        )
     if outer not in known:
         raise ConfigError(
             f"config.json has model_type {outer!r} (architectures {config.get('architectures')}); a target "
@@ -226,6 +191,46 @@ def _gemma4_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
             "use the bfloat16 release"
         )
     return text
+
+
+def _decoder_fields(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what targets and their assistants have in common."""
+    layer_types = list(_layer_types(text))
+    layer_types[-1] = "full"  # as transformers does, with a warning, when the file says otherwise
+    kv_heads, head_dim = _int(text, "num_key_value_heads"), _int(text, "head_dim", 256)
+    if "per_layer_config" in text:  # wins over both released keys, even when empty
+        full_head_dim, full_kv_heads = _full_layer_values(text, layer_types, head_dim, kv_heads)
+    else:
+        full_head_dim = _int(text, "global_head_dim", 512)
+        full_kv_heads = kv_heads
+        if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads") is not None:
+            full_kv_heads = _int(text, "num_global_key_value_heads")
+    _refuse_unless(text, "hidden_activation", ("gelu_pytorch_tanh",), default="gelu_pytorch_tanh")
+    _refuse_unless(text, "attention_bias", (False, None), default=False)
+    _refuse_unless(text, "tie_word_embeddings", (True,), default=True)
+    _refuse_unless(text, "attn_logit_softcapping", (None,), default=None)
+    _refuse_unless(text, "use_bidirectional_attention", (None, "vision"), default=None)
+    rope = text.get("rope_parameters") or {}
+    sliding_rope, full_rope = rope.get("sliding_attention", {}), rope.get("full_attention", {})
+    _refuse_unless(sliding_rope, "rope_type", ("default",), default="default")
+    _refuse_unless(full_rope, "rope_type", ("proportional",), default="proportional")
+    return dict(
+        vocab_size=_int(text, "vocab_size"),
+        hidden_size=_int(text, "hidden_size"),
+        layer_types=tuple(layer_types),
+        num_heads=_int(text, "num_attention_heads"),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        full_num_kv_heads=full_kv_heads,
+        full_head_dim=full_head_dim,
+        intermediate_size=_int(text, "intermediate_size"),
+        sliding_window=_int(text, "sliding_window"),
+        max_positions=_int(text, "max_position_embeddings", 131072),
+        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(sliding_rope.get("rope_theta", 10_000.0)),
+        full_rope_theta=float(full_rope.get("rope_theta", 1_000_000.0)),
+        full_partial_rotary_factor=float(full_rope.get("partial_rotary_factor", 0.25)),
+    )
 
 
 def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
@@ -459,6 +464,153 @@ def default_feature_layers(num_target_layers: int, count: int) -> tuple[int, ...
     return tuple(round(1 + i * last / (count - 1)) for i in range(count))
 
 
+# --- MTP assistants ----------------------------------------------------------------------------------
+
+MTP_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+
+MTP_KEYS: dict[str, tuple[str, ...]] = {
+    "query_position": ("query_position",),
+    "num_window_keys": ("num_window_keys",),
+}
+"""Where config.json may say what engines disagree on, by field. Released files have neither key."""
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """A Gemma 4 assistant: a few layers of queries over the target's own keys and values.
+
+    With n positions in the target's caches, and the newest token not among them, engines disagree on two
+    things. The query is rotated to position n - 1 (vLLM, SGLang) or n (transformers' generation): "last" or
+    "next". Its sliding layers see the last w keys (vLLM, SGLang) or w + 1 (transformers).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    backbone_hidden_size: int  # the target's
+    layer_types: tuple[LayerType, ...]
+    num_heads: int
+    num_kv_heads: int  # the target's, as are the head dims
+    head_dim: int
+    full_num_kv_heads: int
+    full_head_dim: int
+    intermediate_size: int
+    sliding_window: int
+    max_positions: int
+    num_centroids: int = 0  # 0: a dense head
+    num_top_centroids: int = 0  # clusters of tokens that a step looks into
+    num_draft_tokens: int = 5  # unless asked otherwise
+    suppress_tokens: tuple[int, ...] = ()  # beside the target's own
+    query_position: Literal["last", "next"] = "last"
+    num_window_keys: int = 0  # 0 in a file or call: sliding_window
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    full_rope_theta: float = 1_000_000.0
+    full_partial_rotary_factor: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not self.num_window_keys:
+            object.__setattr__(self, "num_window_keys", self.sliding_window)
+        if self.query_position not in ("last", "next"):
+            raise ConfigError(
+                f"query_position is {self.query_position!r}; expected last (n - 1) or next (n)"
+            )
+        if self.num_window_keys not in (self.sliding_window, self.sliding_window + 1):
+            raise ConfigError(
+                f"num_window_keys is {self.num_window_keys}; expected the sliding_window of "
+                f"{self.sliding_window}, or one more"
+            )
+        for kind, heads in (("sliding", self.num_kv_heads), ("full", self.full_num_kv_heads)):
+            if heads < 1 or self.num_heads % heads:
+                raise ConfigError(
+                    f"num_heads {self.num_heads} is not a multiple of the {heads} kv heads of {kind} layers"
+                )
+        if self.num_centroids:
+            if self.vocab_size % self.num_centroids:
+                raise ConfigError(
+                    f"{self.num_centroids} centroids do not divide a vocabulary of {self.vocab_size}"
+                )
+            if not 1 <= self.num_top_centroids <= self.num_centroids:
+                raise ConfigError(
+                    f"centroid_intermediate_top_k is {self.num_top_centroids}; expected 1 to "
+                    f"{self.num_centroids}, the number of centroids"
+                )
+        if self.num_draft_tokens < 1:
+            raise ConfigError(f"num_draft_tokens is {self.num_draft_tokens}; expected 1 or more")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> MTPConfig:
+        """Read an assistant's config.json, and what its generation_config.json says of drafting.
+
+        Raises:
+          ConfigError: it is no assistant, or has what none has: experts, per-layer inputs, a wide MLP.
+        """
+        if config.get("model_type") not in MTP_MODEL_TYPES:
+            raise ConfigError(
+                f"config.json has model_type {config.get('model_type')!r}; an assistant has one of "
+                f"{', '.join(MTP_MODEL_TYPES)}"
+            )
+        text = _text_part(config)
+        if text is config:
+            raise ConfigError("config.json of an assistant has no text_config")
+        _refuse_unless(text, "enable_moe_block", (False, None))
+        _refuse_unless(text, "use_double_wide_mlp", (False, None))
+        _refuse_unless(text, "hidden_size_per_layer_input", (0, None))
+        _refuse_unless(text, "final_logit_softcapping", (None,))
+        shared = text.get("num_kv_shared_layers")
+        if shared and shared != _int(text, "num_hidden_layers"):
+            raise ConfigError(
+                f"config.json has num_kv_shared_layers = {shared}; all "
+                f"{_int(text, 'num_hidden_layers')} layers of an assistant read the target's K/V"
+            )
+        centroids = bool(config.get("use_ordered_embeddings", False))
+        generation = generation_config or {}
+        _, position = find_key(config, MTP_KEYS["query_position"])
+        _, window = find_key(config, MTP_KEYS["num_window_keys"])
+        return cls(
+            **_decoder_fields(text),
+            backbone_hidden_size=_int(config, "backbone_hidden_size"),
+            num_centroids=_int(config, "num_centroids", 2048) if centroids else 0,
+            num_top_centroids=_int(config, "centroid_intermediate_top_k", 32) if centroids else 0,
+            num_draft_tokens=_int(generation, "num_assistant_tokens", 5),
+            suppress_tokens=tuple(int(i) for i in generation.get("suppress_tokens") or ()),
+            query_position=position or "last",
+            num_window_keys=window or 0,
+        )
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Refuse a target this assistant was not made for, naming every number that differs."""
+        wrong = [
+            f"{name}: assistant {ours}, target {theirs}"
+            for name, ours, theirs in (
+                ("backbone_hidden_size", self.backbone_hidden_size, target.hidden_size),
+                ("vocab_size", self.vocab_size, target.vocab_size),
+                ("kv heads of sliding layers", self.num_kv_heads, target.num_kv_heads),
+                ("head_dim of sliding layers", self.head_dim, target.head_dim),
+                ("kv heads of full layers", self.full_num_kv_heads, target.full_num_kv_heads),
+                ("head_dim of full layers", self.full_head_dim, target.full_head_dim),
+                ("sliding_window", self.sliding_window, target.sliding_window),
+            )
+            if ours != theirs
+        ]
+        owners = target.layer_types[: target.first_shared_layer]
+        wrong += [
+            f"the target has no {kind} layer with K/V of its own"
+            for kind in sorted(set(self.layer_types))
+            if kind not in owners
+        ]
+        if wrong:
+            raise ConfigError(
+                f"the assistant does not fit the target: {'; '.join(wrong)}; use the assistant of the "
+                "target's own size"
+            )
+
+
 # --- presets -----------------------------------------------------------------------------------------
 
 
@@ -567,10 +719,41 @@ DFLASH_PRESETS: dict[str, DFlashConfig] = {
 }
 
 
+def _assistant(size: str, hidden: int, heads: int, mlp: int, **centroids: int) -> MTPConfig:
+    target = TARGET_PRESETS[size]
+    return MTPConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden,
+        backbone_hidden_size=target.hidden_size,
+        layer_types=("sliding",) * 3 + ("full",),
+        num_heads=heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        full_num_kv_heads=target.full_num_kv_heads,
+        full_head_dim=target.full_head_dim,
+        intermediate_size=mlp,
+        sliding_window=target.sliding_window,
+        max_positions=target.max_positions,
+        suppress_tokens=(258_883, 258_882) if size == "12b" else (),
+        **centroids,
+    )
+
+
+_CENTROIDS = dict(num_centroids=2048, num_top_centroids=32)
+
+MTP_PRESETS: dict[str, MTPConfig] = {
+    "e2b": _assistant("e2b", 256, 4, 2048, **_CENTROIDS),
+    "e4b": _assistant("e4b", 256, 4, 2048, **_CENTROIDS),
+    "12b": _assistant("12b", 1024, 16, 8192),
+    "26b-a4b": _assistant("26b-a4b", 1024, 16, 8192),
+    "31b": _assistant("31b", 1024, 32, 8192),
+}
+
+
 # --- stored form and small readers -------------------------------------------------------------------
 
 
-def to_json(config: TargetConfig | DFlashConfig | GenerationDefaults) -> dict[str, Any]:
+def to_json(config: TargetConfig | DFlashConfig | MTPConfig | GenerationDefaults) -> dict[str, Any]:
     """Return a config as JSON values, for a checkpoint's manifest."""
     return dataclasses.asdict(config)
 

@@ -1,0 +1,270 @@
+"""MTP: Gemma 4's assistants, which draft token by token from the target's own keys and values.
+
+An assistant has four layers of queries and no K/V of its own: its sliding layers read the cache of the
+target's last sliding layer that owns K/V, its full layer that of the last full one. Both stay as they are
+for a whole round, and so does the position of the query; what moves from one draft to the next is a state of
+the target's width. It begins as the target's hidden state of the last token that is in the caches, and each
+step makes the next:
+
+    [embedding of the token, state] -> pre_projection -> layers -> norm -> logits
+                                                                        -> post_projection -> state
+
+Source: transformers `models/gemma4_assistant`; where engines differ, see `MTPConfig`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxspec import cache as kv
+from jaxspec.cache import KVSegment
+from jaxspec.config import LayerType, MTPConfig
+from jaxspec.drafters.base import Draft, Drafter, TargetView, Tree
+from jaxspec.drafters.tree import Children, best_children, grow
+from jaxspec.models.attention import attend
+from jaxspec.models.gemma4 import Embedder, TargetOutput
+from jaxspec.models.layers import (
+    GatedMLP,
+    contract,
+    over_rows,
+    project,
+    rms_norm,
+    rope,
+    rope_frequencies,
+)
+from jaxspec.params import param
+from jaxspec.sampling import argmax
+from jaxspec.shapes import Array, DTypeLike, Float, Int
+
+MTPState = Float[Array, "B D"]
+"""The target's post-norm hidden state of the last token that is in its caches."""
+
+MAX_DRAFT_TOKENS = 15  # in a row: as many as a DFlash block; assistants themselves know no limit
+
+
+class Choices(NamedTuple):
+    """What a step may draft: logits, and the tokens they stand for (None: all, in order)."""
+
+    logits: Float[Array, "B F C"]
+    tokens: Int[Array, "B F C"] | None
+
+
+class FrozenKV(NamedTuple):
+    """The target's K/V and the place to read them from, the same for every step of a round."""
+
+    segments: dict[LayerType, KVSegment]
+    lengths: Int[Array, " B"]  # positions in the caches
+
+
+class MTPDrafter(Drafter[MTPState]):
+    """An MTP assistant; it borrows the target's embedding and caches, and has a head of its own."""
+
+    def __init__(self, config: MTPConfig, *, dtype: jnp.dtype):
+        d, backbone, vocab = config.hidden_size, config.backbone_hidden_size, config.vocab_size
+        self.config = config
+        self.pre_projection = param(2 * backbone, d, dtype=dtype, fan_in=2 * backbone)
+        self.layers = nnx.List([MTPLayer(config, kind, dtype=dtype) for kind in config.layer_types])
+        self.final_norm = param(d, dtype=dtype)
+        self.post_projection = param(d, backbone, dtype=dtype, fan_in=d)
+        self.head = param(vocab, d, dtype=dtype, fan_in=d)
+        if config.num_centroids:
+            self.centroids = param(d, config.num_centroids, dtype=dtype, fan_in=d)
+            self.token_ordering = param(vocab, dtype=jnp.dtype(jnp.int32))
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return MAX_DRAFT_TOKENS
+
+    @property
+    def default_draft_tokens(self) -> int:
+        return self.config.num_draft_tokens
+
+    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> MTPState:
+        del cache_length
+        return jnp.zeros((batch, self.config.backbone_hidden_size), dtype)
+
+    def absorb(
+        self,
+        state: MTPState,
+        output: TargetOutput,
+        start: Int[Array, " b"],
+        count: Int[Array, " b"],
+        slots: Int[Array, " b"] | None = None,
+    ) -> MTPState:
+        del start
+        with jax.named_scope("mtp_absorb"):
+            last = jnp.maximum(count - 1, 0)[:, None, None]
+            hidden = jnp.take_along_axis(output.hidden, last, axis=1)[:, 0].astype(state.dtype)
+            rows = jnp.arange(count.shape[0]) if slots is None else slots
+            rows = jnp.where(count > 0, rows, state.shape[0])  # else dropped
+            return state.at[rows].set(hidden, mode="drop")
+
+    def draft(
+        self,
+        state: MTPState,
+        target: TargetView,
+        anchors: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        *,
+        num_draft_tokens: int,
+        tree: Tree | None = None,
+    ) -> Draft:
+        frozen = FrozenKV(
+            {kind: kv.view(target.last_kv(kind), lengths) for kind in set(self.config.layer_types)},
+            lengths,
+        )
+        states = state[:, None]
+
+        def expand(
+            states: Float[Array, "B F D"],
+            tokens: Int[Array, "B F"],
+            origins: Int[Array, "B F"],
+            topk: int,
+        ) -> tuple[Float[Array, "B F D"], Children]:
+            states = jnp.take_along_axis(states, origins[:, :, None], axis=1)
+            hidden, states = self.step(target.embedder, tokens, states, frozen)
+            choices = self.choices(hidden, target.suppress_tokens)
+            best = best_children(choices.logits, topk)
+            return states, best._replace(tokens=_tokens_of(choices, best.tokens))
+
+        if tree is not None:
+            return grow(expand, states, anchors, tree=tree, num_draft_tokens=num_draft_tokens)
+        tokens, drafts = anchors[:, None], []
+        for _ in range(num_draft_tokens):
+            hidden, states = self.step(target.embedder, tokens, states, frozen)
+            choices = self.choices(hidden, target.suppress_tokens)
+            tokens = _tokens_of(choices, argmax(choices.logits)[..., None])[..., 0]
+            drafts.append(tokens)
+        return Draft(jnp.concatenate(drafts, axis=1))
+
+    def step(
+        self,
+        embedder: Embedder,
+        tokens: Int[Array, "B F"],
+        states: Float[Array, "B F D"],
+        frozen: FrozenKV,
+    ) -> tuple[Float[Array, "B F H"], Float[Array, "B F D"]]:
+        """Take one step from F nodes a row at once; they do not see each other.
+
+        Returns:
+          The normed output that `choices` reads, and the states to go on from.
+        """
+        c = self.config
+        last = jnp.broadcast_to((frozen.lengths - 1)[:, None], tokens.shape)
+        turned = last + (1 if c.query_position == "next" else 0)
+        with jax.named_scope("mtp_step"):
+            x = jnp.concatenate([embedder.encode(tokens), states], axis=-1)
+            x = project(x, self.pre_projection[...])
+            for layer, kind in zip(self.layers, c.layer_types, strict=True):
+                x = run_layer(layer, x, turned, last, frozen.segments[kind])
+            hidden = rms_norm(x, self.final_norm[...], c.rms_norm_eps)
+            return hidden, project(hidden, self.post_projection[...])
+
+    def choices(self, hidden: Float[Array, "B F H"], suppressed: tuple[int, ...] = ()) -> Choices:
+        """Return what may follow, with float32 logits; suppressed tokens are impossible.
+
+        With centroids that is the tokens of the best few clusters, and no other logit is computed.
+        """
+        c = self.config
+        suppressed = tuple(sorted({*suppressed, *c.suppress_tokens}))
+        b, f, h = hidden.shape
+        with jax.named_scope("mtp_head"):
+            tokens = None
+            if c.num_centroids:
+                scores = contract("bfh,hc->bfc", hidden, self.centroids[...])
+                _, best = lax.top_k(scores, c.num_top_centroids)
+                clusters = self.token_ordering[...].reshape(c.num_centroids, -1)
+                tokens = clusters[best].reshape(b, f, -1)
+                logits = contract("bfh,bfch->bfc", hidden, self.head[tokens])
+            else:
+                rows = hidden.reshape(b * f, h)
+                logits = over_rows(lambda r: contract("rh,vh->rv", r, self.head[...]), rows)
+                logits = logits.reshape(b, f, -1)
+            if suppressed:
+                ids = jnp.arange(c.vocab_size) if tokens is None else tokens
+                banned = jnp.any(ids[..., None] == jnp.asarray(suppressed), axis=-1)
+                logits = jnp.where(banned, -jnp.inf, logits)
+            return Choices(logits, tokens)
+
+
+def _tokens_of(choices: Choices, index: Int[Array, "B F K"]) -> Int[Array, "B F K"]:
+    if choices.tokens is None:
+        return index
+    return jnp.take_along_axis(choices.tokens, index, axis=-1)
+
+
+class MTPLayer(nnx.Module):
+    """A Gemma 4 layer whose queries read frozen keys and values. Names are as in `gemma4.DecoderLayer`."""
+
+    def __init__(self, config: MTPConfig, kind: LayerType, *, dtype: jnp.dtype):
+        d = config.hidden_size
+        self.pre_attention_norm = param(d, dtype=dtype)
+        self.attention = FrozenAttention(config, kind, dtype=dtype)
+        self.post_attention_norm = param(d, dtype=dtype)
+        self.pre_mlp_norm = param(d, dtype=dtype)
+        self.mlp = GatedMLP(d, config.intermediate_size, gelu=True, dtype=dtype)
+        self.post_mlp_norm = param(d, dtype=dtype)
+        self.scalar = param(1, dtype=dtype)
+        self.eps = config.rms_norm_eps
+
+    def __call__(
+        self,
+        x: Float[Array, "B F H"],
+        turned: Int[Array, "B F"],
+        last: Int[Array, "B F"],
+        segment: KVSegment,
+    ) -> Float[Array, "B F H"]:
+        h = self.attention(
+            rms_norm(x, self.pre_attention_norm[...], self.eps), turned, last, segment
+        )
+        x = x + rms_norm(h, self.post_attention_norm[...], self.eps)
+        h = self.mlp(rms_norm(x, self.pre_mlp_norm[...], self.eps))
+        x = x + rms_norm(h, self.post_mlp_norm[...], self.eps)
+        return x * self.scalar[...]
+
+
+@jax.jit
+def run_layer(layer: MTPLayer, *args):
+    """Call a layer through jit, so that it is traced once for all steps."""
+    return layer(*args)
+
+
+class FrozenAttention(nnx.Module):
+    """Grouped-query attention without keys and values: only queries and the way out."""
+
+    def __init__(self, config: MTPConfig, kind: LayerType, *, dtype: jnp.dtype):
+        sliding = kind == "sliding"
+        d = config.hidden_size
+        k = config.num_kv_heads if sliding else config.full_num_kv_heads
+        h = config.head_dim if sliding else config.full_head_dim
+        g = config.num_heads // k
+        self.qkv = param(d, k, g, h, dtype=dtype, fan_in=d)
+        self.q_norm = param(h, dtype=dtype)
+        self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h)
+        self.window = config.num_window_keys if sliding else None
+        self.theta = config.rope_theta if sliding else config.full_rope_theta
+        self.partial_factor = 1.0 if sliding else config.full_partial_rotary_factor
+        self.eps = config.rms_norm_eps
+
+    def __call__(
+        self,
+        x: Float[Array, "B F H"],
+        turned: Int[Array, "B F"],
+        last: Int[Array, "B F"],
+        segment: KVSegment,
+    ) -> Float[Array, "B F H"]:
+        """Attend from queries that are rotated to position `turned` and see what position `last` sees."""
+        frequencies = rope_frequencies(self.q_norm.shape[0], self.theta, self.partial_factor)
+        q = rms_norm(project(x, self.qkv[...]), self.q_norm[...], self.eps)
+        q = rope(q, turned, frequencies)
+        out = attend(q, last, (segment,), scale=1.0, window=self.window)
+        return project(out, self.out[...], inputs=3)
