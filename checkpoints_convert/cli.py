@@ -115,7 +115,7 @@ def _fail(console: Console, message: str, code: int = 2) -> None:
 
 
 def _summarise(console: Console, report: Report) -> None:
-    names = {"target": "Gemma 4 target", "dflash": "DFlash drafter"}
+    names = {"target": "Gemma 4 target", "dflash": "DFlash drafter", "mtp": "MTP assistant"}
     lines = [
         f"{names[report.kind]} -> {report.destination}",
         f"{report.tensors} tensors, {report.parameters} parameters, {decimal(report.nbytes)} "

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert import dflash, gemma4, hf_io
+from checkpoints_convert import dflash, gemma4, hf_io, mtp
 from checkpoints_convert.rules import (
     Fill,
     Plan,
@@ -29,6 +29,7 @@ from checkpoints_convert.rules import (
     TensorSpec,
     fills_for,
     find_prefix,
+    integers,
     match,
 )
 from jaxspec.checkpoint import (
@@ -39,12 +40,20 @@ from jaxspec.checkpoint import (
     Kind,
     LazyArray,
     Manifest,
+    ModelConfig,
     check_tree,
     graph_of,
     read_params,
     save_params,
 )
-from jaxspec.config import ConfigError, DFlashConfig, GenerationDefaults, TargetConfig
+from jaxspec.config import (
+    MTP_MODEL_TYPES,
+    ConfigError,
+    DFlashConfig,
+    GenerationDefaults,
+    MTPConfig,
+    TargetConfig,
+)
 from jaxspec.shapes import Array
 
 Progress = Callable[[str, int, int], None]
@@ -70,7 +79,7 @@ class Source:
 
     checkpoint: hf_io.HFCheckpoint
     kind: Kind
-    config: TargetConfig | DFlashConfig
+    config: ModelConfig
     generation: GenerationDefaults | None
     plan: Plan
 
@@ -83,7 +92,7 @@ class Source:
     def arrays(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
         """Yield every parameter by name, cast to `dtype`."""
         for fill in self.plan.fills:
-            yield fill.path, self.read(fill, dtype)
+            yield fill.path, self.read(fill, fill.cast(dtype))
 
 
 def open_source(directory: Path) -> Source:
@@ -96,7 +105,7 @@ def open_source(directory: Path) -> Source:
     checkpoint = hf_io.open_checkpoint(directory)
     generation = None
     try:
-        kind, config = read_config(checkpoint.config)
+        kind, config = read_config(checkpoint.config, checkpoint.generation_config)
         if kind == "target":
             generation = GenerationDefaults.from_hf(checkpoint.generation_config, checkpoint.config)
     except ConfigError as error:
@@ -114,20 +123,26 @@ def open_source(directory: Path) -> Source:
     return Source(checkpoint, kind, config, generation, plan)
 
 
-def read_config(config: Mapping[str, Any]) -> tuple[Kind, TargetConfig | DFlashConfig]:
-    """Tell a drafter's config.json from a target's, and read it."""
+def read_config(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+) -> tuple[Kind, ModelConfig]:
+    """Tell drafters' config.json from a target's, and read it."""
     if "DFlashDraftModel" in (config.get("architectures") or ()):
         return "dflash", DFlashConfig.from_hf(config)
+    if config.get("model_type") in MTP_MODEL_TYPES:
+        return "mtp", MTPConfig.from_hf(config, generation_config)
     return "target", TargetConfig.from_hf(config)
 
 
-def rule_set(config: TargetConfig | DFlashConfig, params: Mapping[str, Any]) -> RuleSet:
+def rule_set(config: ModelConfig, params: Mapping[str, Any]) -> RuleSet:
     if isinstance(config, TargetConfig):
         return gemma4.rule_set(config, params)
+    if isinstance(config, MTPConfig):
+        return mtp.rule_set(config, params)
     return dflash.rule_set(config, params)
 
 
-def parameter_shapes(config: TargetConfig | DFlashConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every parameter of the model that a config describes."""
     return {n: tuple(a.shape) for n, a in graph_of(config, "bfloat16").abstract_params().items()}
 
@@ -171,6 +186,7 @@ def convert(
 
         def lazily(fill: Fill) -> LazyArray:
             stored = opened.dtype_of(fill) if dtype is None else hf_io.numpy_dtype(dtype)
+            stored = fill.cast(stored)
 
             def make() -> np.ndarray:
                 nonlocal done
@@ -185,7 +201,7 @@ def convert(
         arrays = {fill.path: lazily(fill) for fill in fills}
         save_params(aside, arrays)
         _copy_files(directory, aside)
-        dtypes = {array.dtype.name for array in arrays.values()}
+        dtypes = {a.dtype.name for a in arrays.values() if a.dtype.kind != "i"}
         Manifest(
             kind=opened.kind,
             config=opened.config,
@@ -255,7 +271,7 @@ def to_hf(
 
 
 def write_weights(
-    config: TargetConfig | DFlashConfig,
+    config: ModelConfig,
     params: Mapping[str, Array],
     directory: Path,
     *,
@@ -274,7 +290,9 @@ def write_weights(
         directory,
         [
             _group(
-                fill, dict.fromkeys(fill.sources, stored), lambda f=fill: np.asarray(params[f.path])
+                fill,
+                dict.fromkeys(fill.sources, "I64" if fill.transform is integers else stored),
+                lambda f=fill: np.asarray(params[f.path]),
             )
             for fill in fills
         ],

@@ -17,15 +17,10 @@ from checkpoints_convert.rules import (
 )
 from jaxspec.config import TargetConfig
 
-_RULES = (
-    Rule("embed_tokens.weight", "embedder.table", same),
+DECODER_RULES = (
     Rule("norm.weight", "final_norm", same),
-    Rule("embed_tokens_per_layer.weight", "per_layer.table", same),
-    Rule("per_layer_model_projection.weight", "per_layer.projection", linear),
-    Rule("per_layer_projection_norm.weight", "per_layer.norm", same),
     Rule("layers.{i}.input_layernorm.weight", "layers.{i}.pre_attention_norm", same),
     Rule("layers.{i}.self_attn.q_norm.weight", "layers.{i}.attention.q_norm", same),
-    Rule("layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.k_norm", same),
     Rule("layers.{i}.self_attn.o_proj.weight", "layers.{i}.attention.out", linear_out),
     Rule("layers.{i}.post_attention_layernorm.weight", "layers.{i}.post_attention_norm", same),
     Rule("layers.{i}.pre_feedforward_layernorm.weight", "layers.{i}.pre_mlp_norm", same),
@@ -36,6 +31,17 @@ _RULES = (
     ),
     Rule("layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down", linear),
     Rule("layers.{i}.post_feedforward_layernorm.weight", "layers.{i}.post_mlp_norm", same),
+    Rule("layers.{i}.layer_scalar", "layers.{i}.scalar", same),
+)
+"""What every layer has, and an assistant's too; q, k and v apart, whose fusion depends on the layer."""
+
+_RULES = (
+    *DECODER_RULES,
+    Rule("embed_tokens.weight", "embedder.table", same),
+    Rule("embed_tokens_per_layer.weight", "per_layer.table", same),
+    Rule("per_layer_model_projection.weight", "per_layer.projection", linear),
+    Rule("per_layer_projection_norm.weight", "per_layer.norm", same),
+    Rule("layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.k_norm", same),
     Rule("layers.{i}.post_feedforward_layernorm_1.weight", "layers.{i}.dense_post_norm", same),
     Rule("layers.{i}.pre_feedforward_layernorm_2.weight", "layers.{i}.experts_pre_norm", same),
     Rule("layers.{i}.router.proj.weight", "layers.{i}.experts.router", linear),
@@ -47,9 +53,8 @@ _RULES = (
     Rule("layers.{i}.per_layer_input_gate.weight", "layers.{i}.per_layer_gate", linear),
     Rule("layers.{i}.per_layer_projection.weight", "layers.{i}.per_layer_out", linear),
     Rule("layers.{i}.post_per_layer_input_norm.weight", "layers.{i}.per_layer_norm", same),
-    Rule("layers.{i}.layer_scalar", "layers.{i}.scalar", same),
 )
-"""All but q, k and v, whose fusion depends on the layer. A model keeps the rules of what it has."""
+"""All but q, k and v. A model keeps the rules of what it has."""
 
 _PREFIXES = ("model.language_model.", "model.", "language_model.model.", "language_model.", "")
 

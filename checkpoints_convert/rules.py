@@ -95,6 +95,9 @@ def _to_experts(param: Any, _: int) -> tuple[Any, ...]:
 same = Transform("same", lambda sources, shape: sources[0].reshape(shape), lambda x, _: (x,))
 """Embeddings, norms, scalars: as they are."""
 
+integers = Transform("integers", same.to_param, same.to_sources)
+"""Token ids: as they are, and integers in every dtype that weights are cast to."""
+
 linear = Transform("linear", _from_linear, _to_linear)
 """[out, in] matrices, joined along out, become [in, *out]: one projection, or gate and up."""
 
@@ -188,6 +191,10 @@ class Fill:
     sources: tuple[str, ...]
     transform: Transform
 
+    def cast(self, dtype: np.dtype) -> np.dtype:
+        """Return what this parameter has where weights have `dtype`."""
+        return np.dtype(np.int32) if self.transform is integers else dtype
+
     def to_param(self, sources: Sequence[np.ndarray]) -> np.ndarray:
         # On raw bits: numpy moves plain integers several times faster than bfloat16.
         bits = [s.view(_bits(s.dtype)) for s in sources]
@@ -210,7 +217,7 @@ class Plan:
     copies: dict[str, str]  # skipped name: the tensor it must equal
 
 
-FLOATS = ("F32", "BF16", "F16")
+FLOATS, INTEGERS = ("F32", "BF16", "F16"), ("I64", "I32")
 
 
 def find_prefix(rules: RuleSet, names: Iterable[str]) -> str:
@@ -266,14 +273,15 @@ def match(
         if skip.copy_of is not None:
             copies[name] = prefix + skip.copy_of
     for fill in fills:
+        allowed = INTEGERS if fill.transform is integers else FLOATS
         for name, shape in zip(fill.sources, fill.source_shapes(), strict=True):
             if name not in tensors:
                 wrong.append(f"{name}: missing")
             elif tensors[name].shape != shape:
                 wrong.append(f"{name}: shape {list(tensors[name].shape)}, expected {list(shape)}")
-            elif tensors[name].dtype not in FLOATS:
+            elif tensors[name].dtype not in allowed:
                 wrong.append(
-                    f"{name}: dtype {tensors[name].dtype}, expected one of {', '.join(FLOATS)}"
+                    f"{name}: dtype {tensors[name].dtype}, expected one of {', '.join(allowed)}"
                 )
         dtypes = {tensors[name].dtype for name in fill.sources if name in tensors}
         if len(dtypes) > 1:

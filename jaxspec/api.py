@@ -22,6 +22,7 @@ from jaxspec.drafters.base import Tree
 from jaxspec.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"
+BUNDLED_DRAFTERS = ("dflash", "mtp")
 MOST_SLOTS = 8  # of a batch, unless asked for
 
 
@@ -39,8 +40,8 @@ def load(
 
     Args:
       target: a directory (ours or Hugging Face's) or a hub id; None for the bundled one.
-      drafter: likewise, or "dflash" for the bundled one, or "none". None means the bundled drafter for
-        the bundled target, and no drafter for any other.
+      drafter: likewise, or "dflash" or "mtp" for the bundled ones, or "none". None means the bundled
+        DFlash drafter for the bundled target, and no drafter for any other.
       dtype: "float32" or "bfloat16"; None for bfloat16 on GPUs and float32 elsewhere.
       revision: of the target's hub id; `drafter_revision` is the drafter's.
       token: for the hub; None for the one huggingface_hub knows.
@@ -50,14 +51,16 @@ def load(
       CheckpointError, ConfigError: something is missing or wrong with one of them.
     """
     source = drafter or ("none" if target else "dflash")
-    if source not in ("dflash", "none") and "/" not in source and not Path(source).exists():
+    known = (*BUNDLED_DRAFTERS, "none")
+    if source not in known and "/" not in source and not Path(source).exists():
         raise CheckpointError(
-            f"drafter {source} is not known; expected a directory, a hub id (owner/name), dflash or none"
+            f"drafter {source} is not known; expected a directory, a hub id (owner/name), or one of "
+            f"{', '.join(known)}"
         )
     hub: dict[str, Any] = dict(dtype=dtype or default_dtype(), token=token, offline=offline)
     loaded_drafter = None
     if source != "none":  # first, being the quicker one to be wrong
-        path = str(BUNDLED / "dflash") if source == "dflash" else source
+        path = str(BUNDLED / source) if source in BUNDLED_DRAFTERS else source
         loaded_drafter = load_drafter(path, revision=drafter_revision, **hub)
     return load_target(target or str(BUNDLED / "target"), revision=revision, **hub), loaded_drafter
 

@@ -27,6 +27,7 @@ from jaxspec.config import (
     ConfigError,
     DFlashConfig,
     GenerationDefaults,
+    MTPConfig,
     TargetConfig,
     from_json,
     to_json,
@@ -34,9 +35,15 @@ from jaxspec.config import (
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
 
-Kind = Literal["target", "dflash"]
+Kind = Literal["target", "dflash", "mtp"]
+ModelConfig = TargetConfig | DFlashConfig | MTPConfig
 
 MANIFEST = "manifest.json"
+_CONFIGS: dict[str, type[Any]] = {
+    "target": TargetConfig,
+    "dflash": DFlashConfig,
+    "mtp": MTPConfig,
+}
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -63,7 +70,7 @@ class LoadedModel:
 
     graph: Graph
     params: Params
-    config: Any  # TargetConfig or DFlashConfig
+    config: Any  # a ModelConfig
     generation: GenerationDefaults | None  # None for drafters
     directory: Path  # local; tokenizer files are here
     source: str  # as it was asked for
@@ -74,7 +81,7 @@ class Manifest:
     """What a directory of ours says about itself."""
 
     kind: Kind
-    config: TargetConfig | DFlashConfig
+    config: ModelConfig
     generation: GenerationDefaults | None
     source: str
     revision: str | None
@@ -109,7 +116,7 @@ class Manifest:
         values.pop("jaxspec_version", None)
         try:
             generation = values.pop("generation")
-            config_class = {"target": TargetConfig, "dflash": DFlashConfig}[values["kind"]]
+            config_class = _CONFIGS[values["kind"]]
             return cls(
                 config=from_json(config_class, values.pop("config")),
                 generation=None
@@ -139,7 +146,7 @@ def load_target(
     Raises:
       CheckpointError, ConfigError: it is not there, not whole, or not a target.
     """
-    return _load("target", source, dtype, revision, token, offline)
+    return _load(("target",), source, dtype, revision, token, offline)
 
 
 def load_drafter(
@@ -150,12 +157,17 @@ def load_drafter(
     token: str | None = None,
     offline: bool = False,
 ) -> LoadedModel:
-    """Load a DFlash drafter; everything else is as in `load_target`."""
-    return _load("dflash", source, dtype, revision, token, offline)
+    """Load a DFlash drafter or an MTP assistant; everything else is as in `load_target`."""
+    return _load(("dflash", "mtp"), source, dtype, revision, token, offline)
 
 
 def _load(
-    kind: Kind, source: str, dtype: str, revision: str | None, token: str | None, offline: bool
+    kinds: tuple[Kind, ...],
+    source: str,
+    dtype: str,
+    revision: str | None,
+    token: str | None,
+    offline: bool,
 ) -> LoadedModel:
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
@@ -164,29 +176,32 @@ def _load(
     directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
     if (directory / MANIFEST).is_file():
         manifest = Manifest.read(directory)
-        _check_kind(source, manifest.kind, kind)
+        _check_kind(source, manifest.kind, kinds)
         graph = graph_of(manifest.config, dtype)
         params = restore_params(directory, graph)
         return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
     opened = convert.open_source(directory)
-    _check_kind(source, opened.kind, kind)
+    _check_kind(source, opened.kind, kinds)
     graph = graph_of(opened.config, dtype)
     params = {name: jax.device_put(array) for name, array in opened.arrays(jnp.dtype(dtype))}
     return LoadedModel(graph, params, opened.config, opened.generation, directory, source)
 
 
-def graph_of(config: TargetConfig | DFlashConfig, dtype: str) -> Graph:
+def graph_of(config: ModelConfig, dtype: str) -> Graph:
     """Return the static half of the model that a config describes."""
     from jaxspec.drafters.dflash import DFlashDrafter
+    from jaxspec.drafters.mtp import MTPDrafter
     from jaxspec.models.gemma4 import Gemma4
 
-    return Graph(Gemma4 if isinstance(config, TargetConfig) else DFlashDrafter, config, dtype)
+    modules = {TargetConfig: Gemma4, DFlashConfig: DFlashDrafter, MTPConfig: MTPDrafter}
+    return Graph(modules[type(config)], config, dtype)
 
 
-def _check_kind(source: str, kind: Kind, wanted: Kind) -> None:
-    if kind != wanted:
-        names = {"target": "a target", "dflash": "a DFlash drafter"}
-        raise CheckpointError(f"{source} is {names[kind]}; expected {names[wanted]}")
+def _check_kind(source: str, kind: Kind, wanted: tuple[Kind, ...]) -> None:
+    if kind not in wanted:
+        names = {"target": "a target", "dflash": "a DFlash drafter", "mtp": "an MTP assistant"}
+        expected = " or ".join(names[k] for k in wanted)
+        raise CheckpointError(f"{source} is {names[kind]}; expected {expected}")
 
 
 # --- the Orbax tree ------------------------------------------------------------------------------

@@ -181,8 +181,8 @@ def generate(
     drafter: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH|ID|dflash|none",
-            help="A directory or hub id of a DFlash drafter, [bold]dflash[/] for the bundled one, or "
+            metavar="PATH|ID|dflash|mtp|none",
+            help="A directory or hub id of a DFlash drafter or an MTP assistant, [bold]dflash[/] or "
             "[bold]none[/]. Default: the bundled one with the bundled target, else none.",
             rich_help_panel=_MODELS,
         ),

@@ -510,10 +510,6 @@ class MTPConfig:
     def __post_init__(self) -> None:
         if not self.num_window_keys:
             object.__setattr__(self, "num_window_keys", self.sliding_window)
-        if self.query_position not in ("last", "next"):
-            raise ConfigError(
-                f"query_position is {self.query_position!r}; expected last (n - 1) or next (n)"
-            )
         if self.num_window_keys not in (self.sliding_window, self.sliding_window + 1):
             raise ConfigError(
                 f"num_window_keys is {self.num_window_keys}; expected the sliding_window of "
@@ -572,6 +568,8 @@ class MTPConfig:
         generation = generation_config or {}
         _, position = find_key(config, MTP_KEYS["query_position"])
         _, window = find_key(config, MTP_KEYS["num_window_keys"])
+        if position not in (None, "last", "next"):
+            raise ConfigError(f"query_position is {position!r}; expected last (n - 1) or next (n)")
         return cls(
             **_decoder_fields(text),
             backbone_hidden_size=_int(config, "backbone_hidden_size"),
@@ -719,7 +717,7 @@ DFLASH_PRESETS: dict[str, DFlashConfig] = {
 }
 
 
-def _assistant(size: str, hidden: int, heads: int, mlp: int, **centroids: int) -> MTPConfig:
+def _assistant(size: str, hidden: int, heads: int, mlp: int, **centroids: Any) -> MTPConfig:
     target = TARGET_PRESETS[size]
     return MTPConfig(
         vocab_size=target.vocab_size,
@@ -739,7 +737,7 @@ def _assistant(size: str, hidden: int, heads: int, mlp: int, **centroids: int) -
     )
 
 
-_CENTROIDS = dict(num_centroids=2048, num_top_centroids=32)
+_CENTROIDS: dict[str, Any] = dict(num_centroids=2048, num_top_centroids=32)
 
 MTP_PRESETS: dict[str, MTPConfig] = {
     "e2b": _assistant("e2b", 256, 4, 2048, **_CENTROIDS),

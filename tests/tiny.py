@@ -104,6 +104,32 @@ def hf_config(name: str) -> dict[str, Any]:
     return {**values, "num_hidden_layers": len(values["layer_types"])}
 
 
+def hf_assistant_config(name: str) -> dict[str, Any]:
+    """Return the config.json of a feature set's MTP assistant: with centroids where the released one has them."""
+    of_target = hf_config(name)
+    text = {k: v for k, v in of_target.items() if k in _COMMON or "key_value_heads" in k}
+    text |= dict(
+        hidden_size=32,
+        intermediate_size=40,
+        layer_types=[_SLIDING, _SLIDING, _SLIDING, _FULL],
+        num_hidden_layers=4,
+        num_kv_shared_layers=4,
+        num_attention_heads=8,
+        attention_k_eq_v=of_target.get("attention_k_eq_v", False),
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=0,
+        final_logit_softcapping=None,
+    )
+    return dict(
+        model_type="gemma4_unified_assistant" if name == "12b" else "gemma4_assistant",
+        text_config=text,
+        backbone_hidden_size=of_target["hidden_size"],
+        use_ordered_embeddings=name in ("e2b", "e4b"),
+        num_centroids=16,
+        centroid_intermediate_top_k=3,
+    )
+
+
 def config(name: str) -> TargetConfig:
     """Return our config of a feature set."""
     return TargetConfig.from_hf(hf_config(name))
@@ -120,11 +146,13 @@ def random_params(graph: Graph, seed: int) -> Params:
     rng = np.random.default_rng(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name == "token_ordering":
+            return rng.permutation(shape[0])
         if len(shape) == 1:
             return rng.uniform(0.5, 1.5, shape) * _size(name, "final_norm", "post_attention_norm")
         if name.endswith(".router"):
             return rng.normal(0, 1.5, shape)
-        if name == "embedder.table":
+        if name in ("embedder.table", "head"):
             return rng.normal(0, _embedding_spread(shape), shape)
         if name.endswith("table") or ".experts." in name:
             fan_in = shape[1]
@@ -159,6 +187,31 @@ def transformers_model(name: str, *, seed: int = 0) -> Any:
             value = rng.normal(0, spread, tensor.shape)
         tensor.copy_(torch.from_numpy(value))
     model.state_dict()["model.embed_tokens.weight"][list(SUPPRESS_TOKENS.get(name, ()))] *= 4
+    return model
+
+
+def save_assistant(name: str, directory: Path, *, seed: int = 1) -> Any:
+    """Write a feature set's assistant as a transformers checkpoint in float32; return the model."""
+    import torch
+    import transformers
+
+    unified = name == "12b"
+    cls = (
+        transformers.Gemma4UnifiedAssistantForCausalLM
+        if unified
+        else transformers.Gemma4AssistantForCausalLM
+    )
+    model = cls(cls.config_class(**hf_assistant_config(name), attn_implementation="eager")).eval()
+    rng = np.random.default_rng(seed)
+    for key, tensor in model.state_dict().items():
+        if key.endswith("token_ordering"):
+            value = rng.permutation(tensor.shape[0])
+        elif tensor.ndim == 1:
+            value = rng.uniform(0.5, 1.5, tensor.shape)
+        else:
+            value = rng.normal(0, 1 / math.sqrt(tensor.shape[-1]), tensor.shape)
+        tensor.copy_(torch.from_numpy(value))
+    model.save_pretrained(directory)
     return model
 
 

@@ -1,0 +1,45 @@
+"""The tensors of Gemma 4's MTP assistants. Their decoder's names are the target's; see `gemma4`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from checkpoints_convert import gemma4
+from checkpoints_convert.rules import (
+    Rule,
+    RuleSet,
+    Skip,
+    for_layers,
+    heads,
+    integers,
+    linear,
+    same,
+)
+from jaxspec.config import MTPConfig
+
+_RULES = (
+    Rule("model.embed_tokens.weight", "head", same),
+    Rule("pre_projection.weight", "pre_projection", linear),
+    Rule("post_projection.weight", "post_projection", linear),
+    Rule("masked_embedding.centroids.weight", "centroids", linear),
+    Rule("masked_embedding.token_ordering", "token_ordering", integers),
+    Rule("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attention.qkv", heads),
+    *(
+        Rule(tuple(f"model.{s}" for s in rule.sources), rule.path, rule.transform)
+        for rule in gemma4.DECODER_RULES
+    ),
+)
+
+_SKIPS = (
+    Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),
+    Skip(r"lm_head\.weight", "tied head", copy_of="model.embed_tokens.weight"),
+)
+
+
+def rule_set(config: MTPConfig, params: Iterable[str]) -> RuleSet:
+    """Return the table for one assistant, whose parameters are `params`."""
+    skips = _SKIPS
+    if not config.num_centroids:
+        unused = Skip(r"masked_embedding\..+", "centroids, which this assistant does not use")
+        skips = (*skips, unused)
+    return RuleSet(for_layers(_RULES, config.num_layers, params), ("",), skips)

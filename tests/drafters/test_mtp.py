@@ -1,0 +1,301 @@
+"""MTP assistants against transformers, step by step, and what the drafter makes of the steps.
+
+The target's keys and values come from its own caches, which were filled in uneven pieces and hold rings;
+transformers is handed those of one pass without caches. Each step starts from the oracle's own token and
+state: chains of random weights drift apart by themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import cache as kv
+from jaxspec import checkpoint
+from jaxspec.checkpoint import LoadedModel
+from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, ConfigError, MTPConfig
+from jaxspec.drafters.base import TargetView, Tree
+from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
+from jaxspec.models.gemma4 import Caches, TargetOutput, init_caches
+from jaxspec.params import Graph
+from jaxspec.shapes import Array, Params
+from tests import tiny
+
+LENGTHS = (5, 23, 61)  # the window is 8: below it, past it, and past its ring
+PIECES = (3, 7, 1, 4)
+STEPS = 5
+# Norm-wise. As for targets: rounding gives 1e-6, a wrong convention 1e-3 and more.
+TOLERANCE = 1e-4
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def feed(graph: Graph, params: Params, tokens: Any, start: Any, count: Any, caches: Caches) -> Any:
+    return graph.bind(params)(tokens, start, count, caches)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def whole(graph: Graph, params: Params, tokens: Array) -> TargetOutput:
+    """Run the target over one prompt without caches; the mask of a chain makes it return its K/V."""
+    n = tokens.shape[0]
+    causal = jnp.tril(jnp.ones((1, n, n), bool))
+    return graph.bind(params)(
+        tokens[None], jnp.zeros(1, jnp.int32), jnp.full(1, n), None, ancestors=causal
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def step(
+    graph: Graph,
+    target_graph: Graph,
+    params: Params,
+    target_params: Params,
+    caches: Caches,
+    lengths: Array,
+    tokens: Array,
+    states: Array,
+) -> tuple[Array, Array]:
+    """Return the logits over the whole vocabulary (-inf where not looked at) and the next states."""
+    target, drafter = target_graph.bind(target_params), graph.bind(params)
+    view = TargetView(target.embedder, caches, target.config)
+    segments = {kind: kv.view(view.last_kv(kind), lengths) for kind in ("sliding", "full")}
+    hidden, states = drafter.step(
+        target.embedder, tokens[:, None], states[:, None], FrozenKV(segments, lengths)
+    )
+    logits, ids = drafter.choices(hidden)
+    if ids is not None:
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        everything = jnp.full((tokens.shape[0], drafter.config.vocab_size), -jnp.inf)
+        return everything.at[rows, ids[:, 0]].set(logits[:, 0]), states[:, 0]
+    return logits[:, 0], states[:, 0]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its assistant, prompts that the target has read, and the oracle."""
+
+    oracle: Any
+    target: LoadedModel
+    assistant: LoadedModel
+    prompts: tuple[np.ndarray, ...]
+    caches: Caches
+    passes: tuple[TargetOutput, ...]  # a prompt, without caches
+
+    def oracle_step(
+        self, row: int, token: int, state: np.ndarray, config: MTPConfig
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return transformers' logits and next state.
+
+        It sees the last w + 1 of the keys it is handed, whatever the position; so it is handed no more than
+        the convention has.
+        """
+        torch = pytest.importorskip("torch")
+        target, output, n = self.target, self.passes[row], len(self.prompts[row])
+        embedder = target.graph.bind(target.params).embedder
+        embedding = np.asarray(embedder.encode(jnp.asarray([[token]])))[0, 0]
+        shared = {}
+        for kind in ("sliding", "full"):
+            segment = output.fresh[target.config.last_kv_owner(kind)]
+            assert segment is not None
+            begin = max(n - config.num_window_keys, 0) if kind == "sliding" else 0
+            shared[f"{kind}_attention"] = tuple(
+                torch.from_numpy(np.asarray(x)[:, :, begin:n].copy())
+                for x in (segment.k, segment.v)
+            )
+        inputs = torch.from_numpy(np.concatenate([embedding, state]))[None, None]
+        position = n if config.query_position == "next" else n - 1
+        with torch.no_grad():
+            out = self.oracle(
+                inputs_embeds=inputs,
+                position_ids=torch.tensor([[position]]),
+                shared_kv_states=shared,
+            )
+        return out.logits[0, 0].numpy(), out.last_hidden_state[0, 0].numpy()
+
+
+@pytest.fixture(scope="module", params=tiny.FEATURE_SETS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    pytest.importorskip("torch", reason="parity is measured against transformers")
+    directory = tmp_path_factory.mktemp("pair")
+    tiny.save(request.param, directory / "target")
+    oracle = tiny.save_assistant(request.param, directory / "assistant")
+    target = checkpoint.load_target(str(directory / "target"), dtype="float32")
+    rng = np.random.default_rng(0)
+    prompts = tuple(rng.integers(20, tiny.VOCAB_SIZE, n).astype(np.int32) for n in LENGTHS)
+    caches = init_caches(
+        target.config, len(prompts), cache_length=80, slack=max(PIECES), dtype=jnp.float32
+    )
+    lengths, start, i = np.asarray(LENGTHS), np.zeros(len(LENGTHS), np.int32), 0
+    while (start < lengths).any():
+        count = np.minimum(PIECES[i % len(PIECES)], lengths - start).astype(np.int32)
+        tokens = np.zeros((len(prompts), max(PIECES)), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : count[row]] = prompt[start[row] : start[row] + count[row]]
+        caches = feed(target.graph, target.params, tokens, start, count, caches).caches
+        start, i = start + count, i + 1
+    return Pair(
+        oracle,
+        target,
+        checkpoint.load_drafter(str(directory / "assistant"), dtype="float32"),
+        prompts,
+        caches,
+        tuple(whole(target.graph, target.params, jnp.asarray(p)) for p in prompts),
+    )
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("position", ["last", "next"])
+@pytest.mark.parametrize("extra_key", [0, 1])
+def test_steps_equal_transformers(pair: Pair, position: Any, extra_key: int) -> None:
+    """Transformers' own generation has position "next" and the extra key; the default is neither."""
+    window = pair.target.config.sliding_window + extra_key
+    config = dataclasses.replace(
+        pair.assistant.config, query_position=position, num_window_keys=window
+    )
+    graph = Graph(MTPDrafter, config, "float32")
+    tokens = np.asarray([7, 90, 33], np.int32)
+    states = np.stack([np.asarray(p.hidden)[0, -1] for p in pair.passes])
+    worst = 0.0
+    for _ in range(STEPS):
+        logits, new_states = jax.device_get(
+            step(
+                graph,
+                pair.target.graph,
+                pair.assistant.params,
+                pair.target.params,
+                pair.caches,
+                np.asarray(LENGTHS),
+                tokens,
+                states,
+            )
+        )
+        for row in range(len(LENGTHS)):
+            want, want_state = pair.oracle_step(row, int(tokens[row]), states[row], config)
+            seen = np.isfinite(logits[row])
+            # transformers fills what no chosen centroid has with less than the least.
+            assert (want[~seen] == want.min()).all()
+            assert seen.all() or (want[seen].min() > want.min())
+            errors = (
+                relative_error(logits[row][seen], want[seen]),
+                relative_error(new_states[row], want_state),
+            )
+            worst = max(worst, *errors)
+            assert logits[row].argmax() == want.argmax()
+            tokens[row], states[row] = want.argmax(), want_state
+    print(f"largest relative error {worst:.1e}")
+    assert worst < TOLERANCE
+
+
+def test_a_different_convention_would_be_seen(pair: Pair) -> None:
+    """The negative control: position and the extra key both move the logits past the tolerance."""
+    config, row = pair.assistant.config, 2
+    state = np.asarray(pair.passes[row].hidden)[0, -1]
+    base, _ = pair.oracle_step(row, 33, state, config)
+    for change in (
+        dict(query_position="next"),
+        dict(num_window_keys=config.sliding_window + 1),
+    ):
+        other, _ = pair.oracle_step(row, 33, state, dataclasses.replace(config, **change))
+        assert relative_error(other, base) > 10 * TOLERANCE
+
+
+def test_drafts_are_the_best_of_each_step(pair: Pair) -> None:
+    """`draft` chains steps from its own tokens and states; a tree of one branch is that chain."""
+    assistant, target = pair.assistant, pair.target
+    suppressed = (3, 50)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def draft(params: Params, target_params: Params, states: Array, tree: Tree | None) -> Any:
+        model = target.graph.bind(target_params)
+        view = TargetView(model.embedder, pair.caches, model.config, suppressed)
+        return assistant.graph.bind(params).draft(
+            states,
+            view,
+            jnp.asarray([7, 90, 33]),
+            jnp.asarray(LENGTHS),
+            num_draft_tokens=STEPS,
+            tree=tree,
+        )
+
+    states = jnp.stack([p.hidden[0, -1] for p in pair.passes])
+    got = draft(assistant.params, target.params, states, None)
+    assert got.parents is None
+    tokens = jnp.asarray([7, 90, 33])
+    for i in range(STEPS):
+        logits, states = step(
+            assistant.graph,
+            target.graph,
+            assistant.params,
+            target.params,
+            pair.caches,
+            jnp.asarray(LENGTHS),
+            tokens,
+            states,
+        )
+        tokens = jnp.argmax(logits.at[:, jnp.asarray(suppressed)].set(-jnp.inf), axis=-1)
+        np.testing.assert_array_equal(got.tokens[:, i], tokens)
+    states = jnp.stack([p.hidden[0, -1] for p in pair.passes])
+    tree = draft(assistant.params, target.params, states, Tree(1, STEPS))
+    np.testing.assert_array_equal(tree.tokens, got.tokens)
+    np.testing.assert_array_equal(tree.parents, np.broadcast_to(np.arange(STEPS), (3, STEPS)))
+
+
+# --- config ----------------------------------------------------------------------------------------
+
+
+def test_presets_fit_their_targets_and_no_other() -> None:
+    for name, config in MTP_PRESETS.items():
+        for other, target in TARGET_PRESETS.items():
+            if name == other:
+                config.check_fits(target)
+            else:
+                with pytest.raises(ConfigError, match=r"does not fit the target: .*own size"):
+                    config.check_fits(target)
+
+
+def test_presets_have_the_released_parameter_counts() -> None:
+    """Millions, the token ordering not counted. Source: the model cards."""
+    millions = {"e2b": 77.7, "e4b": 78.5, "12b": 422.9, "26b-a4b": 419.7, "31b": 469.5}
+    for name, config in MTP_PRESETS.items():
+        shapes = Graph(MTPDrafter, config, "bfloat16").abstract_params()
+        count = sum(a.size for key, a in shapes.items() if key != "token_ordering")
+        assert count / 1e6 == pytest.approx(millions[name], abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(model_type="gemma4_text"), "has model_type 'gemma4_text'; an assistant has one of"),
+        (dict(text_config=None), "no text_config"),
+        (dict(query_position="here"), "query_position is 'here'; expected last .* or next"),
+        (dict(num_window_keys=20), "num_window_keys is 20; expected the sliding_window of 8"),
+        (dict(num_centroids=7), "7 centroids do not divide a vocabulary of 160"),
+        (dict(centroid_intermediate_top_k=17), "centroid_intermediate_top_k is 17; expected 1 to"),
+        (dict(text=dict(enable_moe_block=True)), "enable_moe_block = True"),
+        (dict(text=dict(final_logit_softcapping=30.0)), "final_logit_softcapping = 30.0"),
+        (dict(text=dict(num_kv_shared_layers=2)), "num_kv_shared_layers = 2; all 4 layers"),
+        (dict(backbone_hidden_size=None), "no backbone_hidden_size"),
+    ],
+)
+def test_configs_that_are_no_assistant(changes: dict[str, Any], message: str) -> None:
+    config = tiny.hf_assistant_config("e2b")
+    config["text_config"] |= changes.pop("text", {})
+    with pytest.raises(ConfigError, match=message):
+        MTPConfig.from_hf(config | changes)
+
+
+def test_generation_config_says_how_many_to_draft_and_what_never() -> None:
+    config = tiny.hf_assistant_config("12b")
+    generation = dict(num_assistant_tokens=3, suppress_tokens=[7, 11])
+    read = MTPConfig.from_hf(config, generation)
+    assert (read.num_draft_tokens, read.suppress_tokens) == (3, (7, 11))
+    assert MTPConfig.from_hf(config).num_draft_tokens == 5
