@@ -17,7 +17,7 @@ import importlib.metadata
 import json
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +40,7 @@ from jaxspec.cache import cache_bytes
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.conventions import Convention, Reading, alternatives, in_force
 from jaxspec.drafters.base import AnyDrafter, TargetView
-from jaxspec.generation import out_of_memory_explained, set_compilation_cache, shorten
+from jaxspec.generation import as_flags, out_of_memory_explained, set_compilation_cache, shorten
 from jaxspec.models.gemma4 import Gemma4, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.report import json_lines, write_line
@@ -174,7 +174,7 @@ def check_command(
             if json_path is not None:
                 write_line(file, report.to_json())
     except (ValueError, OSError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        errors.print(f"error: {as_flags(str(error))}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
     if report.problems:
         raise typer.Exit(1)
@@ -209,16 +209,20 @@ def prompts_for(target: LoadedModel, text: Path | None, rows: int) -> Prompts:
     """Choose prompts: pieces of the text given, else held-out ones, else our own.
 
     Raises:
-      CheckError, TokenizerError, OSError: the text cannot be read, or is too short.
+      CheckError, TokenizerError: the text cannot be read, or is too short.
     """
     if text is None and target.directory == BUNDLED / "target":
         held_out = json.loads((BUNDLED / "held_out.json").read_text())["prompts"]
         return Prompts("held-out prompts", [tuple(p["ids"]) for p in held_out[:rows]])
     tokenizer = Tokenizer.load(target.directory)
     if text is not None:
-        ids = tokenizer.encode(text.read_text(encoding="utf-8"))
         try:
+            ids = tokenizer.encode(text.read_text(encoding="utf-8"))
             return Prompts(f"pieces of {text}", cut(ids, tokenizer.bos_token_id, rows))
+        except OSError as error:
+            raise CheckError(f"cannot read {text}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise CheckError(f"{text} is not UTF-8 text: {error}") from None
         except CheckError as error:
             raise CheckError(f"{text}: {error}") from None
     if tokenizer.chat_template is None:
@@ -485,7 +489,7 @@ class Round:
 
     in_force: str
     comparisons: list[Comparison]
-    impossible: list[str]
+    left_out: list[str]
     level: float  # of each interval, so that all of them hold at `LEVEL`
     material: float  # drafts a step that a better one must add
 
@@ -626,11 +630,11 @@ def run(
     Raises:
       CheckError: the pair or the text cannot be checked.
     """
-    say("the target continues the text")
-    plain = decode_greedily(target, None, prompts.ids, new_tokens, batch_size=batch_size)
-    say("the same, with drafts")
+    say("the target continues the text, with drafts")
     options = dict(batch_size=batch_size, num_draft_tokens=num_draft_tokens)
     speculative = decode_greedily(target, drafter, prompts.ids, new_tokens, **options)
+    say("the same, without")
+    plain = decode_greedily(target, None, prompts.ids, new_tokens, batch_size=batch_size)
     drafts = num_draft_tokens or drafter.graph.bind_abstract().default_draft_tokens
 
     enough = [i for i, c in enumerate(plain) if len(c.token_ids) > drafts]
@@ -644,53 +648,32 @@ def run(
     text = Text.of([prompts.ids[i] for i in kept], [plain[i] for i in kept])
     judged = np.asarray([text.starts[n] - 1 + differences.get(i, 0) for n, i in enumerate(kept)])
     anchors = text.anchors(drafts)[: len(enough)]
-
-    rounds: list[Round] = []
-    changes: dict[
-        str, Comparison
-    ] = {}  # by field: a later change of one takes the place of an earlier
-    reading = Reading("as configured", "", "", drafter.graph, drafter.params)
-    base = accepted = np.zeros(0)
-    replayed = None
-    while len(rounds) < MOST_ROUNDS:
-        others, impossible = alternatives(drafter, reading)
-        found = replay_all(
-            target,
-            [reading, *others],
-            text,
-            judged,
-            num_draft_tokens=drafts,
-            batch_size=batch_size,
-            say=say,
-        )
-        now, *rest = (a[: len(enough)] for a in found.accepted)
-        if replayed is None:
-            replayed, base = found, now
-        accepted = now
-        rounds.append(compare(reading, now, others, rest, anchors, impossible))
-        best = rounds[-1].best
-        if best is None:
-            break
-        changes[others[best].field] = rounds[-1].comparisons[best]
-        reading, accepted = others[best], rest[best]
-    assert replayed is not None
-
+    found = search(
+        target,
+        drafter,
+        text,
+        anchors,
+        judged,
+        num_draft_tokens=drafts,
+        batch_size=batch_size,
+        say=say,
+    )
     differing = [
         Differing.of(
             i,
             int(text.starts[n]) + differences[i],
             (plain[i].token_ids[differences[i]], speculative[i].token_ids[differences[i]]),
-            replayed.logits[n],
+            found.replayed.logits[n],
             target.graph.dtype,
         )
         for n, i in enumerate(kept)
         if i in differences
     ]
     by_position = [
-        Estimate.of(row_means(base >= j, anchors)).within(0, 1) for j in range(1, drafts + 1)
+        Estimate.of(row_means(found.accepted >= j, anchors)).within(0, 1)
+        for j in range(1, drafts + 1)
     ]
-    first = by_position[0].mean
-    best_first = float(row_means(accepted >= 1, anchors).mean())
+    best_first = float(row_means(found.best_accepted >= 1, anchors).mean())
     return Report(
         target=shorten(target.source),
         drafter=shorten(drafter.source),
@@ -702,33 +685,103 @@ def run(
         new_tokens=new_tokens,
         num_draft_tokens=drafts,
         batch_size=batch_size,
-        replay_bytes=replayed.nbytes,
+        replay_bytes=found.replayed.nbytes,
         conventions=in_force(target, drafter),
         by_position=by_position,
-        accepted=Estimate.of(row_means(base, anchors)).within(0, drafts),
+        accepted=Estimate.of(row_means(found.accepted, anchors)).within(0, drafts),
         acceptance_length=float(np.mean([n for c in speculative for n in c.acceptance_lengths])),
-        rounds=rounds,
+        rounds=found.rounds,
         differing=differing,
         floor=floor,
-        problems=problems(first, best_first, floor, list(changes.values()), differing),
+        problems=problems(by_position[0].mean, best_first, floor, found.changes, differing),
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search over readings came to.
+
+    Attributes:
+      replayed: of the first round, whose first reading is the one in force.
+      accepted: at every anchor, by the reading in force; `best_accepted` by the best that was found.
+      changes: the steps from one to the other.
+    """
+
+    rounds: list[Round]
+    replayed: Replayed
+    accepted: np.ndarray
+    best_accepted: np.ndarray
+    changes: list[Comparison]
+
+
+def search(
+    target: LoadedModel,
+    drafter: LoadedModel,
+    text: Text,
+    anchors: np.ndarray,
+    logit_rows: np.ndarray,
+    *,
+    num_draft_tokens: int,
+    batch_size: int,
+    say: Callable[[str], None],
+) -> Found:
+    """Compare the reading in force with its alternatives; go on from the best while one is better.
+
+    Args:
+      anchors: of the first rows of the text; the others are read for their logits alone.
+    """
+    reading = Reading("as configured", "", "", drafter.graph, drafter.params)
+    readings = [reading]
+    accepted: dict[tuple[Graph, int], np.ndarray] = {}
+    rounds: list[Round] = []
+    replays: list[Replayed] = []
+    changes: dict[str, Comparison] = {}  # a later change of a field takes the place of an earlier
+    while len(rounds) < MOST_ROUNDS:
+        others, left_out = alternatives(drafter, reading, text.tokens.shape[1])
+        readings += others
+        new = [r for r in (reading, *others) if r.key not in accepted]
+        replay = replay_all(
+            target,
+            new,
+            text,
+            logit_rows,
+            num_draft_tokens=num_draft_tokens,
+            batch_size=batch_size,
+            say=say,
+        )
+        replays.append(replay)
+        for r, drafts in zip(new, replay.accepted, strict=True):
+            accepted[r.key] = drafts[: len(anchors)]
+        rounds.append(compare(reading, others, accepted, anchors, left_out))
+        best = rounds[-1].best
+        if best is None:
+            break
+        reading = others[best]
+        changes[reading.field] = rounds[-1].comparisons[best]
+    return Found(
+        rounds,
+        replays[0],
+        accepted[readings[0].key],
+        accepted[reading.key],
+        list(changes.values()),
     )
 
 
 def compare(
     reading: Reading,
-    accepted: np.ndarray,
     others: Sequence[Reading],
-    others_accepted: Sequence[np.ndarray],
+    accepted: Mapping[tuple[Graph, int], np.ndarray],
     anchors: np.ndarray,
-    impossible: list[str],
+    left_out: list[str],
 ) -> Round:
     """Hold other readings against one, row by row."""
     level = 1 - (1 - LEVEL) / max(len(others), 1)
-    here = row_means(accepted, anchors)
+    here = row_means(accepted[reading.key], anchors)
     material = float(MATERIAL * (1 + here.mean()))
     comparisons = []
-    for other, values in zip(others, others_accepted, strict=True):
-        there = row_means(values, anchors)
+    for other in others:
+        drafts = accepted[other.key]
+        there = row_means(drafts, anchors)
         difference = Estimate.of(there - here, level)
         comparisons.append(
             Comparison(
@@ -736,12 +789,12 @@ def compare(
                 other.field,
                 other.fix,
                 float(there.mean()),
-                float(row_means(values >= 1, anchors).mean()),
+                float(row_means(drafts >= 1, anchors).mean()),
                 difference,
                 better=difference.low > 0 and difference.mean >= material,
             )
         )
-    return Round(reading.name, comparisons, impossible, level, material)
+    return Round(reading.name, comparisons, left_out, level, material)
 
 
 def problems(
@@ -858,8 +911,8 @@ def _comparisons_table(r: Round, report: Report) -> Table:
         style = {"better": "bold red", "worse": "dim"}.get(word, "")
         values = (f"{c.accepted:.2f}", f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", word)
         table.add_row(c.name, *values, style=style)
-    for reason in r.impossible:
-        table.add_row(reason.split(":")[0], "", "", "not possible", style="dim")
+    for reason in r.left_out:
+        table.add_row(reason.split(":")[0], "", "", "left out", style="dim")
     return table
 
 

@@ -16,9 +16,18 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspec.checkpoint import MANIFEST, LoadedModel, read_json
-from jaxspec.config import DFLASH_KEYS, ConfigError, DFlashConfig, find_key
+from jaxspec.config import (
+    DFLASH_KEYS,
+    MTP_KEYS,
+    ConfigError,
+    DFlashConfig,
+    MTPConfig,
+    find_key,
+)
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
+
+_METHOD = "the method: no key changes it"
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,11 @@ class Reading:
     fix: str
     graph: Graph
     params: Params
+
+    @property
+    def key(self) -> tuple[Graph, int]:
+        """What tells it from others, as long as they live."""
+        return self.graph, id(self.params)
 
 
 class Origins:
@@ -79,25 +93,43 @@ class Origins:
 
 def in_force(target: LoadedModel, drafter: LoadedModel) -> list[Convention]:
     """List every disputed convention of a pair."""
-    assert isinstance(drafter.config, DFlashConfig)
-    return [*_dflash(target, drafter, drafter.config), _suppressed(target)]
+    config = drafter.config
+    if isinstance(config, DFlashConfig):
+        return [*_dflash(target, drafter, config), _suppressed(target)]
+    assert isinstance(config, MTPConfig)
+    return [*_mtp(target, drafter, config), _suppressed(target)]
 
 
-def alternatives(drafter: LoadedModel, reading: Reading) -> tuple[list[Reading], list[str]]:
-    """Return the readings that differ from this one in one convention, and what made others impossible."""
+def alternatives(
+    drafter: LoadedModel, reading: Reading, longest_row: int
+) -> tuple[list[Reading], list[str]]:
+    """Return the readings that differ from this one in one convention.
+
+    Args:
+      longest_row: tokens of the longest text they will be compared on.
+
+    Returns:
+      The readings, and why others are left out.
+    """
     config = reading.graph.config
-    assert isinstance(config, DFlashConfig)
-    origins = Origins(drafter, DFLASH_KEYS)
-    readings, impossible = [], []
-    for name, field, value in _dflash_changes(config):
+    dflash = isinstance(config, DFlashConfig)
+    origins = Origins(drafter, DFLASH_KEYS if dflash else MTP_KEYS)
+    readings, left_out = [], []
+    for name, field, value in _dflash_changes(config) if dflash else _mtp_changes(config):
+        if field == "num_window_keys" and longest_row <= config.sliding_window:
+            window = config.sliding_window
+            left_out.append(f"{name}: no row is longer than the window of {window} tokens")
+            continue
         try:
             changed = dataclasses.replace(config, **{field: value})
         except ConfigError as error:
-            impossible.append(f"{name}: {error}")
+            left_out.append(f"{name}: {error}")
             continue
         graph = dataclasses.replace(reading.graph, config=changed)
         readings.append(Reading(name, field, origins.fix(field, value), graph, reading.params))
-    return readings, impossible
+    if not dflash and reading.params is drafter.params:
+        readings += _mtp_inputs(drafter, reading)
+    return readings, left_out
 
 
 def _suppressed(target: LoadedModel) -> Convention:
@@ -153,7 +185,7 @@ def _dflash(target: LoadedModel, drafter: LoadedModel, c: DFlashConfig) -> Itera
     shown = f"{c.block_size}: anchor + {c.block_size - 1} drafts"
     yield convention("block size", "block_size", shown, "none")
     shown = "anchor at n, masks from n + 1 (n: committed tokens)"
-    yield Convention("positions", "n", shown, "the method: no key changes it")
+    yield Convention("positions", "n", shown, _METHOD)
 
 
 def _dflash_changes(c: DFlashConfig) -> Iterator[tuple[str, str, Any]]:
@@ -172,3 +204,65 @@ def _dflash_changes(c: DFlashConfig) -> Iterator[tuple[str, str, Any]]:
         if causal not in seen:
             seen.add(causal)
             yield name, "causal", causal
+
+
+# --- MTP assistants ----------------------------------------------------------------------------------
+
+
+def _mtp(target: LoadedModel, drafter: LoadedModel, c: MTPConfig) -> Iterator[Convention]:
+    origins = Origins(drafter, MTP_KEYS)
+    owners = {kind: target.config.last_kv_owner(kind) for kind in sorted(set(c.layer_types))}
+    shown = ", ".join(f"{layer} ({kind})" for kind, layer in owners.items())
+    yield Convention("K/V of layers", owners, shown, "target's config: the last of a kind with K/V")
+    shown = f"{'n - 1' if c.query_position == 'last' else 'n'}, frozen (n: committed tokens)"
+    origin = origins.of("query_position", "last")
+    yield Convention("query position", c.query_position, shown, origin)
+    shown = f"the last {c.num_window_keys} committed keys on sliding layers"
+    origin = origins.of("num_window_keys", "as many as sliding_window")
+    yield Convention("window", c.num_window_keys, shown, origin)
+    order = "[embedding, state]; state: after the final norm"
+    yield Convention("inputs", ["embedding", "state"], order, _METHOD)
+    yield Convention("embedding scale", True, _scale_shown(target, True), _METHOD)
+    yield Convention("logit soft cap", None, "none", "the method: others are refused")
+    shown = "none: it reads no masks, and its layers no drafts"
+    yield Convention("mask id, causality", None, shown, _METHOD)
+    shown = "dense"
+    if c.num_centroids:
+        shown = f"best {c.num_top_centroids} of {c.num_centroids} centroids"
+    yield Convention("head", c.num_top_centroids or None, shown, "config.json of the assistant")
+    if c.suppress_tokens:
+        yield Convention(
+            "suppressed in drafts",
+            list(c.suppress_tokens),
+            ", ".join(map(str, c.suppress_tokens)),
+            "assistant's generation_config.json: suppress_tokens",
+        )
+
+
+def _mtp_changes(c: MTPConfig) -> Iterator[tuple[str, str, Any]]:
+    if c.query_position == "last":
+        yield "query position n", "query_position", "next"
+    else:
+        yield "query position n - 1", "query_position", "last"
+    w = c.sliding_window
+    keys = w + 1 if c.num_window_keys == w else w
+    yield f"window of {keys} keys", "num_window_keys", keys
+
+
+def _mtp_inputs(drafter: LoadedModel, reading: Reading) -> Iterator[Reading]:
+    """Yield what else the two inputs may have been: a linear layer takes their order and scale in itself."""
+    weight = reading.params["pre_projection"]
+    backbone = weight.shape[0] // 2
+    embedding, state = weight[:backbone], weight[backbone:]
+    scale = jnp.asarray(math.sqrt(backbone), weight.dtype)
+    where = f"pre_projection in the weights of {drafter.directory}"
+    for name, rows, fix in (
+        ("inputs swapped: [state, embedding]", (state, embedding), f"swap the halves of {where}"),
+        (
+            "embeddings not scaled",
+            (embedding / scale, state),
+            f"divide the embedding's half of {where} by {float(scale):.5g}",
+        ),
+    ):
+        params = {**reading.params, "pre_projection": jnp.concatenate(rows)}
+        yield Reading(name, "pre_projection", fix, reading.graph, params)
