@@ -20,7 +20,7 @@ import pytest
 from jaxspec import cache as kv
 from jaxspec import checkpoint
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, ConfigError, MTPConfig
+from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, ConfigError, LayerType, MTPConfig
 from jaxspec.drafters.base import TargetView, Tree
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
 from jaxspec.models.gemma4 import Caches, TargetOutput, init_caches
@@ -64,7 +64,8 @@ def step(
     """Return the logits over the whole vocabulary (-inf where not looked at) and the next states."""
     target, drafter = target_graph.bind(target_params), graph.bind(params)
     view = TargetView(target.embedder, caches, target.config)
-    segments = {kind: kv.view(view.last_kv(kind), lengths) for kind in ("sliding", "full")}
+    kinds: tuple[LayerType, ...] = ("sliding", "full")
+    segments = {kind: kv.view(view.last_kv(kind), lengths) for kind in kinds}
     hidden, states = drafter.step(
         target.embedder, tokens[:, None], states[:, None], FrozenKV(segments, lengths)
     )
