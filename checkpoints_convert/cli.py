@@ -54,7 +54,7 @@ def convert_command(
         bool, typer.Option("--offline", help="Use the local hub cache alone, and no network.")
     ] = False,
 ) -> None:
-    """Convert a Gemma 4 target or a DFlash drafter into an Orbax checkpoint, or back.
+    """Convert a Gemma 4 target or one of its drafters into an Orbax checkpoint, or back.
 
     Weights stream from safetensors to the checkpoint, one parameter at a
     time. Every tensor must be used, or be known as one to skip. Nothing is at

@@ -35,6 +35,14 @@ _SKIPS = (
     Skip(r"lm_head\.weight", "tied head", copy_of="model.embed_tokens.weight"),
 )
 
+_ADVICE = (
+    (
+        r"masked_embedding\..+",
+        "without its centroids this assistant drafts with the whole head, slower and about as well: set "
+        "use_ordered_embeddings to false in config.json, or get a checkpoint that has them",
+    ),
+)
+
 
 def rule_set(config: MTPConfig, params: Iterable[str]) -> RuleSet:
     """Return the table for one assistant, whose parameters are `params`."""
@@ -42,4 +50,4 @@ def rule_set(config: MTPConfig, params: Iterable[str]) -> RuleSet:
     if not config.num_centroids:
         unused = Skip(r"masked_embedding\..+", "centroids, which this assistant does not use")
         skips = (*skips, unused)
-    return RuleSet(for_layers(_RULES, config.num_layers, params), ("",), skips)
+    return RuleSet(for_layers(_RULES, config.num_layers, params), ("",), skips, advice=_ADVICE)

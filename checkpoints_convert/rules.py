@@ -162,6 +162,7 @@ class RuleSet:
     refused: tuple[
         tuple[str, str], ...
     ] = ()  # layouts known but not supported: pattern, what to say
+    advice: tuple[tuple[str, str], ...] = ()  # tensors that may be missing: pattern, the way out
 
 
 def for_layers(rules: Iterable[Rule], layers: int, params: Iterable[str]) -> tuple[Rule, ...]:
@@ -291,9 +292,14 @@ def match(
     if wrong:
         raise CheckpointError(
             f"{where} does not fit its config.json, {len(wrong)} problems:\n  "
-            + "\n  ".join(sorted(wrong))
+            + "\n  ".join([*sorted(wrong), *_advice(rules, prefix, tensors)])
         )
     return Plan(fills, skipped, copies)
+
+
+def _advice(rules: RuleSet, prefix: str, tensors: Mapping[str, TensorSpec]) -> list[str]:
+    missing = [s for r in rules.rules for s in r.sources if prefix + s not in tensors]
+    return [say for pattern, say in rules.advice if any(re.fullmatch(pattern, s) for s in missing)]
 
 
 @functools.cache

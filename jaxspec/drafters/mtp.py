@@ -86,7 +86,7 @@ class MTPDrafter(Drafter[MTPState]):
 
     @property
     def default_draft_tokens(self) -> int:
-        return self.config.num_draft_tokens
+        return min(self.config.num_draft_tokens, MAX_DRAFT_TOKENS)
 
     def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> MTPState:
         del cache_length
@@ -125,7 +125,7 @@ class MTPDrafter(Drafter[MTPState]):
         states = state[:, None]
 
         def expand(
-            states: Float[Array, "B F D"],
+            states: Float[Array, "B E D"],
             tokens: Int[Array, "B F"],
             origins: Int[Array, "B F"],
             topk: int,

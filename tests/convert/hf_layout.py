@@ -1,7 +1,8 @@
 """Hugging Face checkpoints as they are out there, written down apart from our tables.
 
 `RELEASED` are the text parts of the released config.json files, `TINY` small models with the features of
-each. `target_shapes` and `drafter_shapes` say which tensors such a checkpoint has, `write` makes one.
+each; `ASSISTANTS` and `TINY_ASSISTANTS` are those of the MTP assistants. `target_shapes`, `drafter_shapes` and
+`assistant_shapes` say which tensors such a checkpoint has, `write` makes one.
 """
 
 from __future__ import annotations
@@ -198,6 +199,53 @@ TINY_DRAFTER: dict[str, Any] = DRAFTERS["26b-a4b"] | {
     "dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 1, 2]},
 }
 
+
+def _assistant(target: dict[str, Any], hidden: int, heads: int, mlp: int) -> dict[str, Any]:
+    """Return an assistant's config.json; all of them name centroids, E2B's and E4B's alone have them."""
+    unified = target["model_type"] == "gemma4_unified_text"
+    small = target["num_global_key_value_heads"] is None
+    return {
+        "architectures": [f"Gemma4{'Unified' if unified else ''}AssistantForCausalLM"],
+        "model_type": "gemma4_unified_assistant" if unified else "gemma4_assistant",
+        "backbone_hidden_size": target["hidden_size"],
+        "use_ordered_embeddings": small,
+        "num_centroids": 2048,
+        "centroid_intermediate_top_k": 32,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        "boi_token_id": 255999,
+        "text_config": target
+        | {
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "intermediate_size": mlp,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "num_kv_shared_layers": 4,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "use_double_wide_mlp": False,
+            "enable_moe_block": False,
+            "num_experts": None,
+            "top_k_experts": None,
+            "moe_intermediate_size": None,
+            "final_logit_softcapping": None,
+        },
+    }
+
+
+ASSISTANTS: dict[str, dict[str, Any]] = {
+    "e2b": _assistant(RELEASED["e2b"], 256, 4, 2048),
+    "e4b": _assistant(RELEASED["e4b"], 256, 4, 2048),
+    "12b": _assistant(RELEASED["12b"], 1024, 16, 8192),
+    "26b-a4b": _assistant(RELEASED["26b-a4b"], 1024, 16, 8192),
+    "31b": _assistant(RELEASED["31b"], 1024, 32, 8192),
+}
+TINY_ASSISTANTS: dict[str, dict[str, Any]] = {
+    size: _assistant(text, 12, 8, 20) | {"num_centroids": 10, "centroid_intermediate_top_k": 3}
+    for size, text in TINY.items()
+}
+
 TOWERS: Shapes = {
     "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight": (4, 4),
     "model.vision_tower.std_bias": (4,),
@@ -299,6 +347,21 @@ def drafter_shapes(c: dict[str, Any], prefix: str = "") -> Shapes:
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
+def assistant_shapes(c: dict[str, Any]) -> Shapes:
+    """Return every tensor of an MTP assistant; the head is its embedding."""
+    text, d, b = c["text_config"], c["text_config"]["hidden_size"], c["backbone_hidden_size"]
+    shapes = {
+        name: shape
+        for name, shape in target_shapes(text).items()
+        if not any(part in name for part in ("k_proj", "k_norm", "v_proj"))
+    }
+    shapes |= {"pre_projection.weight": (d, 2 * b), "post_projection.weight": (b, d)}
+    if c["use_ordered_embeddings"]:
+        shapes["masked_embedding.centroids.weight"] = (c["num_centroids"], d)
+        shapes["masked_embedding.token_ordering"] = (text["vocab_size"],)
+    return shapes
+
+
 def write(
     directory: Path,
     config: dict[str, Any],
@@ -317,7 +380,12 @@ def write(
     for i, names in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         file = "model.safetensors" if len(shards) == 1 else file
-        tensors = {name: random_array(rng, shapes[name], dtype) for name in names}
+        tensors = {
+            name: rng.permutation(shapes[name][0])  # int64
+            if name.endswith("token_ordering")
+            else random_array(rng, shapes[name], dtype)
+            for name in names
+        }
         save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:

@@ -24,7 +24,7 @@ from checkpoints_convert.convert import convert, to_hf
 from jaxspec.checkpoint import CheckpointError, load_drafter, load_target
 from jaxspec.config import ConfigError
 from tests.convert import hf_layout
-from tests.convert.hf_layout import TINY, TINY_DRAFTER
+from tests.convert.hf_layout import TINY, TINY_ASSISTANTS, TINY_DRAFTER
 
 Edit = Callable[[Path], None]
 
@@ -175,6 +175,43 @@ def test_every_wrong_tensor_is_listed(target: Path, tmp_path: Path):
         "model.norm.weight: missing",
     ]
     assert not (tmp_path / "ours").exists()
+
+
+def test_an_assistant_without_its_centroids(tmp_path: Path):
+    """The message says that the same weights run with a dense head; and so they do."""
+    config = TINY_ASSISTANTS["e2b"]
+    shapes = hf_layout.assistant_shapes(config)
+    stored = {n: s for n, s in shapes.items() if not n.startswith("masked_embedding")}
+    hf_layout.write(tmp_path / "hf", config, stored)
+    with pytest.raises(CheckpointError) as caught:
+        load_drafter(str(tmp_path / "hf"), dtype="float32")
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert lines[0].endswith("does not fit its config.json, 2 problems:")
+    assert lines[1:3] == [
+        "masked_embedding.centroids.weight: missing",
+        "masked_embedding.token_ordering: missing",
+    ]
+    assert "set use_ordered_embeddings to false in config.json" in lines[3]
+    _edit_config(tmp_path / "hf", use_ordered_embeddings=False)
+    assert "centroids" not in load_drafter(str(tmp_path / "hf"), dtype="float32").params
+    hf_layout.write(tmp_path / "both", config | {"use_ordered_embeddings": False}, shapes)
+    assert convert(tmp_path / "both", tmp_path / "ours").skipped == {
+        "centroids, which this assistant does not use": 2
+    }
+
+
+def test_a_token_ordering_must_be_whole_numbers(tmp_path: Path):
+    """bfloat16 holds no integer above 256 exactly: such a file was damaged by a cast."""
+    config = TINY_ASSISTANTS["e2b"]
+    hf_layout.write(tmp_path / "hf", config, hf_layout.assistant_shapes(config))
+
+    def cast(tensors: dict[str, np.ndarray]) -> None:
+        name = "masked_embedding.token_ordering"
+        tensors[name] = tensors[name].astype(hf_layout.BFLOAT16)
+
+    _edit_tensors(tmp_path / "hf/model.safetensors", cast)
+    with pytest.raises(CheckpointError, match=r"token_ordering: dtype BF16, expected .* I64, I32"):
+        load_drafter(str(tmp_path / "hf"), dtype="float32")
 
 
 def test_experts_one_by_one_are_refused_by_name(tmp_path: Path):

@@ -8,15 +8,17 @@ import pytest
 
 from jaxspec.config import (
     DFLASH_PRESETS,
+    MTP_PRESETS,
     TARGET_PRESETS,
     ConfigError,
     DFlashConfig,
     GenerationDefaults,
+    MTPConfig,
     TargetConfig,
     from_json,
     to_json,
 )
-from tests.convert.hf_layout import DRAFTERS, RELEASED, multimodal
+from tests.convert.hf_layout import ASSISTANTS, DRAFTERS, RELEASED, multimodal
 
 
 def _as_transformers_saves(text: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +74,17 @@ def test_qwen_drafter_loads_all_full_and_not_causal():
     assert config.feature_layers == (1, 9, 17, 25, 33)
     assert (config.final_logit_softcap, config.scale_embeddings) == (None, False)
     assert from_json(DFlashConfig, to_json(config)) == config
+
+
+@pytest.mark.parametrize("size", ASSISTANTS)
+def test_assistants_are_presets_in_both_shapes(size: str):
+    released = ASSISTANTS[size]
+    generation = {"suppress_tokens": [258883, 258882]} if size == "12b" else None
+    saved = released | {"text_config": _as_transformers_saves(released["text_config"])}
+    assert set(saved["text_config"]["per_layer_config"]) == {"3"}
+    for config in (released, saved):
+        assert MTPConfig.from_hf(config, generation) == MTP_PRESETS[size]
+    assert from_json(MTPConfig, to_json(MTP_PRESETS[size])) == MTP_PRESETS[size]
 
 
 def test_suppressed_tokens_come_from_generation_config():

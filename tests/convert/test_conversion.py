@@ -15,9 +15,18 @@ from safetensors.numpy import load_file
 from checkpoints_convert.convert import Report, convert, to_hf, write_weights
 from checkpoints_convert.rules import match
 from jaxspec.checkpoint import Manifest, graph_of, load_drafter, load_target
-from jaxspec.config import DFlashConfig, GenerationDefaults, TargetConfig
+from jaxspec.config import DFlashConfig, GenerationDefaults, MTPConfig, TargetConfig
 from tests.convert import hf_layout
-from tests.convert.hf_layout import DRAFTERS, TINY, TINY_DRAFTER, TOWERS, UNIFIED, multimodal
+from tests.convert.hf_layout import (
+    ASSISTANTS,
+    DRAFTERS,
+    TINY,
+    TINY_ASSISTANTS,
+    TINY_DRAFTER,
+    TOWERS,
+    UNIFIED,
+    multimodal,
+)
 
 F32 = np.dtype(np.float32)
 
@@ -179,6 +188,74 @@ def test_drafter_there_and_back(tmp_path: Path, prefix: str):
     kv = np.asarray(ours.params["layers.1.kv"])  # [D, K, 2, H]
     v = before[f"{prefix}layers.1.self_attn.v_proj.weight"].astype(F32)
     np.testing.assert_array_equal(kv[:, 1, 1], v[8:16].T)
+
+
+@pytest.mark.parametrize("size", TINY_ASSISTANTS)
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_assistant_there_and_back(tmp_path: Path, size: str, dtype: str | None):
+    """The token ordering stays whole numbers in every dtype, 64 bits wide in files."""
+    config = TINY_ASSISTANTS[size]
+    generation = {"num_assistant_tokens": 3, "suppress_tokens": [7, 11]}
+    hf_layout.write(tmp_path / "hf", config, hf_layout.assistant_shapes(config))
+    (tmp_path / "hf/generation_config.json").write_text(json.dumps(generation))
+    report = convert(tmp_path / "hf", tmp_path / "ours", dtype=dtype)
+    assert report.kind == Manifest.read(tmp_path / "ours").kind == "mtp"
+    assert Manifest.read(tmp_path / "ours").dtype == (dtype or "bfloat16")
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    before, after = _tensors(tmp_path / "hf"), _tensors(tmp_path / "back")
+    assert set(before) == set(after)
+    for name, array in before.items():
+        assert array.dtype == after[name].dtype
+        np.testing.assert_array_equal(array.view(np.uint16), after[name].view(np.uint16))
+    for file in ("config.json", "generation_config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
+    for load_as in ("float32", "bfloat16"):
+        ours = load_drafter(str(tmp_path / "ours"), dtype=load_as)
+        direct = load_drafter(str(tmp_path / "hf"), dtype=load_as)
+        assert ours.config == direct.config == MTPConfig.from_hf(config, generation)
+        assert (ours.config.num_draft_tokens, ours.config.suppress_tokens) == (3, (7, 11))
+        _assert_same(ours.params, direct.params)
+        ours.graph.bind(ours.params)
+        if config["use_ordered_embeddings"]:
+            ordering = ours.params["token_ordering"]
+            assert ordering.dtype == jnp.int32
+            stored = before["masked_embedding.token_ordering"]
+            assert stored.dtype == np.int64
+            np.testing.assert_array_equal(np.asarray(ordering), stored)
+
+
+@pytest.mark.parametrize("size", ASSISTANTS)
+def test_released_assistants_have_every_parameter_and_no_more(size: str):
+    from checkpoints_convert import mtp
+    from checkpoints_convert.convert import parameter_shapes
+    from checkpoints_convert.rules import TensorSpec
+
+    config = MTPConfig.from_hf(ASSISTANTS[size])
+    shapes = parameter_shapes(config)
+    tensors = {
+        n: TensorSpec(s, "I64" if n.endswith("token_ordering") else "BF16")
+        for n, s in hf_layout.assistant_shapes(ASSISTANTS[size]).items()
+    }
+    assert len(tensors) == (50 if size in ("e2b", "e4b") else 48)
+    plan = match(mtp.rule_set(config, shapes), shapes, tensors, size)
+    assert {name for fill in plan.fills for name in fill.sources} == set(tensors)
+    assert not plan.skipped
+
+
+def test_assistants_weights_of_ours_are_written_under_their_names(tmp_path: Path):
+    config = MTPConfig.from_hf(TINY_ASSISTANTS["e4b"])
+    rng = np.random.default_rng(3)
+    params = {
+        name: jnp.asarray(rng.permutation(a.shape[0]), a.dtype)
+        if name == "token_ordering"
+        else jnp.asarray(hf_layout.random_array(rng, a.shape, a.dtype))
+        for name, a in graph_of(config, "bfloat16").abstract_params().items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps(TINY_ASSISTANTS["e4b"]))
+    write_weights(config, params, tmp_path, prefix="")
+    names = hf_layout.assistant_shapes(TINY_ASSISTANTS["e4b"])
+    assert {n: a.shape for n, a in _tensors(tmp_path).items()} == names
+    _assert_same(load_drafter(str(tmp_path), dtype="bfloat16").params, params)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

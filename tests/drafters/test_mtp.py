@@ -300,3 +300,6 @@ def test_generation_config_says_how_many_to_draft_and_what_never() -> None:
     read = MTPConfig.from_hf(config, generation)
     assert (read.num_draft_tokens, read.suppress_tokens) == (3, (7, 11))
     assert MTPConfig.from_hf(config).num_draft_tokens == 5
+    # A file may ask for more than there is room for; only what a user asks for is refused.
+    many = MTPConfig.from_hf(config, dict(num_assistant_tokens=20))
+    assert Graph(MTPDrafter, many, "float32").bind_abstract().default_draft_tokens == 15
