@@ -18,9 +18,10 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.config import DFlashConfig, GenerationDefaults, TargetConfig
+from jaxspec.config import DFlashConfig, GenerationDefaults, MTPConfig, TargetConfig
 from jaxspec.drafters.base import Draft, Drafter, TargetView, Tree
 from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import Children, grow
 from jaxspec.models.gemma4 import TargetOutput
 from jaxspec.params import Graph
@@ -229,6 +230,29 @@ def dflash(target: LoadedModel, *, block_size: int, seed: int = 0) -> LoadedMode
         final_logit_softcap=30.0,
     )
     graph = Graph(DFlashDrafter, config, target.graph.dtype)
+    return loaded(graph, tiny.random_params(graph, seed))
+
+
+def mtp(target: LoadedModel, *, centroids: bool = False, seed: int = 0) -> LoadedModel:
+    """Return an MTP assistant with random weights and the released layer types."""
+    c = target.config
+    config = MTPConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=38,  # sizes no activation has, so that copies of weights can be told
+        backbone_hidden_size=c.hidden_size,
+        layer_types=("sliding", "sliding", "sliding", "full"),
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        full_num_kv_heads=c.full_num_kv_heads,
+        full_head_dim=c.full_head_dim,
+        intermediate_size=46,
+        sliding_window=c.sliding_window,
+        max_positions=c.max_positions,
+        num_centroids=16 if centroids else 0,
+        num_top_centroids=3 if centroids else 0,
+    )
+    graph = Graph(MTPDrafter, config, target.graph.dtype)
     return loaded(graph, tiny.random_params(graph, seed))
 
 

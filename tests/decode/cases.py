@@ -49,9 +49,15 @@ class Case:
         return tuple(self.sequences[row][begin : begin + count])
 
     def drafter(self, name: str) -> LoadedModel:
-        """Return an "oracle", a "hostile" drafter, a "mixed" one that is wrong here and there, or "dflash"."""
+        """Return an "oracle", a "hostile" drafter, a "mixed" one that is wrong here and there, or a random one.
+
+        The random ones are "dflash" and "mtp", with centroids where the released assistant has them.
+        """
         if name == "dflash":
             return fakes.dflash(self.target, block_size=BLOCK)
+        if name == "mtp":
+            shares_kv = bool(self.target.config.num_kv_shared_layers)  # E2B and E4B
+            return fakes.mtp(self.target, centroids=shares_kv)
         sequences = self.sequences
         if name == "mixed":  # never the first token, by which the sequences are told apart
             rng = np.random.default_rng(0)
@@ -62,12 +68,19 @@ class Case:
         shift = 1 if name == "hostile" else 0
         return fakes.lookup(self.target, sequences, block_size=BLOCK, shift=shift)
 
-    def engine(self, drafter: str | None, *, batch_size: int = SLOTS, **options: Any) -> Engine:
+    def engine(
+        self,
+        drafter: str | None,
+        *,
+        batch_size: int = SLOTS,
+        cache_length: int = CACHE_LENGTH,
+        **options: Any,
+    ) -> Engine:
         return Engine(
             self.target,
             None if drafter is None else self.drafter(drafter),
             batch_size=batch_size,
-            cache_length=CACHE_LENGTH,
+            cache_length=cache_length,
             **options,
         )
 

@@ -64,6 +64,21 @@ def test_random_dflash_equals_naive(name):
     assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
 
 
+@pytest.mark.parametrize("name", FEATURE_SETS)
+def test_random_mtp_equals_naive(name):
+    """Its drafts come from the very caches that rejected tokens were written to, and from rings."""
+    c = case(name)
+    done = run(c.engine("mtp", num_draft_tokens=4), requests(c))
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+
+
+@pytest.mark.parametrize("drafts", [1, 8, *slow(2, 3, 5, 6, 7)])
+def test_mtp_chains_of_every_length(drafts):
+    c = case("26b-a4b")
+    done = run(c.engine("mtp", num_draft_tokens=drafts, cache_length=80), requests(c))
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+
+
 @pytest.mark.parametrize("count", range(1, SLOTS + 2))
 @pytest.mark.parametrize("drafter", [None, "mixed"])
 def test_every_number_of_requests(drafter, count):

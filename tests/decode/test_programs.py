@@ -19,7 +19,7 @@ from jaxspec.drafters.base import Tree
 from tests import tiny
 from tests.decode.cases import NEW_TOKENS, case, run, target
 
-CHAIN: dict[str, Any] = {}
+CHAIN: dict[str, Any] = dict(num_draft_tokens=4)
 TREE: dict[str, Any] = dict(tree=Tree(2, 3), num_draft_tokens=4)
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -43,7 +43,7 @@ def test_the_listener_hears_compilations(compilations):
     assert compilations
 
 
-@pytest.mark.parametrize("drafter", [None, "dflash", "dflash tree"])
+@pytest.mark.parametrize("drafter", [None, "dflash", "dflash tree", "mtp"])
 def test_values_compile_nothing(drafter, compilations):
     """Prompts, lengths in a bucket, limits, seeds, filters, stop ids and weights are all arguments."""
     c = case("31b")
@@ -131,22 +131,26 @@ def copied(text: str, arrays: list[jax.Array], where: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
+    ("name", "drafter", "shape"),
     [
-        ("e2b", CHAIN),
-        ("26b-a4b", CHAIN),
-        ("e2b", TREE),
-        *(pytest.param(n, CHAIN, marks=pytest.mark.slow) for n in ("e4b", "12b", "31b")),
-        *(pytest.param(n, TREE, marks=pytest.mark.slow) for n in ("12b", "26b-a4b", "31b")),
+        ("e2b", "dflash", CHAIN),
+        ("26b-a4b", "dflash", CHAIN),
+        ("e2b", "dflash", TREE),
+        ("e2b", "mtp", CHAIN),
+        ("31b", "mtp", TREE),
+        *(pytest.param(n, "dflash", CHAIN, marks=pytest.mark.slow) for n in ("e4b", "12b", "31b")),
+        *(pytest.param(n, "dflash", TREE, marks=pytest.mark.slow) for n in ("12b", "26b-a4b")),
+        *(pytest.param(n, "mtp", CHAIN, marks=pytest.mark.slow) for n in ("12b", "26b-a4b")),
+        *(pytest.param(n, "mtp", TREE, marks=pytest.mark.slow) for n in ("e2b", "26b-a4b")),
     ],
 )
-def test_caches_alias_and_nothing_large_is_copied_in_the_loop(name, shape):
+def test_caches_alias_and_nothing_large_is_copied_in_the_loop(name, drafter, shape):
     """In the compiled decode loop caches are updated in place, and weights are read where they are.
 
     Of the CPU's programs this is true as far as XLA's instructions go; what a matrix product packs for
     itself is not seen here.
     """
-    for kind, (program, arrays, cache_bytes) in programs(name, "dflash", **shape).items():
+    for kind, (program, arrays, cache_bytes) in programs(name, drafter, **shape).items():
         text = program.as_text()
         memory = program.memory_analysis()
         assert memory is not None

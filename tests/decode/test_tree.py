@@ -20,7 +20,7 @@ from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Params
 from jaxspec.verify import greedy_verify, tree_verify
 from tests import tiny
-from tests.decode.cases import BLOCK, NEW_TOKENS, SLOTS, case, run, target
+from tests.decode.cases import BLOCK, NEW_TOKENS, case, run, target
 from tests.tiny import FEATURE_SETS
 
 TREES = {"3 wide": (Tree(3, 4), 9), "5 wide": (Tree(5, 4), 12)}
@@ -148,15 +148,7 @@ def test_a_tree_pass_gives_what_each_path_alone_gives(name: str):
 
 
 def tree_engine(name: str, drafter: str, tree: Tree, count: int) -> Engine:
-    c = case(name)
-    return Engine(
-        c.target,
-        c.drafter(drafter),
-        batch_size=SLOTS,
-        cache_length=80,
-        num_draft_tokens=count,
-        tree=tree,
-    )
+    return case(name).engine(drafter, cache_length=80, num_draft_tokens=count, tree=tree)
 
 
 @pytest.mark.parametrize("shape", TREES)
@@ -170,20 +162,21 @@ def test_trees_equal_naive(name: str, shape: str):
     assert {tau for d in done for tau in d.acceptance_lengths} >= {1, 2, 3, 4}
 
 
-def test_a_dflash_tree_equals_naive():
-    c = case("31b")
+@pytest.mark.parametrize(("name", "drafter"), [("31b", "dflash"), ("31b", "mtp"), ("e2b", "mtp")])
+def test_trees_of_random_drafters_equal_naive(name: str, drafter: str):
+    c = case(name)
     done = run(
-        tree_engine("31b", "dflash", Tree(3, DEPTH), 10),
+        tree_engine(name, drafter, Tree(3, DEPTH), 10),
         [Request(p, NEW_TOKENS) for p in c.prompts],
     )
     assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
 
 
-@pytest.mark.parametrize("drafter", ["mixed", "dflash"])
+@pytest.mark.parametrize("drafter", ["mixed", "dflash", "mtp"])
 def test_a_tree_of_one_branch_is_the_chain(drafter: str):
     c = case("31b")
     asked = [Request(p, NEW_TOKENS) for p in c.prompts]
-    chain = run(c.engine(drafter), asked)
+    chain = run(c.engine(drafter, num_draft_tokens=DEPTH), asked)
     tree = run(tree_engine("31b", drafter, Tree(1, DEPTH), DEPTH), asked)
     for one, other in itertools.zip_longest(chain, tree):
         assert one.token_ids == other.token_ids
