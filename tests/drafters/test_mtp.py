@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxspec.checkpoint import LoadedModel
 from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, ConfigError, LayerType, MTPConfig
 from jaxspec.drafters.base import TargetView, Tree
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
-from jaxspec.models.gemma4 import Caches, TargetOutput, init_caches
+from jaxspec.models.gemma4 import Caches, Gemma4, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
 from tests import tiny
@@ -64,10 +65,11 @@ def step(
     """Return the logits over the whole vocabulary (-inf where not looked at) and the next states."""
     target, drafter = target_graph.bind(target_params), graph.bind(params)
     view = TargetView(target.embedder, caches, target.config)
-    kinds: tuple[LayerType, ...] = ("sliding", "full")
-    segments = {kind: kv.view(view.last_kv(kind), lengths) for kind in kinds}
+    segments: dict[LayerType, kv.KVSegment] = {
+        kind: kv.view(view.last_kv(kind), lengths) for kind in ("sliding", "full")
+    }
     hidden, states = drafter.step(
-        target.embedder, tokens[:, None], states[:, None], FrozenKV(segments, lengths)
+        target.embedder, tokens[:, None], states[:, None], FrozenKV(segments, lengths[:, None] - 1)
     )
     logits, ids = drafter.choices(hidden)
     if ids is not None:
@@ -248,6 +250,46 @@ def test_drafts_are_the_best_of_each_step(pair: Pair) -> None:
     tree = draft(assistant.params, target.params, states, Tree(1, STEPS))
     np.testing.assert_array_equal(tree.tokens, got.tokens)
     np.testing.assert_array_equal(tree.parents, np.broadcast_to(np.arange(STEPS), (3, STEPS)))
+
+
+@pytest.mark.parametrize("size", ["e2b", "e4b"])
+def test_centroids_keep_the_vocabulary_out_of_a_chain(size: str) -> None:
+    """At the released sizes no step makes an array of 262144 of anything; a dense head does."""
+    target_config, batch = TARGET_PRESETS[size], 2
+
+    def largest(config: MTPConfig) -> int:
+        graph, target = (
+            Graph(MTPDrafter, config, "bfloat16"),
+            Graph(Gemma4, target_config, "bfloat16"),
+        )
+        caches = jax.eval_shape(
+            lambda: init_caches(
+                target_config, batch, cache_length=1024, slack=8, dtype=jnp.bfloat16
+            )
+        )
+
+        def draft(params: Params, target_params: Params, caches: Caches, states: Array) -> Array:
+            view = TargetView(target.bind(target_params).embedder, caches, target_config, (3,))
+            ids = jnp.zeros(batch, jnp.int32)
+            return graph.bind(params).draft(states, view, ids, ids + 9, num_draft_tokens=2).tokens
+
+        states = jax.ShapeDtypeStruct((batch, target_config.hidden_size), jnp.bfloat16)
+        shapes = graph.abstract_params(), target.abstract_params(), caches, states
+        return max(d for shape in made_by(jax.make_jaxpr(draft)(*shapes).jaxpr) for d in shape)
+
+    config = MTP_PRESETS[size]
+    assert largest(config) < 16_384
+    assert largest(dataclasses.replace(config, num_centroids=0)) == config.vocab_size
+
+
+def made_by(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the shape of everything a program computes, one dimension at least."""
+    for equation in jaxpr.eqns:
+        inner = [j for v in equation.params.values() if (j := getattr(v, "jaxpr", None))]
+        for j in inner:
+            yield from made_by(getattr(j, "jaxpr", j))
+        if not inner:
+            yield from ((*v.aval.shape, 1) for v in equation.outvars)
 
 
 # --- config ----------------------------------------------------------------------------------------
