@@ -58,7 +58,7 @@ class FrozenKV(NamedTuple):
     """The target's K/V and the place to read them from, the same for every step of a round."""
 
     segments: dict[LayerType, KVSegment]
-    lengths: Int[Array, " B"]  # positions in the caches
+    last: Int[Array, "B #F"]  # the last position in the caches, n - 1: training has one a node
 
 
 class MTPDrafter(Drafter[MTPState]):
@@ -120,7 +120,7 @@ class MTPDrafter(Drafter[MTPState]):
     ) -> Draft:
         frozen = FrozenKV(
             {kind: kv.view(target.last_kv(kind), lengths) for kind in set(self.config.layer_types)},
-            lengths,
+            lengths[:, None] - 1,
         )
         states = state[:, None]
 
@@ -159,7 +159,7 @@ class MTPDrafter(Drafter[MTPState]):
           The normed output that `choices` reads, and the states to go on from.
         """
         c = self.config
-        last = jnp.broadcast_to((frozen.lengths - 1)[:, None], tokens.shape)
+        last = jnp.broadcast_to(frozen.last, tokens.shape)
         turned = last + (1 if c.query_position == "next" else 0)
         with jax.named_scope("mtp_step"):
             x = jnp.concatenate([embedder.encode(tokens), states], axis=-1)
