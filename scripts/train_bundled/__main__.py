@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
-from scripts.train_bundled import corpus, drafter, evaluate, export, recipe, target
+from scripts.train_bundled import assistant, corpus, drafter, evaluate, export, recipe, target
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 console = Console(highlight=False, soft_wrap=True)
@@ -80,14 +80,30 @@ def drafter_stage(
     _save(work / "dflash.npz", params)
 
 
+@app.command("assistant")
+def assistant_stage(
+    schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: Work = WORK
+) -> None:
+    """Train the MTP assistant on the target's own text."""
+    params = assistant.train(
+        (target.target_graph(dtype), assistant.assistant_graph(dtype)),
+        _load(work / "target.npz"),
+        recipe.ASSISTANT_SCHEDULES[schedule],
+        _streams(work),
+        console.print,
+    )
+    _save(work / "mtp.npz", params)
+
+
 @app.command("export")
 def export_stage(work: Work = WORK, destination: Path = recipe.BUNDLED) -> None:
-    """Write both as Hugging Face directories, in bfloat16."""
-    pair = [
-        target.rounded(_load(work / f"{name}.npz"), "bfloat16") for name in ("target", "dflash")
-    ]
-    export.export(destination, *pair, _tokenizer(work))
-    files = [p for name in ("target", "dflash") for p in (destination / name).iterdir()]
+    """Write all three as Hugging Face directories, in bfloat16."""
+    models = {
+        name: target.rounded(_load(work / f"{name}.npz"), "bfloat16")
+        for name in ("target", "dflash", "mtp")
+    }
+    export.export(destination, models, _tokenizer(work))
+    files = [p for name in models for p in (destination / name).iterdir()]
     console.print(f"{sum(p.stat().st_size for p in files)} bytes in {destination}")
 
 

@@ -20,7 +20,7 @@ from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Float, Int, Params
 from scripts.train_bundled import recipe
-from scripts.train_bundled.recipe import DrafterSchedule
+from scripts.train_bundled.recipe import AssistantSchedule, DrafterSchedule
 from scripts.train_bundled.target import Report, cross_entropy, generate, make_optimizer, rounded
 
 
@@ -81,7 +81,7 @@ def block_logits(
 def write_text(
     graph: Graph,
     params: Params,
-    schedule: DrafterSchedule,
+    schedule: DrafterSchedule | AssistantSchedule,
     stream: np.ndarray,
     report: Report,
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -19,15 +19,26 @@ CHAT_TEMPLATE = (
 )
 
 
-def export(directory: Path, target: Params, drafter: Params, tokenizer: Tokenizer) -> None:
-    """Write `directory`/target and `directory`/dflash."""
-    for name in ("target", "dflash"):
+def export(directory: Path, models: dict[str, Params], tokenizer: Tokenizer) -> None:
+    """Write `directory`/target, `directory`/dflash and `directory`/mtp."""
+    for name in ("target", "dflash", "mtp"):
         shutil.rmtree(directory / name, ignore_errors=True)
         (directory / name).mkdir(parents=True)
-    write_weights(recipe.TARGET, target, directory / "target", prefix="model.")
-    write_weights(recipe.DFLASH, drafter, directory / "dflash", prefix="")
+    write_weights(recipe.TARGET, models["target"], directory / "target", prefix="model.")
+    write_weights(recipe.DFLASH, models["dflash"], directory / "dflash", prefix="")
+    write_weights(recipe.MTP, models["mtp"], directory / "mtp", prefix="")
     _dump(target_config(), directory / "target" / "config.json")
     _dump(drafter_config(), directory / "dflash" / "config.json")
+    _dump(assistant_config(), directory / "mtp" / "config.json")
+    _dump(
+        {
+            "bos_token_id": recipe.BOS,
+            "eos_token_id": recipe.EOS,
+            "pad_token_id": recipe.PAD,
+            "num_assistant_tokens": recipe.MTP.num_draft_tokens,
+        },
+        directory / "mtp" / "generation_config.json",
+    )
     _dump(
         {
             "bos_token_id": recipe.BOS,
@@ -98,6 +109,31 @@ def target_config() -> dict[str, Any]:
         "use_double_wide_mlp": False,
         "vocab_size": c.vocab_size,
         "vocab_size_per_layer_input": c.vocab_size,
+    }
+
+
+def assistant_config() -> dict[str, Any]:
+    """Return a config of the released shape: the decoder's part is the target's but for its sizes."""
+    c = recipe.MTP
+    text = target_config() | {
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "layer_types": [f"{kind}_attention" for kind in c.layer_types],
+        "num_hidden_layers": c.num_layers,
+        "num_kv_shared_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "final_logit_softcapping": None,
+        "vocab_size_per_layer_input": 0,
+    }
+    del text["architectures"]
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": c.backbone_hidden_size,
+        "dtype": "bfloat16",
+        "text_config": text,
+        "tie_word_embeddings": True,
+        "use_ordered_embeddings": False,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxspec.config import DFlashConfig, TargetConfig
+from jaxspec.config import DFlashConfig, MTPConfig, TargetConfig
 
 PYTHON = "3.11.7"
 SEED = 20240401
@@ -50,6 +50,21 @@ DFLASH = DFlashConfig(
     final_logit_softcap=30.0,
 )
 
+MTP = MTPConfig(
+    vocab_size=TARGET.vocab_size,
+    hidden_size=128,
+    backbone_hidden_size=TARGET.hidden_size,
+    layer_types=("sliding", "sliding", "sliding", "full"),
+    num_heads=4,
+    num_kv_heads=TARGET.num_kv_heads,
+    head_dim=TARGET.head_dim,
+    full_num_kv_heads=TARGET.full_num_kv_heads,
+    full_head_dim=TARGET.full_head_dim,
+    intermediate_size=256,
+    sliding_window=TARGET.sliding_window,
+    max_positions=TARGET.max_positions,
+)
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -87,6 +102,23 @@ class DrafterSchedule:
     position_decay: float = 4.0  # slot k of a block weighs exp(-(k - 1) / this)
 
 
+@dataclass(frozen=True)
+class AssistantSchedule:
+    """Chains cut from text that the target itself wrote."""
+
+    sequences: int  # half of them greedy, half sampled at temperature 1
+    steps: int
+    rows: int = 12
+    anchors: int = 96  # chains a row
+    num_drafts: int = 5
+    prompt_lengths: tuple[int, int] = (64, 64)
+    new_tokens: int = 256
+    peak_rate: float = 3e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 100
+    step_decay: float = 0.8  # draft k of a chain weighs this to the power k - 1
+
+
 TARGET_SCHEDULES = {
     "smoke": TargetSchedule((Phase(6, 4, 64), Phase(2, 1, 128)), warmup_steps=2),
     "full": TargetSchedule((Phase(3000, 64, 512), Phase(150, 16, 2048))),
@@ -102,4 +134,16 @@ DRAFTER_SCHEDULES = {
         warmup_steps=2,
     ),
     "full": DrafterSchedule(sequences=16_384, steps=2500),
+}
+ASSISTANT_SCHEDULES = {
+    "smoke": AssistantSchedule(
+        sequences=8,
+        steps=6,
+        rows=4,
+        anchors=4,
+        prompt_lengths=(16, 16),
+        new_tokens=24,
+        warmup_steps=2,
+    ),
+    "full": AssistantSchedule(sequences=1024, steps=1500),
 }
