@@ -392,13 +392,12 @@ def replay_all(
     anchors = text.anchors(num_draft_tokens).shape[1]
     suppress_tokens = target.generation.suppress_tokens if target.generation else ()
     count, nbytes = len(text.tokens), 0
-    batch = min(batch_size, count)
     accepted: list[list[np.ndarray]] = [[] for _ in readings]
     logits = []
-    for begin in range(0, count, batch):
+    for begin in range(0, count, batch_size):
         # The last batch is filled up with a row it has, so that it needs no programs of its own.
-        rows = np.minimum(np.arange(begin, begin + batch), count - 1)
-        kept = min(batch, count - begin)
+        rows = np.minimum(np.arange(begin, begin + batch_size), count - 1)
+        kept = min(batch_size, count - begin)
         tokens = jnp.asarray(text.tokens[rows])
         starts = jnp.asarray(text.starts[rows], jnp.int32)
         say(f"reading rows {begin + 1} to {begin + kept} of {count}")
@@ -630,6 +629,7 @@ def run(
     Raises:
       CheckError: the pair or the text cannot be checked.
     """
+    batch_size = min(batch_size, len(prompts.ids))
     say("the target continues the text, with drafts")
     options = dict(batch_size=batch_size, num_draft_tokens=num_draft_tokens)
     speculative = decode_greedily(target, drafter, prompts.ids, new_tokens, **options)
@@ -817,7 +817,8 @@ def problems(
         found += [f"{c.name}: {c.difference.mean:+.2f} drafts a step; {c.fix}" for c in changes]
     elif found:
         found.append(
-            "no other convention explains it: the drafter is another target's, or its weights are damaged"
+            "no other convention explains it: the drafter is another target's, its weights are damaged, or "
+            "it was not trained for such text (give other text with --text)"
         )
     wrong = [d for d in differing if not d.near_tie]
     if wrong:
@@ -863,7 +864,7 @@ def _conventions_table(report: Report) -> Table:
     for name in ("convention", "value", "set by"):
         table.add_column(name, overflow="fold", style="dim" if name == "set by" else "")
     for c in report.conventions:
-        table.add_row(c.name, c.shown, c.origin)
+        table.add_row(c.name, Line(c.shown), Line(c.origin))
     return table
 
 
@@ -910,9 +911,9 @@ def _comparisons_table(r: Round, report: Report) -> Table:
         word = "higher" if d.low > 0 and not c.better else word
         style = {"better": "bold red", "worse": "dim"}.get(word, "")
         values = (f"{c.accepted:.2f}", f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", word)
-        table.add_row(c.name, *values, style=style)
+        table.add_row(Line(c.name), *values, style=style)
     for reason in r.left_out:
-        table.add_row(reason.split(":")[0], "", "", "left out", style="dim")
+        table.add_row(Line(reason.split(":")[0]), "", "", "left out", style="dim")
     return table
 
 
