@@ -238,7 +238,12 @@ def propose(target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
 def speculative_step(
     target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState
 ) -> DecodeState:
-    """Draft, verify, accept and commit: adds 1 to num_draft_tokens + 1 tokens to every active row."""
+    """Draft, verify, accept and commit: adds 1 to num_draft_tokens + 1 tokens to every active row.
+
+    Raises:
+      ValueError: the state's rings have too few spare slots; it was made for fewer draft tokens.
+    """
+    _check_slack(spec, state)
     draft = propose(target, drafter, spec, state)
     output, verdict = _target_step(target, spec, state, draft, drafter.feature_layers)
     kept = jnp.where(state.active, verdict.accepted + 1, 0)  # the anchor and the accepted drafts
@@ -344,6 +349,17 @@ def commit(state: DecodeState, draft: Int[Array, "B G"], verdict: Verdict) -> De
 def retire(state: DecodeState, finished: Bool[Array, " B"]) -> DecodeState:
     """Deactivate rows that the host found finished (a stop text, say)."""
     return dataclasses.replace(state, active=state.active & ~finished)
+
+
+def _check_slack(spec: DecodeSpec, state: DecodeState) -> None:
+    """Rejected tokens of a chain stand in a ring's spare slots; without enough they would hide live keys."""
+    slack = [c.ring_slack for c in state.caches if c is not None and c.ring_slack is not None]
+    if spec.tree is None and slack and spec.step_tokens > min(slack):
+        raise ValueError(
+            f"num_draft_tokens is {spec.num_draft_tokens}, a step of {spec.step_tokens} tokens, but the sliding "
+            f"caches were made for {min(slack)}: pass at most num_draft_tokens={min(slack) - 1}, or make the "
+            "state with this spec"
+        )
 
 
 def _bind(

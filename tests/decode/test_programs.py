@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -199,3 +200,19 @@ def test_params_survive():
     run(case("31b").engine(None), [Request((5,), 2)])
     for name, x in params.items():
         np.testing.assert_array_equal(x, before[name])
+
+
+def test_a_state_made_for_fewer_draft_tokens_is_refused():
+    """Its rings would lose keys to rejected tokens, silently and only past the window."""
+    c = case("31b")
+    engine = c.engine("mtp", num_draft_tokens=3)
+    state = engine._init_state(4)
+    more = dataclasses.replace(engine.spec, num_draft_tokens=6)
+    with pytest.raises(ValueError, match=r"num_draft_tokens is 6.*at most num_draft_tokens=3"):
+        jax.eval_shape(
+            functools.partial(decode.decode_loop, more),
+            engine.target_params,
+            engine.drafter_params,
+            state,
+            jnp.int32(1),
+        )
