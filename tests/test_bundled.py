@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import lzma
@@ -153,11 +154,11 @@ def test_training_and_decoding_draft_the_same(
     target: LoadedModel, drafter: LoadedModel, completions: list[Completion]
 ) -> None:
     """What the training script says of a finished text is what the decode loop did while writing it."""
-    from scripts.train_bundled.drafter import acceptance_lengths
+    from scripts.train_bundled.drafter import acceptance_lengths, drafts
 
     text = jnp.asarray([PROMPTS[i] + completions[i].token_ids for i in range(4)])
-    expected = acceptance_lengths(
-        (target.graph, drafter.graph), target.params, drafter.params, text, 64, NEW_TOKENS - 8
-    )
+    graphs = (target.graph, drafter.graph)
+    draft = functools.partial(drafts, graphs, target.params, drafter.params)
+    expected = acceptance_lengths(draft, text, 64, NEW_TOKENS - 8)
     for steps, done in zip(expected, completions, strict=False):
         assert done.acceptance_lengths[: len(steps)] == tuple(steps)

@@ -109,13 +109,21 @@ def export_stage(work: Work = WORK, destination: Path = recipe.BUNDLED) -> None:
 
 @app.command("evaluate")
 def evaluate_stage(stdlib: Stdlib = STDLIB, dtype: Dtype = "float32", work: Work = WORK) -> None:
-    """Measure the pair, its weights rounded to bfloat16, on the held-out modules."""
+    """Measure the target and its drafters, weights rounded to bfloat16, on the held-out modules."""
     texts = corpus.read_held_out(stdlib)
-    pair = [
-        target.rounded(target.rounded(_load(work / f"{name}.npz"), "bfloat16"), dtype)
-        for name in ("target", "dflash")
-    ]
-    result = evaluate.evaluate(_graphs(dtype), pair[0], pair[1], _tokenizer(work), texts)
+    graphs = {
+        "target": target.target_graph(dtype),
+        "dflash": drafter.dflash_graph(dtype),
+        "mtp": assistant.assistant_graph(dtype),
+    }
+    models = {
+        name: (
+            graph,
+            target.rounded(target.rounded(_load(work / f"{name}.npz"), "bfloat16"), dtype),
+        )
+        for name, graph in graphs.items()
+    }
+    result = evaluate.evaluate(models, _tokenizer(work), texts)
     (work / "evaluation.json").write_text(json.dumps(result, indent=1))
     for kind in ("greedy", "temperature_1"):
         samples = result[kind].pop("samples")

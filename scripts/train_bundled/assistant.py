@@ -158,3 +158,15 @@ def train(
                 f"text, greedy and sampled) after {time.perf_counter() - begin:.0f} s"
             )
     return params
+
+
+@functools.partial(jax.jit, static_argnames="graphs")
+def drafts(
+    graphs: tuple[Graph, Graph], target_params: Params, params: Params, text: Array, anchors: Array
+) -> Int[Array, "B A G"]:
+    """Return what is drafted at these positions of a text.
+
+    Steps are fed the text's tokens: right while all drafts before them are, and then they alone count.
+    """
+    logits = chain_logits(graphs, target_params, params, text, anchors, recipe.MTP.num_draft_tokens)
+    return jnp.argmax(logits, axis=-1).transpose(1, 2, 0)

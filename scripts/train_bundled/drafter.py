@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -196,16 +197,16 @@ def train(
 
 
 @functools.partial(jax.jit, static_argnames="graphs")
-def _drafts(
+def drafts(
     graphs: tuple[Graph, Graph], target_params: Params, params: Params, text: Array, anchors: Array
-) -> Int[Array, "A B G"]:
-    return jnp.argmax(block_logits(graphs, target_params, params, text, anchors), axis=-1)
+) -> Int[Array, "B A G"]:
+    """Return what is drafted at these positions of a text."""
+    logits = block_logits(graphs, target_params, params, text, anchors)
+    return jnp.argmax(logits, axis=-1).swapaxes(0, 1)
 
 
 def acceptance_lengths(
-    graphs: tuple[Graph, Graph],
-    target_params: Params,
-    params: Params,
+    draft: Callable[[Int[Array, "B S"], Int[Array, "B A"]], Int[Array, "B A G"]],
     text: Int[Array, "B S"],
     prompt_length: int,
     num_tokens: int,
@@ -216,19 +217,18 @@ def acceptance_lengths(
     to the same token: drafts at every position of a finished text therefore tell every verify step.
 
     Args:
+      draft: gives the drafts at positions of the text.
       num_tokens: how many new tokens to count, the first (the prefill's) included; the text is longer by
         a block, so that the last step is whole.
     """
-    num_drafts = recipe.DFLASH.block_size - 1
     anchors = jnp.arange(prompt_length, prompt_length + num_tokens)
-    anchors = jnp.broadcast_to(anchors, (text.shape[0], num_tokens))
-    drafts = np.asarray(_drafts(graphs, target_params, params, text, anchors))
+    all_drafts = np.asarray(draft(text, jnp.broadcast_to(anchors, (text.shape[0], num_tokens))))
     rows = []
     for b, row in enumerate(np.asarray(text)):
         steps, at = [], 0
         while at < num_tokens - 1:
-            truth = row[prompt_length + at + 1 :][:num_drafts]
-            accepted = int(np.cumprod(drafts[at, b] == truth).sum())
+            truth = row[prompt_length + at + 1 :][: all_drafts.shape[2]]
+            accepted = int(np.cumprod(all_drafts[b, at] == truth).sum())
             steps.append(accepted + 1)
             at += accepted + 1
         rows.append(steps)

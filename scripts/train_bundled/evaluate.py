@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import lzma
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,8 +15,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
-from scripts.train_bundled import recipe
-from scripts.train_bundled.drafter import acceptance_lengths
+from scripts.train_bundled import assistant, drafter, recipe
 from scripts.train_bundled.target import cross_entropy, generate
 
 WINDOW, STRIDE = (
@@ -70,45 +70,67 @@ def distinct_share(rows: list[list[int]], n: int = 4) -> tuple[float, float]:
 
 
 def evaluate(
-    graphs: tuple[Graph, Graph],
-    target_params: Params,
-    drafter_params: Params,
+    models: dict[str, tuple[Graph, Params]],
     tokenizer: Tokenizer,
     texts: list[str],
     *,
     num_tokens: int = 128,
 ) -> dict[str, Any]:
-    """Measure everything the pair promises. `texts` are the held-out files."""
+    """Measure everything the target and its drafters promise.
+
+    Args:
+      models: "target", "dflash" and "mtp".
+      texts: the held-out files.
+    """
     prompts = [p["ids"] for p in json.loads(recipe.HELD_OUT.read_text())["prompts"]]
-    block = recipe.DFLASH.block_size
+    longest = recipe.DFLASH.block_size
+    graph, params = models["target"]
     result: dict[str, Any] = {}
     for name, temperature in (("greedy", 0.0), ("temperature_1", 1.0)):
         b, width = len(prompts), len(prompts[0])
         text = generate(
-            graphs[0],
-            target_params,
+            graph,
+            params,
             jnp.asarray(prompts, jnp.int32),
             jnp.full(b, width, jnp.int32),
             jnp.full(b, temperature, jnp.float32),
             jax.random.key(0),
-            num_tokens=num_tokens + block,
-        )
-        accepted = acceptance_lengths(
-            graphs, target_params, drafter_params, text, width, num_tokens
+            num_tokens=num_tokens + longest,
         )
         new = np.asarray(text)[:, width : width + num_tokens].tolist()
         per_row, pooled = distinct_share(new)
-        steps = [length for row in accepted for length in row]
         result[name] = {
-            "tau": float(np.mean(steps)),
-            "verify_steps": len(steps),
-            "accepted_per_position": [
-                round(float(np.mean([s > k for s in steps])), 3) for k in range(1, block)
-            ],
+            **{
+                kind: _acceptance(models, kind, module.drafts, text, width, num_tokens)
+                for kind, module in (("dflash", drafter), ("mtp", assistant))
+            },
             "distinct_4_grams": per_row,
             "distinct_4_grams_pooled": pooled,
             "rows_with_eos": sum(recipe.EOS in row for row in new),
             "samples": [tokenizer.decode(row) for row in new],
         }
-    result["bits_per_byte"] = bits_per_byte(graphs[0], target_params, tokenizer, texts)
+    result["bits_per_byte"] = bits_per_byte(graph, params, tokenizer, texts)
     return result
+
+
+def _acceptance(
+    models: dict[str, tuple[Graph, Params]],
+    kind: str,
+    drafts: Callable[..., jax.Array],
+    text: jax.Array,
+    prompt_length: int,
+    num_tokens: int,
+) -> dict[str, Any]:
+    """Return how a drafter does on a text that the target wrote."""
+    (target, target_params), (graph, params) = models["target"], models[kind]
+    draft = functools.partial(drafts, (target, graph), target_params, params)
+    rows = drafter.acceptance_lengths(draft, text, prompt_length, num_tokens)
+    steps = [length for row in rows for length in row]
+    most = max(steps)
+    return {
+        "tau": float(np.mean(steps)),
+        "verify_steps": len(steps),
+        "accepted_per_position": [
+            round(float(np.mean([s > k for s in steps])), 3) for k in range(1, most)
+        ],
+    }
