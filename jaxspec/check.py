@@ -4,20 +4,18 @@ A drafter with one convention wrong raises no error: its drafts are just never a
 target continues some text greedily; then both models read it again (teacher forcing), and at every
 position of the continuation the drafter drafts from the true context. Draft j is accepted there when
 drafts 1 to j are the target's own next tokens, so what is counted is what decoding would accept. Other
-readings of the drafter are held against the one in force on the same positions, and whole rows, not
-positions, are what the statistics count: neighbouring positions are no independent evidence.
+readings of the drafter are held against the one in force on the same positions (`replay`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import importlib.metadata
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from jax import lax
 from rich import box
 from rich.console import Console, Group
 from rich.filesize import decimal
@@ -36,15 +33,11 @@ from rich.text import Text as Line
 import jaxspec
 from jaxspec.api import BUNDLED, default_dtype, load
 from jaxspec.batching import Completion, Engine, Request
-from jaxspec.cache import cache_bytes
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.conventions import Convention, Reading, alternatives, in_force
-from jaxspec.drafters.base import AnyDrafter, TargetView
+from jaxspec.conventions import Convention, in_force
 from jaxspec.generation import as_flags, out_of_memory_explained, set_compilation_cache, shorten
-from jaxspec.models.gemma4 import Gemma4, TargetOutput, init_caches
-from jaxspec.params import Graph
+from jaxspec.replay import LEVEL, MATERIAL, Comparison, Estimate, Round, Text, row_means, search
 from jaxspec.report import json_lines, write_line
-from jaxspec.shapes import Array, Int, Params
 from jaxspec.tokenizer import Tokenizer
 
 FLOOR = 0.3
@@ -52,17 +45,10 @@ FLOOR = 0.3
 position adds less than 0.43 tokens a step, about what drafting and verifying cost. Sound drafters have 0.6
 to 0.9, mute ones less than 0.1."""
 
-MATERIAL = 0.03
-"""What another convention must add to the tokens of a step, as a share, before it is called better."""
-
-LEVEL = 0.95
-NEAR_TIE_GAP = (
-    1e-4  # float32: top logits closer than this may swap when the shape of a pass changes
-)
+NEAR_TIE_GAP = 1e-4  # float32: closer logits may swap when a pass has another shape
 NEAR_TIE_ULPS = 4  # bfloat16: likewise, in units of the last place of the larger logit
 PROMPT_TOKENS = 64  # of a row cut from a text
 FEWEST_TOKENS, FEWEST_ROWS = 8, 4  # a row's text, and rows for an interval
-MOST_ROUNDS = 3  # conventions that may be wrong at once
 
 PROMPTS = (
     "Explain how a binary search finds an item in a sorted list.",
@@ -245,28 +231,6 @@ def cut(ids: Sequence[int], bos: int | None, rows: int) -> list[tuple[int, ...]]
     return [(*head, *body[i : i + length]) for i in starts]
 
 
-@dataclass(frozen=True)
-class Text:
-    """Rows of tokens that the target wrote itself, from `starts` on; padded with zeros after `ends`."""
-
-    tokens: np.ndarray  # [R, L]
-    starts: np.ndarray
-    ends: np.ndarray
-
-    @classmethod
-    def of(cls, prompts: Sequence[tuple[int, ...]], done: Sequence[Completion]) -> Text:
-        rows = [p + c.token_ids for p, c in zip(prompts, done, strict=True)]
-        tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)] = row
-        return cls(tokens, np.asarray([*map(len, prompts)]), np.asarray([*map(len, rows)]))
-
-    def anchors(self, num_draft_tokens: int) -> np.ndarray:
-        """Return [R, A]: does the continuation reach as far as a draft after its token a?"""
-        counts = self.ends - self.starts - num_draft_tokens
-        return np.arange(max(int(counts.max()), 1))[None, :] < counts[:, None]
-
-
 def decode_greedily(
     target: LoadedModel,
     drafter: LoadedModel | None,
@@ -283,221 +247,6 @@ def decode_greedily(
         raise CheckError("\n".join(wrong))
     done = [event for event in engine.run(requests) if isinstance(event, Completion)]
     return sorted(done, key=lambda completion: completion.index)
-
-
-# --- teacher forcing ---------------------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def read(
-    target: Graph,
-    feature_layers: tuple[int, ...],
-    params: Params,
-    tokens: Int[Array, "B T"],
-    logit_rows: Int[Array, " B"],
-) -> TargetOutput:
-    """Run the target over whole rows, once for all readings of the drafter.
-
-    Its caches hold every position, in no ring: a query at n finds below n what it would while decoding.
-    """
-    b, t = tokens.shape
-    zeros = jnp.zeros(b, jnp.int32)
-    caches = init_caches(target.config, b, cache_length=t, slack=t, dtype=jnp.dtype(target.dtype))
-    model: Gemma4 = target.bind(params)
-    rows = logit_rows[:, None]
-    return model(tokens, zeros, zeros + t, caches, feature_layers=feature_layers, logit_rows=rows)
-
-
-@functools.partial(
-    jax.jit,
-    static_argnums=(0, 1),
-    static_argnames=("anchors", "num_draft_tokens", "suppress_tokens"),
-)
-def replay(
-    target: Graph,
-    drafter: Graph,
-    target_params: Params,
-    drafter_params: Params,
-    tokens: Int[Array, "B T"],
-    starts: Int[Array, " B"],
-    output: TargetOutput,
-    *,
-    anchors: int,
-    num_draft_tokens: int,
-    suppress_tokens: tuple[int, ...],
-) -> Int[Array, "B A"]:
-    """Draft after each of the first `anchors` tokens from `starts` on; return how many drafts the text has.
-
-    The drafter is called as by the decode loop, but one token is committed between drafts, the text's own.
-
-    Args:
-      output: what the target gave for these rows, with features in the drafter's order.
-    """
-    model: Gemma4 = target.bind(target_params)
-    draft_model: AnyDrafter = drafter.bind(drafter_params)
-    b, t = tokens.shape
-    assert output.caches is not None
-    view = TargetView(model.embedder, output.caches, target.config, suppress_tokens)
-    state = draft_model.init_state(b, cache_length=t, dtype=jnp.dtype(target.dtype))
-    state = draft_model.absorb(state, output, jnp.zeros(b, jnp.int32), starts)
-    ahead = 1 + jnp.arange(num_draft_tokens)[None, :]
-
-    def step(state: Any, a: Array) -> tuple[Any, Array]:
-        lengths = jnp.minimum(starts + a, t - 1)
-
-        def committed(x: Array) -> Array:
-            return jnp.take_along_axis(x, lengths[:, None, None], axis=1)
-
-        anchor = jnp.take_along_axis(tokens, lengths[:, None], axis=1)
-        draft = draft_model.draft(
-            state, view, anchor[:, 0], lengths, num_draft_tokens=num_draft_tokens
-        )
-        one = dataclasses.replace(
-            output,
-            hidden=committed(output.hidden),
-            features=tuple(committed(x) for x in output.features),
-        )
-        state = draft_model.absorb(state, one, lengths, jnp.ones(b, jnp.int32))
-        following = jnp.take_along_axis(
-            tokens, jnp.minimum(lengths[:, None] + ahead, t - 1), axis=1
-        )
-        agree = (draft.tokens == following).astype(jnp.int32)
-        return state, jnp.sum(jnp.cumprod(agree, axis=1), axis=1)
-
-    return lax.scan(step, state, jnp.arange(anchors))[1].T
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """Accepted drafts at every anchor of every row, for some readings, and what came by the way."""
-
-    accepted: list[np.ndarray]  # a reading: [R, A]
-    logits: np.ndarray  # [R, V], at the row asked for
-    nbytes: int  # that a batch's K/V and features took
-
-
-def replay_all(
-    target: LoadedModel,
-    readings: Sequence[Reading],
-    text: Text,
-    logit_rows: np.ndarray,
-    *,
-    num_draft_tokens: int,
-    batch_size: int,
-    say: Callable[[str], None],
-) -> Replayed:
-    """Replay all rows for all readings, a batch of rows at a time; the target reads each batch once."""
-    layers_of = [reading.graph.bind_abstract().feature_layers for reading in readings]
-    union = tuple(sorted({layer for layers in layers_of for layer in layers}))
-    anchors = text.anchors(num_draft_tokens).shape[1]
-    suppress_tokens = target.generation.suppress_tokens if target.generation else ()
-    count, nbytes = len(text.tokens), 0
-    accepted: list[list[np.ndarray]] = [[] for _ in readings]
-    logits = []
-    for begin in range(0, count, batch_size):
-        # The last batch is filled up with a row it has, so that it needs no programs of its own.
-        rows = np.minimum(np.arange(begin, begin + batch_size), count - 1)
-        kept = min(batch_size, count - begin)
-        tokens = jnp.asarray(text.tokens[rows])
-        starts = jnp.asarray(text.starts[rows], jnp.int32)
-        say(f"reading rows {begin + 1} to {begin + kept} of {count}")
-        at = jnp.asarray(logit_rows[rows], jnp.int32)
-        output = read(target.graph, union, target.params, tokens, at)
-        logits.append(np.asarray(output.logits[:kept, 0]))
-        nbytes = cache_bytes(output)
-        for i, reading in enumerate(readings):
-            say(f"rows {begin + 1} to {begin + kept} of {count}: {reading.name}")
-            features = tuple(output.features[union.index(layer)] for layer in layers_of[i])
-            drafts = replay(
-                target.graph,
-                reading.graph,
-                target.params,
-                reading.params,
-                tokens,
-                starts,
-                dataclasses.replace(output, features=features),
-                anchors=anchors,
-                num_draft_tokens=num_draft_tokens,
-                suppress_tokens=suppress_tokens,
-            )
-            accepted[i].append(np.asarray(drafts)[:kept])
-    return Replayed([np.concatenate(a) for a in accepted], np.concatenate(logits), nbytes)
-
-
-# --- statistics --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over rows, with the interval that holds it at some level of confidence."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, rows: np.ndarray, level: float = LEVEL) -> Estimate:
-        """Estimate from one number a row, by Student's t."""
-        mean = float(rows.mean())
-        error = float(rows.std(ddof=1)) / math.sqrt(len(rows))
-        reach = student_t(level, len(rows) - 1) * error
-        return cls(mean, mean - reach, mean + reach)
-
-    def within(self, low: float, high: float) -> Estimate:
-        """Cut the interval to what is possible."""
-        return Estimate(self.mean, max(self.low, low), min(self.high, high))
-
-
-def student_t(level: float, degrees: int) -> float:
-    """Return t such that this share of Student's distribution lies between -t and t."""
-    low, high = 0.0, 1e3
-    while high - low > 1e-4:
-        t = (low + high) / 2
-        outside = float(jax.scipy.special.betainc(degrees / 2, 0.5, degrees / (degrees + t * t)))
-        low, high = (low, t) if 1 - outside > level else (t, high)
-    return high
-
-
-def row_means(values: np.ndarray, anchors: np.ndarray) -> np.ndarray:
-    """Return the mean of each row over its anchors."""
-    return (values * anchors).sum(axis=1) / anchors.sum(axis=1)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Another reading against the one in force, on the same rows.
-
-    Attributes:
-      accepted: drafts a step under it.
-      difference: of these, to the reading in force.
-      better: the difference is above zero for sure, and large enough to matter.
-    """
-
-    name: str
-    field: str
-    fix: str
-    accepted: float
-    first_accepted: float
-    difference: Estimate
-    better: bool
-
-
-@dataclass(frozen=True)
-class Round:
-    """One reading against its alternatives; a second round starts from the best of the first."""
-
-    in_force: str
-    comparisons: list[Comparison]
-    left_out: list[str]
-    level: float  # of each interval, so that all of them hold at `LEVEL`
-    material: float  # drafts a step that a better one must add
-
-    @property
-    def best(self) -> int | None:
-        """The best of the better ones; of near-equals the first, which is the most usual."""
-        better = {i: c.difference.mean for i, c in enumerate(self.comparisons) if c.better}
-        enough = max(better.values(), default=0.0) - self.material
-        return next((i for i, gain in better.items() if gain >= enough), None)
 
 
 # --- losslessness ------------------------------------------------------------------------------------
@@ -695,106 +444,6 @@ def run(
         floor=floor,
         problems=problems(by_position[0].mean, best_first, floor, found.changes, differing),
     )
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search over readings came to.
-
-    Attributes:
-      replayed: of the first round, whose first reading is the one in force.
-      accepted: at every anchor, by the reading in force; `best_accepted` by the best that was found.
-      changes: the steps from one to the other.
-    """
-
-    rounds: list[Round]
-    replayed: Replayed
-    accepted: np.ndarray
-    best_accepted: np.ndarray
-    changes: list[Comparison]
-
-
-def search(
-    target: LoadedModel,
-    drafter: LoadedModel,
-    text: Text,
-    anchors: np.ndarray,
-    logit_rows: np.ndarray,
-    *,
-    num_draft_tokens: int,
-    batch_size: int,
-    say: Callable[[str], None],
-) -> Found:
-    """Compare the reading in force with its alternatives; go on from the best while one is better.
-
-    Args:
-      anchors: of the first rows of the text; the others are read for their logits alone.
-    """
-    reading = Reading("as configured", "", "", drafter.graph, drafter.params)
-    readings = [reading]
-    accepted: dict[tuple[Graph, int], np.ndarray] = {}
-    rounds: list[Round] = []
-    replays: list[Replayed] = []
-    changes: dict[str, Comparison] = {}  # a later change of a field takes the place of an earlier
-    while len(rounds) < MOST_ROUNDS:
-        others, left_out = alternatives(drafter, reading, text.tokens.shape[1])
-        readings += others
-        new = [r for r in (reading, *others) if r.key not in accepted]
-        replay = replay_all(
-            target,
-            new,
-            text,
-            logit_rows,
-            num_draft_tokens=num_draft_tokens,
-            batch_size=batch_size,
-            say=say,
-        )
-        replays.append(replay)
-        for r, drafts in zip(new, replay.accepted, strict=True):
-            accepted[r.key] = drafts[: len(anchors)]
-        rounds.append(compare(reading, others, accepted, anchors, left_out))
-        best = rounds[-1].best
-        if best is None:
-            break
-        reading = others[best]
-        changes[reading.field] = rounds[-1].comparisons[best]
-    return Found(
-        rounds,
-        replays[0],
-        accepted[readings[0].key],
-        accepted[reading.key],
-        list(changes.values()),
-    )
-
-
-def compare(
-    reading: Reading,
-    others: Sequence[Reading],
-    accepted: Mapping[tuple[Graph, int], np.ndarray],
-    anchors: np.ndarray,
-    left_out: list[str],
-) -> Round:
-    """Hold other readings against one, row by row."""
-    level = 1 - (1 - LEVEL) / max(len(others), 1)
-    here = row_means(accepted[reading.key], anchors)
-    material = float(MATERIAL * (1 + here.mean()))
-    comparisons = []
-    for other in others:
-        drafts = accepted[other.key]
-        there = row_means(drafts, anchors)
-        difference = Estimate.of(there - here, level)
-        comparisons.append(
-            Comparison(
-                other.name,
-                other.field,
-                other.fix,
-                float(there.mean()),
-                float(row_means(drafts >= 1, anchors).mean()),
-                difference,
-                better=difference.low > 0 and difference.mean >= material,
-            )
-        )
-    return Round(reading.name, comparisons, left_out, level, material)
 
 
 def problems(

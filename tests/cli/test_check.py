@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from scipy import stats
 
 from jaxspec import check as checking
+from jaxspec import replay
 from jaxspec.api import BUNDLED
 from jaxspec.batching import Completion
 from jaxspec.checkpoint import LoadedModel, load_target, read_json
@@ -58,7 +59,7 @@ def one_text(monkeypatch: pytest.MonkeyPatch, texts: dict[str, list[Completion]]
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch, one_text: None) -> None:
     """Have no second round either, from a better reading that was found."""
-    monkeypatch.setattr(checking, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(replay, "MOST_ROUNDS", 1)
 
 
 def copy(name: str, directory: Path, *edits: Edit) -> str:
@@ -288,9 +289,9 @@ def test_near_ties() -> None:
 @pytest.mark.parametrize(("level", "degrees"), [(0.95, 15), (0.9875, 15), (0.95, 3), (0.995, 7)])
 def test_intervals_are_students(level: float, degrees: int) -> None:
     expected = stats.t.ppf((1 + level) / 2, degrees)
-    assert checking.student_t(level, degrees) == pytest.approx(expected, abs=1e-3)
+    assert replay.student_t(level, degrees) == pytest.approx(expected, abs=1e-3)
     rows = np.random.default_rng(0).normal(size=degrees + 1)
-    found = checking.Estimate.of(rows, level)
+    found = replay.Estimate.of(rows, level)
     low, high = stats.ttest_1samp(rows, 0).confidence_interval(level)
     assert (found.low, found.high) == pytest.approx((low, high), abs=1e-2)
 
