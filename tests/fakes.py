@@ -233,7 +233,9 @@ def dflash(target: LoadedModel, *, block_size: int, seed: int = 0) -> LoadedMode
     return loaded(graph, tiny.random_params(graph, seed))
 
 
-def mtp(target: LoadedModel, *, centroids: bool = False, seed: int = 0) -> LoadedModel:
+def mtp(
+    target: LoadedModel, *, centroids: bool = False, drafts: int = 5, seed: int = 0
+) -> LoadedModel:
     """Return an MTP assistant with random weights and the released layer types."""
     c = target.config
     config = MTPConfig(
@@ -251,6 +253,7 @@ def mtp(target: LoadedModel, *, centroids: bool = False, seed: int = 0) -> Loade
         max_positions=c.max_positions,
         num_centroids=16 if centroids else 0,
         num_top_centroids=3 if centroids else 0,
+        num_draft_tokens=drafts,
     )
     graph = Graph(MTPDrafter, config, target.graph.dtype)
     return loaded(graph, tiny.random_params(graph, seed))

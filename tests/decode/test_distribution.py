@@ -124,6 +124,7 @@ def drafters() -> dict[str, LoadedModel]:
         "likely": fakes.table(target(), chain(lambda p: p.argmax(axis=1))),
         "unlikely": fakes.table(target(), chain(lambda p: p.argmin(axis=1))),
         "dflash": fakes.dflash(target(), block_size=DRAFTS + 1),
+        "mtp": fakes.mtp(target(), drafts=DRAFTS),
     }
 
 
@@ -166,7 +167,7 @@ def p_values(tokens: np.ndarray, filters: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("drafter", ["likely", "unlikely", "dflash"])
+@pytest.mark.parametrize("drafter", ["likely", "unlikely", "dflash", "mtp"])
 def test_speculative_sampling_follows_the_target(drafter, filters):
     tokens, accepted = sampled(drafters()[drafter], filters, seed=1)
     # Rejections and acceptances both occur; but what top-k or top-p cuts is never accepted.
@@ -180,7 +181,7 @@ TREE: dict[str, Any] = dict(tree=Tree(3, DRAFTS), num_draft_tokens=8)
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("drafter", ["likely", "dflash"])
+@pytest.mark.parametrize("drafter", ["likely", "dflash", "mtp"])
 def test_sampling_with_trees_follows_the_target(drafter, filters):
     """Several branches fit a token, and deep ones are reached: wide trees accept more than chains."""
     tokens, accepted = sampled(drafters()[drafter], filters, seed=1, **TREE)
