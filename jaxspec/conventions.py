@@ -73,6 +73,7 @@ class Origins:
         """
         self.directory, self.keys = model.directory, keys
         self.converted = (model.directory / MANIFEST).is_file()
+        self.file = MANIFEST if self.converted else "config.json"
         self.values = {} if self.converted else read_json(model.directory / "config.json")
 
     def of(self, field: str, default: str) -> str:
@@ -84,11 +85,10 @@ class Origins:
 
     def fix(self, field: str, value: Any) -> str:
         """Say how to set a field."""
-        file, key = MANIFEST, f"config.{field}"
+        key = f"config.{field}"
         if not self.converted:
-            file, key = "config.json", find_key(self.values, self.keys[field])[0]
-            key = key or self.keys[field][0]
-        return f"set {key} to {json.dumps(value)} in {self.directory / file}"
+            key = find_key(self.values, self.keys[field])[0] or self.keys[field][0]
+        return f"set {key} to {json.dumps(value)} in {self.directory / self.file}"
 
 
 def in_force(target: LoadedModel, drafter: LoadedModel) -> list[Convention]:
@@ -229,13 +229,13 @@ def _mtp(target: LoadedModel, drafter: LoadedModel, c: MTPConfig) -> Iterator[Co
     shown = "dense"
     if c.num_centroids:
         shown = f"best {c.num_top_centroids} of {c.num_centroids} centroids"
-    yield Convention("head", c.num_top_centroids or None, shown, "config.json of the assistant")
+    yield Convention("head", c.num_top_centroids or None, shown, f"assistant's {origins.file}")
     if c.suppress_tokens:
         yield Convention(
             "suppressed in drafts",
             list(c.suppress_tokens),
             ", ".join(map(str, c.suppress_tokens)),
-            "assistant's generation_config.json: suppress_tokens",
+            f"assistant's {MANIFEST if origins.converted else 'generation_config.json'}: suppress_tokens",
         )
 
 

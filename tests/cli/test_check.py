@@ -18,9 +18,10 @@ from scipy import stats
 
 from jaxspec import check as checking
 from jaxspec import replay
-from jaxspec.api import BUNDLED
+from jaxspec.api import BUNDLED, load
 from jaxspec.batching import Completion
 from jaxspec.checkpoint import LoadedModel, load_target, read_json
+from jaxspec.conventions import Reading
 from tests.cli.conftest import Outcome, Run
 
 Edit = Callable[[Path], None]
@@ -134,6 +135,25 @@ def test_the_bundled_pair_is_sound(check):
     origins = {c["name"]: c["origin"] for c in report["conventions"]}
     assert origins["feature layers"] == "config.json: dflash_config.target_layer_ids"
     assert origins["embedding scale"] == "default: scaled"
+
+
+def test_what_is_counted_is_what_decoding_accepts() -> None:
+    target, drafter = load(None, "dflash", dtype="float32")
+    assert drafter is not None
+    prompts = checking.prompts_for(target, None, 16).ids
+    done = checking.decode_greedily(target, drafter, prompts, 40, batch_size=16)
+    text, drafts = replay.Text.of(prompts, done), drafter.graph.bind_abstract().max_draft_tokens
+    reading = Reading("", "", "", drafter.graph, drafter.params)
+    options = dict(num_draft_tokens=drafts, batch_size=16, say=lambda _: None)
+    found = replay.replay_all(target, [reading], text, text.starts, **options)
+    anchors, same = text.anchors(drafts), []
+    for row, completion in enumerate(done):
+        ends = np.cumsum(completion.acceptance_lengths)
+        for a, tokens in zip((0, *ends), completion.acceptance_lengths, strict=False):
+            if a < anchors.shape[1] and anchors[row, a]:
+                same.append(found.accepted[0][row, a] == tokens - 1)
+    assert len(same) > 100
+    assert np.mean(same) > 0.98  # features of one long pass round otherwise: a draft may change
 
 
 @pytest.mark.parametrize(
