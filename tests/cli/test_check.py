@@ -21,7 +21,11 @@ from jaxspec import replay
 from jaxspec.api import BUNDLED, load
 from jaxspec.batching import Completion
 from jaxspec.checkpoint import LoadedModel, load_target, read_json
-from jaxspec.conventions import Reading
+from jaxspec.config import MTPConfig
+from jaxspec.conventions import Reading, alternatives, in_force
+from jaxspec.drafters.mtp import MTPDrafter
+from jaxspec.params import Graph
+from tests import tiny
 from tests.cli.conftest import Outcome, Run
 
 Edit = Callable[[Path], None]
@@ -290,6 +294,50 @@ def test_the_assistant_of_another_target(check, tmp_path: Path):
     outcome, report = check(target, "mtp")
     assert outcome.code == 1
     assert "no other convention explains it" in report["verdict"]
+
+
+def test_origins_of_a_converted_pair(checkpoints: Path) -> None:
+    """What was read is the manifest, whatever config.json beside it says."""
+    target, drafter = load(*(str(checkpoints / name) for name in ("target", "drafter")))
+    assert drafter is not None
+    found = {c.name: (c.value, c.origin) for c in in_force(target, drafter)}
+    assert found["feature layers"] == ((0, 1), "manifest.json: config.feature_layers")
+    assert found["suppressed ids"] == ([], "target's manifest.json: generation.suppress_tokens")
+    reading = Reading("", "", "", drafter.graph, drafter.params)
+    readings, left_out = alternatives(drafter, reading, 100)
+    assert [r.field for r in readings] == ["scale_embeddings", "causal", "causal"]
+    assert [reason.split(":")[0] for reason in left_out] == [
+        "feature layers one lower",
+        "feature layers one higher",
+    ]
+    manifest = checkpoints / "drafter" / "manifest.json"
+    assert readings[0].fix == f"set config.scale_embeddings to false in {manifest}"
+
+
+def test_conventions_of_an_assistant(tmp_path: Path) -> None:
+    graph, params = tiny.target("26b-a4b")
+    values = {**tiny.hf_assistant_config("26b-a4b"), "query_position": "next"}
+    config = MTPConfig.from_hf(values, {"suppress_tokens": [7, 9]})
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assistant = Graph(MTPDrafter, config, "float32")
+    target = LoadedModel(graph, params, graph.config, None, tmp_path, "target")
+    weights = assistant.random_params(0)
+    drafter = LoadedModel(assistant, weights, config, None, tmp_path, "drafter")
+    found = {c.name: (c.value, c.origin) for c in in_force(target, drafter)}
+    assert found["query position"] == ("next", "config.json: query_position")
+    assert found["window"] == (config.sliding_window, "default: as many as sliding_window")
+    assert found["suppressed in drafts"][0] == [7, 9]
+    reading = Reading("", "", "", assistant, weights)
+    readings, left_out = alternatives(drafter, reading, config.sliding_window + 1)
+    assert left_out == []
+    position, window, swapped, _ = readings
+    assert position.graph.config.query_position == "last"
+    assert window.graph.config.num_window_keys == config.sliding_window + 1
+    half = config.backbone_hidden_size
+    np.testing.assert_array_equal(
+        swapped.params["pre_projection"][half:], weights["pre_projection"][:half]
+    )
+    assert swapped.key != reading.key
 
 
 def test_near_ties() -> None:
