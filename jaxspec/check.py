@@ -473,8 +473,8 @@ def problems(
     if wrong:
         d = wrong[0]
         found.append(
-            f"{len(wrong)} rows differ from plain decoding by more than a near-tie, the first at position "
-            f"{d.position} of row {d.row}: this is a bug of ours or of the device, whatever the drafter; "
+            f"rows that differ from plain decoding by more than a near-tie: {len(wrong)}, the first at "
+            f"position {d.position} of row {d.row}; this is a bug of ours or of the device, whatever the drafter; "
             "please report it"
         )
     return found
@@ -487,9 +487,9 @@ _BAR_WIDTH = 32
 
 def shown(report: Report) -> Group:
     """Return the report for a terminal, 80 columns wide, the verdict last."""
-    lossless = f"greedy speculative decoding wrote the {report.rows} rows as plain decoding did"
+    lossless = "greedy speculative decoding wrote every row as plain decoding did"
     if report.differing:
-        lossless = f"{len(report.differing)} of {report.rows} rows differ from plain decoding"
+        lossless = f"rows that differ from plain decoding: {len(report.differing)}"
     verdict = Line(report.verdict, "bold red" if report.problems else "bold green")
     return Group(
         Line(f"{report.target} + {report.drafter} · {report.dtype} on {report.device}", "bold"),
@@ -542,12 +542,16 @@ def bar(share: Estimate) -> str:
 
 def _comparisons_table(r: Round, report: Report) -> Table:
     found = [c.name for c in r.comparisons if c.better]
-    table = Table(
-        title=f"other conventions, against: {r.in_force}",
-        caption=(f"better: {', '.join(found)}" if found else "no other convention does better")
+    lines = [
+        (f"better: {', '.join(found)}" if found else "no other convention does better")
         + f". Drafts accepted a position; intervals are paired over {report.rows} rows and hold together "
         f"at {LEVEL:.0%} (Bonferroni: {r.level:.1%} each); better: all above 0, and {MATERIAL:.0%} more "
         "tokens a step.",
+        *(f"left out: {reason}" for reason in r.left_out),
+    ]
+    table = Table(
+        title=Line(f"other conventions, against: {r.in_force}"),
+        caption=Line("\n".join(lines)),
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -561,8 +565,6 @@ def _comparisons_table(r: Round, report: Report) -> Table:
         style = {"better": "bold red", "worse": "dim"}.get(word, "")
         values = (f"{c.accepted:.2f}", f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", word)
         table.add_row(Line(c.name), *values, style=style)
-    for reason in r.left_out:
-        table.add_row(Line(reason.split(":")[0]), "", "", "left out", style="dim")
     return table
 
 

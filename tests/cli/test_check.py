@@ -224,7 +224,7 @@ def test_shuffled_weights_and_a_row_that_differs(
     assert report["by_position"][0]["mean"] < report["floor"]
     assert "below the floor of 30%" in mute
     assert unexplained.startswith("no other convention explains it")
-    assert lossy.startswith("1 rows differ from plain decoding by more than a near-tie")
+    assert lossy.startswith("rows that differ from plain decoding by more than a near-tie: 1, the")
     (differing,) = report["differing"]
     assert (differing["row"], differing["position"], differing["near_tie"]) == (3, 64 + 5, False)
     assert differing["speculative_token"] in (7, 8)
@@ -291,7 +291,7 @@ def test_an_assistant_broken_by_its_files(check, tmp_path: Path, edit: Edit, cau
 @pytest.mark.usefixtures("briefly")
 def test_the_assistant_of_another_target(check, tmp_path: Path):
     target = copy("target", tmp_path / "target", of_another_basis)
-    outcome, report = check(target, "mtp")
+    outcome, report = check(target, "mtp", "--text", inspect.getsourcefile(textwrap))
     assert outcome.code == 1
     assert "no other convention explains it" in report["verdict"]
 
