@@ -84,6 +84,7 @@ def generate(
     batch_size: int | None = None,
     num_draft_tokens: int | None = None,
     tree: Tree | None = None,
+    logprobs: bool = False,
 ) -> list[Completion]:
     """Continue prompts, given as text or token ids, and return completions in their order.
 
@@ -94,6 +95,7 @@ def generate(
       batch_size: prompts decoded together; None for all, up to 8.
       num_draft_tokens: drafted a step; None for the drafter's own number.
       tree: draft a tree of that many tokens instead of a chain.
+      logprobs: keep the log-probability of every token, see `batching.Completion`.
 
     Raises:
       ValueError: a prompt or an option cannot be used; nothing was generated.
@@ -121,6 +123,7 @@ def generate(
         batch_size=batch_size or min(len(requests), MOST_SLOTS) or 1,
         num_draft_tokens=num_draft_tokens,
         tree=tree,
+        logprobs=logprobs,
     )
     wrong = [f"prompt {i}: {error}" for i, r in enumerate(requests) if (error := engine.check(r))]
     if wrong:

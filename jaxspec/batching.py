@@ -7,6 +7,7 @@ powers of two, so a handful of programs serves every request; `Engine.num_compil
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from jaxspec.checkpoint import LoadedModel
 from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.tree import check_tree
-from jaxspec.sampling import SamplingParams
+from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Params
 
 PREFILL_CHUNK = 512  # longer prompts are fed in pieces of this many tokens
@@ -68,7 +69,9 @@ class Completion:
     """A request is done, or was refused (`error` says why and nothing was generated).
 
     `acceptance_lengths` has one number a verify step: the tokens it committed, bonus included, before any
-    cut by a stop or the limit. Prefill's token belongs to no step.
+    cut by a stop or the limit. Prefill's token belongs to no step. With an engine that keeps them, `logprobs`
+    has one number a token, under the target as it is, and `sampled_logprobs` under the distribution that was
+    sampled from: after suppressed tokens, temperature and filters; 0 in greedy rows.
     """
 
     index: int
@@ -76,6 +79,8 @@ class Completion:
     finish_reason: Literal["stop", "length"] = "length"
     acceptance_lengths: tuple[int, ...] = ()
     error: str | None = None
+    logprobs: tuple[float, ...] | None = None
+    sampled_logprobs: tuple[float, ...] | None = None
 
 
 @dataclass
@@ -97,6 +102,7 @@ class Engine:
       cache_length: positions a slot holds; prompt, new tokens and one step's tokens must fit.
       num_draft_tokens: tokens drafted a step, the anchor not counted; default the drafter's own.
       tree: draft a tree of that many tokens instead of a chain.
+      logprobs: keep the log-probability of every token, see `Completion`.
       steps_per_return: decode steps between returns to the host.
       synthetic_acceptance: for benchmarks, see `DecodeSpec`.
 
@@ -114,6 +120,7 @@ class Engine:
         cache_length: int = 1024,
         num_draft_tokens: int | None = None,
         tree: Tree | None = None,
+        logprobs: bool = False,
         steps_per_return: int = 16,
         synthetic_acceptance: float | None = None,
     ):
@@ -140,6 +147,7 @@ class Engine:
             num_draft_tokens=drafts,
             tree=tree,
             suppress_tokens=generation.suppress_tokens if generation else (),
+            logprobs=logprobs,
             synthetic_acceptance=synthetic_acceptance,
         )
         self.batch_size = _bucket(batch_size)
@@ -255,6 +263,7 @@ class Engine:
                         tokens,
                         "stop" if stopped else "length",
                         seen.acceptance_lengths_of(slot),
+                        **seen.logprobs_of(slot, len(tokens)),
                     )
                     finished[slot], slots[slot] = True, None
             if (finished & seen.active).any():  # the device still thinks these run
@@ -413,10 +422,11 @@ class _Seen:
     tokens: np.ndarray
     num_steps: np.ndarray
     acceptance_lengths: np.ndarray
+    logprobs: Logprobs | None
 
     @classmethod
     def fetch(cls, state: DecodeState) -> _Seen:
-        names = ("active", "stopped", "num_tokens", "tokens", "num_steps", "acceptance_lengths")
+        names = [field.name for field in dataclasses.fields(cls)]
         return cls(*jax.device_get([getattr(state, name) for name in names]))
 
     def tokens_of(self, slot: int) -> tuple[int, ...]:
@@ -424,6 +434,15 @@ class _Seen:
 
     def acceptance_lengths_of(self, slot: int) -> tuple[int, ...]:
         return tuple(self.acceptance_lengths[slot, : self.num_steps[slot]].tolist())
+
+    def logprobs_of(self, slot: int, count: int) -> dict[str, Any]:
+        if self.logprobs is None:
+            return {}
+        target, sampled = self.logprobs.target, self.logprobs.sampled
+        return dict(
+            logprobs=tuple(target[slot, :count].tolist()),
+            sampled_logprobs=tuple(sampled[slot, :count].tolist()),
+        )
 
 
 def _cache_bucket(length: int) -> int:

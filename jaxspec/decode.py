@@ -31,8 +31,8 @@ from jaxspec.drafters.base import AnyDrafter, Draft, TargetView, Tree
 from jaxspec.drafters.tree import ancestors
 from jaxspec.models.gemma4 import Caches, Gemma4, TargetOutput, init_caches, keep_rows
 from jaxspec.params import Graph
-from jaxspec.sampling import SamplingParams, suppress
-from jaxspec.shapes import Array, Bool, Int, Params
+from jaxspec.sampling import Logprobs, SamplingParams, logprobs_of, suppress
+from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.verify import Verdict, synthetic_verify, tree_verify, verify
 
 COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
@@ -49,6 +49,7 @@ class DecodeSpec:
     num_draft_tokens: int = 0  # the anchor never counts
     tree: Tree | None = None  # None: a chain
     suppress_tokens: tuple[int, ...] = ()
+    logprobs: bool = False  # keep those of every emitted token; costs passes over the logits
     synthetic_acceptance: float | None = (
         None  # benchmarks: replaces the accept decision, nothing else
     )
@@ -79,6 +80,7 @@ class DecodeState(struct.PyTreeNode):
     acceptance_lengths: Int[
         Array, "B M"
     ]  # tokens committed in each, before any cut by a stop or limit
+    logprobs: Logprobs | None  # of `tokens`, where asked for
     max_new_tokens: Int[Array, " B"]
     stop_ids: Int[Array, "B I"]  # padded with -1
     sampling: SamplingParams
@@ -119,7 +121,10 @@ def init_state(
     Jitted, so that every array has a buffer of its own and can be donated.
     """
     zeros = jnp.zeros(batch, jnp.int32)
-    drafter_state = None
+    drafter_state = logprobs = None
+    if spec.logprobs:
+        none = jnp.zeros((batch, cache_length), jnp.float32)
+        logprobs = Logprobs(none, none)
     if spec.drafter is not None:
         drafter = spec.drafter.bind_abstract()
         drafter_state = drafter.init_state(batch, cache_length=cache_length, dtype=cache_dtype)
@@ -140,6 +145,7 @@ def init_state(
         num_tokens=zeros,
         num_steps=zeros,
         acceptance_lengths=jnp.zeros((batch, cache_length), jnp.int32),
+        logprobs=logprobs,
         max_new_tokens=zeros,
         stop_ids=jnp.full((batch, num_stop_ids), -1, jnp.int32),
         sampling=SamplingParams(zeros.astype(jnp.float32), zeros, jnp.ones(batch, jnp.float32)),
@@ -203,9 +209,16 @@ def prefill(
     def put(name: str, value: Array | int) -> Array:
         return getattr(state, name).at[ends].set(value, mode="drop")
 
+    logprobs = state.logprobs
+    if logprobs is not None:
+        new = logprobs_of(first[:, None], output.logits, spec.suppress_tokens, sampling)
+        logprobs = jax.tree.map(
+            lambda old, value: old.at[ends, 0].set(value[:, 0], mode="drop"), logprobs, new
+        )
     return dataclasses.replace(
         state,
         caches=output.caches,
+        logprobs=logprobs,
         lengths=put("lengths", chunk.start + chunk.count),
         anchors=put("anchors", first),
         tokens=state.tokens.at[ends, 0].set(first, mode="drop"),
@@ -219,7 +232,8 @@ def decode_step(target: Gemma4, spec: DecodeSpec, state: DecodeState) -> DecodeS
     """Add one token to every active row: the reference that speculation must equal."""
     no_draft = jnp.zeros((state.anchors.shape[0], 0), jnp.int32)
     output, verdict = _target_step(target, spec, state, Draft(no_draft), ())
-    return commit(dataclasses.replace(state, caches=output.caches), no_draft, verdict)
+    state = dataclasses.replace(state, caches=output.caches)
+    return commit(spec, state, output.logits, no_draft, verdict)
 
 
 def propose(target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState) -> Draft:
@@ -254,7 +268,7 @@ def speculative_step(
         tokens = jnp.take_along_axis(tokens, after_anchor, axis=1)
     drafter_state = drafter.absorb(state.drafter, output, state.lengths, kept)
     state = dataclasses.replace(state, caches=output.caches, drafter=drafter_state)
-    return commit(state, tokens, verdict)
+    return commit(spec, state, output.logits, tokens, verdict)
 
 
 def decode_loop(
@@ -311,11 +325,20 @@ def _target_step(
         return output, synthetic_verify(logits, draft.tokens, tau, state.keys, steps)
 
 
-def commit(state: DecodeState, draft: Int[Array, "B G"], verdict: Verdict) -> DecodeState:
+def commit(
+    spec: DecodeSpec,
+    state: DecodeState,
+    logits: Float[Array, "B T V"],
+    draft: Int[Array, "B G"],
+    verdict: Verdict,
+) -> DecodeState:
     """Write the accepted drafts and the bonus token of active rows, up to a stop id or the row's limit.
 
     Statistics count the whole step, cut or not. A row that stops or is full becomes inactive; its lengths
     then stand past what it emitted, which nobody reads.
+
+    Args:
+      logits: the target's, a row for each token that may be emitted: row t judged draft t.
     """
     b, t = draft.shape[0], draft.shape[1] + 1
     offset = jnp.arange(t)[None, :]
@@ -330,12 +353,20 @@ def commit(state: DecodeState, draft: Int[Array, "B G"], verdict: Verdict) -> De
     columns = jnp.where(kept, state.num_tokens[:, None] + offset, state.tokens.shape[1])
     step_column = jnp.where(state.active, state.num_steps, state.tokens.shape[1])
     num_tokens = state.num_tokens + jnp.sum(kept, axis=1)
+    logprobs = state.logprobs
+    if logprobs is not None:
+        logprobs = jax.tree.map(
+            lambda old, value: old.at[rows[:, None], columns].set(value, mode="drop"),
+            logprobs,
+            logprobs_of(new, logits, spec.suppress_tokens, state.sampling),
+        )
     stopped = state.stopped | jnp.any(is_stop & kept, axis=1)
     return dataclasses.replace(
         state,
         lengths=state.lengths + jnp.where(state.active, verdict.accepted + 1, 0),
         anchors=jnp.where(state.active, verdict.bonus, state.anchors),
         tokens=state.tokens.at[rows[:, None], columns].set(new, mode="drop"),
+        logprobs=logprobs,
         num_tokens=num_tokens,
         num_steps=state.num_steps + state.active.astype(jnp.int32),
         acceptance_lengths=state.acceptance_lengths.at[rows, step_column].set(

@@ -28,6 +28,15 @@ class SamplingParams(struct.PyTreeNode):
     top_p: Float[Array, " B"]  # in (0, 1]; 1: off
 
 
+class Logprobs(struct.PyTreeNode):
+    """Natural logs of the probabilities of tokens."""
+
+    target: Float[
+        Array, "B M"
+    ]  # under the target as it is: no temperature, no filter, nothing suppressed
+    sampled: Float[Array, "B M"]  # under the distribution that was sampled from; 0 in greedy rows
+
+
 class Stream(enum.IntEnum):
     """What a draw is for."""
 
@@ -77,6 +86,27 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
     # Rounding in the sums must not cut anything where top-p is off.
     kept &= (ordered >= at_least_p[..., None]) | (top_p >= 1)[..., None]
     return jnp.where(kept, logits, -jnp.inf)
+
+
+def logprobs_of(
+    tokens: Int[Array, "B T"],
+    logits: Float[Array, "B T V"],
+    suppressed: tuple[int, ...],
+    sampling: SamplingParams,
+) -> Logprobs:
+    """Return what each token's own row of logits says of it."""
+
+    def of(logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+        chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=-1)[:, :, 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+    def shaped() -> Float[Array, "B T"]:
+        sampled = of(shape_logits(suppress(logits, suppressed), sampling))
+        return jnp.where(sampling.temperature[:, None] > 0, sampled, 0.0)
+
+    any_samples = jnp.any(sampling.temperature > 0)
+    none = jnp.zeros(tokens.shape, jnp.float32)
+    return Logprobs(of(logits), lax.cond(any_samples, shaped, lambda: none))
 
 
 def _ordered_bits(x: Float[Array, "..."]) -> Array:
