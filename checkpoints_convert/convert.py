@@ -120,7 +120,21 @@ def open_source(directory: Path) -> Source:
                 f"{directory}: {name} differs from {original}, but the model ties them; "
                 "an untied head is not supported"
             )
+    for fill in plan.fills:
+        if fill.transform is integers:
+            _check_ordering(checkpoint, fill.sources[0], str(directory))
     return Source(checkpoint, kind, config, generation, plan)
+
+
+def _check_ordering(checkpoint: hf_io.HFCheckpoint, name: str, where: str) -> None:
+    """Refuse an order of tokens that leaves some out: reading one, nothing else would fail."""
+    ids = checkpoint.read(name)
+    absent = np.setdiff1d(np.arange(ids.size), ids)
+    if absent.size:
+        raise CheckpointError(
+            f"{where}: {name} must list every token from 0 to {ids.size - 1} once, but {absent.size} "
+            f"are not in it, {absent[0]} the first; get the checkpoint again"
+        )
 
 
 def read_config(
