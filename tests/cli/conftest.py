@@ -44,6 +44,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pair.write_target(path / "mute", tokenizer=False)
     pair.write_drafter(path / "drafter")
     pair.write_drafter(path / "narrow", hidden_size=16)
+    pair.write_assistant(path / "assistant")
+    pair.write_assistant(path / "other", backbone_hidden_size=48, num_kv_heads=2)
     (path / "empty").mkdir()
     return path
 

@@ -1,4 +1,4 @@
-"""A tiny target and drafter on disk, with a tokenizer of Gemma's kind. Their weights are random."""
+"""A tiny target and its drafters on disk, with a tokenizer of Gemma's kind. Their weights are random."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from jaxspec.checkpoint import LazyArray, Manifest, graph_of, save_params
-from jaxspec.config import DFlashConfig, GenerationDefaults, TargetConfig
+from jaxspec.checkpoint import Kind, LazyArray, Manifest, ModelConfig, graph_of, save_params
+from jaxspec.config import DFlashConfig, GenerationDefaults, MTPConfig, TargetConfig
 from tests.tiny import random_params
 
 BOS, EOS, TURN = 2, 1, 5
@@ -52,6 +52,20 @@ DRAFTER = DFlashConfig(
     num_target_layers=3,
     max_positions=300,
     sliding_window=16,
+)
+ASSISTANT = MTPConfig(
+    vocab_size=len(VOCAB),
+    hidden_size=16,
+    backbone_hidden_size=32,
+    layer_types=("sliding", "full"),
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    full_num_kv_heads=1,
+    full_head_dim=16,
+    intermediate_size=32,
+    sliding_window=16,
+    max_positions=300,
 )
 GENERATION = GenerationDefaults(eos_token_ids=(EOS,), temperature=1.5, top_k=7, top_p=0.9)
 
@@ -107,16 +121,22 @@ def write_drafter(directory: Path, **changes: int) -> Path:
     return directory
 
 
-def _write(directory: Path, config: TargetConfig | DFlashConfig, *, seed: int) -> None:
+def write_assistant(directory: Path, **changes: int) -> Path:
+    """Write the assistant, or one with other numbers in its config."""
+    _write(directory, replace(ASSISTANT, **changes), seed=3)
+    return directory
+
+
+def _write(directory: Path, config: ModelConfig, *, seed: int) -> None:
     directory.mkdir()
     params = random_params(graph_of(config, "float32"), seed)
     arrays = {n: LazyArray(p.shape, p.dtype, lambda p=p: np.asarray(p)) for n, p in params.items()}
     save_params(directory, arrays)
-    is_target = isinstance(config, TargetConfig)
+    kinds: dict[type, Kind] = {TargetConfig: "target", DFlashConfig: "dflash", MTPConfig: "mtp"}
     Manifest(
-        kind="target" if is_target else "dflash",
+        kind=kinds[type(config)],
         config=config,
-        generation=GENERATION if is_target else None,
+        generation=GENERATION if isinstance(config, TargetConfig) else None,
         source="tests",
         revision=None,
         dtype="float32",

@@ -246,6 +246,16 @@ def test_options_that_change_nothing_are_pointed_out(generate: Run) -> None:
         (["--drafter", "target", "a"], "target is a target; expected a DFlash drafter"),
         (["--drafter", "mpt", "a"], "drafter mpt is not known; expected a directory, a hub id"),
         (["--drafter", "narrow", "a"], "hidden_size: drafter 16, target 32"),
+        (["--target", "assistant", "a"], "assistant is an MTP assistant; expected a target"),
+        (
+            ["--drafter", "other", "a"],
+            "backbone_hidden_size: assistant 48, target 32; kv heads of sliding layers: assistant 2, "
+            "target 1; use the assistant of the target's own size",
+        ),
+        (
+            ["--drafter", "assistant", "a", "--num-draft-tokens", "16"],
+            "this drafter proposes 1 to 15 tokens a step",
+        ),
         (["--target", "mute", "a"], "mute has no tokenizer.json"),
         (["--target", "mute", "--prompt-ids", "2", "--stop", "a"], "mute has no tokenizer.json"),
         (
