@@ -151,8 +151,14 @@ def tree_engine(name: str, drafter: str, tree: Tree, count: int) -> Engine:
     return case(name).engine(drafter, cache_length=80, num_draft_tokens=count, tree=tree)
 
 
-@pytest.mark.parametrize("shape", TREES)
-@pytest.mark.parametrize("name", FEATURE_SETS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, "3 wide") for name in FEATURE_SETS),
+        ("26b-a4b", "5 wide"),
+        *(pytest.param(n, "5 wide", marks=pytest.mark.slow) for n in ("e2b", "e4b", "12b", "31b")),
+    ],
+)
 def test_trees_equal_naive(name: str, shape: str):
     """What comes next is on a first branch, on a second, or not in the tree at all."""
     c = case(name)
