@@ -35,19 +35,25 @@ from jaxspec.batching import PREFILL_CHUNK, row_keys
 from jaxspec.cache import RING_MULTIPLE
 from jaxspec.config import (
     DFLASH_PRESETS,
+    MTP_PRESETS,
     TARGET_PRESETS,
     DFlashConfig,
+    MTPConfig,
     TargetConfig,
     default_feature_layers,
 )
 from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk, propose
+from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.drafters.mtp import MTPDrafter
+from jaxspec.drafters.tree import ancestors, check_tree
 from jaxspec.models.gemma4 import Gemma4, Placement, run_layer
 from jaxspec.params import Graph
 from jaxspec.report import json_lines, write_line
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int, Params
 
+DRAFTER_KINDS = ("mtp", "dflash")
 WARM_UP_STEPS = 4  # the first run of a captured graph goes kernel by kernel, the second records it
 
 
@@ -81,9 +87,9 @@ def bench_command(
     drafter: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH|ID|dflash|none",
-            help="A DFlash drafter, [bold]dflash[/] for the bundled one, or [bold]none[/] to measure "
-            "plain decoding alone.",
+            metavar="PATH|ID|mtp|dflash|none",
+            help="A drafter; [bold]mtp[/] or [bold]dflash[/] for the bundled one, or the one of that kind that "
+            "belongs to --random-weights (default: dflash); [bold]none[/] to measure plain decoding alone.",
         ),
     ] = None,
     synthetic_acceptance: Annotated[
@@ -105,8 +111,17 @@ def bench_command(
     ] = 256,
     num_draft_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens drafted a step. Default: as many as the drafter can."),
+        typer.Option(min=1, help="Tokens drafted a step. Default: the drafter's own number."),
     ] = None,
+    tree_topk: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Draft a tree: each level widens its best nodes, this many, by as many tokens. Needs "
+            "--tree-depth and --num-draft-tokens, the nodes to verify: 3, 5 and 11, say.",
+        ),
+    ] = None,
+    tree_depth: Annotated[int | None, typer.Option(min=1, help="Levels of that tree.")] = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
@@ -133,9 +148,16 @@ def bench_command(
       jaxspec bench
 
       jaxspec bench --random-weights 26b-a4b --synthetic-acceptance 7.7 --batch-size 1 --batch-size 8
+
+      jaxspec bench --random-weights e4b --drafter mtp --num-draft-tokens 5 --synthetic-acceptance 3.5
     """
     console = Console(stderr=json_path == "-", highlight=False)
     try:
+        given = [v is not None for v in (tree_topk, tree_depth, num_draft_tokens)]
+        if any(given[:2]) and not all(given):
+            raise ValueError(
+                "a tree needs --tree-topk, --tree-depth and --num-draft-tokens together"
+            )
         with json_lines(json_path or "-") as file:
             pair = make_pair(
                 None if random_weights is None else random_weights.value,
@@ -143,6 +165,7 @@ def bench_command(
                 drafter,
                 dtype=dtype.value if dtype else default_dtype(),
                 num_draft_tokens=num_draft_tokens,
+                tree=Tree(tree_topk, tree_depth) if tree_topk and tree_depth else None,
                 synthetic_acceptance=synthetic_acceptance,
                 seed=seed,
             )
@@ -193,6 +216,7 @@ def make_pair(
     *,
     dtype: str,
     num_draft_tokens: int | None = None,
+    tree: Tree | None = None,
     synthetic_acceptance: float | None = None,
     seed: int = 0,
 ) -> Pair:
@@ -201,19 +225,23 @@ def make_pair(
     Raises:
       ValueError: the options do not fit each other, or a model cannot be loaded.
     """
-    if preset is not None and (target is not None or drafter not in (None, "none")):
+    if preset is not None and (target is not None or drafter not in (None, *DRAFTER_KINDS, "none")):
         raise ValueError(
-            "--random-weights makes both models itself: give no --target, and no --drafter but none"
+            "--random-weights makes both models itself: give no --target, and as --drafter only "
+            f"{', '.join(DRAFTER_KINDS)} or none"
+        )
+    if synthetic_acceptance is not None and tree is not None:
+        raise ValueError(
+            "--synthetic-acceptance is for chains; leave --tree-topk and --tree-depth out"
         )
     held_out: tuple[tuple[int, ...], ...] = ()
     drafter_graph, drafter_params, drafter_name, suppressed = None, None, None, ()
     if preset is not None:
         target_graph = Graph(Gemma4, TARGET_PRESETS[preset], dtype)
         target_params, target_name = target_graph.random_params(seed), f"{preset}, random weights"
-        if drafter is None:
-            config, drafter_name = drafter_config(preset)
-            drafter_graph = Graph(DFlashDrafter, config, dtype)
-            drafter_params = drafter_graph.random_params(seed + 1)
+        if drafter != "none":
+            drafter_graph, drafter_name = random_drafter(preset, drafter or "dflash", dtype)
+            drafter_params = _random_params(drafter_graph, seed + 1)
     else:
         model, drafter_model = load(target, drafter, dtype=dtype)
         target_graph, target_params, target_name = model.graph, model.params, target or "bundled"
@@ -228,7 +256,8 @@ def make_pair(
     spec = DecodeSpec(
         target=target_graph,
         drafter=drafter_graph,
-        num_draft_tokens=_draft_tokens(drafter_graph, num_draft_tokens),
+        num_draft_tokens=_draft_tokens(drafter_graph, num_draft_tokens, tree),
+        tree=tree,
         suppress_tokens=suppressed,
         synthetic_acceptance=synthetic_acceptance,
     )
@@ -240,19 +269,46 @@ def make_pair(
     return Pair(spec, target_params, drafter_params, target_name, drafter_name, held_out)
 
 
-def _draft_tokens(drafter: Graph | None, asked: int | None) -> int:
+def _draft_tokens(drafter: Graph | None, asked: int | None, tree: Tree | None) -> int:
     if drafter is None:
         if asked is not None:
             raise ValueError("--num-draft-tokens needs a drafter")
         return 0
-    most = drafter.bind_abstract().max_draft_tokens
-    if asked is not None and asked > most:
-        raise ValueError(f"--num-draft-tokens is {asked}; this drafter proposes 1 to {most} a step")
-    return asked or most
+    model = drafter.bind_abstract()
+    if tree is not None:
+        check_tree(tree, asked or 0, model.max_draft_tokens)
+    elif asked is not None and asked > model.max_draft_tokens:
+        raise ValueError(
+            f"--num-draft-tokens is {asked}; this drafter proposes 1 to {model.max_draft_tokens} a step"
+        )
+    return asked or model.default_draft_tokens
+
+
+def random_drafter(preset: str, kind: str, dtype: str) -> tuple[Graph, str]:
+    """Return the drafter of a kind for a target preset, and what to call it."""
+    if kind == "mtp":
+        return Graph(MTPDrafter, MTP_PRESETS[preset], dtype), f"MTP of {preset}, random weights"
+    config, name = drafter_config(preset)
+    return Graph(DFlashDrafter, config, dtype), name
+
+
+def _random_params(graph: Graph, seed: int) -> Params:
+    """Return random weights; an order of tokens is a random one, so that a step gathers what a real one does."""
+    params = graph.random_params(seed)
+    if "token_ordering" in params:
+        ordering = params["token_ordering"]
+        shuffled = np.random.default_rng(seed).permutation(ordering.size)
+        params["token_ordering"] = jnp.asarray(shuffled, ordering.dtype)
+    return params
+
+
+def drafter_kind(spec: DecodeSpec) -> str | None:
+    """Return "mtp", "dflash", or None without a drafter."""
+    return spec.drafter and ("mtp" if isinstance(spec.drafter.config, MTPConfig) else "dflash")
 
 
 def drafter_config(preset: str) -> tuple[DFlashConfig, str]:
-    """Return the drafter for a target preset and what to call it.
+    """Return the DFlash drafter for a target preset and what to call it.
 
     There is no released drafter for E2B and E4B. Theirs is made by the proportions of the others.
     """
@@ -292,7 +348,7 @@ class Ceiling:
 class StepCost:
     """The least one decode step of a whole batch moves and computes.
 
-    Each of its passes (target, draft, absorb) reads each weight that it uses once, and each key and value
+    Each of its passes (target, every pass of the drafter, absorb) reads each weight that it uses once, and each key and value
     that some query sees once. Of tables that are looked up, the rows; of experts, as many as uniform
     routing would reach.
     """
@@ -309,21 +365,35 @@ class StepCost:
         )
 
     def floor_s(self, ceiling: Ceiling) -> float:
-        """Return the seconds below which no step of this cost can go."""
+        """Return the seconds below which nothing of this cost can go."""
         memory = (self.weight_bytes + self.kv_bytes) / ceiling.bytes_per_s
         return max(memory, self.flops / ceiling.flops_per_s)
 
 
-def step_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
-    """Return the cost of one step.
+def step_costs(spec: DecodeSpec, batch: int, context: int) -> tuple[StepCost, StepCost]:
+    """Return the costs of verifying and of drafting in one step (nothing, without a drafter).
+
+    Each waits for what the other made, so a step takes at least the sum of their floors.
 
     Args:
       context: committed tokens of each row.
     """
-    cost = target_cost(spec.target, batch, spec.step_tokens, context)
+    verify = target_cost(spec.target, batch, spec.step_tokens, context)
     if spec.drafter is None:
-        return cost
-    return cost + draft_cost(spec, batch, context)
+        return verify, StepCost(0, 0, 0)
+    cost = mtp_cost if isinstance(spec.drafter.config, MTPConfig) else dflash_cost
+    return verify, cost(spec, batch, context)
+
+
+def step_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
+    """Return all that one step moves and computes."""
+    verify, draft = step_costs(spec, batch, context)
+    return verify + draft
+
+
+def step_floor_s(spec: DecodeSpec, batch: int, context: int, ceiling: Ceiling) -> float:
+    """Return the seconds below which no step can go."""
+    return sum(cost.floor_s(ceiling) for cost in step_costs(spec, batch, context))
 
 
 def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost:
@@ -351,11 +421,12 @@ def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost
     return StepCost(weight_bytes, kv_bytes, flops)
 
 
-def draft_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
+def dflash_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     """Return the cost of drafting a block and of absorbing what the target made of it."""
     assert spec.drafter is not None
     config: DFlashConfig = spec.drafter.config
-    rows = batch * spec.step_tokens
+    block = spec.depth + 1  # of a tree, too: its levels share the distributions of one block
+    rows = batch * block
     weight_bytes = flops = kv_bytes = 0.0
     for name, a in spec.drafter.abstract_params().items():
         # Keys and values are made twice: of the block that is drafted, of the context that is kept.
@@ -364,20 +435,66 @@ def draft_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
         flops += uses * 2.0 * a.size * rows if a.ndim > 1 else 0.0
     head = config.vocab_size * config.hidden_size
     weight_bytes += head * _itemsize(spec.target)
-    flops += 2.0 * head * batch * spec.num_draft_tokens
+    flops += 2.0 * head * batch * spec.depth
     for kind in config.layer_types:
         seen = context if kind == "full" else min(context, config.sliding_window or context)
         kv_bytes += (
             2.0 * batch * seen * config.num_kv_heads * config.head_dim * _itemsize(spec.target)
         )
-        flops += 4.0 * rows * (seen + spec.step_tokens) * config.num_heads * config.head_dim
+        flops += 4.0 * rows * (seen + block) * config.num_heads * config.head_dim
+    return StepCost(weight_bytes, kv_bytes, flops)
+
+
+def mtp_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
+    """Return the cost of drafting with an assistant, one pass a draft or a level of a tree.
+
+    A pass waits for the token of the pass before it, so each reads everything again (no cache is assumed to
+    hold a gigabyte from one pass to the next):
+
+        passes x (weights + head + embedding rows + K/V of the target's last sliding and last full layer)
+
+    A pass has one row a sequence in a chain, `topk` rows in a tree (one in its first level). The head is the
+    whole table, or with centroids the rows of the clusters that uniform choices of all rows reach, and their
+    places in the order of tokens. The layers of a type share their keys and values, which count once a pass.
+    """
+    assert spec.drafter is not None
+    config: MTPConfig = spec.drafter.config
+    params = spec.drafter.abstract_params()
+    levels = [1] * spec.depth
+    if spec.tree is not None:
+        levels[1:] = [spec.tree.topk] * (spec.depth - 1)
+    itemsize = _itemsize(spec.target)
+    weight_bytes = flops = kv_bytes = 0.0
+    for level in levels:
+        rows = batch * level
+        for name, a in params.items():
+            share = used = 1.0  # of the table: read by all rows together, used by each
+            if config.num_centroids and name in ("head", "token_ordering"):
+                used = config.num_top_centroids / config.num_centroids
+                share = _reached(used, rows)
+            weight_bytes += share * a.size * a.dtype.itemsize
+            flops += 2.0 * used * a.size * rows if a.ndim > 1 else 0.0
+        weight_bytes += rows * config.backbone_hidden_size * itemsize
+        for kind in set(config.layer_types):
+            sliding = kind == "sliding"
+            seen = min(context, config.num_window_keys) if sliding else context
+            heads = config.num_kv_heads if sliding else config.full_num_kv_heads
+            head_dim = config.head_dim if sliding else config.full_head_dim
+            kv_bytes += 2.0 * batch * seen * heads * head_dim * itemsize
+            layers = config.layer_types.count(kind)
+            flops += 4.0 * rows * seen * layers * config.num_heads * head_dim
     return StepCost(weight_bytes, kv_bytes, flops)
 
 
 def expected_experts(config: TargetConfig, rows: int) -> float:
     """Return how many experts of a layer uniform routing of `rows` tokens reaches on average."""
     share = config.num_experts_per_token / config.num_experts
-    return config.num_experts * (1 - (1 - share) ** rows)
+    return config.num_experts * _reached(share, rows)
+
+
+def _reached(share: float, rows: int) -> float:
+    """Return the share of a set that `rows` uniform choices of a share each reach together on average."""
+    return 1 - (1 - share) ** rows
 
 
 def _itemsize(graph: Graph) -> int:
@@ -443,6 +560,8 @@ class Result:
     """One case: a batch size, with or without the drafter.
 
     Attributes:
+      label: the case in a few words, such as "mtp 7": drafter and draft tokens.
+      draft_floor_ms: the drafter's part of `floor_ms`.
       steps: of the longest row; `step_ms` is the decode time of the batch over these.
       tokens_per_s: tokens returned after prefill's, of all rows, over decode time.
       acceptance_length: mean over all verify steps of all rows; None for plain decoding.
@@ -451,11 +570,13 @@ class Result:
     """
 
     mode: str
+    label: str
     batch_size: int
     step_tokens: int
     cache_length: int
     cost: StepCost
     floor_ms: float
+    draft_floor_ms: float
     step_ms: Spread
     steps: int
     tokens_per_s: Spread
@@ -518,7 +639,8 @@ def measure(
         accepted = jax.device_get(state.acceptance_lengths)
         lengths.append(np.concatenate([accepted[i, :n] for i, n in enumerate(num_steps)]).mean())
     # The floor is that of the middle of the run.
-    cost = step_cost(spec, batch, prompt_length + new_tokens // 2)
+    context = prompt_length + new_tokens // 2
+    cost, draft = step_cost(spec, batch, context), step_costs(spec, batch, context)[1]
     speculative = spec.drafter is not None
     experts = None
     if spec.target.config.num_experts:
@@ -526,11 +648,13 @@ def measure(
         experts = Spread(float(counts.mean()), float(counts.min()), float(counts.max()))
     return Result(
         mode="speculative" if speculative else "plain",
+        label=_label(spec),
         batch_size=batch,
         step_tokens=spec.step_tokens,
         cache_length=cache_length,
         cost=cost,
-        floor_ms=cost.floor_s(ceiling) * 1e3,
+        floor_ms=step_floor_s(spec, batch, context, ceiling) * 1e3,
+        draft_floor_ms=draft.floor_s(ceiling) * 1e3,
         step_ms=Spread.of(step_s, 1e3),
         steps=steps,
         tokens_per_s=Spread.of(tokens_per_s),
@@ -590,13 +714,15 @@ def distinct_experts(
 ) -> Int[jax.Array, " L"]:
     """Count the experts of each layer that the next target pass of all rows would use."""
     target: Gemma4 = spec.target.bind(target_params)
-    tokens = state.anchors[:, None]
+    tokens, sees = state.anchors[:, None], None
     if spec.drafter is not None:
         draft = propose(target, spec.drafter.bind(drafter_params or {}), spec, state)
         tokens = jnp.concatenate([tokens, draft.tokens], axis=1)
+        sees = None if draft.parents is None else ancestors(draft.parents)
     x = target.embedder.encode(tokens)
-    positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None, :]
-    where = Placement(positions, state.lengths, jnp.full_like(state.lengths, tokens.shape[1]))
+    offset = jnp.arange(tokens.shape[1])[None, :] if sees is None else jnp.sum(sees, axis=-1) - 1
+    count = jnp.full_like(state.lengths, tokens.shape[1])
+    where = Placement(state.lengths[:, None] + offset, state.lengths, count, ancestors=sees)
     counts = []
     for layer, cache in zip(target.layers, state.caches, strict=True):
         residual = layer.attention_block(x, where, cache, None)[0]
@@ -627,13 +753,13 @@ def run(
     plain = dataclasses.replace(
         pair,
         spec=dataclasses.replace(
-            pair.spec, drafter=None, num_draft_tokens=0, synthetic_acceptance=None
+            pair.spec, drafter=None, num_draft_tokens=0, tree=None, synthetic_acceptance=None
         ),
         drafter_params=None,
     )
     modes = [plain] if pair.spec.drafter is None else [plain, pair]
     console.print(
-        f"[bold]{pair.target_name}[/] + {pair.drafter_name or 'no drafter'}\n"
+        f"[bold]{pair.target_name}[/] + {pair.drafter_name or 'no drafter'}{_shape(pair.spec)}\n"
         f"{conditions['dtype']} on {conditions['device']} · jax {conditions['versions']['jax']} · "
         f"{conditions['prompts']} · {new_tokens} new tokens a row, greedy, no stop ids"
     )
@@ -651,9 +777,24 @@ def run(
             )
             results.append(result)
             speed = f"{result.step_ms} ms a step, {result.tokens_per_s} tok/s"
-            print(f"batch {batch}, {result.mode}: {speed}", file=sys.stderr, flush=True)
+            print(f"batch {batch}, {result.label}: {speed}", file=sys.stderr, flush=True)
     console.print(*_results_tables(results, repeats), sep="\n")
     return {**conditions, "results": [dataclasses.asdict(r) for r in results]}
+
+
+def _shape(spec: DecodeSpec) -> str:
+    if spec.drafter is None:
+        return ""
+    drafts = f": {spec.num_draft_tokens} drafts a step"
+    if spec.tree is None:
+        return drafts
+    return f"{drafts}, a tree of topk {spec.tree.topk} and depth {spec.tree.depth}"
+
+
+def _label(spec: DecodeSpec) -> str:
+    if spec.drafter is None:
+        return "plain"
+    return f"{drafter_kind(spec)} {'tree ' if spec.tree else ''}{spec.num_draft_tokens}"
 
 
 def _conditions(
@@ -664,7 +805,9 @@ def _conditions(
     return {
         "target": pair.target_name,
         "drafter": pair.drafter_name,
+        "drafter_kind": drafter_kind(pair.spec),
         "num_draft_tokens": pair.spec.num_draft_tokens,
+        "tree": None if pair.spec.tree is None else dataclasses.asdict(pair.spec.tree),
         "synthetic_acceptance": pair.spec.synthetic_acceptance,
         "dtype": pair.spec.target.dtype,
         "device": device.device_kind,
@@ -693,20 +836,24 @@ def _ceiling_table(
         f"{ceiling.flops_per_s / 1e12:.3g} TFLOP/s (both measured just now)",
         box=box.SIMPLE_HEAD,
         title_justify="left",
+        caption="mode: the drafter and its draft tokens. drafting: the drafter's part of the floor.",
+        caption_justify="left",
     )
-    for name in ("batch", "mode", "weights MB", "K/V MB", "GFLOP", "floor ms"):
+    for name in ("batch", "mode", "weights MB", "K/V MB", "GFLOP", "floor ms", "drafting"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     context = conditions["prompt_length"] + conditions["new_tokens"] // 2
     for batch in batch_sizes:
         for pair in modes:
             cost = step_cost(pair.spec, batch, context)
+            draft = step_costs(pair.spec, batch, context)[1]
             table.add_row(
                 str(batch),
-                "plain" if pair.spec.drafter is None else f"{pair.spec.step_tokens} tokens",
+                _label(pair.spec),
                 f"{cost.weight_bytes / 1e6:,.1f}",
                 f"{cost.kv_bytes / 1e6:,.1f}",
                 f"{cost.flops / 1e9:,.3g}",
-                f"{cost.floor_s(ceiling) * 1e3:.3g}",
+                f"{step_floor_s(pair.spec, batch, context, ceiling) * 1e3:.3g}",
+                "" if pair.spec.drafter is None else f"{draft.floor_s(ceiling) * 1e3:.3g}",
             )
     return table
 
@@ -732,11 +879,10 @@ def _results_tables(results: Sequence[Result], repeats: int) -> list[Table]:
         details.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     plain = {r.batch_size: r.tokens_per_s.median for r in results if r.mode == "plain"}
     for r in results:
-        mode = "plain" if r.mode == "plain" else f"{r.step_tokens} tokens"
         tau = "" if r.acceptance_length is None else f"{r.acceptance_length:.2f} {r.acceptance}"
         speeds.add_row(
             str(r.batch_size),
-            mode,
+            r.label,
             str(r.step_ms),
             f"{r.step_ms.median / r.floor_ms:.2f}",
             f"{r.tokens_per_s.median:,.0f}",
@@ -745,7 +891,7 @@ def _results_tables(results: Sequence[Result], repeats: int) -> list[Table]:
         )
         details.add_row(
             str(r.batch_size),
-            mode,
+            r.label,
             str(r.ttft_ms),
             f"{r.achieved_bytes_per_s / 1e9:,.0f}",
             f"{r.prefill_compile_s:.1f} + {r.decode_compile_s:.1f}",

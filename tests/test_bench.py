@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from typer.testing import CliRunner
 
 from jaxspec import bench
 from jaxspec.bench import Ceiling, Pair, StepCost
-from jaxspec.config import TARGET_PRESETS, DFlashConfig
+from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, DFlashConfig, MTPConfig
 from jaxspec.decode import DecodeSpec
+from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from tests import tiny
@@ -30,6 +33,11 @@ def spec(preset: str, *, drafter: bool = False) -> DecodeSpec:
         return DecodeSpec(target, None)
     config, _ = bench.drafter_config(preset)
     return DecodeSpec(target, Graph(DFlashDrafter, config, "bfloat16"), config.block_size - 1)
+
+
+def mtp(preset: str, drafts: int, tree: Tree | None = None) -> DecodeSpec:
+    drafter, _ = bench.random_drafter(preset, "mtp", "bfloat16")
+    return DecodeSpec(spec(preset).target, drafter, drafts, tree)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +93,76 @@ def test_keys_and_values_stop_growing_at_the_window() -> None:
     ],
 )
 def test_floors_of_an_h200(preset: str, batch: int, drafter: bool, milliseconds: float) -> None:
-    cost = bench.step_cost(spec(preset, drafter=drafter), batch, context=384)
-    assert cost.floor_s(H200) * 1e3 == pytest.approx(milliseconds, rel=0.02)
+    floor_s = bench.step_floor_s(spec(preset, drafter=drafter), batch, 384, H200)
+    assert floor_s * 1e3 == pytest.approx(milliseconds, rel=0.02)
+
+
+@pytest.mark.parametrize("preset", list(MTP_PRESETS))
+def test_an_assistant_is_read_once_a_draft(preset: str) -> None:
+    """Every weight, the embedding's row and the lent K/V; of a head with centroids, 4096 rows."""
+    config, one = MTP_PRESETS[preset], mtp(preset, 1)
+    assert one.drafter is not None
+    params = one.drafter.abstract_params()
+    parameters = sum(a.size for n, a in params.items() if n != "token_ordering")
+    unread = 0
+    if config.num_centroids:
+        unread = (config.vocab_size - 4096) * config.hidden_size
+    cost = bench.step_costs(one, batch=1, context=384)[1]
+    order = 4 * 4096 if config.num_centroids else 0
+    expected = 2 * (parameters - unread + config.backbone_hidden_size) + order
+    assert cost.weight_bytes == pytest.approx(expected)
+    kv = config.num_kv_heads * config.head_dim + config.full_num_kv_heads * config.full_head_dim
+    assert cost.kv_bytes == 2 * 2 * 384 * kv
+    seven = bench.step_costs(mtp(preset, 7), batch=1, context=384)[1]
+    assert seven.weight_bytes == pytest.approx(7 * cost.weight_bytes)
+    assert seven.kv_bytes == 7 * cost.kv_bytes
+    assert seven.flops == pytest.approx(7 * cost.flops)
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"), [("e4b", 78.8), ("26b-a4b", 419.7), ("31b", 469.5)]
+)
+def test_assistants_have_the_released_number_of_parameters(preset: str, millions: float) -> None:
+    drafter = mtp(preset, 1).drafter
+    assert drafter is not None
+    sizes = [a.size for a in drafter.abstract_params().values()]
+    assert sum(sizes) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+def test_an_assistant_sees_no_more_than_the_window_on_sliding_layers() -> None:
+    def kv(context: int) -> float:
+        return bench.step_costs(mtp("31b", 1), batch=1, context=context)[1].kv_bytes
+
+    assert kv(5000) == 2 * 2 * (1024 * 16 * 256 + 5000 * 4 * 512)
+
+
+def test_a_tree_takes_a_pass_a_level() -> None:
+    """Five levels read the weights five times, whatever the number of nodes; wider ones cost arithmetic."""
+    chain = bench.step_costs(mtp("31b", 5), 1, 384)[1]
+    verify, tree = bench.step_costs(mtp("31b", 11, Tree(3, 5)), 1, 384)
+    rows = 4 * 2 * 5376 * 2  # bytes of two more embeddings in four levels
+    assert tree.weight_bytes == pytest.approx(chain.weight_bytes + rows)
+    assert tree.kv_bytes == chain.kv_bytes
+    assert tree.flops == pytest.approx(chain.flops * (1 + 4 * 3) / 5)
+    assert verify == bench.step_costs(mtp("31b", 11), 1, 384)[0]  # the target takes all nodes
+
+
+@pytest.mark.parametrize(
+    ("preset", "drafts", "batch", "milliseconds"),
+    [
+        ("26b-a4b", 7, 1, 7.5),
+        ("26b-a4b", 7, 8, 14.4),
+        ("31b", 7, 1, 17.6),
+        ("31b", 7, 32, 22),
+        ("e4b", 5, 1, 2.5),
+        ("e4b", 5, 32, 3.0),
+    ],
+)
+def test_floors_of_an_h200_with_an_assistant(
+    preset: str, drafts: int, batch: int, milliseconds: float
+) -> None:
+    floor_s = bench.step_floor_s(mtp(preset, drafts), batch, 384, H200)
+    assert floor_s * 1e3 == pytest.approx(milliseconds, rel=0.03)
 
 
 def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
@@ -154,6 +230,65 @@ def test_report_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 3 <= experts["min"] <= experts["median"] <= experts["max"] <= 8
 
 
+def tiny_mtp(*, tree: Tree | None, synthetic_acceptance: float | None = None) -> Pair:
+    target, target_params = tiny.target("e4b")
+    drafter = Graph(MTPDrafter, MTPConfig.from_hf(tiny.hf_assistant_config("e4b")), "float32")
+    spec = DecodeSpec(target, drafter, 5, tree, synthetic_acceptance=synthetic_acceptance)
+    return Pair(spec, target_params, tiny.random_params(drafter, 1), "tiny", "tiny MTP")
+
+
+@pytest.mark.parametrize(
+    ("tree", "label", "depth"), [(None, "mtp 5", 5), (Tree(2, 3), "mtp tree 5", 3)]
+)
+def test_report_names_the_drafter_and_its_tree(
+    monkeypatch: pytest.MonkeyPatch,
+    tree: Tree | None,
+    label: str,
+    depth: int,
+) -> None:
+    monkeypatch.setattr(bench, "measure_ceiling", lambda *_: H200)
+    pair = tiny_mtp(tree=tree)
+    console = Console(record=True, width=80, quiet=False, file=io.StringIO())
+    prompts = pair.prompts(1, 12, 0)
+    report = bench.run(console, pair, prompts, [1], new_tokens=12, repeats=1, seed=0)
+    report = json.loads(json.dumps(report))
+    assert (report["drafter_kind"], report["num_draft_tokens"]) == ("mtp", 5)
+    assert report["tree"] == (None if tree is None else {"topk": 2, "depth": 3})
+    plain, speculative = report["results"]
+    assert (plain["label"], plain["draft_floor_ms"]) == ("plain", 0)
+    assert speculative["label"] == label
+    assert 0 < speculative["draft_floor_ms"] < speculative["floor_ms"]
+    assert 1 <= speculative["acceptance_length"] <= depth + 1
+    text = console.export_text()
+    assert label in text
+    assert ("a tree of topk 2 and depth 3" in text) == (tree is not None)
+
+
+def test_experts_are_counted_over_all_nodes_of_a_tree() -> None:
+    target, target_params = tiny.target("26b-a4b")
+    config = MTPConfig.from_hf(tiny.hf_assistant_config("26b-a4b"))
+    drafter = Graph(MTPDrafter, config, "float32")
+    spec = DecodeSpec(target, drafter, 5, Tree(2, 3))
+    pair = Pair(spec, target_params, tiny.random_params(drafter, 1), "tiny", "tiny MTP")
+    result = bench.measure(pair, pair.prompts(1, 8, 0), H200, new_tokens=4, repeats=1, seed=0)
+    assert result.distinct_experts is not None
+    assert 3 <= result.distinct_experts.min <= result.distinct_experts.max <= 8
+
+
+def test_random_weights_come_with_the_asked_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MTPConfig.from_hf(tiny.hf_assistant_config("e4b"))
+    monkeypatch.setitem(bench.TARGET_PRESETS, "e4b", tiny.config("e4b"))
+    monkeypatch.setitem(bench.MTP_PRESETS, "e4b", config)
+    pair = bench.make_pair("e4b", None, "mtp", dtype="float32")
+    assert pair.drafter_name == "MTP of e4b, random weights"
+    assert pair.spec.num_draft_tokens == config.num_draft_tokens
+    assert pair.drafter_params is not None
+    ordering = np.asarray(pair.drafter_params["token_ordering"])
+    assert sorted(ordering) == list(range(config.vocab_size))
+    assert not np.array_equal(ordering, np.arange(config.vocab_size))
+    assert bench.make_pair("e4b", None, "none", dtype="float32").spec.drafter is None
+
+
 def test_acceptance_is_real_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "measure_ceiling", lambda *_: H200)
     pair = tiny_pair(synthetic_acceptance=None)
@@ -176,6 +311,17 @@ def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
     ("options", "message"),
     [
         (["--random-weights", "e2b", "--target", "x"], "give no --target"),
+        (["--random-weights", "e2b", "--drafter", "x"], "only mtp, dflash or none"),
+        (["--tree-topk", "3", "--num-draft-tokens", "11"], "--tree-depth"),
+        (
+            ["--tree-topk", "3", "--tree-depth", "5", "--num-draft-tokens", "99"],
+            "nodes, fewer than",
+        ),
+        (
+            "--tree-topk 3 --tree-depth 5 --num-draft-tokens 11 --synthetic-acceptance 2".split(),
+            "--synthetic-acceptance is for chains",
+        ),
+        (["--drafter", "none", "--num-draft-tokens", "3"], "needs a drafter"),
         (["--target", "no/such/place/here"], "no/such/place/here"),
     ],
 )
