@@ -9,6 +9,7 @@ import lzma
 import math
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import pytest
 from jaxspec.api import BUNDLED
 from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
+from jaxspec.drafters.base import Tree
 from jaxspec.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -37,17 +39,34 @@ def drafter() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
+def assistant() -> LoadedModel:
+    return load_drafter(str(BUNDLED / "mtp"), dtype="float32")
+
+
+@pytest.fixture(scope="module")
 def completions(target: LoadedModel, drafter: LoadedModel) -> list[Completion]:
-    """Greedy speculative continuations of the held-out prompts."""
-    engine = Engine(target, drafter, batch_size=16, cache_length=256)
+    return continued(target, drafter)
+
+
+def continued(target: LoadedModel, drafter: LoadedModel, **options: Any) -> list[Completion]:
+    """Continue the held-out prompts greedily, speculating."""
+    engine = Engine(target, drafter, batch_size=16, cache_length=256, **options)
     requests = [Request(ids, NEW_TOKENS) for ids in PROMPTS]
     done = [c for c in engine.run(requests) if isinstance(c, Completion)]
     return sorted(done, key=lambda c: c.index)
 
 
-def test_both_directories_take_at_most_8_mb() -> None:
-    files = [f for name in ("target", "dflash") for f in (BUNDLED / name).rglob("*")]
-    assert 7_000_000 < sum(f.stat().st_size for f in files) <= 8_000_000
+def acceptance_length(completions: list[Completion]) -> float:
+    return float(np.mean([n for done in completions for n in done.acceptance_lengths]))
+
+
+def size(*names: str) -> int:
+    return sum(f.stat().st_size for name in names for f in (BUNDLED / name).rglob("*"))
+
+
+def test_the_files_are_small() -> None:
+    assert 7_000_000 < size("target", "dflash") <= 8_000_000
+    assert 1_000_000 < size("mtp") <= 3_000_000
 
 
 def test_held_out_prompts_are_sixteen_of_64_ids_from_held_out_files(target: LoadedModel) -> None:
@@ -126,7 +145,40 @@ def test_greedy_text_does_not_loop_and_is_drafted_well(completions: list[Complet
         grams = [ids[i : i + 4] for i in range(len(ids) - 3)]
         shares.append(len(set(grams)) / len(grams))
     assert np.mean(shares) >= 0.5
-    assert np.mean([n for done in completions for n in done.acceptance_lengths]) >= 2.5
+    assert acceptance_length(completions) >= 2.5
+
+
+def test_the_assistant_drafts_well_and_a_tree_of_its_drafts_better(
+    target: LoadedModel, assistant: LoadedModel, completions: list[Completion]
+) -> None:
+    chain = continued(target, assistant, num_draft_tokens=5)
+    tree = continued(target, assistant, num_draft_tokens=11, tree=Tree(3, 5))
+    print(f"chain {acceptance_length(chain):.3f}, tree {acceptance_length(tree):.3f}")
+    assert acceptance_length(chain) >= 2.5
+    assert acceptance_length(tree) > acceptance_length(chain)
+    same = [
+        a.token_ids == b.token_ids == c.token_ids
+        for a, b, c in zip(chain, tree, completions, strict=True)
+    ]
+    assert np.mean(same) >= 15 / 16  # a near-tie of the target's may go either way
+
+
+def test_transformers_reads_the_assistant_as_we_do(
+    target: LoadedModel, assistant: LoadedModel
+) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import Gemma4AssistantForCausalLM
+
+    directory = str(BUNDLED / "mtp")
+    model = Gemma4AssistantForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    np.testing.assert_array_equal(
+        state["pre_projection.weight"].T, assistant.params["pre_projection"]
+    )
+    np.testing.assert_array_equal(state["model.embed_tokens.weight"], assistant.params["head"])
+    np.testing.assert_array_equal(state["model.norm.weight"], assistant.params["final_norm"])
+    assert model.config.backbone_hidden_size == target.config.hidden_size
+    assert model.generation_config.num_assistant_tokens == assistant.config.num_draft_tokens
 
 
 def test_transformers_continues_a_prompt_with_the_same_tokens(

@@ -8,6 +8,7 @@ no slot takes part.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -20,6 +21,7 @@ from jaxspec.api import BUNDLED
 from jaxspec.batching import Completion, Engine, Request
 from jaxspec.cache import KVSegment
 from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
+from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
 from jaxspec.models.gemma4 import TargetOutput
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
@@ -124,3 +126,37 @@ def test_dflash_steps_equal_those_without_caches(target: LoadedModel) -> None:
 
     got = drafts(target.params, drafter.params, output.features, jnp.asarray(text))
     assert_same_steps(done, steps_of(np.asarray(got), text), g)
+
+
+@pytest.mark.parametrize("position", ["last", "next"])
+def test_mtp_steps_equal_those_without_caches(target: LoadedModel, position: str) -> None:
+    """All anchors of a text are drafted from at once, each seeing the K/V before it."""
+    drafter = load_drafter(str(BUNDLED / "mtp"), dtype="float32")
+    config = dataclasses.replace(drafter.config, query_position=position)
+    graph = Graph(MTPDrafter, config, "float32")
+    drafter = dataclasses.replace(drafter, graph=graph, config=config)
+    done = generated(target, drafter, config.num_draft_tokens)
+    text = np.asarray([p + c.token_ids for p, c in zip(PROMPTS, done, strict=True)])
+    output = whole(target.graph, target.params, jnp.asarray(text), ())
+    assert_target_chose(output, text)
+
+    @jax.jit
+    def drafts(target_params: Params, params: Params, output: TargetOutput, text: Array) -> Array:
+        bound, model = target.graph.bind(target_params), graph.bind(params)
+        b, s = text.shape
+        segments = {}
+        for kind in ("sliding", "full"):
+            segment = output.fresh[target.config.last_kv_owner(kind)]
+            assert segment is not None
+            segments[kind] = segment.replace(seen_by=None)
+        anchors = jnp.broadcast_to(jnp.arange(64, s - 1), (b, s - 65))
+        frozen = FrozenKV(segments, anchors - 1)
+        tokens, states, out = text[:, 64 : s - 1], output.hidden[:, 63 : s - 2], []
+        for _ in range(config.num_draft_tokens):
+            hidden, states = model.step(bound.embedder, tokens, states, frozen)
+            tokens = jnp.argmax(model.choices(hidden).logits, axis=-1)
+            out.append(tokens)
+        return jnp.stack(out, axis=-1)
+
+    got = drafts(target.params, drafter.params, output, jnp.asarray(text))
+    assert_same_steps(done, steps_of(np.asarray(got), text), config.num_draft_tokens)

@@ -108,8 +108,8 @@ class AssistantSchedule:
 
     sequences: int  # half of them greedy, half sampled at temperature 1
     steps: int
-    rows: int = 12
-    anchors: int = 96  # chains a row
+    rows: int = 6
+    anchors: int = 64  # chains a row
     num_drafts: int = 5
     prompt_lengths: tuple[int, int] = (64, 64)
     new_tokens: int = 256
@@ -145,5 +145,5 @@ ASSISTANT_SCHEDULES = {
         new_tokens=24,
         warmup_steps=2,
     ),
-    "full": AssistantSchedule(sequences=1024, steps=1500),
+    "full": AssistantSchedule(sequences=1024, steps=1800),
 }
