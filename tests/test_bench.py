@@ -25,6 +25,7 @@ from jaxspec.params import Graph
 from tests import tiny
 
 H200 = Ceiling(bytes_per_s=3.85e12, flops_per_s=790e12)
+A_TREE = ["--tree-topk", "3", "--tree-depth", "5", "--num-draft-tokens", "11"]
 
 
 def spec(preset: str, *, drafter: bool = False) -> DecodeSpec:
@@ -317,10 +318,7 @@ def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
             ["--tree-topk", "3", "--tree-depth", "5", "--num-draft-tokens", "99"],
             "nodes, fewer than",
         ),
-        (
-            "--tree-topk 3 --tree-depth 5 --num-draft-tokens 11 --synthetic-acceptance 2".split(),
-            "--synthetic-acceptance is for chains",
-        ),
+        ([*A_TREE, "--synthetic-acceptance", "2"], "--synthetic-acceptance is for chains"),
         (["--drafter", "none", "--num-draft-tokens", "3"], "needs a drafter"),
         (["--target", "no/such/place/here"], "no/such/place/here"),
     ],
