@@ -6,7 +6,7 @@ Stages, in order:
                tokenizer, encode (CPU, 2 minutes)
     target     train the target on the text (2 minutes on one H200)
     drafter    let the target write texts, train the DFlash drafter on them (1 minute on one H200)
-    assistant  the same for the MTP assistant (45 minutes on two CPU cores, `--dtype float32`)
+    assistant  the same for the MTP assistant (26 minutes on two CPU cores, `--dtype float32`)
     export     write jaxspec/bundled in the Hugging Face layout (seconds)
     evaluate   bits per byte, repetition and acceptance lengths on the held-out modules (CPU, 2 minutes)
 
