@@ -860,26 +860,31 @@ def _ceiling_table(
 
 def _results_tables(results: Sequence[Result], repeats: int) -> list[Table]:
     """Return two tables, so that each fits a narrow terminal: what came out, and what it took."""
+    synthetic = any(r.acceptance == "synthetic" for r in results)
     speeds = Table(
         title=f"measured: median (min-max) of {repeats}, warm-up and compilation excluded",
         title_justify="left",
-        caption="x floor: step over floor. tok/s: returned, all rows. tau: mean tokens a verify step.",
+        caption="x floor: step over floor. tok/s: returned, all rows. tau: mean tokens a verify step"
+        + (", as --synthetic-acceptance sets them." if synthetic else "."),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
+        collapse_padding=True,
     )
-    for name in ("batch", "mode", "step ms", "x floor", "tok/s", "speedup", "tau"):
+    tau = "set tau" if synthetic else "tau"
+    for name in ("batch", "mode", "step ms", "x floor", "tok/s", "speedup", tau):
         speeds.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     details = Table(
         caption="TTFT: prefill of the whole batch. GB/s: the floor's bytes over the step. compile: "
         "prefill + decode. experts: distinct ones a layer, in one target pass.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
+        collapse_padding=True,
     )
     for name in ("batch", "mode", "TTFT ms", "GB/s", "compile s", "peak GB", "experts"):
         details.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     plain = {r.batch_size: r.tokens_per_s.median for r in results if r.mode == "plain"}
     for r in results:
-        tau = "" if r.acceptance_length is None else f"{r.acceptance_length:.2f} {r.acceptance}"
+        tau = "" if r.acceptance_length is None else f"{r.acceptance_length:.2f}"
         speeds.add_row(
             str(r.batch_size),
             r.label,
