@@ -168,13 +168,17 @@ def test_trees_equal_naive(name: str, shape: str):
     assert {tau for d in done for tau in d.acceptance_lengths} >= {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize(("name", "drafter"), [("31b", "dflash"), ("31b", "mtp"), ("e2b", "mtp")])
-def test_trees_of_random_drafters_equal_naive(name: str, drafter: str):
+@pytest.mark.parametrize(
+    ("name", "drafter", "tree", "count"),
+    [
+        ("31b", "dflash", Tree(3, DEPTH), 10),
+        ("31b", "mtp", Tree(3, 5), 11),
+        ("e2b", "mtp", Tree(5, 5), 15),
+    ],
+)
+def test_trees_of_random_drafters_equal_naive(name: str, drafter: str, tree: Tree, count: int):
     c = case(name)
-    done = run(
-        tree_engine(name, drafter, Tree(3, DEPTH), 10),
-        [Request(p, NEW_TOKENS) for p in c.prompts],
-    )
+    done = run(tree_engine(name, drafter, tree, count), [Request(p, NEW_TOKENS) for p in c.prompts])
     assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
 
 
