@@ -85,10 +85,6 @@ def test_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile):
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
 
 
-def test_bundled_pair_is_small():
-    size = sum(p.stat().st_size for p in (ROOT / "jaxspec/bundled").rglob("*") if p.is_file())
-    assert size <= 8_000_000
-
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_the_files_that_a_document_names_exist(document: str):
