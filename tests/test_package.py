@@ -85,7 +85,6 @@ def test_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile):
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
 
 
-
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_the_files_that_a_document_names_exist(document: str):
     text = (ROOT / document).read_text(encoding="utf-8")
