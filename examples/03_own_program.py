@@ -33,7 +33,7 @@ def rollout(target_params, drafter_params, prompts, seeds, temperature):
             slots=rows,
             max_new_tokens=full(NEW_TOKENS),
             stop_ids=jnp.full((b, 1), -1),  # none
-            sampling=SamplingParams(full(temperature), top_k=full(0), top_p=full(1.0)),
+            sampling=SamplingParams.make(b, temperature=temperature),
             keys=jax.vmap(jax.random.key)(seeds),
         ),
     )

@@ -24,7 +24,7 @@ from jaxspec.checkpoint import LoadedModel
 from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.tree import check_tree
-from jaxspec.sampling import Logprobs, SamplingParams
+from jaxspec.sampling import Logprobs
 from jaxspec.shapes import Params
 
 PREFILL_CHUNK = 512  # longer prompts are fed in pieces of this many tokens
@@ -305,10 +305,11 @@ class Engine:
             slots=jnp.asarray(slots),
             max_new_tokens=column([r.max_new_tokens for _, r in rows], 0, np.int32),
             stop_ids=jnp.asarray(stop_ids),
-            sampling=SamplingParams(
-                column([r.temperature for _, r in rows], 0, np.float32),
-                column([min(r.top_k, vocab_size) for _, r in rows], 0, np.int32),
-                column([r.top_p for _, r in rows], 1, np.float32),
+            sampling=self.spec.sampling(
+                b,
+                temperature=column([r.temperature for _, r in rows], 0, np.float32),
+                top_k=column([min(r.top_k, vocab_size) for _, r in rows], 0, np.int32),
+                top_p=column([r.top_p for _, r in rows], 1, np.float32),
             ),
             keys=row_keys(jnp.asarray(seeds)),
         )

@@ -686,7 +686,7 @@ def _admission(batch: int, max_new_tokens: int, seed: int) -> Admission:
         slots=jnp.arange(batch, dtype=jnp.int32),
         max_new_tokens=zeros + max_new_tokens,
         stop_ids=jnp.full((batch, 1), -1, jnp.int32),
-        sampling=SamplingParams(zeros.astype(jnp.float32), zeros, jnp.ones(batch, jnp.float32)),
+        sampling=SamplingParams.make(batch),
         keys=row_keys(jnp.asarray(seeds)),
     )
 

@@ -19,21 +19,42 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import ArrayLike
 
-from jaxspec.drafters.base import AnyDrafter, Draft, TargetView, Tree
+from jaxspec.drafters.base import AnyDrafter, Draft, Draws, TargetView, Tree
 from jaxspec.drafters.tree import ancestors
 from jaxspec.models.gemma4 import Caches, Gemma4, TargetOutput, init_caches, keep_rows
 from jaxspec.params import Graph
-from jaxspec.sampling import Logprobs, SamplingParams, logprobs_of, suppress
+from jaxspec.sampling import (
+    Logprobs,
+    SamplingParams,
+    Stream,
+    TokenCounts,
+    add_biases,
+    fold_keys,
+    logprobs_of,
+    penalize,
+    suppress,
+)
 from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.verify import Verdict, synthetic_verify, tree_verify, verify
+
+LogitsFn = Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Float[Array, "B T V"]]
+"""`logits_fn(logits, positions)` returns changed logits, in prefill and in every step alike.
+
+They are float32, after suppressed tokens, biases and penalties and before temperature. `positions` tells
+where the token that each row of logits chooses will stand in the text, its prompt counted from 0. Logits of
+one position must not depend on those of another, nor rows on each other: in a step most are guesses. Some
+token has to stay possible. The function is part of the compiled program: another one compiles anew.
+"""
 
 COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 """What the programs here are compiled with. By default XLA joins the weights of products that share an
@@ -50,9 +71,48 @@ class DecodeSpec:
     tree: Tree | None = None  # None: a chain
     suppress_tokens: tuple[int, ...] = ()
     logprobs: bool = False  # keep those of every emitted token; costs passes over the logits
+    top_logprobs: int = 0  # and those of so many of the target's best tokens beside each
     synthetic_acceptance: float | None = (
         None  # benchmarks: replaces the accept decision, nothing else
     )
+    penalties: bool = False  # rows may have repetition, presence and frequency penalties
+    num_biases: int = 0  # most biased or banned tokens a row
+    logits_fn: LogitsFn | None = None
+    draft_sampling: bool = False  # drafts of sampled rows are draws, not the drafter's best tokens
+    verification: Literal["standard", "block"] = "standard"
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense, with ValueError."""
+        if self.verification not in ("standard", "block"):
+            raise ValueError(f'verification is {self.verification!r}; it is "standard" or "block"')
+        for name in ("num_draft_tokens", "num_biases", "top_logprobs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        most = self.target.config.vocab_size
+        if self.top_logprobs > most:
+            raise ValueError(
+                f"top_logprobs is {self.top_logprobs}; the vocabulary has {most} tokens"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}, but logprobs are off")
+        if self.synthetic_acceptance is not None and self.tree is not None:
+            raise ValueError("synthetic_acceptance is for chains; leave the tree out")
+        is_on = {
+            "draft_sampling": self.draft_sampling,
+            'verification="block"': self.verification == "block",
+        }
+        for name in (name for name in is_on if is_on[name]):
+            if self.drafter is None:
+                raise ValueError(f"{name} was given, but there is no drafter")
+            if self.tree is not None:
+                raise ValueError(
+                    f"{name} is for chains, and a tree follows the target's own choices; leave one out"
+                )
+            if self.synthetic_acceptance is not None:
+                raise ValueError(
+                    f"{name} changes how drafts are accepted, which synthetic_acceptance decides by "
+                    "chance; leave one out"
+                )
 
     @property
     def depth(self) -> int:
@@ -63,6 +123,12 @@ class DecodeSpec:
     def step_tokens(self) -> int:
         """Tokens a row that one target pass of a step writes: the anchor and the drafts."""
         return self.num_draft_tokens + 1
+
+    def sampling(self, batch: int, **values: ArrayLike) -> SamplingParams:
+        """Return `SamplingParams.make` of these values with what this spec wants of them."""
+        return SamplingParams.make(
+            batch, penalties=self.penalties, num_biases=self.num_biases, **values
+        )
 
 
 class DecodeState(struct.PyTreeNode):
@@ -81,6 +147,7 @@ class DecodeState(struct.PyTreeNode):
         Array, "B M"
     ]  # tokens committed in each, before any cut by a stop or limit
     logprobs: Logprobs | None  # of `tokens`, where asked for
+    counts: TokenCounts | None  # of prompt and `tokens`, where there are penalties
     max_new_tokens: Int[Array, " B"]
     stop_ids: Int[Array, "B I"]  # padded with -1
     sampling: SamplingParams
@@ -121,10 +188,16 @@ def init_state(
     Jitted, so that every array has a buffer of its own and can be donated.
     """
     zeros = jnp.zeros(batch, jnp.int32)
-    drafter_state = logprobs = None
+    drafter_state = logprobs = counts = None
     if spec.logprobs:
         none = jnp.zeros((batch, cache_length), jnp.float32)
         logprobs = Logprobs(none, none)
+        if k := spec.top_logprobs:
+            values = jnp.zeros((batch, cache_length, k), jnp.float32)
+            logprobs = Logprobs(none, none, values.astype(jnp.int32), values)
+    if spec.penalties:
+        output = jnp.zeros((batch, spec.target.config.vocab_size), jnp.int32)
+        counts = TokenCounts(output.astype(bool), output)
     if spec.drafter is not None:
         drafter = spec.drafter.bind_abstract()
         drafter_state = drafter.init_state(batch, cache_length=cache_length, dtype=cache_dtype)
@@ -146,9 +219,10 @@ def init_state(
         num_steps=zeros,
         acceptance_lengths=jnp.zeros((batch, cache_length), jnp.int32),
         logprobs=logprobs,
+        counts=counts,
         max_new_tokens=zeros,
         stop_ids=jnp.full((batch, num_stop_ids), -1, jnp.int32),
-        sampling=SamplingParams(zeros.astype(jnp.float32), zeros, jnp.ones(batch, jnp.float32)),
+        sampling=spec.sampling(batch),
         keys=jax.random.split(jax.random.key(0), batch),
     )
 
@@ -168,6 +242,9 @@ def admit(state: DecodeState, new: Admission) -> DecodeState:
         max_new_tokens=put("max_new_tokens", new.max_new_tokens),
         stop_ids=put("stop_ids", new.stop_ids),
         keys=put("keys", new.keys),
+        counts=jax.tree.map(
+            lambda x: x.at[new.slots].set(jnp.zeros((), x.dtype), mode="drop"), state.counts
+        ),
         sampling=jax.tree.map(
             lambda old, value: old.at[new.slots].set(value, mode="drop"),
             state.sampling,
@@ -197,10 +274,19 @@ def prefill(
     if drafter is not None:
         drafter_state = drafter.absorb(state.drafter, output, chunk.start, chunk.count, chunk.slots)
         state = dataclasses.replace(state, drafter=drafter_state)
-    rows = jax.tree.map(lambda x: x[chunk.slots], (state.sampling, state.keys, state.stop_ids))
-    sampling, keys, stop_ids = rows
-    logits = suppress(output.logits, spec.suppress_tokens)
+    counts = state.counts
+    if counts is not None:
+        fed = jnp.arange(chunk.tokens.shape[1])[None, :] < chunk.count[:, None]
+        fed = jnp.where(fed, chunk.tokens, counts.prompt.shape[1])  # else dropped
+        prompt = counts.prompt.at[chunk.slots[:, None], fed].set(True, mode="drop")
+        counts = dataclasses.replace(counts, prompt=prompt)
+    rows = (state.sampling, state.keys, state.stop_ids, counts)
+    sampling, keys, stop_ids, row_counts = jax.tree.map(lambda x: x[chunk.slots], rows)
+    sampling = sampling.only(chunk.is_last)
     no_draft = jnp.zeros((chunk.slots.shape[0], 0), jnp.int32)
+    next_position = (chunk.start + chunk.count)[:, None]
+    follows = jnp.zeros((1, 1, 0), bool)
+    logits = _adjusted(spec, output.logits, sampling, row_counts, next_position, no_draft, follows)
     # Prefill's draw is step 0; the loop's steps count from 1.
     first = verify(logits, no_draft, sampling, keys, jnp.zeros_like(chunk.start)).bonus
     stopped = jnp.any(first[:, None] == stop_ids, axis=-1)
@@ -211,14 +297,18 @@ def prefill(
 
     logprobs = state.logprobs
     if logprobs is not None:
-        new = logprobs_of(first[:, None], output.logits, spec.suppress_tokens, sampling)
+        new = logprobs_of(first[:, None], output.logits, logits, sampling, top=spec.top_logprobs)
         logprobs = jax.tree.map(
             lambda old, value: old.at[ends, 0].set(value[:, 0], mode="drop"), logprobs, new
         )
+    if counts is not None:
+        output_counts = counts.output.at[ends, first].add(1, mode="drop")
+        counts = dataclasses.replace(counts, output=output_counts)
     return dataclasses.replace(
         state,
         caches=output.caches,
         logprobs=logprobs,
+        counts=counts,
         lengths=put("lengths", chunk.start + chunk.count),
         anchors=put("anchors", first),
         tokens=state.tokens.at[ends, 0].set(first, mode="drop"),
@@ -231,14 +321,20 @@ def prefill(
 def decode_step(target: Gemma4, spec: DecodeSpec, state: DecodeState) -> DecodeState:
     """Add one token to every active row: the reference that speculation must equal."""
     no_draft = jnp.zeros((state.anchors.shape[0], 0), jnp.int32)
-    output, verdict = _target_step(target, spec, state, Draft(no_draft), ())
+    output, adjusted, verdict = _target_step(target, spec, state, Draft(no_draft), ())
     state = dataclasses.replace(state, caches=output.caches)
-    return commit(spec, state, output.logits, no_draft, verdict)
+    return commit(spec, state, output.logits, adjusted, no_draft, verdict)
 
 
 def propose(target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState) -> Draft:
     """Let the drafter propose tokens after every row's anchor."""
     view = TargetView(target.embedder, state.caches, target.config, spec.suppress_tokens)
+    draws = None
+    if spec.draft_sampling:
+        shape = state.anchors.shape[0], spec.num_draft_tokens
+        slots = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+        keys = fold_keys(state.keys, state.num_steps + 1, slots, Stream.DRAFT)
+        draws = Draws(state.sampling.only(state.active), keys)
     return drafter.draft(
         state.drafter,
         view,
@@ -246,6 +342,7 @@ def propose(target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
         state.lengths,
         num_draft_tokens=spec.num_draft_tokens,
         tree=spec.tree,
+        draws=draws,
     )
 
 
@@ -259,16 +356,17 @@ def speculative_step(
     """
     _check_slack(spec, state)
     draft = propose(target, drafter, spec, state)
-    output, verdict = _target_step(target, spec, state, draft, drafter.feature_layers)
+    output, adjusted, verdict = _target_step(target, spec, state, draft, drafter.feature_layers)
     kept = jnp.where(state.active, verdict.accepted + 1, 0)  # the anchor and the accepted drafts
     tokens = draft.tokens
     if verdict.path is not None:
         output = keep_rows(output, verdict.path, state.lengths, kept)
         after_anchor = jnp.maximum(verdict.path[:, 1:] - 1, 0)
         tokens = jnp.take_along_axis(tokens, after_anchor, axis=1)
+        adjusted = jnp.take_along_axis(adjusted, verdict.path[:, :, None], axis=1)
     drafter_state = drafter.absorb(state.drafter, output, state.lengths, kept)
     state = dataclasses.replace(state, caches=output.caches, drafter=drafter_state)
-    return commit(spec, state, output.logits, tokens, verdict)
+    return commit(spec, state, output.logits, adjusted, tokens, verdict)
 
 
 def decode_loop(
@@ -300,9 +398,10 @@ def _target_step(
     state: DecodeState,
     draft: Draft,
     feature_layers: tuple[int, ...],
-) -> tuple[TargetOutput, Verdict]:
-    """Run the target over anchor + drafts and judge the drafts."""
+) -> tuple[TargetOutput, Float[Array, "B T V"], Verdict]:
+    """Run the target over anchor + drafts, adjust its logits, and judge the drafts."""
     tokens = jnp.concatenate([state.anchors[:, None], draft.tokens], axis=1)
+    sees = None if draft.parents is None else ancestors(draft.parents)
     with jax.named_scope("verify"):
         output = target(
             tokens,
@@ -310,25 +409,63 @@ def _target_step(
             jnp.where(state.active, tokens.shape[1], 0),
             state.caches,
             feature_layers=feature_layers,
-            ancestors=None if draft.parents is None else ancestors(draft.parents),
+            ancestors=sees,
         )
     with jax.named_scope("accept"):
-        logits, steps = suppress(output.logits, spec.suppress_tokens), state.num_steps + 1
-        how = (state.sampling, state.keys, steps)
-        if draft.parents is not None:
-            assert spec.tree is not None
+        if sees is None:
+            sees = jnp.tri(tokens.shape[1], dtype=bool)[None]
+        # A row that sees n rows of its block, itself included, chooses the n-th token after `lengths`.
+        positions = state.lengths[:, None] + jnp.sum(sees, axis=-1)
+        sampling, steps = state.sampling.only(state.active), state.num_steps + 1
+        how = (sampling, state.keys, steps)
+        after = draft.tokens, sees[:, :, 1:]
+        logits = _adjusted(spec, output.logits, sampling, state.counts, positions, *after)
+        if spec.tree is not None and draft.parents is not None:
             parents, depth = draft.parents, spec.tree.depth
-            return output, tree_verify(logits, draft.tokens, parents, *how, depth=depth)
-        if spec.synthetic_acceptance is None:
-            return output, verify(logits, draft.tokens, *how)
-        tau = spec.synthetic_acceptance if draft.tokens.shape[1] else 1.0
-        return output, synthetic_verify(logits, draft.tokens, tau, state.keys, steps)
+            verdict = tree_verify(logits, draft.tokens, parents, *how, depth=depth)
+        elif spec.synthetic_acceptance is not None:
+            tau = spec.synthetic_acceptance if draft.tokens.shape[1] else 1.0
+            verdict = synthetic_verify(logits, draft.tokens, tau, state.keys, steps)
+        else:
+            block = spec.verification == "block"
+            verdict = verify(logits, draft.tokens, *how, log_q=draft.log_q, block=block)
+        return output, logits, verdict
+
+
+def _adjusted(
+    spec: DecodeSpec,
+    logits: Float[Array, "B T V"],
+    sampling: SamplingParams,
+    counts: TokenCounts | None,
+    positions: Int[Array, "B T"],
+    draft: Int[Array, "B G"],
+    follows: Bool[Array, "#B T G"],
+) -> Float[Array, "B T V"]:
+    """Apply all that comes before temperature; `sampling` has the order.
+
+    Args:
+      positions: of the tokens that these logits choose.
+      follows: which drafts of the block each row comes after.
+    """
+    with jax.named_scope("adjust"):
+        logits = suppress(logits, spec.suppress_tokens)
+        if spec.num_biases:
+            assert sampling.adjustments is not None
+            logits = add_biases(logits, sampling.adjustments)
+        if spec.penalties:
+            assert sampling.adjustments is not None
+            assert counts is not None
+            logits = penalize(logits, sampling.adjustments, counts, draft, follows)
+        if spec.logits_fn is not None:
+            logits = spec.logits_fn(logits, positions)
+        return logits
 
 
 def commit(
     spec: DecodeSpec,
     state: DecodeState,
     logits: Float[Array, "B T V"],
+    adjusted: Float[Array, "B T V"],
     draft: Int[Array, "B G"],
     verdict: Verdict,
 ) -> DecodeState:
@@ -339,6 +476,7 @@ def commit(
 
     Args:
       logits: the target's, a row for each token that may be emitted: row t judged draft t.
+      adjusted: the same as they were judged.
     """
     b, t = draft.shape[0], draft.shape[1] + 1
     offset = jnp.arange(t)[None, :]
@@ -358,8 +496,15 @@ def commit(
         logprobs = jax.tree.map(
             lambda old, value: old.at[rows[:, None], columns].set(value, mode="drop"),
             logprobs,
-            logprobs_of(new, logits, spec.suppress_tokens, state.sampling),
+            logprobs_of(
+                new, logits, adjusted, state.sampling.only(state.active), top=spec.top_logprobs
+            ),
         )
+    counts = state.counts
+    if counts is not None:
+        emitted = jnp.where(kept, new, counts.output.shape[1])  # else dropped
+        output = counts.output.at[rows[:, None], emitted].add(1, mode="drop")
+        counts = dataclasses.replace(counts, output=output)
     stopped = state.stopped | jnp.any(is_stop & kept, axis=1)
     return dataclasses.replace(
         state,
@@ -367,6 +512,7 @@ def commit(
         anchors=jnp.where(state.active, verdict.bonus, state.anchors),
         tokens=state.tokens.at[rows[:, None], columns].set(new, mode="drop"),
         logprobs=logprobs,
+        counts=counts,
         num_tokens=num_tokens,
         num_steps=state.num_steps + state.active.astype(jnp.int32),
         acceptance_lengths=state.acceptance_lengths.at[rows, step_column].set(

@@ -1,4 +1,11 @@
-"""From logits to tokens: filters, row-wise randomness, and the draws themselves.
+"""From logits to tokens: what shapes a distribution, row-wise randomness, and the draws themselves.
+
+Raw logits become the distribution that is sampled in this order, renormalised once at the end:
+
+    suppressed tokens -> biases -> penalties -> user function      `decode` applies these to all rows,
+    -> temperature -> top-k -> top-p -> min-p                      `shape_logits` these to sampled ones
+
+A greedy row takes the best of what the first line leaves.
 
 Nothing here sorts the vocabulary: top-k and top-p each find a threshold by fixing the bits of a float
 from the highest down, one pass of comparing and adding a bit.
@@ -9,6 +16,7 @@ and a stream; no name is used twice, and no draw depends on the rest of the batc
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 
 import jax
@@ -16,8 +24,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.typing import ArrayLike
 
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.shapes import Array, Bool, Float, Int
+
+
+class Adjustments(struct.PyTreeNode):
+    """What each row changes about logits before temperature, in greedy rows too."""
+
+    repetition_penalty: Float[Array, " B"]  # > 0, on tokens of prompt and output; 1: off
+    presence_penalty: Float[Array, " B"]  # on tokens of the output; 0: off
+    frequency_penalty: Float[Array, " B"]  # on each time a token is in the output; 0: off
+    bias_ids: Int[Array, "B N"]  # padded with -1
+    bias_values: Float[Array, "B N"]  # added to the logits of these; -inf bans
 
 
 class SamplingParams(struct.PyTreeNode):
@@ -26,15 +45,76 @@ class SamplingParams(struct.PyTreeNode):
     temperature: Float[Array, " B"]  # 0: greedy
     top_k: Int[Array, " B"]  # 0: off
     top_p: Float[Array, " B"]  # in (0, 1]; 1: off
+    min_p: Float[Array, " B"]  # in [0, 1], relative to the best token; 0: off
+    adjustments: Adjustments | None = None  # there when the spec has penalties or biases
+
+    @classmethod
+    def make(
+        cls,
+        batch: int,
+        *,
+        temperature: ArrayLike = 0.0,
+        top_k: ArrayLike = 0,
+        top_p: ArrayLike = 1.0,
+        min_p: ArrayLike = 0.0,
+        penalties: bool = False,
+        num_biases: int = 0,
+        repetition_penalty: ArrayLike = 1.0,
+        presence_penalty: ArrayLike = 0.0,
+        frequency_penalty: ArrayLike = 0.0,
+        bias_ids: ArrayLike = -1,
+        bias_values: ArrayLike = 0.0,
+    ) -> SamplingParams:
+        """Return parameters of `batch` rows; a value is one for all rows or one a row.
+
+        Args:
+          penalties: as in `DecodeSpec`; so is `num_biases`. Where both are off, what they rule is not read.
+        """
+
+        def rows(value: ArrayLike, dtype: type, *shape: int) -> Array:
+            return jnp.broadcast_to(jnp.asarray(value, dtype), (batch, *shape))
+
+        adjustments = None
+        if penalties or num_biases:
+            adjustments = Adjustments(
+                repetition_penalty=rows(repetition_penalty, np.float32),
+                presence_penalty=rows(presence_penalty, np.float32),
+                frequency_penalty=rows(frequency_penalty, np.float32),
+                bias_ids=rows(bias_ids, np.int32, num_biases),
+                bias_values=rows(bias_values, np.float32, num_biases),
+            )
+        return cls(
+            temperature=rows(temperature, np.float32),
+            top_k=rows(top_k, np.int32),
+            top_p=rows(top_p, np.float32),
+            min_p=rows(min_p, np.float32),
+            adjustments=adjustments,
+        )
+
+    def only(self, rows: Bool[Array, " B"]) -> SamplingParams:
+        """Make all other rows greedy, so that nobody samples or filters for them."""
+        return dataclasses.replace(
+            self,
+            temperature=jnp.where(rows, self.temperature, 0.0),
+            top_k=jnp.where(rows, self.top_k, 0),
+            top_p=jnp.where(rows, self.top_p, 1.0),
+        )
+
+
+class TokenCounts(struct.PyTreeNode):
+    """Which tokens a row has: what penalties look at."""
+
+    prompt: Bool[Array, "B V"]  # is in the prompt
+    output: Int[Array, "B V"]  # how often it was generated
 
 
 class Logprobs(struct.PyTreeNode):
     """Natural logs of the probabilities of tokens."""
 
-    target: Float[
-        Array, "B M"
-    ]  # under the target as it is: no temperature, no filter, nothing suppressed
+    target: Float[Array, "B M"]  # under the target as it is: nothing adjusted, nothing filtered
     sampled: Float[Array, "B M"]  # under the distribution that was sampled from; 0 in greedy rows
+    top_ids: Int[Array, "B M K"] | None = None  # the target's best instead of each, best first
+    top_values: Float[Array, "B M K"] | None = None  # theirs, under the target as it is
 
 
 class Stream(enum.IntEnum):
@@ -42,6 +122,7 @@ class Stream(enum.IntEnum):
 
     ACCEPT = 0
     TOKEN = 1  # the bonus token: after a rejection from the residual distribution
+    DRAFT = 2
 
 
 def suppress(logits: Float[Array, "... V"], tokens: tuple[int, ...]) -> Float[Array, "... V"]:
@@ -53,8 +134,48 @@ def suppress(logits: Float[Array, "... V"], tokens: tuple[int, ...]) -> Float[Ar
     return jnp.where(banned, -jnp.inf, logits)
 
 
+def add_biases(logits: Float[Array, "B T V"], adjustments: Adjustments) -> Float[Array, "B T V"]:
+    """Add each row's biases; of an id that is named twice both count."""
+    b, _, vocab = logits.shape
+    ids, values = adjustments.bias_ids, adjustments.bias_values
+    ids = jnp.where(ids < 0, vocab, ids)  # dropped
+    bias = jnp.zeros((b, vocab), jnp.float32)
+    return logits + bias.at[jnp.arange(b)[:, None], ids].add(values, mode="drop")[:, None]
+
+
+def penalize(
+    logits: Float[Array, "B T V"],
+    adjustments: Adjustments,
+    counts: TokenCounts,
+    draft: Int[Array, "B G"],
+    follows: Bool[Array, "#B T G"],
+) -> Float[Array, "B T V"]:
+    """Apply the repetition penalty, then presence and frequency, to each row of a block.
+
+    A row's output is what was committed and the drafts it follows: what plain decoding would have counted
+    had it come this way. The repetition penalty divides positive logits and multiplies negative ones; the
+    others are subtracted, presence once, frequency for each time.
+
+    Args:
+      follows: whether a row of the block comes after a draft, on the same branch.
+    """
+    vocab = lax.broadcasted_iota(jnp.int32, (1, 1, 1, logits.shape[-1]), 3)
+    drafted = (draft[:, None, :, None] == vocab) & follows[..., None]
+    output = counts.output[:, None] + jnp.sum(drafted, axis=2, dtype=jnp.int32)
+
+    def of(penalty: Float[Array, " B"]) -> Float[Array, "B 1 1"]:
+        return penalty[:, None, None]
+
+    repeated = counts.prompt[:, None] | (output > 0)
+    repetition = of(adjustments.repetition_penalty)
+    scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(repeated, scaled, logits)
+    logits -= of(adjustments.presence_penalty) * (output > 0).astype(jnp.float32)
+    return logits - of(adjustments.frequency_penalty) * output.astype(jnp.float32)
+
+
 def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Float[Array, "B T V"]:
-    """Apply temperature, then top-k, then top-p; what is filtered out becomes -inf.
+    """Apply temperature, then top-k, top-p and min-p; what is filtered out becomes -inf.
 
     The softmax of the result is the distribution that decoding follows. Ties at a threshold all stay.
     Rows of temperature 0 keep temperature 1 here; they never look at it.
@@ -85,28 +206,44 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
     )
     # Rounding in the sums must not cut anything where top-p is off.
     kept &= (ordered >= at_least_p[..., None]) | (top_p >= 1)[..., None]
+    # The best has logit 0 by now, so these are already logs of ratios to it.
+    kept &= logits >= jnp.log(sampling.min_p)[:, None, None]
     return jnp.where(kept, logits, -jnp.inf)
 
 
 def logprobs_of(
     tokens: Int[Array, "B T"],
     logits: Float[Array, "B T V"],
-    suppressed: tuple[int, ...],
+    adjusted: Float[Array, "B T V"],
     sampling: SamplingParams,
+    *,
+    top: int = 0,
 ) -> Logprobs:
-    """Return what each token's own row of logits says of it."""
+    """Return what each token's own row of logits says of it.
+
+    Args:
+      logits: the target's, as they are.
+      adjusted: the same with all that comes before temperature.
+      top: how many of the target's best tokens to tell too.
+    """
 
     def of(logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
         chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=-1)[:, :, 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
     def shaped() -> Float[Array, "B T"]:
-        sampled = of(shape_logits(suppress(logits, suppressed), sampling))
-        return jnp.where(sampling.temperature[:, None] > 0, sampled, 0.0)
+        return jnp.where(
+            sampling.temperature[:, None] > 0, of(shape_logits(adjusted, sampling)), 0.0
+        )
 
     any_samples = jnp.any(sampling.temperature > 0)
     none = jnp.zeros(tokens.shape, jnp.float32)
-    return Logprobs(of(logits), lax.cond(any_samples, shaped, lambda: none))
+    result = Logprobs(of(logits), lax.cond(any_samples, shaped, lambda: none))
+    if not top:
+        return result
+    values, ids = lax.top_k(logits, top)
+    values -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return dataclasses.replace(result, top_ids=ids, top_values=values)
 
 
 def _ordered_bits(x: Float[Array, "..."]) -> Array:
@@ -153,3 +290,25 @@ def sample(logits: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
     """Draw a token from softmax(logits) for each row, with that row's key (Gumbel-max)."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
     return argmax(logits + noise)
+
+
+def draw_drafts(
+    logits: Float[Array, "B F V"], sampling: SamplingParams, keys: Array
+) -> tuple[Int[Array, "B F"], Float[Array, "B F V"]]:
+    """Draw a token from each row of a drafter's logits, shaped by temperature and filters like the target's.
+
+    Returns:
+      The tokens, and the log of the distributions that they were drawn from: of greedy rows, whose tokens
+      are the best, one-hot.
+    """
+    best = argmax(logits)
+    index = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+    certain = jnp.where(index == best[:, :, None], 0.0, -jnp.inf)
+
+    def drawn() -> tuple[Array, Array]:
+        log_q = jax.nn.log_softmax(shape_logits(logits, sampling))
+        tokens = jax.vmap(sample, in_axes=1, out_axes=1)(log_q, keys)
+        is_sampled = sampling.temperature[:, None] > 0
+        return jnp.where(is_sampled, tokens, best), jnp.where(is_sampled[..., None], log_q, certain)
+
+    return lax.cond(jnp.any(sampling.temperature > 0), drawn, lambda: (best, certain))

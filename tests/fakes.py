@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.config import DFlashConfig, GenerationDefaults, MTPConfig, TargetConfig
-from jaxspec.drafters.base import Draft, Drafter, TargetView, Tree
+from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import Children, grow
@@ -94,6 +94,7 @@ class LookupDrafter(_Fake):
         *,
         num_draft_tokens: int,
         tree: Tree | None = None,
+        draws: Draws | None = None,
     ) -> Draft:
         distance = jnp.sum(jnp.square(state[:, None] - self.signatures[...][None]), axis=-1)
         known = self.sequences[...][jnp.argmin(distance, axis=-1)]
@@ -153,6 +154,7 @@ class TableDrafter(_Fake):
         *,
         num_draft_tokens: int,
         tree: Tree | None = None,
+        draws: Draws | None = None,
     ) -> Draft:
         del state, target, lengths
         if tree is None:

@@ -18,7 +18,8 @@ from flax import nnx, struct
 from jaxspec.cache import KVCache
 from jaxspec.config import TargetConfig
 from jaxspec.models.gemma4 import Caches, Embedder, TargetOutput
-from jaxspec.shapes import Array, DTypeLike, Int
+from jaxspec.sampling import SamplingParams
+from jaxspec.shapes import Array, DTypeLike, Float, Int
 
 StateT = TypeVar("StateT")
 
@@ -46,15 +47,24 @@ class Tree:
     depth: int
 
 
+class Draws(struct.PyTreeNode):
+    """How to draw drafts: shaped as the target's tokens are, with a key for each of them."""
+
+    sampling: SamplingParams
+    keys: Array  # [B, G]
+
+
 class Draft(struct.PyTreeNode):
-    """Draft tokens a row, each a certain choice: its draft distribution is one-hot.
+    """Draft tokens a row.
 
     Block row 0 is the anchor and row i + 1 is draft i. `parents` names for each draft the row it follows,
-    which comes before it; without it drafts follow each other, a chain.
+    which comes before it; without it drafts follow each other, a chain. `log_q` is the log of the
+    distribution that each was drawn from, -inf where it has nothing; without it each is a certain choice.
     """
 
     tokens: Int[Array, "B G"]
     parents: Int[Array, "B G"] | None = None
+    log_q: Float[Array, "B G V"] | None = None
 
 
 class Drafter(nnx.Module, Generic[StateT]):
@@ -89,11 +99,14 @@ class Drafter(nnx.Module, Generic[StateT]):
         *,
         num_draft_tokens: int,
         tree: Tree | None = None,
+        draws: Draws | None = None,
     ) -> Draft:
         """Propose the tokens after each row's anchor, which stands at position `lengths`.
 
         Args:
           tree: propose the best nodes of such a tree instead of a chain.
+          draws: draw a chain's tokens from the drafter's own distribution, and tell it; without, each is
+            the best.
         """
 
     @abc.abstractmethod

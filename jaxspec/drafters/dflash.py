@@ -15,13 +15,13 @@ from flax import nnx
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.config import DFlashConfig
-from jaxspec.drafters.base import Draft, Drafter, TargetView, Tree
+from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
 from jaxspec.drafters.tree import Children, best_children, grow
 from jaxspec.models.attention import attend
 from jaxspec.models.gemma4 import Embedder, TargetOutput
 from jaxspec.models.layers import GatedMLP, project, rms_norm, rope, rope_frequencies
 from jaxspec.params import param
-from jaxspec.sampling import argmax, suppress
+from jaxspec.sampling import argmax, draw_drafts, suppress
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 
 DFlashState = tuple[KVCache, ...]
@@ -94,6 +94,7 @@ class DFlashDrafter(Drafter[DFlashState]):
         *,
         num_draft_tokens: int,
         tree: Tree | None = None,
+        draws: Draws | None = None,
     ) -> Draft:
         context = tuple(kv.view(cache, lengths) for cache in state)
         depth = num_draft_tokens if tree is None else tree.depth
@@ -101,6 +102,11 @@ class DFlashDrafter(Drafter[DFlashState]):
             context, target.embedder, anchors, lengths, num_draft_tokens=depth
         )
         logits = suppress(logits, target.suppress_tokens)
+        if (
+            draws is not None
+        ):  # positions of a block are independent given the context and the anchor
+            tokens, log_q = draw_drafts(logits, draws.sampling, draws.keys)
+            return Draft(tokens, log_q=log_q)
         if tree is None:
             return Draft(argmax(logits))
 

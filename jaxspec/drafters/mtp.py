@@ -24,7 +24,7 @@ from jax import lax
 from jaxspec import cache as kv
 from jaxspec.cache import KVSegment
 from jaxspec.config import LayerType, MTPConfig
-from jaxspec.drafters.base import Draft, Drafter, TargetView, Tree
+from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
 from jaxspec.drafters.tree import Children, best_children, grow
 from jaxspec.models.attention import attend
 from jaxspec.models.gemma4 import Embedder, TargetOutput
@@ -38,7 +38,7 @@ from jaxspec.models.layers import (
     rope_frequencies,
 )
 from jaxspec.params import param
-from jaxspec.sampling import argmax
+from jaxspec.sampling import argmax, draw_drafts
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 
 MTPState = Float[Array, "B D"]
@@ -117,6 +117,7 @@ class MTPDrafter(Drafter[MTPState]):
         *,
         num_draft_tokens: int,
         tree: Tree | None = None,
+        draws: Draws | None = None,
     ) -> Draft:
         frozen = FrozenKV(
             {kind: kv.view(target.last_kv(kind), lengths) for kind in set(self.config.layer_types)},
@@ -138,13 +139,21 @@ class MTPDrafter(Drafter[MTPState]):
 
         if tree is not None:
             return grow(expand, states, anchors, tree=tree, num_draft_tokens=num_draft_tokens)
-        tokens, drafts = anchors[:, None], []
-        for _ in range(num_draft_tokens):
+        tokens, drafts, log_qs = anchors[:, None], [], []
+        for i in range(num_draft_tokens):
             hidden, states = self.step(target.embedder, tokens, states, frozen)
             choices = self.choices(hidden, target.suppress_tokens)
-            tokens = _tokens_of(choices, argmax(choices.logits)[..., None])[..., 0]
+            if draws is None:
+                index = argmax(choices.logits)
+            else:
+                index, log_q = draw_drafts(choices.logits, draws.sampling, draws.keys[:, i, None])
+                log_qs.append(_over_vocabulary(choices, log_q, self.config.vocab_size))
+            tokens = _tokens_of(choices, index[..., None])[..., 0]
             drafts.append(tokens)
-        return Draft(jnp.concatenate(drafts, axis=1))
+        return Draft(
+            jnp.concatenate(drafts, axis=1),
+            log_q=jnp.concatenate(log_qs, axis=1) if log_qs else None,
+        )
 
     def step(
         self,
@@ -200,6 +209,18 @@ def _tokens_of(choices: Choices, index: Int[Array, "B F K"]) -> Int[Array, "B F 
     if choices.tokens is None:
         return index
     return jnp.take_along_axis(choices.tokens, index, axis=-1)
+
+
+def _over_vocabulary(
+    choices: Choices, log_q: Float[Array, "B F C"], vocab_size: int
+) -> Float[Array, "B F V"]:
+    """Spread what is known of some tokens over all of them; the others are impossible."""
+    if choices.tokens is None:
+        return log_q
+    b, f, _ = log_q.shape
+    rows, nodes = jnp.arange(b)[:, None, None], jnp.arange(f)[None, :, None]
+    nothing = jnp.full((b, f, vocab_size), -jnp.inf, log_q.dtype)
+    return nothing.at[rows, nodes, choices.tokens].set(log_q)
 
 
 class MTPLayer(nnx.Module):

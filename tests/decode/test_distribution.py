@@ -84,10 +84,8 @@ def exact(filters: str) -> np.ndarray:
     b = len(tokens)
     shaped = jax.jit(shape_logits)(
         logits,
-        SamplingParams(
-            jnp.full(b, sampling.temperature, jnp.float32),
-            jnp.full(b, sampling.top_k, jnp.int32),
-            jnp.full(b, sampling.top_p, jnp.float32),
+        SamplingParams.make(
+            b, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
         ),
     )
     probs = np.asarray(jax.nn.softmax(shaped, axis=-1), np.float64)
@@ -196,7 +194,7 @@ def test_plain_sampling_follows_the_target(filters):
     assert min(p_values(tokens, filters)) > FALSE_ALARM
 
 
-def residual_of_all(logits, draft, sampling, keys, steps) -> Verdict:
+def residual_of_all(logits, draft, sampling, keys, steps, log_q) -> Verdict:
     """Draw from p after a rejection, rejected token included."""
     verdict = RIGHT(logits, draft, sampling, keys, steps)
     row = jnp.take_along_axis(
@@ -206,14 +204,14 @@ def residual_of_all(logits, draft, sampling, keys, steps) -> Verdict:
     return dataclasses.replace(verdict, bonus=sample(row[:, 0], token_keys[:, 0]))
 
 
-def accept_all(logits, draft, sampling, keys, steps) -> Verdict:
+def accept_all(logits, draft, sampling, keys, steps, log_q) -> Verdict:
     shaped = shape_logits(logits, sampling)[:, -1]
     count = jnp.full(draft.shape[0], draft.shape[1], jnp.int32)
     token_keys = fold_keys(keys, steps, count[:, None], Stream.TOKEN)
     return Verdict(count, sample(shaped, token_keys[:, 0]))
 
 
-def same_draws_every_step(logits, draft, sampling, keys, steps) -> Verdict:
+def same_draws_every_step(logits, draft, sampling, keys, steps, log_q) -> Verdict:
     return RIGHT(logits, draft, sampling, keys, jnp.zeros_like(steps))
 
 

@@ -39,10 +39,8 @@ def teacher_forced(c: Case, request: Request, done: Completion) -> tuple[np.ndar
     plain = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits))[0], new, axis=-1)[:, 0]
     if request.temperature == 0:
         return plain, np.zeros_like(plain)
-    sampling = SamplingParams(
-        jnp.full(1, request.temperature, jnp.float32),
-        jnp.full(1, request.top_k),
-        jnp.full(1, request.top_p, jnp.float32),
+    sampling = SamplingParams.make(
+        1, temperature=request.temperature, top_k=request.top_k, top_p=request.top_p
     )
     assert c.target.generation is not None
     logits = suppress(logits, c.target.generation.suppress_tokens)

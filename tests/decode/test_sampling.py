@@ -15,19 +15,19 @@ VOCAB = 12
 ROWS = 4
 
 
-def params(*rows: tuple[float, int, float]) -> SamplingParams:
-    temperature, top_k, top_p = zip(*rows, strict=True)
-    return SamplingParams(
-        jnp.asarray(temperature, jnp.float32),
-        jnp.asarray(top_k, jnp.int32),
-        jnp.asarray(top_p, jnp.float32),
-    )
+def params(*rows: tuple[float, ...]) -> SamplingParams:
+    """Return a row of parameters for each of temperature, top-k, top-p and, where given, min-p."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    columns = {name: np.asarray(v) for name, v in zip(names, zip(*rows, strict=True), strict=False)}
+    return SamplingParams.make(len(rows), **columns)
 
 
 shape = jax.jit(shape_logits)
 
 
-def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def reference(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> np.ndarray:
     """Shape one row of logits by sorting it; what ties with the last one kept is kept."""
     out = logits.astype(np.float64) / (temperature or 1.0)
     if 0 < top_k < out.size:
@@ -39,7 +39,8 @@ def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float) 
         mass_before = np.cumsum(probs[order]) - probs[order]
         last = out[order][mass_before < top_p][-1]
         out = np.where(out >= last, out, -np.inf)
-    return out
+    with np.errstate(divide="ignore"):
+        return np.where(out - out.max() >= np.log(min_p), out, -np.inf)
 
 
 # Logits are eighths, so that ties are common; sums of their weights then meet a top-p of these exactly
@@ -49,6 +50,7 @@ _row = st.tuples(
     st.sampled_from([0.0, 0.25, 0.7, 1.0, 2.0]),
     st.sampled_from([0, 1, 2, 5, VOCAB - 1, VOCAB, 10 * VOCAB]),
     st.sampled_from([1e-6, 0.1237, 0.5011, 0.9003, 0.99917, 1.0]),
+    st.sampled_from([0.0, 0.0137, 0.2123, 0.7071, 1.0]),
 )
 
 
@@ -70,23 +72,24 @@ def test_filters_equal_a_sorting_reference(rows, values, suppressed):
 
 
 def test_filters_come_in_order():
-    """Temperature before top-p, top-k before top-p: other orders keep other tokens here."""
+    """Temperature before top-p and min-p, top-k before top-p: other orders keep other tokens here."""
     probs = np.asarray([0.4, 0.3, 0.2, 0.1])
     logits = jnp.asarray(np.log(probs), jnp.float32)[None, None]
     kept = {
-        (temperature, top_k, top_p): int(
-            np.isfinite(shape(logits, params((temperature, top_k, top_p)))).sum()
-        )
-        for temperature, top_k, top_p in (
-            (1.0, 0, 0.65),  # 0.4 + 0.3
-            (0.5, 0, 0.65),  # squared: 0.53 + 0.3
-            (5.0, 0, 0.65),  # nearly flat: three
-            (1.0, 2, 0.65),  # of the two left 0.57 + 0.43: both
-            (1.0, 2, 0.55),  # 0.57 alone; of all four it took two
-            (1.0, 0, 0.55),
+        row: int(np.isfinite(shape(logits, params(row))).sum())
+        for row in (
+            (1.0, 0, 0.65, 0.0),  # 0.4 + 0.3
+            (0.5, 0, 0.65, 0.0),  # squared: 0.53 + 0.3
+            (5.0, 0, 0.65, 0.0),  # nearly flat: three
+            (1.0, 2, 0.65, 0.0),  # of the two left 0.57 + 0.43: both
+            (1.0, 2, 0.55, 0.0),  # 0.57 alone; of all four it took two
+            (1.0, 0, 0.55, 0.0),
+            (1.0, 0, 1.0, 0.45),  # 0.2 is half of 0.4
+            (0.5, 0, 1.0, 0.45),  # squared: 0.3 is 0.56 of 0.4
+            (1.0, 2, 1.0, 0.2),
         )
     }
-    assert list(kept.values()) == [2, 2, 3, 2, 1, 2]
+    assert list(kept.values()) == [2, 2, 3, 2, 1, 2, 3, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +101,7 @@ def test_filters_come_in_order():
         (2e-38, 0, 1.0),  # the smallest normal float32, nearly: logits overflow when divided by it
         (2e-38, 3, 0.9),
         (1e-6, 0, 1.0),
+        (1.0, 0, 1.0, 1.0),
     ],
 )
 def test_extremes_leave_the_best_token(row):

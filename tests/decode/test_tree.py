@@ -103,7 +103,7 @@ def test_a_chain_as_a_tree_is_judged_alike():
     wrong = rng.random((64, 3)) < 0.3
     draft = jnp.asarray((choice[:, :3] + wrong) % 5)
     parents = jnp.broadcast_to(jnp.arange(3), (64, 3))
-    sampling = SamplingParams(jnp.zeros(64), jnp.zeros(64, jnp.int32), jnp.ones(64))
+    sampling = SamplingParams.make(64)
     keys, steps = jax.random.split(jax.random.key(0), 64), jnp.zeros(64, jnp.int32)
     expected = greedy_verify(logits, draft)
     got = tree_verify(logits, draft, parents, sampling, keys, steps, depth=3)

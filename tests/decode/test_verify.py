@@ -28,9 +28,7 @@ def logits_for(choices: list[list[int]]) -> jax.Array:
 
 
 def sampling(rows: int, temperature: float) -> SamplingParams:
-    return SamplingParams(
-        jnp.full(rows, temperature, jnp.float32), jnp.zeros(rows, jnp.int32), jnp.ones(rows)
-    )
+    return SamplingParams.make(rows, temperature=temperature)
 
 
 def keys(rows: int, seed: int = 0) -> jax.Array:
@@ -69,9 +67,7 @@ def test_greedy_rows_stay_greedy_beside_sampled_ones():
     """A batch with one sampled row takes the other branch; the greedy rows must not notice."""
     logits, draft = random_batch()
     is_sampled = np.arange(ROWS) % 2 == 1
-    mixed = SamplingParams(
-        jnp.asarray(is_sampled, jnp.float32), jnp.zeros(ROWS, jnp.int32), jnp.ones(ROWS)
-    )
+    mixed = SamplingParams.make(ROWS, temperature=is_sampled)
     steps = jnp.ones(ROWS, jnp.int32)
     both = jax.jit(verify)(logits, draft, mixed, keys(ROWS), steps)
     greedy = greedy_verify(logits, draft)
@@ -107,7 +103,7 @@ def test_top_k_1_is_greedy():
     logits, draft = random_batch()
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     draft = jnp.where(jnp.arange(ROWS)[:, None] % 2 == 0, best[:, :-1], draft)
-    top_1 = SamplingParams(jnp.ones(ROWS), jnp.ones(ROWS, jnp.int32), jnp.ones(ROWS))
+    top_1 = SamplingParams.make(ROWS, temperature=1.0, top_k=1)
     verdict = rejection(logits, draft, top_1, keys(ROWS), jnp.ones(ROWS, jnp.int32))
     assert as_lists(verdict) == as_lists(greedy_verify(logits, draft))
 
