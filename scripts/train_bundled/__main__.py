@@ -15,7 +15,16 @@ from tokenizers import Tokenizer
 
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
-from scripts.train_bundled import assistant, corpus, drafter, evaluate, export, recipe, target
+from scripts.train_bundled import (
+    assistant,
+    corpus,
+    drafter,
+    evaluate,
+    export,
+    recipe,
+    refine,
+    target,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 console = Console(highlight=False, soft_wrap=True)
@@ -27,6 +36,7 @@ Schedule = Annotated[str, typer.Option(help="smoke or full")]
 Dtype = Annotated[str, typer.Option(help="of the passes: bfloat16 or float32")]
 STDLIB = Path(sysconfig.get_path("stdlib"))
 WORK = Path("out/bundled")
+WEIGHTS = {"target": "refined.npz", "dflash": "dflash.npz", "mtp": "mtp.npz"}
 
 
 @app.command("manifest")
@@ -65,6 +75,19 @@ def target_stage(schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: W
     _save(work / "target.npz", params)
 
 
+@app.command("refine")
+def refine_stage(schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: Work = WORK) -> None:
+    """Teach the target not to loop."""
+    params = refine.train(
+        target.target_graph(dtype),
+        _load(work / "target.npz"),
+        recipe.REFINE_SCHEDULES[schedule],
+        _streams(work),
+        console.print,
+    )
+    _save(work / "refined.npz", params)
+
+
 @app.command("drafter")
 def drafter_stage(
     schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: Work = WORK
@@ -72,7 +95,7 @@ def drafter_stage(
     """Train the drafter on the target's own text."""
     params = drafter.train(
         _graphs(dtype),
-        _load(work / "target.npz"),
+        _load(work / "refined.npz"),
         recipe.DRAFTER_SCHEDULES[schedule],
         _streams(work),
         console.print,
@@ -87,7 +110,7 @@ def assistant_stage(
     """Train the MTP assistant on the target's own text."""
     params = assistant.train(
         (target.target_graph(dtype), assistant.assistant_graph(dtype)),
-        _load(work / "target.npz"),
+        _load(work / "refined.npz"),
         recipe.ASSISTANT_SCHEDULES[schedule],
         _streams(work),
         console.print,
@@ -99,8 +122,7 @@ def assistant_stage(
 def export_stage(work: Work = WORK, destination: Path = recipe.BUNDLED) -> None:
     """Write all three as Hugging Face directories, in bfloat16."""
     models = {
-        name: target.rounded(_load(work / f"{name}.npz"), "bfloat16")
-        for name in ("target", "dflash", "mtp")
+        name: target.rounded(_load(work / file), "bfloat16") for name, file in WEIGHTS.items()
     }
     export.export(destination, models, _tokenizer(work))
     files = [p for name in models for p in (destination / name).iterdir()]
@@ -119,7 +141,7 @@ def evaluate_stage(stdlib: Stdlib = STDLIB, dtype: Dtype = "float32", work: Work
     models = {
         name: (
             graph,
-            target.rounded(target.rounded(_load(work / f"{name}.npz"), "bfloat16"), dtype),
+            target.rounded(target.rounded(_load(work / WEIGHTS[name]), "bfloat16"), dtype),
         )
         for name, graph in graphs.items()
     }

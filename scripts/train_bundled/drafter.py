@@ -88,7 +88,8 @@ def write_text(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Let the target continue prompts cut from the training text; return its text and prompt lengths.
 
-    Half of the prompts have the shortest length, the others any; half of the texts are greedy.
+    Half of the prompts have the shortest length, the others any; a quarter of the texts are sampled at
+    temperature 1, the others greedy.
     """
     rng = np.random.default_rng(recipe.SEED)
     shortest, longest = schedule.prompt_lengths
@@ -105,7 +106,7 @@ def write_text(
             params,
             jnp.asarray(np.where(np.arange(longest) < lengths[:, None], prompts, recipe.PAD)),
             jnp.asarray(lengths),
-            jnp.asarray(np.arange(batch) % 2, jnp.float32),
+            jnp.asarray(np.arange(batch) % 4 == 3, jnp.float32),
             jax.random.fold_in(jax.random.key(recipe.SEED), i),
             num_tokens=schedule.new_tokens,
         )

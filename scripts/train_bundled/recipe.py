@@ -87,10 +87,32 @@ class TargetSchedule:
 
 
 @dataclass(frozen=True)
+class RefineSchedule:
+    """Each step: greedy text of the target's own, texts it sampled at the round's start, and real text."""
+
+    steps: int
+    steps_a_round: int = 50
+    sequences: int = 4096  # sampled a round; the best quarter is trained on
+    temperature: float = 0.7
+    common_share: float = 0.01
+    prompt_length: int = 64
+    new_tokens: int = 160
+    greedy_rows: int = 128
+    repeat_weight: float = 0.3
+    best_rows: int = 64
+    best_weight: float = 0.5
+    real_rows: int = 32
+    real_length: int = 512
+    peak_rate: float = 5e-4
+    weight_decay: float = 0.1
+    warmup_steps: int = 20
+
+
+@dataclass(frozen=True)
 class DrafterSchedule:
     """Blocks cut from text that the target itself wrote after prompts from the training text."""
 
-    sequences: int  # half of them greedy, half sampled at temperature 1
+    sequences: int  # a quarter of them sampled at temperature 1, the others greedy
     steps: int
     rows: int = 64
     anchors: int = 16  # blocks a row
@@ -106,7 +128,7 @@ class DrafterSchedule:
 class AssistantSchedule:
     """Chains cut from text that the target itself wrote."""
 
-    sequences: int  # half of them greedy, half sampled at temperature 1
+    sequences: int  # a quarter of them sampled at temperature 1, the others greedy
     steps: int
     rows: int = 6
     anchors: int = 64  # chains a row
@@ -123,6 +145,21 @@ TARGET_SCHEDULES = {
     "smoke": TargetSchedule((Phase(6, 4, 64), Phase(2, 1, 128)), warmup_steps=2),
     "full": TargetSchedule((Phase(3000, 64, 512), Phase(150, 16, 2048))),
 }
+REFINE_SCHEDULES = {
+    "smoke": RefineSchedule(
+        steps=2,
+        steps_a_round=1,
+        sequences=8,
+        prompt_length=16,
+        new_tokens=24,
+        greedy_rows=2,
+        best_rows=2,
+        real_rows=2,
+        real_length=64,
+        warmup_steps=1,
+    ),
+    "full": RefineSchedule(steps=400),
+}
 DRAFTER_SCHEDULES = {
     "smoke": DrafterSchedule(
         sequences=8,
@@ -133,7 +170,7 @@ DRAFTER_SCHEDULES = {
         new_tokens=24,
         warmup_steps=2,
     ),
-    "full": DrafterSchedule(sequences=16_384, steps=2500),
+    "full": DrafterSchedule(sequences=32_768, steps=12_000),
 }
 ASSISTANT_SCHEDULES = {
     "smoke": AssistantSchedule(
@@ -145,5 +182,5 @@ ASSISTANT_SCHEDULES = {
         new_tokens=24,
         warmup_steps=2,
     ),
-    "full": AssistantSchedule(sequences=1024, steps=1800),
+    "full": AssistantSchedule(sequences=16_384, steps=8000, rows=16),
 }
