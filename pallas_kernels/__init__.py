@@ -1,6 +1,7 @@
-"""GPU kernels in Pallas, one folder an operation. No kernel has landed yet: attention and experts run as XLA.
+"""GPU kernels in Pallas, one folder an operation: so far `experts`; attention still runs as XLA.
 
-A kernel will be a folder with the public function and its checks in `__init__.py`, the same function in
-plain JAX in `reference.py`, a Pallas file for each backend (`mosaic.py`, `triton.py`), and in `cases.py` the
-shapes of real models that its tests and its benchmark share. Nothing here may import `jaxspec`.
+A kernel is a folder with the public function and its checks in `__init__.py`, the same function in plain
+JAX in `reference.py`, a Pallas file for each backend it has (`mosaic.py`, `triton.py`), its tile sizes in
+`tuning.py`, and in `cases.py` the shapes of real models that its tests and its benchmark share. Nothing
+here may import `jaxspec`.
 """

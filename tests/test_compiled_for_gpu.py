@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxspec import decode
 from jaxspec.cache import cache_bytes
@@ -78,7 +78,10 @@ def _has_plugin() -> bool:
     return any(importlib.util.find_spec(name) is not None for name in CUDA_PLUGINS)
 
 
-pytestmark = pytest.mark.skipif(not _has_plugin(), reason="the CUDA wheels are not installed")
+pytestmark = [
+    pytest.mark.skipif(not _has_plugin(), reason="the CUDA wheels are not installed"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+]
 
 
 @functools.cache
@@ -90,6 +93,10 @@ def one_h200() -> NamedSharding:
     except NotImplementedError as error:  # its plugin looked for a driver and gave up
         pytest.skip(f"{error}: on a machine without a GPU set JAX_PLATFORMS=cpu")
     return NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+
+
+# Pallas asks for the GPU before XLA does.
+NAMED_H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
 
 
 def on_h200(tree: Any) -> Any:
@@ -146,7 +153,8 @@ def compile_loop(spec: DecodeSpec, batch: int) -> tuple[Any, Any]:
         donate_argnums=2,
         compiler_options=decode.COMPILER_OPTIONS,
     )
-    return loop.lower(*on_h200(args)).compile(), state
+    with jax.sharding.use_abstract_mesh(NAMED_H200):
+        return loop.lower(*on_h200(args)).compile(), state
 
 
 MOVES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"}

@@ -1,0 +1,104 @@
+"""Experts for few tokens: a gated MLP for each of a token's chosen experts, weighted and summed.
+
+Read `reference.py` for what is computed, `triton.py` for how each expert in use is read once and the
+others never, `tuning.py` for tile sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.experts.reference import reference
+from pallas_kernels.experts.triton import Tiling, experts_triton
+from pallas_kernels.experts.tuning import tiling_for
+
+Implementation = Literal["auto", "reference", "triton"]
+
+
+def experts(
+    x: Float[Array, "T D"],
+    chosen: Int[Array, "T topk"],
+    weights: Float[Array, "T topk"],
+    gate_up: Float[Array, "E D 2 F"],
+    down: Float[Array, "E F D"],
+    *,
+    implementation: Implementation = "auto",
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> Float[Array, "T D"]:
+    """Return sum over a token's experts of weight * (gelu_tanh(x @ gate) * (x @ up)) @ down.
+
+    Args:
+        x: Tokens, in the dtype of the experts.
+        chosen: Experts of each token, all different, each in [0, E).
+        weights: Their weights, which need not sum to 1.
+        gate_up: Gate and up matrices of each expert, side by side.
+        down: Down matrices.
+        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
+            and 16-bit experts; "auto" takes it where it can run, and "reference" elsewhere.
+        tiling: Tile sizes of the kernel, instead of the table's.
+        interpret: Run the kernel on any device, slowly, to test it.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+        NotImplementedError: If implementation is "triton" and it cannot run.
+    """
+    _check(x, chosen, weights, gate_up, down)
+    if implementation not in ("auto", "reference", "triton"):
+        raise ValueError(f"implementation is {implementation!r}; pass auto, reference or triton")
+    args = (x, chosen, weights, gate_up, down)
+    if implementation == "reference":
+        return reference(*args)
+    reason = _why_not(gate_up, interpret)
+    if reason and implementation == "triton":
+        raise NotImplementedError(f"{reason}; pass implementation='auto' or 'reference'")
+    if reason:
+        return reference(*args)
+    tiling = tiling or tiling_for(chosen.size / gate_up.shape[0])
+    kernel = functools.partial(experts_triton, tiling=tiling, interpret=interpret)
+    if implementation == "triton":
+        return kernel(*args)
+    return lax.platform_dependent(*args, cuda=kernel, default=reference)
+
+
+def _check(x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array) -> None:
+    (t, d), (e, f, _) = x.shape, down.shape
+    if gate_up.shape != (e, d, 2, f) or down.shape != (e, f, d):
+        raise ValueError(
+            f"for tokens {x.shape}, gate_up must be [E, D, 2, F] and down [E, F, D]; "
+            f"they are {gate_up.shape} and {down.shape}"
+        )
+    if chosen.shape != weights.shape or chosen.shape[0] != t:
+        raise ValueError(
+            f"chosen and weights must be [{t}, topk]; they are {chosen.shape} and {weights.shape}"
+        )
+    if chosen.shape[1] > e:
+        raise ValueError(f"{chosen.shape[1]} different experts a token, of only {e}")
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(
+            f"tokens and experts must have one dtype; x is {x.dtype}, gate_up {gate_up.dtype}, "
+            f"down {down.dtype}"
+        )
+
+
+def _why_not(gate_up: Array, interpret: bool) -> str | None:
+    """Say why the kernel cannot run for these experts on this machine's GPU, if it has one."""
+    if not interpret and gate_up.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the Triton kernel is cut for bfloat16 and float16 experts, not {gate_up.dtype}"
+    if gate_up.size >= 2**31:
+        return f"the Triton kernel's offsets are 32 bits, and gate_up has {gate_up.size} numbers"
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size > 1 and not mesh.are_all_axes_manual:
+        return f"the Triton kernel runs on one device, not on a mesh of {mesh.size}"
+    if not interpret and jax.default_backend() == "gpu":
+        device = jax.devices()[0]
+        capability = str(getattr(device, "compute_capability", "0"))
+        if device.platform == "gpu" and float(capability) < 8.0:
+            return f"the Triton kernel needs compute capability 8.0; {device.device_kind} has {capability}"
+    return None

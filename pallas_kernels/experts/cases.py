@@ -1,0 +1,74 @@
+"""Shapes that tests and benchmarks share, and the routings that hurt."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of one layer's experts."""
+
+    experts: int
+    top_k: int
+    width: int
+    hidden: int
+
+
+GEMMA4_26B_A4B = Shape(experts=128, top_k=8, width=2816, hidden=704)
+# No power of two divides its width or its hidden size, and few of its experts are in use.
+SMALL = Shape(experts=24, top_k=3, width=81, hidden=43)
+# The routing of 26B-A4B, with experts small enough to be interpreted.
+NARROW = Shape(experts=128, top_k=8, width=48, hidden=24)
+
+TOKENS = (1, 3, 16, 128, 300, 512)
+ROUTINGS = ("random", "same", "spread", "skewed")
+
+
+def chosen_experts(shape: Shape, tokens: int, routing: str, seed: int = 0) -> np.ndarray:
+    """Return [tokens, top_k] different experts.
+
+    Args:
+        shape: Sizes; only the number of experts and `top_k` count.
+        tokens: How many tokens.
+        routing: "random" is uniform; "same" gives all tokens the same experts; "spread" goes through all
+            experts in turn; "skewed" has one expert that every token wants.
+        seed: Of the random ones.
+    """
+    rng = np.random.default_rng(seed)
+    random = np.stack([rng.permutation(shape.experts)[: shape.top_k] for _ in range(tokens)])
+    match routing:
+        case "random":
+            chosen = random
+        case "same":
+            chosen = np.tile(random[0], (tokens, 1))
+        case "spread":
+            chosen = np.arange(tokens * shape.top_k).reshape(tokens, -1) % shape.experts
+        case "skewed":
+            chosen = 1 + random % (shape.experts - 1)
+            chosen = np.stack([np.unique(row)[: shape.top_k - 1] for row in chosen])
+            chosen = np.concatenate([chosen, np.zeros((tokens, 1))], axis=1)
+        case _:
+            raise ValueError(f"routing is {routing!r}; pass one of {ROUTINGS}")
+    return chosen.astype(np.int32)
+
+
+def inputs(
+    shape: Shape, tokens: int, dtype: jnp.dtype, routing: str = "random", seed: int = 0
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Return x, chosen, weights, gate_up and down, so scaled that results are of order one."""
+    e, d, f = shape.experts, shape.width, shape.hidden
+    keys = jax.random.split(jax.random.key(seed), 4)
+    weights = jax.random.uniform(keys[1], (tokens, shape.top_k), jnp.float32, 0.1)
+    return (
+        jax.random.normal(keys[0], (tokens, d), dtype),
+        jnp.asarray(chosen_experts(shape, tokens, routing, seed)),
+        weights / weights.sum(axis=1, keepdims=True),
+        jax.random.normal(keys[2], (e, d, 2, f), dtype) * d**-0.5,
+        jax.random.normal(keys[3], (e, f, d), dtype) * f**-0.5,
+    )

@@ -1,0 +1,55 @@
+"""What the kernel computes, in plain JAX: every expert on every token, and a mask. This is the oracle."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
+
+
+def reference(
+    x: Float[Array, "T D"],
+    chosen: Int[Array, "T topk"],
+    weights: Float[Array, "T topk"],
+    gate_up: Float[Array, "E D 2 F"],
+    down: Float[Array, "E F D"],
+) -> Float[Array, "T D"]:
+    """Run every expert on every token and keep what the router chose.
+
+    All weights are read once: near the memory floor where tokens need nearly all of the experts, and
+    always right. Accumulates in float32.
+    """
+    e, d, _, f = gate_up.shape
+    combine = jnp.zeros((x.shape[0], e), jnp.float32)
+    combine = combine.at[jnp.arange(x.shape[0])[:, None], chosen].set(weights.astype(jnp.float32))
+
+    def run(rows: Float[Array, "R D"], combine: Float[Array, "R E"]) -> Float[Array, "R D"]:
+        # A batched product, an expert each. With the rows not repeated, D would stand between two
+        # axes that are kept, and XLA transposes all of the weights in every step.
+        repeated = jnp.broadcast_to(rows, (e, *rows.shape))
+        both = _contract("erd,edf->erf", repeated, gate_up.reshape(e, d, 2 * f)).astype(x.dtype)
+        hidden = gelu_tanh(both[..., :f]) * both[..., f:]
+        hidden = (hidden.astype(jnp.float32) * combine.T[:, :, None]).astype(x.dtype)
+        return _contract("erf,efd->rd", hidden, down).astype(x.dtype)
+
+    if x.shape[0] != 1:
+        return run(x, combine)
+    # XLA turns products of one row into elementwise ones, which are slower: 16.4 ms a step of 26B-A4B
+    # on an H200 instead of 13.0.
+    return lax.platform_dependent(
+        x,
+        combine,
+        cuda=lambda x, c: run(jnp.repeat(x, 2, axis=0), jnp.repeat(c, 2, axis=0))[:1],
+        default=run,
+    )
+
+
+def _contract(spec: str, x: Array, y: Array) -> Float[Array, "..."]:
+    # JAX's default for float32 on Hopper is TF32, whose errors are a thousand times larger.
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(spec, x, y, precision=exact, preferred_element_type=jnp.float32)
