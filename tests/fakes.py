@@ -25,7 +25,7 @@ from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import Children, grow
 from jaxspec.models.gemma4 import TargetOutput
 from jaxspec.params import Graph
-from jaxspec.sampling import suppress
+from jaxspec.sampling import draw_drafts, suppress
 from jaxspec.shapes import Array, DTypeLike, Params
 from tests import tiny
 
@@ -119,12 +119,16 @@ class LookupDrafter(_Fake):
 
 
 class TableDrafter(_Fake):
-    """Proposes the same tokens after the same anchor, whatever came before it."""
+    """Proposes the same tokens after the same anchor, whatever came before it.
+
+    Drafts that are drawn come one after the other from `logits`, which look at one token back.
+    """
 
     def __init__(self, config: FakeConfig, *, dtype: DTypeLike):
         del dtype
         self.config = config
         self.table = nnx.Param(jnp.zeros((config.vocab_size, config.block_size - 1), jnp.int32))
+        self.logits = nnx.Param(jnp.zeros((config.vocab_size, config.vocab_size)))
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -157,6 +161,15 @@ class TableDrafter(_Fake):
         draws: Draws | None = None,
     ) -> Draft:
         del state, target, lengths
+        if draws is not None:
+            tokens, chain = anchors, []
+            for i in range(num_draft_tokens):
+                logits = self.logits[...][tokens][:, None]
+                drawn, log_q = draw_drafts(logits, draws.sampling, draws.keys[:, i, None])
+                tokens = drawn[:, 0]
+                chain.append((drawn, log_q))
+            drawn, log_q = (jnp.concatenate(x, axis=1) for x in zip(*chain, strict=True))
+            return Draft(drawn, log_q=log_q)
         if tree is None:
             return Draft(self.table[...][anchors][:, :num_draft_tokens])
 
@@ -204,11 +217,16 @@ def lookup(
     return loaded(Graph(LookupDrafter, config, target.graph.dtype), params)
 
 
-def table(target: LoadedModel, rows: Sequence[Sequence[int]]) -> LoadedModel:
-    """Return a drafter that proposes `rows[anchor]`."""
+def table(
+    target: LoadedModel, rows: Sequence[Sequence[int]], logits: np.ndarray | None = None
+) -> LoadedModel:
+    """Return a drafter that proposes `rows[anchor]`, or draws after each token from `logits[token]`."""
     config = FakeConfig(target.config.vocab_size, target.config.hidden_size, len(rows[0]) + 1)
     graph = Graph(TableDrafter, config, target.graph.dtype)
-    return loaded(graph, {"table": jnp.asarray(rows, jnp.int32)})
+    if logits is None:
+        logits = np.zeros((config.vocab_size, config.vocab_size))
+    weights = {"table": jnp.asarray(rows, jnp.int32), "logits": jnp.asarray(logits, jnp.float32)}
+    return loaded(graph, weights)
 
 
 def dflash(target: LoadedModel, *, block_size: int, seed: int = 0) -> LoadedModel:

@@ -5,8 +5,6 @@ A spec and its shapes are one program; what the rows ask for are values in it.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -119,8 +119,8 @@ def drafters() -> dict[str, LoadedModel]:
         return rows
 
     return {
-        "likely": fakes.table(target(), chain(lambda p: p.argmax(axis=1))),
-        "unlikely": fakes.table(target(), chain(lambda p: p.argmin(axis=1))),
+        "likely": fakes.table(target(), chain(lambda p: p.argmax(axis=1)), np.log(after)),
+        "unlikely": fakes.table(target(), chain(lambda p: p.argmin(axis=1)), -np.log(after)),
         "dflash": fakes.dflash(target(), block_size=DRAFTS + 1),
         "mtp": fakes.mtp(target(), drafts=DRAFTS),
     }

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits, suppress
+from tests.decode.plain import Settings
 
 VOCAB = 12
 ROWS = 4
@@ -23,24 +24,6 @@ def params(*rows: tuple[float, ...]) -> SamplingParams:
 
 
 shape = jax.jit(shape_logits)
-
-
-def reference(
-    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
-) -> np.ndarray:
-    """Shape one row of logits by sorting it; what ties with the last one kept is kept."""
-    out = logits.astype(np.float64) / (temperature or 1.0)
-    if 0 < top_k < out.size:
-        out = np.where(out >= np.sort(out)[-top_k], out, -np.inf)
-    if top_p < 1:
-        probs = np.exp(out - out.max())
-        probs /= probs.sum()
-        order = np.argsort(-out, kind="stable")
-        mass_before = np.cumsum(probs[order]) - probs[order]
-        last = out[order][mass_before < top_p][-1]
-        out = np.where(out >= last, out, -np.inf)
-    with np.errstate(divide="ignore"):
-        return np.where(out - out.max() >= np.log(min_p), out, -np.inf)
 
 
 # Logits are eighths, so that ties are common; sums of their weights then meet a top-p of these exactly
@@ -67,7 +50,7 @@ def test_filters_equal_a_sorting_reference(rows, values, suppressed):
     shaped = np.asarray(shape(jnp.asarray(logits), params(*rows)))
     for b, row in enumerate(rows):
         for t in range(2):
-            expected = reference(logits[b, t], *row)
+            expected = Settings(*row).filtered(logits[b, t])
             np.testing.assert_allclose(shaped[b, t], expected - expected.max(), rtol=1e-6)
 
 
