@@ -5,7 +5,7 @@ caches up to `lengths`; its newest token, the *anchor*, is not. A step feeds the
 speculating, draft tokens after it) through the target, keeps the drafts the target agrees with, adds the
 target's own next token as the new anchor, and moves `lengths` past what was kept:
 
-    draft     drafter.draft      anchor, state        -> draft tokens
+    draft     drafter.draft      anchor, state        -> draft tokens, what they were drawn from
     verify    target             anchor + drafts      -> logits, new K/V, features
     accept    verify.verify      logits, drafts       -> accepted prefix, bonus token
     commit    drafter.absorb, `commit`                -> the next state
@@ -327,7 +327,11 @@ def decode_step(target: Gemma4, spec: DecodeSpec, state: DecodeState) -> DecodeS
 
 
 def propose(target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState) -> Draft:
-    """Let the drafter propose tokens after every row's anchor."""
+    """Let the drafter propose tokens after every row's anchor.
+
+    Raises:
+      ValueError: the spec wants draws, and the drafter does not tell its distribution.
+    """
     view = TargetView(target.embedder, state.caches, target.config, spec.suppress_tokens)
     draws = None
     if spec.draft_sampling:
@@ -335,7 +339,7 @@ def propose(target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
         slots = jnp.broadcast_to(jnp.arange(shape[1]), shape)
         keys = fold_keys(state.keys, state.num_steps + 1, slots, Stream.DRAFT)
         draws = Draws(state.sampling.only(state.active), keys)
-    return drafter.draft(
+    draft = drafter.draft(
         state.drafter,
         view,
         state.anchors,
@@ -344,6 +348,12 @@ def propose(target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
         tree=spec.tree,
         draws=draws,
     )
+    if spec.draft_sampling and draft.log_q is None:
+        raise ValueError(
+            f"draft_sampling is on, but {type(drafter).__name__} does not tell what it draws from; leave "
+            "draft_sampling out"
+        )
+    return draft
 
 
 def speculative_step(

@@ -77,13 +77,9 @@ def sampled(drafter: str | None, seed: int = 1, **options: Any) -> tuple[np.ndar
     """Return the tokens of `ROWS` rows of each filter, [F, R, NEW_TOKENS], and their acceptance lengths."""
     model = None if drafter is None else drafters()[drafter]
     if model is not None:
-        options = dict(drafter=model.graph, num_draft_tokens=DRAFTS) | options
-    spec = DecodeSpec(
-        target().graph,
-        **(dict(drafter=None) | options),
-        penalties=True,
-        num_biases=NUM_BIASES,
-    )
+        options = {"num_draft_tokens": DRAFTS, **options}
+    graph = None if model is None else model.graph
+    spec = DecodeSpec(target().graph, graph, **options, penalties=True, num_biases=NUM_BIASES)
     rows = [settings for settings in FILTERS.values() for _ in range(ROWS)]
     state = rollout(
         spec,
