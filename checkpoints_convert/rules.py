@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint import CheckpointError
@@ -32,17 +33,19 @@ _TILE = 512  # of 16-bit numbers: a tile and its transpose fit the second-level 
 class Transform:
     """An exact way between source tensors and one parameter: it moves numbers and changes none.
 
-    `to_sources(param, count)` also takes traced arrays, so that source shapes can be derived from a
-    parameter's shape.
+    Both ways take numpy arrays, which files are read into, and JAX's, traced ones too.
     """
 
     name: str
-    to_param: Callable[[Sequence[np.ndarray], Shape], np.ndarray]
+    to_param: Callable[[Sequence[Any], Shape], Any]
     to_sources: Callable[[Any, int], tuple[Any, ...]]
 
 
-def _join(sources: Sequence[np.ndarray]) -> np.ndarray:
-    return sources[0] if len(sources) == 1 else np.concatenate(sources)
+def _join(sources: Sequence[Any], axis: int = 0) -> Any:
+    if len(sources) == 1:
+        return sources[0]
+    numpy = all(isinstance(s, np.ndarray) for s in sources)
+    return (np if numpy else jnp).concatenate(sources, axis=axis)
 
 
 def _transpose(x: Any) -> Any:
@@ -58,7 +61,7 @@ def _transpose(x: Any) -> Any:
     return out
 
 
-def _from_linear(sources: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
+def _from_linear(sources: Sequence[Any], shape: Shape) -> Any:
     return _transpose(_join(sources)).reshape(shape)
 
 
@@ -71,9 +74,9 @@ def _to_output(param: Any, _: int) -> tuple[Any, ...]:
     return (_transpose(param.reshape(-1, param.shape[-1])),)
 
 
-def _from_heads(sources: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
+def _from_heads(sources: Sequence[Any], shape: Shape) -> Any:
     d, k, _, h = shape
-    by_kv_head = np.concatenate([s.reshape(k, -1, h, d) for s in sources], axis=1)
+    by_kv_head = _join([s.reshape(k, -1, h, d) for s in sources], axis=1)
     return _transpose(by_kv_head.reshape(-1, d)).reshape(shape)
 
 
@@ -84,7 +87,7 @@ def _to_heads(param: Any, count: int) -> tuple[Any, ...]:
     return tuple(by_kv_head[:, a:b].reshape(-1, d) for a, b in itertools.pairwise(starts))
 
 
-def _from_experts(sources: Sequence[np.ndarray], shape: Shape) -> np.ndarray:
+def _from_experts(sources: Sequence[Any], shape: Shape) -> Any:
     return _transpose(sources[0]).reshape(shape)
 
 
@@ -157,7 +160,7 @@ class RuleSet:
     """Everything the conversion knows about one model."""
 
     rules: tuple[Rule, ...]
-    prefixes: tuple[str, ...]  # what may stand before every source name; one a checkpoint
+    prefixes: tuple[str, ...]  # what may stand before every source name, the releases' first
     skips: tuple[Skip, ...] = ()
     refused: tuple[
         tuple[str, str], ...
