@@ -5,6 +5,8 @@ A spec and its shapes are one program; what the rows ask for are values in it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,11 @@ def rollout(
     return _decode(spec, target_params, drafter_params, state, jnp.int32(new_tokens))
 
 
-_admit = jax.jit(decode.admit)
-_prefill = jax.jit(decode.prefill, static_argnums=0)
-_decode = jax.jit(decode.decode_loop, static_argnums=0)
+_admit: Any = jax.jit(decode.admit)
+_prefill: Any = jax.jit(decode.prefill, static_argnums=0)
+_decode: Any = jax.jit(decode.decode_loop, static_argnums=0)
+
+
+def num_programs() -> int:
+    """Return how many programs were compiled so far."""
+    return sum(f._cache_size() for f in (_admit, _prefill, _decode))

@@ -25,7 +25,7 @@ from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array
 from tests import fakes
 from tests.decode.plain import Settings, columns, log_softmax
-from tests.decode.rollout import rollout
+from tests.decode.rollout import num_programs, rollout
 from tests.decode.test_distribution import VOCAB, target
 
 NEW_TOKENS = 12
@@ -175,6 +175,9 @@ def test_these_penalties_and_biases_matter() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_logprobs_equal_a_teacher_forced_pass(form: str) -> None:
     got = run_all(form)
+    top_ids, top_values = got.logprobs.top_ids, got.logprobs.top_values
+    assert top_ids is not None
+    assert top_values is not None
     _, lengths = prompts()
     padded = np.zeros((len(ROWS), max(PROMPT_LENGTHS) + NEW_TOKENS), np.int32)
     for row, text in zip(padded, got.texts, strict=True):
@@ -188,12 +191,9 @@ def test_logprobs_equal_a_teacher_forced_pass(form: str) -> None:
             at = (i, j)
             np.testing.assert_allclose(got.logprobs.target[at], raw[token], atol=1e-5)
             best = np.argsort(-raw)[:TOP]
-            np.testing.assert_allclose(got.logprobs.top_values[at], raw[best], atol=1e-5)
-            np.testing.assert_allclose(  # ties may stand in either order
-                raw[got.logprobs.top_ids[at]],
-                raw[best],
-                atol=1e-5,
-            )
+            np.testing.assert_allclose(top_values[at], raw[best], atol=1e-5)
+            # Ties may stand in either order.
+            np.testing.assert_allclose(raw[top_ids[at]], raw[best], atol=1e-5)
             if settings.temperature == 0:
                 assert got.logprobs.sampled[at] == 0
                 continue
@@ -208,6 +208,7 @@ def test_logprobs_equal_a_teacher_forced_pass(form: str) -> None:
 def test_neighbours_change_nothing(form: str) -> None:
     """Every other row asks for something else: the rows between stay as they were, to the bit."""
     everything, kept = run_all(form), np.arange(len(ROWS)) % 2 == 0
+    programs = num_programs()
     for neighbour in (Settings(temperature=0.0), SETTINGS[-1]):
         rows = [s if k else neighbour for s, k in zip(ROWS, kept, strict=True)]
         other = run(form, rows)
@@ -219,6 +220,7 @@ def test_neighbours_change_nothing(form: str) -> None:
             other.logprobs,
             everything.logprobs,
         )
+    assert num_programs() == programs  # values compile nothing
 
 
 @pytest.mark.parametrize("form", ["plain", "dflash", "mtp tree"])
@@ -250,6 +252,23 @@ def test_a_new_request_starts_from_nothing() -> None:
     assert not counts.prompt[emptied].any()
     assert not counts.output[emptied].any()
     np.testing.assert_array_equal(counts.output[~emptied], state.counts.output[~emptied])
+
+
+@pytest.mark.parametrize("options", [dict(penalties=True), dict(num_biases=2)])
+def test_penalties_and_biases_go_alone(options: dict[str, Any]) -> None:
+    """What a spec leaves out is not carried: no counts without penalties."""
+    spec = DecodeSpec(target().graph, None, **options)
+    weights = spec.target.abstract_params(), None
+    state = jax.eval_shape(
+        lambda: decode.init_state(
+            spec, 2, cache_length=8, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
+        )
+    )
+    assert (state.counts is not None) == spec.penalties
+    after = jax.eval_shape(
+        functools.partial(decode.decode_loop, spec), *weights, state, jnp.int32(1)
+    )
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
 
 
 def test_values_are_one_for_all_or_one_a_row() -> None:

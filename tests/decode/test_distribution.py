@@ -178,8 +178,19 @@ def test_speculative_sampling_follows_the_target(drafter, filters):
 TREE: dict[str, Any] = dict(tree=Tree(3, DRAFTS), num_draft_tokens=8)
 
 
-@pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("drafter", ["likely", "dflash", "mtp"])
+@pytest.mark.parametrize(
+    ("drafter", "filters"),
+    [
+        *(("likely", filters) for filters in FILTERS),
+        ("dflash", "temperature 1"),
+        ("mtp", "temperature 1"),
+        *(
+            pytest.param(drafter, filters, marks=pytest.mark.slow)
+            for drafter in ("dflash", "mtp")
+            for filters in list(FILTERS)[1:]
+        ),
+    ],
+)
 def test_sampling_with_trees_follows_the_target(drafter, filters):
     """Several branches fit a token, and deep ones are reached: wide trees accept more than chains."""
     tokens, accepted = sampled(drafters()[drafter], filters, seed=1, **TREE)

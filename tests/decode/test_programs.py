@@ -16,6 +16,7 @@ import pytest
 
 from jaxspec import decode
 from jaxspec.batching import Engine, Request
+from jaxspec.decode import DecodeSpec
 from jaxspec.drafters.base import Tree
 from tests import tiny
 from tests.decode.cases import NEW_TOKENS, case, run, target
@@ -160,6 +161,35 @@ def test_caches_alias_and_nothing_large_is_copied_in_the_loop(name, drafter, sha
         if kind == "decode":
             assert "while(" in text
             assert copied(text, arrays, "all") == []
+
+
+def test_counts_alias_and_are_not_copied_in_the_loop():
+    """So it is with what penalties, drawn drafts, block verification and logprobs add to the program."""
+    loaded = target("31b")
+    drafter = case("31b").drafter("dflash")
+    spec = DecodeSpec(
+        loaded.graph,
+        drafter.graph,
+        4,
+        penalties=True,
+        num_biases=2,
+        draft_sampling=True,
+        verification="block",
+        logprobs=True,
+        top_logprobs=2,
+    )
+    state = decode.init_state(
+        spec, 16, cache_length=61, num_stop_ids=4, cache_dtype=jnp.dtype("float32")
+    )
+    assert state.counts is not None
+    loop = jax.jit(functools.partial(decode.decode_loop, spec), donate_argnums=2)
+    weights = loaded.params, drafter.params
+    program = loop.lower(*weights, state, jnp.int32(3)).compile()
+    memory, kept = program.memory_analysis(), (state.caches, state.drafter, state.counts)
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(kept))
+    arrays = [*jax.tree.leaves((state.caches, state.drafter)), state.counts.output]
+    assert copied(program.as_text(), arrays, "all") == []
 
 
 def test_a_copied_weight_would_be_found():
