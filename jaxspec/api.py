@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import CheckpointError, LoadedModel, load_drafter, load_target
@@ -35,8 +36,9 @@ def load(
     drafter_revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[LoadedModel, LoadedModel | None]:
-    """Load a target and a drafter onto the default device.
+    """Load a target and a drafter onto the default device, or a mesh.
 
     Args:
       target: a directory (ours or Hugging Face's) or a hub id; None for the bundled one.
@@ -46,6 +48,7 @@ def load(
       revision: of the target's hub id; `drafter_revision` is the drafter's.
       token: for the hub; None for the one huggingface_hub knows.
       offline: use the hub cache and no network.
+      mesh: devices to split both over, from `sharding.make_mesh`; decoding then runs there.
 
     Raises:
       CheckpointError, ConfigError: something is missing or wrong with one of them.
@@ -57,7 +60,9 @@ def load(
             f"drafter {source} is not known; expected a directory, a hub id (owner/name), or one of "
             f"{', '.join(known)}"
         )
-    hub: dict[str, Any] = dict(dtype=dtype or default_dtype(), token=token, offline=offline)
+    hub: dict[str, Any] = dict(
+        dtype=dtype or default_dtype(), token=token, offline=offline, mesh=mesh
+    )
     loaded_drafter = None
     if source != "none":  # first, being the quicker one to be wrong
         path = str(BUNDLED / source) if source in BUNDLED_DRAFTERS else source

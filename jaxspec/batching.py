@@ -18,14 +18,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec import decode
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.tree import check_tree
+from jaxspec.params import Graph
 from jaxspec.sampling import Logprobs
 from jaxspec.shapes import Params
+from jaxspec.sharding import fetch, mesh_of, place_rows
 
 PREFILL_CHUNK = 512  # longer prompts are fed in pieces of this many tokens
 SMALLEST_PREFILL = 16
@@ -96,9 +99,11 @@ class Timings:
 class Engine:
     """Decodes requests with one target and at most one drafter, on fixed shapes.
 
+    It runs on the mesh that the weights are on.
+
     Args:
       drafter: None for plain decoding.
-      batch_size: slots; rounded up to a power of two.
+      batch_size: slots; rounded up to a power of two, times the mesh's data axis.
       cache_length: positions a slot holds; prompt, new tokens and one step's tokens must fit.
       num_draft_tokens: tokens drafted a step, the anchor not counted; default the drafter's own.
       tree: draft a tree of that many tokens instead of a chain.
@@ -130,7 +135,7 @@ class Engine:
         drafts = 0
         if drafter is not None:
             drafter.config.check_fits(target.config)
-            drafts = _num_draft_tokens(drafter, num_draft_tokens, tree)
+            drafts = settle_num_draft_tokens(drafter.graph, num_draft_tokens, tree)
         elif num_draft_tokens or tree:
             raise ValueError("num_draft_tokens or a tree was given, but there is no drafter")
         if synthetic_acceptance is not None and tree is not None:
@@ -150,7 +155,9 @@ class Engine:
             logprobs=logprobs,
             synthetic_acceptance=synthetic_acceptance,
         )
-        self.batch_size = _bucket(batch_size)
+        weights = dict(target=target.params, drafter=drafter.params if drafter else None)
+        self.mesh = mesh_of(**weights)
+        self.batch_size = self._rows_bucket(batch_size)
         self.cache_length = cache_length
         self.steps_per_return = steps_per_return
         self.target_params: Params = target.params
@@ -227,7 +234,7 @@ class Engine:
                 waiting.append(index)
             else:
                 yield Completion(index, error=error)
-        num_stop_ids = _bucket(max((len(set(r.stop_ids)) for r in requests), default=1), smallest=4)
+        num_stop_ids = bucket(max((len(set(r.stop_ids)) for r in requests), default=1), smallest=4)
         slots: list[int | None] = [None] * self.batch_size
         reported = [0] * self.batch_size
         state = self._init_state(num_stop_ids) if waiting else None
@@ -268,9 +275,8 @@ class Engine:
                     finished[slot], slots[slot] = True, None
             if (finished & seen.active).any():  # the device still thinks these run
                 key = (num_stop_ids,)
-                state = self._call(
-                    "retire", key, decode.retire, state, jnp.asarray(finished), donate=(0,)
-                )
+                rows = place_rows(finished, self.mesh)
+                state = self._call("retire", key, decode.retire, state, rows, donate=(0,))
 
     def _init_state(self, num_stop_ids: int) -> DecodeState:
         return decode.init_state(
@@ -279,13 +285,19 @@ class Engine:
             cache_length=self.cache_length,
             num_stop_ids=num_stop_ids,
             cache_dtype=jnp.dtype(self.spec.target.dtype),
+            mesh=self.mesh,
         )
+
+    def _rows_bucket(self, count: int) -> int:
+        """Round rows up to a power of two for every part of the mesh's data axis."""
+        data = self.mesh.shape["data"]
+        return data * bucket(-(-count // data))
 
     def _prefill(
         self, state: DecodeState, requests: dict[int, Request], indices: dict[int, int]
     ) -> DecodeState:
         """Admit requests to slots and feed their prompts, chunk by chunk."""
-        b = _bucket(len(requests))
+        b = self._rows_bucket(len(requests))
         rows = list(requests.items())
         slots = np.full(b, self.batch_size, np.int32)  # padding rows point past the last slot
         slots[: len(rows)] = [slot for slot, _ in rows]
@@ -311,8 +323,9 @@ class Engine:
                 top_k=column([min(r.top_k, vocab_size) for _, r in rows], 0, np.int32),
                 top_p=column([r.top_p for _, r in rows], 1, np.float32),
             ),
-            keys=row_keys(jnp.asarray(seeds)),
+            keys=row_keys(place_rows(seeds, self.mesh)),
         )
+        admission = place_rows(admission, self.mesh)
         key = (b, stop_ids.shape[1])
         state = self._call("admit", key, decode.admit, state, admission, donate=(0,))
 
@@ -321,7 +334,7 @@ class Engine:
         lengths = np.asarray([len(p) for p in prompts])
         for begin in range(0, int(lengths.max()), PREFILL_CHUNK):
             count = np.clip(lengths - begin, 0, PREFILL_CHUNK)
-            t = _bucket(int(count.max()), smallest=SMALLEST_PREFILL)
+            t = bucket(int(count.max()), smallest=SMALLEST_PREFILL)
             tokens = np.zeros((b, t), np.int32)
             for row, prompt in enumerate(prompts):
                 tokens[row, : count[row]] = prompt[begin : begin + count[row]]
@@ -332,12 +345,17 @@ class Engine:
                 count=jnp.asarray(count, jnp.int32),
                 is_last=jnp.asarray((count > 0) & (lengths <= begin + PREFILL_CHUNK)),
             )
+            chunk = place_rows(chunk, self.mesh)
             state = self._model_call("prefill", (b, t), decode.prefill, state, chunk)
         return state
 
     def _decode(self, state: DecodeState) -> DecodeState:
         return self._model_call(
-            "decode", (), decode.decode_loop, state, jnp.int32(self.steps_per_return)
+            "decode",
+            (),
+            decode.decode_loop,
+            state,
+            place_rows(np.int32(self.steps_per_return), self.mesh),
         )
 
     def _model_call(
@@ -374,7 +392,7 @@ class Engine:
         known = (name, *key, args[2].stop_ids.shape[1] if spec else 0)
         if known not in self._programs:
             begin = time.perf_counter()
-            self._programs[known] = _compile(function, spec, donate, args)
+            self._programs[known] = _compile(function, spec, donate, args, self.mesh)
             self.timings.compile_s += time.perf_counter() - begin
             self.num_compilations += 1
         return self._programs[known]
@@ -386,16 +404,27 @@ _compiled: dict[
 
 
 def _compile(
-    function: Any, spec: DecodeSpec | None, donate: tuple[int, ...], args: tuple[Any, ...]
+    function: Any,
+    spec: DecodeSpec | None,
+    donate: tuple[int, ...],
+    args: tuple[Any, ...],
+    mesh: Mesh,
 ) -> Any:
+    """Compile what takes the arguments, one of them a state to be donated, and returns the next state."""
     leaves, tree = jax.tree.flatten(args)
     shapes = tuple((x.shape, str(x.dtype), x.sharding) for x in leaves)
     key = (function, spec, donate, tree, shapes)
     if key not in _compiled:
         bound = function if spec is None else _with_spec(function, spec)
-        options = decode.COMPILER_OPTIONS
-        jitted = jax.jit(bound, donate_argnums=donate, compiler_options=options)
-        _compiled[key] = jitted.lower(*args).compile()
+        (state,) = (args[i] for i in donate)
+        jitted = jax.jit(
+            bound,
+            donate_argnums=donate,
+            out_shardings=jax.tree.map(lambda x: x.sharding, state),
+            compiler_options=decode.COMPILER_OPTIONS,
+        )
+        with jax.set_mesh(mesh):
+            _compiled[key] = jitted.lower(*args).compile()
     return _compiled[key]
 
 
@@ -428,7 +457,7 @@ class _Seen:
     @classmethod
     def fetch(cls, state: DecodeState) -> _Seen:
         names = [field.name for field in dataclasses.fields(cls)]
-        return cls(*jax.device_get([getattr(state, name) for name in names]))
+        return cls(*fetch([getattr(state, name) for name in names]))
 
     def tokens_of(self, slot: int) -> tuple[int, ...]:
         return tuple(self.tokens[slot, : self.num_tokens[slot]].tolist())
@@ -455,8 +484,13 @@ def _cache_bucket(length: int) -> int:
     return -(-length // step) * step
 
 
-def _num_draft_tokens(drafter: LoadedModel, asked: int | None, tree: Tree | None) -> int:
-    model = drafter.graph.bind_abstract()
+def settle_num_draft_tokens(drafter: Graph, asked: int | None, tree: Tree | None) -> int:
+    """Return how many tokens to draft a step: as asked, or the drafter's own number.
+
+    Raises:
+      ValueError: the drafter cannot propose so many, or the tree does not allow it.
+    """
+    model = drafter.bind_abstract()
     most = model.max_draft_tokens
     if tree is not None:
         if asked is None:
@@ -471,6 +505,6 @@ def _num_draft_tokens(drafter: LoadedModel, asked: int | None, tree: Tree | None
     return drafts
 
 
-def _bucket(n: int, smallest: int = 1) -> int:
+def bucket(n: int, smallest: int = 1) -> int:
     """Round up to a power of two, at least `smallest`."""
     return max(smallest, 1 << (n - 1).bit_length() if n > 1 else 1)

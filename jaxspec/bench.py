@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -52,6 +53,7 @@ from jaxspec.params import Graph
 from jaxspec.report import json_lines, write_line
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int, Params
+from jaxspec.sharding import fetch, mesh_of, parse_mesh, place_rows
 
 DRAFTER_KINDS = ("mtp", "dflash")
 WARM_UP_STEPS = 4  # the first run of a captured graph goes kernel by kernel, the second records it
@@ -128,6 +130,13 @@ def bench_command(
             help="Of weights and caches. Default: bfloat16 on GPU, float32 on CPU.",
         ),
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="data=2,model=4",
+            help="Split rows over so many devices, and models over so many. Default: one device.",
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each case.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of random weights and prompts.")] = 0,
     json_path: Annotated[
@@ -158,6 +167,10 @@ def bench_command(
             raise ValueError(
                 "a tree needs --tree-topk, --tree-depth and --num-draft-tokens together"
             )
+        devices = None if mesh is None else parse_mesh(mesh)
+        sizes = batch_size or [1, 8, 32]
+        if devices is not None:
+            check_rows(sizes, devices)
         with json_lines(json_path or "-") as file:
             pair = make_pair(
                 None if random_weights is None else random_weights.value,
@@ -168,11 +181,10 @@ def bench_command(
                 tree=Tree(tree_topk, tree_depth) if tree_topk and tree_depth else None,
                 synthetic_acceptance=synthetic_acceptance,
                 seed=seed,
+                mesh=devices,
             )
-            prompts = pair.prompts(max(batch_size or [1, 8, 32]), prompt_length, seed)
-            report = run(
-                console, pair, prompts, batch_size or [1, 8, 32], new_tokens, repeats, seed
-            )
+            prompts = pair.prompts(max(sizes), prompt_length, seed)
+            report = run(console, pair, prompts, sizes, new_tokens, repeats, seed)
             if json_path is not None:
                 write_line(file, report)
     except (ValueError, OSError) as error:
@@ -197,6 +209,10 @@ class Pair:
     drafter_name: str | None
     held_out: tuple[tuple[int, ...], ...] = ()  # prompts the bundled pair was not trained on
 
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        return mesh_of(target=self.target_params, drafter=self.drafter_params)
+
     def prompts(self, count: int, length: int, seed: int) -> np.ndarray:
         """Return [count, length] prompt ids: held-out ones where there are any, else random."""
         if self.held_out:
@@ -219,6 +235,7 @@ def make_pair(
     tree: Tree | None = None,
     synthetic_acceptance: float | None = None,
     seed: int = 0,
+    mesh: Mesh | None = None,
 ) -> Pair:
     """Load a pair or make a random one.
 
@@ -238,12 +255,15 @@ def make_pair(
     drafter_graph, drafter_params, drafter_name, suppressed = None, None, None, ()
     if preset is not None:
         target_graph = Graph(Gemma4, TARGET_PRESETS[preset], dtype)
-        target_params, target_name = target_graph.random_params(seed), f"{preset}, random weights"
+        target_params, target_name = (
+            _random_params(target_graph, seed, mesh),
+            f"{preset}, random weights",
+        )
         if drafter != "none":
             drafter_graph, drafter_name = random_drafter(preset, drafter or "dflash", dtype)
-            drafter_params = _random_params(drafter_graph, seed + 1)
+            drafter_params = _random_params(drafter_graph, seed + 1, mesh)
     else:
-        model, drafter_model = load(target, drafter, dtype=dtype)
+        model, drafter_model = load(target, drafter, dtype=dtype, mesh=mesh)
         target_graph, target_params, target_name = model.graph, model.params, target or "bundled"
         suppressed = model.generation.suppress_tokens if model.generation else ()
         if target is None:
@@ -292,13 +312,25 @@ def random_drafter(preset: str, kind: str, dtype: str) -> tuple[Graph, str]:
     return Graph(DFlashDrafter, config, dtype), name
 
 
-def _random_params(graph: Graph, seed: int) -> Params:
+def check_rows(batch_sizes: Sequence[int], mesh: Mesh) -> None:
+    """Refuse batches that leave the devices of the data axis with unequal rows, with ValueError."""
+    data = mesh.shape["data"]
+    wrong = [size for size in batch_sizes if size % data]
+    if wrong:
+        raise ValueError(
+            f"--batch-size {wrong[0]} does not divide by data={data} of --mesh; give multiples of {data}"
+        )
+
+
+def _random_params(graph: Graph, seed: int, mesh: Mesh | None) -> Params:
     """Return random weights; an order of tokens is a random one, so that a step gathers what a real one does."""
-    params = graph.random_params(seed)
+    params = graph.random_params(seed, None if mesh is None else graph.shardings(mesh))
     if "token_ordering" in params:
         ordering = params["token_ordering"]
         shuffled = np.random.default_rng(seed).permutation(ordering.size)
-        params["token_ordering"] = jnp.asarray(shuffled, ordering.dtype)
+        params["token_ordering"] = jax.device_put(
+            shuffled.astype(ordering.dtype), ordering.sharding
+        )
     return params
 
 
@@ -593,32 +625,45 @@ class Result:
 def measure(
     pair: Pair, prompts: np.ndarray, ceiling: Ceiling, *, new_tokens: int, repeats: int, seed: int
 ) -> Result:
-    """Prefill and decode one batch of prompts, `repeats` times after a warm-up."""
+    """Prefill and decode one batch of prompts, `repeats` times after a warm-up.
+
+    Args:
+      ceiling: of one device; floors and rates are of the devices that share the same rows.
+    """
+    mesh = pair.mesh
     spec, (batch, prompt_length) = pair.spec, prompts.shape
     needed = prompt_length + new_tokens + 1 + spec.step_tokens
     cache_length = -(-needed // RING_MULTIPLE) * RING_MULTIPLE
     weights = (pair.target_params, pair.drafter_params)
-    admission = _admission(batch, new_tokens + 1, seed)
-    chunks = _chunks(prompts)
-    admit = jax.jit(decode.admit, donate_argnums=0)
+    admission = place_rows(_admission(batch, new_tokens + 1, seed), mesh)
+    chunks = [place_rows(chunk, mesh) for chunk in _chunks(prompts)]
 
     def fresh() -> DecodeState:
-        cache_dtype = jnp.dtype(spec.target.dtype)
-        state = decode.init_state(
-            spec, batch, cache_length=cache_length, num_stop_ids=1, cache_dtype=cache_dtype
-        )
-        return jax.block_until_ready(admit(state, admission))
+        return jax.block_until_ready(admit(empty(), admission))
 
-    state = fresh()
+    empty = functools.partial(
+        decode.init_state,
+        spec,
+        batch,
+        cache_length=cache_length,
+        num_stop_ids=1,
+        cache_dtype=jnp.dtype(spec.target.dtype),
+        mesh=mesh,
+    )
+    state = empty()
+    admit = _compiled(decode.admit, mesh, 0, state, admission)
+    state = admit(state, admission)
     begin = time.perf_counter()
-    prefills = {c.tokens.shape: _compiled(decode.prefill, spec, *weights, state, c) for c in chunks}
+    prefill = functools.partial(decode.prefill, spec)
+    prefills = {c.tokens.shape: _compiled(prefill, mesh, 2, *weights, state, c) for c in chunks}
     prefill_compile_s = time.perf_counter() - begin
     begin = time.perf_counter()
-    loop = _compiled(decode.decode_loop, spec, *weights, state, jnp.int32(0))
+    loop = functools.partial(decode.decode_loop, spec)
+    loop = _compiled(loop, mesh, 2, *weights, state, place_rows(np.int32(0), mesh))
     decode_compile_s = time.perf_counter() - begin
 
     def once(state: DecodeState, max_steps: int) -> tuple[DecodeState, float, float]:
-        steps = jax.block_until_ready(jnp.int32(max_steps))
+        steps = jax.block_until_ready(place_rows(np.int32(max_steps), mesh))
         begin = time.perf_counter()
         for chunk in chunks:
             state = prefills[chunk.tokens.shape](*weights, state, chunk)
@@ -631,20 +676,22 @@ def measure(
     ttft_s, step_s, tokens_per_s, lengths, steps = [], [], [], [], 0
     for _ in range(repeats):
         state, prefill_s, decode_s = once(fresh(), new_tokens)
-        num_steps, num_tokens = jax.device_get((state.num_steps, state.num_tokens))
+        num_steps, num_tokens = fetch((state.num_steps, state.num_tokens))
         steps = int(num_steps.max())
         ttft_s.append(prefill_s)
         step_s.append(decode_s / steps)
         tokens_per_s.append(float((num_tokens - 1).sum()) / decode_s)
-        accepted = jax.device_get(state.acceptance_lengths)
+        accepted = fetch(state.acceptance_lengths)
         lengths.append(np.concatenate([accepted[i, :n] for i, n in enumerate(num_steps)]).mean())
     # The floor is that of the middle of the run.
     context = prompt_length + new_tokens // 2
-    cost, draft = step_cost(spec, batch, context), step_costs(spec, batch, context)[1]
+    rows, ceiling = _of_a_group(mesh, batch, ceiling)
+    cost, draft = step_cost(spec, rows, context), step_costs(spec, rows, context)[1]
     speculative = spec.drafter is not None
     experts = None
     if spec.target.config.num_experts:
-        counts = jax.device_get(jax.jit(distinct_experts, static_argnums=0)(spec, *weights, state))
+        with jax.set_mesh(mesh):
+            counts = fetch(jax.jit(distinct_experts, static_argnums=0)(spec, *weights, state))
         experts = Spread(float(counts.mean()), float(counts.min()), float(counts.max()))
     return Result(
         mode="speculative" if speculative else "plain",
@@ -653,7 +700,7 @@ def measure(
         step_tokens=spec.step_tokens,
         cache_length=cache_length,
         cost=cost,
-        floor_ms=step_floor_s(spec, batch, context, ceiling) * 1e3,
+        floor_ms=step_floor_s(spec, rows, context, ceiling) * 1e3,
         draft_floor_ms=draft.floor_s(ceiling) * 1e3,
         step_ms=Spread.of(step_s, 1e3),
         steps=steps,
@@ -671,11 +718,23 @@ def measure(
     )
 
 
-def _compiled(function: Any, spec: DecodeSpec, *args: Any) -> Any:
-    """Compile a decode program, which takes the state third and may use its memory."""
-    bound = functools.partial(function, spec)
-    options = decode.COMPILER_OPTIONS
-    return jax.jit(bound, donate_argnums=2, compiler_options=options).lower(*args).compile()
+def _of_a_group(mesh: Mesh, batch: int, ceiling: Ceiling) -> tuple[int, Ceiling]:
+    """Return the rows that devices of the model axis share, and what these devices can do together."""
+    model = mesh.shape["model"]
+    together = Ceiling(ceiling.bytes_per_s * model, ceiling.flops_per_s * model)
+    return batch // mesh.shape["data"], together
+
+
+def _compiled(function: Any, mesh: Mesh, state: int, *args: Any) -> Any:
+    """Compile a decode program, which takes the state at that place, may use its memory and returns the next."""
+    jitted = jax.jit(
+        function,
+        donate_argnums=state,
+        out_shardings=jax.tree.map(lambda x: x.sharding, args[state]),
+        compiler_options=decode.COMPILER_OPTIONS,
+    )
+    with jax.set_mesh(mesh):
+        return jitted.lower(*args).compile()
 
 
 def _admission(batch: int, max_new_tokens: int, seed: int) -> Admission:
@@ -812,6 +871,7 @@ def _conditions(
         "dtype": pair.spec.target.dtype,
         "device": device.device_kind,
         "platform": device.platform,
+        "mesh": dict(pair.mesh.shape),
         "prompts": f"{'held-out' if pair.held_out else 'random'} prompts of {prompts.shape[1]} tokens",
         "prompt_length": prompts.shape[1],
         "new_tokens": new_tokens,
@@ -844,16 +904,17 @@ def _ceiling_table(
     context = conditions["prompt_length"] + conditions["new_tokens"] // 2
     for batch in batch_sizes:
         for pair in modes:
-            cost = step_cost(pair.spec, batch, context)
-            draft = step_costs(pair.spec, batch, context)[1]
+            rows, together = _of_a_group(pair.mesh, batch, ceiling)
+            cost = step_cost(pair.spec, rows, context)
+            draft = step_costs(pair.spec, rows, context)[1]
             table.add_row(
                 str(batch),
                 _label(pair.spec),
                 f"{cost.weight_bytes / 1e6:,.1f}",
                 f"{cost.kv_bytes / 1e6:,.1f}",
                 f"{cost.flops / 1e9:,.3g}",
-                f"{step_floor_s(pair.spec, batch, context, ceiling) * 1e3:.3g}",
-                "" if pair.spec.drafter is None else f"{draft.floor_s(ceiling) * 1e3:.3g}",
+                f"{step_floor_s(pair.spec, rows, context, together) * 1e3:.3g}",
+                "" if pair.spec.drafter is None else f"{draft.floor_s(together) * 1e3:.3g}",
             )
     return table
 

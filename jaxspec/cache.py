@@ -80,7 +80,7 @@ def write(
       count: how many of the T tokens count; the rest are dropped.
       slots: cache row of each batch row; None when they are the same.
     """
-    b, t, num_heads, _ = k.shape
+    _, t, num_heads, _ = k.shape
     size = cache.k.shape[2]
     offset = jnp.arange(t)[None, :]
     # A chunk longer than a ring keeps its newest tokens; two writes to one slot would race.
@@ -88,11 +88,14 @@ def write(
     position = start[:, None] + offset
     index = position % size if cache.ring_slack is not None else position
     index = jnp.where(kept, index, size)  # out of range: dropped
-    rows = jnp.arange(b) if slots is None else slots
-    where = (rows[:, None, None], jnp.arange(num_heads)[None, :, None], index[:, None, :])
 
     def put(old: Array, new: Array) -> Array:
-        return old.at[where].set(new.astype(old.dtype).swapaxes(1, 2), mode="drop")
+        new = new.astype(old.dtype).swapaxes(1, 2)
+        if slots is None:  # every row and head by itself, so that none is sent to another device
+            one_head = jax.vmap(lambda o, n, i: o.at[i].set(n, mode="drop"), in_axes=(0, 0, None))
+            return jax.vmap(one_head)(old, new, index)
+        where = (slots[:, None, None], jnp.arange(num_heads)[None, :, None], index[:, None, :])
+        return old.at[where].set(new, mode="drop")
 
     return dataclasses.replace(cache, k=put(cache.k, k), v=put(cache.v, v))
 

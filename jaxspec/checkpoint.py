@@ -21,6 +21,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from jaxspec import __version__
 from jaxspec.config import (
@@ -34,6 +35,7 @@ from jaxspec.config import (
 )
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
+from jaxspec.sharding import make_mesh, place
 
 Kind = Literal["target", "dflash", "mtp"]
 ModelConfig = TargetConfig | DFlashConfig | MTPConfig
@@ -138,15 +140,17 @@ def load_target(
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
+    mesh: Mesh | None = None,
 ) -> LoadedModel:
     """Load a Gemma 4 target from a directory of ours, a Hugging Face directory, or a hub id.
 
-    Arrays go to the default device one at a time, cast to `dtype`, "float32" or "bfloat16".
+    Arrays go to the default device one at a time, or to the devices of `mesh`, each shard straight to its
+    own. They are cast to `dtype`, "float32" or "bfloat16".
 
     Raises:
       CheckpointError, ConfigError: it is not there, not whole, or not a target.
     """
-    return _load(("target",), source, dtype, revision, token, offline)
+    return _load(("target",), source, dtype, revision, token, offline, mesh)
 
 
 def load_drafter(
@@ -156,9 +160,10 @@ def load_drafter(
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
+    mesh: Mesh | None = None,
 ) -> LoadedModel:
     """Load a DFlash drafter or an MTP assistant; everything else is as in `load_target`."""
-    return _load(("dflash", "mtp"), source, dtype, revision, token, offline)
+    return _load(("dflash", "mtp"), source, dtype, revision, token, offline, mesh)
 
 
 def _load(
@@ -168,6 +173,7 @@ def _load(
     revision: str | None,
     token: str | None,
     offline: bool,
+    mesh: Mesh | None,
 ) -> LoadedModel:
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
@@ -178,12 +184,13 @@ def _load(
         manifest = Manifest.read(directory)
         _check_kind(source, manifest.kind, kinds)
         graph = graph_of(manifest.config, dtype)
-        params = restore_params(directory, graph)
+        params = restore_params(directory, graph, mesh)
         return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
     opened = convert.open_source(directory)
     _check_kind(source, opened.kind, kinds)
     graph = graph_of(opened.config, dtype)
-    params = {name: jax.device_put(array) for name, array in opened.arrays(jnp.dtype(dtype))}
+    shardings = _shardings(graph, mesh)
+    params = {n: place(array, shardings[n]) for n, array in opened.arrays(jnp.dtype(dtype))}
     return LoadedModel(graph, params, opened.config, opened.generation, directory, source)
 
 
@@ -254,8 +261,8 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
             )
 
 
-def restore_params(directory: Path, graph: Graph) -> Params:
-    """Read a directory of ours onto the default device, cast to the graph's dtype.
+def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> Params:
+    """Read a directory of ours onto the default device or a mesh, cast to the graph's dtype.
 
     Raises:
       CheckpointError: names or shapes are not the graph's (all are listed), or a file is damaged.
@@ -264,9 +271,9 @@ def restore_params(directory: Path, graph: Graph) -> Params:
 
     expected = graph.abstract_params()
     check_tree(directory, {name: a.shape for name, a in expected.items()})
-    sharding = jax.sharding.SingleDeviceSharding(_default_device())
+    shardings = _shardings(graph, mesh)
     restore_args = {
-        name: ocp.ArrayRestoreArgs(dtype=a.dtype, sharding=sharding, global_shape=a.shape)
+        name: ocp.ArrayRestoreArgs(dtype=a.dtype, sharding=shardings[name], global_shape=a.shape)
         for name, a in expected.items()
     }
     return dict(_restored(directory, restore_args))
@@ -394,9 +401,10 @@ def _orbax_errors(what: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _default_device() -> Any:
-    (device,) = jnp.zeros(()).devices()
-    return device
+def _shardings(graph: Graph, mesh: Mesh | None) -> dict[str, NamedSharding]:
+    if mesh is None:
+        mesh = make_mesh(devices=list(jnp.zeros(()).devices()))  # of the default device
+    return graph.shardings(mesh)
 
 
 # --- small readers -------------------------------------------------------------------------------

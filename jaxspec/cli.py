@@ -217,6 +217,14 @@ def generate(
             rich_help_panel=_MODELS,
         ),
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="data=2,model=4",
+            help="Split rows over so many devices, and models over so many. Default: one device.",
+            rich_help_panel=_MODELS,
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="For each prompt.", rich_help_panel=_DECODING)
     ] = 128,
@@ -357,6 +365,7 @@ def generate(
         token=token,
         offline=offline,
         dtype=dtype.value if dtype else None,
+        mesh=mesh,
         chat=chat,
         chat_template_kwargs=template_kwargs,
         stop_texts=tuple(stop or ()),

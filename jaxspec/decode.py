@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxspec.drafters.base import AnyDrafter, Draft, Draws, TargetView, Tree
@@ -45,6 +46,7 @@ from jaxspec.sampling import (
     suppress,
 )
 from jaxspec.shapes import Array, Bool, Float, Int, Params
+from jaxspec.sharding import state_shardings
 from jaxspec.verify import Verdict, synthetic_verify, tree_verify, verify
 
 LogitsFn = Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Float[Array, "B T V"]]
@@ -174,19 +176,43 @@ class Admission(struct.PyTreeNode):
     keys: Array
 
 
-@functools.partial(
-    jax.jit, static_argnums=(0, 1), static_argnames=("cache_length", "num_stop_ids", "cache_dtype")
-)
 def init_state(
-    spec: DecodeSpec, batch: int, *, cache_length: int, num_stop_ids: int, cache_dtype: jnp.dtype
+    spec: DecodeSpec,
+    batch: int,
+    *,
+    cache_length: int,
+    num_stop_ids: int,
+    cache_dtype: jnp.dtype,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Make a state of empty, inactive slots.
+    """Make a state of empty, inactive slots; every array has a buffer of its own and can be donated.
 
     Args:
       cache_length: positions a slot can hold: prompt, new tokens and one step's tokens.
-
-    Jitted, so that every array has a buffer of its own and can be donated.
+      mesh: where it lives, by `sharding.state_shardings`; None for the default device.
     """
+    return _state_maker(spec, batch, cache_length, num_stop_ids, cache_dtype, mesh)()
+
+
+@functools.cache
+def _state_maker(
+    spec: DecodeSpec,
+    batch: int,
+    cache_length: int,
+    num_stop_ids: int,
+    cache_dtype: jnp.dtype,
+    mesh: Mesh | None,
+) -> Callable[[], DecodeState]:
+    def make() -> DecodeState:
+        return _empty_state(spec, batch, cache_length, num_stop_ids, cache_dtype)
+
+    shardings = None if mesh is None else state_shardings(jax.eval_shape(make), mesh)
+    return jax.jit(make, out_shardings=shardings)
+
+
+def _empty_state(
+    spec: DecodeSpec, batch: int, cache_length: int, num_stop_ids: int, cache_dtype: jnp.dtype
+) -> DecodeState:
     zeros = jnp.zeros(batch, jnp.int32)
     drafter_state = logprobs = counts = None
     if spec.logprobs:
@@ -497,14 +523,13 @@ def commit(
     stops_before = jnp.cumsum(is_stop, axis=1) - is_stop.astype(jnp.int32)
     room = (state.max_new_tokens - state.num_tokens)[:, None]
     kept = valid & (stops_before == 0) & (offset < room)
-    rows = jnp.arange(b)
     columns = jnp.where(kept, state.num_tokens[:, None] + offset, state.tokens.shape[1])
     step_column = jnp.where(state.active, state.num_steps, state.tokens.shape[1])
     num_tokens = state.num_tokens + jnp.sum(kept, axis=1)
     logprobs = state.logprobs
     if logprobs is not None:
         logprobs = jax.tree.map(
-            lambda old, value: old.at[rows[:, None], columns].set(value, mode="drop"),
+            lambda old, value: _set_columns(old, columns, value),
             logprobs,
             logprobs_of(
                 new, logits, adjusted, state.sampling.only(state.active), top=spec.top_logprobs
@@ -513,24 +538,29 @@ def commit(
     counts = state.counts
     if counts is not None:
         emitted = jnp.where(kept, new, counts.output.shape[1])  # else dropped
-        output = counts.output.at[rows[:, None], emitted].add(1, mode="drop")
+        output = jax.vmap(lambda row, ids: row.at[ids].add(1, mode="drop"))(counts.output, emitted)
         counts = dataclasses.replace(counts, output=output)
     stopped = state.stopped | jnp.any(is_stop & kept, axis=1)
     return dataclasses.replace(
         state,
         lengths=state.lengths + jnp.where(state.active, verdict.accepted + 1, 0),
         anchors=jnp.where(state.active, verdict.bonus, state.anchors),
-        tokens=state.tokens.at[rows[:, None], columns].set(new, mode="drop"),
+        tokens=_set_columns(state.tokens, columns, new),
         logprobs=logprobs,
         counts=counts,
         num_tokens=num_tokens,
         num_steps=state.num_steps + state.active.astype(jnp.int32),
-        acceptance_lengths=state.acceptance_lengths.at[rows, step_column].set(
-            verdict.accepted + 1, mode="drop"
+        acceptance_lengths=_set_columns(
+            state.acceptance_lengths, step_column[:, None], verdict.accepted[:, None] + 1
         ),
         stopped=stopped,
         active=state.active & ~stopped & (num_tokens < state.max_new_tokens),
     )
+
+
+def _set_columns(old: Array, columns: Int[Array, "B T"], values: Array) -> Array:
+    """Write each row by itself, so that none is sent to another device; columns past the last are dropped."""
+    return jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))(old, columns, values)
 
 
 def retire(state: DecodeState, finished: Bool[Array, " B"]) -> DecodeState:

@@ -44,6 +44,7 @@ from jaxspec.report import (
     summary_table,
     write_line,
 )
+from jaxspec.sharding import parse_mesh
 from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError, completed_text, stop_at_text
 
 STREAMING_STEPS = 4  # steps between returns for one prompt: each return is a piece of text
@@ -68,6 +69,7 @@ class Options:
     token: str | None = field(default=None, repr=False)
     offline: bool = False
     dtype: str | None = None
+    mesh: str | None = None  # as in "data=2,model=4"
     chat: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     stop_texts: tuple[str, ...] = ()
@@ -189,7 +191,11 @@ def set_compilation_cache(given: str | None, console: Console) -> None:
 
 
 def load_models(options: Options, console: Console) -> tuple[LoadedModel, LoadedModel | None]:
-    """Load target and drafter."""
+    """Load target and drafter, onto a mesh if there is to be one."""
+    try:
+        mesh = None if options.mesh is None else parse_mesh(options.mesh)
+    except ValueError as error:
+        raise RunError(f"--{error}") from None
     if options.target and not options.drafter:
         note(console, "no --drafter was given: decoding plainly, one token a step")
     with console.status("[dim]loading the models"):
@@ -201,6 +207,7 @@ def load_models(options: Options, console: Console) -> tuple[LoadedModel, Loaded
             drafter_revision=options.drafter_revision,
             token=options.token,
             offline=options.offline,
+            mesh=mesh,
         )
 
 
@@ -402,6 +409,7 @@ def summarise(
         dtype=engine.target.graph.dtype,
         platform=device.platform,
         device=device.device_kind,
+        mesh=dict(engine.mesh.shape),
         versions={
             "jaxspec": jaxspec.__version__,
             "jax": jax.__version__,

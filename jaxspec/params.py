@@ -9,19 +9,32 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from jaxspec.shapes import Array, Params
+from jaxspec.sharding import partition
 
 
-def param(*shape: int, dtype: jnp.dtype, fan_in: int | None = None) -> nnx.Param:
-    """Declare a weight. `fan_in` is the number of inputs of a matrix; None marks norms and scales."""
-    return nnx.Param(jnp.zeros(shape, dtype), fan_in=fan_in)
+def param(
+    *shape: int,
+    dtype: jnp.dtype,
+    fan_in: int | None = None,
+    axes: tuple[str | None, ...] = (),
+) -> nnx.Param:
+    """Declare a weight.
+
+    Args:
+      fan_in: the number of inputs of a matrix; None marks norms and scales.
+      axes: names of axes that a mesh may split, see `sharding.RULES`; without, it is whole everywhere.
+    """
+    return nnx.Param(jnp.zeros(shape, dtype), fan_in=fan_in, axes=axes)
 
 
 @dataclass(frozen=True)
@@ -37,13 +50,21 @@ class Graph:
         _, variables = _abstract(self)
         return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in variables.items()}
 
-    def bind(self, params: Params) -> Any:
-        """Return the module with these weights in place.
+    def shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
+        """Return where on a mesh every weight lives."""
+        _, variables = _abstract(self)
+        return {
+            name: NamedSharding(mesh, partition(v.get_metadata().get("axes", ()), v.shape, mesh))
+            for name, v in variables.items()
+        }
+
+    def check(self, params: Params) -> None:
+        """Refuse weights that this graph cannot bind.
 
         Raises:
-          ValueError: names or shapes differ from `abstract_params`; all differences are listed.
+          ValueError: names, shapes or dtypes differ from `abstract_params`; all differences are listed.
         """
-        graphdef, variables = _abstract(self)
+        _, variables = _abstract(self)
         wrong = [f"{n}: missing" for n in variables if n not in params]
         wrong += [f"{n}: unknown" for n in params if n not in variables]
         wrong += [
@@ -53,6 +74,15 @@ class Graph:
         ]
         if wrong:
             raise ValueError(f"params do not fit {self.module.__name__}:\n  " + "\n  ".join(wrong))
+
+    def bind(self, params: Params) -> Any:
+        """Return the module with these weights in place.
+
+        Raises:
+          ValueError: as `check`.
+        """
+        self.check(params)
+        graphdef, variables = _abstract(self)
         state = nnx.from_flat_state(
             [(_path(n), v.replace(params[n])) for n, v in variables.items()]
         )
@@ -62,20 +92,28 @@ class Graph:
         """Return the module with shapes in place of weights, for what depends on its config alone."""
         return nnx.eval_shape(lambda: self.module(self.config, dtype=jnp.dtype(self.dtype)))
 
-    def random_params(self, seed: int) -> Params:
+    def random_params(
+        self, seed: int, shardings: Mapping[str, NamedSharding] | None = None
+    ) -> Params:
         """Return random weights: matrices with variance 1 / fan_in, norms and scales 1.
 
-        Each array is made on the default device by one compiled call, so that no more than one array
-        beyond the result is ever alive.
+        Each array is made by one compiled call, so that no more than one array beyond the result is ever
+        alive; the numbers do not depend on where it is made.
+
+        Args:
+          shardings: where each weight lives, and each shard is made; None for the default device.
         """
         _, variables = _abstract(self)
-        key = jax.random.key(seed)
-        return {
-            name: _random_array(
-                jax.random.fold_in(key, i), v.shape, v.dtype, v.get_metadata().get("fan_in")
+        params = {}
+        for i, (name, v) in enumerate(sorted(variables.items())):
+            make = _random_array(
+                v.shape,
+                v.dtype,
+                v.get_metadata().get("fan_in"),
+                None if shardings is None else shardings[name],
             )
-            for i, (name, v) in enumerate(sorted(variables.items()))
-        }
+            params[name] = make(seed, i)
+        return params
 
 
 @functools.cache
@@ -88,8 +126,14 @@ def _path(name: str) -> tuple[str | int, ...]:
     return tuple(int(part) if part.isdigit() else part for part in name.split("."))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _random_array(key: Array, shape: tuple[int, ...], dtype: Any, fan_in: int | None) -> Array:
-    if fan_in is None:
-        return jnp.ones(shape, dtype)
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(math.sqrt(1 / fan_in), dtype)
+@functools.cache
+def _random_array(
+    shape: tuple[int, ...], dtype: Any, fan_in: int | None, sharding: NamedSharding | None
+) -> Callable[[int, int], Array]:
+    def make(seed: Array, index: Array) -> Array:
+        if fan_in is None:
+            return jnp.ones(shape, dtype)
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(math.sqrt(1 / fan_in), dtype)
+
+    return jax.jit(make, out_shardings=sharding)

@@ -94,6 +94,7 @@ class Summary:
     dtype: str
     platform: str
     device: str
+    mesh: dict[str, int]
     versions: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:

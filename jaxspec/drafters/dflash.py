@@ -17,12 +17,13 @@ from jaxspec.cache import KVCache, KVSegment
 from jaxspec.config import DFlashConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
 from jaxspec.drafters.tree import Children, best_children, grow
-from jaxspec.models.attention import attend
+from jaxspec.models.attention import KV_AXES, KV_WEIGHT_AXES, OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend
 from jaxspec.models.gemma4 import Embedder, TargetOutput
 from jaxspec.models.layers import GatedMLP, project, rms_norm, rope, rope_frequencies
 from jaxspec.params import param
 from jaxspec.sampling import argmax, draw_drafts, suppress
 from jaxspec.shapes import Array, DTypeLike, Float, Int
+from jaxspec.sharding import constrain, whole
 
 DFlashState = tuple[KVCache, ...]
 """Context keys and values of every draft layer. Draft blocks never enter it."""
@@ -34,7 +35,7 @@ class DFlashDrafter(Drafter[DFlashState]):
     def __init__(self, config: DFlashConfig, *, dtype: jnp.dtype):
         d, c = config.hidden_size, config.hidden_size * len(config.feature_layers)
         self.config = config
-        self.fuse = param(c, d, dtype=dtype, fan_in=c)
+        self.fuse = param(c, d, dtype=dtype, fan_in=c, axes=("inputs", None))
         self.context_norm = param(d, dtype=dtype)
         self.layers = nnx.List(
             [DFlashLayer(config, i, dtype=dtype) for i in range(config.num_layers)]
@@ -66,8 +67,8 @@ class DFlashDrafter(Drafter[DFlashState]):
 
     def context(self, features: tuple[Float[Array, "B T D"], ...]) -> Float[Array, "B T D"]:
         """Fuse target features into the context every layer reads."""
-        fused = project(jnp.concatenate(features, axis=-1), self.fuse[...])
-        return rms_norm(fused, self.context_norm[...], self.config.rms_norm_eps)
+        fused = project(whole(jnp.concatenate(features, axis=-1)), self.fuse[...])
+        return rms_norm(whole(fused), self.context_norm[...], self.config.rms_norm_eps)
 
     def absorb(
         self,
@@ -153,11 +154,11 @@ class DFlashLayer(nnx.Module):
         self.input_norm = param(d, dtype=dtype)
         # Queries apart from keys and values: the context needs only the latter, and a slice of a fused
         # matrix would be copied in every step.
-        self.q = param(d, k, g, h, dtype=dtype, fan_in=d)
-        self.kv = param(d, k, 2, h, dtype=dtype, fan_in=d)
+        self.q = param(d, k, g, h, dtype=dtype, fan_in=d, axes=Q_WEIGHT_AXES)
+        self.kv = param(d, k, 2, h, dtype=dtype, fan_in=d, axes=KV_WEIGHT_AXES)
         self.q_norm = param(h, dtype=dtype)
         self.k_norm = param(h, dtype=dtype)
-        self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h)
+        self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h, axes=OUT_WEIGHT_AXES)
         self.mlp_norm = param(d, dtype=dtype)
         self.mlp = GatedMLP(d, config.intermediate_size, gelu=False, dtype=dtype)
         self.causal = config.causal[index]
@@ -169,15 +170,16 @@ class DFlashLayer(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Project context (as it is) or block (normed) rows; keys are normed and rotated."""
-        kv_rows = project(x, self.kv[...])
+        kv_rows = project(whole(x), self.kv[...])
         k = rms_norm(kv_rows[:, :, :, 0], self.k_norm[...], self.eps)
-        return rope(k, positions, self._frequencies()), kv_rows[:, :, :, 1]
+        k = rope(k, positions, self._frequencies())
+        return constrain(k, *KV_AXES), constrain(kv_rows[:, :, :, 1], *KV_AXES)
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], context: KVSegment
     ) -> Float[Array, "B T D"]:
         h = rms_norm(x, self.input_norm[...], self.eps)
-        q = rms_norm(project(h, self.q[...]), self.q_norm[...], self.eps)
+        q = rms_norm(project(whole(h), self.q[...]), self.q_norm[...], self.eps)
         q = rope(q, positions, self._frequencies())
         k, v = self.keys_and_values(h, positions)
         block = KVSegment(k.swapaxes(1, 2), v.swapaxes(1, 2), positions)
@@ -189,7 +191,7 @@ class DFlashLayer(nnx.Module):
             window=self.window,
             causal=self.causal,
         )
-        x = x + project(h, self.out[...], inputs=3)
+        x = x + whole(project(h, self.out[...], inputs=3))
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps))
 
     def _frequencies(self) -> Float[Array, " H2"]:

@@ -26,7 +26,7 @@ from jaxspec.cache import KVSegment
 from jaxspec.config import LayerType, MTPConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
 from jaxspec.drafters.tree import Children, best_children, grow
-from jaxspec.models.attention import attend
+from jaxspec.models.attention import OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend
 from jaxspec.models.gemma4 import Embedder, TargetOutput
 from jaxspec.models.layers import (
     GatedMLP,
@@ -40,6 +40,7 @@ from jaxspec.models.layers import (
 from jaxspec.params import param
 from jaxspec.sampling import argmax, draw_drafts
 from jaxspec.shapes import Array, DTypeLike, Float, Int
+from jaxspec.sharding import whole
 
 MTPState = Float[Array, "B D"]
 """The target's post-norm hidden state of the last token that is in its caches."""
@@ -71,7 +72,9 @@ class MTPDrafter(Drafter[MTPState]):
         self.layers = nnx.List([MTPLayer(config, kind, dtype=dtype) for kind in config.layer_types])
         self.final_norm = param(d, dtype=dtype)
         self.post_projection = param(d, backbone, dtype=dtype, fan_in=d)
-        self.head = param(vocab, d, dtype=dtype, fan_in=d)
+        # With centroids only few of its rows are read, and a sum over devices would cost more than that.
+        head_axes = () if config.num_centroids else ("vocab", None)
+        self.head = param(vocab, d, dtype=dtype, fan_in=d, axes=head_axes)
         if config.num_centroids:
             self.centroids = param(d, config.num_centroids, dtype=dtype, fan_in=d)
             self.token_ordering = param(vocab, dtype=jnp.dtype(jnp.int32))
@@ -104,8 +107,9 @@ class MTPDrafter(Drafter[MTPState]):
         with jax.named_scope("mtp_absorb"):
             last = jnp.maximum(count - 1, 0)[:, None, None]
             hidden = jnp.take_along_axis(output.hidden, last, axis=1)[:, 0].astype(state.dtype)
-            rows = jnp.arange(count.shape[0]) if slots is None else slots
-            rows = jnp.where(count > 0, rows, state.shape[0])  # else dropped
+            if slots is None:
+                return jnp.where(count[:, None] > 0, hidden, state)
+            rows = jnp.where(count > 0, slots, state.shape[0])  # else dropped
             return state.at[rows].set(hidden, mode="drop")
 
     def draft(
@@ -268,9 +272,9 @@ class FrozenAttention(nnx.Module):
         k = config.num_kv_heads if sliding else config.full_num_kv_heads
         h = config.head_dim if sliding else config.full_head_dim
         g = config.num_heads // k
-        self.qkv = param(d, k, g, h, dtype=dtype, fan_in=d)
+        self.qkv = param(d, k, g, h, dtype=dtype, fan_in=d, axes=Q_WEIGHT_AXES)
         self.q_norm = param(h, dtype=dtype)
-        self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h)
+        self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h, axes=OUT_WEIGHT_AXES)
         self.window = config.num_window_keys if sliding else None
         self.theta = config.rope_theta if sliding else config.full_rope_theta
         self.partial_factor = 1.0 if sliding else config.full_partial_rotary_factor
@@ -285,7 +289,7 @@ class FrozenAttention(nnx.Module):
     ) -> Float[Array, "B F H"]:
         """Attend from queries that are rotated to position `turned` and see what position `last` sees."""
         frequencies = rope_frequencies(self.q_norm.shape[0], self.theta, self.partial_factor)
-        q = rms_norm(project(x, self.qkv[...]), self.q_norm[...], self.eps)
+        q = rms_norm(project(whole(x), self.qkv[...]), self.q_norm[...], self.eps)
         q = rope(q, turned, frequencies)
         out = attend(q, last, (segment,), scale=1.0, window=self.window)
-        return project(out, self.out[...], inputs=3)
+        return whole(project(out, self.out[...], inputs=3))

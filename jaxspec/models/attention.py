@@ -8,6 +8,19 @@ import jax.numpy as jnp
 from jaxspec.cache import KVSegment
 from jaxspec.models.layers import contract
 from jaxspec.shapes import Array, Bool, Float, Int
+from jaxspec.sharding import constrain
+
+# How axes are named in `sharding.RULES`.
+QUERY_AXES = ("batch", None, "kv_heads", "query_groups", None)  # B T K G H
+KV_AXES = ("batch", None, "kv_heads", None)  # B T K H
+Q_WEIGHT_AXES = ("inputs", "kv_heads", "query_groups", None)  # D K G H
+KV_WEIGHT_AXES = (
+    "inputs",
+    "kv_heads",
+    None,
+    None,
+)  # D K X H: keys and values, queries beside them or not
+OUT_WEIGHT_AXES = ("kv_heads", "query_groups", "inputs", None)  # K G H D
 
 
 def attend(
@@ -29,6 +42,7 @@ def attend(
       window: keys a query sees, itself included; None for all.
       segments: their keys need not be in order, and no position may stand in two of them.
     """
+    q = constrain(q, *QUERY_AXES)
     b, t, k, g, h = q.shape
     # Query heads of one kv head become rows beside the tokens (R = G * T): both products are then plain
     # batched ones in the caches' own layout. Any other order makes XLA transpose whole caches.
@@ -48,7 +62,8 @@ def attend(
         end = begin + s.k.shape[2]
         out += contract("bkrs,bksh->bkrh", weights[..., begin:end], s.v)
         begin = end
-    return out.reshape(b, k, g, t, h).transpose(0, 3, 1, 2, 4).astype(q.dtype)
+    out = out.reshape(b, k, g, t, h).transpose(0, 3, 1, 2, 4).astype(q.dtype)
+    return constrain(out, *QUERY_AXES)
 
 
 def _visible(

@@ -16,7 +16,14 @@ from flax import nnx, struct
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.config import TargetConfig
-from jaxspec.models.attention import attend
+from jaxspec.models.attention import (
+    KV_AXES,
+    KV_WEIGHT_AXES,
+    OUT_WEIGHT_AXES,
+    Q_WEIGHT_AXES,
+    QUERY_AXES,
+    attend,
+)
 from jaxspec.models.layers import (
     GatedMLP,
     contract,
@@ -29,6 +36,7 @@ from jaxspec.models.layers import (
 from jaxspec.models.moe import Experts
 from jaxspec.params import param
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
+from jaxspec.sharding import constrain, whole
 
 Caches = tuple[KVCache | None, ...]
 """One entry a layer; None where the layer reads another layer's K/V."""
@@ -192,13 +200,12 @@ class Embedder(nnx.Module):
     """The tied embedding: scaled rows on the way in, the raw table as head on the way out."""
 
     def __init__(self, config: TargetConfig, *, dtype: jnp.dtype):
-        self.table = param(
-            config.vocab_size, config.hidden_size, dtype=dtype, fan_in=config.hidden_size
-        )
+        v, d = config.vocab_size, config.hidden_size
+        self.table = param(v, d, dtype=dtype, fan_in=d, axes=("vocab", None))
 
     def encode(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
         """Look tokens up; scaled by sqrt(D) rounded to the weight dtype (31B in bfloat16: 73.5)."""
-        x = self.table[tokens]
+        x = whole(self.table[tokens])
         return x * _rounded_sqrt(x.shape[-1], x.dtype) if scaled else x
 
     def decode(self, x: Float[Array, "B T D"], softcap: float | None) -> Float[Array, "B T V"]:
@@ -213,7 +220,8 @@ class PerLayerInputs(nnx.Module):
 
     def __init__(self, config: TargetConfig, *, dtype: jnp.dtype):
         d, n, p = config.hidden_size, config.num_layers, config.per_layer_input_size
-        self.table = param(config.per_layer_vocab_size, n * p, dtype=dtype, fan_in=p)
+        v = config.per_layer_vocab_size
+        self.table = param(v, n * p, dtype=dtype, fan_in=p, axes=("vocab", None))
         self.projection = param(d, n, p, dtype=dtype, fan_in=d)
         self.norm = param(p, dtype=dtype)
         self.eps = config.rms_norm_eps
@@ -224,7 +232,7 @@ class PerLayerInputs(nnx.Module):
         d, n, p = self.projection.shape
         # Ids past this table (placeholders of other modalities) read row 0, as transformers does.
         ids = jnp.where(tokens < self.table.shape[0], tokens, 0)
-        looked_up = self.table[ids].reshape(*tokens.shape, n, p) * _rounded_sqrt(p, x.dtype)
+        looked_up = whole(self.table[ids]).reshape(*tokens.shape, n, p) * _rounded_sqrt(p, x.dtype)
         projected = project(x, self.projection[...])
         # In bfloat16 neither D^-0.5 nor 2^-0.5 is rounded before it multiplies.
         projected = (projected.astype(jnp.float32) * d**-0.5).astype(x.dtype)
@@ -316,11 +324,12 @@ class Attention(nnx.Module):
         self.k_eq_v = config.k_eq_v and full
         self.owns_kv = config.owns_kv(index)
         extra = (1 if self.k_eq_v else 2) if self.owns_kv else 0
-        self.qkv = param(d, k, g + extra, h, dtype=dtype, fan_in=d)
+        qkv_axes = KV_WEIGHT_AXES if self.owns_kv else Q_WEIGHT_AXES
+        self.qkv = param(d, k, g + extra, h, dtype=dtype, fan_in=d, axes=qkv_axes)
         self.q_norm = param(h, dtype=dtype)
         if self.owns_kv:
             self.k_norm = param(h, dtype=dtype)
-        self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h)
+        self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h, axes=OUT_WEIGHT_AXES)
         self.window = None if full else config.sliding_window
         self.theta = config.full_rope_theta if full else config.rope_theta
         self.partial_factor = config.full_partial_rotary_factor if full else 1.0
@@ -335,13 +344,18 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
         _, g, head_dim, _ = self.out.shape
         frequencies = rope_frequencies(head_dim, self.theta, self.partial_factor)
-        qkv = project(x, self.qkv[...])
+        qkv = project(whole(x), self.qkv[...])
+        # Queries beside a key and a value cannot be split by themselves: until they are cut out, none is.
+        axes = KV_AXES if self.owns_kv else QUERY_AXES
+        qkv = constrain(qkv, *axes)
         positions = where.positions
-        q = rope(rms_norm(qkv[:, :, :, :g], self.q_norm[...], self.eps), positions, frequencies)
+        q = constrain(qkv[:, :, :, :g], *axes)
+        q = rope(rms_norm(q, self.q_norm[...], self.eps), positions, frequencies)
         if self.owns_kv:
             raw_k, raw_v = qkv[:, :, :, g], qkv[:, :, :, -1]  # the same slice where k = v
             k = rope(rms_norm(raw_k, self.k_norm[...], self.eps), positions, frequencies)
             v = rms_norm(raw_v, None, self.eps)
+            k, v = constrain(k, *KV_AXES), constrain(v, *KV_AXES)
             if cache is not None and where.ancestors is None:
                 cache, segments = kv.write_then_view(
                     cache, k, v, where.start, where.count, where.slots
@@ -354,7 +368,7 @@ class Attention(nnx.Module):
             assert shared is not None
             segments = shared
         out = attend(q, positions, segments, scale=1.0, window=self.window)
-        return project(out, self.out[...], inputs=3), cache, segments
+        return whole(project(out, self.out[...], inputs=3)), cache, segments
 
 
 def _rounded_sqrt(x: int, dtype: jnp.dtype) -> Array:

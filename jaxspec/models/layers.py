@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
+from jaxspec.sharding import whole
 
 
 def project(
@@ -23,17 +24,28 @@ def project(
 ) -> Float[Array, "*result"]:
     """Multiply rows by a weight of shape [*in, *out]: the trailing `inputs` axes of x meet its leading ones.
 
-    Both sides are flattened to a plain matrix product first. An einsum over several axes may reorder
-    them, and then XLA copies the transposed weight in every step.
+    The weight keeps its axes, so that one which a mesh splits stays an axis of its own, and they keep
+    their order: an einsum may reorder them, and then XLA copies the transposed weight in every step.
     """
-    rows, outs = x.shape[: x.ndim - inputs], weight.shape[inputs:]
-    flat = weight.reshape(math.prod(weight.shape[:inputs]), math.prod(outs))
-    flat_x = x.reshape(math.prod(rows), flat.shape[0])
-    out = over_rows(lambda r: contract("rd,df->rf", r, flat), flat_x)
-    return out.reshape(*rows, *outs).astype(x.dtype)
+    rows = x.shape[: x.ndim - inputs]
+    meet = tuple(range(1, inputs + 1)), tuple(range(inputs))
+
+    def product(flat: Array) -> Array:
+        return lax.dot_general(
+            flat,
+            weight,
+            (meet, ((), ())),
+            precision=precision_of(x),
+            preferred_element_type=jnp.float32,
+        )
+
+    out = over_rows(product, x.reshape(math.prod(rows), *x.shape[x.ndim - inputs :]))
+    return out.reshape(*rows, *weight.shape[inputs:]).astype(x.dtype)
 
 
-def over_rows(product: Callable[[Array], Array], rows: Float[Array, "R D"]) -> Float[Array, "R F"]:
+def over_rows(
+    product: Callable[[Array], Array], rows: Float[Array, "R *D"]
+) -> Float[Array, "R *F"]:
     """Apply a product with weights to rows; on NVIDIA GPUs a row that is alone goes twice.
 
     XLA turns products of one row into elementwise ones and a sum. For weights of a few million elements
@@ -48,13 +60,18 @@ def over_rows(product: Callable[[Array], Array], rows: Float[Array, "R D"]) -> F
 
 
 def contract(spec: str, x: Array, y: Array) -> Float[Array, "..."]:
-    """Contract like `jnp.einsum`, accumulating in and returning float32.
+    """Contract like `jnp.einsum`, accumulating in and returning float32."""
+    precision = precision_of(x)
+    return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
 
-    float32 operands use full float32 products: on Hopper JAX's default for float32 is TF32, whose
-    1e-3 errors would break the promise that speculative and plain decoding agree.
+
+def precision_of(x: Array) -> lax.Precision | None:
+    """Return full float32 products for float32 operands.
+
+    On Hopper JAX's default for them is TF32, whose 1e-3 errors would break the promise that speculative
+    and plain decoding agree.
     """
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(spec, x, y, precision=exact, preferred_element_type=jnp.float32)
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
 def rms_norm(
@@ -102,11 +119,12 @@ class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)), with gate and up stored as one matrix."""
 
     def __init__(self, width: int, hidden: int, *, gelu: bool, dtype: jnp.dtype):
-        self.gate_up = param(width, 2, hidden, dtype=dtype, fan_in=width)
-        self.down = param(hidden, width, dtype=dtype, fan_in=hidden)
+        axes = ("inputs", None, "mlp")
+        self.gate_up = param(width, 2, hidden, dtype=dtype, fan_in=width, axes=axes)
+        self.down = param(hidden, width, dtype=dtype, fan_in=hidden, axes=("mlp", None))
         self.gelu = gelu
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate_up = project(x, self.gate_up[...])
+        gate_up = project(whole(x), self.gate_up[...])
         activation = gelu_tanh if self.gelu else jax.nn.silu
-        return project(activation(gate_up[:, :, 0]) * gate_up[:, :, 1], self.down[...])
+        return whole(project(activation(gate_up[:, :, 0]) * gate_up[:, :, 1], self.down[...]))

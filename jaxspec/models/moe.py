@@ -11,6 +11,7 @@ from jaxspec.config import TargetConfig
 from jaxspec.models.layers import project, rms_norm
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
+from jaxspec.sharding import whole
 from pallas_kernels.experts import experts
 
 
@@ -46,10 +47,10 @@ class Experts(nnx.Module):
         d = x.shape[-1]
         chosen, weights = self.route(residual)
         out = experts(
-            x.reshape(-1, d),
+            whole(x).reshape(-1, d),
             chosen.reshape(-1, self.top_k),
             weights.reshape(-1, self.top_k),
             self.gate_up[...],
             self.down[...],
         )
-        return out.reshape(x.shape)
+        return whole(out.reshape(x.shape))
