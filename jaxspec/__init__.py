@@ -6,14 +6,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Engine", "Request", "Tree", "Update", "generate", "load"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "GenerateResult",
+    "Prompts",
+    "Request",
+    "Sampler",
+    "Tree",
+    "Update",
+    "generate",
+    "load",
+]
 
 if TYPE_CHECKING:
     from jaxspec.api import generate, load
     from jaxspec.batching import Completion, Engine, Request, Update
     from jaxspec.drafters.base import Tree
+    from jaxspec.sampler import GenerateResult, Prompts, Sampler
 
-_HOMES = {"generate": "api", "load": "api", "Tree": "drafters.base"}
+_HOMES = {
+    "generate": "api",
+    "load": "api",
+    "Tree": "drafters.base",
+    "GenerateResult": "sampler",
+    "Prompts": "sampler",
+    "Sampler": "sampler",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding import partition
@@ -50,8 +50,8 @@ class Graph:
         _, variables = _abstract(self)
         return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in variables.items()}
 
-    def shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
-        """Return where on a mesh every weight lives."""
+    def shardings(self, mesh: Mesh | AbstractMesh) -> dict[str, NamedSharding]:
+        """Return where on a mesh every weight lives; it need not have devices yet."""
         _, variables = _abstract(self)
         return {
             name: NamedSharding(mesh, partition(v.get_metadata().get("axes", ()), v.shape, mesh))

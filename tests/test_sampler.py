@@ -1,0 +1,328 @@
+"""The sampler: one result however it is called, rows that depend on nothing but themselves, errors that say why."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import sampler as sampler_module
+from jaxspec.checkpoint import LoadedModel
+from jaxspec.models.gemma4 import Gemma4
+from jaxspec.params import Graph
+from jaxspec.sampler import FinishReason, GenerateResult, Prompts, Sampler
+from tests import fakes, tiny
+
+NEW_TOKENS = 12
+PROMPTS = [[2, 17, 80, 33, 5, 9, 41], [2, 99], [2, 40, 40, 7], [2, 7, 8, 9, 10, 11, 12, 13, 14]]
+TEMPERATURES = [0.0, 1.0, 0.7, 1.3]
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    """A sliding layer and a full one: the fewest that have every kind of cache."""
+    config = dataclasses.replace(tiny.config("31b"), layer_types=("sliding", "full"))
+    graph = Graph(Gemma4, config, "float32")
+    return fakes.loaded(graph, tiny.random_params(graph, 0))
+
+
+@pytest.fixture(scope="module")
+def drafter(target: LoadedModel) -> LoadedModel:
+    return fakes.dflash(target, block_size=4)
+
+
+@pytest.fixture(scope="module")
+def sampler(target: LoadedModel, drafter: LoadedModel) -> Sampler:
+    return Sampler(target, drafter, max_new_tokens=NEW_TOKENS, logprobs=True, penalties=True)
+
+
+@pytest.fixture(scope="module")
+def ask(sampler: Sampler, target: LoadedModel, drafter: LoadedModel) -> Any:
+    """Call the sampler, with something of its usual arguments changed."""
+
+    def call(prompts: Any = PROMPTS, **changes: Any) -> GenerateResult:
+        rows = len(prompts.tokens) if isinstance(prompts, Prompts) else len(prompts)
+        given: dict[str, Any] = dict(
+            target_params=target.params,
+            drafter_params=drafter.params,
+            prompts=prompts,
+            sampling=sampling(sampler),
+            seeds=np.arange(rows) + 5,
+        )
+        return sampler(**(given | changes))
+
+    return call
+
+
+def sampling(sampler: Sampler, order: Any = slice(None)) -> Any:
+    return sampler.sampling(
+        4,
+        temperature=np.asarray(TEMPERATURES)[order],
+        top_k=np.asarray([0, 0, 20, 0])[order],
+        repetition_penalty=np.asarray([1.0, 1.0, 1.2, 1.0])[order],
+        frequency_penalty=np.asarray([0.5, 0.0, 0.2, 0.0])[order],
+    )
+
+
+def same(a: Any, b: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_greedy_rows_are_those_of_naive_decoding(
+    target: LoadedModel, sampler: Sampler, ask: Any
+) -> None:
+    result = ask(sampling=sampler.sampling(4))
+    naive = fakes.naive_greedy(target, PROMPTS, NEW_TOKENS)
+    for row, prompt in enumerate(PROMPTS):
+        assert result.tokens[row].tolist() == naive.sequences[row][len(prompt) :]
+    lengths = [n for row in result.acceptance_lengths.tolist() for n in row if n]
+    assert float(result.acceptance_length()) == pytest.approx(np.mean(lengths))
+    expected = [np.mean([n > depth for n in lengths]) for depth in (1, 2, 3)]
+    np.testing.assert_allclose(result.accepted_per_depth(), expected, rtol=1e-6)
+
+
+def test_inside_jit_and_streamed_it_is_the_same(
+    sampler: Sampler, target: LoadedModel, drafter: LoadedModel, ask: Any
+) -> None:
+    expected = ask()
+    given = (Prompts.padded(PROMPTS), sampling(sampler), jnp.arange(4) + 5)
+    jitted = jax.jit(lambda target, drafter: sampler(target, drafter, *given))
+    same(jitted(target.params, drafter.params), expected)
+    parts = list(sampler.stream(target.params, drafter.params, *given, steps_per_return=2))
+    assert len(parts) > 2
+    assert (parts[0].finish_reasons == FinishReason.UNFINISHED).any()
+    for before, after in itertools.pairwise(parts):
+        grown = np.arange(NEW_TOKENS) < before.lengths[:, None]
+        same(before.tokens, jnp.where(grown, after.tokens, 0))
+    same(parts[-1], expected)
+
+
+def test_a_row_depends_on_nothing_but_itself(sampler: Sampler, ask: Any) -> None:
+    """Other neighbours in another order, and other padding: the same numbers, bit for bit."""
+    expected, order = ask(), [2, 0, 3, 1]
+    moved = ask(
+        [PROMPTS[i] for i in order], sampling=sampling(sampler, order), seeds=np.asarray(order) + 5
+    )
+    same(moved, jax.tree.map(lambda x: x[jnp.asarray(order)], expected))
+    prompts = Prompts.padded(PROMPTS)
+    beyond = np.arange(prompts.tokens.shape[1]) >= prompts.lengths[:, None]
+    padded = Prompts(jnp.where(beyond, 77, prompts.tokens), prompts.lengths)
+    same(ask(padded), expected)
+    alone = ask([PROMPTS[1], *[[2]] * 3], seeds=[6, 0, 0, 0])
+    assert alone.tokens[1].tolist() != expected.tokens[1].tolist()  # row 1 is another one here
+    swapped = sampling(sampler, [1, 0, 2, 3])
+    alone = ask([PROMPTS[1], *[[2]] * 3], seeds=[6, 0, 0, 0], sampling=swapped)
+    same(alone.tokens[0], expected.tokens[1])
+    same(alone.logprobs.target[0], expected.logprobs.target[1])
+
+
+@pytest.mark.slow  # a program for each number of rows
+def test_a_row_is_the_same_in_a_batch_of_any_size(
+    sampler: Sampler, target: LoadedModel, drafter: LoadedModel
+) -> None:
+    for rows in (1, 2, 5, 33):
+        values = sampler.sampling(rows, temperature=np.where(np.arange(rows) % 2, 1.0, 0.0))
+        prompts = [PROMPTS[i % 4] for i in range(rows)]
+        result = sampler(target.params, drafter.params, prompts, values, np.arange(rows))
+        if rows == 1:
+            first = result.tokens[0]
+        same(result.tokens[0], first)
+
+
+def test_samples_of_one_prefill_are_those_of_many(
+    target: LoadedModel, drafter: LoadedModel
+) -> None:
+    options: dict[str, Any] = dict(max_new_tokens=8, logprobs=True, penalties=True)
+    forked = Sampler(target, drafter, num_samples=8, **options)
+    fresh = Sampler(target, drafter, **options)
+    values = fresh.sampling(16, temperature=1.0, repetition_penalty=1.1, presence_penalty=0.3)
+    prompts, seeds = PROMPTS[:2], np.arange(16)
+    result = forked(target.params, drafter.params, prompts, values, seeds)
+    many = [p for p in prompts for _ in range(8)]
+    expected = fresh(target.params, drafter.params, many, values, seeds)
+    same(result.tokens, expected.tokens)
+    same(result.lengths, expected.lengths)
+    assert result.logprobs is not None
+    assert expected.logprobs is not None
+    np.testing.assert_allclose(result.logprobs.target, expected.logprobs.target, atol=1e-4)
+    assert len({tuple(row) for row in result.tokens[:8].tolist()}) > 4
+
+
+def test_long_prompts_are_read_in_chunks(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows end in different chunks, and one has nothing but its last token."""
+    prompts = [[2, *range(5, 33)], [2], [2, *range(40, 53)]]
+    whole, chunked = (Sampler(target, None, max_new_tokens=4) for _ in range(2))
+    given = (target.params, None, prompts, whole.sampling(3), range(3))
+    expected = whole(*given)
+    monkeypatch.setattr(sampler_module, "PREFILL_CHUNK", 8)
+    same(chunked(*given), expected)
+
+
+def test_new_weights_compile_nothing_and_take_no_memory(
+    sampler: Sampler, target: LoadedModel, drafter: LoadedModel, ask: Any
+) -> None:
+    ask()
+    programs, drafts = sampler.num_compilations, jax.tree.map(np.asarray, drafter.params)
+    seen, live = set(), []
+    for i in range(20):
+        name = "layers.0.post_mlp_norm"
+        changed = target.params | {name: target.params[name] * (1 + i)}
+        result = ask(target_params=changed)
+        seen.add(tuple(result.tokens.reshape(-1).tolist()))
+        del result, changed
+        live.append(sum(x.nbytes for x in jax.live_arrays()))
+    assert sampler.num_compilations == programs
+    assert len(seen) > 10
+    assert max(live[2:]) <= live[1]
+    same(drafter.params, drafts)
+
+
+def test_rows_have_their_own_limits_and_stops(ask: Any) -> None:
+    expected = ask()
+    tokens = expected.tokens.tolist()
+    result = ask(max_new_tokens=[1, 3, NEW_TOKENS, 5])
+    assert result.lengths.tolist() == [1, 3, NEW_TOKENS, 5]
+    assert (result.finish_reasons == FinishReason.LENGTH).all()
+    assert result.tokens[1].tolist() == tokens[1][:3] + [0] * (NEW_TOKENS - 3)
+    assert not np.asarray(result.logprobs.target[1, 3:]).any()
+    stops = [[tokens[0][4]], [-1], [tokens[2][0]], [-1]]
+    result = ask(stop_ids=stops)
+    ends = [tokens[0].index(tokens[0][4]) + 1, NEW_TOKENS, 1, NEW_TOKENS]
+    assert result.lengths.tolist() == ends
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    assert result.finish_reasons.tolist() == [stop, length, stop, length]
+
+
+def test_the_host_can_end_rows_inside_a_block(ask: Any) -> None:
+    expected = ask()
+
+    def after_five(tokens: Any) -> int | None:
+        return 5 if len(tokens) >= 5 else None
+
+    result = ask(stop_at=[after_five, None, None, lambda tokens: None])
+    assert result.lengths.tolist() == [5, NEW_TOKENS, NEW_TOKENS, NEW_TOKENS]
+    assert result.finish_reasons.tolist()[0] == FinishReason.STOP
+    assert result.tokens[0].tolist() == expected.tokens[0, :5].tolist() + [0] * (NEW_TOKENS - 5)
+    same(result.tokens[1:], expected.tokens[1:])
+    assert not np.asarray(result.logprobs.target[0, 5:]).any()
+
+
+def test_logprobs_are_those_of_a_teacher_forced_pass(target: LoadedModel, ask: Any) -> None:
+    result = ask()
+    for row, prompt in enumerate(PROMPTS):
+        new = result.tokens[row].tolist()
+        logits, _ = fakes.forward(target.graph, target.params, jnp.asarray([prompt + new]))
+        logprobs = jax.nn.log_softmax(logits[0, len(prompt) - 1 : -1], axis=-1)
+        of_tokens = np.asarray(logprobs)[np.arange(NEW_TOKENS), new]
+        np.testing.assert_allclose(result.logprobs.target[row], of_tokens, atol=1e-4)
+        if TEMPERATURES[row] == 1.0:  # no filter, no penalty
+            np.testing.assert_allclose(result.logprobs.sampled[row], of_tokens, atol=1e-4)
+
+
+def test_an_array_of_prompts_is_all_prompt(ask: Any) -> None:
+    prompts = np.asarray([(p * 8)[:16] for p in PROMPTS])
+    same(ask(jnp.asarray(prompts)), ask(prompts.tolist()))
+
+
+def test_wrong_arguments_are_refused_by_name(
+    sampler: Sampler, target: LoadedModel, drafter: LoadedModel, ask: Any
+) -> None:
+    name = next(iter(target.params))
+    weight = target.params[name]
+    without = {n: w for n, w in target.params.items() if n != name}
+    for changes, message in (
+        (dict(target_params=without), f"{name}: missing"),
+        (dict(target_params=target.params | {"more": weight}), "more: unknown"),
+        (dict(target_params=target.params | {name: weight[:1]}), f"{name}: float32.*, expected"),
+        (dict(target_params=target.params | {name: weight.astype("bfloat16")}), "bfloat16"),
+        (dict(drafter_params=target.params), "missing"),
+        (
+            dict(drafter_params=None),
+            "drafter_params were not given, but this sampler has a drafter",
+        ),
+        (dict(prompts=[[2], []] * 2), "prompt 1 is empty"),
+        (dict(prompts=[[2]] * 3 + [[tiny.VOCAB_SIZE]]), "outside the vocabulary"),
+        (
+            dict(prompts=Prompts(jnp.ones((4, 3), int), jnp.asarray([1, 2, 3, 4]))),
+            "between 1 and 3",
+        ),
+        (dict(prompts=jnp.ones((4, 5000), int)), "positions; the model has 4096"),
+        (dict(seeds=[1, 2]), r"seeds have shape \(2,\); expected 4"),
+        (dict(sampling=sampler.sampling(3)), "sampling has 3 rows; expected 4"),
+        (dict(stop_at=[None]), "stop_at has 1 entries; expected one for each of 4 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask(**changes)
+    plain = Sampler(target, None, max_new_tokens=2)
+    with pytest.raises(ValueError, match="made for another sampler"):
+        ask(sampling=plain.sampling(4))
+    with pytest.raises(ValueError, match="this sampler has no drafter"):
+        plain(target.params, drafter.params, PROMPTS, plain.sampling(4), range(4))
+
+
+def test_what_needs_the_host_is_refused_in_jit(sampler: Sampler, target: LoadedModel) -> None:
+    given = (None, Prompts.padded(PROMPTS), sampler.sampling(4), jnp.arange(4))
+    with pytest.raises(ValueError, match="stop_at needs the host"):
+        jax.jit(lambda p: sampler(p, *given, stop_at=len))(target.params)
+    with pytest.raises(ValueError, match="streaming needs the host"):
+        jax.jit(lambda p: next(sampler.stream(p, *given)))(target.params)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(temperature=-1.0), "temperature is -1; it must be finite and not negative"),
+        (dict(temperature=[0, 1]), r"temperature has shape \(2,\); expected one value, or 4"),
+        (dict(top_p=0.0), r"top_p is 0; it must be in \(0, 1\]"),
+        (dict(min_p=1.5), r"min_p is 1.5; it must be in \[0, 1\]"),
+        (dict(top_k=-3), "top_k is -3"),
+        (dict(repetition_penalty=0.0), "repetition_penalty is 0; it must be finite and above 0"),
+        (dict(frequency_penalty=np.inf), "frequency_penalty is inf; it must be finite"),
+        (dict(bias_ids=[[1]] * 4), "the sampler's num_biases"),
+        (dict(heat=1.0), "heat is not a sampling value; known are temperature"),
+    ],
+)
+def test_sampling_values_out_of_range_are_refused(
+    sampler: Sampler, values: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampler.sampling(4, **values)
+
+
+def test_options_that_cannot_be_meant_are_refused(
+    target: LoadedModel, drafter: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (dict(max_new_tokens=0), "max_new_tokens is 0"),
+        (dict(max_new_tokens=4, num_samples=0), "num_samples is 0"),
+        (dict(max_new_tokens=4, num_draft_tokens=9), "proposes 1 to 3 tokens"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            Sampler(target, drafter, **options)
+    sampler = Sampler(target, None, max_new_tokens=4, num_samples=1000)
+    device = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 2**20}})()
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    given = (target.params, None, PROMPTS, sampler.sampling(4000), np.zeros(4000, int))
+    with pytest.raises(
+        ValueError, match=r"4000 rows .* of caches; the devices have 0\.0 GiB: at most"
+    ):
+        sampler(*given)
+
+
+def test_biases_ban_and_prefer(target: LoadedModel) -> None:
+    sampler = Sampler(target, None, max_new_tokens=6, num_biases=2)
+    given = (target.params, None, PROMPTS)
+    free = sampler(*given, sampler.sampling(4), range(4)).tokens.tolist()
+    banned = sampler.sampling(4, bias_ids=[[r[0]] for r in free], bias_values=[[-np.inf]] * 4)
+    for row, was in zip(sampler(*given, banned, range(4)).tokens.tolist(), free, strict=True):
+        assert was[0] not in row
+    wanted = sampler.sampling(4, bias_ids=[[9, -1]] * 4, bias_values=[[1e4, 0.0]] * 4)
+    assert (sampler(*given, wanted, range(4)).tokens == 9).all()
