@@ -147,6 +147,7 @@ def test_trees_follow_the_target(drafter: str) -> None:
     assert min(p_values(tokens).values()) > FALSE_ALARM, p_values(tokens)
 
 
+@pytest.mark.slow
 def test_plain_decoding_follows_the_target() -> None:
     tokens, _ = sampled(None)
     assert min(p_values(tokens).values()) > FALSE_ALARM, p_values(tokens)

@@ -95,7 +95,9 @@ def step(
     return emitted, verdict.accepted, tokens
 
 
-def run(pair: Pair, *, drawn: bool, judge: Callable[..., Any]) -> tuple[np.ndarray, ...]:
+@functools.cache
+def run(name: str, *, drawn: bool, judge: Callable[..., Any]) -> tuple[np.ndarray, ...]:
+    pair = pairs()[name]
     p, q = (jnp.asarray(x, jnp.float32) for x in (pair.p, pair.q))
     return tuple(np.asarray(x) for x in step(p, q, jnp.int32(7), drawn=drawn, judge=judge))
 
@@ -122,7 +124,7 @@ def judge_of(block: bool) -> Callable[..., verify.Verdict]:
 @pytest.mark.parametrize(("drawn", "block"), FORMS)
 def test_a_step_follows_the_target(name: str, drawn: bool, block: bool) -> None:
     pair = pairs()[name]
-    emitted, accepted, _ = run(pair, drawn=drawn, judge=judge_of(block))
+    emitted, accepted, _ = run(name, drawn=drawn, judge=judge_of(block))
     assert g_test(emitted, joint(pair)) > FALSE_ALARM
     if name == "the same" and drawn:
         assert (accepted == DRAFTS).all()
@@ -147,7 +149,7 @@ def test_block_verification_accepts_more(name: str) -> None:
     """Each prefix is accepted as often as theory says, which is never less often than one by one."""
     pair, means = pairs()[name], {}
     for block in (False, True):
-        _, accepted, tokens = run(pair, drawn=True, judge=judge_of(block))
+        _, accepted, tokens = run(name, drawn=True, judge=judge_of(block))
         weights = prefix_weights(pair, tokens, block=block)
         for i in range(DRAFTS):
             # Four standard deviations of a coin; the weights' own spread cancels in part.
@@ -174,17 +176,16 @@ def test_block_verification_of_the_papers_example() -> None:
         assert abs(float(jnp.mean(verdict.accepted.astype(jnp.float32))) - expected) < 0.02
 
 
+def forgetful(*args: Any) -> verify.Verdict:
+    return verify.rejection_verify(*args[:-1])
+
+
 @pytest.mark.parametrize("name", ["close", "other"])
 def test_draws_judged_as_certain_choices_are_exact_but_accepted_less(name: str) -> None:
     """Whatever d is, keeping it with probability p(d) and else drawing p without d follows p."""
-
-    def forgetful(*args: Any) -> verify.Verdict:
-        return verify.rejection_verify(*args[:-1])
-
-    pair = pairs()[name]
-    emitted, accepted, _ = run(pair, drawn=True, judge=forgetful)
-    assert g_test(emitted, joint(pair)) > FALSE_ALARM
-    _, knowing, _ = run(pair, drawn=True, judge=verify.rejection_verify)
+    emitted, accepted, _ = run(name, drawn=True, judge=forgetful)
+    assert g_test(emitted, joint(pairs()[name])) > FALSE_ALARM
+    _, knowing, _ = run(name, drawn=True, judge=verify.rejection_verify)
     assert accepted.mean() < 0.9 * knowing.mean()
 
 
@@ -235,6 +236,5 @@ def block_accepted_by_weight(logits, draft, sampling, keys, steps, log_q) -> ver
     ],
 )
 def test_wrong_decisions_are_found(wrong: Callable[..., verify.Verdict], drawn: bool) -> None:
-    pair = pairs()["other"]
-    emitted, _, _ = run(pair, drawn=drawn, judge=wrong)
-    assert g_test(emitted, joint(pair)) < FALSE_ALARM / 1000
+    emitted, _, _ = run("other", drawn=drawn, judge=wrong)
+    assert g_test(emitted, joint(pairs()["other"])) < FALSE_ALARM / 1000
