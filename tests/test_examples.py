@@ -1,7 +1,8 @@
-"""Examples and the README's snippet run as written, on the bundled pair."""
+"""Examples and the README's snippets run as written, on the bundled pair."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,18 +15,29 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
 
-def run(path: Path, folder: Path) -> str:
-    """Run a script somewhere else than here, with nothing but the package, and return what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [sys.executable, "-W", "error", str(path)],
+def start(path: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a script somewhere else than here, with nothing but the package."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", str(path), *arguments],
         cwd=folder,
-        env=environment,
-        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return process.stdout
+
+
+def run(path: Path, folder: Path, *arguments: str) -> str:
+    """Run a script to its end and return what it printed."""
+    process = start(path, folder, *arguments)
+    printed, errors = process.communicate()
+    assert process.returncode == 0, errors[-4000:]
+    return printed
+
+
+def example(name: str) -> Path:
+    (path,) = (path for path in EXAMPLES if path.stem[3:] == name)
+    return path
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -37,15 +49,47 @@ def test_example(path: Path, tmp_path: Path):
         assert re.search(re.escape(pattern).replace(r"\.\.\.", ".+"), printed), printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_policy_gradient_with_other_seeds(seed: int, tmp_path: Path):
+    printed = run(example("policy_gradient"), tmp_path, str(seed))
+    assert "better by three standard errors: True" in printed, printed
+    assert "compilations after the first iteration: 0" in printed, printed
+
+
+def test_evaluation_resumes(tmp_path: Path):
+    """Killed, and its last line cut in half, it goes on, and ends as if nothing had happened."""
+    script, prompts = example("evaluate"), tmp_path / "prompts.jsonl"
+    texts = ["def f(", "class A:\n", "import os\n", "for i in ", "if x:\n", "    return ", "raise "]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    results = tmp_path / "results.jsonl"
+    with start(script, tmp_path, str(prompts), str(results)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0 of 7 prompts are done already\n"
+        assert process.stdout.readline() == "6 of 7 done\n"
+        process.kill()
+    os.truncate(results, results.stat().st_size - 20)
+    resumed = run(script, tmp_path, str(prompts), str(results))
+    assert resumed.startswith(("5 of 7 prompts are done already\n", "6 of 7"))
+    whole = run(script, tmp_path, str(prompts), str(tmp_path / "whole.jsonl"))
+    assert results.read_text() == (tmp_path / "whole.jsonl").read_text()
+    assert resumed.splitlines()[-4:] == whole.splitlines()[-4:]
+
+    prompts.write_text(json.dumps({"prompt": "another"}) + "\n")
+    process = start(script, tmp_path, str(prompts), str(results))
+    assert "has results of other prompts; name another file" in process.communicate()[1]
+
+
 def test_examples_are_numbered_without_gaps():
     assert [path.stem[:2] for path in EXAMPLES] == [f"{i:02}" for i in range(1, len(EXAMPLES) + 1)]
-    assert len(EXAMPLES) >= 3
+    assert len(EXAMPLES) >= 5
 
 
-def test_readme_snippet(tmp_path: Path):
-    (snippet,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
-    )
-    script = tmp_path / "snippet.py"
-    script.write_text(snippet, encoding="utf-8")
+def test_readme_snippets(tmp_path: Path):
+    """One after the other, as a reader would paste them."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    assert len(snippets) >= 2
+    script = tmp_path / "snippets.py"
+    script.write_text("\n".join(snippets), encoding="utf-8")
     assert run(script, tmp_path).strip()
