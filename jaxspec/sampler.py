@@ -194,7 +194,8 @@ class Sampler:
         self._advance = jit(functools.partial(decode.decode_loop, self.spec), donate_argnums=2)
         self._retire = jax.jit(decode.retire, donate_argnums=0)
         self._result = jax.jit(self._result_of)
-        self._shardings: dict[str, Any] = {}
+        self._shardings: dict[str, Any] = {}  # of each model's params, as they first came
+        self._fitting: set[Any] = set()  # shapes of prompts for which there is memory
 
     @property
     def num_compilations(self) -> int:
@@ -328,7 +329,7 @@ class Sampler:
 
     def _inputs(
         self, prompts: Any, sampling: SamplingParams, seeds: Any, max_new_tokens: Any, stop_ids: Any
-    ) -> tuple[Prompts, SamplingParams, Array, Array, Array]:
+    ) -> tuple[Prompts, SamplingParams, Any, Any, Any]:
         """Bring arguments into the one form that the program takes; shapes are checked, values are not."""
         if not isinstance(prompts, Prompts):
             if hasattr(prompts, "ndim"):
@@ -353,18 +354,29 @@ class Sampler:
             raise ValueError(f"seeds have shape {np.shape(seeds)}; {expected}")
         if sampling.temperature.shape != (rows,):
             raise ValueError(f"sampling has {sampling.temperature.shape[0]} rows; {expected}")
-        wanted = jax.eval_shape(lambda: self.spec.sampling(rows))
-        if jax.tree.map(jnp.shape, sampling) != jax.tree.map(jnp.shape, wanted):
+        adjusts, biases = sampling.adjustments, bool(self.spec.penalties or self.spec.num_biases)
+        if (adjusts is not None) != biases or (
+            adjusts is not None and adjusts.bias_ids.shape != (rows, self.spec.num_biases)
+        ):
             raise ValueError(
                 "sampling was made for another sampler: penalties or num_biases differ; make it with "
                 "this sampler's `sampling`"
             )
         limits = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        limits = jnp.clip(jnp.broadcast_to(jnp.asarray(limits, jnp.int32), (rows,)), 1)
-        limits = jnp.minimum(limits, self.max_new_tokens)
-        stops = jnp.asarray(self.stop_ids or (-1,) if stop_ids is None else stop_ids, jnp.int32)
-        stops = jnp.broadcast_to(stops, (rows, stops.shape[-1]))
-        return prompts, sampling, jnp.asarray(seeds, jnp.uint32), limits, stops
+        stops = self.stop_ids or (-1,) if stop_ids is None else stop_ids
+        given = (seeds, limits, stops)
+        xnp: Any = (
+            jnp if _is_traced(given) else np
+        )  # numpy where it can: each jax call costs 0.1 ms
+        limits = xnp.clip(xnp.asarray(limits, np.int32), 1, self.max_new_tokens)
+        stops = xnp.asarray(stops, np.int32)
+        return (
+            prompts,
+            sampling,
+            xnp.asarray(seeds).astype(np.uint32),
+            xnp.broadcast_to(limits, (rows,)),
+            xnp.broadcast_to(stops, (rows, stops.shape[-1])),
+        )
 
     def _prefilled(
         self,
@@ -464,13 +476,13 @@ class Sampler:
         Returns:
           The mesh that the params are on.
         """
-        self._check_params("target", self.spec.target, target_params)
+        some = dict(target=self._check_params("target", self.spec.target, target_params))
         if (self.spec.drafter is None) != (drafter_params is None):
             has, given = ("no", "were") if self.spec.drafter is None else ("a", "were not")
             raise ValueError(f"drafter_params {given} given, but this sampler has {has} drafter")
         if self.spec.drafter is not None:
-            self._check_params("drafter", self.spec.drafter, drafter_params)
-        mesh = mesh_of(target=target_params, drafter=drafter_params)
+            some["drafter"] = self._check_params("drafter", self.spec.drafter, drafter_params)
+        mesh = mesh_of(**some)
         rows, data = len(prompts.tokens), mesh.shape["data"]
         if rows % data:
             raise ValueError(f"{rows} prompts do not divide by the mesh's data axis of {data}")
@@ -486,24 +498,33 @@ class Sampler:
             raise ValueError(
                 f"prompt ids {tokens[bad][:5].tolist()} are outside the vocabulary; expected 0 to {size - 1}"
             )
-        self._check_memory(len(tokens), t, mesh)
+        if (shape := (len(tokens), t, mesh)) not in self._fitting:
+            self._check_memory(*shape)
+            self._fitting.add(shape)
         return mesh
 
-    def _check_params(self, role: str, graph: Graph, params: Any) -> None:
+    def _check_params(self, role: str, graph: Graph, params: Any) -> Params:
+        """Refuse params that do not fit; return one of each sharding, for what looks at those alone."""
         graph.check(params)
+        kinds: dict[Any, str] = {}
         shardings = {name: value.sharding for name, value in params.items()}
+        for name, sharding in shardings.items():
+            kinds.setdefault(sharding, name)
         known = self._shardings.setdefault(role, shardings)
-        wrong = [
-            f"{name}: {s}, before {known[name]}"
-            for name, s in shardings.items()
-            if not s.is_equivalent_to(known[name], params[name].ndim)
-        ]
+        wrong = []
+        if len(kinds) > 1 or known[next(iter(known))] not in kinds:
+            wrong = [
+                f"{name}: {s}, before {known[name]}"
+                for name, s in shardings.items()
+                if not s.is_equivalent_to(known[name], params[name].ndim)
+            ]
         if wrong:
             more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise ValueError(
                 f"the {role}'s params are sharded otherwise than in the first call; put them back with "
                 "jax.device_put, or make another Sampler:\n  " + "\n  ".join(wrong[:5]) + more
             )
+        return {name: params[name] for name in kinds.values()}
 
     def _check_memory(self, batch: int, width: int, mesh: Mesh) -> None:
         """Refuse a state that is larger than the devices, which would fail after minutes of compiling."""
