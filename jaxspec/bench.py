@@ -170,7 +170,7 @@ def bench_command(
         devices = None if mesh is None else parse_mesh(mesh)
         sizes = batch_size or [1, 8, 32]
         if devices is not None:
-            check_rows(sizes, devices)
+            check_rows(sizes, devices.shape["data"])
         with json_lines(json_path or "-") as file:
             pair = make_pair(
                 None if random_weights is None else random_weights.value,
@@ -312,9 +312,8 @@ def random_drafter(preset: str, kind: str, dtype: str) -> tuple[Graph, str]:
     return Graph(DFlashDrafter, config, dtype), name
 
 
-def check_rows(batch_sizes: Sequence[int], mesh: Mesh) -> None:
+def check_rows(batch_sizes: Sequence[int], data: int) -> None:
     """Refuse batches that leave the devices of the data axis with unequal rows, with ValueError."""
-    data = mesh.shape["data"]
     wrong = [size for size in batch_sizes if size % data]
     if wrong:
         raise ValueError(

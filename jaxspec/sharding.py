@@ -158,11 +158,10 @@ def mesh_of(**params: Mapping[str, Array] | None) -> Mesh:
     Raises:
       ValueError: they are on different devices, or on a mesh with other axes.
     """
-    placed = {
-        x.sharding: f"{model} {name}"
-        for model, weights in params.items()
-        for name, x in (weights or {}).items()
-    }
+    placed: dict[Any, str] = {}
+    for model, weights in params.items():
+        for name, x in (weights or {}).items():
+            placed.setdefault(x.sharding, f"{model} {name}")
     meshes: dict[Mesh, str] = {}
     for sharding, name in placed.items():
         if len(sharding.device_set) == 1:
@@ -179,7 +178,9 @@ def mesh_of(**params: Mapping[str, Array] | None) -> Mesh:
         meshes.setdefault(mesh, name)
     if len(meshes) > 1:
         found = [f"{name} on {_described(mesh)}" for mesh, name in meshes.items()]
-        raise ValueError(f"weights are on different devices: {'; '.join(found)}. Use one mesh")
+        raise ValueError(
+            f"weights are not on the same devices: {'; '.join(found)}. Load all with the same mesh"
+        )
     return next(iter(meshes))
 
 

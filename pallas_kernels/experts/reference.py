@@ -26,7 +26,10 @@ def reference(
     """
     e, d, _, f = gate_up.shape
     combine = jnp.zeros((x.shape[0], e), jnp.float32)
-    combine = combine.at[jnp.arange(x.shape[0])[:, None], chosen].set(weights.astype(jnp.float32))
+    # Row by row, so that rows which stand on other devices stay there.
+    combine = jax.vmap(lambda row, i, w: row.at[i].set(w))(
+        combine, chosen, weights.astype(jnp.float32)
+    )
 
     def run(rows: Float[Array, "R D"], combine: Float[Array, "R E"]) -> Float[Array, "R D"]:
         # A batched product, an expert each. With the rows not repeated, D would stand between two

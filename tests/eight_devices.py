@@ -1,0 +1,277 @@
+"""What runs on eight devices of the host, in a process of its own: JAX counts devices only once.
+
+`python -m tests.eight_devices CASE...` prints a line of JSON a case; `test_sharding` says what it has to be,
+and sets the number of devices.
+
+    split:NAME:DRAFTER:DATA:MODEL   decode a feature set on a mesh, and on one device
+    load                            place weights: random, of an Orbax directory, of Hugging Face's
+    cli                             the command with and without --mesh, and its errors
+    errors                          weights that are not on one mesh
+    control                         a product that has to gather its weight
+    two:PORT:PROCESS:DATA:MODEL     decode on two processes with four devices each
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxspec import batching, cache
+from jaxspec.api import BUNDLED
+from jaxspec.batching import Completion, Engine, Request
+from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
+from jaxspec.models.layers import project
+from jaxspec.sharding import make_mesh, place, state_shardings
+from tests.cli import pair
+from tests.decode.cases import PROMPT_LENGTHS, Case, case, target
+from tests.tiny import VOCAB_SIZE
+
+ROWS, DRAFTS, NEW_TOKENS = 8, 4, 12
+
+
+def on_mesh(model: LoadedModel, mesh: Mesh) -> LoadedModel:
+    shardings = model.graph.shardings(mesh)
+    params = {name: place(x, shardings[name]) for name, x in model.params.items()}
+    return dataclasses.replace(model, params=params)
+
+
+def engine_on(mesh: Mesh, c: Case, drafter: str) -> Engine:
+    made = None if drafter == "plain" else on_mesh(c.drafter(drafter), mesh)
+    drafts = None if made is None else DRAFTS
+    target = on_mesh(c.target, mesh)
+    return Engine(target, made, batch_size=ROWS, cache_length=64, num_draft_tokens=drafts)
+
+
+def requests(c: Case, sampled: bool = False) -> list[Request]:
+    values: dict[str, Any] = dict(temperature=1.2, top_k=40, top_p=0.95) if sampled else {}
+    return [Request(prompt, NEW_TOKENS, **values) for prompt in c.prompts]
+
+
+def decoded(engine: Engine, asked: list[Request]) -> list[Any]:
+    done = [event for event in engine.run(asked) if isinstance(event, Completion)]
+    done.sort(key=lambda completion: completion.index)
+    return [[list(x.token_ids), list(x.acceptance_lengths)] for x in done]
+
+
+def split_sizes(engine: Engine) -> dict[int, str]:
+    """Return how many numbers the weights have that are split, with a name for each."""
+    weights = {**engine.target_params, **(engine.drafter_params or {})}
+    return {x.size: name for name, x in weights.items() if not x.sharding.is_fully_replicated}
+
+
+def weight_gathers(hlo: str, sizes: dict[int, str]) -> list[str]:
+    """List instructions that bring together as many numbers as a split weight has, in whatever shape."""
+    found = []
+    for dims in re.findall(r"= \(?b?f\d+\[([\d,]+)\]\S* (?:all-gather|all-to-all)(?:-start)?\(", hlo):
+        size = int(np.prod([int(d) for d in dims.split(",")]))
+        if size in sizes:
+            found.append(f"[{dims}] like {sizes[size]}")
+    return found
+
+
+def collectives(hlo: str) -> dict[str, int]:
+    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in kinds}
+
+
+def misplaced(engine: Engine) -> list[str]:
+    """List arrays of the state that some program returns in another place than is declared."""
+    state = jax.eval_shape(lambda: engine._init_state(4))
+    declared = jax.tree_util.tree_leaves_with_path(state_shardings(state, engine.mesh))
+    shapes = jax.tree.leaves(state)
+    wrong = []
+    for key, program in engine._programs.items():
+        for (path, sharding), x, out in zip(
+            declared, shapes, jax.tree.leaves(program.output_shardings), strict=True
+        ):
+            if not out.is_equivalent_to(sharding, x.ndim):
+                wrong.append(f"{key[0]}: {jax.tree_util.keystr(path)} by {out}")
+    return wrong
+
+
+def split(name: str, drafter: str, data: str, model: str) -> dict[str, Any]:
+    """Decode on one device and on a mesh, greedily and not."""
+    c = a_case(name, drafter)
+    engine = engine_on(make_mesh(data=int(data), model=int(model)), c, drafter)
+    result, sampled = decoded(engine, requests(c)), decoded(engine, requests(c, sampled=True))
+    programs = {key[0]: program.as_text() for key, program in engine._programs.items()}
+    return {
+        "equal": result == decoded(alone(name, drafter), requests(c)),
+        "equal_sampled": sampled == decoded(alone(name, drafter), requests(c, sampled=True)),
+        "most_accepted": max(max(lengths) for _, lengths in result),
+        "misplaced": misplaced(engine),
+        "gathers": [
+            g for hlo in programs.values() for g in weight_gathers(hlo, split_sizes(engine))
+        ],
+        "collectives": collectives(programs["decode"]),
+    }
+
+
+def a_case(name: str, drafter: str) -> Case:
+    c = case(name) if drafter == "mixed" else Case(target(name), prompts_of(name), [])
+    return dataclasses.replace(c, prompts=[prompt[:16] for prompt in c.prompts])
+
+
+def prompts_of(name: str) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(1)
+    return [tuple(rng.integers(20, VOCAB_SIZE, n).tolist()) for n in PROMPT_LENGTHS]
+
+
+@functools.cache
+def alone(name: str, drafter: str) -> Engine:
+    """Return an engine on one device."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    return engine_on(mesh, a_case(name, drafter), drafter)
+
+
+def load() -> dict[str, Any]:
+    """Place weights in three ways; tell which differ from those on one device, or stand elsewhere."""
+    mesh = make_mesh(data=2, model=4)
+    graph = target("26b-a4b").graph
+    pairs = {
+        "random": (graph, graph.random_params(3, graph.shardings(mesh)), graph.random_params(3))
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        ours = str(pair.write_target(Path(directory) / "target"))
+        for name, source, read in (
+            ("ours", ours, load_target),
+            ("theirs", str(BUNDLED / "target"), load_target),
+            ("dflash", str(BUNDLED / "dflash"), load_drafter),
+            ("mtp", str(BUNDLED / "mtp"), load_drafter),
+        ):
+            split, whole = read(source, dtype="float32", mesh=mesh), read(source, dtype="float32")
+            pairs[name] = split.graph, split.params, whole.params
+    wrong = []
+    for kind, (graph, params, expected) in pairs.items():
+        shardings = graph.shardings(mesh)
+        assert any(not s.is_fully_replicated for s in shardings.values())
+        for name, x in params.items():
+            shards = {shard.data.shape for shard in x.addressable_shards}
+            if x.sharding != shardings[name] or shards != {shardings[name].shard_shape(x.shape)}:
+                wrong.append(f"{kind}: {name} by {x.sharding}")
+            if len(expected[name].sharding.device_set) != 1:
+                wrong.append(f"{kind}: {name} is not on one device without a mesh")
+            if not np.array_equal(x, expected[name]):
+                wrong.append(f"{kind}: {name} has other numbers")
+    return {"wrong": wrong}
+
+
+def cli() -> dict[str, Any]:
+    """Run the command in this process."""
+    from typer.testing import CliRunner
+
+    from jaxspec.cli import app
+
+    with tempfile.TemporaryDirectory() as directory:
+        models = [
+            *("--target", str(pair.write_target(Path(directory) / "target"))),
+            *("--drafter", str(pair.write_drafter(Path(directory) / "drafter"))),
+        ]
+
+        def run(*options: str) -> tuple[int, list[Any], str]:
+            command = [
+                "generate",
+                *models,
+                "--prompt-ids",
+                "2,7,9",
+                "--prompt-ids",
+                "2,8",
+                "--json",
+                "-",
+            ]
+            result = CliRunner().invoke(app, [*command, "--max-new-tokens", "9", *options])
+            lines = [json.loads(line) for line in result.stdout.splitlines()]
+            return result.exit_code, lines, result.stderr
+
+        code, lines, _ = run("--mesh", "data=2,model=4")
+        _, alone, _ = run()
+        tokens = [[line["token_ids"] for line in of[:-1]] for of in (lines, alone)]
+        return {
+            "code": code,
+            "equal": tokens[0] == tokens[1] and len(tokens[0]) == 2,
+            "meshes": [of[-1]["summary"]["mesh"] for of in (lines, alone)],
+            "errors": {mesh: run("--mesh", mesh)[::2] for mesh in ("rows=8", "data=3,model=2")},
+        }
+
+
+def errors() -> dict[str, Any]:
+    """Give engines weights that are not on one mesh."""
+    model = target("31b")
+    two, four = make_mesh(data=2, model=4), make_mesh(data=4, model=2)
+    on_two = on_mesh(model, two)
+    mixed = dataclasses.replace(
+        on_two, params=on_two.params | {"final_norm": model.params["final_norm"]}
+    )
+    other = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(other, PartitionSpec())
+    foreign = {name: jax.device_put(x, everywhere) for name, x in model.params.items()}
+    dflash = Case(model, [], []).drafter("dflash")
+    cases = {
+        "mixed": lambda: Engine(mixed, None),
+        "drafter": lambda: Engine(on_two, on_mesh(dflash, four)),
+        "foreign": lambda: Engine(dataclasses.replace(model, params=foreign), None),
+    }
+    found = {}
+    for name, make in cases.items():
+        try:
+            make()
+        except ValueError as error:
+            found[name] = str(error)
+    return {**found, "rows": [Engine(on_two, None, batch_size=n).batch_size for n in (1, 2, 3, 8)]}
+
+
+def control() -> dict[str, Any]:
+    """Flatten a weight before its product, so that the split axis is inside another: XLA has to gather it."""
+    mesh = make_mesh(data=2, model=4)
+    weight = place(
+        np.ones((48, 2, 64), np.float32), NamedSharding(mesh, PartitionSpec(None, None, "model"))
+    )
+    x = place(np.ones((3, 48), np.float32), NamedSharding(mesh, PartitionSpec()))
+    found = {}
+    for name, product in {
+        "flat": lambda x, w: x @ w.reshape(48, 128),
+        "ours": project,
+    }.items():
+        hlo = jax.jit(product).lower(x, weight).compile().as_text() or ""
+        found[name] = weight_gathers(hlo, {weight.size: "weight"})
+    return found
+
+
+def two(port: str, process: str, data: str, model: str) -> dict[str, Any]:
+    """Decode on the devices of two processes; the other one runs this as well."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(process))
+    c = a_case("26b-a4b", "mixed")
+    asked = requests(c)
+    engine = engine_on(make_mesh(data=int(data), model=int(model)), c, "mixed")
+    result = decoded(engine, asked)
+    mine = make_mesh(devices=jax.local_devices()[:1])
+    return {
+        "equal": result == decoded(engine_on(mine, c, "mixed"), asked),
+        "processes": len({d.process_index for d in engine.mesh.devices.flat}),
+        "misplaced": misplaced(engine),
+    }
+
+
+def main() -> None:
+    """Run the cases, under the small chunks and tight rings of `tests/decode`."""
+    cache.RING_MULTIPLE = 1
+    batching.PREFILL_CHUNK = 16
+    kinds = {f.__name__: f for f in (split, load, cli, errors, control, two)}
+    for text in sys.argv[1:]:
+        kind, *values = text.split(":")
+        print(json.dumps({"case": text, **kinds[kind](*values)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
