@@ -257,6 +257,7 @@ class Sampler:
                     "stop_at needs the host; inside jit use stop_ids, or cut the result"
                 )
             given = self._inputs(prompts, sampling, seeds, max_new_tokens, stop_ids)
+            given = jax.tree.map(jnp.asarray, given)
             return self._traced(None, target_params, drafter_params, *given)
         if stop_at is not None:
             *_, result = self.stream(
