@@ -29,7 +29,7 @@ test: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/out/jax-cache
 test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
 test: $(VENV)/.installed-test
 	@$(BIN)/python -c 'import torch' 2>/dev/null || echo "No torch in $(VENV): the parity tests are skipped. EXTRAS=test,oracle installs it (several GB on some platforms)."
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -128,7 +128,7 @@ def test_dflash_steps_equal_those_without_caches(target: LoadedModel) -> None:
     assert_same_steps(done, steps_of(np.asarray(got), text), g)
 
 
-@pytest.mark.parametrize("position", ["last", "next"])
+@pytest.mark.parametrize("position", ["last", pytest.param("next", marks=pytest.mark.slow)])
 def test_mtp_steps_equal_those_without_caches(target: LoadedModel, position: str) -> None:
     """All anchors of a text are drafted from at once, each seeing the K/V before it."""
     drafter = load_drafter(str(BUNDLED / "mtp"), dtype="float32")

@@ -61,7 +61,14 @@ def test_ragged_sizes_and_extreme_routing(routing: str, dtype: str) -> None:
     check(SMALL, 1, routing, dtype, 16)
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (3, 16), (40, 16), (300, 32), (512, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "rows"),
+    [
+        (1, 16),
+        (40, 16),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, 16), (300, 32), (512, 64)]),
+    ],
+)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_tiles_hold_every_pair_once(tokens: int, rows: int, routing: str) -> None:
     chosen = chosen_experts(GEMMA4_26B_A4B, tokens, routing)
