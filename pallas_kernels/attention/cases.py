@@ -1,0 +1,95 @@
+"""Shapes that tests and benchmarks share, and caches as decoding leaves them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_kernels.attention.reference import Segment
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Heads of one layer, and what its queries see."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    causal: bool = True
+
+
+SLIDING_26B = Shape(16, 8, 256, window=1024)
+SLIDING_31B = Shape(32, 16, 256, window=1024)
+FULL_26B = Shape(16, 2, 512)
+FULL_31B = Shape(32, 4, 512)
+DRAFT_26B = Shape(32, 8, 128, causal=False)
+DRAFT_31B = Shape(64, 8, 128, causal=False)
+
+
+def cached(
+    shape: Shape,
+    lengths: Sequence[int],
+    size: int,
+    dtype: jnp.dtype,
+    *,
+    ring: bool = False,
+    empty: float = 0.0,
+    seed: int = 0,
+) -> Segment:
+    """Return a cache of `size` slots that holds positions below each row's length.
+
+    Args:
+        shape: Heads.
+        lengths: How many positions were written to each row.
+        size: Slots.
+        dtype: Of keys and values.
+        ring: Position p is in slot p mod size, and of those the newest is there.
+        empty: What empty slots hold.
+        seed: Of the rest.
+    """
+    slot, length = np.arange(size)[None, :], np.asarray(lengths)[:, None]
+    positions = np.where(slot < length, slot, -1)
+    if ring:
+        positions = np.maximum(length - 1 - (length - 1 - slot) % size, -1)
+    keys = jax.random.split(jax.random.key(seed))
+    full = (len(lengths), shape.kv_heads, size, shape.head_dim)
+    k, v = (jax.random.normal(key, full, dtype) for key in keys)
+    exists = jnp.asarray(positions >= 0)[:, None, :, None]
+    empty_value = jnp.asarray(empty, dtype)
+    k, v = jnp.where(exists, k, empty_value), jnp.where(exists, v, empty_value)
+    return Segment(k, v, jnp.asarray(positions, jnp.int32))
+
+
+def queries(
+    shape: Shape, lengths: Sequence[int], tokens: int, dtype: jnp.dtype, seed: int = 1
+) -> tuple[Array, Array]:
+    """Return queries at the `tokens` positions that end before each length, and those positions."""
+    groups = shape.heads // shape.kv_heads
+    q_shape = (len(lengths), tokens, shape.kv_heads, groups, shape.head_dim)
+    q = jax.random.normal(jax.random.key(seed), q_shape, dtype)
+    positions = np.asarray(lengths)[:, None] - tokens + np.arange(tokens)
+    return q, jnp.asarray(np.maximum(positions, 0), jnp.int32)
+
+
+def fresh(
+    shape: Shape, positions: Array, dtype: jnp.dtype, *, tree: bool = False, seed: int = 2
+) -> Segment:
+    """Return the queries' own keys; in a tree, those that a random parent leads to see each other."""
+    b, t = positions.shape
+    keys = jax.random.split(jax.random.key(seed))
+    k, v = (jax.random.normal(key, (b, shape.kv_heads, t, shape.head_dim), dtype) for key in keys)
+    if not tree:
+        return Segment(k, v, positions)
+    rng, seen = np.random.default_rng(seed), np.zeros((b, t, t), bool)
+    for row in range(b):
+        seen[row, 0, 0] = True
+        for i in range(1, t):
+            seen[row, i] = seen[row, rng.integers(i)]
+            seen[row, i, i] = True
+    return Segment(k, v, positions, jnp.asarray(seen))

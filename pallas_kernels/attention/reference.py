@@ -1,0 +1,69 @@
+"""What the kernel computes, in plain JAX: all scores, one softmax. This is the oracle."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Segment(NamedTuple):
+    """Keys and values with the position of each; -1 marks an empty slot, which no query sees."""
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    positions: Int[Array, "B S"]
+    seen_by: Bool[Array, "B T S"] | None = None  # queries that may see each key; None: all
+
+
+def reference(
+    q: Float[Array, "B T K G H"],
+    q_positions: Int[Array, "B T"],
+    segments: tuple[Segment, ...],
+    *,
+    scale: float,
+    window: int | None,
+    causal: bool,
+) -> Float[Array, "B T K G H"]:
+    """Score every key of every segment and let the mask decide. Scores and softmax are float32."""
+    b, t, k, g, h = q.shape
+    # Query heads of one kv head become rows beside the tokens (R = G * T): both products are then plain
+    # batched ones in the caches' own layout. Any other order makes XLA transpose whole caches.
+    rows = q.transpose(0, 2, 3, 1, 4).reshape(b, k, g * t, h)
+    scores = []
+    for s in segments:
+        visible = _visible(q_positions, s.positions, window, causal)
+        if s.seen_by is not None:
+            visible &= s.seen_by
+        visible = jnp.broadcast_to(visible[:, None, None], (b, 1, g, t, visible.shape[-1]))
+        score = _contract("bkrh,bksh->bkrs", rows, s.k) * scale
+        visible = visible.reshape(b, 1, g * t, -1)
+        scores.append(jnp.where(visible, score, jnp.finfo(jnp.float32).min))
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
+    out, begin = jnp.zeros((), jnp.float32), 0
+    for s in segments:
+        end = begin + s.k.shape[2]
+        out += _contract("bkrs,bksh->bkrh", weights[..., begin:end], s.v)
+        begin = end
+    return out.reshape(b, k, g, t, h).transpose(0, 3, 1, 2, 4).astype(q.dtype)
+
+
+def _visible(
+    q: Int[Array, "B T"], k: Int[Array, "B S"], window: int | None, causal: bool
+) -> Bool[Array, "B T S"]:
+    q, k = q[:, :, None], k[:, None, :]
+    visible = jnp.broadcast_to(k >= 0, jnp.broadcast_shapes(q.shape, k.shape))
+    if window is not None:
+        visible &= k > q - window
+    if causal:
+        visible &= k <= q
+    return visible
+
+
+def _contract(spec: str, x: Array, y: Array) -> Float[Array, "..."]:
+    # JAX's default for float32 on Hopper is TF32, whose errors are a thousand times larger.
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(spec, x, y, precision=exact, preferred_element_type=jnp.float32)

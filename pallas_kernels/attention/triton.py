@@ -1,0 +1,255 @@
+"""Attention of few queries to long caches in Pallas Triton: each program reads a share of the keys once.
+
+The query heads of one kv head and the tokens are rows of one matrix (row = token * G + head), so that a
+block of keys is read once for all of them; rows beyond a tile are another program's, which finds the keys
+in L2. The keys that some query of the sequence can see are a range of slots, which is shared out evenly
+over `splits` programs, whatever its length. In each, the softmax runs along the blocks; a second kernel
+averages the shares, weighted by what they saw. No atomics: results do not depend on the order of blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.reference import Segment
+
+COMBINED_ROWS = 8  # of a program that adds up splits
+UNSEEN = -1e30  # a score; minus infinity would make NaN of rows that see nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Rows and keys of a block (powers of two, at least 16), warps, blocks loaded ahead, key splits."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    splits: int
+
+
+def _attend(
+    spans_ref,
+    q_positions_ref,
+    q_ref,
+    *refs,
+    masked: tuple[bool, ...],
+    tiling: Tiling,
+    scale: float,
+    window: int | None,
+    causal: bool,
+):
+    """Attend from one tile of rows of one kv head to one share of its keys."""
+    _, tokens, _, groups, width = q_ref.shape
+    row_tiles = pl.cdiv(tokens * groups, tiling.rows)
+    b, head = pl.program_id(2), pl.program_id(1)
+    split, tile = pl.program_id(0) // row_tiles, pl.program_id(0) % row_tiles
+    row = tile * tiling.rows + lax.iota(jnp.int32, tiling.rows)
+    token, group = row // groups, row % groups
+    inside = _inside(row, tokens * groups)
+    column = lax.iota(jnp.int32, width)[None, :]
+    q_index = (b, token[:, None], head, group[:, None], column)
+    q = _load(q_ref, *q_index, mask=None if inside is None else inside[:, None])
+    q_position = _load(q_positions_ref, b, token, mask=inside)
+
+    carry = (
+        jnp.zeros((tiling.rows, width), jnp.float32),
+        jnp.full((tiling.rows,), UNSEEN, jnp.float32),
+        jnp.zeros((tiling.rows,), jnp.float32),
+    )
+    refs = list(refs)
+    for i, has_mask in enumerate(masked):
+        k_ref, v_ref, positions_ref = (refs.pop(0) for _ in range(3))
+        seen_ref = refs.pop(0) if has_mask else None
+        size = k_ref.shape[2]
+        keys = min(tiling.keys, max(16, pl.next_power_of_2(size)))
+        begin, end = spans_ref[b, 2 * i], spans_ref[b, 2 * i + 1]
+        first = begin // keys
+        blocks = jnp.maximum((end + keys - 1) // keys - first, 0)
+        share = (blocks + tiling.splits - 1) // tiling.splits
+        start = jnp.minimum(split * share, blocks) + first
+        stop = jnp.minimum(split * share + share, blocks) + first
+
+        def step(
+            block,
+            carry,
+            k_ref=k_ref,
+            v_ref=v_ref,
+            positions_ref=positions_ref,
+            seen_ref=seen_ref,
+            keys=keys,
+            end=end,
+        ):
+            total, most, weight = carry
+            slot = block * keys + lax.iota(jnp.int32, keys)
+            real = _inside(slot, k_ref.shape[2])
+            k = _load(
+                k_ref, b, head, slot[:, None], column, mask=None if real is None else real[:, None]
+            )
+            # Behind the range stands anything, NaN too, which a weight of 0 would not stop.
+            v = _load(v_ref, b, head, slot[:, None], column, mask=(slot < end)[:, None])
+            position = _load(positions_ref, b, slot, mask=real)
+            visible = ((position >= 0) & (slot < end))[None, :]
+            if window is not None:
+                visible &= position[None, :] > q_position[:, None] - window
+            if causal:
+                visible &= position[None, :] <= q_position[:, None]
+            if seen_ref is not None:
+                mask = None if inside is None else inside[:, None]
+                mask = mask if real is None else real[None, :] & (True if mask is None else mask)
+                visible &= _load(seen_ref, b, token[:, None], slot[None, :], mask=mask) != 0
+            # In base 2, which is what the GPU has.
+            score = jnp.where(visible, _dot(q, k.T) * (scale * math.log2(math.e)), UNSEEN)
+            new = jnp.maximum(most, jnp.max(score, axis=1))
+            kept, p = jnp.exp2(most - new), jnp.exp2(score - new[:, None])
+            total = total * kept[:, None] + _dot(p.astype(v.dtype), v)
+            return total, new, weight * kept + jnp.sum(p, axis=1)
+
+        carry = lax.fori_loop(start, stop, step, carry)
+
+    total, most, weight = carry
+    weight = jnp.where(weight == 0, 1.0, weight)  # no keys: a result of 0
+    out_ref, *log_weight_ref = refs
+    out = total / weight[:, None]
+    mask = None if inside is None else inside[:, None]
+    _store(out_ref, split, *q_index, value=out, mask=mask)
+    if log_weight_ref:
+        value = most + jnp.log2(weight)
+        _store(log_weight_ref[0], split, b, token, head, group, value=value, mask=inside)
+
+
+def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
+    """Average the splits of some rows by what they saw."""
+    splits, size, width = parts_ref.shape
+    row, column = pl.program_id(0) * rows + lax.iota(jnp.int32, rows), lax.iota(jnp.int32, width)
+    inside = _inside(row, size)
+    split = lax.iota(jnp.int32, pl.next_power_of_2(splits))[:, None]
+    # A split that is not there repeats the last one, which does not change the largest.
+    most = jnp.max(
+        _load(
+            log_weights_ref,
+            jnp.minimum(split, splits - 1),
+            row[None, :],
+            mask=None if inside is None else inside[None, :],
+        ),
+        axis=0,
+    )
+    mask = None if inside is None else inside[:, None]
+
+    def step(i, carry):
+        total, weight = carry
+        mine = jnp.exp2(_load(log_weights_ref, i, row, mask=inside) - most)
+        part = _load(parts_ref, i, row[:, None], column[None, :], mask=mask)
+        return total + part.astype(jnp.float32) * mine[:, None], weight + mine
+
+    zeros = jnp.zeros((rows, width), jnp.float32), jnp.zeros((rows,), jnp.float32)
+    total, weight = lax.fori_loop(0, splits, step, zeros)
+    _store(out_ref, row[:, None], column[None, :], value=total / weight[:, None], mask=mask)
+
+
+def _inside(index: Array, size: int) -> Array | None:
+    """Return a mask of the indices below size, or None where the axis is cut evenly."""
+    return None if size % index.size == 0 else index < size
+
+
+def _at(ref, index: tuple):
+    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
+    return ref.at[tuple(jnp.broadcast_to(i, shape) if jnp.ndim(i) else i for i in index)], shape
+
+
+def _load(ref, *index, mask: Array | None) -> Array:
+    at, shape = _at(ref, index)
+    if mask is None:
+        return plgpu.load(at)
+    return plgpu.load(at, mask=jnp.broadcast_to(mask, shape), other=0)
+
+
+def _store(ref, *index, value: Array, mask: Array | None) -> None:
+    at, shape = _at(ref, index)
+    mask = None if mask is None else jnp.broadcast_to(mask, shape)
+    plgpu.store(at, value.astype(ref.dtype), mask=mask)
+
+
+def _dot(x: Array, y: Array) -> Array:
+    # On Hopper the default for float32 would be TF32.
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, y, precision=exact, preferred_element_type=jnp.float32)
+
+
+def span(
+    q_positions: Int[Array, "B T"],
+    positions: Int[Array, "B S"],
+    *,
+    window: int | None,
+    causal: bool,
+) -> Int[Array, "B 2"]:
+    """Return the first slot that some query may see, and the one after the last; (S, 0) if there is none."""
+    useful = positions >= 0
+    if window is not None:
+        useful &= positions > jnp.min(q_positions, axis=1, keepdims=True) - window
+    if causal:
+        useful &= positions <= jnp.max(q_positions, axis=1, keepdims=True)
+    slot, size = jnp.arange(positions.shape[1], dtype=jnp.int32), positions.shape[1]
+    first = jnp.min(jnp.where(useful, slot, size), axis=1)
+    return jnp.stack([first, jnp.max(jnp.where(useful, slot + 1, 0), axis=1)], axis=1)
+
+
+def attention_triton(
+    q: Float[Array, "B T K G H"],
+    q_positions: Int[Array, "B T"],
+    segments: tuple[Segment, ...],
+    *,
+    scale: float,
+    window: int | None,
+    causal: bool,
+    tiling: Tiling,
+    interpret: bool = False,
+) -> Float[Array, "B T K G H"]:
+    """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks them."""
+    b, t, k, g, _ = q.shape
+    # The same for all layers of a kind, and XLA computes them once.
+    spans = [span(q_positions, s.positions, window=window, causal=causal) for s in segments]
+    arrays = []
+    for s in segments:
+        arrays += [s.k, s.v, s.positions]
+        arrays += [] if s.seen_by is None else [s.seen_by.astype(jnp.int8)]
+    splits = tiling.splits
+    out_shape = [jax.ShapeDtypeStruct((splits, *q.shape), q.dtype)]
+    if splits > 1:
+        out_shape.append(jax.ShapeDtypeStruct((splits, b, t, k, g), jnp.float32))
+    parts, *log_weights = pl.pallas_call(
+        functools.partial(
+            _attend,
+            masked=tuple(s.seen_by is not None for s in segments),
+            tiling=tiling,
+            scale=scale,
+            window=window,
+            causal=causal,
+        ),
+        out_shape=out_shape,
+        grid=(pl.cdiv(t * g, tiling.rows) * splits, k, b),
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
+        interpret=interpret,
+        name="attention",
+    )(jnp.concatenate(spans, axis=1), q_positions, q, *arrays)
+    if splits == 1:
+        return parts[0]
+    flat = (splits, b * t * k * g)
+    out = pl.pallas_call(
+        functools.partial(_combine, rows=COMBINED_ROWS),
+        out_shape=jax.ShapeDtypeStruct((flat[1], q.shape[4]), q.dtype),
+        grid=(pl.cdiv(flat[1], COMBINED_ROWS),),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="attention_combine",
+    )(parts.reshape(*flat, -1), log_weights[0].reshape(flat))
+    return out.reshape(q.shape)

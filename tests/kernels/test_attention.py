@@ -1,0 +1,173 @@
+"""Cached attention for few queries: the kernel, interpreted, against all scores and one softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.attention import Segment, attention, reference
+from pallas_kernels.attention.cases import Shape, cached, fresh, queries
+from pallas_kernels.attention.triton import Tiling, span
+from pallas_kernels.attention.tuning import TABLE, tiling_for
+
+SLIDING = Shape(4, 2, 32, window=24)
+FULL = Shape(6, 2, 64)
+DRAFT = Shape(4, 2, 16, causal=False)
+# Several blocks of keys and of rows, with and without splits, with a rest.
+TILING = Tiling(rows=16, keys=16, warps=4, stages=2, splits=1)
+SPLIT = Tiling(rows=16, keys=16, warps=4, stages=2, splits=3)
+
+
+def interpreted(shape: Shape, q: Any, at: Any, segments: Any, tiling: Tiling = TILING) -> jax.Array:
+    return attention(
+        q,
+        at,
+        segments,
+        scale=shape.head_dim**-0.5,
+        window=shape.window,
+        causal=shape.causal,
+        implementation="triton",
+        tiling=tiling,
+        interpret=True,
+    )
+
+
+def plain(shape: Shape, q: Any, at: Any, segments: Any) -> jax.Array:
+    scale = shape.head_dim**-0.5
+    return reference(q, at, segments, scale=scale, window=shape.window, causal=shape.causal)
+
+
+def check(
+    shape: Shape, q: Any, at: Any, segments: tuple[Segment, ...], tiling: Tiling = TILING
+) -> None:
+    ours = interpreted(shape, q, at, segments, tiling).astype(jnp.float32)
+    theirs = plain(shape, q, at, segments).astype(jnp.float32)
+    up = lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x  # noqa: E731
+    exact = plain(shape, *jax.tree.map(up, (q, at, segments)))
+    error = float(jnp.max(jnp.abs(ours - exact)))
+    if q.dtype == jnp.float32:  # the same sums in another order
+        assert error < 1e-5
+    else:
+        assert error <= 2 * float(jnp.max(jnp.abs(theirs - exact)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "tiling"),
+    [
+        (SLIDING, "bfloat16", SPLIT),
+        (DRAFT, "float32", TILING),
+        pytest.param(SLIDING, "float32", TILING, marks=pytest.mark.slow),
+        pytest.param(FULL, "bfloat16", TILING, marks=pytest.mark.slow),
+        pytest.param(FULL, "float32", SPLIT, marks=pytest.mark.slow),
+        pytest.param(DRAFT, "bfloat16", SPLIT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_cache_and_fresh_keys(shape: Shape, dtype: str, tiling: Tiling) -> None:
+    """Rows of any length, and more rows and keys than a block has."""
+    lengths, kind = [7, 8, 47, 100], jnp.dtype(dtype)
+    q, at = queries(shape, lengths, 7, kind)
+    before = cached(shape, [length - 7 for length in lengths], 100, kind)
+    check(shape, q, at, (before, fresh(shape, at, kind)), tiling)
+
+
+@pytest.mark.parametrize("tokens", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_ring(tokens: int) -> None:
+    lengths, kind = [5, 31, 33, 200], jnp.dtype("bfloat16")
+    q, at = queries(SLIDING, lengths, tokens, kind)
+    check(SLIDING, q, at, (cached(SLIDING, lengths, 32, kind, ring=True),), SPLIT)
+
+
+def test_branches_of_a_tree_do_not_see_each_other() -> None:
+    lengths, kind = [5, 31, 200], jnp.dtype("bfloat16")
+    q, at = queries(FULL, lengths, 5, kind)
+    before = cached(FULL, [length - 5 for length in lengths], 208, kind)
+    check(FULL, q, at, (before, fresh(FULL, at, kind, tree=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [128, 256, 512])
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("window", [None, 96])
+def test_the_table_at_real_widths(head_dim: int, tokens: int, window: int | None) -> None:
+    shape, lengths, kind = Shape(8, 1, head_dim, window), [tokens, 301, 512], jnp.dtype("bfloat16")
+    q, at = queries(shape, lengths, tokens, kind)
+    tiling = tiling_for(head_dim=head_dim, rows=8 * tokens, heads=3, longest=512)
+    check(shape, q, at, (cached(shape, lengths, 512, kind),), tiling)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiling"), [(SLIDING, SPLIT), pytest.param(DRAFT, TILING, marks=pytest.mark.slow)]
+)
+def test_what_is_behind_the_last_key_does_no_harm(shape: Shape, tiling: Tiling) -> None:
+    lengths, kind = [0, 1, 17, 40], jnp.dtype("float32")
+    q, at = queries(shape, lengths, 1, kind)
+    spoilt, clean = (cached(shape, lengths, 40, kind, empty=x) for x in (float("nan"), 0.0))
+    got = interpreted(shape, q, at, (spoilt,), tiling)
+    assert (got == interpreted(shape, q, at, (clean,), tiling)).all()
+    assert jnp.isfinite(got).all()
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "expected"),
+    [(None, True, (0, 12)), (None, False, (0, 20)), (4, True, (7, 12)), (4, False, (7, 20))],
+)
+def test_the_span_is_what_some_query_sees(
+    window: int | None, causal: bool, expected: Sequence[int]
+) -> None:
+    positions = jnp.where(jnp.arange(24) < 20, jnp.arange(24), -1)[None]
+    got = span(jnp.array([[10, 11]]), positions, window=window, causal=causal)
+    assert got.tolist() == [list(expected)]
+    nothing = span(jnp.array([[3]]), jnp.full((1, 24), -1), window=window, causal=causal)
+    assert nothing.tolist() == [[24, 0]]
+
+
+def test_auto_is_the_reference_where_there_is_no_gpu() -> None:
+    q, at = queries(FULL, [9], 3, jnp.dtype("bfloat16"))
+    segments = (cached(FULL, [9], 16, jnp.dtype("bfloat16")),)
+    assert (attention(q, at, segments, scale=0.125) == plain(FULL, q, at, segments)).all()
+
+
+def test_the_table_has_a_row_for_every_shape() -> None:
+    for head_dim in (16, 128, 256, 512):
+        for rows in (1, 16, 17, 128, 1000):
+            tiling = tiling_for(head_dim=head_dim, rows=rows, heads=2, longest=8192)
+            assert (tiling.keys, tiling.warps, tiling.stages) in [row[2] for row in TABLE]
+            assert 16 <= tiling.rows <= max(16, 2 * rows)
+    assert tiling_for(head_dim=256, rows=32, heads=128, longest=8192).splits <= 2
+    assert tiling_for(head_dim=256, rows=32, heads=1, longest=64).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(q_positions=jnp.zeros((1, 3), int)), r"positions must be \(1, 2\)"),
+        (dict(segments=()), "pass one segment or more"),
+        (dict(q=jnp.zeros((1, 2, 3, 2, 16))), r"keys and values must be \[1, 3, S, 16\]"),
+        (dict(q=jnp.zeros((1, 2, 1, 2, 16), jnp.bfloat16)), "one dtype"),
+        (dict(implementation="mosaic"), "pass auto, reference or triton"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:
+    segment = Segment(
+        jnp.zeros((1, 1, 8, 16)), jnp.zeros((1, 1, 8, 16)), jnp.zeros((1, 8), jnp.int32)
+    )
+    good = dict(
+        q=jnp.zeros((1, 2, 1, 2, 16)),
+        q_positions=jnp.zeros((1, 2), int),
+        segments=(segment,),
+        scale=1.0,
+    )
+    call: Any = getattr(attention, "__wrapped__", attention)
+    with pytest.raises(ValueError, match=words):
+        call(**{**good, **change})
+
+
+def test_a_choice_that_cannot_run_is_refused() -> None:
+    q, at = queries(FULL, [9], 3, jnp.dtype("float32"))
+    segments = (cached(FULL, [9], 16, jnp.dtype("float32")),)
+    with pytest.raises(NotImplementedError, match="bfloat16 and float16 keys, not float32"):
+        attention(q, at, segments, scale=1.0, implementation="triton")
