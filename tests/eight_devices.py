@@ -7,6 +7,7 @@ and sets the number of devices.
     load                            place weights: random, of an Orbax directory, of Hugging Face's
     cli                             the command with and without --mesh, and its errors
     errors                          weights that are not on one mesh
+    sampler                         the in-process sampler on a mesh
     control                         a product that has to gather its weight
     two:PORT:PROCESS:DATA:MODEL     decode on two processes with four devices each
 """
@@ -31,6 +32,7 @@ from jaxspec.api import BUNDLED
 from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
 from jaxspec.models.layers import project
+from jaxspec.sampler import Sampler
 from jaxspec.sharding import make_mesh, place, state_shardings
 from tests.cli import pair
 from tests.decode.cases import PROMPT_LENGTHS, Case, case, target
@@ -72,7 +74,9 @@ def split_sizes(engine: Engine) -> dict[int, str]:
 def weight_gathers(hlo: str, sizes: dict[int, str]) -> list[str]:
     """List instructions that bring together as many numbers as a split weight has, in whatever shape."""
     found = []
-    for dims in re.findall(r"= \(?b?f\d+\[([\d,]+)\]\S* (?:all-gather|all-to-all)(?:-start)?\(", hlo):
+    for dims in re.findall(
+        r"= \(?b?f\d+\[([\d,]+)\]\S* (?:all-gather|all-to-all)(?:-start)?\(", hlo
+    ):
         size = int(np.prod([int(d) for d in dims.split(",")]))
         if size in sizes:
             found.append(f"[{dims}] like {sizes[size]}")
@@ -230,6 +234,25 @@ def errors() -> dict[str, Any]:
     return {**found, "rows": [Engine(on_two, None, batch_size=n).batch_size for n in (1, 2, 3, 8)]}
 
 
+def sampler() -> dict[str, Any]:
+    """Call a sampler with weights on a mesh and with weights on one device."""
+    c = a_case("31b", "mtp")
+    assistant = c.drafter("mtp")
+    found = []
+    for mesh in (make_mesh(data=2, model=4), make_mesh(devices=jax.devices()[:1])):
+        params = [on_mesh(model, mesh).params for model in (c.target, assistant)]
+        ask = Sampler(c.target, assistant, max_new_tokens=NEW_TOKENS, num_samples=2, logprobs=True)
+        sampling = ask.sampling(8, temperature=[0.0, 1.0] * 4)
+        found.append(ask(*params, c.prompts[:4], sampling, np.arange(8)))
+    spread, alone = found
+    assert spread.logprobs is not None
+    return {
+        "equal": spread.tokens.tolist() == alone.tokens.tolist(),
+        "near": bool(np.allclose(spread.logprobs.target, alone.logprobs.target, atol=1e-4)),
+        "devices": len(spread.tokens.sharding.device_set),
+    }
+
+
 def control() -> dict[str, Any]:
     """Flatten a weight before its product, so that the split axis is inside another: XLA has to gather it."""
     mesh = make_mesh(data=2, model=4)
@@ -267,7 +290,7 @@ def main() -> None:
     """Run the cases, under the small chunks and tight rings of `tests/decode`."""
     cache.RING_MULTIPLE = 1
     batching.PREFILL_CHUNK = 16
-    kinds = {f.__name__: f for f in (split, load, cli, errors, control, two)}
+    kinds = {f.__name__: f for f in (split, load, cli, errors, sampler, control, two)}
     for text in sys.argv[1:]:
         kind, *values = text.split(":")
         print(json.dumps({"case": text, **kinds[kind](*values)}), flush=True)

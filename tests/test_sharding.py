@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxspec.bench import check_rows, random_drafter
 from jaxspec.config import TARGET_PRESETS
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
-from jaxspec.sharding import CACHE_AXES, MESH_AXES, make_mesh, parse_mesh, partition
+from jaxspec.sharding import CACHE_AXES, MESH_AXES, make_mesh, parse_mesh, partition, place
 from tests.decode.cases import slow
 from tests.tiny import FEATURE_SETS
 
@@ -143,7 +143,7 @@ def results(cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 def result(case: str) -> dict[str, Any]:
     if case in REST:
         return results(tuple(c for c in REST if c.split(":")[1] == case.split(":")[1]))[case]
-    return results((*DEFAULT, "load", "cli", "errors", "control"))[case]
+    return results((*DEFAULT, "load", "cli", "errors", "sampler", "control"))[case]
 
 
 @pytest.mark.parametrize("case", [*DEFAULT, *slow(*REST, "split:26b-a4b:mixed:2:4")])
@@ -191,6 +191,19 @@ def test_generate_on_a_mesh():
             "error: --mesh data=3,model=2 is 6 devices, but there are 8 (cpu)\n",
         ],
     }
+
+
+def test_a_sampler_runs_where_the_weights_are():
+    assert result("sampler") == {"equal": True, "near": True, "devices": 8}
+
+
+def test_keys_of_rows_can_be_placed():
+    """They have no form on the host."""
+    keys = jax.random.split(jax.random.key(3), 2)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    placed = place(keys, NamedSharding(mesh, PartitionSpec("data")))
+    assert placed.sharding.mesh == mesh
+    assert (jax.random.key_data(placed) == jax.random.key_data(keys)).all()
 
 
 def test_weights_that_are_not_on_one_mesh():
