@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 import jax
 import jaxtyping
+import pytest
 from beartype import BeartypeConf, beartype
 from flax import struct
 
@@ -26,3 +29,18 @@ jaxtyping.install_import_hook(["jaxspec", "pallas_kernels"], "tests.conftest.che
 
 # Rank promotion stays allowed: a norm's scale meets activations of any rank.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """Drop compiled programs between files.
+
+    Every one of them holds memory maps. Those of the whole suite come near the 65,530 that Linux gives a
+    process, and then the compiler aborts it.
+    """
+    yield
+    from jaxspec import batching
+
+    batching._compiled.clear()
+    jax.clear_caches()
+    gc.collect()

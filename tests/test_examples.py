@@ -57,6 +57,7 @@ def test_policy_gradient_with_other_seeds(seed: int, tmp_path: Path):
     assert "compilations after the first iteration: 0" in printed, printed
 
 
+@pytest.mark.slow
 def test_evaluation_resumes(tmp_path: Path):
     """Killed, and its last line cut in half, it goes on, and ends as if nothing had happened."""
     script, prompts = example("evaluate"), tmp_path / "prompts.jsonl"

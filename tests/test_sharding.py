@@ -124,7 +124,7 @@ def finish(process: subprocess.Popen) -> dict[str, dict[str, Any]]:
     return {line.pop("case"): line for line in lines}
 
 
-DEFAULT = ("split:e2b:mtp:1:8", "split:26b-a4b:dflash:2:4", "split:31b:mtp:4:2")
+DEFAULT = ("split:e2b:mtp:1:8", "split:26b-a4b:dflash:2:4")
 ALL = [
     f"split:{name}:{drafter}:{data}:{model}"
     for name in FEATURE_SETS
