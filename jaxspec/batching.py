@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec import decode
+from jaxspec import decode, memory
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.drafters.base import Tree
@@ -180,11 +180,15 @@ class Engine:
 
         Requests that the model itself cannot take have no say; `check` refuses them later. `options` are
         those of `Engine`.
+
+        Raises:
+          DeviceMemoryError: the devices cannot hold so many rows of that length.
         """
         # The first engine says how many positions a step needs beyond prompt and new tokens.
         engine = cls(target, drafter, cache_length=target.config.max_positions * 2, **options)
         needed = [engine.cache_length_for(r) for r in requests if engine.check(r) is None]
         engine.cache_length = cache_length or _cache_bucket(max(needed, default=1))
+        memory.check_fits(engine.spec, engine.batch_size, engine.cache_length, engine.mesh)
         return engine
 
     def check(self, request: Request) -> str | None:

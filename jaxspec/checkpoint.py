@@ -149,6 +149,7 @@ def load_target(
 
     Raises:
       CheckpointError, ConfigError: it is not there, not whole, or not a target.
+      DeviceMemoryError: its weights are larger than the devices.
     """
     return _load(("target",), source, dtype, revision, token, offline, mesh)
 
@@ -178,17 +179,20 @@ def _load(
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
     from checkpoints_convert import convert, hf_io
+    from jaxspec.memory import check_weights_fit
 
     directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
     if (directory / MANIFEST).is_file():
         manifest = Manifest.read(directory)
         _check_kind(source, manifest.kind, kinds)
         graph = graph_of(manifest.config, dtype)
+        check_weights_fit(graph, mesh or _default_mesh())
         params = restore_params(directory, graph, mesh)
         return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
     opened = convert.open_source(directory)
     _check_kind(source, opened.kind, kinds)
     graph = graph_of(opened.config, dtype)
+    check_weights_fit(graph, mesh or _default_mesh())
     shardings = _shardings(graph, mesh)
     params = {n: place(array, shardings[n]) for n, array in opened.arrays(jnp.dtype(dtype))}
     return LoadedModel(graph, params, opened.config, opened.generation, directory, source)
@@ -402,9 +406,11 @@ def _orbax_errors(what: str) -> Iterator[None]:
 
 
 def _shardings(graph: Graph, mesh: Mesh | None) -> dict[str, NamedSharding]:
-    if mesh is None:
-        mesh = make_mesh(devices=list(jnp.zeros(()).devices()))  # of the default device
-    return graph.shardings(mesh)
+    return graph.shardings(mesh or _default_mesh())
+
+
+def _default_mesh() -> Mesh:
+    return make_mesh(devices=list(jnp.zeros(()).devices()))
 
 
 # --- small readers -------------------------------------------------------------------------------

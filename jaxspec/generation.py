@@ -31,6 +31,7 @@ from jaxspec.batching import Completion, Engine, Request, Update
 from jaxspec.checkpoint import CheckpointError, LoadedModel
 from jaxspec.config import ConfigError
 from jaxspec.drafters.base import Tree
+from jaxspec.memory import DeviceMemoryError
 from jaxspec.prompts import Prompt, encode
 from jaxspec.report import (
     OutputError,
@@ -55,7 +56,14 @@ class RunError(ValueError):
     """Options that cannot be carried out with these models or prompts."""
 
 
-USER_ERRORS = (RunError, CheckpointError, ConfigError, TokenizerError, OutputError)
+USER_ERRORS = (
+    RunError,
+    CheckpointError,
+    ConfigError,
+    DeviceMemoryError,
+    TokenizerError,
+    OutputError,
+)
 
 
 @dataclass(frozen=True)

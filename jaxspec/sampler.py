@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -33,9 +32,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jaxspec import decode
+from jaxspec import decode, memory
 from jaxspec.batching import PREFILL_CHUNK, SMALLEST_PREFILL, bucket, settle_num_draft_tokens
-from jaxspec.cache import cache_bytes
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.decode import DecodeSpec, DecodeState, LogitsFn, PrefillChunk
 from jaxspec.drafters.base import Tree
@@ -463,11 +461,14 @@ class Sampler:
         return decode.init_state(
             self.spec,
             batch,
-            cache_length=width + self.max_new_tokens + self.spec.step_tokens,
+            cache_length=self._cache_length(width),
             num_stop_ids=num_stop_ids,
             cache_dtype=jnp.dtype(self.spec.target.dtype),
             mesh=mesh,
         )
+
+    def _cache_length(self, width: int) -> int:
+        return width + self.max_new_tokens + self.spec.step_tokens
 
     def _check(
         self, target_params: Params, drafter_params: Params | None, prompts: Prompts
@@ -500,7 +501,8 @@ class Sampler:
                 f"prompt ids {tokens[bad][:5].tolist()} are outside the vocabulary; expected 0 to {size - 1}"
             )
         if (shape := (len(tokens), t, mesh)) not in self._fitting:
-            self._check_memory(*shape)
+            positions = self._cache_length(t)
+            memory.check_fits(self.spec, rows * self.num_samples, positions, mesh)
             self._fitting.add(shape)
         return mesh
 
@@ -526,20 +528,6 @@ class Sampler:
                 "jax.device_put, or make another Sampler:\n  " + "\n  ".join(wrong[:5]) + more
             )
         return {name: params[name] for name in kinds.values()}
-
-    def _check_memory(self, batch: int, width: int, mesh: Mesh) -> None:
-        """Refuse a state that is larger than the devices, which would fail after minutes of compiling."""
-        stats = jax.local_devices()[0].memory_stats() or {}
-        limit = stats.get("bytes_limit", math.inf) * mesh.size
-        rows = batch * self.num_samples
-        state = jax.eval_shape(functools.partial(self._init_state, rows, width, 1, None))
-        needed = cache_bytes((state.caches, state.drafter))
-        if needed > limit:
-            raise ValueError(
-                f"{rows} rows ({batch} prompts, num_samples={self.num_samples}) need "
-                f"{needed / 2**30:.1f} GiB of caches; the devices have {limit / 2**30:.1f} GiB: at most "
-                f"{int(rows * limit / needed)} rows of this length fit"
-            )
 
     def _check_sampling(self, name: str, value: Any, rows: int) -> None:
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")

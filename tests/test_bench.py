@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from jaxspec import bench
+from jaxspec import bench, memory
 from jaxspec.bench import Ceiling, Pair, StepCost
 from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, DFlashConfig, MTPConfig
 from jaxspec.decode import DecodeSpec
@@ -22,6 +24,7 @@ from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
+from jaxspec.sharding import make_mesh
 from tests import tiny
 
 H200 = Ceiling(bytes_per_s=3.85e12, flops_per_s=790e12)
@@ -177,6 +180,37 @@ def test_every_preset_gets_a_drafter_that_fits(preset: str) -> None:
     config, name = bench.drafter_config(preset)
     config.check_fits(TARGET_PRESETS[preset])
     assert preset in name
+
+
+def test_memory_is_weights_caches_and_logits() -> None:
+    need = memory.footprint(spec("31b"), 4, 32768, make_mesh(devices=jax.devices()[:1]))
+    assert need.weights == pytest.approx(2 * 30.697e9, rel=1e-4)
+    ring, full = 50 * 16 * 256 * 1088, 10 * 4 * 512 * 32768  # layers, kv heads, head dim, slots
+    assert need.caches == 4 * 2 * 2 * (ring + full)
+    assert need.logits == 4 * 4 * 262144
+    assert str(need) == "70.5 GiB a device (57.2 weights, 13.3 caches, 0.0 logits)"
+
+
+def test_a_run_larger_than_the_device_is_refused_with_what_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, mesh = DecodeSpec(Graph(Gemma4, tiny.config("31b"), "float32"), None), make_mesh()
+    limit = memory.footprint(pair, 5, 1024, mesh).total
+    monkeypatch.setattr(memory, "bytes_limit", lambda mesh: limit)
+    memory.check_fits(pair, 5, 1024, mesh)
+    with pytest.raises(memory.DeviceMemoryError) as refused:
+        memory.check_fits(pair, 8, 1088, mesh)
+    found = re.findall(r"(\d+) rows of (\S+)", str(refused.value))
+    assert [rows for rows, _ in found] == ["4", "8"]
+    longest = int(found[1][1])
+    memory.check_fits(pair, 8, longest, mesh)
+    with pytest.raises(memory.DeviceMemoryError, match="8 rows with caches"):
+        memory.check_fits(pair, 8, longest + 64, mesh)
+    limit = 1 << 16
+    with pytest.raises(memory.DeviceMemoryError, match="not one row fits; bfloat16 halves this"):
+        memory.check_fits(pair, 1, 256, mesh)
+    with pytest.raises(memory.DeviceMemoryError, match="the weights need"):
+        memory.check_weights_fit(pair.target, mesh)
 
 
 def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
