@@ -16,6 +16,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
 
@@ -91,13 +92,33 @@ def write(
 
     def put(old: Array, new: Array) -> Array:
         new = new.astype(old.dtype).swapaxes(1, 2)
-        if slots is None:  # every row and head by itself, so that none is sent to another device
-            one_head = jax.vmap(lambda o, n, i: o.at[i].set(n, mode="drop"), in_axes=(0, 0, None))
-            return jax.vmap(one_head)(old, new, index)
+        if slots is None:
+            return _put_rows(old, new, index)
         where = (slots[:, None, None], jnp.arange(num_heads)[None, :, None], index[:, None, :])
         return old.at[where].set(new, mode="drop")
 
     return dataclasses.replace(cache, k=put(cache.k, k), v=put(cache.v, v))
+
+
+def _put_rows(
+    old: Float[Array, "B K S H"], new: Float[Array, "B K T H"], index: Int[Array, "B T"]
+) -> Float[Array, "B K S H"]:
+    """Write every row and head by itself, so that none is sent to another device; S as an index is dropped.
+
+    On CPU a token that is alone goes twice. XLA makes one update of one row a slice update, makes that
+    twice, and then copies the whole cache three times in every step.
+    """
+
+    def scatter(old: Array, new: Array, index: Array) -> Array:
+        one_head = jax.vmap(lambda o, n, i: o.at[i].set(n, mode="drop"), in_axes=(0, 0, None))
+        return jax.vmap(one_head)(old, new, index)
+
+    def twice(old: Array, new: Array, index: Array) -> Array:
+        return scatter(old, jnp.repeat(new, 2, axis=2), jnp.repeat(index, 2, axis=1))
+
+    if new.shape[2] != 1:
+        return scatter(old, new, index)
+    return lax.platform_dependent(old, new, index, cpu=twice, default=scatter)
 
 
 def view(
