@@ -77,8 +77,7 @@ print(f"{len(finished)} of {len(prompts)} prompts are done already", flush=True)
 for begin in range(0, len(todo), BATCH):
     lines = todo[begin : begin + BATCH]
     rows = np.resize(lines, BATCH)  # the last batch is filled up with rows that are left out again
-    batch = jaxspec.Prompts(padded.tokens[rows], padded.lengths[rows])
-    generated = sampler(target.params, drafter.params, batch, sampling, rows)
+    generated = sampler(target.params, drafter.params, padded.take(rows), sampling, rows)
     with results_file.open("a") as file:
         for result in results_of(lines, generated):
             finished[result["line"]] = result

@@ -10,9 +10,9 @@ own, the functions of `decode`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -84,23 +84,37 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int = 0,
+    num_samples: int = 1,
     ignore_eos: bool = False,
     batch_size: int | None = None,
     num_draft_tokens: int | None = None,
     tree: Tree | None = None,
+    draft_sampling: bool = False,
+    verification: Literal["standard", "block"] = "standard",
     logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> list[Completion]:
     """Continue prompts, given as text or token ids, and return completions in their order.
 
     Args:
-      temperature: 0 for greedy; `top_k` 0 and `top_p` 1 are off.
-      seed: with a prompt's place in the list it names that prompt's random draws.
+      temperature, top_k, top_p, min_p: 0 is greedy; then what filters, see `batching.Request`.
+      repetition_penalty, presence_penalty, frequency_penalty, logit_bias: likewise, in greedy rows too.
+      seed: with a completion's place in the list it names that completion's random draws.
+      num_samples: completions of each prompt, one after the other; each reads the prompt for itself
+        (`Sampler` reads it once for all).
       ignore_eos: go on past the checkpoint's end-of-sequence ids.
       batch_size: prompts decoded together; None for all, up to 8.
       num_draft_tokens: drafted a step; None for the drafter's own number.
       tree: draft a tree of that many tokens instead of a chain.
-      logprobs: keep the log-probability of every token, see `batching.Completion`.
+      draft_sampling, verification: see `decode.DecodeSpec`.
+      logprobs: keep the log-probability of every token, see `batching.Completion`; `top_logprobs` of so
+        many of the target's best tokens too.
 
     Raises:
       ValueError: a prompt or an option cannot be used; nothing was generated.
@@ -116,11 +130,19 @@ def generate(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias or {},
             stop_ids=eos,
             seed=seed,
         )
         for p in prompts
     ]
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; it must be 1 or more")
+    requests = [r for r in requests for _ in range(num_samples)]
     engine = Engine.fitting(
         target,
         drafter,
@@ -128,9 +150,13 @@ def generate(
         batch_size=batch_size or min(len(requests), MOST_SLOTS) or 1,
         num_draft_tokens=num_draft_tokens,
         tree=tree,
-        logprobs=logprobs,
+        draft_sampling=draft_sampling,
+        verification=verification,
+        logprobs=logprobs or top_logprobs > 0,
+        top_logprobs=top_logprobs,
     )
-    wrong = [f"prompt {i}: {error}" for i, r in enumerate(requests) if (error := engine.check(r))]
+    each = enumerate(requests[::num_samples])
+    wrong = [f"prompt {i}: {error}" for i, r in each if (error := engine.check(r))]
     if wrong:
         raise ValueError("\n".join(wrong))
     done = [event for event in engine.run(requests) if isinstance(event, Completion)]

@@ -8,11 +8,10 @@ powers of two, so a handful of programs serves every request; `Engine.num_compil
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -22,16 +21,18 @@ from jax.sharding import Mesh
 
 from jaxspec import decode, memory
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk
+from jaxspec.decode import Admission, DecodeSpec, DecodeState, LogitsFn, PrefillChunk
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.tree import check_tree
 from jaxspec.params import Graph
-from jaxspec.sampling import Logprobs
+from jaxspec.ranges import PENALTIES, refusal
+from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Params
 from jaxspec.sharding import fetch, mesh_of, place_rows
 
 PREFILL_CHUNK = 512  # longer prompts are fed in pieces of this many tokens
 SMALLEST_PREFILL = 16
+VALUES = ("temperature", "top_k", "top_p", "min_p", *PENALTIES)  # of a row, one number each
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Request:
       temperature: 0 for greedy.
       top_k: 0 for off.
       top_p: in (0, 1]; 1 for off.
+      min_p: in [0, 1], relative to the likeliest token; 0 for off.
+      repetition_penalty: above 0, on tokens of prompt and output; 1 for off.
+      presence_penalty: on tokens of the output; 0 for off.
+      frequency_penalty: on each time that a token is in the output; 0 for off.
+      logit_bias: what to add to the logits of token ids; -inf bans.
       stop_ids: generation ends with (and keeps) the first of these.
       seed: the run's seed; the request's index is folded in, so equal seeds still differ by row.
       stop_at: called with the tokens so far whenever the loop returns to the host; a number n ends the
@@ -54,9 +60,19 @@ class Request:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     stop_at: Callable[[Sequence[int]], int | None] | None = None
+
+    @property
+    def penalties(self) -> tuple[str, ...]:
+        """Name the penalties that are not off."""
+        return tuple(n for n in PENALTIES if getattr(self, n) != getattr(Request, n))
 
 
 @dataclass(frozen=True)
@@ -74,7 +90,8 @@ class Completion:
     `acceptance_lengths` has one number a verify step: the tokens it committed, bonus included, before any
     cut by a stop or the limit. Prefill's token belongs to no step. With an engine that keeps them, `logprobs`
     has one number a token, under the target as it is, and `sampled_logprobs` under the distribution that was
-    sampled from: after suppressed tokens, temperature and filters; 0 in greedy rows.
+    sampled from: after suppressed tokens, penalties, temperature and filters; 0 in greedy rows. `top_logprobs`
+    has the target's best tokens in each one's place, as pairs of id and log-probability, best first.
     """
 
     index: int
@@ -84,6 +101,7 @@ class Completion:
     error: str | None = None
     logprobs: tuple[float, ...] | None = None
     sampled_logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
 
 @dataclass
@@ -108,8 +126,11 @@ class Engine:
       num_draft_tokens: tokens drafted a step, the anchor not counted; default the drafter's own.
       tree: draft a tree of that many tokens instead of a chain.
       logprobs: keep the log-probability of every token, see `Completion`.
+      top_logprobs: and those of so many of the target's best tokens.
+      penalties: requests may have penalties.
+      num_biases: most tokens that a request's `logit_bias` names.
       steps_per_return: decode steps between returns to the host.
-      synthetic_acceptance: for benchmarks, see `DecodeSpec`.
+      logits_fn, draft_sampling, verification, synthetic_acceptance: see `DecodeSpec`.
 
     Raises:
       ConfigError: the drafter does not fit the target.
@@ -126,33 +147,30 @@ class Engine:
         num_draft_tokens: int | None = None,
         tree: Tree | None = None,
         logprobs: bool = False,
+        top_logprobs: int = 0,
+        penalties: bool = False,
+        num_biases: int = 0,
+        logits_fn: LogitsFn | None = None,
+        draft_sampling: bool = False,
+        verification: Literal["standard", "block"] = "standard",
         steps_per_return: int = 16,
         synthetic_acceptance: float | None = None,
     ):
         if batch_size < 1 or cache_length < 1 or steps_per_return < 1:
             raise ValueError("batch_size, cache_length and steps_per_return must be 1 or more")
         self.target, self.drafter = target, drafter
-        drafts = 0
-        if drafter is not None:
-            drafter.config.check_fits(target.config)
-            drafts = settle_num_draft_tokens(drafter.graph, num_draft_tokens, tree)
-        elif num_draft_tokens or tree:
-            raise ValueError("num_draft_tokens or a tree was given, but there is no drafter")
-        if synthetic_acceptance is not None and tree is not None:
-            raise ValueError("synthetic_acceptance is for chains; leave the tree out")
-        if synthetic_acceptance is not None and not 1 <= synthetic_acceptance <= drafts + 1:
-            raise ValueError(
-                f"synthetic_acceptance is {synthetic_acceptance}; with {drafts} draft tokens it lies "
-                f"between 1 and {drafts + 1}"
-            )
-        generation = target.generation
-        self.spec = DecodeSpec(
-            target=target.graph,
-            drafter=None if drafter is None else drafter.graph,
-            num_draft_tokens=drafts,
+        self.spec = make_spec(
+            target,
+            drafter,
+            num_draft_tokens=num_draft_tokens,
             tree=tree,
-            suppress_tokens=generation.suppress_tokens if generation else (),
             logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            penalties=penalties,
+            num_biases=num_biases,
+            logits_fn=logits_fn,
+            draft_sampling=draft_sampling,
+            verification=verification,
             synthetic_acceptance=synthetic_acceptance,
         )
         weights = dict(target=target.params, drafter=drafter.params if drafter else None)
@@ -176,14 +194,17 @@ class Engine:
         cache_length: int | None = None,
         **options: Any,
     ) -> Engine:
-        """Make an engine whose cache just holds these requests, unless `cache_length` says otherwise.
+        """Make an engine that just holds these requests, unless `cache_length` says otherwise.
 
-        Requests that the model itself cannot take have no say; `check` refuses them later. `options` are
-        those of `Engine`.
+        It has penalties and biases when they do: a program without is quicker. Requests that the model
+        itself cannot take have no say in lengths; `check` refuses them later. `options` are those of `Engine`.
 
         Raises:
           DeviceMemoryError: the devices cannot hold so many rows of that length.
         """
+        options.setdefault("penalties", any(r.penalties for r in requests))
+        most = max((len(r.logit_bias) for r in requests), default=0)
+        options.setdefault("num_biases", bucket(most) if most else 0)
         # The first engine says how many positions a step needs beyond prompt and new tokens.
         engine = cls(target, drafter, cache_length=target.config.max_positions * 2, **options)
         needed = [engine.cache_length_for(r) for r in requests if engine.check(r) is None]
@@ -202,12 +223,14 @@ class Engine:
             return f"prompt ids {bad[:5]} are outside the vocabulary; expected 0 to {config.vocab_size - 1}"
         if most < 1:
             return f"max_new_tokens is {most}; it must be 1 or more"
-        finite = 0 <= request.temperature < math.inf
-        if not finite or request.top_k < 0 or not 0 < request.top_p <= 1:
-            return (
-                f"temperature {request.temperature} and top_k {request.top_k} must be finite and not "
-                f"negative, and top_p {request.top_p} must lie in (0, 1]"
-            )
+        for name in VALUES:
+            if wrong := refusal(name, getattr(request, name)):
+                return f"{name} {wrong}"
+        if request.penalties and not self.spec.penalties:
+            name = request.penalties[0]
+            return f"{name} is {getattr(request, name):g}, but the engine was made without penalties=True"
+        if error := self._check_biases(request.logit_bias):
+            return error
         if count + most > config.max_positions:
             return (
                 f"prompt ({count} tokens) + max_new_tokens ({most}) needs {count + most} positions; the "
@@ -218,6 +241,20 @@ class Engine:
             return (
                 f"cache holds {self.cache_length} positions, but prompt ({count} tokens) + max_new_tokens "
                 f"({most}) + one step ({self.spec.step_tokens}) needs {needed}; pass cache_length={needed}"
+            )
+        return None
+
+    def _check_biases(self, biases: Mapping[int, float]) -> str | None:
+        size, most = self.target.config.vocab_size, self.spec.num_biases
+        for token, bias in biases.items():
+            if not 0 <= token < size:
+                return f"logit_bias {token} is outside the vocabulary; expected 0 to {size - 1}"
+            if wrong := refusal("bias", bias):
+                return f"logit_bias of {token} {wrong}"
+        if len(biases) > most:
+            return (
+                f"logit_bias names {len(biases)} tokens, but the engine was made for {most}; pass "
+                f"num_biases={len(biases)}"
             )
         return None
 
@@ -306,35 +343,25 @@ class Engine:
         slots = np.full(b, self.batch_size, np.int32)  # padding rows point past the last slot
         slots[: len(rows)] = [slot for slot, _ in rows]
 
-        def column(values: Sequence[float], fill: float, dtype: type) -> jax.Array:
-            return jnp.asarray([*values, *[fill] * (b - len(rows))], dtype)
-
+        asked = [*requests.values(), *[Request((), 0)] * (b - len(rows))]
         stop_ids = np.full((b, state.stop_ids.shape[1]), -1, np.int32)
-        for row, (_, request) in enumerate(rows):
-            unique = sorted(set(request.stop_ids))
-            stop_ids[row, : len(unique)] = unique
-        vocab_size = self.target.config.vocab_size
         seeds = np.zeros((b, 2), np.uint32)
         for row, (slot, request) in enumerate(rows):
+            unique = sorted(set(request.stop_ids))
+            stop_ids[row, : len(unique)] = unique
             seeds[row] = request.seed % 2**32, indices[slot]
         admission = Admission(
             slots=jnp.asarray(slots),
-            max_new_tokens=column([r.max_new_tokens for _, r in rows], 0, np.int32),
+            max_new_tokens=jnp.asarray([r.max_new_tokens for r in asked], np.int32),
             stop_ids=jnp.asarray(stop_ids),
-            sampling=self.spec.sampling(
-                b,
-                temperature=column([r.temperature for _, r in rows], 0, np.float32),
-                top_k=column([min(r.top_k, vocab_size) for _, r in rows], 0, np.int32),
-                top_p=column([r.top_p for _, r in rows], 1, np.float32),
-            ),
+            sampling=self._sampling(asked),
             keys=row_keys(place_rows(seeds, self.mesh)),
         )
         admission = place_rows(admission, self.mesh)
         key = (b, stop_ids.shape[1])
         state = self._call("admit", key, decode.admit, state, admission, donate=(0,))
 
-        prompts = [np.asarray(r.prompt_ids, np.int32) for _, r in rows]
-        prompts += [np.zeros(0, np.int32)] * (b - len(rows))
+        prompts = [np.asarray(r.prompt_ids, np.int32) for r in asked]
         lengths = np.asarray([len(p) for p in prompts])
         for begin in range(0, int(lengths.max()), PREFILL_CHUNK):
             count = np.clip(lengths - begin, 0, PREFILL_CHUNK)
@@ -352,6 +379,18 @@ class Engine:
             chunk = place_rows(chunk, self.mesh)
             state = self._model_call("prefill", (b, t), decode.prefill, state, chunk)
         return state
+
+    def _sampling(self, requests: Sequence[Request]) -> SamplingParams:
+        """Return what requests say of sampling, a row each."""
+        values = {name: np.asarray([getattr(r, name) for r in requests]) for name in VALUES}
+        values["top_k"] = np.minimum(values["top_k"], self.target.config.vocab_size)
+        ids = np.full((len(requests), self.spec.num_biases), -1)
+        biases = np.zeros(ids.shape)
+        for row, request in enumerate(requests):
+            count = len(request.logit_bias)
+            ids[row, :count] = list(request.logit_bias)
+            biases[row, :count] = list(request.logit_bias.values())
+        return self.spec.sampling(len(requests), **values, bias_ids=ids, bias_values=biases)
 
     def _decode(self, state: DecodeState) -> DecodeState:
         return self._model_call(
@@ -472,11 +511,12 @@ class _Seen:
     def logprobs_of(self, slot: int, count: int) -> dict[str, Any]:
         if self.logprobs is None:
             return {}
-        target, sampled = self.logprobs.target, self.logprobs.sampled
-        return dict(
-            logprobs=tuple(target[slot, :count].tolist()),
-            sampled_logprobs=tuple(sampled[slot, :count].tolist()),
-        )
+        of_slot = jax.tree.map(lambda x: x[slot, :count].tolist(), self.logprobs)
+        found = dict(logprobs=tuple(of_slot.target), sampled_logprobs=tuple(of_slot.sampled))
+        if of_slot.top_ids is not None:
+            best = zip(of_slot.top_ids, of_slot.top_values, strict=True)
+            found["top_logprobs"] = tuple(tuple(zip(*row, strict=True)) for row in best)
+        return found
 
 
 def _cache_bucket(length: int) -> int:
@@ -486,6 +526,50 @@ def _cache_bucket(length: int) -> int:
     """
     step = max(128, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step
+
+
+def make_spec(
+    target: LoadedModel | Graph,
+    drafter: LoadedModel | Graph | None,
+    *,
+    num_draft_tokens: int | None = None,
+    tree: Tree | None = None,
+    synthetic_acceptance: float | None = None,
+    **options: Any,
+) -> DecodeSpec:
+    """Return what a pair of models is to do: the checkpoint's suppressed tokens, as many drafts as asked.
+
+    Args:
+      num_draft_tokens: None for the drafter's own number.
+      options: as in `DecodeSpec`.
+
+    Raises:
+      ConfigError: the drafter does not fit the target.
+      ValueError: a number is out of range, or options do not fit each other.
+    """
+    target_graph = target.graph if isinstance(target, LoadedModel) else target
+    drafter_graph = drafter.graph if isinstance(drafter, LoadedModel) else drafter
+    generation = target.generation if isinstance(target, LoadedModel) else None
+    drafts = 0
+    if drafter_graph is not None:
+        drafter_graph.config.check_fits(target_graph.config)
+        drafts = settle_num_draft_tokens(drafter_graph, num_draft_tokens, tree)
+    elif num_draft_tokens or tree:
+        raise ValueError("num_draft_tokens or a tree was given, but there is no drafter")
+    if synthetic_acceptance is not None and not 1 <= synthetic_acceptance <= drafts + 1:
+        raise ValueError(
+            f"synthetic_acceptance is {synthetic_acceptance}; with {drafts} draft tokens it lies "
+            f"between 1 and {drafts + 1}"
+        )
+    return DecodeSpec(
+        target=target_graph,
+        drafter=drafter_graph,
+        num_draft_tokens=drafts,
+        tree=tree,
+        suppress_tokens=generation.suppress_tokens if generation else (),
+        synthetic_acceptance=synthetic_acceptance,
+        **options,
+    )
 
 
 def settle_num_draft_tokens(drafter: Graph, asked: int | None, tree: Tree | None) -> int:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxspec import __version__
 from jaxspec.config import (
@@ -144,8 +144,8 @@ def load_target(
 ) -> LoadedModel:
     """Load a Gemma 4 target from a directory of ours, a Hugging Face directory, or a hub id.
 
-    Arrays go to the default device one at a time, or to the devices of `mesh`, each shard straight to its
-    own. They are cast to `dtype`, "float32" or "bfloat16".
+    Arrays go to the default device one at a time, uncommitted like any that JAX places by itself, or to the
+    devices of `mesh`, each shard straight to its own. They are cast to `dtype`, "float32" or "bfloat16".
 
     Raises:
       CheckpointError, ConfigError: it is not there, not whole, or not a target.
@@ -193,8 +193,12 @@ def _load(
     _check_kind(source, opened.kind, kinds)
     graph = graph_of(opened.config, dtype)
     check_weights_fit(graph, mesh or _default_mesh())
-    shardings = _shardings(graph, mesh)
-    params = {n: place(array, shardings[n]) for n, array in opened.arrays(jnp.dtype(dtype))}
+    arrays = opened.arrays(jnp.dtype(dtype))
+    if mesh is None:
+        params = {name: jnp.asarray(array) for name, array in arrays}
+    else:
+        shardings = graph.shardings(mesh)
+        params = {name: place(array, shardings[name]) for name, array in arrays}
     return LoadedModel(graph, params, opened.config, opened.generation, directory, source)
 
 
@@ -275,7 +279,11 @@ def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> P
 
     expected = graph.abstract_params()
     check_tree(directory, {name: a.shape for name, a in expected.items()})
-    shardings = _shardings(graph, mesh)
+    if mesh is None:
+        # By way of the host: Orbax commits what it places, and so what is computed from it.
+        arrays = zip(expected.items(), read_params(directory, list(expected)), strict=True)
+        return {n: jnp.asarray(x.astype(a.dtype, copy=False)) for (n, a), x in arrays}
+    shardings = graph.shardings(mesh)
     restore_args = {
         name: ocp.ArrayRestoreArgs(dtype=a.dtype, sharding=shardings[name], global_shape=a.shape)
         for name, a in expected.items()
@@ -403,10 +411,6 @@ def _orbax_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {reason}") from error
     finally:
         logger.setLevel(level)
-
-
-def _shardings(graph: Graph, mesh: Mesh | None) -> dict[str, NamedSharding]:
-    return graph.shardings(mesh or _default_mesh())
 
 
 def _default_mesh() -> Mesh:

@@ -13,7 +13,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 import jaxspec
+from jaxspec.ranges import refusal
 
 app = typer.Typer(
     name="jaxspec",
@@ -44,6 +45,11 @@ class Dtype(enum.StrEnum):
 
 class SamplingSource(enum.StrEnum):
     model = "model"
+
+
+class Verification(enum.StrEnum):
+    standard = "standard"
+    block = "block"
 
 
 def main() -> None:
@@ -170,6 +176,24 @@ def generate(
             rich_help_panel=_TEXT,
         ),
     ] = None,
+    logprobs: Annotated[
+        bool,
+        typer.Option(
+            "--logprobs",
+            help="With --json: the log-probability of every token, under the target as it is and under what "
+            "was sampled from.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = False,
+    top_logprobs: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="--logprobs, and those of the target's N best tokens in the place of each.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = 0,
     target: Annotated[
         str | None,
         typer.Option(
@@ -245,10 +269,52 @@ def generate(
             rich_help_panel=_DECODING,
         ),
     ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample among tokens that are at least so likely as this times the likeliest; 0: off.",
+            rich_help_panel=_DECODING,
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Divide what speaks for tokens of prompt and output by this; 1: off.",
+            rich_help_panel=_DECODING,
+        ),
+    ] = None,
+    presence_penalty: Annotated[
+        float,
+        typer.Option(
+            help="Subtract this from the logits of tokens of the output.", rich_help_panel=_DECODING
+        ),
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(
+            help="Subtract this for every time that a token is in the output.",
+            rich_help_panel=_DECODING,
+        ),
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID=VALUE|JSON",
+            help='Add this to the logit of a token: 17=-2.5, repeatable, or {"17": -2.5, "4": 1}.',
+            rich_help_panel=_DECODING,
+        ),
+    ] = None,
+    ban_token: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="ID", help="Never generate this token. Repeatable.", rich_help_panel=_DECODING
+        ),
+    ] = None,
     sampling: Annotated[
         SamplingSource | None,
         typer.Option(
-            help="Temperature, top-k and top-p of the checkpoint, where not given here.",
+            help="Temperature, top-k, top-p, min-p and repetition penalty of the checkpoint, where not "
+            "given here.",
             rich_help_panel=_DECODING,
         ),
     ] = None,
@@ -257,10 +323,18 @@ def generate(
         typer.Option(
             min=0,
             max=2**32 - 1,
-            help="Each prompt's own is made of this and its place in the list.",
+            help="Each completion's own is made of this and its place in the list.",
             rich_help_panel=_DECODING,
         ),
     ] = 0,
+    num_samples: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Completions of each prompt; each reads the prompt for itself.",
+            rich_help_panel=_DECODING,
+        ),
+    ] = 1,
     stop_id: Annotated[
         list[int] | None,
         typer.Option(
@@ -299,6 +373,21 @@ def generate(
         int | None,
         typer.Option(min=1, help="Levels of that tree.", rich_help_panel=_DECODING),
     ] = None,
+    draft_sampling: Annotated[
+        bool,
+        typer.Option(
+            "--draft-sampling",
+            help="When sampling, let the drafter draw its tokens too, instead of proposing its best.",
+            rich_help_panel=_DECODING,
+        ),
+    ] = False,
+    verification: Annotated[
+        Verification,
+        typer.Option(
+            help="When sampling, judge drafts one by one, or a block at a time, which accepts more.",
+            rich_help_panel=_DECODING,
+        ),
+    ] = Verification.standard,
     batch_size: Annotated[
         int | None,
         typer.Option(
@@ -336,9 +425,27 @@ def generate(
     """
     console = Console(stderr=True, highlight=False)
     with _explained(console, UsageError):
-        _check_sampling(temperature, top_p)
-        if num_draft_tokens is not None and (drafter == "none" or (target and not drafter)):
-            raise UsageError("--num-draft-tokens needs a drafter; give one with --drafter")
+        _check_ranges(
+            temperature=temperature,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+        )
+        biases = _parse_logit_bias(logit_bias or ())
+        wanting = {
+            "--num-draft-tokens": num_draft_tokens is not None,
+            "--draft-sampling": draft_sampling,
+            "--verification block": verification is Verification.block,
+        }
+        wanting = [flag for flag in wanting if wanting[flag]]
+        if wanting and (drafter == "none" or (target and not drafter)):
+            raise UsageError(f"{wanting[0]} needs a drafter; give one with --drafter")
+        if (logprobs or top_logprobs) and not json_path:
+            raise UsageError(
+                f"{'--logprobs' if logprobs else '--top-logprobs'} needs --json, which they are written with"
+            )
         given = [v is not None for v in (tree_topk, tree_depth, num_draft_tokens)]
         if any(given[:2]) and not all(given):
             raise UsageError(
@@ -376,9 +483,20 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias={token: bias for token, bias in biases.items() if bias > -math.inf},
+        ban_tokens=(*(token for token in biases if biases[token] == -math.inf), *(ban_token or ())),
         seed=seed,
+        num_samples=num_samples,
         num_draft_tokens=num_draft_tokens,
         tree=(tree_topk, tree_depth) if tree_topk and tree_depth else None,
+        draft_sampling=draft_sampling,
+        verification=verification.value,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
         batch_size=batch_size,
         cache_length=cache_length,
         compilation_cache=compilation_cache,
@@ -390,11 +508,30 @@ def generate(
         raise typer.Exit(1)
 
 
-def _check_sampling(temperature: float | None, top_p: float | None) -> None:
-    if temperature is not None and not 0 <= temperature < math.inf:
-        raise UsageError(f"--temperature is {temperature}; expected 0 (greedy) or more")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"--top-p is {top_p}; expected more than 0 and at most 1 (off)")
+def _check_ranges(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and (wrong := refusal(name, value)):
+            raise UsageError(f"--{name.replace('_', '-')} {wrong}")
+
+
+def _parse_logit_bias(given: Sequence[str]) -> dict[int, float]:
+    """Read biases, each "17=-2.5" or a JSON object of some."""
+    biases: dict[int, float] = {}
+    for text in given:
+        try:
+            pairs = json.loads(text).items() if text.startswith("{") else [text.split("=")]
+            pairs = [(int(token), float(bias)) for token, bias in pairs]
+        except (ValueError, TypeError):
+            raise UsageError(
+                f'--logit-bias {text}: expected ID=VALUE, such as 17=-2.5, or JSON, such as {{"17": -2.5}}'
+            ) from None
+        for token, bias in pairs:
+            if wrong := refusal("bias", bias):
+                raise UsageError(f"--logit-bias {text}: the bias of {token} {wrong}")
+            if token in biases:
+                raise UsageError(f"--logit-bias names token {token} twice; leave one out")
+            biases[token] = bias
+    return biases
 
 
 def _parse_template_kwargs(given: str | None, *, chat: bool) -> dict[str, Any]:

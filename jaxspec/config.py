@@ -145,6 +145,8 @@ class GenerationDefaults:
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off
 
     @classmethod
     def from_hf(
@@ -163,6 +165,8 @@ class GenerationDefaults:
             temperature=float(generation.get("temperature") or 1.0) if sample else 0.0,
             top_k=int(generation.get("top_k") or 0),
             top_p=float(generation.get("top_p") or 1.0),
+            min_p=float(generation.get("min_p") or 0.0),
+            repetition_penalty=float(generation.get("repetition_penalty") or 1.0),
         )
 
 

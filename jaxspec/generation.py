@@ -11,15 +11,16 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
+import math
 import os
 import platform
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import jax
 from rich.console import Console
@@ -27,12 +28,13 @@ from rich.text import Text
 
 import jaxspec
 from jaxspec.api import BUNDLED, MOST_SLOTS, load
-from jaxspec.batching import Completion, Engine, Request, Update
+from jaxspec.batching import VALUES, Completion, Engine, Request, Update
 from jaxspec.checkpoint import CheckpointError, LoadedModel
 from jaxspec.config import ConfigError
 from jaxspec.drafters.base import Tree
 from jaxspec.memory import DeviceMemoryError
 from jaxspec.prompts import Prompt, encode
+from jaxspec.ranges import refusal
 from jaxspec.report import (
     OutputError,
     Result,
@@ -88,9 +90,20 @@ class Options:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    ban_tokens: tuple[int, ...] = ()
     seed: int = 0
+    num_samples: int = 1  # of each prompt
     num_draft_tokens: int | None = None
     tree: tuple[int, int] | None = None  # topk and depth
+    draft_sampling: bool = False
+    verification: Literal["standard", "block"] = "standard"
+    logprobs: bool = False
+    top_logprobs: int = 0
     batch_size: int | None = None
     cache_length: int | None = None
     compilation_cache: str | None = None
@@ -99,29 +112,39 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """The prompts, ready to decode. Lists have one entry a prompt; refused ones have empty requests."""
+    """The prompts, ready to decode. Lists have one entry a prompt; refused ones have empty requests.
+
+    Samples of a prompt are requests of their own, one after the other: the place of each in the list makes
+    it another one, and it needs a slot when there is one, not when there are as many as samples.
+    """
 
     prompts: Sequence[Prompt]
     texts: list[str | None]  # as the model reads them
-    requests: list[Request]
-    errors: dict[int, str]  # by index
+    requests: list[Request]  # `num_samples` a prompt
+    errors: dict[int, str]  # by prompt
     tokenizer: Tokenizer | None
     stop_texts: tuple[str, ...]
+    num_samples: int
 
     def result(self, done: Completion) -> Result:
         """Put a completion together with its prompt."""
         text = None
         if self.tokenizer is not None:
             text = completed_text(self.tokenizer, done.token_ids, self.stop_texts)
+        prompt, sample = divmod(done.index, self.num_samples)
         return Result(
             index=done.index,
-            prompt=self.texts[done.index],
+            prompt=self.texts[prompt],
             prompt_ids=self.requests[done.index].prompt_ids,
             token_ids=done.token_ids,
             text=text,
             finish_reason=done.finish_reason,
             acceptance_lengths=done.acceptance_lengths,
-            error=self.errors.get(done.index),
+            error=self.errors.get(prompt),
+            sample=sample if self.num_samples > 1 else None,
+            logprobs=done.logprobs,
+            sampled_logprobs=done.sampled_logprobs,
+            top_logprobs=done.top_logprobs,
         )
 
 
@@ -144,11 +167,11 @@ def run(prompts: Sequence[Prompt], options: Options, console: Console) -> int:
         job = make_job(prompts, options, target, console)
         engine = make_engine(job, options, target, drafter)
         refuse(job, engine, console)
-        if len(prompts) == 1 and lines is None:
+        if len(job.requests) == 1 and lines is None:
             results = show_stream(job, engine, console)
         else:
             results = show_many(job, engine, lines, console)
-        summary = summarise(results, job, engine, load_s, time.perf_counter() - begin)
+        summary = summarise(results, job, options, engine, load_s, time.perf_counter() - begin)
         if lines is not None:
             write_line(lines, summary.to_json())
     console.print(summary_table(summary))
@@ -239,6 +262,7 @@ def make_job(
     shared: dict[str, Any] = dict(
         max_new_tokens=options.max_new_tokens,
         **sampling_values(options, target, console),
+        logit_bias=logit_biases(options, target),
         stop_ids=stop_ids(options, target),
         seed=options.seed,
         stop_at=stop_at,
@@ -257,36 +281,55 @@ def make_job(
         except TokenizerError as error:
             errors[index] = str(error)
         texts.append(text)
-        requests.append(Request(prompt_ids=ids, **shared))
-    return Job(prompts, texts, requests, errors, tokenizer, options.stop_texts)
+        requests += [Request(prompt_ids=ids, **shared)] * options.num_samples
+    return Job(prompts, texts, requests, errors, tokenizer, options.stop_texts, options.num_samples)
 
 
 def sampling_values(options: Options, target: LoadedModel, console: Console) -> dict[str, Any]:
-    """Settle temperature, top-k and top-p: as given, else the checkpoint's if asked for, else greedy."""
-    temperature, top_k, top_p = 0.0, 0, 1.0
+    """Settle what rules sampling: as given, else the checkpoint's if asked for, else greedy and nothing."""
+    values = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
     if options.sampling_of_model:
         if target.generation is None:
             raise RunError(f"--sampling model: {target.source} has no generation config of its own")
-        defaults = target.generation
-        temperature, top_k, top_p = defaults.temperature, defaults.top_k, defaults.top_p
-    temperature = temperature if options.temperature is None else options.temperature
-    if temperature == 0 and (options.top_k or (options.top_p or 1) < 1):
-        note(console, "--top-k and --top-p change nothing at temperature 0; add --temperature 1")
-    return dict(
-        temperature=temperature,
-        top_k=top_k if options.top_k is None else options.top_k,
-        top_p=top_p if options.top_p is None else options.top_p,
-    )
+        values = {name: getattr(target.generation, name) for name in values}
+        wrong = [f"{name} {what}" for name in values if (what := refusal(name, values[name]))]
+        if wrong:
+            raise RunError(
+                f"--sampling model: in {target.source}'s generation config {wrong[0]}; give the values "
+                "as flags instead"
+            )
+    values |= {n: given for n in values if (given := getattr(options, n)) is not None}
+    idle = [n for n in ("top_k", "min_p") if getattr(options, n)]
+    idle += ["top_p"] if (options.top_p or 1) < 1 else []
+    idle += ["draft_sampling"] if options.draft_sampling else []
+    idle += ["verification"] if options.verification == "block" else []
+    if values["temperature"] == 0 and idle:
+        flags = ", ".join("--" + name.replace("_", "-") for name in idle)
+        note(console, f"{flags}: without effect at temperature 0; add --temperature 1")
+    penalties = ("presence_penalty", "frequency_penalty")
+    return {**values, **{name: getattr(options, name) for name in penalties}}
+
+
+def logit_biases(options: Options, target: LoadedModel) -> dict[int, float]:
+    """Return what is added to the logits of tokens; a ban counts more than a bias."""
+    for flag, ids in (("--logit-bias", options.logit_bias), ("--ban-token", options.ban_tokens)):
+        refuse_outside(flag, ids, target)
+    return {**options.logit_bias, **dict.fromkeys(options.ban_tokens, -math.inf)}
 
 
 def stop_ids(options: Options, target: LoadedModel) -> tuple[int, ...]:
     """Return the ids that end a row: the checkpoint's own, unless ignored, and those given."""
-    size = target.config.vocab_size
-    bad = [i for i in options.stop_ids if not 0 <= i < size]
-    if bad:
-        raise RunError(f"--stop-id {bad[0]} is outside the vocabulary; expected 0 to {size - 1}")
+    refuse_outside("--stop-id", options.stop_ids, target)
     own = () if options.ignore_eos or target.generation is None else target.generation.eos_token_ids
     return (*own, *options.stop_ids)
+
+
+def refuse_outside(flag: str, ids: Iterable[int], target: LoadedModel) -> None:
+    """Refuse ids that are not tokens of the target."""
+    size = target.config.vocab_size
+    bad = [i for i in ids if not 0 <= i < size]
+    if bad:
+        raise RunError(f"{flag} {bad[0]} is outside the vocabulary; expected 0 to {size - 1}")
 
 
 def make_engine(
@@ -302,6 +345,10 @@ def make_engine(
             batch_size=options.batch_size or min(len(job.requests), MOST_SLOTS),
             num_draft_tokens=options.num_draft_tokens,
             tree=None if options.tree is None else Tree(*options.tree),
+            draft_sampling=options.draft_sampling,
+            verification=options.verification,
+            logprobs=options.logprobs or options.top_logprobs > 0,
+            top_logprobs=options.top_logprobs,
             steps_per_return=STREAMING_STEPS if len(job.requests) == 1 else BATCH_STEPS,
         )
     except ConfigError:
@@ -312,7 +359,7 @@ def make_engine(
 
 def refuse(job: Job, engine: Engine, console: Console) -> None:
     """Note and report the prompts that cannot be decoded; when that is all of them, there is no run."""
-    for index, request in enumerate(job.requests):
+    for index, request in enumerate(job.requests[:: job.num_samples]):
         error = job.errors.get(index) or engine.check(request)
         if error is not None:
             job.errors[index] = as_flags(error)
@@ -327,7 +374,10 @@ def as_flags(message: str) -> str:
     """Turn the library's argument names in a message into the command's options."""
     message = re.sub(r"\bcache_length=(\d+)", r"--cache-length \1", message)
     message = re.sub(r"\btree (topk|depth)\b", r"--tree-\1", message)
-    names = r"\b(max_new_tokens|num_draft_tokens|batch_size|cache_length)\b"
+    message = message.replace('verification="block"', "--verification block")
+    names = (
+        r"\b(max_new_tokens|num_draft_tokens|batch_size|cache_length|draft_sampling|top_logprobs)\b"
+    )
     return re.sub(names, lambda name: "--" + name[0].replace("_", "-"), message)
 
 
@@ -382,16 +432,24 @@ def show_many(job: Job, engine: Engine, lines: IO[str] | None, console: Console)
 
 
 def summarise(
-    results: Sequence[Result], job: Job, engine: Engine, load_s: float, total_s: float
+    results: Sequence[Result],
+    job: Job,
+    options: Options,
+    engine: Engine,
+    load_s: float,
+    total_s: float,
 ) -> Summary:
     """Add up a run."""
     lengths = [length for r in results for length in r.acceptance_lengths]
     timings, device = engine.timings, jax.devices()[0]
     drafter, request = engine.drafter, job.requests[0]
     return Summary(
-        prompts=len(results),
+        prompts=len(job.prompts),
+        num_samples=job.num_samples,
         errors=len(job.errors),
-        prompt_tokens=sum(len(r.prompt_ids) for r in results if r.error is None),
+        prompt_tokens=sum(
+            len(r.prompt_ids) for r in results[:: job.num_samples] if r.error is None
+        ),
         new_tokens=sum(len(r.token_ids) for r in results),
         decode_tokens=timings.decode_tokens,
         decode_tokens_per_s=timings.decode_tokens / timings.decode_s if timings.decode_s else None,
@@ -407,12 +465,14 @@ def summarise(
         drafter=None if drafter is None else shorten(drafter.source),
         num_draft_tokens=engine.spec.num_draft_tokens,
         tree=None if engine.spec.tree is None else dataclasses.asdict(engine.spec.tree),
+        draft_sampling=engine.spec.draft_sampling,
+        verification=engine.spec.verification,
         batch_size=engine.batch_size,
         cache_length=engine.cache_length,
         max_new_tokens=request.max_new_tokens,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
+        **{name: getattr(request, name) for name in VALUES},
+        logit_bias=dict(options.logit_bias),
+        ban_tokens=options.ban_tokens,
         seed=request.seed,
         dtype=engine.target.graph.dtype,
         platform=device.platform,

@@ -27,7 +27,7 @@ _BAR_WIDTH = 24
 
 @dataclass(frozen=True)
 class Result:
-    """One prompt and what came of it; with `error`, nothing did."""
+    """One prompt and what came of it; with `error`, nothing did. Logprobs are there where asked for."""
 
     index: int
     prompt: str | None
@@ -37,20 +37,29 @@ class Result:
     finish_reason: str = "length"
     acceptance_lengths: tuple[int, ...] = ()
     error: str | None = None
+    sample: int | None = None  # which of its prompt's, where there are several
+    logprobs: tuple[float, ...] | None = None
+    sampled_logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the values of this prompt's line."""
+        values = {"prompt": self.prompt, "prompt_ids": self.prompt_ids}
+        if self.sample is not None:
+            values["sample"] = self.sample
         if self.error is not None:
-            return {"prompt": self.prompt, "prompt_ids": self.prompt_ids, "error": self.error}
+            return {**values, "error": self.error}
+        names = ("logprobs", "sampled_logprobs", "top_logprobs")
+        logprobs = {n: value for n in names if (value := getattr(self, n)) is not None}
         return {
-            "prompt": self.prompt,
-            "prompt_ids": self.prompt_ids,
+            **values,
             "token_ids": self.token_ids,
             "text": self.text,
             "finish_reason": self.finish_reason,
             "verify_steps": len(self.acceptance_lengths),
             "acceptance_lengths": self.acceptance_lengths,
             "acceptance_length": _mean(self.acceptance_lengths),
+            **logprobs,
         }
 
 
@@ -59,6 +68,7 @@ class Summary:
     """A run's totals and the conditions they were reached under.
 
     Attributes:
+      prompt_tokens: of each prompt once, however many samples it has.
       new_tokens: returned tokens, those of prefill included.
       decode_tokens: returned tokens without those of prefill: what `decode_s` was spent on.
       acceptance_length: mean over all verify steps of all prompts.
@@ -67,6 +77,7 @@ class Summary:
     """
 
     prompts: int
+    num_samples: int  # of each prompt
     errors: int
     prompt_tokens: int
     new_tokens: int
@@ -84,12 +95,20 @@ class Summary:
     drafter: str | None
     num_draft_tokens: int
     tree: dict[str, int] | None
+    draft_sampling: bool
+    verification: str
     batch_size: int
     cache_length: int
     max_new_tokens: int
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float]
+    ban_tokens: tuple[int, ...]
     seed: int
     dtype: str
     platform: str
@@ -185,7 +204,8 @@ def summary_table(summary: Summary) -> Group:
     rows.add_column(style="dim", justify="right")
     rows.add_column()
     errors = f", [red]{summary.errors} refused[/]" if summary.errors else ""
-    prompts = _count(summary.prompts - summary.errors, "prompt") + errors
+    samples = f", {summary.num_samples} samples of each" if summary.num_samples > 1 else ""
+    prompts = _count(summary.prompts - summary.errors, "prompt") + samples + errors
     rows.add_row(
         "tokens",
         f"[bold]{summary.new_tokens:,}[/] new, {summary.prompt_tokens:,} in {prompts}",

@@ -17,11 +17,12 @@ requests of many kinds through few slots.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +34,17 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxspec import decode, memory
-from jaxspec.batching import PREFILL_CHUNK, SMALLEST_PREFILL, bucket, settle_num_draft_tokens
+from jaxspec.batching import PREFILL_CHUNK, SMALLEST_PREFILL, VALUES, bucket, make_spec
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.decode import DecodeSpec, DecodeState, LogitsFn, PrefillChunk
+from jaxspec.decode import DecodeState, LogitsFn, PrefillChunk
 from jaxspec.drafters.base import Tree
 from jaxspec.params import Graph
+from jaxspec.ranges import PENALTIES, RANGES
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array, Float, Int, Params, UInt32
 from jaxspec.sharding import fetch, mesh_of, place_rows
 
+T = TypeVar("T")
 StopAt = Callable[[Sequence[int]], int | None]
 """Given a row's tokens so far: how many of them to keep, which ends the row, or None to go on."""
 
@@ -76,6 +79,10 @@ class Prompts(struct.PyTreeNode):
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         return cls(jnp.asarray(tokens), jnp.asarray(lengths))
+
+    def take(self, rows: ArrayLike | Sequence[int]) -> Prompts:
+        """Return some of the prompts, as wide as before: batches of one width share a program."""
+        return jax.tree.map(lambda x: x[jnp.asarray(rows)], self)
 
 
 class GenerateResult(struct.PyTreeNode):
@@ -160,20 +167,11 @@ class Sampler:
         for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be 1 or more")
-        generation = target.generation if isinstance(target, LoadedModel) else None
-        target_graph, drafter_graph = _graph(target), None if drafter is None else _graph(drafter)
-        if drafter_graph is None and (num_draft_tokens or tree):
-            raise ValueError("num_draft_tokens or a tree was given, but there is no drafter")
-        drafts = 0
-        if drafter_graph is not None:
-            drafter_graph.config.check_fits(target_graph.config)
-            drafts = settle_num_draft_tokens(drafter_graph, num_draft_tokens, tree)
-        self.spec = DecodeSpec(
-            target=target_graph,
-            drafter=drafter_graph,
-            num_draft_tokens=drafts,
+        self.spec = make_spec(
+            target,
+            drafter,
+            num_draft_tokens=num_draft_tokens,
             tree=tree,
-            suppress_tokens=generation.suppress_tokens if generation else (),
             logprobs=logprobs,
             top_logprobs=top_logprobs,
             penalties=penalties,
@@ -183,6 +181,7 @@ class Sampler:
             verification=verification,
         )
         if stop_ids is None:
+            generation = target.generation if isinstance(target, LoadedModel) else None
             stop_ids = generation.eos_token_ids if generation else ()
         self.stop_ids = tuple(stop_ids)
         self.max_new_tokens, self.num_samples = max_new_tokens, num_samples
@@ -271,8 +270,8 @@ class Sampler:
             return result
         given = self._inputs(prompts, sampling, seeds, max_new_tokens, stop_ids)
         mesh = self._check(target_params, drafter_params, given[0])
-        with jax.set_mesh(mesh):
-            given = place_rows(given, mesh)
+        with _on(mesh):
+            given = _placed(given, mesh)
             return self._generate(mesh, target_params, drafter_params, *given)
 
     def stream(
@@ -306,10 +305,10 @@ class Sampler:
                 f"stop_at has {len(stops)} entries; expected one for each of {rows} rows"
             )
         lengths = np.full(rows, self.max_new_tokens, np.int32)  # where the host ended rows
-        with jax.set_mesh(mesh):
-            given = place_rows(given, mesh)
+        with _on(mesh):
+            given = _placed(given, mesh)
             state = self._begin(mesh, target_params, drafter_params, *given)
-        steps = place_rows(np.int32(steps_per_return), mesh)
+        steps = _placed(np.int32(steps_per_return), mesh)
         while True:
             result = self._result(state)
             active, tokens, counts = fetch((state.active, result.tokens, result.lengths))
@@ -318,12 +317,12 @@ class Sampler:
                     ended = lengths[row] < self.max_new_tokens
                     keep = stop(tokens[row, : counts[row]].tolist()) if stop and not ended else None
                     lengths[row] = lengths[row] if keep is None else keep
-                state = self._retire(state, place_rows(lengths < counts, mesh))
-                result = result.cut(place_rows(lengths, mesh))
+                state = self._retire(state, _placed(lengths < counts, mesh))
+                result = result.cut(_placed(jnp.asarray(lengths), mesh))
             yield result
             if not (active & (lengths >= counts)).any():
                 return
-            with jax.set_mesh(mesh):
+            with _on(mesh):
                 state = self._advance(target_params, drafter_params, state, steps)
 
     def _inputs(
@@ -472,11 +471,11 @@ class Sampler:
 
     def _check(
         self, target_params: Params, drafter_params: Params | None, prompts: Prompts
-    ) -> Mesh:
+    ) -> Mesh | None:
         """Refuse params that do not fit, prompts out of range and states that no memory holds.
 
         Returns:
-          The mesh that the params are on.
+          The mesh that the params are on; None for one device, which its own arrays need not name.
         """
         some = dict(target=self._check_params("target", self.spec.target, target_params))
         if (self.spec.drafter is None) != (drafter_params is None):
@@ -504,7 +503,7 @@ class Sampler:
             positions = self._cache_length(t)
             memory.check_fits(self.spec, rows * self.num_samples, positions, mesh)
             self._fitting.add(shape)
-        return mesh
+        return mesh if mesh.size > 1 else None
 
     def _check_params(self, role: str, graph: Graph, params: Any) -> Params:
         """Refuse params that do not fit; return one of each sharding, for what looks at those alone."""
@@ -530,12 +529,11 @@ class Sampler:
         return {name: params[name] for name in kinds.values()}
 
     def _check_sampling(self, name: str, value: Any, rows: int) -> None:
-        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         biases = ("bias_ids", "bias_values")
-        known = ("temperature", "top_k", "top_p", "min_p", *penalties, *biases)
+        known = (*VALUES, *biases)
         if name not in known:
             raise ValueError(f"{name} is not a sampling value; known are {', '.join(known)}")
-        if name in penalties and not self.spec.penalties:
+        if name in PENALTIES and not self.spec.penalties:
             raise ValueError(f"{name} was given, but the sampler was made without penalties=True")
         shape, most = np.shape(value), self.spec.num_biases
         if name in biases:
@@ -548,24 +546,28 @@ class Sampler:
         if _is_traced(value):
             return
         numbers = np.asarray(value, np.float64)
-        says, fits = {
-            "temperature": ("finite and not negative", (numbers >= 0) & (numbers < np.inf)),
-            "top_k": ("0 or more", numbers >= 0),
-            "top_p": ("in (0, 1]", (numbers > 0) & (numbers <= 1)),
-            "min_p": ("in [0, 1]", (numbers >= 0) & (numbers <= 1)),
-            "repetition_penalty": ("finite and above 0", (numbers > 0) & (numbers < np.inf)),
-            "bias_ids": (
-                "-1 or a token id",
-                (numbers >= -1) & (numbers < self.spec.target.config.vocab_size),
-            ),
-            "bias_values": ("a number, or -inf to ban", ~np.isnan(numbers) & (numbers < np.inf)),
-        }.get(name, ("finite", np.isfinite(numbers)))
+        if name == "bias_ids":
+            size = self.spec.target.config.vocab_size
+            words, fits = "-1 or a token id", (numbers >= -1) & (numbers < size)
+        else:
+            words, allows = RANGES["bias" if name == "bias_values" else name]
+            fits = allows(numbers)
         if not np.all(fits):
-            raise ValueError(f"{name} is {numbers[~fits].flat[0]:g}; it must be {says}")
+            raise ValueError(f"{name} is {numbers[~fits].flat[0]:g}; it must be {words}")
 
 
-def _graph(model: LoadedModel | Graph) -> Graph:
-    return model.graph if isinstance(model, LoadedModel) else model
+def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def _placed(tree: T, mesh: Mesh | None) -> T:
+    """Put what the host knows about rows onto the mesh.
+
+    For one device nothing is done: what JAX places by itself it calls uncommitted, and so are results then.
+    A result that were committed would make the caller's own programs compile twice, the second time for
+    weights that an update had made committed.
+    """
+    return tree if mesh is None else place_rows(tree, mesh)
 
 
 def _is_traced(tree: Any) -> bool:

@@ -185,6 +185,29 @@ def test_new_weights_compile_nothing_and_take_no_memory(
     same(drafter.params, drafts)
 
 
+def test_an_update_between_calls_compiles_once(
+    sampler: Sampler, target: LoadedModel, ask: Any
+) -> None:
+    """Loaded weights and a new optimizer's count are uncommitted, and what is computed from results is too.
+
+    Results were once committed to their device: then so were the updated weights, and both programs compiled
+    again for them.
+    """
+
+    @jax.jit
+    def update(params: Any, count: Any, result: GenerateResult) -> Any:
+        step = 1 + 1e-6 * jnp.mean(result.logprobs.sampled) / (1 + count)
+        return {name: weight * step for name, weight in params.items()}, count + 1
+
+    params, count = target.params, jnp.zeros(())
+    ask()
+    programs = sampler.num_compilations
+    for _ in range(3):
+        params, count = update(params, count, ask(target_params=params))
+    assert update._cache_size() == 1
+    assert sampler.num_compilations == programs
+
+
 def test_rows_have_their_own_limits_and_stops(ask: Any) -> None:
     expected = ask()
     tokens = expected.tokens.tolist()
@@ -225,6 +248,12 @@ def test_logprobs_are_those_of_a_teacher_forced_pass(target: LoadedModel, ask: A
         np.testing.assert_allclose(result.logprobs.target[row], of_tokens, atol=1e-4)
         if TEMPERATURES[row] == 1.0:  # no filter, no penalty
             np.testing.assert_allclose(result.logprobs.sampled[row], of_tokens, atol=1e-4)
+
+
+def test_prompts_can_be_taken(ask: Any) -> None:
+    padded = Prompts.padded([*PROMPTS, [2, 3]])
+    same(padded.take([3, 1]), Prompts(padded.tokens[jnp.asarray([3, 1])], jnp.asarray([9, 2])))
+    same(ask(padded.take(np.arange(4))), ask())
 
 
 def test_an_array_of_prompts_is_all_prompt(ask: Any) -> None:

@@ -67,7 +67,9 @@ ASSISTANT = MTPConfig(
     sliding_window=16,
     max_positions=300,
 )
-GENERATION = GenerationDefaults(eos_token_ids=(EOS,), temperature=1.5, top_k=7, top_p=0.9)
+GENERATION = GenerationDefaults(
+    eos_token_ids=(EOS,), temperature=1.5, top_k=7, top_p=0.9, min_p=0.01, repetition_penalty=1.1
+)
 
 
 def backend(*, bos: bool = True) -> tokenizers.Tokenizer:

@@ -214,6 +214,7 @@ def test_stop_ids_are_the_checkpoints_and_those_given(checkpoints: Path) -> None
 def test_sampling_of_the_checkpoint_yields_to_flags(generate: Run) -> None:
     own = generate("a", "--sampling", "model", "--json", "-").summary
     assert (own["temperature"], own["top_k"], own["top_p"]) == (1.5, 7, 0.9)
+    assert (own["min_p"], own["repetition_penalty"]) == (0.01, 1.1)
     mixed = generate(
         "a", "--sampling", "model", "--top-k", "3", "--top-p", "1", "--json", "-"
     ).summary
@@ -231,7 +232,64 @@ def test_a_seed_gives_each_prompt_its_own(generate: Run) -> None:
 
 
 def test_options_that_change_nothing_are_pointed_out(generate: Run) -> None:
-    assert "change nothing at temperature 0" in generate("a", "--top-k", "5").stderr
+    given = generate("a", "--top-k", "5", "--min-p", "0.1")
+    assert "note: --top-k, --min-p: without effect at temperature 0" in given.stderr
+    assert "without effect" not in generate("a", "--top-k", "5", "--temperature", "1").stderr
+
+
+def test_all_that_shapes_sampling_reaches_the_tokens(generate: Run) -> None:
+    """Two samples of each of two prompts, the second with an error: every value is on, in one program."""
+    flags = (
+        "--temperature 1 --min-p 0.05 --repetition-penalty 1.2 --presence-penalty 0.5 "
+        "--frequency-penalty 0.25 --logit-bias 263=-1.5 --ban-token 264 --draft-sampling "
+        "--verification block --num-samples 2 --top-logprobs 2 --json -"
+    )
+    biases = ("--logit-bias", '{"265": 50, "266": -Infinity}')
+    done = generate("a b", "", *flags.split(), *biases)
+    assert done.code == 1
+    assert done.stderr.count("the prompt is empty") == 1
+    assert [row["sample"] for row in done.rows] == [0, 1, 0, 1]
+    assert ["error" in row for row in done.rows] == [False, False, True, True]
+    first, second = done.rows[:2]
+    assert list(first) == [
+        *KEYS[:2],
+        "sample",
+        *KEYS[2:],
+        "logprobs",
+        "sampled_logprobs",
+        "top_logprobs",
+    ]
+    assert first["prompt_ids"] == second["prompt_ids"]
+    for row in (first, second):
+        assert set(row["token_ids"]) == {265}  # the bias decides, whatever the penalties
+        assert len(row["logprobs"]) == len(row["top_logprobs"]) == 12
+        assert row["sampled_logprobs"] == pytest.approx([0.0] * 12, abs=1e-3)
+        assert all(len(best) == 2 for best in row["top_logprobs"])
+    summary = {name: done.summary[name] for name in ("prompts", "num_samples", "errors")}
+    assert summary == {"prompts": 2, "num_samples": 2, "errors": 1}
+    assert done.summary["prompt_tokens"] == 3
+    given = {
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "logit_bias": {"263": -1.5, "265": 50},
+        "ban_tokens": [266, 264],
+        "draft_sampling": True,
+        "verification": "block",
+    }
+    assert {name: done.summary[name] for name in given} == given
+
+
+def test_samples_are_different_and_one_after_the_other(generate: Run) -> None:
+    sampled = ("--temperature", "1", "--json", "-")
+    rows = generate("a", "a", "b", *sampled).rows
+    samples = generate("a", "b", "--num-samples", "2", *sampled).rows
+    assert [row["prompt"] for row in samples] == ["a", "a", "b", "b"]
+    assert [row["token_ids"] for row in samples[:3]] == [row["token_ids"] for row in rows]
+    shown = generate("a", "--num-samples", "2")
+    assert shown.stdout.startswith("── 1/2 ── a\n")
+    assert "2 in 1 prompt, 2 samples of each" in shown.stderr
 
 
 # --- mistakes ----------------------------------------------------------------------------------------
@@ -271,10 +329,64 @@ def test_options_that_change_nothing_are_pointed_out(generate: Run) -> None:
         (["a" * 60, "--max-new-tokens", "300"], "needs 361 positions; the model has 300"),
         (["a", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["a", "--max-new-tokens", "-3"], "--max-new-tokens"),
-        (["a", "--temperature", "-0.5"], "--temperature is -0.5; expected 0 (greedy) or more"),
-        (["a", "--temperature", "nan"], "--temperature is nan; expected 0 (greedy) or more"),
-        (["a", "--top-p", "0"], "--top-p is 0.0; expected more than 0 and at most 1"),
-        (["a", "--top-p", "1.1"], "--top-p is 1.1; expected more than 0 and at most 1"),
+        (
+            ["a", "--temperature", "-0.5"],
+            "--temperature is -0.5; it must be finite and not negative; 0: greedy",
+        ),
+        (["a", "--temperature", "nan"], "--temperature is nan; it must be finite"),
+        (["a", "--top-p", "0"], "--top-p is 0; it must be in (0, 1]; 1: off"),
+        (["a", "--top-p", "1.1"], "--top-p is 1.1; it must be in (0, 1]; 1: off"),
+        (["a", "--min-p", "2"], "--min-p is 2; it must be in [0, 1]; 0: off"),
+        (
+            ["a", "--repetition-penalty", "0"],
+            "--repetition-penalty is 0; it must be finite and above 0; 1: off",
+        ),
+        (
+            ["a", "--presence-penalty", "inf"],
+            "--presence-penalty is inf; it must be finite; 0: off",
+        ),
+        (
+            ["a", "--logit-bias", "5:1"],
+            "--logit-bias 5:1: expected ID=VALUE, such as 17=-2.5, or JSON",
+        ),
+        (["a", "--logit-bias", '{"x": 1}'], "expected ID=VALUE, such as 17=-2.5, or JSON"),
+        (
+            ["a", "--logit-bias", "5=inf"],
+            "the bias of 5 is inf; it must be a number, or -inf to ban",
+        ),
+        (
+            ["a", "--logit-bias", "5=1", "--logit-bias", "5=2"],
+            "--logit-bias names token 5 twice; leave one out",
+        ),
+        (
+            ["a", "--logit-bias", "272=1"],
+            "--logit-bias 272 is outside the vocabulary; expected 0 to 271",
+        ),
+        (["a", "--ban-token", "-1"], "--ban-token -1 is outside the vocabulary"),
+        (["a", "--num-samples", "0"], "--num-samples"),
+        (["a", "--logprobs"], "--logprobs needs --json"),
+        (["a", "--top-logprobs", "2"], "--top-logprobs needs --json"),
+        (
+            ["a", "--top-logprobs", "300", "--json", "-"],
+            "--top-logprobs is 300; the vocabulary has 272 tokens",
+        ),
+        (["a", "--draft-sampling", "--drafter", "none"], "--draft-sampling needs a drafter"),
+        (["a", "--verification", "block", "--drafter", "none"], "--verification block needs"),
+        (["a", "--verification", "all"], "--verification"),
+        (
+            [
+                "a",
+                "--verification",
+                "block",
+                "--tree-topk",
+                "2",
+                "--tree-depth",
+                "3",
+                "--num-draft-tokens",
+                "4",
+            ],
+            "--verification block is for chains",
+        ),
         (["a", "--top-k", "-1"], "--top-k"),
         (["a", "--num-draft-tokens", "4"], "this drafter proposes 1 to 3 tokens a step"),
         (

@@ -72,6 +72,48 @@ def test_a_greedy_row_beside_sampled_rows(engine):
     assert run(engine, asked)[2].token_ids == case(NAME).continuation(2, count)
 
 
+def test_each_row_adjusts_its_own_logits():
+    """What a row adjusts is its own business, and new values compile nothing."""
+    c = case(NAME)
+    engine = c.engine("mixed", penalties=True, num_biases=2, logprobs=True, top_logprobs=3)
+    first = c.continuation(1)[0]
+    asked = [
+        Request(c.prompts[0], NEW_TOKENS, temperature=1.0, min_p=1.0),
+        Request(c.prompts[1], 6, logit_bias={first: -np.inf}),
+        Request(c.prompts[2], 6, temperature=1.0, logit_bias={9: 1e4, 8: 1e4 - 100}),
+        Request(c.prompts[3], 12, repetition_penalty=1e6, frequency_penalty=1e4),
+    ]
+    done = run(engine, asked)
+    assert done[0].token_ids == c.continuation(0)  # only the likeliest is likely enough
+    for place, best in enumerate(done[0].top_logprobs):
+        assert best[0] == (done[0].token_ids[place], done[0].logprobs[place])
+        assert len(best) == 3
+        assert best[0][1] >= best[1][1] >= best[2][1]
+    assert first not in done[1].token_ids
+    assert done[2].token_ids == (9,) * 6
+    assert len({*done[3].token_ids, *c.prompts[3]}) == 12 + len(set(c.prompts[3]))
+    count = engine.num_compilations
+    changed = [
+        dataclasses.replace(asked[0], presence_penalty=1e4),
+        *[dataclasses.replace(r, logit_bias={7: 1e6}) for r in asked[1:]],
+    ]
+    done = run(engine, changed)
+    assert len(set(done[0].token_ids)) == NEW_TOKENS
+    assert [d.token_ids for d in done[1:3]] == [(7,) * 6] * 2
+    assert engine.num_compilations == count
+
+
+def test_an_engine_that_fits_has_what_requests_ask_for_and_no_more():
+    c = case(NAME)
+    plain = Request(c.prompts[0], 4, temperature=1.0, min_p=0.1)
+    spec = Engine.fitting(c.target, None, [plain]).spec
+    assert (spec.penalties, spec.num_biases) == (False, 0)
+    biased = dataclasses.replace(plain, logit_bias={1: 1.0, 2: 2.0, 3: 3.0})
+    penalized = dataclasses.replace(plain, presence_penalty=0.1)
+    spec = Engine.fitting(c.target, None, [plain, biased, penalized]).spec
+    assert (spec.penalties, spec.num_biases) == (True, 4)
+
+
 def test_seeds_and_indices_make_the_draws(engine):
     prompt = case(NAME).prompts[1]
 
@@ -184,13 +226,21 @@ def test_one_bad_request_is_refused_and_the_rest_run(engine):
         "outside the vocabulary": dataclasses.replace(good, prompt_ids=(5, 160)),
         "[-1]": dataclasses.replace(good, prompt_ids=(-1,)),
         "max_new_tokens is 0": dataclasses.replace(good, max_new_tokens=0),
-        "temperature -0.1": dataclasses.replace(good, temperature=-0.1),
-        "temperature inf": dataclasses.replace(good, temperature=float("inf")),
-        "temperature nan": dataclasses.replace(good, temperature=float("nan")),
-        "top_k -1": dataclasses.replace(good, top_k=-1),
-        "top_p 0": dataclasses.replace(good, top_p=0.0),
-        "top_p 1.5": dataclasses.replace(good, top_p=1.5),
-        "top_p nan": dataclasses.replace(good, top_p=float("nan")),
+        "temperature is -0.1; it must be finite and not negative": dataclasses.replace(
+            good, temperature=-0.1
+        ),
+        "temperature is inf": dataclasses.replace(good, temperature=float("inf")),
+        "temperature is nan": dataclasses.replace(good, temperature=float("nan")),
+        "top_k is -1": dataclasses.replace(good, top_k=-1),
+        "top_p is 0;": dataclasses.replace(good, top_p=0.0),
+        "top_p is 1.5": dataclasses.replace(good, top_p=1.5),
+        "top_p is nan": dataclasses.replace(good, top_p=float("nan")),
+        "min_p is -0.5; it must be in [0, 1]": dataclasses.replace(good, min_p=-0.5),
+        "repetition_penalty is 0;": dataclasses.replace(good, repetition_penalty=0),
+        "made without penalties=True": dataclasses.replace(good, presence_penalty=1.0),
+        "logit_bias 160 is outside": dataclasses.replace(good, logit_bias={160: 1.0}),
+        "logit_bias of 4 is nan": dataclasses.replace(good, logit_bias={4: float("nan")}),
+        "pass num_biases=1": dataclasses.replace(good, logit_bias={4: 1.0}),
         "the model has 1024": dataclasses.replace(good, max_new_tokens=1024),
         "pass cache_length=": dataclasses.replace(good, max_new_tokens=CACHE_LENGTH),
     }
