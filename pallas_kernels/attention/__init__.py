@@ -20,8 +20,11 @@ from pallas_kernels.attention.tuning import tiling_for
 
 Implementation = Literal["auto", "reference", "triton"]
 
-# Query tokens up to which "auto" takes the kernel: more of them are prefill, which is not bound by reading keys.
+# Query tokens up to which "auto" takes the kernel for speed: more of them are prefill, which is not bound by reading keys.
 MOST_TOKENS = 64
+# Bytes of float32 scores from which it does for want of memory: XLA writes them all down. 31B, 512 tokens of a prompt:
+# from 16384 slots on.
+MOST_SCORE_BYTES = 1 << 30
 # Key slots from which it does. With 336 of them XLA's steps of 26B-A4B on an H200 take 1 to 2 % less; with 8192 its
 # attention takes several times as long.
 FEWEST_SLOTS = 1024
@@ -53,7 +56,8 @@ def attention(
         window: Keys a query sees, itself included; None for all.
         causal: Whether queries see no later keys.
         implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
-            and 16-bit keys; "auto" takes it where it can run, tokens are few and keys many, and "reference" elsewhere.
+            and 16-bit keys; "auto" takes it where it can run, and keys are many for few tokens or scores would
+            fill memory, and "reference" elsewhere.
         tiling: Tile sizes of the kernel, instead of the table's.
         interpret: Run the kernel on any device, slowly, to test it.
 
@@ -65,8 +69,11 @@ def attention(
     if implementation not in ("auto", "reference", "triton"):
         raise ValueError(f"implementation is {implementation!r}; pass auto, reference or triton")
     plain = functools.partial(reference, scale=scale, window=window, causal=causal)
+    b, t, k, g, h = q.shape
     slots = sum(s.k.shape[2] for s in segments)
-    worth_it = q.shape[1] <= MOST_TOKENS and slots >= FEWEST_SLOTS
+    worth_it = (
+        t <= MOST_TOKENS and slots >= FEWEST_SLOTS or 4 * b * t * k * g * slots >= MOST_SCORE_BYTES
+    )
     if implementation == "reference" or (implementation == "auto" and not worth_it):
         return plain(q, q_positions, segments)
     reason = _why_not(segments, interpret)
@@ -74,7 +81,6 @@ def attention(
         raise NotImplementedError(f"{reason}; pass implementation='auto' or 'reference'")
     if reason:
         return plain(q, q_positions, segments)
-    b, t, k, g, h = q.shape
     longest = max(s.k.shape[2] for s in segments)
     tiling = tiling or tiling_for(head_dim=h, rows=t * g, heads=b * k, longest=longest)
     kernel = functools.partial(

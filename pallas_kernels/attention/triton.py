@@ -2,9 +2,10 @@
 
 The query heads of one kv head and the tokens are rows of one matrix (row = token * G + head), so that a
 block of keys is read once for all of them; rows beyond a tile are another program's, which finds the keys
-in L2. The keys that some query of the sequence can see are a range of slots, which is shared out evenly
-over `splits` programs, whatever its length. In each, the softmax runs along the blocks; a second kernel
-averages the shares, weighted by what they saw. No atomics: results do not depend on the order of blocks.
+in L2. So many tokens are cut like few: a chunk of a prompt never has all of its scores anywhere. The keys
+that some query of a tile can see are a range of slots, which is shared out evenly over `splits` programs,
+whatever its length. In each, the softmax runs along the blocks; a second kernel averages the shares,
+weighted by what they saw. No atomics: results do not depend on the order of blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -28,13 +30,18 @@ UNSEEN = -1e30  # a score; minus infinity would make NaN of rows that see nothin
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Rows and keys of a block (powers of two, at least 16), warps, blocks loaded ahead, key splits."""
+    """Rows and keys of a block (powers of two, at least 16), warps, blocks loaded ahead, key splits.
+
+    With several `parts`, each makes its share of the values' columns and scores all keys for itself: more
+    arithmetic, but room for more rows, and so fewer reads.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
     splits: int
+    parts: int = 1
 
 
 def _attend(
@@ -52,17 +59,19 @@ def _attend(
     _, tokens, _, groups, width = q_ref.shape
     row_tiles = pl.cdiv(tokens * groups, tiling.rows)
     b, head = pl.program_id(2), pl.program_id(1)
-    split, tile = pl.program_id(0) // row_tiles, pl.program_id(0) % row_tiles
+    part, tile = pl.program_id(0) % tiling.parts, pl.program_id(0) // tiling.parts
+    split, tile = tile // row_tiles, tile % row_tiles
     row = tile * tiling.rows + lax.iota(jnp.int32, tiling.rows)
     token, group = row // groups, row % groups
     inside = _inside(row, tokens * groups)
     column = lax.iota(jnp.int32, width)[None, :]
-    q_index = (b, token[:, None], head, group[:, None], column)
-    q = _load(q_ref, *q_index, mask=None if inside is None else inside[:, None])
+    made = part * (width // tiling.parts) + lax.iota(jnp.int32, width // tiling.parts)[None, :]
+    q_index = (b, token[:, None], head, group[:, None])
+    q = _load(q_ref, *q_index, column, mask=None if inside is None else inside[:, None])
     q_position = _load(q_positions_ref, b, token, mask=inside)
 
     carry = (
-        jnp.zeros((tiling.rows, width), jnp.float32),
+        jnp.zeros((tiling.rows, made.size), jnp.float32),
         jnp.full((tiling.rows,), UNSEEN, jnp.float32),
         jnp.zeros((tiling.rows,), jnp.float32),
     )
@@ -72,7 +81,7 @@ def _attend(
         seen_ref = refs.pop(0) if has_mask else None
         size = k_ref.shape[2]
         keys = min(tiling.keys, max(16, pl.next_power_of_2(size)))
-        begin, end = spans_ref[b, 2 * i], spans_ref[b, 2 * i + 1]
+        begin, end = spans_ref[b, tile, 2 * i], spans_ref[b, tile, 2 * i + 1]
         first = begin // keys
         blocks = jnp.maximum((end + keys - 1) // keys - first, 0)
         share = (blocks + tiling.splits - 1) // tiling.splits
@@ -96,7 +105,7 @@ def _attend(
                 k_ref, b, head, slot[:, None], column, mask=None if real is None else real[:, None]
             )
             # Behind the range stands anything, NaN too, which a weight of 0 would not stop.
-            v = _load(v_ref, b, head, slot[:, None], column, mask=(slot < end)[:, None])
+            v = _load(v_ref, b, head, slot[:, None], made, mask=(slot < end)[:, None])
             position = _load(positions_ref, b, slot, mask=real)
             visible = ((position >= 0) & (slot < end))[None, :]
             if window is not None:
@@ -121,10 +130,11 @@ def _attend(
     out_ref, *log_weight_ref = refs
     out = total / weight[:, None]
     mask = None if inside is None else inside[:, None]
-    _store(out_ref, split, *q_index, value=out, mask=mask)
+    _store(out_ref, split, *q_index, made, value=out, mask=mask)
     if log_weight_ref:
         value = most + jnp.log2(weight)
-        _store(log_weight_ref[0], split, b, token, head, group, value=value, mask=inside)
+        once = (row < tokens * groups) & (part == 0)
+        _store(log_weight_ref[0], split, b, token, head, group, value=value, mask=once)
 
 
 def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
@@ -186,21 +196,40 @@ def _dot(x: Array, y: Array) -> Array:
 
 
 def span(
-    q_positions: Int[Array, "B T"],
+    lowest: Int[Array, "B R"],
+    highest: Int[Array, "B R"],
     positions: Int[Array, "B S"],
     *,
     window: int | None,
     causal: bool,
-) -> Int[Array, "B 2"]:
-    """Return the first slot that some query may see, and the one after the last; (S, 0) if there is none."""
-    useful = positions >= 0
+) -> Int[Array, "B R 2"]:
+    """Return the first slot that some query may see, and the one after the last; (S, 0) if there is none.
+
+    Args:
+        lowest: The first position of the queries of each tile of rows.
+        highest: The last one.
+        positions: Of the keys.
+    """
+    useful = positions[:, None] >= 0
     if window is not None:
-        useful &= positions > jnp.min(q_positions, axis=1, keepdims=True) - window
+        useful &= positions[:, None] > lowest[:, :, None] - window
     if causal:
-        useful &= positions <= jnp.max(q_positions, axis=1, keepdims=True)
+        useful &= positions[:, None] <= highest[:, :, None]
+    useful = jnp.broadcast_to(useful, (*lowest.shape, positions.shape[1]))
     slot, size = jnp.arange(positions.shape[1], dtype=jnp.int32), positions.shape[1]
-    first = jnp.min(jnp.where(useful, slot, size), axis=1)
-    return jnp.stack([first, jnp.max(jnp.where(useful, slot + 1, 0), axis=1)], axis=1)
+    first = jnp.min(jnp.where(useful, slot, size), axis=2)
+    return jnp.stack([first, jnp.max(jnp.where(useful, slot + 1, 0), axis=2)], axis=2)
+
+
+def _of_tiles(positions: Int[Array, "B T"], groups: int, rows: int) -> tuple[Array, Array]:
+    """Return the lowest and the highest position of each tile of rows: [B, R] both."""
+    tokens = positions.shape[1]
+    begin = np.arange(0, tokens * groups, rows)
+    last = np.minimum((begin + rows - 1) // groups, tokens - 1)
+    most = int(np.max(last - begin // groups)) + 1
+    token = np.minimum((begin // groups)[:, None] + np.arange(most), last[:, None])
+    of_tiles = positions[:, token]
+    return jnp.min(of_tiles, axis=2), jnp.max(of_tiles, axis=2)
 
 
 def attention_triton(
@@ -217,7 +246,8 @@ def attention_triton(
     """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks them."""
     b, t, k, g, _ = q.shape
     # The same for all layers of a kind, and XLA computes them once.
-    spans = [span(q_positions, s.positions, window=window, causal=causal) for s in segments]
+    ends = _of_tiles(q_positions, g, tiling.rows)
+    spans = [span(*ends, s.positions, window=window, causal=causal) for s in segments]
     arrays = []
     for s in segments:
         arrays += [s.k, s.v, s.positions]
@@ -236,11 +266,11 @@ def attention_triton(
             causal=causal,
         ),
         out_shape=out_shape,
-        grid=(pl.cdiv(t * g, tiling.rows) * splits, k, b),
+        grid=(pl.cdiv(t * g, tiling.rows) * splits * tiling.parts, k, b),
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
         interpret=interpret,
         name="attention",
-    )(jnp.concatenate(spans, axis=1), q_positions, q, *arrays)
+    )(jnp.concatenate(spans, axis=2), q_positions, q, *arrays)
     if splits == 1:
         return parts[0]
     flat = (splits, b * t * k * g)

@@ -1,16 +1,22 @@
 """Tile sizes of the Triton kernel, by head dim and query rows.
 
-Chosen by what compiles for an H200 without spilled registers. Measured there once, 8 sequences of 16 queries, in us and
-times what reading the keys takes at 3.85 TB/s: head dim 256, ring of 1088 (26B-A4B): 38, 2.0; head dim 512, 8192 keys:
-454, 3.3 (31B) and 371, 5.3 (26B-A4B; 4 splits instead of 5: 244); head dim 128, 8192 keys (31B's draft block): 162, 2.3
-(two splits: 123). So head dim 512 is where there is most to gain.
+Measured on an NVIDIA H200 (jax 0.11.2, bfloat16), the best of a sweep, 8 sequences of 16 queries; in us and times what
+reading the keys takes at 3.85 TB/s, the loop around the kernel (about 10 us) included:
+
+    head dim 256, ring of 1088     31B 64, 1.7     26B-A4B 38, 2.0
+    head dim 512, 8192 keys        31B 454, 3.3    26B-A4B 244, 3.5
+    head dim 128, draft block      31B, 8192 keys 125, 1.8    26B-A4B, 2048 keys 46, 2.6
+
+With so many rows at head dim 512, twice the products of a large matrix product in bytes: 128 rows want 490 TFLOP/s to
+keep up with memory, and their keys are read once a tile of 64.
 """
 
 from __future__ import annotations
 
 from pallas_kernels.attention.triton import Tiling
 
-# Programs that fill an H200 (132 multiprocessors); fewer leave bandwidth unused.
+# Programs that an H200 (132 multiprocessors) runs at once, at least. A few more of them than that, and most of it waits
+# for those: 5 splits instead of 4 of 26B-A4B's 32 programs at head dim 512 took 371 us instead of 244.
 FULL = 132
 # A split has at least so many keys, or it takes longer to start and to add up than to read.
 FEWEST_KEYS = 128
@@ -21,9 +27,18 @@ TABLE = (
     (128, 64, (64, 4, 3)),
     (128, 128, (64, 8, 3)),
     (256, 16, (64, 4, 2)),
+    (256, 32, (32, 4, 3)),
     (256, 64, (64, 8, 2)),
     (512, 16, (32, 4, 2)),
     (512, 64, (32, 8, 2)),
+)
+# Chunks of prompts, by head dim: not measured, but what compiles without spilled registers and lets no two warps do the
+# same products (Triton gives each 16 rows).
+MANY_ROWS = 128
+CHUNKS = (
+    (128, Tiling(MANY_ROWS, 64, 8, 3, 1)),
+    (256, Tiling(MANY_ROWS, 64, 8, 2, 1)),
+    (512, Tiling(MANY_ROWS, 32, 8, 2, 1, parts=2)),
 )
 
 
@@ -36,6 +51,9 @@ def tiling_for(*, head_dim: int, rows: int, heads: int, longest: int) -> Tiling:
         heads: kv heads of all sequences.
         longest: Slots of the longest segment.
     """
+    for most, tiling in CHUNKS:
+        if head_dim <= most and rows > MANY_ROWS and heads * rows >= FULL * MANY_ROWS:
+            return tiling
     power = max(16, 1 << (rows - 1).bit_length())
     fits = [row for row in TABLE if head_dim <= row[0]]
     same = [row for row in fits if row[0] == fits[0][0]] if fits else []
@@ -44,5 +62,5 @@ def tiling_for(*, head_dim: int, rows: int, heads: int, longest: int) -> Tiling:
     _, most, (keys, warps, stages) = next((r for r in same if power <= r[1]), same[-1])
     tile = min(power, most)
     programs = heads * -(-rows // tile)
-    splits = max(1, min(-(-FULL // programs), longest // FEWEST_KEYS))
+    splits = max(1, min(FULL // programs, longest // FEWEST_KEYS))
     return Tiling(tile, keys, warps, stages, splits)

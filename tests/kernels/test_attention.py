@@ -20,6 +20,7 @@ DRAFT = Shape(4, 2, 16, causal=False)
 # Several blocks of keys and of rows, with and without splits, with a rest.
 TILING = Tiling(rows=16, keys=16, warps=4, stages=2, splits=1)
 SPLIT = Tiling(rows=16, keys=16, warps=4, stages=2, splits=3)
+PARTS = Tiling(rows=32, keys=16, warps=4, stages=2, splits=2, parts=2)
 
 
 def interpreted(shape: Shape, q: Any, at: Any, segments: Any, tiling: Tiling = TILING) -> jax.Array:
@@ -81,6 +82,15 @@ def test_a_ring(tokens: int) -> None:
     check(SLIDING, q, at, (cached(SLIDING, lengths, 32, kind, ring=True),), SPLIT)
 
 
+@pytest.mark.parametrize("shape", [FULL, pytest.param(SLIDING, marks=pytest.mark.slow)])
+def test_a_chunk_of_a_prompt(shape: Shape) -> None:
+    """Many tiles of queries, each of which sees keys of its own, and columns of values in parts."""
+    lengths, kind = [24, 60], jnp.dtype("bfloat16")
+    q, at = queries(shape, lengths, 24, kind)
+    before = cached(shape, [length - 24 for length in lengths], 48, kind)
+    check(shape, q, at, (before, fresh(shape, at, kind)), PARTS)
+
+
 def test_branches_of_a_tree_do_not_see_each_other() -> None:
     lengths, kind = [5, 31, 200], jnp.dtype("bfloat16")
     q, at = queries(FULL, lengths, 5, kind)
@@ -119,10 +129,12 @@ def test_the_span_is_what_some_query_sees(
     window: int | None, causal: bool, expected: Sequence[int]
 ) -> None:
     positions = jnp.where(jnp.arange(24) < 20, jnp.arange(24), -1)[None]
-    got = span(jnp.array([[10, 11]]), positions, window=window, causal=causal)
-    assert got.tolist() == [list(expected)]
-    nothing = span(jnp.array([[3]]), jnp.full((1, 24), -1), window=window, causal=causal)
-    assert nothing.tolist() == [[24, 0]]
+    ends = jnp.array([[10, 2]]), jnp.array([[11, 3]])  # of two tiles of queries
+    got = span(*ends, positions, window=window, causal=causal)
+    assert got[:, 0].tolist() == [list(expected)]
+    assert got[0, 1, 1] == (4 if causal else 20)
+    nothing = span(*ends, jnp.full((1, 24), -1), window=window, causal=causal)
+    assert nothing.tolist() == [[[24, 0]] * 2]
 
 
 def test_auto_is_the_reference_where_there_is_no_gpu() -> None:
