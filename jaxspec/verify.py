@@ -223,9 +223,22 @@ def _with_bonus(
     steps: Int[Array, " B"],
 ) -> Verdict:
     """Draw the token after the accepted drafts: from max(0, scale p - q), or from p when all were accepted."""
-    b, g = draft.shape
     p = jnp.take_along_axis(log_p, accepted[:, None, None], axis=1)[:, 0]
     p += log_scale[:, None]
+    if draft.shape[1]:  # else nothing was rejected
+        p = _residual(p, accepted, draft, log_q)
+    token_keys = fold_keys(keys, steps, accepted[:, None], Stream.TOKEN)[:, 0]
+    return Verdict(accepted, sample(p, token_keys))
+
+
+def _residual(
+    p: Float[Array, "B V"],
+    accepted: Int[Array, " B"],
+    draft: Int[Array, "B G"],
+    log_q: Float[Array, "B G V"] | None,
+) -> Float[Array, "B V"]:
+    """Return the log of max(0, p - q), with the q of the draft that was rejected, or p where none was."""
+    b, g = draft.shape
     if log_q is None:
         padded = jnp.concatenate([draft, jnp.full((b, 1), -1, draft.dtype)], axis=1)
         rejected = jnp.take_along_axis(padded, accepted[:, None], axis=1)  # -1: nothing was
@@ -239,6 +252,4 @@ def _with_bonus(
     gap = jnp.where(larger, q - p, -jnp.inf)
     residual = jnp.where(larger, p + jnp.log1p(-jnp.exp(gap)), -jnp.inf)
     # Rounding may leave nothing, where p is q or is all on the draft. Then p itself is right.
-    p = jnp.where(jnp.any(residual > -jnp.inf, axis=-1, keepdims=True), residual, p)
-    token_keys = fold_keys(keys, steps, accepted[:, None], Stream.TOKEN)[:, 0]
-    return Verdict(accepted, sample(p, token_keys))
+    return jnp.where(jnp.any(residual > -jnp.inf, axis=-1, keepdims=True), residual, p)
