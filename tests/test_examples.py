@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import XLA_FLAGS
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
@@ -20,7 +22,12 @@ def start(path: Path, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-W", "error", str(path), *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": XLA_FLAGS,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

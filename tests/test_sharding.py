@@ -20,6 +20,7 @@ from jaxspec.config import TARGET_PRESETS
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.sharding import CACHE_AXES, MESH_AXES, make_mesh, parse_mesh, partition, place
+from tests.conftest import FAST_COMPILE
 from tests.decode.cases import slow
 from tests.tiny import FEATURE_SETS
 
@@ -107,11 +108,8 @@ def test_one_device_is_a_mesh():
 
 def start(*cases: str, devices: int = 8) -> subprocess.Popen:
     """Start a process of its own with so many devices, and the compiler options of `conftest`."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    environment = os.environ | {
-        "XLA_FLAGS": f"{flags} --xla_llvm_disable_expensive_passes=true",
-        "JAX_PLATFORMS": "cpu",
-    }
+    flags = f"{FAST_COMPILE} --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.eight_devices", *cases]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)

@@ -24,6 +24,7 @@ from jaxspec.drafters.base import Tree
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array
 from tests import fakes
+from tests.decode.cases import slow
 from tests.decode.plain import Settings, columns, log_softmax
 from tests.decode.rollout import num_programs, rollout
 from tests.decode.test_distribution import VOCAB, target
@@ -152,7 +153,7 @@ def run(form: str, rows: list[Settings]) -> Run:
 run_all = functools.cache(lambda form: run(form, ROWS))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["plain", "dflash", "mtp tree", *slow("mtp", "dflash tree")])
 def test_greedy_rows_equal_naive(form: str) -> None:
     texts, gaps = naive()
     clear = gaps > 1e-4  # else a near-tie, and rounding may choose
@@ -172,7 +173,7 @@ def test_these_penalties_and_biases_matter() -> None:
     assert all(group != groups[0] for group in groups[1:])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["plain", "dflash", "mtp tree", *slow("mtp", "dflash tree")])
 def test_logprobs_equal_a_teacher_forced_pass(form: str) -> None:
     got = run_all(form)
     top_ids, top_values = got.logprobs.top_ids, got.logprobs.top_values

@@ -107,9 +107,8 @@ def p_values(tokens: np.ndarray) -> dict[str, float]:
     return result
 
 
-# One of each drafter; certain drafts, judged one by one, are `test_distribution`'s.
+# Drawn drafts; certain ones, judged one by one, are `test_distribution`'s.
 QUICK = {
-    ("likely", True, "standard"),
     ("unlikely", True, "block"),
     ("dflash", True, "block"),
     ("mtp", True, "standard"),

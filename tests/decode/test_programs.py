@@ -19,7 +19,7 @@ from jaxspec.batching import Engine, Request
 from jaxspec.decode import DecodeSpec
 from jaxspec.drafters.base import Tree
 from tests import tiny
-from tests.decode.cases import NEW_TOKENS, case, run, target
+from tests.decode.cases import NEW_TOKENS, case, run, slow, target
 
 CHAIN: dict[str, Any] = dict(num_draft_tokens=4)
 TREE: dict[str, Any] = dict(tree=Tree(2, 3), num_draft_tokens=4)
@@ -45,7 +45,7 @@ def test_the_listener_hears_compilations(compilations):
     assert compilations
 
 
-@pytest.mark.parametrize("drafter", [None, "dflash", "dflash tree", "mtp"])
+@pytest.mark.parametrize("drafter", ["dflash tree", "mtp", *slow(None, "dflash")])
 def test_values_compile_nothing(drafter, compilations):
     """Prompts, lengths in a bucket, limits, seeds, filters, stop ids and weights are all arguments."""
     c = case("31b")
@@ -138,12 +138,13 @@ def copied(text: str, arrays: list[jax.Array], where: str) -> list[str]:
     [
         ("e2b", "dflash", CHAIN),
         ("26b-a4b", "dflash", CHAIN),
-        ("e2b", "dflash", TREE),
-        ("e2b", "mtp", CHAIN),
         ("31b", "mtp", TREE),
         *(pytest.param(n, "dflash", CHAIN, marks=pytest.mark.slow) for n in ("e4b", "12b", "31b")),
-        *(pytest.param(n, "dflash", TREE, marks=pytest.mark.slow) for n in ("12b", "26b-a4b")),
-        *(pytest.param(n, "mtp", CHAIN, marks=pytest.mark.slow) for n in ("12b", "26b-a4b")),
+        *(
+            pytest.param(n, "dflash", TREE, marks=pytest.mark.slow)
+            for n in ("e2b", "12b", "26b-a4b")
+        ),
+        *(pytest.param(n, "mtp", CHAIN, marks=pytest.mark.slow) for n in ("e2b", "12b", "26b-a4b")),
         *(pytest.param(n, "mtp", TREE, marks=pytest.mark.slow) for n in ("e2b", "26b-a4b")),
     ],
 )
