@@ -1,8 +1,8 @@
 """`jaxspec bench`: what a decode step must cost, and then what it does cost.
 
-Read `bench_command`, then `step_cost` (arithmetic over configs, no device) and `measure` (the decode
-programs, timed). A batch of prompts is prefilled and decoded until every row has its new tokens; nothing
-refills a row. Plain decoding is the same loop without a drafter, measured in the same run.
+Read `bench_command`, then `measure` (the decode programs, timed); what a step must cost is in `floor`, how it is
+taken apart in `step_profile`. A batch of prompts is prefilled and decoded until every row has its new tokens;
+nothing refills a row. Plain decoding is the same loop without a drafter, measured in the same run.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import dataclasses
 import enum
 import functools
 import importlib.metadata
+import itertools
 import json
+import os
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -30,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxspec
-from jaxspec import decode
+from jaxspec import decode, memory, plot
 from jaxspec.api import BUNDLED, default_dtype, load
 from jaxspec.batching import PREFILL_CHUNK, row_keys
 from jaxspec.cache import RING_MULTIPLE
@@ -40,7 +43,6 @@ from jaxspec.config import (
     TARGET_PRESETS,
     DFlashConfig,
     MTPConfig,
-    TargetConfig,
     default_feature_layers,
 )
 from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk, propose
@@ -48,15 +50,18 @@ from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import ancestors, check_tree
+from jaxspec.floor import Ceiling, StepCost, measure_ceiling, step_cost, step_costs, step_floor_s
 from jaxspec.models.gemma4 import Gemma4, Placement, run_layer
 from jaxspec.params import Graph
 from jaxspec.report import json_lines, write_line
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int, Params
-from jaxspec.sharding import fetch, mesh_of, parse_mesh, place_rows
+from jaxspec.sharding import fetch, make_mesh, mesh_of, parse_mesh, place_rows
+from jaxspec.step_profile import Block, draft_loop, loop_counts, verify_loop
 
 DRAFTER_KINDS = ("mtp", "dflash")
 WARM_UP_STEPS = 4  # the first run of a captured graph goes kernel by kernel, the second records it
+PART_STEPS = 16  # rounds of a timed run of drafting or verifying alone
 
 
 class Preset(enum.StrEnum):
@@ -108,6 +113,14 @@ def bench_command(
     prompt_length: Annotated[
         int, typer.Option(min=1, help="Tokens of each prompt; at most 64 with the bundled target.")
     ] = 256,
+    context_length: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Start with so many tokens in every row's caches, which hold random numbers: nothing is "
+            "prefilled. Instead of prompts; a drafter needs --synthetic-acceptance with it. Repeatable.",
+        ),
+    ] = None,
     new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to decode in each row, after prefill's own.")
     ] = 256,
@@ -147,19 +160,34 @@ def bench_command(
             help="Also write everything as one line of JSON; with - the rest goes to standard error.",
         ),
     ] = None,
+    plot_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE.png",
+            help="Also draw tokens a second against batch size and against acceptance length, with the "
+            "floors and plain decoding. Needs matplotlib: the extra \\[plot].",
+        ),
+    ] = None,
 ) -> None:
     """Measure prefill and decode steps, beside the least they could take.
 
     Every case is compiled and warmed up first; neither is in any time. Each
     time is the median of the repeats, with the device waited for, and every
-    repeat starts again from empty caches.
+    repeat starts again from the prompts. A step's parts are timed by
+    themselves, on the state in the middle of a run: the drafter drafting and
+    absorbing, the target verifying and choosing its best tokens. The rest is
+    what the whole step takes beyond both.
 
       jaxspec bench
 
       jaxspec bench --random-weights 26b-a4b --synthetic-acceptance 7.7 --batch-size 1 --batch-size 8
 
       jaxspec bench --random-weights e4b --drafter mtp --num-draft-tokens 5 --synthetic-acceptance 3.5
+
+      jaxspec bench --random-weights 31b --drafter none --batch-size 4 --context-length 32768
     """
+    import_s = process_age_s()
     console = Console(stderr=json_path == "-", highlight=False)
     try:
         given = [v is not None for v in (tree_topk, tree_depth, num_draft_tokens)]
@@ -167,11 +195,19 @@ def bench_command(
             raise ValueError(
                 "a tree needs --tree-topk, --tree-depth and --num-draft-tokens together"
             )
+        if context_length and drafter != "none" and synthetic_acceptance is None:
+            raise ValueError(
+                "--context-length fills caches with random numbers, which no drafter can follow: add "
+                "--synthetic-acceptance, or --drafter none"
+            )
+        if plot_path is not None:
+            plot.check(plot_path)
         devices = None if mesh is None else parse_mesh(mesh)
         sizes = batch_size or [1, 8, 32]
         if devices is not None:
             check_rows(sizes, devices.shape["data"])
         with json_lines(json_path or "-") as file:
+            begin = time.perf_counter()
             pair = make_pair(
                 None if random_weights is None else random_weights.value,
                 target,
@@ -182,11 +218,18 @@ def bench_command(
                 synthetic_acceptance=synthetic_acceptance,
                 seed=seed,
                 mesh=devices,
+                rows=max(sizes),
+                positions=max(context_length or [prompt_length]) + new_tokens + 1,
             )
+            load_s = time.perf_counter() - begin
             prompts = pair.prompts(max(sizes), prompt_length, seed)
-            report = run(console, pair, prompts, sizes, new_tokens, repeats, seed)
+            report = run(console, pair, prompts, sizes, context_length, new_tokens, repeats, seed)
+            report["startup"] = startup = startup_of(report["results"][0], import_s, load_s)
+            console.print(f"[dim]{described_startup(startup)}[/]")
             if json_path is not None:
                 write_line(file, report)
+            if plot_path is not None:
+                plot.draw(report, plot_path)
     except (ValueError, OSError) as error:
         message = f"error: {error}"
         Console(stderr=True).print(
@@ -236,11 +279,17 @@ def make_pair(
     synthetic_acceptance: float | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
+    rows: int = 1,
+    positions: int = 1,
 ) -> Pair:
     """Load a pair or make a random one.
 
+    Args:
+      rows, positions: of the largest case, a step's own tokens not counted. What no device holds is refused
+        before random weights are made, and before caches are.
+
     Raises:
-      ValueError: the options do not fit each other, or a model cannot be loaded.
+      ValueError: the options do not fit each other, a model cannot be loaded, or memory is too small.
     """
     if preset is not None and (target is not None or drafter not in (None, *DRAFTER_KINDS, "none")):
         raise ValueError(
@@ -252,16 +301,12 @@ def make_pair(
             "--synthetic-acceptance is for chains; leave --tree-topk and --tree-depth out"
         )
     held_out: tuple[tuple[int, ...], ...] = ()
-    drafter_graph, drafter_params, drafter_name, suppressed = None, None, None, ()
+    target_params, drafter_graph, drafter_params, drafter_name, suppressed = (None,) * 4 + ((),)
     if preset is not None:
         target_graph = Graph(Gemma4, TARGET_PRESETS[preset], dtype)
-        target_params, target_name = (
-            _random_params(target_graph, seed, mesh),
-            f"{preset}, random weights",
-        )
+        target_name = f"{preset}, random weights"
         if drafter != "none":
             drafter_graph, drafter_name = random_drafter(preset, drafter or "dflash", dtype)
-            drafter_params = _random_params(drafter_graph, seed + 1, mesh)
     else:
         model, drafter_model = load(target, drafter, dtype=dtype, mesh=mesh)
         target_graph, target_params, target_name = model.graph, model.params, target or "bundled"
@@ -286,7 +331,23 @@ def make_pair(
             f"--synthetic-acceptance is {synthetic_acceptance}; with {spec.num_draft_tokens} draft tokens "
             f"it lies between 1 and {spec.step_tokens}"
         )
+    if positions > target_graph.config.max_positions:
+        raise ValueError(
+            f"prompt or context and --new-tokens need {positions} positions; {target_name} has "
+            f"{target_graph.config.max_positions}"
+        )
+    devices = mesh or make_mesh(devices=jax.devices()[:1])
+    memory.check_fits(spec, rows, cache_length_for(spec, positions), devices)
+    if target_params is None:
+        target_params = _random_params(target_graph, seed, mesh)
+        if drafter_graph is not None:
+            drafter_params = _random_params(drafter_graph, seed + 1, mesh)
     return Pair(spec, target_params, drafter_params, target_name, drafter_name, held_out)
+
+
+def cache_length_for(spec: DecodeSpec, positions: int) -> int:
+    """Return the length of caches for so many positions and a step's own tokens."""
+    return -(-(positions + spec.step_tokens) // RING_MULTIPLE) * RING_MULTIPLE
 
 
 def _draft_tokens(drafter: Graph | None, asked: int | None, tree: Tree | None) -> int:
@@ -364,209 +425,6 @@ def drafter_config(preset: str) -> tuple[DFlashConfig, str]:
     return config, rule
 
 
-# --- what it must cost -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """What this device can do, measured: memory traffic of a copy, arithmetic of a big product."""
-
-    bytes_per_s: float
-    flops_per_s: float
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """The least one decode step of a whole batch moves and computes.
-
-    Each of its passes (target, every pass of the drafter, absorb) reads each weight that it uses once, and each key and value
-    that some query sees once. Of tables that are looked up, the rows; of experts, as many as uniform
-    routing would reach.
-    """
-
-    weight_bytes: float
-    kv_bytes: float
-    flops: float
-
-    def __add__(self, other: StepCost) -> StepCost:
-        return StepCost(
-            self.weight_bytes + other.weight_bytes,
-            self.kv_bytes + other.kv_bytes,
-            self.flops + other.flops,
-        )
-
-    def floor_s(self, ceiling: Ceiling) -> float:
-        """Return the seconds below which nothing of this cost can go."""
-        memory = (self.weight_bytes + self.kv_bytes) / ceiling.bytes_per_s
-        return max(memory, self.flops / ceiling.flops_per_s)
-
-
-def step_costs(spec: DecodeSpec, batch: int, context: int) -> tuple[StepCost, StepCost]:
-    """Return the costs of verifying and of drafting in one step (nothing, without a drafter).
-
-    Each waits for what the other made, so a step takes at least the sum of their floors.
-
-    Args:
-      context: committed tokens of each row.
-    """
-    verify = target_cost(spec.target, batch, spec.step_tokens, context)
-    if spec.drafter is None:
-        return verify, StepCost(0, 0, 0)
-    cost = mtp_cost if isinstance(spec.drafter.config, MTPConfig) else dflash_cost
-    return verify, cost(spec, batch, context)
-
-
-def step_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
-    """Return all that one step moves and computes."""
-    verify, draft = step_costs(spec, batch, context)
-    return verify + draft
-
-
-def step_floor_s(spec: DecodeSpec, batch: int, context: int, ceiling: Ceiling) -> float:
-    """Return the seconds below which no step can go."""
-    return sum(cost.floor_s(ceiling) for cost in step_costs(spec, batch, context))
-
-
-def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost:
-    """Return the cost of one target pass over `tokens` tokens a row, with logits for all of them."""
-    config: TargetConfig = graph.config
-    rows = batch * tokens
-    weight_bytes = flops = 0.0
-    for name, a in graph.abstract_params().items():
-        nbytes, products = a.size * a.dtype.itemsize, 2.0 * a.size * rows
-        if name == "per_layer.table":
-            nbytes, products = nbytes * rows / a.shape[0], 0.0
-        elif ".experts." in name and a.ndim > 2:
-            nbytes *= expected_experts(config, rows) / config.num_experts
-            products *= config.num_experts_per_token / config.num_experts
-        weight_bytes += nbytes
-        flops += products if a.ndim > 1 else 0.0
-    kv_bytes = 0.0
-    for i, kind in enumerate(config.layer_types):
-        seen = (
-            min(context + tokens, config.sliding_window) if kind == "sliding" else context + tokens
-        )
-        head_dim = config.head_dim_of(i)
-        kv_bytes += 2.0 * batch * seen * config.num_kv_heads_of(i) * head_dim * _itemsize(graph)
-        flops += 4.0 * rows * seen * config.num_heads * head_dim
-    return StepCost(weight_bytes, kv_bytes, flops)
-
-
-def dflash_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
-    """Return the cost of drafting a block and of absorbing what the target made of it."""
-    assert spec.drafter is not None
-    config: DFlashConfig = spec.drafter.config
-    block = spec.depth + 1  # of a tree, too: its levels share the distributions of one block
-    rows = batch * block
-    weight_bytes = flops = kv_bytes = 0.0
-    for name, a in spec.drafter.abstract_params().items():
-        # Keys and values are made twice: of the block that is drafted, of the context that is kept.
-        uses = 2 if name.endswith(".kv") else 1
-        weight_bytes += uses * a.size * a.dtype.itemsize
-        flops += uses * 2.0 * a.size * rows if a.ndim > 1 else 0.0
-    head = config.vocab_size * config.hidden_size
-    weight_bytes += head * _itemsize(spec.target)
-    flops += 2.0 * head * batch * spec.depth
-    for kind in config.layer_types:
-        seen = context if kind == "full" else min(context, config.sliding_window or context)
-        kv_bytes += (
-            2.0 * batch * seen * config.num_kv_heads * config.head_dim * _itemsize(spec.target)
-        )
-        flops += 4.0 * rows * (seen + block) * config.num_heads * config.head_dim
-    return StepCost(weight_bytes, kv_bytes, flops)
-
-
-def mtp_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
-    """Return the cost of drafting with an assistant, one pass a draft or a level of a tree.
-
-    A pass waits for the token of the pass before it, so each reads everything again (no cache is assumed to
-    hold a gigabyte from one pass to the next):
-
-        passes x (weights + head + embedding rows + K/V of the target's last sliding and last full layer)
-
-    A pass has one row a sequence in a chain, `topk` rows in a tree (one in its first level). The head is the
-    whole table, or with centroids the rows of the clusters that uniform choices of all rows reach, and their
-    places in the order of tokens. The layers of a type share their keys and values, which count once a pass.
-    """
-    assert spec.drafter is not None
-    config: MTPConfig = spec.drafter.config
-    params = spec.drafter.abstract_params()
-    levels = [1] * spec.depth
-    if spec.tree is not None:
-        levels[1:] = [spec.tree.topk] * (spec.depth - 1)
-    itemsize = _itemsize(spec.target)
-    weight_bytes = flops = kv_bytes = 0.0
-    for level in levels:
-        rows = batch * level
-        for name, a in params.items():
-            share = used = 1.0  # of the table: read by all rows together, used by each
-            if config.num_centroids and name in ("head", "token_ordering"):
-                used = config.num_top_centroids / config.num_centroids
-                share = _reached(used, rows)
-            weight_bytes += share * a.size * a.dtype.itemsize
-            flops += 2.0 * used * a.size * rows if a.ndim > 1 else 0.0
-        weight_bytes += rows * config.backbone_hidden_size * itemsize
-        for kind in set(config.layer_types):
-            sliding = kind == "sliding"
-            seen = min(context, config.num_window_keys) if sliding else context
-            heads = config.num_kv_heads if sliding else config.full_num_kv_heads
-            head_dim = config.head_dim if sliding else config.full_head_dim
-            kv_bytes += 2.0 * batch * seen * heads * head_dim * itemsize
-            layers = config.layer_types.count(kind)
-            flops += 4.0 * rows * seen * layers * config.num_heads * head_dim
-    return StepCost(weight_bytes, kv_bytes, flops)
-
-
-def expected_experts(config: TargetConfig, rows: int) -> float:
-    """Return how many experts of a layer uniform routing of `rows` tokens reaches on average."""
-    share = config.num_experts_per_token / config.num_experts
-    return config.num_experts * _reached(share, rows)
-
-
-def _reached(share: float, rows: int) -> float:
-    """Return the share of a set that `rows` uniform choices of a share each reach together on average."""
-    return 1 - (1 - share) ** rows
-
-
-def _itemsize(graph: Graph) -> int:
-    return jnp.dtype(graph.dtype).itemsize
-
-
-def measure_ceiling(dtype: str, nbytes: float) -> Ceiling:
-    """Measure the device's copy bandwidth (bytes read + bytes written) and its rate in a square product.
-
-    Args:
-      nbytes: what a step reads; as much is copied (up to 2 GiB), so that a model which fits a cache is
-        held against that cache.
-    """
-    size = int(min(max(nbytes, 1 << 20), 1 << 31)) // 4
-    buffer = [jax.random.normal(jax.random.key(0), (size,), jnp.float32)]
-    negate = jax.jit(jnp.negative, donate_argnums=0)  # in place: no time goes into new memory
-
-    def copy() -> jax.Array:
-        buffer[0] = negate(buffer[0])
-        return buffer[0]
-
-    copy_s = _median_seconds(copy)
-    n = 1024 if jax.default_backend() == "cpu" else 8192
-    a = jax.random.normal(jax.random.key(1), (n, n), jnp.dtype(dtype))
-    precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
-    product = jax.jit(functools.partial(jnp.matmul, precision=precision))
-    return Ceiling(8 * size / copy_s, 2 * n**3 / _median_seconds(lambda: product(a, a)))
-
-
-def _median_seconds(call: Callable[[], Any], repeats: int = 5, chain: int = 16) -> float:
-    jax.block_until_ready(call())
-    seconds = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        for _ in range(chain):  # so that starting a call hides behind the one before
-            last = call()
-        jax.block_until_ready(last)
-        seconds.append((time.perf_counter() - begin) / chain)
-    return statistics.median(seconds)
-
-
 # --- what it does cost -------------------------------------------------------------------------------
 
 
@@ -592,56 +450,77 @@ class Result:
 
     Attributes:
       label: the case in a few words, such as "mtp 7": drafter and draft tokens.
+      context_length: tokens that the caches only seemed to hold at the start; None where prompts were prefilled.
       draft_floor_ms: the drafter's part of `floor_ms`.
       steps: of the longest row; `step_ms` is the decode time of the batch over these.
+      draft_ms: of the drafter alone, drafting and absorbing; None for plain decoding.
+      verify_ms: of the target's pass alone, with the choice of its best tokens.
+      rest_ms: medians, `step_ms` beyond those two: acceptance, bookkeeping, the loop itself. Small and below
+        zero where the parts overlap.
+      kernels_per_step, host_round_trips_per_step: see `step_profile.LoopCounts`; on CPUs no host is apart.
       tokens_per_s: tokens returned after prefill's, of all rows, over decode time.
+      ttft_ms: prefill of the whole batch; None where nothing was prefilled.
+      tpot_ms: decode time over a row's mean tokens.
       acceptance_length: mean over all verify steps of all rows; None for plain decoding.
       distinct_experts: a layer, in one target pass at the end of the run: mean, fewest and most.
+      footprint: what the configs say that a device holds.
+      temporary_bytes: what the compiled loop takes beside that, where the compiler tells.
       peak_bytes: of the process so far, where the device counts them.
     """
 
     mode: str
     label: str
     batch_size: int
+    context_length: int | None
     step_tokens: int
     cache_length: int
     cost: StepCost
     floor_ms: float
     draft_floor_ms: float
     step_ms: Spread
+    draft_ms: Spread | None
+    verify_ms: Spread
+    rest_ms: float
+    kernels_per_step: int
+    host_round_trips_per_step: int | None
     steps: int
     tokens_per_s: Spread
-    ttft_ms: Spread
+    ttft_ms: Spread | None
+    tpot_ms: Spread
     achieved_bytes_per_s: float
     acceptance_length: float | None
     acceptance: str | None  # "real" or "synthetic"
     distinct_experts: Spread | None
     prefill_compile_s: float
     decode_compile_s: float
+    footprint: memory.Footprint
+    temporary_bytes: int | None
     peak_bytes: int | None
 
 
 def measure(
-    pair: Pair, prompts: np.ndarray, ceiling: Ceiling, *, new_tokens: int, repeats: int, seed: int
+    pair: Pair,
+    prompts: np.ndarray,
+    ceiling: Ceiling,
+    *,
+    new_tokens: int,
+    repeats: int,
+    seed: int,
+    context: int | None = None,
 ) -> Result:
     """Prefill and decode one batch of prompts, `repeats` times after a warm-up.
 
     Args:
       ceiling: of one device; floors and rates are of the devices that share the same rows.
+      context: prefill nothing; rows stand after so many tokens, and their first prompt token follows.
     """
     mesh = pair.mesh
     spec, (batch, prompt_length) = pair.spec, prompts.shape
-    needed = prompt_length + new_tokens + 1 + spec.step_tokens
-    cache_length = -(-needed // RING_MULTIPLE) * RING_MULTIPLE
+    start = prompt_length if context is None else context
+    cache_length = cache_length_for(spec, start + new_tokens + 1)
     weights = (pair.target_params, pair.drafter_params)
     admission = place_rows(_admission(batch, new_tokens + 1, seed), mesh)
-    chunks = [place_rows(chunk, mesh) for chunk in _chunks(prompts)]
-
-    def fresh() -> DecodeState:
-        return jax.block_until_ready(admit(empty(), admission))
-
-    empty = functools.partial(
-        decode.init_state,
+    state = decode.init_state(
         spec,
         batch,
         cache_length=cache_length,
@@ -649,12 +528,18 @@ def measure(
         cache_dtype=jnp.dtype(spec.target.dtype),
         mesh=mesh,
     )
-    state = empty()
     admit = _compiled(decode.admit, mesh, 0, state, admission)
-    state = admit(state, admission)
     begin = time.perf_counter()
-    prefill = functools.partial(decode.prefill, spec)
-    prefills = {c.tokens.shape: _compiled(prefill, mesh, 2, *weights, state, c) for c in chunks}
+    if context is None:
+        chunks = [place_rows(chunk, mesh) for chunk in _chunks(prompts)]
+        prefill = functools.partial(decode.prefill, spec)
+        programs = {c.tokens.shape: _compiled(prefill, mesh, 2, *weights, state, c) for c in chunks}
+        calls = [functools.partial(_feed, programs[c.tokens.shape], weights, c) for c in chunks]
+    else:
+        state = _with_random_caches(state, seed)
+        anchors = place_rows(prompts[:, 0], mesh)
+        jump = functools.partial(_stand_after, context)
+        calls = [functools.partial(_compiled(jump, mesh, 1, anchors, state), anchors)]
     prefill_compile_s = time.perf_counter() - begin
     begin = time.perf_counter()
     loop = functools.partial(decode.decode_loop, spec)
@@ -662,49 +547,65 @@ def measure(
     decode_compile_s = time.perf_counter() - begin
 
     def once(state: DecodeState, max_steps: int) -> tuple[DecodeState, float, float]:
-        steps = jax.block_until_ready(place_rows(np.int32(max_steps), mesh))
+        steps = place_rows(np.int32(max_steps), mesh)
+        # The caches stay, and keep what is in them: old tokens are never looked at again.
+        state = jax.block_until_ready((admit(state, admission), steps))[0]
         begin = time.perf_counter()
-        for chunk in chunks:
-            state = prefills[chunk.tokens.shape](*weights, state, chunk)
+        for call in calls:
+            state = call(state)
         jax.block_until_ready(state)
         middle = time.perf_counter()
         state = jax.block_until_ready(loop(*weights, state, steps))
         return state, middle - begin, time.perf_counter() - middle
 
-    once(state, WARM_UP_STEPS)
-    ttft_s, step_s, tokens_per_s, lengths, steps = [], [], [], [], 0
+    state = once(state, WARM_UP_STEPS)[0]
+    ttft_s, step_s, tpot_s, tokens_per_s, lengths, steps = [], [], [], [], [], 0
     for _ in range(repeats):
-        state, prefill_s, decode_s = once(fresh(), new_tokens)
+        state, prefill_s, decode_s = once(state, new_tokens)
         num_steps, num_tokens = fetch((state.num_steps, state.num_tokens))
         steps = int(num_steps.max())
         ttft_s.append(prefill_s)
         step_s.append(decode_s / steps)
+        tpot_s.append(decode_s / float((num_tokens - 1).mean()))
         tokens_per_s.append(float((num_tokens - 1).sum()) / decode_s)
         accepted = fetch(state.acceptance_lengths)
         lengths.append(np.concatenate([accepted[i, :n] for i, n in enumerate(num_steps)]).mean())
-    # The floor is that of the middle of the run.
-    context = prompt_length + new_tokens // 2
-    rows, ceiling = _of_a_group(mesh, batch, ceiling)
-    cost, draft = step_cost(spec, rows, context), step_costs(spec, rows, context)[1]
-    speculative = spec.drafter is not None
     experts = None
     if spec.target.config.num_experts:
         with jax.set_mesh(mesh):
             counts = fetch(jax.jit(distinct_experts, static_argnums=0)(spec, *weights, state))
         experts = Spread(float(counts.mean()), float(counts.min()), float(counts.max()))
+    state = once(state, steps // 2)[0]
+    draft_s, verify_s = _part_seconds(spec, weights, state, mesh, repeats)
+    rest_s = statistics.median(step_s) - statistics.median(verify_s)
+    rest_s -= statistics.median(draft_s) if draft_s else 0
+    in_loop, on_gpu = loop_counts(loop.as_text()), mesh.devices.flat[0].platform == "gpu"
+    analysis = loop.memory_analysis()
+    # The floor is that of the middle of the run.
+    middle = start + new_tokens // 2
+    rows, ceiling = _of_a_group(mesh, batch, ceiling)
+    cost, draft = step_cost(spec, rows, middle), step_costs(spec, rows, middle)[1]
+    speculative = spec.drafter is not None
     return Result(
         mode="speculative" if speculative else "plain",
         label=_label(spec),
         batch_size=batch,
+        context_length=context,
         step_tokens=spec.step_tokens,
         cache_length=cache_length,
         cost=cost,
-        floor_ms=step_floor_s(spec, rows, context, ceiling) * 1e3,
+        floor_ms=step_floor_s(spec, rows, middle, ceiling) * 1e3,
         draft_floor_ms=draft.floor_s(ceiling) * 1e3,
         step_ms=Spread.of(step_s, 1e3),
+        draft_ms=Spread.of(draft_s, 1e3) if draft_s else None,
+        verify_ms=Spread.of(verify_s, 1e3),
+        rest_ms=rest_s * 1e3,
+        kernels_per_step=in_loop.kernels,
+        host_round_trips_per_step=in_loop.host_round_trips if on_gpu else None,
         steps=steps,
         tokens_per_s=Spread.of(tokens_per_s),
-        ttft_ms=Spread.of(ttft_s, 1e3),
+        ttft_ms=Spread.of(ttft_s, 1e3) if context is None else None,
+        tpot_ms=Spread.of(tpot_s, 1e3),
         achieved_bytes_per_s=(cost.weight_bytes + cost.kv_bytes) / statistics.median(step_s),
         acceptance_length=float(np.mean(lengths)) if speculative else None,
         acceptance=("real" if spec.synthetic_acceptance is None else "synthetic")
@@ -713,8 +614,71 @@ def measure(
         distinct_experts=experts,
         prefill_compile_s=prefill_compile_s,
         decode_compile_s=decode_compile_s,
+        footprint=memory.footprint(spec, batch, cache_length, mesh),
+        temporary_bytes=None if analysis is None else analysis.temp_size_in_bytes,
         peak_bytes=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     )
+
+
+def _part_seconds(
+    spec: DecodeSpec,
+    weights: tuple[Params, Params | None],
+    state: DecodeState,
+    mesh: Mesh,
+    repeats: int,
+) -> tuple[list[float], list[float]]:
+    """Time drafting (nothing, without a drafter) and verifying alone, a round each; the state is given away."""
+    tokens = np.repeat(fetch(state.anchors)[:, None], spec.step_tokens, axis=1)
+    block: Block = (state, place_rows(jnp.asarray(tokens), mesh))
+    few, many = (place_rows(np.int32(n), mesh) for n in (WARM_UP_STEPS, PART_STEPS))
+    seconds = []
+    for part in (draft_loop, verify_loop):
+        seconds.append([])
+        if part is draft_loop and spec.drafter is None:
+            continue
+        program = _compiled(functools.partial(part, spec), mesh, 2, *weights, block, few)
+        block = jax.block_until_ready(program(*weights, block, few))
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            block = jax.block_until_ready(program(*weights, block, many))
+            seconds[-1].append((time.perf_counter() - begin) / PART_STEPS)
+    return seconds[0], seconds[1]
+
+
+def _feed(
+    prefill: Any, weights: tuple[Params, Params | None], chunk: PrefillChunk, state: DecodeState
+) -> DecodeState:
+    return prefill(*weights, state, chunk)
+
+
+def _stand_after(context: int, anchors: Int[jax.Array, " B"], state: DecodeState) -> DecodeState:
+    """Make admitted rows look as if a prompt had been prefilled."""
+    return dataclasses.replace(
+        state,
+        lengths=jnp.full_like(state.lengths, context),
+        anchors=anchors,
+        active=jnp.full_like(state.active, True),
+        tokens=state.tokens.at[:, 0].set(anchors),
+        num_tokens=jnp.full_like(state.num_tokens, 1),
+    )
+
+
+def _with_random_caches(state: DecodeState, seed: int) -> DecodeState:
+    """Fill caches and what else a drafter keeps, array by array, with numbers of the size that norms leave."""
+    leaves, structure = jax.tree.flatten((state.caches, state.drafter))
+    for i, old in enumerate(leaves):
+        leaves[i] = _normal_like(old.sharding)(old, seed, i)
+    caches, drafter = jax.tree.unflatten(structure, leaves)
+    return dataclasses.replace(state, caches=caches, drafter=drafter)
+
+
+@functools.cache
+def _normal_like(sharding: Any) -> Callable[[jax.Array, int, int], jax.Array]:
+    def make(old: jax.Array, seed: jax.Array, index: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        return jax.random.normal(key, old.shape, old.dtype)
+
+    return jax.jit(make, donate_argnums=0, out_shardings=sharding)
 
 
 def _of_a_group(mesh: Mesh, batch: int, ceiling: Ceiling) -> tuple[int, Ceiling]:
@@ -725,7 +689,7 @@ def _of_a_group(mesh: Mesh, batch: int, ceiling: Ceiling) -> tuple[int, Ceiling]
 
 
 def _compiled(function: Any, mesh: Mesh, state: int, *args: Any) -> Any:
-    """Compile a decode program, which takes the state at that place, may use its memory and returns the next."""
+    """Compile a program that takes a state at that place, may use its memory and returns the next."""
     jitted = jax.jit(
         function,
         donate_argnums=state,
@@ -799,15 +763,22 @@ def run(
     pair: Pair,
     prompts: np.ndarray,
     batch_sizes: Sequence[int],
+    contexts: Sequence[int] | None,
     new_tokens: int,
     repeats: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Print the ceiling, measure every case, print the results; return all of it as JSON values."""
+    """Print the ceiling, measure every case, print the results; return all of it as JSON values.
+
+    Args:
+      contexts: lengths to start from, with random caches; None prefills the prompts.
+    """
     ceiling = measure_ceiling(
         pair.spec.target.dtype, step_cost(pair.spec, 1, prompts.shape[1]).weight_bytes
     )
     conditions = _conditions(pair, prompts, new_tokens, repeats, seed, ceiling)
+    if contexts:
+        conditions |= {"prompts": "caches of random numbers", "prompt_length": None}
     plain = dataclasses.replace(
         pair,
         spec=dataclasses.replace(
@@ -821,21 +792,24 @@ def run(
         f"{conditions['dtype']} on {conditions['device']} · jax {conditions['versions']['jax']} · "
         f"{conditions['prompts']} · {new_tokens} new tokens a row, greedy, no stop ids"
     )
-    console.print(_ceiling_table(modes, batch_sizes, conditions, ceiling))
+    starts = contexts or [prompts.shape[1]]
+    cases = list(itertools.product(batch_sizes, starts, modes))
+    middles = [(batch, start + new_tokens // 2, case) for batch, start, case in cases]
+    console.print(_ceiling_table(middles, ceiling))
     results = []
-    for batch in batch_sizes:
-        for case in modes:
-            result = measure(
-                case,
-                prompts[:batch],
-                ceiling,
-                new_tokens=new_tokens,
-                repeats=repeats,
-                seed=seed,
-            )
-            results.append(result)
-            speed = f"{result.step_ms} ms a step, {result.tokens_per_s} tok/s"
-            print(f"batch {batch}, {result.label}: {speed}", file=sys.stderr, flush=True)
+    for batch, start, case in cases:
+        result = measure(
+            case,
+            prompts[:batch],
+            ceiling,
+            new_tokens=new_tokens,
+            repeats=repeats,
+            seed=seed,
+            context=start if contexts else None,
+        )
+        results.append(result)
+        speed = f"{result.step_ms} ms a step, {result.tokens_per_s} tok/s"
+        print(f"{_case(result)}, {result.label}: {speed}", file=sys.stderr, flush=True)
     console.print(*_results_tables(results, repeats), sep="\n")
     return {**conditions, "results": [dataclasses.asdict(r) for r in results]}
 
@@ -887,80 +861,148 @@ def _conditions(
     }
 
 
-def _ceiling_table(
-    modes: Sequence[Pair], batch_sizes: Sequence[int], conditions: dict[str, Any], ceiling: Ceiling
-) -> Table:
+def _ceiling_table(cases: Sequence[tuple[int, int, Pair]], ceiling: Ceiling) -> Table:
+    """Return the floors of cases: batch size, committed tokens of each row, models."""
     table = Table(
         title=f"floor of a step, at {ceiling.bytes_per_s / 1e9:,.0f} GB/s copied and "
         f"{ceiling.flops_per_s / 1e12:.3g} TFLOP/s (both measured just now)",
         box=box.SIMPLE_HEAD,
         title_justify="left",
-        caption="mode: the drafter and its draft tokens. drafting: the drafter's part of the floor.",
+        caption="mode: the drafter and its draft tokens. context: tokens of a row, in the middle of the run. "
+        "drafting: the drafter's part of the floor.",
         caption_justify="left",
+        collapse_padding=True,
     )
-    for name in ("batch", "mode", "weights MB", "K/V MB", "GFLOP", "floor ms", "drafting"):
+    for name in (
+        "batch",
+        "context",
+        "mode",
+        "weights MB",
+        "K/V MB",
+        "GFLOP",
+        "floor ms",
+        "drafting",
+    ):
         table.add_column(name, justify="left" if name == "mode" else "right")
-    context = conditions["prompt_length"] + conditions["new_tokens"] // 2
-    for batch in batch_sizes:
-        for pair in modes:
-            rows, together = _of_a_group(pair.mesh, batch, ceiling)
-            cost = step_cost(pair.spec, rows, context)
-            draft = step_costs(pair.spec, rows, context)[1]
-            table.add_row(
-                str(batch),
-                _label(pair.spec),
-                f"{cost.weight_bytes / 1e6:,.1f}",
-                f"{cost.kv_bytes / 1e6:,.1f}",
-                f"{cost.flops / 1e9:,.3g}",
-                f"{step_floor_s(pair.spec, rows, context, together) * 1e3:.3g}",
-                "" if pair.spec.drafter is None else f"{draft.floor_s(together) * 1e3:.3g}",
-            )
+    for batch, context, pair in cases:
+        rows, together = _of_a_group(pair.mesh, batch, ceiling)
+        cost = step_cost(pair.spec, rows, context)
+        draft = step_costs(pair.spec, rows, context)[1]
+        table.add_row(
+            str(batch),
+            f"{context:,}",
+            _label(pair.spec),
+            f"{cost.weight_bytes / 1e6:,.1f}",
+            f"{cost.kv_bytes / 1e6:,.1f}",
+            f"{cost.flops / 1e9:,.3g}",
+            f"{step_floor_s(pair.spec, rows, context, together) * 1e3:.3g}",
+            "" if pair.spec.drafter is None else f"{draft.floor_s(together) * 1e3:.3g}",
+        )
     return table
 
 
 def _results_tables(results: Sequence[Result], repeats: int) -> list[Table]:
-    """Return two tables, so that each fits a narrow terminal: what came out, and what it took."""
+    """Return tables that each fit a narrow terminal: what came out, where a step's time goes, what it took."""
     synthetic = any(r.acceptance == "synthetic" for r in results)
-    speeds = Table(
-        title=f"measured: median (min-max) of {repeats}, warm-up and compilation excluded",
-        title_justify="left",
-        caption="x floor: step over floor. tok/s: returned, all rows. tau: mean tokens a verify step"
-        + (", as --synthetic-acceptance sets them." if synthetic else "."),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-    )
     tau = "set tau" if synthetic else "tau"
-    for name in ("batch", "mode", "step ms", "x floor", "tok/s", "speedup", tau):
-        speeds.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
-    details = Table(
-        caption="TTFT: prefill of the whole batch. GB/s: the floor's bytes over the step. compile: "
-        "prefill + decode. experts: distinct ones a layer, in one target pass.",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-    )
-    for name in ("batch", "mode", "TTFT ms", "GB/s", "compile s", "peak GB", "experts"):
-        details.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
-    plain = {r.batch_size: r.tokens_per_s.median for r in results if r.mode == "plain"}
+    titles = [f"measured: median (min-max) of {repeats}, warm-up and compilation excluded"]
+    captions = [
+        "x floor: step over floor. tok/s: returned, all rows. tau: mean tokens a verify step"
+        + (", as --synthetic-acceptance sets them." if synthetic else "."),
+        "draft, verify: the two models by themselves. rest: the step beyond them. TPOT: ms a token of a row. "
+        "kernels: started in a step. host: round trips of a step.",
+        "TTFT: prefill of the whole batch. GB/s: the floor's bytes over the step. compile: prefill + decode. "
+        "GB: weights, caches and logits by the configs (peak of the process). experts: distinct ones a layer, "
+        "in one target pass.",
+    ]
+    columns = [
+        ("step ms", "x floor", "tok/s", "speedup", tau),
+        ("draft ms", "verify ms", "rest ms", "TPOT ms", "kernels", "host"),
+        ("TTFT ms", "GB/s", "compile s", "GB (peak)", "experts"),
+    ]
+    tables = []
+    for title, caption, names in itertools.zip_longest(titles, captions, columns):
+        table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True)
+        table.title_justify = table.caption_justify = "left"
+        for name in ("batch", "mode", *names):
+            table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+        tables.append(table)
+    speeds, parts, details = tables
+    plain = {_case(r): r.tokens_per_s.median for r in results if r.mode == "plain"}
     for r in results:
-        tau = "" if r.acceptance_length is None else f"{r.acceptance_length:.2f}"
+        case = (_case(r).removeprefix("batch "), r.label)
         speeds.add_row(
-            str(r.batch_size),
-            r.label,
+            *case,
             str(r.step_ms),
             f"{r.step_ms.median / r.floor_ms:.2f}",
             f"{r.tokens_per_s.median:,.0f}",
-            "" if r.mode == "plain" else f"{r.tokens_per_s.median / plain[r.batch_size]:.2f}x",
-            tau,
+            "" if r.mode == "plain" else f"{r.tokens_per_s.median / plain[_case(r)]:.2f}x",
+            "" if r.acceptance_length is None else f"{r.acceptance_length:.2f}",
+        )
+        parts.add_row(
+            *case,
+            "" if r.draft_ms is None else f"{r.draft_ms.median:.3g}",
+            f"{r.verify_ms.median:.3g}",
+            f"{r.rest_ms:.2g}",
+            f"{r.tpot_ms.median:.3g}",
+            f"{r.kernels_per_step:,}",
+            "" if r.host_round_trips_per_step is None else str(r.host_round_trips_per_step),
         )
         details.add_row(
-            str(r.batch_size),
-            r.label,
-            str(r.ttft_ms),
+            *case,
+            "" if r.ttft_ms is None else str(r.ttft_ms),
             f"{r.achieved_bytes_per_s / 1e9:,.0f}",
             f"{r.prefill_compile_s:.1f} + {r.decode_compile_s:.1f}",
-            "" if r.peak_bytes is None else f"{r.peak_bytes / 1e9:.1f}",
+            f"{r.footprint.total / 1e9:.1f}"
+            + ("" if r.peak_bytes is None else f" ({r.peak_bytes / 1e9:.1f})"),
             "" if r.distinct_experts is None else str(r.distinct_experts),
         )
-    return [speeds, details]
+    return tables
+
+
+def _case(result: Result) -> str:
+    """Name a case without its mode."""
+    context = "" if result.context_length is None else f" @ {result.context_length:,}"
+    return f"batch {result.batch_size}{context}"
+
+
+def startup_of(first: dict[str, Any], import_s: float | None, load_s: float) -> dict[str, Any]:
+    """Return the seconds from the command to the first token, as if its first case were alone.
+
+    Args:
+      first: that case's result.
+      import_s: age of the process when the command began, where that is known.
+    """
+    compile_s, ttft_ms = first["prefill_compile_s"], first["ttft_ms"]
+    total = None
+    if import_s is not None and ttft_ms is not None:
+        total = import_s + load_s + compile_s + ttft_ms["median"] / 1e3
+    return {
+        "case": first["label"],
+        "batch_size": first["batch_size"],
+        "import_s": import_s,
+        "load_s": load_s,
+        "compile_s": compile_s,  # of prefill: the decode loop comes after the first token
+        "first_token_s": total,
+        "compilation_cache": jax.config.values["jax_compilation_cache_dir"],
+    }
+
+
+def described_startup(startup: dict[str, Any]) -> str:
+    """Return a line about `startup_of`."""
+    imports, total = startup["import_s"], startup["first_token_s"]
+    parts = [] if imports is None else [f"{imports:.1f} start and imports"]
+    parts += [f"{startup['load_s']:.1f} weights", f"{startup['compile_s']:.1f} compiling prefill"]
+    to_first = "" if total is None else f": {total:.1f} to the first token"
+    kept = startup["compilation_cache"]
+    where = f"in {kept}" if kept else "nowhere (set JAX_COMPILATION_CACHE_DIR)"
+    return f"seconds: {', '.join(parts)}{to_first}; programs are kept {where}"
+
+
+def process_age_s() -> float | None:
+    """Return the seconds since this process started, where the system tells."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

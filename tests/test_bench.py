@@ -7,23 +7,27 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from jaxspec import bench, memory
-from jaxspec.bench import Ceiling, Pair, StepCost
+from jaxspec import bench, decode, floor, memory, plot, step_profile
+from jaxspec.bench import Pair
 from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, DFlashConfig, MTPConfig
 from jaxspec.decode import DecodeSpec
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
+from jaxspec.floor import Ceiling, StepCost
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
+from jaxspec.shapes import Params
 from jaxspec.sharding import make_mesh
 from tests import tiny
 
@@ -54,7 +58,7 @@ def test_presets_have_the_released_number_of_text_parameters(preset: str, billio
 
 
 def test_a_dense_target_reads_every_weight_once_a_step() -> None:
-    cost = bench.step_cost(spec("31b"), batch=1, context=256)
+    cost = floor.step_cost(spec("31b"), batch=1, context=256)
     assert cost.weight_bytes == pytest.approx(2 * 30.697e9, rel=1e-4)
     assert cost.flops == pytest.approx(2 * 30.697e9, rel=0.02)  # attention adds a little
 
@@ -63,24 +67,24 @@ def test_tables_that_are_looked_up_cost_their_rows() -> None:
     """E2B is 4.63B parameters, but 2.35B of them are the per-layer table: a step reads one row of it."""
     config = TARGET_PRESETS["e2b"]
     table = config.per_layer_vocab_size * config.num_layers * config.per_layer_input_size
-    cost = bench.step_cost(spec("e2b"), batch=1, context=256)
+    cost = floor.step_cost(spec("e2b"), batch=1, context=256)
     assert cost.weight_bytes == pytest.approx(2 * (4.6286e9 - table), rel=1e-3)
 
 
 def test_experts_cost_what_routing_reaches() -> None:
     config = TARGET_PRESETS["26b-a4b"]
-    assert bench.expected_experts(config, 1) == pytest.approx(8)
-    assert bench.expected_experts(config, 16) == pytest.approx(82, abs=0.5)
-    assert bench.expected_experts(config, 512) == pytest.approx(128)
-    one, many = (bench.step_cost(spec("26b-a4b"), batch, 256) for batch in (1, 32))
+    assert floor.expected_experts(config, 1) == pytest.approx(8)
+    assert floor.expected_experts(config, 16) == pytest.approx(82, abs=0.5)
+    assert floor.expected_experts(config, 512) == pytest.approx(128)
+    one, many = (floor.step_cost(spec("26b-a4b"), batch, 256) for batch in (1, 32))
     experts = 30 * 3 * 2816 * 704 * 2  # bytes of one expert in all layers
-    expected = (bench.expected_experts(config, 32) - 8) * experts
+    expected = (floor.expected_experts(config, 32) - 8) * experts
     assert many.weight_bytes - one.weight_bytes == pytest.approx(expected)
 
 
 def test_keys_and_values_stop_growing_at_the_window() -> None:
     def kv(context: int) -> float:
-        return bench.step_cost(spec("31b"), batch=1, context=context).kv_bytes
+        return floor.step_cost(spec("31b"), batch=1, context=context).kv_bytes
 
     sliding, full = 50 * 16 * 256, 10 * 4 * 512  # layers, kv heads, head dim
     assert kv(99) == 2 * 2 * 100 * (sliding + full)
@@ -97,7 +101,7 @@ def test_keys_and_values_stop_growing_at_the_window() -> None:
     ],
 )
 def test_floors_of_an_h200(preset: str, batch: int, drafter: bool, milliseconds: float) -> None:
-    floor_s = bench.step_floor_s(spec(preset, drafter=drafter), batch, 384, H200)
+    floor_s = floor.step_floor_s(spec(preset, drafter=drafter), batch, 384, H200)
     assert floor_s * 1e3 == pytest.approx(milliseconds, rel=0.02)
 
 
@@ -111,13 +115,13 @@ def test_an_assistant_is_read_once_a_draft(preset: str) -> None:
     unread = 0
     if config.num_centroids:
         unread = (config.vocab_size - 4096) * config.hidden_size
-    cost = bench.step_costs(one, batch=1, context=384)[1]
+    cost = floor.step_costs(one, batch=1, context=384)[1]
     order = 4 * 4096 if config.num_centroids else 0
     expected = 2 * (parameters - unread + config.backbone_hidden_size) + order
     assert cost.weight_bytes == pytest.approx(expected)
     kv = config.num_kv_heads * config.head_dim + config.full_num_kv_heads * config.full_head_dim
     assert cost.kv_bytes == 2 * 2 * 384 * kv
-    seven = bench.step_costs(mtp(preset, 7), batch=1, context=384)[1]
+    seven = floor.step_costs(mtp(preset, 7), batch=1, context=384)[1]
     assert seven.weight_bytes == pytest.approx(7 * cost.weight_bytes)
     assert seven.kv_bytes == 7 * cost.kv_bytes
     assert seven.flops == pytest.approx(7 * cost.flops)
@@ -135,20 +139,20 @@ def test_assistants_have_the_released_number_of_parameters(preset: str, millions
 
 def test_an_assistant_sees_no_more_than_the_window_on_sliding_layers() -> None:
     def kv(context: int) -> float:
-        return bench.step_costs(mtp("31b", 1), batch=1, context=context)[1].kv_bytes
+        return floor.step_costs(mtp("31b", 1), batch=1, context=context)[1].kv_bytes
 
     assert kv(5000) == 2 * 2 * (1024 * 16 * 256 + 5000 * 4 * 512)
 
 
 def test_a_tree_takes_a_pass_a_level() -> None:
     """Five levels read the weights five times, whatever the number of nodes; wider ones cost arithmetic."""
-    chain = bench.step_costs(mtp("31b", 5), 1, 384)[1]
-    verify, tree = bench.step_costs(mtp("31b", 11, Tree(3, 5)), 1, 384)
+    chain = floor.step_costs(mtp("31b", 5), 1, 384)[1]
+    verify, tree = floor.step_costs(mtp("31b", 11, Tree(3, 5)), 1, 384)
     rows = 4 * 2 * 5376 * 2  # bytes of two more embeddings in four levels
     assert tree.weight_bytes == pytest.approx(chain.weight_bytes + rows)
     assert tree.kv_bytes == chain.kv_bytes
     assert tree.flops == pytest.approx(chain.flops * (1 + 4 * 3) / 5)
-    assert verify == bench.step_costs(mtp("31b", 11), 1, 384)[0]  # the target takes all nodes
+    assert verify == floor.step_costs(mtp("31b", 11), 1, 384)[0]  # the target takes all nodes
 
 
 @pytest.mark.parametrize(
@@ -165,7 +169,7 @@ def test_a_tree_takes_a_pass_a_level() -> None:
 def test_floors_of_an_h200_with_an_assistant(
     preset: str, drafts: int, batch: int, milliseconds: float
 ) -> None:
-    floor_s = bench.step_floor_s(mtp(preset, drafts), batch, 384, H200)
+    floor_s = floor.step_floor_s(mtp(preset, drafts), batch, 384, H200)
     assert floor_s * 1e3 == pytest.approx(milliseconds, rel=0.03)
 
 
@@ -241,79 +245,174 @@ def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
     )
 
 
-def test_report_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "measure_ceiling", lambda *_: H200)
-    pair = tiny_pair(synthetic_acceptance=2.5)
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """Return the report of a run of plain decoding and DFlash, as it comes out of its JSON."""
+    pair, text = tiny_pair(synthetic_acceptance=2.5), io.StringIO()
     prompts = pair.prompts(2, 20, 0)
-    assert prompts.shape == (2, 20)
-    report = bench.run(Console(quiet=True), pair, prompts, [2], new_tokens=40, repeats=2, seed=0)
-    report = json.loads(json.dumps(report))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "measure_ceiling", lambda *_: H200)
+        values = bench.run(Console(file=text, width=80), pair, prompts, [2], None, 40, 2, 0)
+    return {**json.loads(json.dumps(values)), "text": text.getvalue()}
+
+
+def test_report_of_a_run(report: dict[str, Any]) -> None:
     assert report["versions"].keys() == {"jaxspec", "python", "jax", "jaxlib", "flax", "numpy"}
     assert (report["dtype"], report["platform"], report["prompt_length"]) == ("float32", "cpu", 20)
     assert report["prompts"] == "random prompts of 20 tokens"
+    assert max(map(len, report["text"].splitlines())) <= 80
+    assert "…" not in report["text"]
     plain, speculative = report["results"]
     assert plain.keys() == {f.name for f in dataclasses.fields(bench.Result)}
     assert (plain["mode"], plain["steps"], plain["acceptance_length"]) == ("plain", 40, None)
-    assert speculative["acceptance"] == "synthetic"
+    assert (plain["label"], plain["draft_ms"], plain["draft_floor_ms"]) == ("plain", None, 0)
+    assert (speculative["label"], speculative["acceptance"]) == ("dflash 3", "synthetic")
     assert speculative["acceptance_length"] == pytest.approx(2.5, abs=0.4)  # 2 or 3 by chance
+    assert 0 < speculative["draft_floor_ms"] < speculative["floor_ms"]
     assert 14 <= speculative["steps"] <= 20
+    assert speculative["kernels_per_step"] > plain["kernels_per_step"] > 20
     for result in report["results"]:
-        assert result["batch_size"] == 2
-        spread = result["step_ms"]
-        assert 0 < spread["min"] <= spread["median"] <= spread["max"]
+        assert (result["batch_size"], result["context_length"]) == (2, None)
+        for spread in (result["step_ms"], result["verify_ms"], result["tpot_ms"]):
+            assert 0 < spread["min"] <= spread["median"] <= spread["max"]
+        parts = result["verify_ms"]["median"] + result["rest_ms"]
+        parts += result["draft_ms"]["median"] if result["draft_ms"] else 0
+        assert parts == pytest.approx(result["step_ms"]["median"])
+        assert result["footprint"]["caches"] > 0
         experts = result["distinct_experts"]
         assert 3 <= experts["min"] <= experts["median"] <= experts["max"] <= 8
 
 
-def tiny_mtp(*, tree: Tree | None, synthetic_acceptance: float | None = None) -> Pair:
-    target, target_params = tiny.target("e4b")
-    drafter = Graph(MTPDrafter, MTPConfig.from_hf(tiny.hf_assistant_config("e4b")), "float32")
-    spec = DecodeSpec(target, drafter, 5, tree, synthetic_acceptance=synthetic_acceptance)
-    return Pair(spec, target_params, tiny.random_params(drafter, 1), "tiny", "tiny MTP")
+def test_seconds_to_the_first_token_are_added_up(report: dict[str, Any]) -> None:
+    first = report["results"][0] | {"prefill_compile_s": 3.0, "ttft_ms": {"median": 250.0}}
+    startup = bench.startup_of(first, import_s=2.0, load_s=4.0)
+    assert startup["first_token_s"] == 9.25
+    assert ": 9.2 to the first token" in bench.described_startup(startup)
+    unknown = bench.startup_of(first | {"ttft_ms": None}, import_s=None, load_s=4.0)
+    assert unknown["first_token_s"] is None
+    assert bench.described_startup(unknown).startswith("seconds: 4.0 weights, 3.0 compiling")
 
 
-@pytest.mark.parametrize(
-    ("tree", "label", "depth"), [(None, "mtp 5", 5), (Tree(2, 3), "mtp tree 5", 3)]
-)
-def test_report_names_the_drafter_and_its_tree(
-    monkeypatch: pytest.MonkeyPatch,
-    tree: Tree | None,
-    label: str,
-    depth: int,
+def test_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "steps.png"
+    plot.check(path)
+    plot.draw(report, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "measure_ceiling", lambda *_: H200)
-    pair = tiny_mtp(tree=tree)
-    console = Console(record=True, width=80, quiet=False, file=io.StringIO())
-    prompts = pair.prompts(1, 12, 0)
-    report = bench.run(console, pair, prompts, [1], new_tokens=12, repeats=1, seed=0)
-    report = json.loads(json.dumps(report))
-    assert (report["drafter_kind"], report["num_draft_tokens"]) == ("mtp", 5)
-    assert report["tree"] == (None if tree is None else {"topk": 2, "depth": 3})
-    plain, speculative = report["results"]
-    assert (plain["label"], plain["draft_floor_ms"]) == ("plain", 0)
-    assert speculative["label"] == label
-    assert 0 < speculative["draft_floor_ms"] < speculative["floor_ms"]
-    assert 1 <= speculative["acceptance_length"] <= depth + 1
-    text = console.export_text()
-    assert label in text
-    assert ("a tree of topk 2 and depth 3" in text) == (tree is not None)
+    with pytest.raises(ValueError, match=r"ends in \.png"):
+        plot.check(tmp_path / "steps.txt")
+    with pytest.raises(ValueError, match="there is no directory"):
+        plot.check(tmp_path / "none" / "steps.png")
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"jaxspec-decoding\[plot\]"):
+        plot.check(tmp_path / "steps.png")
 
 
-def test_experts_are_counted_over_all_nodes_of_a_tree() -> None:
+A_LOOP = """HloModule jit_loop, is_scheduled=true
+
+%fused (p.1: f32[4]) -> f32[4] {
+  %p.1 = f32[4]{0} parameter(0)
+  ROOT %e.1 = f32[4]{0} exponential(%p.1)
+}
+
+%inner (p.2: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p.2 = (s32[], f32[4]{0}) parameter(0)
+  %g.2 = f32[4]{0} get-tuple-element(%p.2), index=1
+  %f.2 = f32[4]{0} fusion(%g.2), kind=kLoop, calls=%fused
+  ROOT %t.2 = (s32[], f32[4]{0}) tuple(%g.2, %f.2)
+}
+
+%body.2 (p.4: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p.4 = (s32[], f32[4]{0}) parameter(0)
+  %x.4 = (s32[], f32[4]{0}) call(%p.4), to_apply=%inner
+  ROOT %v.4 = (s32[], f32[4]{0}) while(%x.4), condition=%cond, body=%inner
+}
+
+%body (p.3: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p.3 = (s32[], /*index=1*/f32[4]{0}) parameter(0)
+  %c.3 = s32[] constant(1)
+  %d.3 = (f32[4]{0}, s8[64]{0}) custom-call(%p.3), custom_call_target="__cublas$gemm"
+  %a.3 = ((f32[4]{0}), f32[4]{0}, u32[]) copy-start(%p.3)
+  %b.3 = f32[4]{0} copy-done(%a.3)
+  %w.3 = (s32[], f32[4]{0}) while(%p.3), condition=%cond, body=%inner, backend_config={"known_trip_count":{"n":"7"}}
+  %i.3 = (s32[], f32[4]{0}) conditional(%c.3, %w.3, %w.3), branch_computations={%inner, %body.2}
+  ROOT %v.3 = (s32[], f32[4]{0}) while(%i.3), condition=%cond, body=%inner
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  %copy = f32[4]{0} copy(%p)
+  ROOT %w = (s32[], f32[4]{0}) while(%p), condition=%cond, body=%body
+}
+"""
+
+
+def test_kernels_and_round_trips_of_a_loop() -> None:
+    """A library call, a copy, seven rounds of a fusion, the smaller branch, a loop that the host follows."""
+    counts = step_profile.loop_counts(A_LOOP)
+    assert counts == step_profile.LoopCounts(kernels=1 + 1 + 7 + 1 + 1, host_round_trips=2)
+    with pytest.raises(ValueError, match="no loop"):
+        step_profile.loop_counts(A_LOOP.replace("while(", "call("))
+
+
+def mtp_tree() -> Pair:
     target, target_params = tiny.target("26b-a4b")
     config = MTPConfig.from_hf(tiny.hf_assistant_config("26b-a4b"))
     drafter = Graph(MTPDrafter, config, "float32")
     spec = DecodeSpec(target, drafter, 5, Tree(2, 3))
-    pair = Pair(spec, target_params, tiny.random_params(drafter, 1), "tiny", "tiny MTP")
-    result = bench.measure(pair, pair.prompts(1, 8, 0), H200, new_tokens=4, repeats=1, seed=0)
+    return Pair(spec, target_params, tiny.random_params(drafter, 1), "tiny", "tiny MTP")
+
+
+def test_a_case_starts_within_a_context_that_was_never_prefilled() -> None:
+    """With a tree: experts are counted over all of its nodes, and acceptance is real unless asked."""
+    pair = mtp_tree()
+    result = bench.measure(
+        pair, pair.prompts(1, 1, 0), H200, new_tokens=6, repeats=1, seed=0, context=90
+    )
+    assert (result.context_length, result.ttft_ms, result.cache_length) == (90, None, 128)
+    assert (result.label, result.acceptance) == ("mtp tree 5", "real")
+    assert result.acceptance_length is not None
+    assert 1 <= result.acceptance_length <= 4
+    assert 2 <= result.steps <= 6
     assert result.distinct_experts is not None
     assert 3 <= result.distinct_experts.min <= result.distinct_experts.max <= 8
+    assert "a tree of topk 2 and depth 3" in bench._shape(pair.spec)
+    longer = bench.step_cost(pair.spec, 1, 93)
+    assert result.cost == longer
+
+
+def test_random_caches_are_as_norms_leave_them() -> None:
+    spec = tiny_pair(synthetic_acceptance=None).spec
+    empty = decode.init_state(
+        spec, 2, cache_length=64, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
+    )
+    filled = bench._with_random_caches(empty, 0)
+    for x in jax.tree.leaves((filled.caches, filled.drafter)):
+        assert np.std(x) == pytest.approx(1, abs=0.1)
+    state = bench._stand_after(40, jnp.asarray([3, 4]), filled)
+    assert state.lengths.tolist() == [40, 40]
+    assert state.tokens[:, 0].tolist() == state.anchors.tolist() == [3, 4]
+    assert state.active.all()
+
+
+def in_order(graph: Graph, seed: int, shardings: object = None) -> Params:
+    """Return weights as `Graph.random_params` does, its tokens in order, but compile nothing."""
+    params = tiny.random_params(graph, seed)
+    if "token_ordering" in params:
+        params["token_ordering"] = jnp.sort(params["token_ordering"])
+    return params
 
 
 def test_random_weights_come_with_the_asked_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     config = MTPConfig.from_hf(tiny.hf_assistant_config("e4b"))
     monkeypatch.setitem(bench.TARGET_PRESETS, "e4b", tiny.config("e4b"))
     monkeypatch.setitem(bench.MTP_PRESETS, "e4b", config)
+    monkeypatch.setattr(Graph, "random_params", in_order)
     pair = bench.make_pair("e4b", None, "mtp", dtype="float32")
     assert pair.drafter_name == "MTP of e4b, random weights"
     assert pair.spec.num_draft_tokens == config.num_draft_tokens
@@ -322,15 +421,6 @@ def test_random_weights_come_with_the_asked_drafter(monkeypatch: pytest.MonkeyPa
     assert sorted(ordering) == list(range(config.vocab_size))
     assert not np.array_equal(ordering, np.arange(config.vocab_size))
     assert bench.make_pair("e4b", None, "none", dtype="float32").spec.drafter is None
-
-
-def test_acceptance_is_real_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "measure_ceiling", lambda *_: H200)
-    pair = tiny_pair(synthetic_acceptance=None)
-    result = bench.measure(pair, pair.prompts(1, 8, 0), H200, new_tokens=8, repeats=1, seed=0)
-    assert result.acceptance == "real"
-    assert result.acceptance_length is not None
-    assert 1 <= result.acceptance_length < 2  # a random drafter
 
 
 def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
@@ -355,6 +445,9 @@ def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
         ([*A_TREE, "--synthetic-acceptance", "2"], "--synthetic-acceptance is for chains"),
         (["--drafter", "none", "--num-draft-tokens", "3"], "needs a drafter"),
         (["--target", "no/such/place/here"], "no/such/place/here"),
+        (["--context-length", "99"], "which no drafter can follow"),
+        (["--random-weights", "e4b", "--new-tokens", "200000"], "need 200257 positions; e4b"),
+        (["--plot", "steps.txt"], "expected a file that ends in"),
     ],
 )
 def test_options_that_cannot_be_meant(options: list[str], message: str, tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""What a decode step is made of: its two models run alone, and its kernels counted in the compiled program.
+
+`draft_loop` and `verify_loop` are the step without the rest of it: same models, same shapes, same state, in a loop
+on the device like the step's own. Each repeats the same work; the loops are written so that the compiler cannot
+know, and does all of it every time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.decode import DecodeSpec, DecodeState, propose
+from jaxspec.models.gemma4 import TargetOutput
+from jaxspec.sampling import argmax
+from jaxspec.shapes import Array, Int, Params
+
+Block = tuple[DecodeState, Array]
+"""A state, and the tokens [B, T] that a step of it verifies: anchors and drafts."""
+
+
+def draft_loop(
+    spec: DecodeSpec,
+    target_params: Params,
+    drafter_params: Params | None,
+    block: Block,
+    num_steps: Int[Array, ""],
+) -> Block:
+    """Draft, and absorb a target's pass, over and over from one state; return the block that was drafted."""
+    assert spec.drafter is not None
+    target, drafter = spec.target.bind(target_params), spec.drafter.bind(drafter_params or {})
+    b, t = block[1].shape
+    config = spec.target.config
+    shape = (1 + len(drafter.feature_layers), b, t, config.hidden_size)
+    hidden, *features = jax.random.normal(jax.random.key(0), shape, jnp.dtype(spec.target.dtype))
+    no_logits = jnp.zeros((b, 0, config.vocab_size))
+    output = TargetOutput(no_logits, hidden, tuple(features), None)
+
+    def body(_: Array, carry: tuple[Block, TargetOutput]) -> tuple[Block, TargetOutput]:
+        (state, _), output = carry
+        draft = propose(target, drafter, spec, state)
+        # What comes out of the barrier counts as new in every round, and absorb waits for the draft.
+        drafts, anchors, lengths, output = lax.optimization_barrier(
+            (draft.tokens, state.anchors, state.lengths, output)
+        )
+        absorbed = drafter.absorb(state.drafter, output, lengths, jnp.full_like(lengths, t))
+        state = dataclasses.replace(state, drafter=absorbed, anchors=anchors, lengths=lengths)
+        return (state, jnp.concatenate([anchors[:, None], drafts], axis=1)), output
+
+    return lax.fori_loop(0, num_steps, body, (block, output))[0]
+
+
+def verify_loop(
+    spec: DecodeSpec,
+    target_params: Params,
+    drafter_params: Params | None,
+    block: Block,
+    num_steps: Int[Array, ""],
+) -> Block:
+    """Run the target over a block, and choose its best token for each, over and over."""
+    target = spec.target.bind(target_params)
+    b, t = block[1].shape
+    feature_layers = () if spec.drafter is None else spec.drafter.bind_abstract().feature_layers
+    ancestors = None if spec.tree is None else jnp.broadcast_to(jnp.tri(t, dtype=bool), (b, t, t))
+
+    def body(_: Array, block: Block) -> Block:
+        state, tokens = block
+        output = target(
+            tokens,
+            state.lengths,
+            jnp.full_like(state.lengths, t),
+            state.caches,
+            feature_layers=feature_layers,
+            ancestors=ancestors,
+        )
+        best = argmax(output.logits)
+        never = best < 0  # so that the next round depends on all of this one's logits
+        lengths = state.lengths - never[:, 0].astype(state.lengths.dtype)
+        state = dataclasses.replace(state, caches=output.caches, lengths=lengths)
+        return state, jnp.where(never, best, tokens)
+
+    return lax.fori_loop(0, num_steps, body, block)
+
+
+# --- the compiled program ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoopCounts:
+    """What one round of a compiled loop starts; of branches, the one with fewest kernels.
+
+    Sampling stands in a branch that greedy steps, such as the benchmark's, do not take.
+
+    Attributes:
+      kernels: fusions, library calls, custom kernels, copies; a library call counts once, whatever it starts.
+      host_round_trips: conditions of loops that the host of a GPU reads: the loop's own, and those of loops in it
+        whose number of rounds is not fixed (once each).
+    """
+
+    kernels: int
+    host_round_trips: int
+
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\((.*)$")
+_NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
+_NO_KERNEL |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "domain"}
+
+
+def loop_counts(hlo: str) -> LoopCounts:
+    """Count in optimized HLO what a round of its largest outermost loop starts.
+
+    Raises:
+      ValueError: it has no loop.
+    """
+    bodies: dict[str, list[tuple[str, str]]] = {}
+    entry = ""
+    for block in re.split(r"\n(?=\S)", hlo):
+        header = re.match(r"(ENTRY )?%?([\w.-]+) ", block)
+        if header:
+            matches = map(_INSTRUCTION.match, block.splitlines()[1:])
+            bodies[header[2]] = [(m[1], m[2]) for m in matches if m]
+            entry = header[2] if header[1] else entry
+    loops = [_called(rest, "body") for op, rest in bodies.get(entry, []) if op == "while"]
+    if not loops:
+        raise ValueError("the program has no loop")
+    rounds = [_counts(bodies, body) for body in loops]
+    largest = max(rounds, key=lambda counts: counts.kernels)
+    return LoopCounts(largest.kernels, largest.host_round_trips + 1)
+
+
+def _counts(bodies: Mapping[str, list[tuple[str, str]]], name: str) -> LoopCounts:
+    kernels = round_trips = 0
+    for op, rest in bodies.get(name, []):
+        if op in _NO_KERNEL or op.endswith(("-done", "-update")):
+            continue
+        times, inner = 1, [LoopCounts(1, 0)]
+        if op == "while":
+            known = re.search(r'known_trip_count":\{"n":"(\d+)"', rest)
+            times, inner = int(known[1]) if known else 1, [_counts(bodies, _called(rest, "body"))]
+            round_trips += 0 if known else 1
+        elif op == "conditional":
+            branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
+            names = re.findall(r"%?([\w.-]+)", branches[1]) if branches else []
+            names += re.findall(r"(?:true|false)_computation=%?([\w.-]+)", rest)
+            inner = [_counts(bodies, name) for name in names]
+        elif op in ("call", "async-start"):
+            inner = [_counts(bodies, _called(rest, "to_apply|calls"))]
+        fewest = min(inner, key=lambda counts: counts.kernels)
+        kernels += times * fewest.kernels
+        round_trips += times * fewest.host_round_trips
+    return LoopCounts(kernels, round_trips)
+
+
+def _called(rest: str, attribute: str) -> str:
+    match = re.search(rf"\b(?:{attribute})=%?([\w.-]+)", rest)
+    return match[1] if match else ""
