@@ -507,7 +507,10 @@ class Sampler:
 
     def _check_params(self, role: str, graph: Graph, params: Any) -> Params:
         """Refuse params that do not fit; return one of each sharding, for what looks at those alone."""
-        graph.check(params)
+        if role not in self._shardings or params.keys() != self._shardings[role].keys():
+            graph.check(
+                params
+            )  # else shapes and dtypes are looked at when they make JAX trace anew
         kinds: dict[Any, str] = {}
         shardings = {name: value.sharding for name, value in params.items()}
         for name, sharding in shardings.items():
@@ -571,7 +574,10 @@ def _placed(tree: T, mesh: Mesh | None) -> T:
 
 
 def _is_traced(tree: Any) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
+    kinds = set(
+        map(type, jax.tree.leaves(tree))
+    )  # few: to ask each array takes most of a millisecond
+    return any(issubclass(kind, Tracer) for kind in kinds)
 
 
 def _shape(name: str, value: Any, ndim: int) -> tuple[int, ...]:
