@@ -249,6 +249,15 @@ def generate(
             rich_help_panel=_MODELS,
         ),
     ] = None,
+    distributed: Annotated[
+        bool,
+        typer.Option(
+            "--distributed",
+            help="With --mesh: this is one of several processes, each started with this same command by Slurm, "
+            "Open MPI or Kubernetes; the mesh is over the devices of all, and the first one writes.",
+            rich_help_panel=_MODELS,
+        ),
+    ] = False,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="For each prompt.", rich_help_panel=_DECODING)
     ] = 128,
@@ -442,6 +451,8 @@ def generate(
         wanting = [flag for flag in wanting if wanting[flag]]
         if wanting and (drafter == "none" or (target and not drafter)):
             raise UsageError(f"{wanting[0]} needs a drafter; give one with --drafter")
+        if distributed and not mesh:
+            raise UsageError("--distributed needs --mesh: how to split over the devices of all")
         if (logprobs or top_logprobs) and not json_path:
             raise UsageError(
                 f"{'--logprobs' if logprobs else '--top-logprobs'} needs --json, which they are written with"
@@ -473,6 +484,7 @@ def generate(
         offline=offline,
         dtype=dtype.value if dtype else None,
         mesh=mesh,
+        distributed=distributed,
         chat=chat,
         chat_template_kwargs=template_kwargs,
         stop_texts=tuple(stop or ()),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import io
 import itertools
 import math
 import os
@@ -80,6 +81,7 @@ class Options:
     offline: bool = False
     dtype: str | None = None
     mesh: str | None = None  # as in "data=2,model=4"
+    distributed: bool = False  # over the devices of several processes
     chat: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     stop_texts: tuple[str, ...] = ()
@@ -160,6 +162,10 @@ def run(prompts: Sequence[Prompt], options: Options, console: Console) -> int:
     begin = time.perf_counter()
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory_explained())
+        if options.distributed and not is_first_process():
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            options = dataclasses.replace(options, json_path=options.json_path and os.devnull)
+            console = Console(quiet=True)  # errors are raised, and told by each process
         lines = stack.enter_context(json_lines(options.json_path)) if options.json_path else None
         set_compilation_cache(options.compilation_cache, console)
         target, drafter = load_models(options, console)
@@ -193,6 +199,21 @@ def out_of_memory_explained() -> Iterator[None]:
 
 
 # --- before decoding ---------------------------------------------------------------------------------
+
+
+def is_first_process() -> bool:
+    """Join the processes that decode together, and say whether this one shows what they find.
+
+    They all run the same rounds on the same prompts, so that each knows all tokens.
+    """
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        raise RunError(
+            "--distributed: this process finds no others; start it by Slurm, Open MPI or Kubernetes "
+            f"({error})"
+        ) from None
+    return jax.process_index() == 0
 
 
 def set_compilation_cache(given: str | None, console: Console) -> None:

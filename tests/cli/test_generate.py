@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -364,6 +365,7 @@ def test_samples_are_different_and_one_after_the_other(generate: Run) -> None:
         ),
         (["a", "--ban-token", "-1"], "--ban-token -1 is outside the vocabulary"),
         (["a", "--num-samples", "0"], "--num-samples"),
+        (["a", "--distributed"], "--distributed needs --mesh"),
         (["a", "--logprobs"], "--logprobs needs --json"),
         (["a", "--top-logprobs", "2"], "--top-logprobs needs --json"),
         (
@@ -593,3 +595,61 @@ def test_the_bundled_pair_writes_text_on_a_terminal(tmp_path: Path) -> None:
     assert "24 new" in table
     assert "draft token 7" in table
     assert "bundled target + bundled dflash · float32 on cpu" in table
+
+
+@pytest.mark.slow  # two more processes that compile
+def test_two_processes_write_what_one_does(
+    generate: Run, checkpoints: Path, tmp_path: Path
+) -> None:
+    """The environment is what Open MPI's `mpirun` sets; the second process writes nothing.
+
+    To a file: on CPUs the library that the processes talk through has a line of its own for standard output.
+    """
+    args = ["a", "b", "--cache-length", "64", "--max-new-tokens", "12", "--json"]
+    expected = generate(*args, "-", "--batch-size", "2").rows
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    command = [
+        "generate",
+        "--target",
+        "target",
+        "--drafter",
+        "drafter",
+        "--distributed",
+        "--mesh",
+        "data=2,model=1",
+    ]
+    pair = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxspec", *command, *args, str(tmp_path / f"{rank}.jsonl")],
+            cwd=checkpoints,
+            env=os.environ
+            | {
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_RANK": str(rank),
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+                "JAX_COORDINATOR_PORT": str(port),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        found = [process.communicate(timeout=600) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    (_, errors), (_, second_errors) = found
+    assert [process.returncode for process in pair] == [0, 0], errors + second_errors
+    (written,) = tmp_path.iterdir()
+    *rows, summary = map(json.loads, written.read_text().splitlines())
+    assert rows == expected
+    assert summary["summary"]["mesh"] == {"data": 2, "model": 1}
+    assert "acceptance length" in errors
+    assert "acceptance length" not in second_errors
