@@ -953,8 +953,8 @@ def _results_tables(results: Sequence[Result], repeats: int) -> list[Table]:
             "" if r.ttft_ms is None else str(r.ttft_ms),
             f"{r.achieved_bytes_per_s / 1e9:,.0f}",
             f"{r.prefill_compile_s:.1f} + {r.decode_compile_s:.1f}",
-            f"{r.footprint.total / 1e9:.1f}"
-            + ("" if r.peak_bytes is None else f" ({r.peak_bytes / 1e9:.1f})"),
+            f"{r.footprint.total / 1e9:.3g}"
+            + ("" if r.peak_bytes is None else f" ({r.peak_bytes / 1e9:.3g})"),
             "" if r.distinct_experts is None else str(r.distinct_experts),
         )
     return tables

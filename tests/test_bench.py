@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+import jaxspec
 from jaxspec import bench, decode, floor, memory, plot, step_profile
 from jaxspec.bench import Pair
 from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, DFlashConfig, MTPConfig
@@ -421,6 +422,69 @@ def test_random_weights_come_with_the_asked_drafter(monkeypatch: pytest.MonkeyPa
     assert sorted(ordering) == list(range(config.vocab_size))
     assert not np.array_equal(ordering, np.arange(config.vocab_size))
     assert bench.make_pair("e4b", None, "none", dtype="float32").spec.drafter is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "kind", "drafts"),
+    [
+        ("26b-a4b", "dflash", 15),
+        ("26b-a4b", "mtp", 7),
+        ("e2b", "mtp", 5),
+        ("e4b", "mtp", 5),
+        ("31b", "dflash", 15),
+        ("31b", "mtp", 7),
+    ],
+)
+def test_released_shapes_can_be_measured(
+    preset: str, kind: str, drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced, not run: no weights of that size are made."""
+
+    def zeros(graph: Graph, *_: object) -> Params:
+        return {n: jnp.zeros(a.shape, a.dtype) for n, a in graph.abstract_params().items()}
+
+    monkeypatch.setattr(bench, "_random_params", zeros)
+
+    def programs() -> list[Any]:
+        pair = bench.make_pair(
+            preset, None, kind, dtype="bfloat16", num_draft_tokens=drafts, synthetic_acceptance=2.5
+        )
+        spec, weights = pair.spec, (pair.target_params, pair.drafter_params)
+        state = decode.init_state(
+            spec, 8, cache_length=576, num_stop_ids=1, cache_dtype=jnp.dtype("bfloat16")
+        )
+        (chunk,) = bench._chunks(np.zeros((8, 256), np.int32))
+        state = decode.prefill(spec, *weights, state, chunk)
+        steps, block = jnp.int32(4), (state, jnp.zeros((8, spec.step_tokens), jnp.int32))
+        return [
+            (decode.decode_loop(spec, *weights, state, steps), block[1]),
+            step_profile.draft_loop(spec, *weights, block, steps),
+            step_profile.verify_loop(spec, *weights, block, steps),
+        ]
+
+    step, draft, verify = jax.eval_shape(programs)
+    assert jax.tree.map(jnp.shape, step) == jax.tree.map(jnp.shape, draft)
+    assert jax.tree.map(jnp.shape, draft) == jax.tree.map(jnp.shape, verify)
+
+
+def test_a_run_larger_than_the_device_is_refused_before_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "bytes_limit", lambda mesh: 12 << 20)
+
+    def never(*_: object) -> Params:
+        raise AssertionError("weights were made")
+
+    monkeypatch.setattr(bench, "_random_params", never)
+    with pytest.raises(memory.DeviceMemoryError, match="8 rows with caches of 128 positions need"):
+        bench.make_pair("e4b", None, "none", dtype="bfloat16", rows=8, positions=100)
+    with pytest.raises(memory.DeviceMemoryError, match="the weights need 0"):
+        jaxspec.load(drafter="none", dtype="float32")
+    monkeypatch.setattr(memory, "bytes_limit", lambda mesh: 14 << 20)
+    target, _ = jaxspec.load(drafter="none", dtype="float32")
+    with pytest.raises(memory.DeviceMemoryError, match=r"8 rows .*: \d rows of this length fit"):
+        jaxspec.generate(target, None, [[2, 5]], max_new_tokens=500, batch_size=8)
 
 
 def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
