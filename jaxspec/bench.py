@@ -195,7 +195,8 @@ def bench_command(
             raise ValueError(
                 "a tree needs --tree-topk, --tree-depth and --num-draft-tokens together"
             )
-        if context_length and drafter != "none" and synthetic_acceptance is None:
+        drafts = drafter != "none" and bool(drafter or not target)  # a target of one's own has none
+        if context_length and drafts and synthetic_acceptance is None:
             raise ValueError(
                 "--context-length fills caches with random numbers, which no drafter can follow: add "
                 "--synthetic-acceptance, or --drafter none"
