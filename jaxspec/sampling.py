@@ -268,11 +268,19 @@ def _largest_threshold(holds, shape: tuple[int, ...], *, needed: Array) -> Array
 def argmax(x: Float[Array, "... V"]) -> Int[Array, "..."]:
     """Return the first index of the largest value.
 
-    Two plain reductions: `jnp.argmax` is one over pairs, which XLA's CPU backend does not vectorise.
+    On NVIDIA GPUs one reduction over pairs: the logits are read once, and what makes them (a soft cap) need
+    not be written. XLA's CPU backend does not vectorise that, and there are two plain ones instead.
     """
-    largest = jnp.max(x, axis=-1, keepdims=True)
-    index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    return jnp.min(jnp.where(x == largest, index, x.shape[-1] - 1), axis=-1)
+
+    def in_two(x: Array) -> Array:
+        largest = jnp.max(x, axis=-1, keepdims=True)
+        index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+        return jnp.min(jnp.where(x == largest, index, x.shape[-1] - 1), axis=-1)
+
+    def in_one(x: Array) -> Array:
+        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+    return lax.platform_dependent(x, cuda=in_one, default=in_two)
 
 
 def fold_keys(
