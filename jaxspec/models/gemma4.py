@@ -7,11 +7,14 @@ Read `Gemma4.__call__`, then `DecoderLayer`, then `Attention`. What differs betw
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
+from jax import lax
 
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
@@ -106,6 +109,21 @@ class Gemma4(nnx.Module):
         if ancestors is not None:
             offset = jnp.sum(ancestors, axis=-1) - 1
         where = Placement(start[:, None] + offset, start, count, slots, ancestors)
+        run = functools.partial(self._run, feature_layers=feature_layers)
+        if tokens.size != 1 or ancestors is not None:
+            return run(tokens, where, caches, logit_rows)
+        twice = functools.partial(_run_twice, run)
+        return lax.platform_dependent(tokens, where, caches, logit_rows, cuda=twice, default=run)
+
+    def _run(
+        self,
+        tokens: Int[Array, "B T"],
+        where: Placement,
+        caches: Caches | None,
+        logit_rows: Int[Array, "B R"] | None,
+        *,
+        feature_layers: tuple[int, ...],
+    ) -> TargetOutput:
         x = self.embedder.encode(tokens)
         per_layer = self.per_layer(tokens, x) if self.config.per_layer_input_size else None
         new_caches: list[KVCache | None] = []
@@ -139,9 +157,28 @@ class Gemma4(nnx.Module):
                 segments[i][-1] if self.config.owns_kv(i) else None
                 for i in range(self.config.num_layers)
             )
-            if ancestors is not None
+            if where.ancestors is not None
             else (),
         )
+
+
+def _run_twice(
+    run: Callable[..., TargetOutput],
+    tokens: Int[Array, "1 1"],
+    where: Placement,
+    caches: Caches | None,
+    logit_rows: Int[Array, "1 R"] | None,
+) -> TargetOutput:
+    """Run a token that is alone as two at the same place, of which only the first is written and returned.
+
+    On NVIDIA GPUs XLA makes a norm of several rows one kernel, and of one row two: E2B's plain step has 790
+    instead of 960, of about 1.6 us each. Equal tokens use the same experts, and no weight is read twice.
+    """
+    pair = where.replace(positions=jnp.repeat(where.positions, 2, axis=1))
+    rows = jnp.zeros((1, 1), jnp.int32) if logit_rows is None else logit_rows
+    output = run(jnp.repeat(tokens, 2, axis=1), pair, caches, rows)
+    features = tuple(x[:, :1] for x in output.features)
+    return output.replace(hidden=output.hidden[:, :1], features=features)
 
 
 def keep_rows(
