@@ -71,9 +71,8 @@ def attention(
     plain = functools.partial(reference, scale=scale, window=window, causal=causal)
     b, t, k, g, h = q.shape
     slots = sum(s.k.shape[2] for s in segments)
-    worth_it = (
-        t <= MOST_TOKENS and slots >= FEWEST_SLOTS or 4 * b * t * k * g * slots >= MOST_SCORE_BYTES
-    )
+    faster = t <= MOST_TOKENS and slots >= FEWEST_SLOTS
+    worth_it = faster or 4 * b * t * k * g * slots >= MOST_SCORE_BYTES
     if implementation == "reference" or (implementation == "auto" and not worth_it):
         return plain(q, q_positions, segments)
     reason = _why_not(segments, interpret)
