@@ -18,7 +18,8 @@ from flax import struct
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if jax.__version_info__ < (0, 11):
     FAST_COMPILE += " --xla_cpu_use_fusion_emitters=false"
-XLA_FLAGS = os.environ.get("XLA_FLAGS", "")  # the user's own, for what is to run as users run it
+# The user's own, for what is to run as users run it; workers of xdist inherit ours with them.
+XLA_FLAGS = os.environ.get("XLA_FLAGS", "").replace(FAST_COMPILE, "").strip()
 os.environ["XLA_FLAGS"] = f"{FAST_COMPILE} {XLA_FLAGS}"
 
 # As static checkers do, take an int where a float is asked for.
@@ -31,6 +32,11 @@ jaxtyping.install_import_hook(["jaxspec", "pallas_kernels"], "tests.conftest.che
 
 # Rank promotion stays allowed: a norm's scale meets activations of any rank.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest first, or one worker is done minutes before the other."""
+    items.sort(key=lambda item: item.path.stem not in ("test_examples", "test_sharding"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -122,7 +122,7 @@ def finish(process: subprocess.Popen) -> dict[str, dict[str, Any]]:
     return {line.pop("case"): line for line in lines}
 
 
-DEFAULT = ("split:e2b:mtp:1:8", "split:26b-a4b:dflash:2:4")
+DEFAULT = ("split:26b-a4b:dflash:2:4",)
 ALL = [
     f"split:{name}:{drafter}:{data}:{model}"
     for name in FEATURE_SETS

@@ -153,7 +153,7 @@ def run(form: str, rows: list[Settings]) -> Run:
 run_all = functools.cache(lambda form: run(form, ROWS))
 
 
-@pytest.mark.parametrize("form", ["plain", "dflash", "mtp tree", *slow("mtp", "dflash tree")])
+@pytest.mark.parametrize("form", ["plain", "mtp tree", *slow("dflash", "mtp", "dflash tree")])
 def test_greedy_rows_equal_naive(form: str) -> None:
     texts, gaps = naive()
     clear = gaps > 1e-4  # else a near-tie, and rounding may choose
@@ -173,7 +173,7 @@ def test_these_penalties_and_biases_matter() -> None:
     assert all(group != groups[0] for group in groups[1:])
 
 
-@pytest.mark.parametrize("form", ["plain", "dflash", "mtp tree", *slow("mtp", "dflash tree")])
+@pytest.mark.parametrize("form", ["plain", "mtp tree", *slow("dflash", "mtp", "dflash tree")])
 def test_logprobs_equal_a_teacher_forced_pass(form: str) -> None:
     got = run_all(form)
     top_ids, top_values = got.logprobs.top_ids, got.logprobs.top_values
@@ -205,7 +205,7 @@ def test_logprobs_equal_a_teacher_forced_pass(form: str) -> None:
             np.testing.assert_allclose(got.logprobs.sampled[at], expected, atol=tolerance)
 
 
-@pytest.mark.parametrize("form", ["plain", "dflash"])
+@pytest.mark.parametrize("form", ["plain", *slow("dflash")])
 def test_neighbours_change_nothing(form: str) -> None:
     """Every other row asks for something else: the rows between stay as they were, to the bit."""
     everything, kept = run_all(form), np.arange(len(ROWS)) % 2 == 0
@@ -224,7 +224,7 @@ def test_neighbours_change_nothing(form: str) -> None:
     assert num_programs() == programs  # values compile nothing
 
 
-@pytest.mark.parametrize("form", ["plain", "dflash", "mtp tree"])
+@pytest.mark.parametrize("form", ["plain", "mtp tree", *slow("dflash")])
 def test_counts_are_those_of_the_text(form: str) -> None:
     got = run_all(form)
     counts = got.state.counts

@@ -182,12 +182,10 @@ TREE: dict[str, Any] = dict(tree=Tree(3, DRAFTS), num_draft_tokens=8)
     ("drafter", "filters"),
     [
         *(("likely", filters) for filters in FILTERS),
-        ("mtp", "temperature 1"),
         *(
             pytest.param(drafter, filters, marks=pytest.mark.slow)
             for drafter in ("dflash", "mtp")
             for filters in FILTERS
-            if (drafter, filters) != ("mtp", "temperature 1")
         ),
     ],
 )

@@ -110,7 +110,6 @@ def p_values(tokens: np.ndarray) -> dict[str, float]:
 # Drawn drafts; certain ones, judged one by one, are `test_distribution`'s.
 QUICK = {
     ("unlikely", True, "block"),
-    ("dflash", True, "block"),
     ("mtp", True, "standard"),
 }
 

@@ -65,7 +65,7 @@ def test_random_dflash_equals_naive(name):
     assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
 
 
-@pytest.mark.parametrize("name", SOME_FEATURE_SETS)
+@pytest.mark.parametrize("name", ["e2b", *slow("e4b", "12b", "26b-a4b", "31b")])
 def test_random_mtp_equals_naive(name):
     """Its drafts come from the very caches that rejected tokens were written to, and from rings."""
     c = case(name)
@@ -143,6 +143,7 @@ def test_prefill_chunk_does_not_matter(chunk, monkeypatch):
     assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
 
 
+@pytest.mark.slow  # `jaxspec check` on the bundled pair shows it too, in `tests/cli`
 def test_bundled_dflash_equals_plain():
     if not (BUNDLED / "dflash" / "config.json").exists():
         pytest.skip("the bundled pair is not in this tree")

@@ -136,10 +136,12 @@ def copied(text: str, arrays: list[jax.Array], where: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "drafter", "shape"),
     [
-        ("e2b", "dflash", CHAIN),
         ("26b-a4b", "dflash", CHAIN),
         ("31b", "mtp", TREE),
-        *(pytest.param(n, "dflash", CHAIN, marks=pytest.mark.slow) for n in ("e4b", "12b", "31b")),
+        *(
+            pytest.param(n, "dflash", CHAIN, marks=pytest.mark.slow)
+            for n in ("e2b", "e4b", "12b", "31b")
+        ),
         *(
             pytest.param(n, "dflash", TREE, marks=pytest.mark.slow)
             for n in ("e2b", "12b", "26b-a4b")

@@ -20,8 +20,7 @@ from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Params
 from jaxspec.verify import greedy_verify, tree_verify
 from tests import tiny
-from tests.decode.cases import BLOCK, NEW_TOKENS, case, run, slow, target
-from tests.tiny import FEATURE_SETS
+from tests.decode.cases import BLOCK, NEW_TOKENS, SOME_FEATURE_SETS, case, run, slow, target
 
 TREES = {"3 wide": (Tree(3, 4), 9), "5 wide": (Tree(5, 4), 12)}
 DEPTH = BLOCK - 1
@@ -118,7 +117,7 @@ def target_pass(graph: Graph, params: Params, *args: Any) -> TargetOutput:
     return graph.bind(params)(*args, feature_layers=(0,), ancestors=mask)
 
 
-@pytest.mark.parametrize("name", FEATURE_SETS)
+@pytest.mark.parametrize("name", SOME_FEATURE_SETS)
 def test_a_tree_pass_gives_what_each_path_alone_gives(name: str):
     """Logits, features and then the caches are those of feeding one path, far past the window's ring."""
     loaded = target(name)
@@ -173,7 +172,7 @@ def test_trees_equal_naive(name: str, shape: str):
 @pytest.mark.parametrize(
     ("name", "drafter", "tree", "count"),
     [
-        ("31b", "dflash", Tree(3, DEPTH), 10),
+        pytest.param("31b", "dflash", Tree(3, DEPTH), 10, marks=pytest.mark.slow),
         ("31b", "mtp", Tree(3, 5), 11),
         pytest.param("e2b", "mtp", Tree(5, 5), 15, marks=pytest.mark.slow),
     ],
