@@ -35,7 +35,7 @@ from rich.table import Table
 import jaxspec
 from jaxspec import decode, memory, plot
 from jaxspec.api import BUNDLED, default_dtype, load
-from jaxspec.batching import PREFILL_CHUNK, row_keys
+from jaxspec.batching import PREFILL_CHUNK, make_spec, row_keys
 from jaxspec.cache import RING_MULTIPLE
 from jaxspec.config import (
     DFLASH_PRESETS,
@@ -49,8 +49,9 @@ from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk, pro
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
-from jaxspec.drafters.tree import ancestors, check_tree
+from jaxspec.drafters.tree import ancestors
 from jaxspec.floor import Ceiling, StepCost, measure_ceiling, step_cost, step_costs, step_floor_s
+from jaxspec.generation import as_flags
 from jaxspec.models.gemma4 import Gemma4, Placement, run_layer
 from jaxspec.params import Graph
 from jaxspec.report import json_lines, write_line
@@ -302,7 +303,7 @@ def make_pair(
             "--synthetic-acceptance is for chains; leave --tree-topk and --tree-depth out"
         )
     held_out: tuple[tuple[int, ...], ...] = ()
-    target_params, drafter_graph, drafter_params, drafter_name, suppressed = (None,) * 4 + ((),)
+    model, target_params, drafter_graph, drafter_params, drafter_name = (None,) * 5
     if preset is not None:
         target_graph = Graph(Gemma4, TARGET_PRESETS[preset], dtype)
         target_name = f"{preset}, random weights"
@@ -311,27 +312,24 @@ def make_pair(
     else:
         model, drafter_model = load(target, drafter, dtype=dtype, mesh=mesh)
         target_graph, target_params, target_name = model.graph, model.params, target or "bundled"
-        suppressed = model.generation.suppress_tokens if model.generation else ()
         if target is None:
             values = json.loads((BUNDLED / "held_out.json").read_text())
             held_out = tuple(tuple(p["ids"]) for p in values["prompts"])
         if drafter_model is not None:
-            drafter_model.config.check_fits(target_graph.config)
             drafter_graph, drafter_params = drafter_model.graph, drafter_model.params
             drafter_name = drafter or "dflash"
-    spec = DecodeSpec(
-        target=target_graph,
-        drafter=drafter_graph,
-        num_draft_tokens=_draft_tokens(drafter_graph, num_draft_tokens, tree),
-        tree=tree,
-        suppress_tokens=suppressed,
-        synthetic_acceptance=synthetic_acceptance,
-    )
-    if synthetic_acceptance is not None and not 1 <= synthetic_acceptance <= spec.step_tokens:
-        raise ValueError(
-            f"--synthetic-acceptance is {synthetic_acceptance}; with {spec.num_draft_tokens} draft tokens "
-            f"it lies between 1 and {spec.step_tokens}"
+    if num_draft_tokens is not None and drafter_graph is None:
+        raise ValueError("--num-draft-tokens needs a drafter")
+    try:
+        spec = make_spec(
+            model or target_graph,
+            drafter_graph,
+            num_draft_tokens=num_draft_tokens,
+            tree=tree,
+            synthetic_acceptance=synthetic_acceptance,
         )
+    except ValueError as error:
+        raise ValueError(as_flags(str(error))) from None
     if positions > target_graph.config.max_positions:
         raise ValueError(
             f"prompt or context and --new-tokens need {positions} positions; {target_name} has "
@@ -349,21 +347,6 @@ def make_pair(
 def cache_length_for(spec: DecodeSpec, positions: int) -> int:
     """Return the length of caches for so many positions and a step's own tokens."""
     return -(-(positions + spec.step_tokens) // RING_MULTIPLE) * RING_MULTIPLE
-
-
-def _draft_tokens(drafter: Graph | None, asked: int | None, tree: Tree | None) -> int:
-    if drafter is None:
-        if asked is not None:
-            raise ValueError("--num-draft-tokens needs a drafter")
-        return 0
-    model = drafter.bind_abstract()
-    if tree is not None:
-        check_tree(tree, asked or 0, model.max_draft_tokens)
-    elif asked is not None and asked > model.max_draft_tokens:
-        raise ValueError(
-            f"--num-draft-tokens is {asked}; this drafter proposes 1 to {model.max_draft_tokens} a step"
-        )
-    return asked or model.default_draft_tokens
 
 
 def random_drafter(preset: str, kind: str, dtype: str) -> tuple[Graph, str]:

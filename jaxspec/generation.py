@@ -397,7 +397,8 @@ def as_flags(message: str) -> str:
     message = re.sub(r"\btree (topk|depth)\b", r"--tree-\1", message)
     message = message.replace('verification="block"', "--verification block")
     names = (
-        r"\b(max_new_tokens|num_draft_tokens|batch_size|cache_length|draft_sampling|top_logprobs)\b"
+        r"\b(max_new_tokens|num_draft_tokens|batch_size|cache_length|draft_sampling|top_logprobs"
+        r"|synthetic_acceptance)\b"
     )
     return re.sub(names, lambda name: "--" + name[0].replace("_", "-"), message)
 

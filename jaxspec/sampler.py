@@ -507,10 +507,14 @@ class Sampler:
 
     def _check_params(self, role: str, graph: Graph, params: Any) -> Params:
         """Refuse params that do not fit; return one of each sharding, for what looks at those alone."""
+        if not (isinstance(params, dict) and _all_are(jax.Array, params)):
+            raise ValueError(
+                f"the {role}'s params must be jax.Arrays by name, as `load` returns them; jnp.asarray makes "
+                "one of an array of numpy"
+            )
+        # Later, shapes and dtypes are looked at when they make JAX trace anew.
         if role not in self._shardings or params.keys() != self._shardings[role].keys():
-            graph.check(
-                params
-            )  # else shapes and dtypes are looked at when they make JAX trace anew
+            graph.check(params)
         kinds: dict[Any, str] = {}
         shardings = {name: value.sharding for name, value in params.items()}
         for name, sharding in shardings.items():
@@ -574,10 +578,16 @@ def _placed(tree: T, mesh: Mesh | None) -> T:
 
 
 def _is_traced(tree: Any) -> bool:
-    kinds = set(
-        map(type, jax.tree.leaves(tree))
-    )  # few: to ask each array takes most of a millisecond
-    return any(issubclass(kind, Tracer) for kind in kinds)
+    return any(issubclass(kind, Tracer) for kind in _kinds(tree))
+
+
+def _all_are(kind: type, tree: Any) -> bool:
+    return all(issubclass(found, kind) for found in _kinds(tree))
+
+
+def _kinds(tree: Any) -> set[type]:
+    """Return the types of leaves: few, and to ask each array for its own takes most of a millisecond."""
+    return set(map(type, jax.tree.leaves(tree)))
 
 
 def _shape(name: str, value: Any, ndim: int) -> tuple[int, ...]:

@@ -54,9 +54,8 @@ MANY_LAYERS = TargetConfig(
 )
 
 
-Seconds = dict[
-    str, np.ndarray
-]  # [turns, 2]: of the clock, and of the processor for the calling thread
+# Of each call [turns, 2]: by the clock, and of the processor for the calling thread.
+Seconds = dict[str, np.ndarray]
 
 
 def times(calls: Mapping[str, Callable[[], Any]], repeats: int) -> Seconds:

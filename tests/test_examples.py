@@ -15,8 +15,6 @@ from tests.conftest import XLA_FLAGS
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
-
-
 # This one computes more than it compiles, so it runs with the compiler's own options and not the tests'.
 LONG = "04_policy_gradient"
 

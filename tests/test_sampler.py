@@ -297,6 +297,14 @@ def test_wrong_arguments_are_refused_by_name(
         plain(target.params, drafter.params, PROMPTS, plain.sampling(4), range(4))
 
 
+def test_params_of_other_kinds_are_refused(sampler: Sampler, target: LoadedModel) -> None:
+    """By the check itself: the annotations, which only tests enforce, would refuse them before."""
+    arrays = {name: np.asarray(a) for name, a in target.params.items()}
+    for params in (arrays, [*target.params.values()], None):
+        with pytest.raises(ValueError, match=r"the target's params must be jax\.Arrays by name"):
+            sampler._check_params("target", target.graph, params)
+
+
 def test_what_needs_the_host_is_refused_in_jit(sampler: Sampler, target: LoadedModel) -> None:
     given = (None, Prompts.padded(PROMPTS), sampler.sampling(4), jnp.arange(4))
     with pytest.raises(ValueError, match="stop_at needs the host"):
