@@ -36,11 +36,13 @@ def project(
             weight,
             (meet, ((), ())),
             precision=precision_of(x),
-            preferred_element_type=jnp.float32,
+            # Summed in float32, written in the rows' dtype: XLA rounds the float32 result of a cuBLAS
+            # product in a kernel of its own (31B, 256 rows on an H200: 1.3 ms a step).
+            preferred_element_type=x.dtype,
         )
 
     out = over_rows(product, x.reshape(math.prod(rows), *x.shape[x.ndim - inputs :]))
-    return out.reshape(*rows, *weight.shape[inputs:]).astype(x.dtype)
+    return out.reshape(*rows, *weight.shape[inputs:])
 
 
 def over_rows(

@@ -25,9 +25,12 @@ MOST_TOKENS = 64
 # Bytes of float32 scores from which it does for want of memory: XLA writes them all down. 31B, 512 tokens of a prompt:
 # from 16384 slots on.
 MOST_SCORE_BYTES = 1 << 30
-# Key slots from which it does. With 336 of them XLA's steps of 26B-A4B on an H200 take 1 to 2 % less; with 8192 its
-# attention takes several times as long.
+# Key slots of one sequence from which it does, and bytes of keys, values and scores of all of them. On an H200 (jax
+# 0.11.2), both in us without what the loop around them takes: 1 sequence, 384 slots, one query of 26B-A4B XLA 5, the
+# kernel 6; 32 sequences 58 and 37 at head dim 256 (16 queries, 110 MB), 44 and 52 at 512 (63 MB), 31B at 512 (8 queries,
+# 107 MB) 59 and 59. A draft block (2048 slots, 134 MB), whose scores are as large as its keys, 152 and 31.
 FEWEST_SLOTS = 1024
+FEWEST_BYTES = 64 << 20
 
 
 def attention(
@@ -71,8 +74,10 @@ def attention(
     plain = functools.partial(reference, scale=scale, window=window, causal=causal)
     b, t, k, g, h = q.shape
     slots = sum(s.k.shape[2] for s in segments)
-    faster = t <= MOST_TOKENS and slots >= FEWEST_SLOTS
-    worth_it = faster or 4 * b * t * k * g * slots >= MOST_SCORE_BYTES
+    key_bytes = sum(2 * s.k.size * s.k.dtype.itemsize for s in segments)
+    score_bytes = 4 * b * t * k * g * slots
+    many_keys = slots >= FEWEST_SLOTS or key_bytes + score_bytes >= FEWEST_BYTES
+    worth_it = (t <= MOST_TOKENS and many_keys) or score_bytes >= MOST_SCORE_BYTES
     if implementation == "reference" or (implementation == "auto" and not worth_it):
         return plain(q, q_positions, segments)
     reason = _why_not(segments, interpret)

@@ -80,7 +80,9 @@ def _attend(
         k_ref, v_ref, positions_ref = (refs.pop(0) for _ in range(3))
         seen_ref = refs.pop(0) if has_mask else None
         size = k_ref.shape[2]
-        keys = min(tiling.keys, max(16, pl.next_power_of_2(size)))
+        # A mask is wanted in shared memory too, which 128 rows of head dim 512 leave no room for beside 32 keys.
+        # Masked keys are a tree's, and so few that smaller blocks of them cost nothing.
+        keys = min(16 if has_mask else tiling.keys, max(16, pl.next_power_of_2(size)))
         begin, end = spans_ref[b, tile, 2 * i], spans_ref[b, tile, 2 * i + 1]
         first = begin // keys
         blocks = jnp.maximum((end + keys - 1) // keys - first, 0)

@@ -1,14 +1,15 @@
 """Tile sizes of the Triton kernel, by head dim and query rows.
 
-Measured on an NVIDIA H200 (jax 0.11.2, bfloat16), the best of a sweep, 8 sequences of 16 queries; in us and times what
-reading the keys takes at 3.85 TB/s, the loop around the kernel (about 10 us) included:
+Measured on an NVIDIA H200 (jax 0.11.2, bfloat16), the best of a sweep, 8 sequences of 16 queries; in us without what the
+loop around the kernel takes, and times what reading the keys takes at 3.85 TB/s:
 
-    head dim 256, ring of 1088     31B 64, 1.7     26B-A4B 38, 2.0
-    head dim 512, 8192 keys        31B 454, 3.3    26B-A4B 244, 3.5
-    head dim 128, draft block      31B, 8192 keys 125, 1.8    26B-A4B, 2048 keys 46, 2.6
+    head dim 256, ring of 1088     31B 41, 1.1     26B-A4B 26, 1.4
+    head dim 512, 8192 keys        31B 359, 2.6    26B-A4B 184, 2.6
+    head dim 128, draft block      31B, 8192 keys 101, 1.4    26B-A4B, 2048 keys 20, 1.2
 
 With so many rows at head dim 512, twice the products of a large matrix product in bytes: 128 rows want 490 TFLOP/s to
-keep up with memory, and their keys are read once a tile of 64.
+keep up with memory. In one program they have no room beside their results; two that each make half of the columns
+(`parts`) take 359 us, two of 64 rows each 427 us.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ FULL = 132
 FEWEST_KEYS = 128
 
 TABLE = (
-    # head dims up to, most rows: (keys, warps, stages)
-    (128, 16, (64, 4, 3)),
-    (128, 64, (64, 4, 3)),
-    (128, 128, (64, 8, 3)),
-    (256, 16, (64, 4, 2)),
-    (256, 32, (32, 4, 3)),
-    (256, 64, (64, 8, 2)),
-    (512, 16, (32, 4, 2)),
-    (512, 64, (32, 8, 2)),
+    # head dims up to, most rows: (keys, warps, stages, parts)
+    (128, 16, (64, 4, 3, 1)),
+    (128, 64, (64, 4, 3, 1)),
+    (128, 128, (64, 8, 3, 1)),
+    (256, 16, (64, 4, 2, 1)),
+    (256, 32, (64, 4, 3, 1)),
+    (256, 64, (64, 8, 2, 1)),
+    (512, 16, (32, 4, 2, 1)),
+    (512, 64, (32, 8, 2, 1)),
+    (512, 128, (32, 8, 2, 2)),
 )
-# Chunks of prompts, by head dim: not measured, but what compiles without spilled registers and lets no two warps do the
-# same products (Triton gives each 16 rows).
+# Chunks of prompts, by head dim: what lets no two warps do the same products (Triton gives each 16 rows). 512 tokens of
+# 31B: 307 us against XLA's 723 at head dim 256 (4 sequences, ring of 1088), 2507 against 1961 at 512 (1, 16384 keys).
 MANY_ROWS = 128
 CHUNKS = (
     (128, Tiling(MANY_ROWS, 64, 8, 3, 1)),
@@ -59,8 +61,8 @@ def tiling_for(*, head_dim: int, rows: int, heads: int, longest: int) -> Tiling:
     same = [row for row in fits if row[0] == fits[0][0]] if fits else []
     if not same:
         raise ValueError(f"the table of tilings ends at head dim {TABLE[-1][0]}, not {head_dim}")
-    _, most, (keys, warps, stages) = next((r for r in same if power <= r[1]), same[-1])
+    _, most, (keys, warps, stages, parts) = next((r for r in same if power <= r[1]), same[-1])
     tile = min(power, most)
-    programs = heads * -(-rows // tile)
+    programs = heads * -(-rows // tile) * parts
     splits = max(1, min(FULL // programs, longest // FEWEST_KEYS))
-    return Tiling(tile, keys, warps, stages, splits)
+    return Tiling(tile, keys, warps, stages, splits, parts)
