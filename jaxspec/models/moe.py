@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxspec.config import TargetConfig
 from jaxspec.models.layers import project, rms_norm
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole
-from pallas_kernels.experts import experts
+from pallas_kernels.experts import choose, experts
 
 
 class Experts(nnx.Module):
@@ -28,29 +26,30 @@ class Experts(nnx.Module):
         self.top_k = config.num_experts_per_token
         self.eps = config.rms_norm_eps
 
-    def route(
-        self, residual: Float[Array, "B T D"]
-    ) -> tuple[Int[Array, "B T topk"], Float[Array, "B T topk"]]:
-        """Choose experts and their float32 weights, which need not sum to 1."""
+    def logits(self, residual: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+        """Return what the router says of each expert, in float32."""
         d = residual.shape[-1]
         x = rms_norm(residual, None, self.eps) * self.router_scale[...]
         x = (x.astype(jnp.float32) * d**-0.5).astype(residual.dtype)
-        logits = project(x, self.router[...]).astype(jnp.float32)
-        weights, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return chosen, weights * self.expert_scale[...].astype(jnp.float32)[chosen]
+        return project(x, self.router[...]).astype(jnp.float32)
+
+    def route(
+        self, residual: Float[Array, "B T D"]
+    ) -> tuple[Int[Array, "B T topk"], Float[Array, "B T topk"]]:
+        """Return the experts that a call would choose, and their weights, which need not sum to 1."""
+        return choose(self.logits(residual), self.expert_scale[...], self.top_k)
 
     def __call__(
         self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
         """Add up each token's experts, as their weights say."""
-        d = x.shape[-1]
-        chosen, weights = self.route(residual)
+        logits = self.logits(residual)
         out = experts(
-            whole(x).reshape(-1, d),
-            chosen.reshape(-1, self.top_k),
-            weights.reshape(-1, self.top_k),
+            whole(x).reshape(-1, x.shape[-1]),
+            logits.reshape(-1, logits.shape[-1]),
+            self.expert_scale[...],
             self.gate_up[...],
             self.down[...],
+            top_k=self.top_k,
         )
         return whole(out.reshape(x.shape))

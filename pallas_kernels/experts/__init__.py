@@ -1,4 +1,4 @@
-"""Experts for few tokens: a gated MLP for each of a token's chosen experts, weighted and summed.
+"""Experts for few tokens: a router's choice, a gated MLP for each expert chosen, and their weighted sum.
 
 Read `reference.py` for what is computed, `triton.py` for how each expert in use is read once and the
 others never, `tuning.py` for tile sizes.
@@ -12,9 +12,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.experts.reference import reference
+from pallas_kernels.experts.reference import choose, reference
 from pallas_kernels.experts.triton import Tiling, experts_triton
 from pallas_kernels.experts.tuning import tiling_for
 
@@ -23,11 +23,12 @@ Implementation = Literal["auto", "reference", "triton"]
 
 def experts(
     x: Float[Array, "T D"],
-    chosen: Int[Array, "T topk"],
-    weights: Float[Array, "T topk"],
+    logits: Float[Array, "T E"],
+    expert_scale: Float[Array, " E"],
     gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
     *,
+    top_k: int,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
     interpret: bool = False,
@@ -36,10 +37,11 @@ def experts(
 
     Args:
         x: Tokens, in the dtype of the experts.
-        chosen: Experts of each token, all different, each in [0, E).
-        weights: Their weights, which need not sum to 1.
+        logits: What the router says of each token, in float32. Experts and weights are `choose`'s.
+        expert_scale: A factor for the weights of each expert.
         gate_up: Gate and up matrices of each expert, side by side.
         down: Down matrices.
+        top_k: Experts of a token.
         implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
             and 16-bit experts; "auto" takes it where it can run, and "reference" elsewhere.
         tiling: Tile sizes of the kernel, instead of the table's.
@@ -49,37 +51,41 @@ def experts(
         ValueError: If shapes or dtypes do not fit together.
         NotImplementedError: If implementation is "triton" and it cannot run.
     """
-    _check(x, chosen, weights, gate_up, down)
+    _check(x, logits, expert_scale, gate_up, down, top_k)
     if implementation not in ("auto", "reference", "triton"):
         raise ValueError(f"implementation is {implementation!r}; pass auto, reference or triton")
-    args = (x, chosen, weights, gate_up, down)
+    args = (x, logits, expert_scale, gate_up, down)
+    slow = functools.partial(reference, top_k=top_k)
     if implementation == "reference":
-        return reference(*args)
+        return slow(*args)
     reason = _why_not(gate_up, interpret)
     if reason and implementation == "triton":
         raise NotImplementedError(f"{reason}; pass implementation='auto' or 'reference'")
     if reason:
-        return reference(*args)
-    tiling = tiling or tiling_for(chosen.size / gate_up.shape[0])
-    kernel = functools.partial(experts_triton, tiling=tiling, interpret=interpret)
+        return slow(*args)
+    tiling = tiling or tiling_for(x.shape[0] * top_k / gate_up.shape[0])
+    kernel = functools.partial(experts_triton, top_k=top_k, tiling=tiling, interpret=interpret)
     if implementation == "triton":
         return kernel(*args)
-    return lax.platform_dependent(*args, cuda=kernel, default=reference)
+    return lax.platform_dependent(*args, cuda=kernel, default=slow)
 
 
-def _check(x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array) -> None:
+def _check(
+    x: Array, logits: Array, expert_scale: Array, gate_up: Array, down: Array, top_k: int
+) -> None:
     (t, d), (e, f, _) = x.shape, down.shape
     if gate_up.shape != (e, d, 2, f) or down.shape != (e, f, d):
         raise ValueError(
             f"for tokens {x.shape}, gate_up must be [E, D, 2, F] and down [E, F, D]; "
             f"they are {gate_up.shape} and {down.shape}"
         )
-    if chosen.shape != weights.shape or chosen.shape[0] != t:
+    if logits.shape != (t, e) or expert_scale.shape != (e,) or logits.dtype != jnp.float32:
         raise ValueError(
-            f"chosen and weights must be [{t}, topk]; they are {chosen.shape} and {weights.shape}"
+            f"logits must be float32 [{t}, {e}] and expert_scale [{e}]; they are {logits.dtype} "
+            f"{logits.shape} and {expert_scale.shape}"
         )
-    if chosen.shape[1] > e:
-        raise ValueError(f"{chosen.shape[1]} different experts a token, of only {e}")
+    if not 0 < top_k <= e:
+        raise ValueError(f"{top_k} different experts a token, of {e}")
     if not x.dtype == gate_up.dtype == down.dtype:
         raise ValueError(
             f"tokens and experts must have one dtype; x is {x.dtype}, gate_up {gate_up.dtype}, "

@@ -12,24 +12,38 @@ from jaxtyping import Array, Float, Int
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 
 
+def choose(
+    logits: Float[Array, "*T E"], expert_scale: Float[Array, " E"], top_k: int
+) -> tuple[Int[Array, "*T topk"], Float[Array, "*T topk"]]:
+    """Choose the likeliest experts, the first of equals, and weigh them by their probabilities.
+
+    Returns:
+        The experts, and their weights: probabilities with the sum 1, times `expert_scale`.
+    """
+    weights, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return chosen, weights * expert_scale.astype(jnp.float32)[chosen]
+
+
 def reference(
     x: Float[Array, "T D"],
-    chosen: Int[Array, "T topk"],
-    weights: Float[Array, "T topk"],
+    logits: Float[Array, "T E"],
+    expert_scale: Float[Array, " E"],
     gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
+    *,
+    top_k: int,
 ) -> Float[Array, "T D"]:
     """Run every expert on every token and keep what the router chose.
 
     All weights are read once: near the memory floor where tokens need nearly all of the experts, and
     always right. Accumulates in float32.
     """
+    chosen, weights = choose(logits, expert_scale, top_k)
     e, d, _, f = gate_up.shape
     combine = jnp.zeros((x.shape[0], e), jnp.float32)
     # Row by row, so that rows which stand on other devices stay there.
-    combine = jax.vmap(lambda row, i, w: row.at[i].set(w))(
-        combine, chosen, weights.astype(jnp.float32)
-    )
+    combine = jax.vmap(lambda row, i, w: row.at[i].set(w))(combine, chosen, weights)
 
     def run(rows: Float[Array, "R D"], combine: Float[Array, "R E"]) -> Float[Array, "R D"]:
         # A batched product, an expert each. With the rows not repeated, D would stand between two

@@ -1,18 +1,19 @@
-"""Experts for few tokens in Pallas Triton: a grouped product that reads each expert in use once.
+"""A mixture of experts for few tokens in Pallas Triton: a grouped product that reads each expert in use once.
 
-Three kernels and a sum. `_route` sorts the (token, choice) pairs by expert into tiles of rows that share
-one, `_gate_up` multiplies each tile by its expert's gate and up matrices and applies the activation,
-`_down` multiplies by its down matrix and writes each row to its pair's place; the weighted sum over a
-token's pairs is left to XLA. Tiles beyond the last one in use end at once, so experts that no token
-chose are never read. Tiles are the fastest axis of both grids: those of one expert run side by side, and
-the second finds the weights in L2. No atomics: results do not depend on the order in which blocks run.
+`route` chooses experts and cuts the (token, choice) pairs into tiles: rows of one expert. It is one kernel for few
+tokens and two for more, where all blocks of tokens must have chosen before the first can be placed. `_gate_up`
+multiplies each tile by its expert's gate and up matrices and applies the activation, `_down` multiplies by its down
+matrix and by the pairs' weights and writes each row to its pair's place; the sum over a token's pairs is left to XLA.
+Tiles beyond the last one in use end at once, so experts that no token chose are never read. Tiles are the
+fastest axis of both grids: those of one expert run side by side, and the second finds the weights in L2. No
+atomics: results do not depend on the order in which blocks run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-# The expert of each tile, and the pair of each of their rows; both -1 where there is none.
-Routed: TypeAlias = tuple[Int[Array, " tiles"], Int[Array, " padded"]]
+BLOCK_TOKENS = 16  # of a program that routes; no more than the rows of any tile
+
+
+class Routed(NamedTuple):
+    """Pairs (token * top_k + choice) by expert, and their weights."""
+
+    expert: Int[Array, " tiles"]
+    """The expert of each tile; undefined for a tile that is not used."""
+    used: Int[Array, " tiles"]
+    """How many of a tile's rows are: the first ones, and 0 for a tile that is not used."""
+    pair: Int[Array, " padded"]
+    """The pair of each row of each tile; undefined for a row that is not used."""
+    weight: Float[Array, " pairs"]
+    """What each pair's result counts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,64 +63,120 @@ def num_tiles(pairs: int, num_experts: int, rows: int) -> int:
     return in_use + (pairs - in_use) // rows
 
 
-def _route(chosen_ref, expert_ref, pair_ref, *, pairs: int, rows: int, num_experts: int):
-    """Write the tiles of one expert: its number to `expert_ref`, their rows' pairs to `pair_ref`.
-
-    Rows that are padding get -1. The program of the last expert marks the tiles that are left with -1.
-    """
-    me, experts = pl.program_id(0), lax.iota(jnp.int32, _power(num_experts))
-
-    def some_pairs(step, size):
-        pair = step * size + lax.iota(jnp.int32, size)
-        return pair, plgpu.load(chosen_ref.at[pair], mask=pair < pairs, other=-1)
-
-    few = min(_power(pairs), 32)  # times experts, all in registers
-
-    def count(step, counts):
-        _, chosen = some_pairs(step, few)
-        return counts + jnp.sum((chosen[:, None] == experts[None, :]).astype(jnp.int32), axis=0)
-
-    counts = jnp.zeros(experts.shape, jnp.int32)
-    counts = lax.fori_loop(0, pl.cdiv(pairs, few), count, counts)
-    tiles = (counts + rows - 1) // rows
-    first = jnp.sum(jnp.where(experts < me, tiles, 0))
-    end = first + jnp.sum(jnp.where(experts == me, tiles, 0))
-    many = min(_power(pairs), 1024)
-
-    def place(step, row):
-        pair, chosen = some_pairs(step, many)
-        mine = (chosen == me).astype(jnp.int32)
+def _choose(logits_ref, scale_ref, weight_ref, *, block: int, top_k: int) -> Array:
+    """Return for the program's tokens which of their choices each expert is, or -1; write the weights."""
+    tokens, num_experts = logits_ref.shape
+    token = pl.program_id(0) * block + lax.iota(jnp.int32, block)
+    expert = lax.iota(jnp.int32, _power(num_experts))[None, :]
+    inside = (token < tokens)[:, None] & (expert < num_experts)
+    logits = _load(logits_ref, token[:, None], expert, inside=inside)
+    logits = jnp.where(inside, logits, -jnp.inf)
+    probs = jnp.exp(logits - jnp.max(logits, axis=1)[:, None])
+    probs = probs / jnp.sum(probs, axis=1)[:, None]
+    # Where one is NaN all are: such a token gets the first experts, and NaN for weights.
+    left = jnp.where(probs == probs, probs, jnp.inf)
+    choice = jnp.full(left.shape, -1, jnp.int32)
+    best, scales = [], []
+    for j in range(top_k):
+        most = jnp.max(left, axis=1)[:, None]
+        first = jnp.min(jnp.where(left == most, expert, expert.size), axis=1)
+        mine = expert == first[:, None]
+        choice, left = jnp.where(mine, j, choice), jnp.where(mine, -1, left)
+        best.append(jnp.sum(jnp.where(mine, probs, 0), axis=1))
+        scales.append(plgpu.load(scale_ref.at[first]).astype(jnp.float32))
+    total = sum(best[1:], best[0])
+    for j in range(top_k):
         # An index that is not stored points outside: the interpreter writes old values back.
-        rows_of_pairs = jnp.where(mine > 0, row + jnp.cumsum(mine) - 1, pair_ref.shape[0])
-        plgpu.store(pair_ref.at[rows_of_pairs], pair, mask=mine > 0)
-        return row + jnp.sum(mine)
+        pair = jnp.where(token < tokens, token * top_k + j, weight_ref.shape[0])
+        plgpu.store(weight_ref.at[pair], best[j] / total * scales[j], mask=token < tokens)
+    return jnp.where(inside, choice, -1)
 
-    @pl.when(first < end)
-    def _():
-        row = lax.fori_loop(0, pl.cdiv(pairs, many), place, first * rows)
-        row = row + lax.iota(jnp.int32, rows)
-        plgpu.store(pair_ref.at[row], jnp.full((rows,), -1, jnp.int32), mask=row < end * rows)
 
-    tile = lax.iota(jnp.int32, _power(expert_ref.shape[0]))
-    owned = (tile >= first) & (tile < end)
-    unused = (tile >= end) & (tile < expert_ref.shape[0]) & (me == num_experts - 1)
-    index = jnp.where(owned | unused, tile, expert_ref.shape[0])
-    plgpu.store(expert_ref.at[index], jnp.where(owned, me, -1), mask=owned | unused)
+def _place(choice, before, counts, expert_ref, used_ref, pair_ref, *, top_k, rows, programs):
+    """Write the pairs of the program's tokens, and its share of what is known of the tiles.
+
+    Args:
+        choice: What `_choose` returned.
+        before: How many pairs of each expert earlier programs have.
+        counts: How many there are.
+    """
+    me, (block, experts) = pl.program_id(0), choice.shape
+    tiles = (counts + rows - 1) // rows
+    end = jnp.cumsum(tiles)
+    first = end - tiles
+    # The tile that comes as `me`-th among its expert's: with no more tokens than rows, programs suffice.
+    owned = me < tiles
+    tile = jnp.where(owned, first + me, expert_ref.shape[0])
+    plgpu.store(expert_ref.at[tile], lax.iota(jnp.int32, experts), mask=owned)
+    plgpu.store(used_ref.at[tile], jnp.minimum(counts - me * rows, rows), mask=owned)
+    share = _power(pl.cdiv(expert_ref.shape[0], programs))
+    tile = me * share + lax.iota(jnp.int32, share)
+    unused = (tile >= jnp.sum(tiles)) & (tile < expert_ref.shape[0])
+    tile = jnp.where(unused, tile, expert_ref.shape[0])
+    plgpu.store(used_ref.at[tile], jnp.zeros((share,), jnp.int32), mask=unused)
+    mine = (choice >= 0).astype(jnp.int32)
+    row = (first * rows + before)[None, :] + jnp.cumsum(mine, axis=0) - mine
+    row = jnp.where(mine > 0, row, pair_ref.shape[0])
+    token = me * block + lax.broadcasted_iota(jnp.int32, choice.shape, 0)
+    plgpu.store(pair_ref.at[row], token * top_k + choice, mask=mine > 0)
+
+
+def _route_few(
+    logits_ref, scale_ref, expert_ref, used_ref, pair_ref, weight_ref, *, block, top_k, rows
+):
+    """Choose and place the tokens of one block, when there are no others."""
+    choice = _choose(logits_ref, scale_ref, weight_ref, block=block, top_k=top_k)
+    counts = jnp.sum((choice >= 0).astype(jnp.int32), axis=0)
+    refs = expert_ref, used_ref, pair_ref
+    _place(choice, jnp.zeros_like(counts), counts, *refs, top_k=top_k, rows=rows, programs=1)
+
+
+def _choose_block(logits_ref, scale_ref, weight_ref, choice_ref, count_ref, *, block, top_k):
+    """Choose for the tokens of a block, and count how often each expert was."""
+    me = pl.program_id(0)
+    choice = _choose(logits_ref, scale_ref, weight_ref, block=block, top_k=top_k)
+    row = me * block + lax.iota(jnp.int32, block)[:, None]
+    expert = lax.iota(jnp.int32, choice.shape[1])
+    _store(choice_ref, row, expert[None, :], choice, mask=row >= 0)
+    plgpu.store(count_ref.at[me, expert], jnp.sum((choice >= 0).astype(jnp.int32), axis=0))
+
+
+def _place_block(
+    choice_ref, count_ref, expert_ref, used_ref, pair_ref, *, block: int, top_k: int, rows: int
+):
+    """Place the tokens of a block behind those of all before it."""
+    me, (programs, experts) = pl.program_id(0), count_ref.shape
+    expert, some = lax.iota(jnp.int32, experts), min(_power(programs), 32)
+
+    def count(step, sums):
+        other = step * some + lax.iota(jnp.int32, some)[:, None]
+        counts = _load(count_ref, other, expert[None, :], inside=other < programs)
+        earlier = jnp.where(other < me, counts, 0)
+        return sums[0] + jnp.sum(earlier, axis=0), sums[1] + jnp.sum(counts, axis=0)
+
+    zeros = jnp.zeros((experts,), jnp.int32)
+    before, counts = lax.fori_loop(0, pl.cdiv(programs, some), count, (zeros, zeros))
+    row = me * block + lax.iota(jnp.int32, block)[:, None]
+    choice = _load(choice_ref, row, expert[None, :], inside=None)
+    refs = expert_ref, used_ref, pair_ref
+    _place(choice, before, counts, *refs, top_k=top_k, rows=rows, programs=programs)
 
 
 def _gate_up(
-    expert_ref, pair_ref, x_ref, w_ref, hidden_ref, *, top_k: int, rows: int, block: Block
+    expert_ref, used_ref, pair_ref, x_ref, w_ref, hidden_ref, *, top_k: int, rows: int, block: Block
 ):
     """hidden[tile] = gelu_tanh(x[tokens of the tile] @ gate) * (x[...] @ up), for a block of columns."""
-    tile, expert = pl.program_id(0), expert_ref[pl.program_id(0)]
+    tile = pl.program_id(0)
+    expert, used = expert_ref[tile], used_ref[tile]
     d, f = x_ref.shape[1], w_ref.shape[3]
     column = pl.program_id(1) * block.columns + lax.iota(jnp.int32, block.columns)
 
-    @pl.when(expert >= 0)
+    @pl.when(used > 0)
     def _():
-        row = tile * rows + lax.iota(jnp.int32, rows)
+        row = lax.iota(jnp.int32, rows)
         # Padding computes token 0 once more, and nobody reads it.
-        token = jnp.maximum(pair_ref[pl.ds(tile * rows, rows)], 0) // top_k
+        token = jnp.where(row < used, pair_ref[pl.ds(tile * rows, rows)], 0) // top_k
+        row = tile * rows + row
 
         def step(i, sums):
             k = i * block.inputs + lax.iota(jnp.int32, block.inputs)
@@ -125,16 +194,22 @@ def _gate_up(
         _store(hidden_ref, row[:, None], column[None, :], hidden, mask=column[None, :] < f)
 
 
-def _down(expert_ref, pair_ref, hidden_ref, w_ref, out_ref, *, rows: int, block: Block):
-    """out[pairs of the tile] = hidden[tile] @ down, for a block of columns."""
-    tile, expert = pl.program_id(0), expert_ref[pl.program_id(0)]
+def _down(
+    expert_ref, used_ref, pair_ref, weight_ref, hidden_ref, w_ref, out_ref, *, rows: int, block: Block
+):
+    """out[pairs of the tile] = weights * (hidden[tile] @ down), for a block of columns."""
+    tile = pl.program_id(0)
+    expert, used = expert_ref[tile], used_ref[tile]
     f, d = w_ref.shape[1:]
     column = pl.program_id(1) * block.columns + lax.iota(jnp.int32, block.columns)
 
-    @pl.when(expert >= 0)
+    @pl.when(used > 0)
     def _():
-        row = tile * rows + lax.iota(jnp.int32, rows)
-        pair = pair_ref[pl.ds(tile * rows, rows)]
+        row = lax.iota(jnp.int32, rows)
+        inside_tile = row < used
+        pair = jnp.where(inside_tile, pair_ref[pl.ds(tile * rows, rows)], out_ref.shape[0])
+        weight = plgpu.load(weight_ref.at[pair], mask=inside_tile, other=0)
+        row = tile * rows + row
 
         def step(i, total):
             k = i * block.inputs + lax.iota(jnp.int32, block.inputs)
@@ -145,9 +220,8 @@ def _down(expert_ref, pair_ref, hidden_ref, w_ref, out_ref, *, rows: int, block:
 
         total = jnp.zeros((rows, block.columns), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(f, block.inputs), step, total)
-        mask = (pair[:, None] >= 0) & (column[None, :] < d)
-        where = jnp.where(pair >= 0, pair, out_ref.shape[0])  # as in `_route`
-        _store(out_ref, where[:, None], column[None, :], total, mask=mask)
+        mask = inside_tile[:, None] & (column[None, :] < d)
+        _store(out_ref, pair[:, None], column[None, :], total * weight[:, None], mask=mask)
 
 
 def _inside(index: Array, size: int) -> Array | None:
@@ -183,30 +257,47 @@ def _power(size: int) -> int:
 
 
 def route(
-    chosen: Int[Array, "T topk"], num_experts: int, rows: int, *, interpret: bool = False
+    logits: Float[Array, "T E"],
+    expert_scale: Float[Array, " E"],
+    *,
+    top_k: int,
+    rows: int,
+    interpret: bool = False,
 ) -> Routed:
-    """Sort pairs by expert into tiles of `rows` rows.
-
-    Returns:
-        The expert of each tile, and the pair (token * top_k + choice) of each of their rows; -1 for tiles
-        that are not used and rows that are padding. Rows of tiles that are not used are undefined.
-    """
-    pairs = chosen.size
+    """Choose experts as `reference.choose` does, and sort the pairs by expert into tiles of `rows` rows."""
+    tokens, num_experts = logits.shape
+    pairs = tokens * top_k
     tiles = num_tiles(pairs, num_experts, rows)
-    if chosen.shape[0] == 1:  # a tile each: the experts of one token differ
-        row = jnp.arange(pairs * rows, dtype=jnp.int32)
-        return chosen[0].astype(jnp.int32), jnp.where(row % rows == 0, row // rows, -1)
-    return pl.pallas_call(
-        functools.partial(_route, pairs=pairs, rows=rows, num_experts=num_experts),
-        out_shape=(
-            jax.ShapeDtypeStruct((tiles,), jnp.int32),
-            jax.ShapeDtypeStruct((tiles * rows,), jnp.int32),
-        ),
-        grid=(num_experts,),
+    block = min(_power(tokens), BLOCK_TOKENS)
+    programs = pl.cdiv(tokens, block)
+    weight = jax.ShapeDtypeStruct((pairs,), jnp.float32)
+    of_tiles = (
+        jax.ShapeDtypeStruct((tiles,), jnp.int32),
+        jax.ShapeDtypeStruct((tiles,), jnp.int32),
+        jax.ShapeDtypeStruct((tiles * rows,), jnp.int32),
+    )
+    call = functools.partial(
+        pl.pallas_call,
+        grid=(programs,),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="experts_route",
-    )(chosen.reshape(pairs).astype(jnp.int32))
+    )
+    if programs == 1:
+        kernel = functools.partial(_route_few, block=block, top_k=top_k, rows=rows)
+        few = call(kernel, out_shape=(*of_tiles, weight), name="experts_route")
+        return Routed(*few(logits, expert_scale))
+    padded = _power(num_experts)
+    weight, choice, count = call(
+        functools.partial(_choose_block, block=block, top_k=top_k),
+        out_shape=(
+            weight,
+            jax.ShapeDtypeStruct((programs * block, padded), jnp.int32),
+            jax.ShapeDtypeStruct((programs, padded), jnp.int32),
+        ),
+        name="experts_choose",
+    )(logits, expert_scale)
+    kernel = functools.partial(_place_block, block=block, top_k=top_k, rows=rows)
+    return Routed(*call(kernel, out_shape=of_tiles, name="experts_place")(choice, count), weight)
 
 
 def multiply_gate_up(
@@ -223,12 +314,12 @@ def multiply_gate_up(
     f = gate_up.shape[3]
     return pl.pallas_call(
         functools.partial(_gate_up, top_k=top_k, rows=rows, block=block),
-        out_shape=jax.ShapeDtypeStruct((routed[1].size, f), x.dtype),
-        grid=(routed[0].size, pl.cdiv(f, block.columns)),
+        out_shape=jax.ShapeDtypeStruct((routed.pair.size, f), x.dtype),
+        grid=(routed.expert.size, pl.cdiv(f, block.columns)),
         compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=interpret,
         name="experts_gate_up",
-    )(*routed, x, gate_up)
+    )(routed.expert, routed.used, routed.pair, x, gate_up)
 
 
 def multiply_down(
@@ -236,17 +327,16 @@ def multiply_down(
     hidden: Float[Array, "padded F"],
     down: Float[Array, "E F D"],
     *,
-    pairs: int,
     rows: int,
     block: Block,
     interpret: bool = False,
 ) -> Float[Array, "pairs D"]:
-    """Return each pair's result, in float32, since XLA adds them up."""
+    """Return each pair's result times its weight, rounded: in float32 they would be read and written twice as long."""
     d = down.shape[2]
     return pl.pallas_call(
         functools.partial(_down, rows=rows, block=block),
-        out_shape=jax.ShapeDtypeStruct((pairs, d), jnp.float32),
-        grid=(routed[0].size, pl.cdiv(d, block.columns)),
+        out_shape=jax.ShapeDtypeStruct((routed.weight.size, d), hidden.dtype),
+        grid=(routed.expert.size, pl.cdiv(d, block.columns)),
         compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=interpret,
         name="experts_down",
@@ -255,22 +345,21 @@ def multiply_down(
 
 def experts_triton(
     x: Float[Array, "T D"],
-    chosen: Int[Array, "T topk"],
-    weights: Float[Array, "T topk"],
+    logits: Float[Array, "T E"],
+    expert_scale: Float[Array, " E"],
     gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
     *,
+    top_k: int,
     tiling: Tiling,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
     """Launch the kernels. Arguments as in `pallas_kernels.experts.experts`, which checks them."""
-    (tokens, top_k), rows = chosen.shape, tiling.rows
-    routed = route(chosen, gate_up.shape[0], rows, interpret=interpret)
+    rows = tiling.rows
+    routed = route(logits, expert_scale, top_k=top_k, rows=rows, interpret=interpret)
     hidden = multiply_gate_up(
         routed, x, gate_up, top_k=top_k, rows=rows, block=tiling.gate_up, interpret=interpret
     )
-    out = multiply_down(
-        routed, hidden, down, pairs=chosen.size, rows=rows, block=tiling.down, interpret=interpret
-    )
-    weighted = out.reshape(tokens, top_k, -1) * weights.astype(jnp.float32)[:, :, None]
-    return jnp.sum(weighted, axis=1).astype(x.dtype)
+    out = multiply_down(routed, hidden, down, rows=rows, block=tiling.down, interpret=interpret)
+    pairs = out.reshape(x.shape[0], top_k, -1).astype(jnp.float32)
+    return jnp.sum(pairs, axis=1).astype(x.dtype)
