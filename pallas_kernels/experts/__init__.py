@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.experts.reference import choose, reference
+from pallas_kernels.experts.reference import choose as choose
+from pallas_kernels.experts.reference import reference
 from pallas_kernels.experts.triton import Tiling, experts_triton
 from pallas_kernels.experts.tuning import tiling_for
 

@@ -58,17 +58,23 @@ def chosen_experts(shape: Shape, tokens: int, routing: str, seed: int = 0) -> np
     return chosen.astype(np.int32)
 
 
+def logits_for(shape: Shape, chosen: np.ndarray, seed: int = 0) -> Array:
+    """Return float32 logits [tokens, experts] of which those of the `chosen` experts are the largest."""
+    logits = np.random.default_rng(seed).normal(size=(len(chosen), shape.experts))
+    np.put_along_axis(logits, chosen, np.take_along_axis(logits, chosen, axis=1) + 10, axis=1)
+    return jnp.asarray(logits, jnp.float32)
+
+
 def inputs(
     shape: Shape, tokens: int, dtype: jnp.dtype, routing: str = "random", seed: int = 0
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Return x, chosen, weights, gate_up and down, so scaled that results are of order one."""
+    """Return x, logits, expert_scale, gate_up and down, so scaled that results are of order one."""
     e, d, f = shape.experts, shape.width, shape.hidden
     keys = jax.random.split(jax.random.key(seed), 4)
-    weights = jax.random.uniform(keys[1], (tokens, shape.top_k), jnp.float32, 0.1)
     return (
         jax.random.normal(keys[0], (tokens, d), dtype),
-        jnp.asarray(chosen_experts(shape, tokens, routing, seed)),
-        weights / weights.sum(axis=1, keepdims=True),
+        logits_for(shape, chosen_experts(shape, tokens, routing, seed), seed),
+        jax.random.uniform(keys[1], (e,), dtype, 0.5, 2),
         jax.random.normal(keys[2], (e, d, 2, f), dtype) * d**-0.5,
         jax.random.normal(keys[3], (e, f, d), dtype) * f**-0.5,
     )

@@ -76,20 +76,18 @@ def _choose(logits_ref, scale_ref, weight_ref, *, block: int, top_k: int) -> Arr
     # Where one is NaN all are: such a token gets the first experts, and NaN for weights.
     left = jnp.where(probs == probs, probs, jnp.inf)
     choice = jnp.full(left.shape, -1, jnp.int32)
-    best, scales = [], []
     for j in range(top_k):
         most = jnp.max(left, axis=1)[:, None]
         first = jnp.min(jnp.where(left == most, expert, expert.size), axis=1)
         mine = expert == first[:, None]
         choice, left = jnp.where(mine, j, choice), jnp.where(mine, -1, left)
-        best.append(jnp.sum(jnp.where(mine, probs, 0), axis=1))
-        scales.append(plgpu.load(scale_ref.at[first]).astype(jnp.float32))
-    total = sum(best[1:], best[0])
-    for j in range(top_k):
-        # An index that is not stored points outside: the interpreter writes old values back.
-        pair = jnp.where(token < tokens, token * top_k + j, weight_ref.shape[0])
-        plgpu.store(weight_ref.at[pair], best[j] / total * scales[j], mask=token < tokens)
-    return jnp.where(inside, choice, -1)
+    choice = jnp.where(inside, choice, -1)
+    scale = _load(scale_ref, expert, inside=expert < num_experts).astype(jnp.float32)
+    weights = probs / jnp.sum(jnp.where(choice >= 0, probs, 0), axis=1)[:, None] * scale
+    # An index that is not stored points outside: the interpreter writes old values back.
+    pair = jnp.where(choice >= 0, token[:, None] * top_k + choice, weight_ref.shape[0])
+    plgpu.store(weight_ref.at[pair], weights, mask=choice >= 0)
+    return choice
 
 
 def _place(choice, before, counts, expert_ref, used_ref, pair_ref, *, top_k, rows, programs):
@@ -195,7 +193,16 @@ def _gate_up(
 
 
 def _down(
-    expert_ref, used_ref, pair_ref, weight_ref, hidden_ref, w_ref, out_ref, *, rows: int, block: Block
+    expert_ref,
+    used_ref,
+    pair_ref,
+    weight_ref,
+    hidden_ref,
+    w_ref,
+    out_ref,
+    *,
+    rows: int,
+    block: Block,
 ):
     """out[pairs of the tile] = weights * (hidden[tile] @ down), for a block of columns."""
     tile = pl.program_id(0)
@@ -279,7 +286,8 @@ def route(
     call = functools.partial(
         pl.pallas_call,
         grid=(programs,),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        # A warp for every two tokens: they share what they find out through registers, warps do not.
+        compiler_params=plgpu.CompilerParams(num_warps=max(1, min(block // 2, 4)), num_stages=1),
         interpret=interpret,
     )
     if programs == 1:
@@ -297,7 +305,8 @@ def route(
         name="experts_choose",
     )(logits, expert_scale)
     kernel = functools.partial(_place_block, block=block, top_k=top_k, rows=rows)
-    return Routed(*call(kernel, out_shape=of_tiles, name="experts_place")(choice, count), weight)
+    expert, used, pair = call(kernel, out_shape=of_tiles, name="experts_place")(choice, count)
+    return Routed(expert, used, pair, weight)
 
 
 def multiply_gate_up(

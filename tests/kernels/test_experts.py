@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.experts import experts, reference
+from pallas_kernels.experts import choose, experts, reference
 from pallas_kernels.experts.cases import (
     GEMMA4_26B_A4B,
     NARROW,
@@ -19,8 +19,9 @@ from pallas_kernels.experts.cases import (
     Shape,
     chosen_experts,
     inputs,
+    logits_for,
 )
-from pallas_kernels.experts.triton import Block, Tiling, num_tiles, route
+from pallas_kernels.experts.triton import Block, Routed, Tiling, num_tiles, route
 from pallas_kernels.experts.tuning import TABLE, tiling_for
 
 # Blocks that cut NARROW and SMALL into several, with and without a rest.
@@ -30,16 +31,18 @@ TILINGS = {
 }
 
 
-def interpreted(*args: Any, rows: int = 16) -> jax.Array:
-    return experts(*args, implementation="triton", tiling=TILINGS[rows], interpret=True)
+def interpreted(*args: Any, top_k: int, rows: int = 16) -> jax.Array:
+    kernel = dict(implementation="triton", tiling=TILINGS[rows], interpret=True)
+    return experts(*args, top_k=top_k, **kernel)
 
 
 def check(shape: Shape, tokens: int, routing: str, dtype: str, rows: int) -> None:
     args = inputs(shape, tokens, jnp.dtype(dtype), routing)
-    float32 = [a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in args]
-    exact = reference(*float32)
+    k = shape.top_k
+    exact = reference(*(a.astype(jnp.float32) for a in args), top_k=k)
     ours, theirs = (
-        f.astype(jnp.float32) for f in (interpreted(*args, rows=rows), reference(*args))
+        f.astype(jnp.float32)
+        for f in (interpreted(*args, top_k=k, rows=rows), reference(*args, top_k=k))
     )
     error = float(jnp.max(jnp.abs(ours - exact)))
     if dtype == "float32":  # what the reference sums, in another order
@@ -61,52 +64,68 @@ def test_ragged_sizes_and_extreme_routing(routing: str, dtype: str) -> None:
     check(SMALL, 1, routing, dtype, 16)
 
 
+def check_routed(logits: jax.Array, scale: jax.Array, top_k: int, rows: int) -> Routed:
+    """Compare with `choose`: every pair is once in a tile of its expert, and no tile is needless."""
+    chosen, weights = jax.device_get(choose(logits, scale, top_k))
+    routed = jax.device_get(route(logits, scale, top_k=top_k, rows=rows, interpret=True))
+    experts_ = logits.shape[1]
+    assert routed.expert.size == routed.used.size == num_tiles(chosen.size, experts_, rows)
+    held = np.arange(rows) < routed.used[:, None]
+    pairs = routed.pair.reshape(-1, rows)[held]
+    assert (np.sort(pairs) == np.arange(chosen.size)).all()
+    owners = np.broadcast_to(routed.expert[:, None], held.shape)[held]
+    assert (chosen.reshape(-1)[pairs] == owners).all()
+    counts = np.bincount(chosen.reshape(-1), minlength=experts_)
+    assert np.sum(routed.used > 0) == np.sum(-(-counts // rows))
+    np.testing.assert_allclose(routed.weight, weights.reshape(-1), rtol=1e-6)
+    return routed
+
+
+# Both sides of the 16 tokens that one program routes, and of the 512 whose counts are read at once.
 @pytest.mark.parametrize(
-    ("tokens", "rows"),
-    [
-        (1, 16),
-        (40, 16),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, 16), (300, 32), (512, 64)]),
-    ],
+    ("tokens", "rows"), [(1, 16), (2, 16), (40, 16), pytest.param(600, 64, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_tiles_hold_every_pair_once(tokens: int, rows: int, routing: str) -> None:
-    chosen = chosen_experts(GEMMA4_26B_A4B, tokens, routing)
-    tile_experts, pairs = map(np.asarray, route(jnp.asarray(chosen), 128, rows, interpret=True))
-    assert tile_experts.size == num_tiles(chosen.size, 128, rows)
-    pairs = pairs.reshape(-1, rows)[tile_experts >= 0]
-    tile_experts = tile_experts[tile_experts >= 0]
-    # Experts nobody chose have no tile, the others no more than they need.
-    names, counts = np.unique(chosen, return_counts=True)
-    assert (np.unique(tile_experts) == names).all()
-    if tokens > 1:
-        assert tile_experts.size == np.sum(-(-counts // rows))
-    held = pairs >= 0
-    assert (np.sort(pairs[held]) == np.arange(chosen.size)).all()
-    owners = np.broadcast_to(tile_experts[:, None], pairs.shape)
-    assert (chosen.reshape(-1)[pairs[held]] == owners[held]).all()
+    logits = logits_for(GEMMA4_26B_A4B, chosen_experts(GEMMA4_26B_A4B, tokens, routing))
+    check_routed(logits, jnp.linspace(0.5, 2, 128), 8, rows)
+
+
+@pytest.mark.parametrize("tokens", [5, 20])
+def test_of_equal_experts_the_first_are_chosen(tokens: int) -> None:
+    """Logits are rounded to bfloat16, so that experts often are equals; and far ones all have probability 0."""
+    logits = jnp.round(jax.random.normal(jax.random.key(0), (tokens, 24)))
+    logits = logits.at[1].set(0).at[2].set(0).at[2, 7].set(200)
+    check_routed(logits, jnp.ones(24), 3, 16)
+
+
+@pytest.mark.parametrize("tokens", [5, 20])
+def test_a_token_of_nan_has_weights_of_nan_and_rows_of_its_own(tokens: int) -> None:
+    logits = jax.random.normal(jax.random.key(0), (tokens, 24)).at[1].set(jnp.nan)
+    weights = check_routed(logits, jnp.ones(24), 3, 16).weight.reshape(tokens, 3)
+    assert (np.isnan(weights).all(axis=1) == (np.arange(tokens) == 1)).all()
 
 
 def test_tokens_do_not_see_each_other() -> None:
     """A token of NaN, whose row also fills tiles up, spoils its own result alone."""
-    x, chosen, weights, gate_up, down = inputs(SMALL, 5, jnp.dtype("float32"))
-    clean = interpreted(x, chosen, weights, gate_up, down)
-    spoilt = interpreted(x.at[0].set(jnp.nan), chosen, weights, gate_up, down)
+    x, *others = inputs(SMALL, 5, jnp.dtype("float32"))
+    clean = interpreted(x, *others, top_k=SMALL.top_k)
+    spoilt = interpreted(x.at[0].set(jnp.nan), *others, top_k=SMALL.top_k)
     assert jnp.isnan(spoilt[0]).all()
     assert (spoilt[1:] == clean[1:]).all()
 
 
 def test_experts_that_are_not_chosen_are_not_read() -> None:
-    x, chosen, weights, gate_up, down = inputs(SMALL, 2, jnp.dtype("float32"))
-    unused = np.setdiff1d(np.arange(SMALL.experts), np.asarray(chosen))
-    clean = interpreted(x, chosen, weights, gate_up, down)
+    *router, gate_up, down = inputs(SMALL, 2, jnp.dtype("float32"))
+    unused = np.setdiff1d(np.arange(SMALL.experts), chosen_experts(SMALL, 2, "random"))
+    clean = interpreted(*router, gate_up, down, top_k=SMALL.top_k)
     gate_up, down = gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan)
-    assert (interpreted(x, chosen, weights, gate_up, down) == clean).all()
+    assert (interpreted(*router, gate_up, down, top_k=SMALL.top_k) == clean).all()
 
 
 def test_auto_is_the_reference_where_there_is_no_gpu() -> None:
     args = inputs(SMALL, 4, jnp.dtype("bfloat16"))
-    assert (experts(*args) == reference(*args)).all()
+    assert (experts(*args, top_k=3) == reference(*args, top_k=3)).all()
 
 
 def test_the_table_covers_any_number_of_tokens() -> None:
@@ -120,7 +139,9 @@ def test_the_table_covers_any_number_of_tokens() -> None:
     [
         (dict(gate_up=jnp.zeros((4, 16, 8))), r"gate_up must be \[E, D, 2, F\]"),
         (dict(x=jnp.zeros((2, 15))), r"gate_up must be \[E, D, 2, F\]"),
-        (dict(weights=jnp.zeros((2, 4))), r"chosen and weights must be \[2, topk\]"),
+        (dict(logits=jnp.zeros((2, 3))), r"logits must be float32 \[2, 4\]"),
+        (dict(logits=jnp.zeros((2, 4), jnp.bfloat16)), r"they are bfloat16 \(2, 4\) and \(4,\)"),
+        (dict(top_k=5), "5 different experts a token, of 4"),
         (dict(x=jnp.zeros((2, 16), jnp.bfloat16)), "x is bfloat16, gate_up float32"),
         (dict(implementation="mosaic"), "pass auto, reference or triton"),
     ],
@@ -128,10 +149,11 @@ def test_the_table_covers_any_number_of_tokens() -> None:
 def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:
     good = dict(
         x=jnp.zeros((2, 16)),
-        chosen=jnp.zeros((2, 3), jnp.int32),
-        weights=jnp.zeros((2, 3)),
+        logits=jnp.zeros((2, 4)),
+        expert_scale=jnp.zeros(4),
         gate_up=jnp.zeros((4, 16, 2, 8)),
         down=jnp.zeros((4, 8, 16)),
+        top_k=3,
     )
     with pytest.raises(ValueError, match=words):
         experts.__wrapped__(**{**good, **change})  # pyright: ignore[reportFunctionMemberAccess]
@@ -140,8 +162,8 @@ def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:
 def test_a_choice_that_cannot_run_is_refused() -> None:
     args = inputs(SMALL, 2, jnp.dtype("float32"))
     with pytest.raises(NotImplementedError, match="bfloat16 and float16 experts, not float32"):
-        experts(*args, implementation="triton")
+        experts(*args, top_k=3, implementation="triton")
     if jax.default_backend() == "cpu":
         args = inputs(SMALL, 2, jnp.dtype("bfloat16"))
         with pytest.raises(ValueError, match="interpret mode"):
-            experts(*args, implementation="triton")
+            experts(*args, top_k=3, implementation="triton")
