@@ -11,14 +11,12 @@ of those any may be rejected, without hiding a key that some later query still s
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
+from pallas_kernels.qkv import Destination, put
 
 RING_MULTIPLE = 64  # ring sizes are rounded up to this, so that kernels can tile them
 
@@ -67,58 +65,40 @@ def init_cache(
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring_slack)
 
 
-def write(
+def destination(
     cache: KVCache,
-    k: Float[Array, "b T K H"],
-    v: Float[Array, "b T K H"],
+    tokens: int,
     start: Int[Array, " b"],
     count: Int[Array, " b"],
     slots: Int[Array, " b"] | None = None,
-) -> KVCache:
-    """Write positions start .. start + count - 1 of each row, in place when the cache is donated.
+) -> Destination:
+    """Return where positions start .. start + count - 1 of each row go.
 
     Args:
-      count: how many of the T tokens count; the rest are dropped.
+      tokens: how many tokens each row has.
+      count: how many of them count; the rest are dropped.
       slots: cache row of each batch row; None when they are the same.
     """
-    _, t, num_heads, _ = k.shape
     size = cache.k.shape[2]
-    offset = jnp.arange(t)[None, :]
+    offset = jnp.arange(tokens)[None, :]
     # A chunk longer than a ring keeps its newest tokens; two writes to one slot would race.
     kept = (offset < count[:, None]) & (offset >= count[:, None] - size)
     position = start[:, None] + offset
     index = position % size if cache.ring_slack is not None else position
-    index = jnp.where(kept, index, size)  # out of range: dropped
-
-    def put(old: Array, new: Array) -> Array:
-        new = new.astype(old.dtype).swapaxes(1, 2)
-        if slots is None:
-            return _put_rows(old, new, index)
-        where = (slots[:, None, None], jnp.arange(num_heads)[None, :, None], index[:, None, :])
-        return old.at[where].set(new, mode="drop")
-
-    return dataclasses.replace(cache, k=put(cache.k, k), v=put(cache.v, v))
+    return Destination(cache.k, cache.v, jnp.where(kept, index, size), slots)
 
 
-def _put_rows(
-    old: Float[Array, "B K S H"], new: Float[Array, "B K T H"], index: Int[Array, "B T"]
-) -> Float[Array, "B K S H"]:
-    """Write every row and head by itself, so that none is sent to another device; S as an index is dropped.
-
-    On CPU a token that is alone goes twice. XLA makes one update of one row a slice update, makes that
-    twice, and then copies the whole cache three times in every step.
-    """
-
-    def scatter(old: Array, new: Array, index: Array) -> Array:
-        one_head = jax.vmap(lambda o, n, i: o.at[i].set(n, mode="drop"), in_axes=(0, 0, None))
-        return jax.vmap(one_head)(old, new, index)
-
-    def twice(old: Array, new: Array, index: Array) -> Array:
-        return scatter(old, jnp.repeat(new, 2, axis=2), jnp.repeat(index, 2, axis=1))
-
-    if new.shape[2] != 1:
-        return scatter(old, new, index)
-    return lax.platform_dependent(old, new, index, cpu=twice, default=scatter)
+def write(
+    cache: KVCache,
+    k: Float[Array, "b K T H"],
+    v: Float[Array, "b K T H"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+    slots: Int[Array, " b"] | None = None,
+) -> KVCache:
+    """Write a pass's keys and values, in place when the cache is donated. Arguments as in `destination`."""
+    k, v = put(destination(cache, k.shape[2], start, count, slots), k, v)
+    return cache.replace(k=k, v=v)
 
 
 def view(
@@ -137,38 +117,56 @@ def view(
     return KVSegment(cache.k[slots], cache.v[slots], positions)
 
 
-def write_then_view(
+def room(
     cache: KVCache,
-    k: Float[Array, "b T K H"],
-    v: Float[Array, "b T K H"],
+    tokens: int,
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+    slots: Int[Array, " b"] | None = None,
+) -> Destination | None:
+    """Return where a pass writes before it reads, or None where it must not.
+
+    A chunk longer than a ring's slack would overwrite keys that its own first queries need.
+    """
+    if cache.ring_slack is not None and tokens > cache.ring_slack:
+        return None
+    return destination(cache, tokens, start, count, slots)
+
+
+def view_pass(
+    cache: KVCache,
+    into: Destination | None,
+    k: Float[Array, "_ K _ H"],
+    v: Float[Array, "_ K _ H"],
     start: Int[Array, " b"],
     count: Int[Array, " b"],
     slots: Int[Array, " b"] | None = None,
 ) -> tuple[KVCache, tuple[KVSegment, ...]]:
-    """Write new tokens and return what queries at those positions may attend to.
+    """Return the cache after a pass, and what queries of that pass may attend to.
 
-    A pass that fits a ring's slack is written first and read back with the rest. A longer chunk would
-    overwrite keys its own first queries need, so it is read beside the old ring instead.
+    Args:
+      into: what `room` said. Where there was room, k and v are the arrays of the cache, written; else they
+        are the pass's own, which are read beside the old ring.
     """
-    t = k.shape[1]
-    new = write(cache, k, v, start, count, slots)
-    if cache.ring_slack is None or t <= cache.ring_slack:
+    if into is not None:
+        new = cache.replace(k=k, v=v)
         return new, (view(new, start + count, slots),)
-    positions = start[:, None] + jnp.arange(t)[None, :]
-    return new, (view(cache, start, slots), fresh(k, v, positions, count))
+    positions = start[:, None] + jnp.arange(k.shape[2])[None, :]
+    segments = view(cache, start, slots), fresh(k, v, positions, count)
+    return write(cache, k, v, start, count, slots), segments
 
 
 def fresh(
-    k: Float[Array, "b T K H"],
-    v: Float[Array, "b T K H"],
+    k: Float[Array, "b K T H"],
+    v: Float[Array, "b K T H"],
     positions: Int[Array, "b T"],
     count: Int[Array, " b"],
     seen_by: Bool[Array, "b T T"] | None = None,
 ) -> KVSegment:
     """Return this pass's own keys and values as a segment, without any cache."""
-    real = jnp.arange(k.shape[1])[None, :] < count[:, None]
+    real = jnp.arange(k.shape[2])[None, :] < count[:, None]
     positions = jnp.where(real, positions, -1)
-    return KVSegment(k.swapaxes(1, 2), v.swapaxes(1, 2), positions, seen_by)
+    return KVSegment(k, v, positions, seen_by)
 
 
 def keep(
@@ -185,7 +183,7 @@ def keep(
     """
 
     def chosen(x: Array) -> Array:
-        return jnp.take_along_axis(x, rows[:, None, :, None], axis=2).swapaxes(1, 2)
+        return jnp.take_along_axis(x, rows[:, None, :, None], axis=2)
 
     return write(cache, chosen(segment.k), chosen(segment.v), start, count)
 

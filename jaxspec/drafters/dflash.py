@@ -17,13 +17,20 @@ from jaxspec.cache import KVCache, KVSegment
 from jaxspec.config import DFlashConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
 from jaxspec.drafters.tree import Children, best_children, grow
-from jaxspec.models.attention import KV_AXES, KV_WEIGHT_AXES, OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend
+from jaxspec.models.attention import (
+    KV_WEIGHT_AXES,
+    OUT_WEIGHT_AXES,
+    Q_WEIGHT_AXES,
+    attend,
+    heads,
+)
 from jaxspec.models.gemma4 import Embedder, TargetOutput
-from jaxspec.models.layers import GatedMLP, project, rms_norm, rope, rope_frequencies
+from jaxspec.models.layers import GatedMLP, project, rms_norm, rope_frequencies
 from jaxspec.params import param
 from jaxspec.sampling import argmax, draw_drafts, suppress
 from jaxspec.shapes import Array, DTypeLike, Float, Int
-from jaxspec.sharding import constrain, whole
+from jaxspec.sharding import whole
+from pallas_kernels.qkv import Destination
 
 DFlashState = tuple[KVCache, ...]
 """Context keys and values of every draft layer. Draft blocks never enter it."""
@@ -81,10 +88,12 @@ class DFlashDrafter(Drafter[DFlashState]):
         with jax.named_scope("dflash_absorb"):
             context = self.context(output.features)
             positions = start[:, None] + jnp.arange(context.shape[1])[None, :]
-            return tuple(
-                kv.write(cache, *layer.keys_and_values(context, positions), start, count, slots)
-                for layer, cache in zip(self.layers, state, strict=True)
-            )
+            new = []
+            for layer, cache in zip(self.layers, state, strict=True):
+                into = kv.destination(cache, positions.shape[1], start, count, slots)
+                k, v = layer.keys_and_values(context, positions, into)
+                new.append(cache.replace(k=k, v=v))
+            return tuple(new)
 
     def draft(
         self,
@@ -167,22 +176,45 @@ class DFlashLayer(nnx.Module):
         self.eps = config.rms_norm_eps
 
     def keys_and_values(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Project context (as it is) or block (normed) rows; keys are normed and rotated."""
-        kv_rows = project(whole(x), self.kv[...])
-        k = rms_norm(kv_rows[:, :, :, 0], self.k_norm[...], self.eps)
-        k = rope(k, positions, self._frequencies())
-        return constrain(k, *KV_AXES), constrain(kv_rows[:, :, :, 1], *KV_AXES)
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        into: Destination | None = None,
+    ) -> tuple[Float[Array, "_ K _ H"], Float[Array, "_ K _ H"]]:
+        """Project context (as it is) or block (normed) rows; keys are normed and rotated, values neither."""
+        _, k, v = heads(
+            x,
+            self.kv[...],
+            None,
+            self.k_norm[...],
+            positions,
+            self._frequencies(),
+            groups=0,
+            eps=self.eps,
+            norm_values=False,
+            into=into,
+        )
+        assert k is not None
+        assert v is not None
+        return k, v
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], context: KVSegment
     ) -> Float[Array, "B T D"]:
         h = rms_norm(x, self.input_norm[...], self.eps)
-        q = rms_norm(project(whole(h), self.q[...]), self.q_norm[...], self.eps)
-        q = rope(q, positions, self._frequencies())
+        q, _, _ = heads(
+            h,
+            self.q[...],
+            self.q_norm[...],
+            None,
+            positions,
+            self._frequencies(),
+            groups=self.out.shape[1],
+            eps=self.eps,
+        )
         k, v = self.keys_and_values(h, positions)
-        block = KVSegment(k.swapaxes(1, 2), v.swapaxes(1, 2), positions)
+        assert q is not None
+        block = KVSegment(k, v, positions)
         h = attend(
             q,
             positions,

@@ -27,7 +27,7 @@ from jaxspec.cache import KVSegment
 from jaxspec.config import LayerType, MTPConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
 from jaxspec.drafters.tree import Children, best_children, grow
-from jaxspec.models.attention import OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend
+from jaxspec.models.attention import OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend, heads
 from jaxspec.models.gemma4 import Embedder, TargetOutput
 from jaxspec.models.layers import (
     GatedMLP,
@@ -35,7 +35,6 @@ from jaxspec.models.layers import (
     over_rows,
     project,
     rms_norm,
-    rope,
     rope_frequencies,
 )
 from jaxspec.params import param
@@ -308,7 +307,11 @@ class FrozenAttention(nnx.Module):
     ) -> Float[Array, "B F H"]:
         """Attend from queries that are rotated to position `turned` and see what position `last` sees."""
         frequencies = rope_frequencies(self.q_norm.shape[0], self.theta, self.partial_factor)
-        q = rms_norm(project(whole(x), self.qkv[...]), self.q_norm[...], self.eps)
-        q = rope(q, turned, frequencies)
+        groups = self.out.shape[1]
+        scale = self.q_norm[...]
+        q, _, _ = heads(
+            x, self.qkv[...], scale, None, turned, frequencies, groups=groups, eps=self.eps
+        )
+        assert q is not None
         out = attend(q, last, (segment,), scale=1.0, window=self.window)
         return whole(project(out, self.out[...], inputs=3))

@@ -20,12 +20,11 @@ from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.config import TargetConfig
 from jaxspec.models.attention import (
-    KV_AXES,
     KV_WEIGHT_AXES,
     OUT_WEIGHT_AXES,
     Q_WEIGHT_AXES,
-    QUERY_AXES,
     attend,
+    heads,
 )
 from jaxspec.models.layers import (
     GatedMLP,
@@ -33,13 +32,12 @@ from jaxspec.models.layers import (
     gelu_tanh,
     project,
     rms_norm,
-    rope,
     rope_frequencies,
 )
 from jaxspec.models.moe import Experts
 from jaxspec.params import param
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
-from jaxspec.sharding import constrain, whole
+from jaxspec.sharding import whole
 
 Caches = tuple[KVCache | None, ...]
 """One entry a layer; None where the layer reads another layer's K/V."""
@@ -67,6 +65,11 @@ class Placement(struct.PyTreeNode):
     ancestors: Bool[Array, "B T T"] | None = (
         None  # draft trees: the rows each row sees, itself included
     )
+
+    @property
+    def written(self) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"] | None]:
+        """Where the caches are written: first position, how many, and the row."""
+        return self.start, self.count, self.slots
 
 
 class Gemma4(nnx.Module):
@@ -380,31 +383,32 @@ class Attention(nnx.Module):
         shared: tuple[KVSegment, ...] | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
         _, g, head_dim, _ = self.out.shape
-        frequencies = rope_frequencies(head_dim, self.theta, self.partial_factor)
-        qkv = project(whole(x), self.qkv[...])
-        # Queries beside a key and a value cannot be split by themselves: until they are cut out, none is.
-        axes = KV_AXES if self.owns_kv else QUERY_AXES
-        qkv = constrain(qkv, *axes)
-        positions = where.positions
-        q = constrain(qkv[:, :, :, :g], *axes)
-        q = rope(rms_norm(q, self.q_norm[...], self.eps), positions, frequencies)
-        if self.owns_kv:
-            raw_k, raw_v = qkv[:, :, :, g], qkv[:, :, :, -1]  # the same slice where k = v
-            k = rope(rms_norm(raw_k, self.k_norm[...], self.eps), positions, frequencies)
-            v = rms_norm(raw_v, None, self.eps)
-            k, v = constrain(k, *KV_AXES), constrain(v, *KV_AXES)
-            if cache is not None and where.ancestors is None:
-                cache, segments = kv.write_then_view(
-                    cache, k, v, where.start, where.count, where.slots
-                )
-            else:
-                segments = (kv.fresh(k, v, positions, where.count, where.ancestors),)
-                if cache is not None:
-                    segments = (kv.view(cache, where.start, where.slots), *segments)
-        else:
+        tree = where.ancestors is not None
+        into = None
+        if cache is not None and not tree:
+            into = kv.room(cache, x.shape[1], *where.written)
+        q, k, v = heads(
+            x,
+            self.qkv[...],
+            self.q_norm[...],
+            self.k_norm[...] if self.owns_kv else None,
+            where.positions,
+            rope_frequencies(head_dim, self.theta, self.partial_factor),
+            groups=g,
+            eps=self.eps,
+            into=into,
+        )
+        if k is None or v is None:  # another layer's are read
             assert shared is not None
             segments = shared
-        out = attend(q, positions, segments, scale=1.0, window=self.window)
+        elif cache is not None and not tree:
+            cache, segments = kv.view_pass(cache, into, k, v, *where.written)
+        else:
+            segments = (kv.fresh(k, v, where.positions, where.count, where.ancestors),)
+            if cache is not None:
+                segments = (kv.view(cache, where.start, where.slots), *segments)
+        assert q is not None
+        out = attend(q, where.positions, segments, scale=1.0, window=self.window)
         return whole(project(out, self.out[...], inputs=3)), cache, segments
 
 

@@ -56,7 +56,7 @@ def _attend(
     causal: bool,
 ):
     """Attend from one tile of rows of one kv head to one share of its keys."""
-    _, tokens, _, groups, width = q_ref.shape
+    _, _, groups, tokens, width = q_ref.shape
     row_tiles = pl.cdiv(tokens * groups, tiling.rows)
     b, head = pl.program_id(2), pl.program_id(1)
     part, tile = pl.program_id(0) % tiling.parts, pl.program_id(0) // tiling.parts
@@ -66,7 +66,7 @@ def _attend(
     inside = _inside(row, tokens * groups)
     column = lax.iota(jnp.int32, width)[None, :]
     made = part * (width // tiling.parts) + lax.iota(jnp.int32, width // tiling.parts)[None, :]
-    q_index = (b, token[:, None], head, group[:, None])
+    q_index = (b, head, group[:, None], token[:, None])
     q = _load(q_ref, *q_index, column, mask=None if inside is None else inside[:, None])
     q_position = _load(q_positions_ref, b, token, mask=inside)
 
@@ -132,7 +132,8 @@ def _attend(
     out_ref, *log_weight_ref = refs
     out = total / weight[:, None]
     mask = None if inside is None else inside[:, None]
-    _store(out_ref, split, *q_index, made, value=out, mask=mask)
+    out_index = (b, token[:, None], head, group[:, None])
+    _store(out_ref, split, *out_index, made, value=out, mask=mask)
     if log_weight_ref:
         value = most + jnp.log2(weight)
         once = (row < tokens * groups) & (part == 0)
@@ -223,7 +224,7 @@ def span(
     return jnp.stack([first, jnp.max(jnp.where(useful, slot + 1, 0), axis=2)], axis=2)
 
 
-def _of_tiles(positions: Int[Array, "B T"], groups: int, rows: int) -> tuple[Array, Array]:
+def of_tiles(positions: Int[Array, "B T"], groups: int, rows: int) -> tuple[Array, Array]:
     """Return the lowest and the highest position of each tile of rows: [B, R] both."""
     tokens = positions.shape[1]
     begin = np.arange(0, tokens * groups, rows)
@@ -248,7 +249,7 @@ def attention_triton(
     """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks them."""
     b, t, k, g, _ = q.shape
     # The same for all layers of a kind, and XLA computes them once.
-    ends = _of_tiles(q_positions, g, tiling.rows)
+    ends = of_tiles(q_positions, g, tiling.rows)
     spans = [span(*ends, s.positions, window=window, causal=causal) for s in segments]
     arrays = []
     for s in segments:
@@ -272,7 +273,7 @@ def attention_triton(
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
         interpret=interpret,
         name="attention",
-    )(jnp.concatenate(spans, axis=2), q_positions, q, *arrays)
+    )(jnp.concatenate(spans, axis=2), q_positions, q.transpose(0, 2, 3, 1, 4), *arrays)
     if splits == 1:
         return parts[0]
     flat = (splits, b * t * k * g)

@@ -20,6 +20,7 @@ from jaxspec.cache import KVCache, KVSegment
 from jaxspec.models.gemma4 import Caches, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
+from pallas_kernels.qkv import put
 from tests import tiny
 
 
@@ -39,7 +40,10 @@ B, CACHE_LENGTH = 3, 60
 def write_then_view(
     cache: KVCache, values: Array, start: Array, count: Array
 ) -> tuple[KVCache, tuple[KVSegment, ...]]:
-    return kv.write_then_view(cache, values, -values, start, count)
+    k, v, into = values, -values, kv.room(cache, values.shape[2], start, count)
+    if into is not None:
+        k, v = put(into, k, v)
+    return kv.view_pass(cache, into, k, v, start, count)
 
 
 def empty(window: int | None, slack: int) -> KVCache:
@@ -87,7 +91,7 @@ def test_passes_of_random_length_see_their_window(
         count = np.array([data.draw(st.integers(0, int(r))) for r in room])
         values = np.array([[next(fresh) for _ in range(width)] for _ in range(B)], np.float32)
         cache, segments = write_then_view(
-            cache, jnp.asarray(values)[..., None, None], jnp.asarray(start), jnp.asarray(count)
+            cache, jnp.asarray(values)[:, None, :, None], jnp.asarray(start), jnp.asarray(count)
         )
         for row in range(B):
             committed[row] += values[row, : count[row]].tolist()
@@ -110,7 +114,7 @@ def test_rejected_writes_hide_nothing(window: int | None, data: st.DataObject) -
         start = np.array([len(c) for c in committed])
         values = np.array([[next(fresh) for _ in range(slack)] for _ in range(B)], np.float32)
         cache, segments = write_then_view(
-            cache, jnp.asarray(values)[..., None, None], jnp.asarray(start), jnp.asarray(count)
+            cache, jnp.asarray(values)[:, None, :, None], jnp.asarray(start), jnp.asarray(count)
         )
         written = [c + v for c, v in zip(committed, values.tolist(), strict=True)]
         check_view(jax.device_get(segments), written, count, window)

@@ -14,9 +14,10 @@ from jaxspec.cache import KVSegment
 from jaxspec.config import TARGET_PRESETS
 from jaxspec.models.attention import attend
 from jaxspec.models.gemma4 import Embedder
-from jaxspec.models.layers import project, rms_norm, rope, rope_frequencies
+from jaxspec.models.layers import project, rms_norm, rope_frequencies, rope_turns
 from jaxspec.params import Graph
 from jaxspec.shapes import Array
+from pallas_kernels.qkv.reference import rotate
 from tests import tiny
 
 
@@ -62,7 +63,8 @@ def test_rope_turns_complex_pairs(heads: tuple[int, ...]) -> None:
     angles = angles.reshape(2, 4, *(1,) * len(heads), 4)
     turned = (np.asarray(x)[..., :4] + 1j * np.asarray(x)[..., 4:]) * np.exp(1j * angles)
     expected = np.concatenate([turned.real, turned.imag], -1)
-    np.testing.assert_allclose(rope(x, positions, frequencies), expected, rtol=1e-4, atol=1e-5)
+    ours = rotate(x, *rope_turns(positions, frequencies))
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""What stands between a layer's projection and its attention: norms, rotary embedding, writes to caches.
+
+Read `reference.py` for what is computed, `triton.py` for how one kernel does it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.platform import on_cuda
+from pallas_kernels.qkv.reference import QKV, Destination, put, reference
+from pallas_kernels.qkv.triton import qkv_triton
+
+__all__ = ["QKV", "Destination", "put", "qkv", "reference"]
+
+Implementation = Literal["auto", "reference", "triton"]
+
+
+def qkv(
+    projected: Float[Array, "B T K X H"],
+    q_scale: Float[Array, " H"] | None,
+    k_scale: Float[Array, " H"] | None,
+    cos: Float[Array, "B T H2"],
+    sin: Float[Array, "B T H2"],
+    into: Destination | None = None,
+    *,
+    groups: int,
+    eps: float,
+    norm_values: bool = True,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> QKV:
+    """Norm queries and keys with their weights and rotate them, norm values, and write the latter two.
+
+    Args:
+        projected: Of each kv head its queries, then its key, then its value. Without the last, values are
+            the raw keys. Each step of what follows is computed in float32 and rounded to its dtype.
+        q_scale: The weight of the queries' norm; None where there are none.
+        k_scale: The weight of the keys' norm; None where there are none.
+        cos: Of the angles by which the pairs (j, j + H/2) of each token turn.
+        sin: Of the same.
+        into: Caches to write keys and values to; they are returned in their place.
+        groups: Queries of each kv head.
+        eps: Of the norms.
+        norm_values: Whether values are normed, which is without a weight.
+        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
+            and 16-bit numbers; "auto" takes it where it can run, and "reference" elsewhere.
+        interpret: Run the kernel on any device, slowly, to test it.
+
+    Raises:
+        ValueError: If shapes do not fit together.
+        NotImplementedError: If implementation is "triton" and it cannot run.
+    """
+    _check(projected, q_scale, k_scale, cos, sin, into, groups)
+    if implementation not in ("auto", "reference", "triton"):
+        raise ValueError(f"implementation is {implementation!r}; pass auto, reference or triton")
+    args = (projected, q_scale, k_scale, cos, sin, into)
+    how = {"groups": groups, "eps": eps, "norm_values": norm_values}
+    plain = functools.partial(reference, **how)
+    if implementation == "reference":
+        return plain(*args)
+    reason = _why_not(projected, into, interpret)
+    if reason and implementation == "triton":
+        raise NotImplementedError(f"{reason}; pass implementation='auto' or 'reference'")
+    if reason:
+        return plain(*args)
+    kernel = functools.partial(qkv_triton, **how, interpret=interpret)
+    if implementation == "triton":
+        return kernel(*args)
+    return on_cuda(kernel, plain, *args)
+
+
+def _check(
+    projected: Array,
+    q_scale: Array | None,
+    k_scale: Array | None,
+    cos: Array,
+    sin: Array,
+    into: Destination | None,
+    groups: int,
+) -> None:
+    b, t, k, x, h = projected.shape
+    extra = x - groups
+    if (groups > 0) != (q_scale is not None) or (extra > 0) != (k_scale is not None):
+        raise ValueError(
+            f"{groups} of {x} rows a kv head are queries: q_scale is for queries and k_scale for keys, "
+            "and each is None where there are none"
+        )
+    if not 0 <= extra <= 2:
+        raise ValueError(
+            f"behind {groups} queries stand a key and a value at most, not {extra} rows"
+        )
+    if not cos.shape == sin.shape == (b, t, h // 2):
+        raise ValueError(
+            f"for {projected.shape}, cos and sin must be {(b, t, h // 2)}; they are {cos.shape} and {sin.shape}"
+        )
+    if into is None:
+        return
+    if not extra:
+        raise ValueError("there are no keys to write: pass into=None")
+    size = into.k.shape[2]
+    if not into.k.shape == into.v.shape == (into.k.shape[0], k, size, h):
+        raise ValueError(
+            f"for {projected.shape}, caches must be [C, {k}, S, {h}]; they are {into.k.shape} and "
+            f"{into.v.shape}"
+        )
+    rows = into.k.shape[:1] if into.rows is None else into.rows.shape
+    if into.index.shape != (b, t) or rows != (b,):
+        raise ValueError(
+            f"for {projected.shape}, index must be {(b, t)} and there must be {b} cache rows; they are "
+            f"{into.index.shape} and {rows}"
+        )
+
+
+def _why_not(projected: Array, into: Destination | None, interpret: bool) -> str | None:
+    """Say why the kernel cannot run for these heads on this machine's GPU, if it has one."""
+    h = projected.shape[4]
+    largest = max(projected.size, 0 if into is None else into.k.size)
+    if not interpret and projected.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the Triton kernel is cut for bfloat16 and float16, not {projected.dtype}"
+    if h not in (16, 32, 64, 128, 256, 512):
+        return f"the Triton kernel takes head dims that are a power of two from 16 to 512, not {h}"
+    if largest >= 2**31:
+        return (
+            f"the Triton kernel's offsets are 32 bits, and the largest array has {largest} numbers"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size > 1 and not mesh.are_all_axes_manual:
+        return f"the Triton kernel runs on one device, not on a mesh of {mesh.size}"
+    if not interpret and jax.default_backend() == "gpu":
+        device = jax.devices()[0]
+        capability = str(getattr(device, "compute_capability", "0"))
+        if device.platform == "gpu" and float(capability) < 8.0:
+            return f"the Triton kernel needs compute capability 8.0; {device.device_kind} has {capability}"
+    return None

@@ -1,0 +1,84 @@
+"""Shapes that tests and benchmarks share, and passes as decoding has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike
+
+from pallas_kernels.qkv.reference import Destination
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Heads of one layer, and what stands beside the queries."""
+
+    kv_heads: int
+    groups: int
+    head_dim: int
+    extra: int = 2  # a key and a value; 1: values are the raw keys; 0: another layer's are read
+    norm_values: bool = True
+
+
+SLIDING_31B = Shape(16, 2, 256)
+FULL_31B = Shape(4, 8, 512, extra=1)
+SLIDING_26B = Shape(8, 2, 256)
+FULL_26B = Shape(2, 8, 512, extra=1)
+SLIDING_E2B = Shape(1, 8, 256)
+SHARED_E2B = Shape(1, 8, 256, extra=0)
+DRAFT_QUERIES = Shape(8, 4, 128, extra=0)
+DRAFT_CONTEXT = Shape(8, 0, 128, norm_values=False)
+
+
+def inputs(
+    shape: Shape, batch: int, tokens: int, dtype: DTypeLike, seed: int = 0
+) -> tuple[Array, Array | None, Array | None, Array, Array]:
+    """Return a projection, both norms' weights, and cosine and sine of some angles."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    h, rows = shape.head_dim, shape.groups + shape.extra
+    angles = jax.random.uniform(keys[3], (batch, tokens, h // 2), jnp.float32, 0, 1000)
+    return (
+        jax.random.normal(keys[0], (batch, tokens, shape.kv_heads, rows, h), dtype),
+        jax.random.normal(keys[1], (h,), dtype) if shape.groups else None,
+        jax.random.normal(keys[2], (h,), dtype) if shape.extra else None,
+        jnp.cos(angles),
+        jnp.sin(angles),
+    )
+
+
+def destination(
+    shape: Shape,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    tokens: int,
+    size: int,
+    dtype: DTypeLike,
+    *,
+    rows: Sequence[int] | None = None,
+    cache_rows: int | None = None,
+    seed: int = 1,
+) -> Destination:
+    """Return rings of `size` slots and where in them some tokens go.
+
+    Args:
+        shape: Heads.
+        starts: The position of each row's first token.
+        counts: How many tokens of each row count; the others are dropped.
+        tokens: Of each row.
+        size: Slots.
+        dtype: Of the caches.
+        rows: Cache row of each row; None when they are the same.
+        cache_rows: How many rows the caches have; by default those of the batch.
+        seed: Of what the caches hold.
+    """
+    offset = np.arange(tokens)[None, :]
+    index = (np.asarray(starts)[:, None] + offset) % size
+    index = np.where(offset < np.asarray(counts)[:, None], index, size)
+    full = (cache_rows or len(starts), shape.kv_heads, size, shape.head_dim)
+    k, v = (jax.random.normal(key, full, dtype) for key in jax.random.split(jax.random.key(seed)))
+    which = None if rows is None else jnp.asarray(rows, jnp.int32)
+    return Destination(k, v, jnp.asarray(index, jnp.int32), which)

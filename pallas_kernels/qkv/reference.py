@@ -1,0 +1,110 @@
+"""What the kernel computes, in plain JAX: norms, rotations, writes. This is the oracle."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+class Destination(NamedTuple):
+    """Caches, and where in them the keys and values of a pass go."""
+
+    k: Float[Array, "C K S H"]
+    v: Float[Array, "C K S H"]
+    index: Int[Array, "B T"]  # slot of each token; S: dropped. No slot of a row is named twice
+    rows: Int[Array, " B"] | None = None  # cache row of each batch row; None: the same
+
+
+class QKV(NamedTuple):
+    """Queries, if there are any; keys and values of a pass, or the caches that hold them now."""
+
+    q: Float[Array, "B T K G H"] | None
+    k: Float[Array, "C K S H"] | None
+    v: Float[Array, "C K S H"] | None
+
+
+def reference(
+    projected: Float[Array, "B T K X H"],
+    q_scale: Float[Array, " H"] | None,
+    k_scale: Float[Array, " H"] | None,
+    cos: Float[Array, "B T H2"],
+    sin: Float[Array, "B T H2"],
+    into: Destination | None,
+    *,
+    groups: int,
+    eps: float,
+    norm_values: bool,
+) -> QKV:
+    """Cut queries, keys and values out; norm and rotate them one by one; write."""
+    q = k = v = None
+    if q_scale is not None:
+        q = rotate(_norm(projected[:, :, :, :groups], q_scale, eps), cos, sin)
+    if k_scale is not None:
+        raw_k, v = projected[:, :, :, groups], projected[:, :, :, -1]  # the same where k = v
+        k = rotate(_norm(raw_k, k_scale, eps), cos, sin)
+        v = _norm(v, None, eps) if norm_values else v
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        if into is not None:
+            k, v = put(into, k, v)
+    return QKV(q, k, v)
+
+
+def _norm(
+    x: Float[Array, "*rows H"], scale: Float[Array, " H"] | None, eps: float
+) -> Float[Array, "*rows H"]:
+    x32 = x.astype(jnp.float32)
+    y = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (y if scale is None else y * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotate(
+    x: Float[Array, "B T *heads H"], cos: Float[Array, "B T H2"], sin: Float[Array, "B T H2"]
+) -> Float[Array, "B T *heads H"]:
+    """Turn pairs (j, j + H/2) of each head by the angles of its token, in float32."""
+    of_token = (*cos.shape[:2], *(1,) * (x.ndim - 3), cos.shape[2])
+    cos, sin = cos.reshape(of_token), sin.reshape(of_token)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(
+        x.dtype
+    )
+
+
+def put(
+    into: Destination, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"]
+) -> tuple[Float[Array, "C K S H"], Float[Array, "C K S H"]]:
+    """Write keys and values where they go, in place when the caches are donated."""
+
+    def one(old: Array, new: Array) -> Array:
+        new = new.astype(old.dtype)
+        if into.rows is None:
+            return _put_rows(old, new, into.index)
+        heads = jnp.arange(new.shape[1])[None, :, None]
+        where = (into.rows[:, None, None], heads, into.index[:, None, :])
+        return old.at[where].set(new, mode="drop")
+
+    return one(into.k, k), one(into.v, v)
+
+
+def _put_rows(
+    old: Float[Array, "B K S H"], new: Float[Array, "B K T H"], index: Int[Array, "B T"]
+) -> Float[Array, "B K S H"]:
+    """Write every row and head by itself, so that none is sent to another device.
+
+    On CPU a token that is alone goes twice. XLA makes one update of one row a slice update, makes that
+    twice, and then copies the whole cache three times in every step.
+    """
+
+    def scatter(old: Array, new: Array, index: Array) -> Array:
+        one_head = jax.vmap(lambda o, n, i: o.at[i].set(n, mode="drop"), in_axes=(0, 0, None))
+        return jax.vmap(one_head)(old, new, index)
+
+    def twice(old: Array, new: Array, index: Array) -> Array:
+        return scatter(old, jnp.repeat(new, 2, axis=2), jnp.repeat(index, 2, axis=1))
+
+    if new.shape[2] != 1:
+        return scatter(old, new, index)
+    return lax.platform_dependent(old, new, index, cpu=twice, default=scatter)

@@ -1,0 +1,140 @@
+"""Norms, rotations and writes of queries, keys and values in one pass of Pallas Triton.
+
+A program has one kv head of one token: its queries, its key, its value. Each is read once, as two halves
+that the rotation mixes, and goes where it is read next: keys and values into the caches, which are written
+in place, queries into rows of one matrix a kv head, as attention wants them. Roundings are those that the
+reference writes down; of these XLA on GPUs leaves out the one between norm and rotation of queries.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.qkv.reference import QKV, Destination
+
+Halves = tuple[Array, Array]
+NUMBERS_OF_A_WARP = 512  # of the queries of a program
+
+
+def _split(
+    projected_ref,
+    q_scale_ref,
+    k_scale_ref,
+    cos_ref,
+    sin_ref,
+    into,
+    q_ref,
+    k_ref,
+    v_ref,
+    *,
+    eps: float,
+    norm_values: bool,
+):
+    """Bring the queries, the key and the value of one kv head and token where they belong."""
+    head, token, b = (pl.program_id(i) for i in range(3))
+    half, dtype = cos_ref.shape[2], projected_ref.dtype
+    columns = (lax.iota(jnp.int32, half), half + lax.iota(jnp.int32, half))
+    cos, sin = (plgpu.load(_at(ref, b, token, columns[0])) for ref in (cos_ref, sin_ref))
+    turn: Halves = cos, sin
+    groups = 0
+    if q_ref is not None:
+        groups = q_ref.shape[2]
+        group = lax.iota(jnp.int32, pl.next_power_of_2(groups))[:, None]
+        real = jnp.broadcast_to(group < groups, (group.size, half))
+        x = _load(projected_ref, b, token, head, group, columns=columns, mask=real)
+        q = _rotate(_norm(x, _load(q_scale_ref, columns=columns), eps, dtype), turn)
+        _store(q_ref, b, head, group, token, columns=columns, value=q, mask=real)
+    if k_ref is not None:
+        x = _load(projected_ref, b, token, head, groups, columns=columns)
+        k = _rotate(_norm(x, _load(k_scale_ref, columns=columns), eps, dtype), turn)
+        if projected_ref.shape[3] > groups + 1:
+            x = _load(projected_ref, b, token, head, groups + 1, columns=columns)
+        v = _norm(x, None, eps, dtype) if norm_values else x
+        row, slot = b, token
+        if into is not None:
+            row = b if into.rows is None else plgpu.load(_at(into.rows, b))
+            slot = plgpu.load(_at(into.index, b, token))
+        kept = jnp.broadcast_to(slot < k_ref.shape[2], (half,))
+        _store(k_ref, row, head, slot, columns=columns, value=k, mask=kept)
+        _store(v_ref, row, head, slot, columns=columns, value=v, mask=kept)
+
+
+def _at(ref, *index):
+    """Point at one element, or at all that indices of some shapes name together."""
+    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
+    return ref.at[tuple(jnp.broadcast_to(i, shape) if jnp.ndim(i) else i for i in index)]
+
+
+def _load(ref, *index, columns: Halves, mask: Array | None = None) -> Halves:
+    other = None if mask is None else 0
+    first, second = (plgpu.load(_at(ref, *index, c), mask=mask, other=other) for c in columns)
+    return first.astype(jnp.float32), second.astype(jnp.float32)
+
+
+def _store(ref, *index, columns: Halves, value: Halves, mask: Array) -> None:
+    for column, half in zip(columns, value, strict=True):
+        plgpu.store(_at(ref, *index, column), half.astype(ref.dtype), mask=mask)
+
+
+def _norm(x: Halves, scale: Halves | None, eps: float, dtype: jnp.dtype) -> Halves:
+    """Norm a head, or heads, and round to the dtype that the reference has between norm and rotation."""
+    first, second = x
+    squares = jnp.sum(first * first, axis=-1, keepdims=True)
+    squares += jnp.sum(second * second, axis=-1, keepdims=True)
+    factor = lax.rsqrt(squares / (2 * first.shape[-1]) + eps)
+    first, second = first * factor, second * factor
+    if scale is not None:
+        first, second = first * scale[0], second * scale[1]
+    return first.astype(dtype).astype(jnp.float32), second.astype(dtype).astype(jnp.float32)
+
+
+def _rotate(x: Halves, turn: Halves) -> Halves:
+    (first, second), (cos, sin) = x, turn
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def qkv_triton(
+    projected: Float[Array, "B T K X H"],
+    q_scale: Float[Array, " H"] | None,
+    k_scale: Float[Array, " H"] | None,
+    cos: Float[Array, "B T H2"],
+    sin: Float[Array, "B T H2"],
+    into: Destination | None,
+    *,
+    groups: int,
+    eps: float,
+    norm_values: bool,
+    interpret: bool = False,
+) -> QKV:
+    """Launch the kernel. Arguments as in `pallas_kernels.qkv.qkv`, which checks them."""
+    (b, t, kv_heads, _, h), dtype = projected.shape, projected.dtype
+    q = k = v = None
+    aliases = {}
+    if q_scale is not None:
+        # In this order the transposition below and that of attention are none.
+        q = jax.ShapeDtypeStruct((b, kv_heads, groups, t, h), dtype)
+    if into is not None:
+        k, v = (jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (into.k, into.v))
+        before, queries = 3 + (q is not None) + (k is not None), int(q is not None)
+        aliases = {before: queries, before + 1: queries + 1}
+    elif k_scale is not None:
+        k = v = jax.ShapeDtypeStruct((b, kv_heads, t, h), dtype)
+    q, k, v = pl.pallas_call(
+        functools.partial(_split, eps=eps, norm_values=norm_values),
+        out_shape=(q, k, v),
+        grid=(kv_heads, t, b),
+        input_output_aliases=aliases,
+        compiler_params=plgpu.CompilerParams(
+            num_warps=max(1, min(8, groups * h // NUMBERS_OF_A_WARP)), num_stages=1
+        ),
+        interpret=interpret,
+        name="qkv",
+    )(projected, q_scale, k_scale, cos, sin, into)
+    return QKV(None if q is None else q.transpose(0, 3, 1, 2, 4), k, v)

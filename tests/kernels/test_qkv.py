@@ -1,0 +1,98 @@
+"""Norms, rotations and writes of queries, keys and values: the kernel, interpreted, against plain JAX."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.qkv import Destination, qkv
+from pallas_kernels.qkv.cases import Shape, destination, inputs
+
+BFLOAT16 = jnp.dtype("bfloat16")
+PLAIN = Shape(2, 2, 32)
+SAME = Shape(1, 8, 64, extra=1)
+QUERIES = Shape(2, 3, 16, extra=0)
+CONTEXT = Shape(2, 0, 32, norm_values=False)
+
+
+def check(
+    shape: Shape, batch: int, tokens: int, into: Destination | None, dtype: Any = BFLOAT16
+) -> None:
+    """Compare bit for bit, but for sums of squares in another order: one rounding of a few numbers."""
+    run = functools.partial(
+        qkv,
+        *inputs(shape, batch, tokens, dtype),
+        into,
+        groups=shape.groups,
+        eps=1e-6,
+        norm_values=shape.norm_values,
+    )
+    ours = run(implementation="triton", interpret=True)
+    theirs = jax.jit(functools.partial(run, implementation="reference"))()
+    for x, y in zip(ours, theirs, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None and y is not None:
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+            np.testing.assert_allclose(x, y, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-6)
+            if dtype == BFLOAT16:
+                assert np.mean(x != y) < 0.01
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_pass_is_written_to_rings(dtype: str) -> None:
+    """Some tokens come round to the ring's beginning, some do not count, one row writes nothing."""
+    kind = jnp.dtype(dtype)
+    into = destination(PLAIN, [0, 9, 22, 5], [5, 5, 3, 0], 5, 12, kind)
+    check(PLAIN, 4, 5, into, kind)
+
+
+@pytest.mark.parametrize("shape", [SAME, CONTEXT], ids=["values are keys", "context"])
+def test_a_pass_is_written_to_other_rows(shape: Shape) -> None:
+    into = destination(shape, [3, 7], [3, 1], 3, 16, BFLOAT16, rows=[4, 1], cache_rows=5)
+    check(shape, 2, 3, into)
+
+
+@pytest.mark.parametrize("shape", [PLAIN, SAME, QUERIES], ids=["plain", "same", "queries"])
+def test_a_pass_without_caches(shape: Shape) -> None:
+    check(shape, 2, 3, None)
+
+
+def test_derivatives_are_those_of_the_reference() -> None:
+    """Training traces what a GPU would run even on CPU, and the kernel has no derivatives."""
+    projected, q_scale, k_scale, cos, sin = inputs(PLAIN, 1, 2, BFLOAT16)
+    weight = jnp.arange(PLAIN.head_dim, dtype=BFLOAT16)
+
+    def total(projected: jax.Array, implementation: Any) -> jax.Array:
+        how = {"groups": 2, "eps": 1e-6, "implementation": implementation}
+        out = qkv(projected, q_scale, k_scale, cos, sin, **how)
+        return jnp.sum(jnp.stack([jnp.sum(x * weight) for x in jax.tree.leaves(out)]))
+
+    auto, reference = (jax.grad(total)(projected, i) for i in ("auto", "reference"))
+    assert jnp.any(auto != 0)
+    np.testing.assert_array_equal(auto, reference)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    projected, q_scale, k_scale, cos, sin = inputs(PLAIN, 2, 3, BFLOAT16)
+    run = functools.partial(qkv, eps=1e-6)
+    with pytest.raises(ValueError, match="q_scale is for queries and k_scale for keys"):
+        run(projected, None, k_scale, cos, sin, groups=2)
+    with pytest.raises(ValueError, match="a key and a value at most, not 3 rows"):
+        run(projected, q_scale, k_scale, cos, sin, groups=1)
+    with pytest.raises(ValueError, match=r"cos and sin must be \(2, 3, 16\)"):
+        run(projected, q_scale, k_scale, cos[:, :, :8], sin[:, :, :8], groups=2)
+    into = destination(PLAIN, [0], [3], 3, 12, BFLOAT16)
+    with pytest.raises(ValueError, match=r"index must be \(2, 3\)"):
+        run(projected, q_scale, k_scale, cos, sin, into, groups=2)
+
+
+def test_a_kernel_that_cannot_run_is_refused() -> None:
+    args, how = inputs(PLAIN, 1, 2, jnp.float32), {"groups": 2, "eps": 1e-6}
+    with pytest.raises(NotImplementedError, match="bfloat16 and float16, not float32"):
+        qkv(*args, **how, implementation="triton")
