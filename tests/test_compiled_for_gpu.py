@@ -29,6 +29,7 @@ from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
+from pallas_kernels.attention import Segment, attention
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 # Any copy of a weight of these shapes is larger (but the router's, 0.7 MB), any activation of one row smaller.
@@ -250,3 +251,31 @@ def test_a_join_of_weights_would_be_seen() -> None:
         jitted = jax.jit(products, compiler_options=options)
         hlo = jitted.lower(*on_h200((x, [w] * 5))).compile().as_text() or ""
         assert bool(big_moves(hlo)) == joined
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernel needs jax 0.11.2")
+def test_the_mosaic_kernel_fits_and_keeps_its_results_in_registers(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """31B's full layers: 227 KB of shared memory, and results that take half of all registers."""
+    shape = (8, 16, 4, 8, 512)  # B T K G H
+    keys = jax.ShapeDtypeStruct((8, 4, 2048, 512), jnp.bfloat16)
+
+    def attend(q: Any, at: Any, k: Any, v: Any, positions: Any) -> jax.Array:
+        segments = (Segment(k, v, positions),)
+        return attention(q, at, segments, scale=1.0, implementation="mosaic")
+
+    args = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        jax.ShapeDtypeStruct(shape[:2], jnp.int32),
+        keys,
+        keys,
+        jax.ShapeDtypeStruct((8, 2048), jnp.int32),
+    )
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    with jax.sharding.use_abstract_mesh(NAMED_H200):
+        jax.jit(attend).lower(*on_h200(args)).compile()
+    spilled = re.findall(r"(\d+) bytes spill stores", "".join(capfd.readouterr()))
+    # Some addresses are; what is summed takes 512 bytes of each thread.
+    assert spilled
+    assert max(map(int, spilled)) <= 64

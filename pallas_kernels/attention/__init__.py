@@ -1,7 +1,7 @@
 """Cached attention for few queries: a block of new tokens against long caches, rings and each other.
 
 Read `reference.py` for what is computed, `triton.py` for how each key is read once for all queries,
-`tuning.py` for tile sizes.
+`mosaic.py` for how Hopper does that at head dim 512, `tuning.py` for tile sizes.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.reference import Segment, reference
 from pallas_kernels.attention.triton import Tiling, attention_triton
-from pallas_kernels.attention.tuning import tiling_for
+from pallas_kernels.attention.tuning import splits_for, tiling_for
+from pallas_kernels.platform import on_cuda
 
-Implementation = Literal["auto", "reference", "triton"]
+Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
-# Query tokens up to which "auto" takes the kernel for speed: more of them are prefill, which is not bound by reading keys.
+HOPPER = 9.0
+# Query tokens up to which "auto" takes a kernel for speed: more of them are prefill, which is not bound by reading keys.
 MOST_TOKENS = 64
 # Bytes of float32 scores from which it does for want of memory: XLA writes them all down. 31B, 512 tokens of a prompt:
 # from 16384 slots on.
 MOST_SCORE_BYTES = 1 << 30
-# Key slots of one sequence from which it does, and bytes of keys, values and scores of all of them. On an H200 (jax
-# 0.11.2), both in us without what the loop around them takes: 1 sequence, 384 slots, one query of 26B-A4B XLA 5, the
-# kernel 6; 32 sequences 58 and 37 at head dim 256 (16 queries, 110 MB), 44 and 52 at 512 (63 MB), 31B at 512 (8 queries,
-# 107 MB) 59 and 59. A draft block (2048 slots, 134 MB), whose scores are as large as its keys, 152 and 31.
-FEWEST_SLOTS = 1024
-FEWEST_BYTES = 64 << 20
+# Bytes of keys, values and scores from which it takes a kernel for few tokens, and those from which the Triton kernel
+# where head dims are over 256. On an H200 (jax 0.11.2), in us, without what the loop around them takes, XLA first. Head
+# dim 256: 3 MB 5 and 6 (1 sequence, 1 query), 28 MB 17 and 15, 57 MB 27 and 22, 110 MB 58 and 37. Draft blocks, whose
+# scores are as large as their keys: 3 MB 9 and 9, 25 MB 25 and 14, 134 MB 152 and 31. Head dim 512, with Triton: 17 MB 12
+# and 20, 42 MB 30 and 39, 63 MB 44 and 52, 107 MB 59 and 59; with Mosaic: 17 MB 12 and 17, 31 MB 24 and 22, 42 MB 30 and
+# 27, 63 MB 44 and 39, 107 MB 59 and 51, of which 6 to 8 are ranges of keys, which are the same for all layers.
+FEWEST_BYTES = 8 << 20
+FEWEST_BYTES_WIDE = 64 << 20
 
 
 def attention(
@@ -58,46 +61,62 @@ def attention(
         scale: What scores are multiplied with.
         window: Keys a query sees, itself included; None for all.
         causal: Whether queries see no later keys.
-        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
-            and 16-bit keys; "auto" takes it where it can run, and keys are many for few tokens or scores would
-            fill memory, and "reference" elsewhere.
-        tiling: Tile sizes of the kernel, instead of the table's.
-        interpret: Run the kernel on any device, slowly, to test it.
+        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`) and
+            16-bit keys; "mosaic" one of 9.0, head dim 512, one segment of a multiple of 8 slots without
+            `seen_by`, and no window. "auto" takes one of them, rather the latter, where it can run, and keys are
+            many for few tokens or scores would fill memory, and "reference" elsewhere.
+        tiling: Tile sizes of the Triton kernel, instead of the table's.
+        interpret: Run the Triton kernel on any device, slowly, to test it.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        NotImplementedError: If implementation is "triton" and it cannot run.
+        NotImplementedError: If implementation is "triton" or "mosaic" and it cannot run.
     """
     _check(q, q_positions, segments)
-    if implementation not in ("auto", "reference", "triton"):
-        raise ValueError(f"implementation is {implementation!r}; pass auto, reference or triton")
+    if implementation not in ("auto", "reference", "triton", "mosaic"):
+        raise ValueError(
+            f"implementation is {implementation!r}; pass auto, reference, triton or mosaic"
+        )
     plain = functools.partial(reference, scale=scale, window=window, causal=causal)
     b, t, k, g, h = q.shape
-    slots = sum(s.k.shape[2] for s in segments)
-    key_bytes = sum(2 * s.k.size * s.k.dtype.itemsize for s in segments)
-    score_bytes = 4 * b * t * k * g * slots
-    many_keys = slots >= FEWEST_SLOTS or key_bytes + score_bytes >= FEWEST_BYTES
-    worth_it = (t <= MOST_TOKENS and many_keys) or score_bytes >= MOST_SCORE_BYTES
-    if implementation == "reference" or (implementation == "auto" and not worth_it):
+    reasons = {
+        "mosaic": _why_not_mosaic(segments, window, interpret),
+        "triton": _why_not_triton(segments, interpret),
+    }
+    chosen = implementation
+    if implementation == "auto":
+        on_hopper = reasons["mosaic"] is None and _capability() == HOPPER
+        chosen = "mosaic" if on_hopper else "triton"
+        score_bytes = 4 * b * t * k * g * sum(s.k.shape[2] for s in segments)
+        read = score_bytes + sum(2 * s.k.size * s.k.dtype.itemsize for s in segments)
+        fewest = FEWEST_BYTES if on_hopper or h <= 256 else FEWEST_BYTES_WIDE
+        worth_it = (t <= MOST_TOKENS and read >= fewest) or score_bytes >= MOST_SCORE_BYTES
+        if not worth_it or reasons[chosen]:
+            return plain(q, q_positions, segments)
+    if chosen == "reference":
         return plain(q, q_positions, segments)
-    reason = _why_not(segments, interpret)
-    if reason and implementation == "triton":
-        raise NotImplementedError(f"{reason}; pass implementation='auto' or 'reference'")
-    if reason:
-        return plain(q, q_positions, segments)
+    if reasons[chosen]:
+        raise NotImplementedError(f"{reasons[chosen]}; pass implementation='auto' or 'reference'")
     longest = max(s.k.shape[2] for s in segments)
-    tiling = tiling or tiling_for(head_dim=h, rows=t * g, heads=b * k, longest=longest)
-    kernel = functools.partial(
-        attention_triton,
-        scale=scale,
-        window=window,
-        causal=causal,
-        tiling=tiling,
-        interpret=interpret,
-    )
-    if implementation == "triton":
+    if chosen == "mosaic":
+        # Not before it is wanted: older jax misses what it imports.
+        from pallas_kernels.attention.mosaic import attention_mosaic
+
+        splits = splits_for(rows=t * g, heads=b * k, longest=longest)
+        kernel = functools.partial(attention_mosaic, scale=scale, causal=causal, splits=splits)
+    else:
+        tiling = tiling or tiling_for(head_dim=h, rows=t * g, heads=b * k, longest=longest)
+        kernel = functools.partial(
+            attention_triton,
+            scale=scale,
+            window=window,
+            causal=causal,
+            tiling=tiling,
+            interpret=interpret,
+        )
+    if implementation != "auto":
         return kernel(q, q_positions, segments)
-    return lax.platform_dependent(q, q_positions, segments, cuda=kernel, default=plain)
+    return on_cuda(kernel, plain, q, q_positions, segments)
 
 
 def _check(q: Array, q_positions: Array, segments: tuple[Segment, ...]) -> None:
@@ -124,8 +143,8 @@ def _check(q: Array, q_positions: Array, segments: tuple[Segment, ...]) -> None:
             )
 
 
-def _why_not(segments: tuple[Segment, ...], interpret: bool) -> str | None:
-    """Say why the kernel cannot run for these keys on this machine's GPU, if it has one."""
+def _why_not_triton(segments: tuple[Segment, ...], interpret: bool) -> str | None:
+    """Say why the Triton kernel cannot run for these keys on this machine's GPU, if it has one."""
     keys = segments[0].k
     h, largest = keys.shape[3], max(s.k.size for s in segments)
     if not interpret and keys.dtype not in (jnp.bfloat16, jnp.float16):
@@ -134,12 +153,47 @@ def _why_not(segments: tuple[Segment, ...], interpret: bool) -> str | None:
         return f"the Triton kernel takes head dims that are a power of two from 16 to 512, not {h}"
     if largest >= 2**31:
         return f"the Triton kernel's offsets are 32 bits, and the keys are {largest} numbers"
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size > 1 and not mesh.are_all_axes_manual:
-        return f"the Triton kernel runs on one device, not on a mesh of {mesh.size}"
-    if not interpret and jax.default_backend() == "gpu":
-        device = jax.devices()[0]
-        capability = str(getattr(device, "compute_capability", "0"))
-        if device.platform == "gpu" and float(capability) < 8.0:
-            return f"the Triton kernel needs compute capability 8.0; {device.device_kind} has {capability}"
+    if devices := _devices():
+        return f"the Triton kernel runs on one device, not on a mesh of {devices}"
+    capability = None if interpret else _capability()
+    if capability is not None and capability < 8.0:
+        return f"the Triton kernel needs compute capability 8.0; this GPU has {capability}"
     return None
+
+
+def _why_not_mosaic(
+    segments: tuple[Segment, ...], window: int | None, interpret: bool
+) -> str | None:
+    """Say why the Mosaic kernel cannot run for these keys on this machine's GPU, if it has one."""
+    keys, seen_by = segments[0].k, segments[0].seen_by
+    if jax.__version_info__ < (0, 11, 2):
+        return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
+    if interpret:
+        return "the Mosaic kernel is not interpreted"
+    if keys.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the Mosaic kernel is cut for bfloat16 and float16 keys, not {keys.dtype}"
+    if keys.shape[3] != 512:
+        return f"the Mosaic kernel is cut for head dim 512, not {keys.shape[3]}"
+    if keys.shape[2] % 8:
+        return f"the Mosaic kernel takes a multiple of 8 slots, not {keys.shape[2]}"
+    if len(segments) > 1 or seen_by is not None or window is not None:
+        return "the Mosaic kernel takes one segment without seen_by, and no window"
+    if devices := _devices():
+        return f"the Mosaic kernel runs on one device, not on a mesh of {devices}"
+    if (capability := _capability()) not in (None, HOPPER):
+        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {capability}"
+    return None
+
+
+def _devices() -> int:
+    """Return how many devices of a mesh XLA spreads arrays over; 0 where it does not."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.size if mesh.size > 1 and not mesh.are_all_axes_manual else 0
+
+
+def _capability() -> float | None:
+    """Return the compute capability of this machine's GPU, if it has one: 0 if that is not NVIDIA's."""
+    if jax.default_backend() != "gpu":
+        return None
+    said = str(getattr(jax.devices()[0], "compute_capability", 0))
+    return float(said) if said.replace(".", "").isdigit() else 0.0

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.attention import Segment, attention, reference
 from pallas_kernels.attention.cases import Shape, cached, fresh, queries
 from pallas_kernels.attention.triton import Tiling, span
-from pallas_kernels.attention.tuning import TABLE, tiling_for
+from pallas_kernels.attention.tuning import TABLE, splits_for, tiling_for
 
 SLIDING = Shape(4, 2, 32, window=24)
 FULL = Shape(6, 2, 64)
@@ -161,7 +161,7 @@ def test_the_table_has_a_row_for_every_shape() -> None:
         (dict(segments=()), "pass one segment or more"),
         (dict(q=jnp.zeros((1, 2, 3, 2, 16))), r"keys and values must be \[1, 3, S, 16\]"),
         (dict(q=jnp.zeros((1, 2, 1, 2, 16), jnp.bfloat16)), "one dtype"),
-        (dict(implementation="mosaic"), "pass auto, reference or triton"),
+        (dict(implementation="cuda"), "pass auto, reference, triton or mosaic"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:
@@ -184,3 +184,69 @@ def test_a_choice_that_cannot_run_is_refused() -> None:
     segments = (cached(FULL, [9], 16, jnp.dtype("float32")),)
     with pytest.raises(NotImplementedError, match="bfloat16 and float16 keys, not float32"):
         attention(q, at, segments, scale=1.0, implementation="triton")
+
+
+needs_new_jax = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernel needs jax 0.11.2"
+)
+WIDE = Shape(16, 2, 512)
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(shape=FULL), "head dim 512, not 64"),
+        (dict(size=20), "a multiple of 8 slots, not 20"),
+        (dict(dtype="float32"), "bfloat16 and float16 keys, not float32"),
+        (dict(shape=Shape(16, 2, 512, window=24)), "one segment without seen_by, and no window"),
+        (dict(interpret=True), "is not interpreted"),
+    ],
+)
+def test_what_the_mosaic_kernel_cannot_do_is_named(change: dict[str, Any], words: str) -> None:
+    shape, dtype = change.get("shape", WIDE), jnp.dtype(change.get("dtype", "bfloat16"))
+    q, at = queries(shape, [9], 3, dtype)
+    segments = (cached(shape, [9], change.get("size", 16), dtype),)
+    with pytest.raises(NotImplementedError, match=words):
+        attention(
+            q,
+            at,
+            segments,
+            scale=1.0,
+            window=shape.window,
+            implementation="mosaic",
+            interpret="interpret" in change,
+        )
+
+
+def test_the_blocks_of_the_mosaic_kernel_fill_a_gpu_at_once() -> None:
+    assert splits_for(rows=128, heads=32, longest=8192) == 2
+    assert splits_for(rows=8, heads=4, longest=8192) == 33
+    assert splits_for(rows=8, heads=4, longest=256) == 2
+    assert splits_for(rows=4096, heads=32, longest=8192) == 1
+
+
+@pytest.mark.gpu
+@needs_new_jax
+@pytest.mark.parametrize(
+    ("shape", "lengths", "size", "tokens"),
+    [
+        (WIDE, [16, 500, 1000], 1000, 16),  # two tiles of rows, a last block that is not whole
+        (WIDE, [8, 0, 63, 64, 65], 256, 8),  # one, and a row that is empty
+        (WIDE, [1, 2, 2500], 2560, 1),  # many shares
+        (WIDE, [300, 900], 1024, 256),  # a chunk of a prompt
+        (Shape(32, 4, 512, causal=False), [12, 700], 704, 12),
+    ],
+)
+def test_the_mosaic_kernel(shape: Shape, lengths: Sequence[int], size: int, tokens: int) -> None:
+    kind, options = jnp.dtype("bfloat16"), dict(scale=512**-0.5, causal=shape.causal)
+    q, at = queries(shape, lengths, tokens, kind)
+    clean, spoilt = (cached(shape, lengths, size, kind, empty=x) for x in (0.0, float("nan")))
+    ours = attention(q, at, (spoilt,), implementation="mosaic", **options).astype(jnp.float32)
+    theirs = plain(shape, q, at, (clean,)).astype(jnp.float32)
+    up = lambda x: x.astype(jnp.float32) if x.dtype == kind else x  # noqa: E731
+    exact = plain(shape, *jax.tree.map(up, (q, at, (clean,))))
+    seen = jnp.asarray(lengths) > 0
+    assert jnp.isfinite(ours).all()
+    error, allowed = (jnp.max(jnp.abs(x - exact)[seen]) for x in (ours, theirs))
+    assert error <= 2 * allowed

@@ -1,0 +1,292 @@
+"""Cached attention at head dim 512 in Pallas Mosaic GPU, for Hopper: TMA brings keys, wgmma multiplies.
+
+A block of threads attends from 64 rows (row = token * G + head, as in `triton.py`) to a share of the keys. One
+of its three warpgroups lets TMA load keys and values: pieces of 64 keys and half of the columns, which go round
+a ring. The other two make half of the result's columns each, which is all that their registers hold. Both score
+every key for themselves: half as many products again, but nothing to hand over, and neither waits for the
+other. Two tiles of rows of one kv head form a cluster, each of whose blocks loads half of every piece for both:
+128 rows read keys once.
+
+Only blocks of keys that some query does not see whole are masked. As in `triton.py` shares of the keys are
+averaged at the end, weighted by what they saw, and results do not depend on the order of blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.reference import Segment
+from pallas_kernels.attention.triton import UNSEEN, of_tiles, span
+
+HEAD_DIM = 512
+COLUMNS = HEAD_DIM // 2  # of a piece, and of a warpgroup's results
+ROWS = 64  # of a tile: what one wgmma multiplies
+KEYS = 64  # of a piece
+PIECES = 4  # of a block of keys: two of keys, two of values
+RING = 5  # pieces in shared memory: all that fit beside the queries
+NOWHERE = 1 << 30  # the position of an empty slot, which no query has reached
+
+
+def _attend(
+    spans_ref,
+    q_positions_ref,
+    positions_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    out_ref,
+    log_weight_ref,
+    queries,
+    ring,
+    log_weights,
+    queries_there,
+    there,
+    free,
+    scored,
+    *,
+    cluster: int,
+    scale: float,
+):
+    """Attend from one tile of rows of one kv head to one share of its keys."""
+    splits = out_ref.shape[0]
+    b, head, split = (lax.axis_index(name) for name in ("sequence", "head", "split"))
+    group, warpgroup = lax.axis_index("group"), lax.axis_index("warpgroup")
+    rows = pl.ds((group * cluster + lax.axis_index("tile")) * ROWS, ROWS)
+    begin, end, clear = (spans_ref[b, group, i] for i in range(3))
+    first = lax.div(begin, KEYS)
+    blocks = jnp.maximum(lax.div(end + (KEYS - 1), KEYS) - first, 0)
+    share = lax.div(blocks + (splits - 1), splits)
+    start = jnp.minimum(split * share, blocks)
+    count = jnp.minimum(share, blocks - start)
+
+    @pl.when(warpgroup == 2)
+    def _load():
+        plgpu.set_max_registers(40, action="decrease")
+        for half in range(2):
+            columns = pl.ds(half * COLUMNS, COLUMNS)
+            source = q_ref.at[b, head, rows, columns]
+            plgpu.copy_gmem_to_smem(source, queries.at[half], queries_there)
+
+        @pl.loop(0, count)
+        def _(i):
+            keys = pl.ds((first + start + i) * KEYS, KEYS)
+            for piece, ref in enumerate((k_ref, k_ref, v_ref, v_ref)):
+                number = PIECES * i + piece
+                place = lax.rem(number, RING)
+
+                wait = functools.partial(plgpu.barrier_wait, free.at[place])
+                pl.when(number >= RING)(wait)
+                columns = pl.ds(piece % 2 * COLUMNS, COLUMNS)
+                plgpu.copy_gmem_to_smem(
+                    ref.at[b, head, keys, columns],
+                    ring.at[place],
+                    there.at[place],
+                    collective_axes=("tile",) if cluster > 1 else None,
+                )
+
+        # The cluster's other block loads into this one's memory and signals there: stay until it is done.
+        @pl.loop(jnp.maximum(PIECES * count - RING, 0), PIECES * count)
+        def _(number):
+            plgpu.barrier_wait(free.at[lax.rem(number, RING)])
+
+    @pl.when(warpgroup < 2)
+    def _compute():
+        plgpu.set_max_registers(232, action="increase")
+        layout = plgpu.Layout.WGMMA
+        by_row = layout.reduce(1)
+        factor = scale * math.log2(math.e)
+        plgpu.barrier_wait(queries_there)
+
+        def step(i, carry):
+            total, most, weight = carry
+            place = [lax.rem(PIECES * i + piece, RING) for piece in range(PIECES)]
+            values = ring.at[lax.rem(PIECES * i + 2 + warpgroup, RING)]
+            slot = (first + start + i) * KEYS
+
+            def products(ref):
+                for half in range(2):
+                    plgpu.barrier_wait(there.at[place[half]])
+                    plgpu.wgmma(ref, queries.at[half], ring.at[place[half]].transpose((1, 0)))
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(free.at[place[0]])
+                return ref[...]
+
+            score = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((ROWS, KEYS), jnp.float32))
+            plgpu.barrier_arrive(free.at[place[1]])
+
+            def masked(score):
+                positions = positions_ref.at[b, pl.ds(slot, KEYS)]
+                positions = plgpu.load(positions, layout=layout.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
+                reached = q_positions_ref.at[b, rows]
+                reached = plgpu.load(reached, layout=by_row, optimized=False)  # pyright: ignore[reportCallIssue]
+                visible = lax.broadcast_in_dim(positions, score.shape, [1])
+                visible = visible <= lax.broadcast_in_dim(reached, score.shape, [0])
+                return jnp.where(visible, score, UNSEEN)
+
+            partly = (slot < begin) | (slot + KEYS > clear)
+            score = lax.cond(partly, masked, lambda score: score, score)
+            # In base 2, which is what the GPU has; scaled beside the subtraction, which is then one instruction.
+            new = jnp.maximum(most, jnp.max(score, axis=1) * factor)
+            kept = jnp.exp2(most - new)
+            p = jnp.exp2(score * factor - lax.broadcast_in_dim(new, score.shape, [0]))
+            weight = weight * kept + jnp.sum(p, axis=1)
+            total *= lax.broadcast_in_dim(kept, total.shape, [0])
+            p = p.astype(v_ref.dtype)
+            plgpu.barrier_wait(there.at[place[2]])
+            plgpu.barrier_wait(there.at[place[3]])
+
+            @pl.when(slot + KEYS > end)
+            def _():
+                # Behind the range stands anything, NaN too, which a weight of 0 would not stop.
+                for begin in range(0, COLUMNS, 64):
+                    part = values.at[:, pl.ds(begin, 64)]
+                    value = plgpu.load(part, layout=layout)  # pyright: ignore[reportCallIssue]
+                    row = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=layout)
+                    part[...] = jnp.where(slot + row < end, value, jnp.zeros_like(value))
+                plgpu.commit_smem()
+
+            add = lambda ref: plgpu.wgmma(ref, p, values)  # noqa: E731
+            total = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(total))
+            plgpu.barrier_arrive(free.at[place[2]])
+            plgpu.barrier_arrive(free.at[place[3]])
+            return total, new, weight
+
+        of_rows = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), by_row)  # noqa: E731
+        total = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), layout)
+        carry = total, of_rows(UNSEEN), of_rows(0.0)
+        total, most, weight = lax.fori_loop(0, count, step, carry)
+        weight = jnp.where(weight == 0, 1.0, weight)  # no keys: a result of 0
+        out = total / lax.broadcast_in_dim(weight, total.shape, [0])
+        # The queries' memory is free once both have scored their last keys.
+        plgpu.barrier_arrive(scored)
+        plgpu.barrier_wait(scored)
+        queries[warpgroup] = out.astype(queries.dtype)
+
+        @pl.when(warpgroup == 0)
+        def _():
+            log_weights[...] = most + jnp.log(weight) * math.log2(math.e)
+
+        plgpu.commit_smem()
+        columns = pl.ds(warpgroup * COLUMNS, COLUMNS)
+        plgpu.copy_smem_to_gmem(queries.at[warpgroup], out_ref.at[split, b, head, rows, columns])
+
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.copy_smem_to_gmem(log_weights, log_weight_ref.at[split, b, head, rows])
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _launch(
+    q: Float[Array, "B K R H"],
+    q_positions: Int[Array, "B R"],
+    spans: Int[Array, "B P 3"],
+    segment: Segment,
+    *,
+    splits: int,
+    scale: float,
+) -> tuple[Float[Array, "X B K R H"], Float[Array, "X B K R"]]:
+    b, k, rows, _ = q.shape
+    groups = spans.shape[1]
+    cluster = rows // ROWS // groups
+    lines = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    free = plgpu.Barrier(num_arrivals=2, num_barriers=RING)
+    if cluster > 1:
+        free = plgpu.ClusterBarrier(collective_axes=("tile",), num_arrivals=2, num_barriers=RING)
+    scratch = (
+        plgpu.SMEM((2, ROWS, COLUMNS), q.dtype, transforms=lines),
+        plgpu.SMEM((RING, KEYS, COLUMNS), q.dtype, transforms=lines),
+        plgpu.SMEM((ROWS,), jnp.float32),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_barriers=RING),
+        free,
+        plgpu.Barrier(num_arrivals=2),
+    )
+
+    def attention(*refs):
+        _attend(*refs, cluster=cluster, scale=scale)
+
+    return plgpu.kernel(
+        attention,
+        out_type=(
+            jax.ShapeDtypeStruct((splits, *q.shape), q.dtype),
+            jax.ShapeDtypeStruct((splits, b, k, rows), jnp.float32),
+        ),
+        grid=(groups, splits, k, b),
+        grid_names=("group", "split", "head", "sequence"),
+        cluster=(cluster,),
+        cluster_names=("tile",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        # No sum crosses warps; what is set aside for that by default does not fit.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+    )(spans, q_positions, segment.positions, q, segment.k, segment.v)
+
+
+def attention_mosaic(
+    q: Float[Array, "B T K G H"],
+    q_positions: Int[Array, "B T"],
+    segments: tuple[Segment, ...],
+    *,
+    scale: float,
+    causal: bool,
+    splits: int,
+) -> Float[Array, "B T K G H"]:
+    """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks them.
+
+    `splits` blocks, or clusters, share the keys of each kv head.
+    """
+    (segment,) = segments
+    b, t, k, g, _ = q.shape
+    cluster = 2 if t * g > ROWS else 1
+    fill = -(t * g) % (ROWS * cluster)
+    rows = q.transpose(0, 2, 1, 3, 4).reshape(b, k, t * g, HEAD_DIM)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, fill), (0, 0)))
+    by_row = jnp.pad(jnp.repeat(q_positions, g, axis=1), ((0, 0), (0, fill)), mode="edge")
+    # The same for all layers of a kind, and XLA computes them once.
+    positions = jnp.pad(
+        segment.positions, ((0, 0), (0, -segment.positions.shape[1] % KEYS)), constant_values=-1
+    )
+    lowest, highest = of_tiles(q_positions, g, ROWS * cluster)
+    spans = span(lowest, highest, positions, window=None, causal=causal)
+    positions = jnp.where(positions < 0, NOWHERE, positions)
+    if not causal:
+        lowest, by_row = (jnp.full_like(x, NOWHERE - 1) for x in (lowest, by_row))
+    # The first slot from there on that some query does not see.
+    slot = jnp.arange(positions.shape[1], dtype=jnp.int32)
+    hidden = (positions[:, None] > lowest[:, :, None]) & (slot >= spans[:, :, :1])
+    clear = jnp.min(jnp.where(hidden, slot, slot.size), axis=2, keepdims=True)
+    shares, log_weights = _launch(
+        rows,
+        by_row,
+        jnp.concatenate([spans, clear], axis=2),
+        segment._replace(positions=positions),
+        splits=splits,
+        scale=scale,
+    )
+    out = shares[0] if splits == 1 else _average(shares, log_weights)
+    out = out[:, :, : t * g].reshape(b, k, t, g, HEAD_DIM).transpose(0, 2, 1, 3, 4)
+    return out.astype(q.dtype)
+
+
+def _average(
+    shares: Float[Array, "X B K R H"], log_weights: Float[Array, "X B K R"]
+) -> Float[Array, "B K R H"]:
+    """Average the shares by what they saw: term by term, so that XLA adds them in one kernel."""
+    most = functools.reduce(jnp.maximum, log_weights)
+    weights = [jnp.exp2(one - most) for one in log_weights]
+    total = sum(weights)
+    terms = [
+        share.astype(jnp.float32) * (weight / total)[..., None]
+        for share, weight in zip(shares, weights, strict=True)
+    ]
+    return functools.reduce(jnp.add, terms)
