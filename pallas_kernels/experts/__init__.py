@@ -11,13 +11,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.experts.reference import choose as choose
 from pallas_kernels.experts.reference import reference
 from pallas_kernels.experts.triton import Tiling, experts_triton
 from pallas_kernels.experts.tuning import tiling_for
+from pallas_kernels.platform import on_cuda
 
 Implementation = Literal["auto", "reference", "triton"]
 
@@ -68,7 +68,7 @@ def experts(
     kernel = functools.partial(experts_triton, top_k=top_k, tiling=tiling, interpret=interpret)
     if implementation == "triton":
         return kernel(*args)
-    return lax.platform_dependent(*args, cuda=kernel, default=slow)
+    return on_cuda(kernel, slow, *args)
 
 
 def _check(

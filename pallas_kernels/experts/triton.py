@@ -4,8 +4,9 @@
 tokens and two for more, where all blocks of tokens must have chosen before the first can be placed. `_gate_up`
 multiplies each tile by its expert's gate and up matrices and applies the activation, `_down` multiplies by its down
 matrix and by the pairs' weights and writes each row to its pair's place; the sum over a token's pairs is left to XLA.
-Tiles beyond the last one in use end at once, so experts that no token chose are never read. Tiles are the
-fastest axis of both grids: those of one expert run side by side, and the second finds the weights in L2. No
+Tiles beyond the last one in use end at once, so experts that no token chose are never read. Columns are the
+fastest axis of both grids: blocks that run side by side read neighbours in memory (on an H200, for 512 tokens, 386 us
+instead of 424 with tiles as the fastest), and other tiles of the expert still find its weights in L2. No
 atomics: results do not depend on the order in which blocks run.
 """
 
@@ -77,9 +78,7 @@ def _choose(logits_ref, scale_ref, weight_ref, *, block: int, top_k: int) -> Arr
     left = jnp.where(probs == probs, probs, jnp.inf)
     choice = jnp.full(left.shape, -1, jnp.int32)
     for j in range(top_k):
-        most = jnp.max(left, axis=1)[:, None]
-        first = jnp.min(jnp.where(left == most, expert, expert.size), axis=1)
-        mine = expert == first[:, None]
+        mine = expert == jnp.argmax(left, axis=1)[:, None]  # the first of equals
         choice, left = jnp.where(mine, j, choice), jnp.where(mine, -1, left)
     choice = jnp.where(inside, choice, -1)
     scale = _load(scale_ref, expert, inside=expert < num_experts).astype(jnp.float32)
@@ -164,10 +163,10 @@ def _gate_up(
     expert_ref, used_ref, pair_ref, x_ref, w_ref, hidden_ref, *, top_k: int, rows: int, block: Block
 ):
     """hidden[tile] = gelu_tanh(x[tokens of the tile] @ gate) * (x[...] @ up), for a block of columns."""
-    tile = pl.program_id(0)
+    tile = pl.program_id(1)
     expert, used = expert_ref[tile], used_ref[tile]
     d, f = x_ref.shape[1], w_ref.shape[3]
-    column = pl.program_id(1) * block.columns + lax.iota(jnp.int32, block.columns)
+    column = pl.program_id(0) * block.columns + lax.iota(jnp.int32, block.columns)
 
     @pl.when(used > 0)
     def _():
@@ -205,10 +204,10 @@ def _down(
     block: Block,
 ):
     """out[pairs of the tile] = weights * (hidden[tile] @ down), for a block of columns."""
-    tile = pl.program_id(0)
+    tile = pl.program_id(1)
     expert, used = expert_ref[tile], used_ref[tile]
     f, d = w_ref.shape[1:]
-    column = pl.program_id(1) * block.columns + lax.iota(jnp.int32, block.columns)
+    column = pl.program_id(0) * block.columns + lax.iota(jnp.int32, block.columns)
 
     @pl.when(used > 0)
     def _():
@@ -287,7 +286,7 @@ def route(
         pl.pallas_call,
         grid=(programs,),
         # A warp for every two tokens: they share what they find out through registers, warps do not.
-        compiler_params=plgpu.CompilerParams(num_warps=max(1, min(block // 2, 4)), num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=max(1, block // 2), num_stages=1),
         interpret=interpret,
     )
     if programs == 1:
@@ -324,7 +323,7 @@ def multiply_gate_up(
     return pl.pallas_call(
         functools.partial(_gate_up, top_k=top_k, rows=rows, block=block),
         out_shape=jax.ShapeDtypeStruct((routed.pair.size, f), x.dtype),
-        grid=(routed.expert.size, pl.cdiv(f, block.columns)),
+        grid=(pl.cdiv(f, block.columns), routed.expert.size),
         compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=interpret,
         name="experts_gate_up",
@@ -345,7 +344,7 @@ def multiply_down(
     return pl.pallas_call(
         functools.partial(_down, rows=rows, block=block),
         out_shape=jax.ShapeDtypeStruct((routed.weight.size, d), hidden.dtype),
-        grid=(routed.expert.size, pl.cdiv(d, block.columns)),
+        grid=(pl.cdiv(d, block.columns), routed.expert.size),
         compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=interpret,
         name="experts_down",
