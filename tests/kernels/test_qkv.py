@@ -73,7 +73,9 @@ def test_derivatives_are_those_of_the_reference() -> None:
         out = qkv(projected, q_scale, k_scale, cos, sin, **how)
         return jnp.sum(jnp.stack([jnp.sum(x * weight) for x in jax.tree.leaves(out)]))
 
-    auto, reference = (jax.jit(jax.grad(total), static_argnums=1)(projected, i) for i in ("auto", "reference"))
+    auto, reference = (
+        jax.jit(jax.grad(total), static_argnums=1)(projected, i) for i in ("auto", "reference")
+    )
     assert jnp.any(auto != 0)
     np.testing.assert_array_equal(auto, reference)
 
