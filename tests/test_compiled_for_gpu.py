@@ -219,7 +219,9 @@ def test_the_loop_copies_neither_weights_nor_caches(
     print(f"{preset}, batch {batch}: {memory}")
     assert memory.alias_size_in_bytes >= cache_bytes((state.caches, state.drafter))
     assert memory.temp_size_in_bytes < temporary_mb << 20
-    assert big_moves(compiled.as_text()) == []
+    hlo = compiled.as_text()
+    assert "/qkv/pallas_call" in hlo  # it writes the caches, unless that is a tree's `keep_rows`
+    assert big_moves(hlo) == []
 
 
 @pytest.mark.parametrize(("preset", "centroids"), [("e4b", True), ("26b-a4b", False)])
