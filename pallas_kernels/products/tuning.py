@@ -9,17 +9,13 @@ from pallas_kernels.products.triton import Tiling
 # 21504 x 5376 55 and 4.2. XLA's own, tuned by trying: 7.0, 3.9, 6.4, -, 13.0, and 1 us to add its splits.
 WIDE = 2560  # columns from which blocks of 128 are better than of 64
 PROGRAMS = 132  # one for each of an H200's multiprocessors
+MOST_SPLITS = 16  # they are written and read again
 
 
 def tiling_for(inputs: int, columns: int) -> Tiling:
     """Return a tiling with even splits, if there are any, and enough of them to fill the GPU."""
-    wide = Tiling(128, 64, _splits(inputs, columns, 128, most=8), warps=4, stages=4)
-    if columns >= WIDE and wide.splits * -(-columns // 128) >= PROGRAMS:
-        return wide
-    # More than 8 splits XLA adds in a kernel of its own.
-    return Tiling(64, 64, _splits(inputs, columns, 64, most=16), warps=4, stages=6)
-
-
-def _splits(inputs: int, columns: int, block: int, most: int) -> int:
-    even = [s for s in range(1, most + 1) if inputs % (64 * s) == 0] or [1]
-    return next((s for s in even if s * -(-columns // block) >= PROGRAMS), even[-1])
+    block, stages = (128, 4) if columns >= WIDE else (64, 6)
+    blocks = -(-columns // block)
+    even = [s for s in range(1, MOST_SPLITS + 1) if inputs % (64 * s) == 0] or [1]
+    splits = next((s for s in even if s * blocks >= PROGRAMS), even[-1])
+    return Tiling(block, 64, splits, warps=4, stages=stages)
