@@ -31,7 +31,6 @@ from jaxspec.models.layers import (
     contract,
     gelu_tanh,
     project,
-    project_and_add,
     rms_norm,
     rope_frequencies,
 )
@@ -314,29 +313,22 @@ class DecoderLayer(nnx.Module):
         per_layer: Float[Array, "B T P"] | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
         """Return the layer's output, its cache after the writes, and the K/V its queries saw."""
-        x, normed, cache, segments = self.attention_block(x, where, cache, shared)
-        scalar = self.scalar[...]
-        last = None if self.has_per_layer else scalar  # it multiplies what the last part returns
+        x, cache, segments = self.attention_block(x, where, cache, shared)
+        with jax.named_scope("mlp"):
+            h = self.mlp(rms_norm(x, self.pre_mlp_norm[...], self.eps))
         if self.has_experts:
-            with jax.named_scope("mlp"):
-                h = rms_norm(self.mlp(normed[0]), self.dense_post_norm[...], self.eps)
             with jax.named_scope("experts"):
-                routed = self.experts(normed[1], x)
+                routed = self.experts(rms_norm(x, self.experts_pre_norm[...], self.eps), x)
+                h = rms_norm(h, self.dense_post_norm[...], self.eps)
                 h = h + rms_norm(routed, self.experts_post_norm[...], self.eps)
-            x = x + rms_norm(h, self.post_mlp_norm[...], self.eps)
-            x = x if last is None else x * last
-        else:
-            with jax.named_scope("mlp"):
-                hidden, norm = self.mlp.hidden(normed[0]), self.post_mlp_norm[...]
-                args = hidden, self.mlp.down[...], x, norm
-                (x,) = project_and_add(*args, eps=self.eps, factor=last)
+        x = x + rms_norm(h, self.post_mlp_norm[...], self.eps)
         if self.has_per_layer:
             assert per_layer is not None
             with jax.named_scope("per_layer_input"):
                 gate = gelu_tanh(project(x, self.per_layer_gate[...]))
-                args = gate * per_layer, self.per_layer_out[...], x, self.per_layer_norm[...]
-                (x,) = project_and_add(*args, eps=self.eps, factor=scalar)
-        return x, cache, segments
+                h = project(gate * per_layer, self.per_layer_out[...])
+                x = x + rms_norm(h, self.per_layer_norm[...], self.eps)
+        return x * self.scalar[...], cache, segments
 
     def attention_block(
         self,
@@ -344,22 +336,12 @@ class DecoderLayer(nnx.Module):
         where: Placement,
         cache: KVCache | None,
         shared: tuple[KVSegment, ...] | None,
-    ) -> tuple[
-        Float[Array, "B T D"],
-        tuple[Float[Array, "B T D"], ...],
-        KVCache | None,
-        tuple[KVSegment, ...],
-    ]:
-        """Return the first half of the layer: the residual, and its norms for the MLP and the experts."""
+    ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
+        """Return the first half of the layer: the residual that the MLP and the router read."""
         with jax.named_scope("attention"):
             h = rms_norm(x, self.pre_attention_norm[...], self.eps)
             h, cache, segments = self.attention(h, where, cache, shared)
-            then = (self.pre_mlp_norm[...],)
-            if self.has_experts:
-                then += (self.experts_pre_norm[...],)
-            args = h, self.attention.out[...], x, self.post_attention_norm[...]
-            x, *normed = project_and_add(*args, inputs=3, eps=self.eps, then=then)
-            return x, tuple(normed), cache, segments
+            return x + rms_norm(h, self.post_attention_norm[...], self.eps), cache, segments
 
 
 @jax.jit
@@ -399,8 +381,7 @@ class Attention(nnx.Module):
         where: Placement,
         cache: KVCache | None,
         shared: tuple[KVSegment, ...] | None,
-    ) -> tuple[Float[Array, "B T K G H"], KVCache | None, tuple[KVSegment, ...]]:
-        """Return what the queries saw, which `out` is to project, the cache, and the K/V they saw it in."""
+    ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
         _, g, head_dim, _ = self.out.shape
         tree = where.ancestors is not None
         into = None
@@ -428,7 +409,7 @@ class Attention(nnx.Module):
                 segments = (kv.view(cache, where.start, where.slots), *segments)
         assert q is not None
         out = attend(q, where.positions, segments, scale=1.0, window=self.window)
-        return out, cache, segments
+        return whole(project(out, self.out[...], inputs=3)), cache, segments
 
 
 def _rounded_sqrt(x: int, dtype: jnp.dtype) -> Array:
