@@ -64,9 +64,7 @@ def block_logits(
 
     def draft(lengths: Int[Array, " B"]) -> Float[Array, "B G V"]:
         visible = jnp.where(positions < lengths[:, None], positions, -1)
-        segments = tuple(
-            KVSegment(k.swapaxes(1, 2), v.swapaxes(1, 2), visible) for k, v in keys_and_values
-        )
+        segments = tuple(KVSegment(k, v, visible) for k, v in keys_and_values)
         tokens = jnp.take_along_axis(text, lengths[:, None], axis=1)[:, 0]
         return drafter.block_logits(
             segments,
