@@ -115,7 +115,7 @@ def test_dflash_steps_equal_those_without_caches(target: LoadedModel) -> None:
 
         def at(anchor: Array) -> Array:
             seen = jnp.where(positions < anchor, positions, -1)
-            segments = tuple(KVSegment(k.swapaxes(1, 2), v.swapaxes(1, 2), seen) for k, v in kv)
+            segments = tuple(KVSegment(k, v, seen) for k, v in kv)
             lengths = jnp.full(b, anchor)
             logits = model.block_logits(
                 segments, embedder, text[:, anchor], lengths, num_draft_tokens=g
