@@ -468,7 +468,8 @@ class Sampler:
         )
 
     def _cache_length(self, width: int) -> int:
-        return width + self.max_new_tokens + self.spec.step_tokens
+        # A multiple of 8, which attention's kernels want.
+        return -(-(width + self.max_new_tokens + self.spec.step_tokens) // 8) * 8
 
     def _check(
         self, target_params: Params, drafter_params: Params | None, prompts: Prompts
