@@ -1,4 +1,4 @@
-"""Where a kernel runs: chosen when a program is compiled, and never for derivatives."""
+"""Where a kernel runs: what it needs, chosen when a program is compiled, and never for derivatives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 T = TypeVar("T")
 
@@ -26,3 +28,35 @@ def on_cuda(kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T:
         return jax.jvp(plain, primals, tangents)
 
     return call(*args)
+
+
+def why_not_triton(*arrays: Array, interpret: bool) -> str | None:
+    """Say why a Triton kernel cannot take these arrays on this machine's GPU, if it has one.
+
+    Without one the reason is left to the compiler: programs may be compiled for a GPU elsewhere.
+    """
+    for array in arrays:
+        if not interpret and array.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"the Triton kernel is cut for bfloat16 and float16, not {array.dtype}"
+        if array.size >= 2**31:
+            return f"the Triton kernel's offsets are 32 bits, and an array has {array.size} numbers"
+    if devices := devices_of_mesh():
+        return f"the Triton kernel runs on one device, not on a mesh of {devices}"
+    found = None if interpret else capability()
+    if found is not None and found < 8.0:
+        return f"the Triton kernel needs compute capability 8.0; this GPU has {found}"
+    return None
+
+
+def devices_of_mesh() -> int:
+    """Return how many devices of a mesh XLA spreads arrays over; 0 where it does not."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.size if mesh.size > 1 and not mesh.are_all_axes_manual else 0
+
+
+def capability() -> float | None:
+    """Return the compute capability of this machine's GPU, if it has one: 0 if that is not NVIDIA's."""
+    if jax.default_backend() != "gpu":
+        return None
+    said = str(getattr(jax.devices()[0], "compute_capability", 0))
+    return float(said) if said.replace(".", "").isdigit() else 0.0

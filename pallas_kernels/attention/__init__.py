@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention.reference import Segment, reference
 from pallas_kernels.attention.triton import Tiling, attention_triton
 from pallas_kernels.attention.tuning import splits_for, tiling_for
-from pallas_kernels.platform import on_cuda
+from pallas_kernels.platform import capability, devices_of_mesh, on_cuda, why_not_triton
 
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
@@ -85,7 +85,7 @@ def attention(
     }
     chosen = implementation
     if implementation == "auto":
-        on_hopper = reasons["mosaic"] is None and _capability() == HOPPER
+        on_hopper = reasons["mosaic"] is None and capability() == HOPPER
         chosen = "mosaic" if on_hopper else "triton"
         score_bytes = 4 * b * t * k * g * sum(s.k.shape[2] for s in segments)
         read = score_bytes + sum(2 * s.k.size * s.k.dtype.itemsize for s in segments)
@@ -145,20 +145,9 @@ def _check(q: Array, q_positions: Array, segments: tuple[Segment, ...]) -> None:
 
 def _why_not_triton(segments: tuple[Segment, ...], interpret: bool) -> str | None:
     """Say why the Triton kernel cannot run for these keys on this machine's GPU, if it has one."""
-    keys = segments[0].k
-    h, largest = keys.shape[3], max(s.k.size for s in segments)
-    if not interpret and keys.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the Triton kernel is cut for bfloat16 and float16 keys, not {keys.dtype}"
-    if h not in (16, 32, 64, 128, 256, 512):
+    if (h := segments[0].k.shape[3]) not in (16, 32, 64, 128, 256, 512):
         return f"the Triton kernel takes head dims that are a power of two from 16 to 512, not {h}"
-    if largest >= 2**31:
-        return f"the Triton kernel's offsets are 32 bits, and the keys are {largest} numbers"
-    if devices := _devices():
-        return f"the Triton kernel runs on one device, not on a mesh of {devices}"
-    capability = None if interpret else _capability()
-    if capability is not None and capability < 8.0:
-        return f"the Triton kernel needs compute capability 8.0; this GPU has {capability}"
-    return None
+    return why_not_triton(*(s.k for s in segments), interpret=interpret)
 
 
 def _why_not_mosaic(
@@ -178,22 +167,8 @@ def _why_not_mosaic(
         return f"the Mosaic kernel takes a multiple of 8 slots, not {keys.shape[2]}"
     if len(segments) > 1 or seen_by is not None or window is not None:
         return "the Mosaic kernel takes one segment without seen_by, and no window"
-    if devices := _devices():
+    if devices := devices_of_mesh():
         return f"the Mosaic kernel runs on one device, not on a mesh of {devices}"
-    if (capability := _capability()) not in (None, HOPPER):
-        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {capability}"
+    if (found := capability()) not in (None, HOPPER):
+        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
     return None
-
-
-def _devices() -> int:
-    """Return how many devices of a mesh XLA spreads arrays over; 0 where it does not."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.size if mesh.size > 1 and not mesh.are_all_axes_manual else 0
-
-
-def _capability() -> float | None:
-    """Return the compute capability of this machine's GPU, if it has one: 0 if that is not NVIDIA's."""
-    if jax.default_backend() != "gpu":
-        return None
-    said = str(getattr(jax.devices()[0], "compute_capability", 0))
-    return float(said) if said.replace(".", "").isdigit() else 0.0

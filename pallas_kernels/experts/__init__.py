@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -17,7 +16,7 @@ from pallas_kernels.experts.reference import choose as choose
 from pallas_kernels.experts.reference import reference
 from pallas_kernels.experts.triton import Tiling, experts_triton
 from pallas_kernels.experts.tuning import tiling_for
-from pallas_kernels.platform import on_cuda
+from pallas_kernels.platform import on_cuda, why_not_triton
 
 Implementation = Literal["auto", "reference", "triton"]
 
@@ -59,7 +58,7 @@ def experts(
     slow = functools.partial(reference, top_k=top_k)
     if implementation == "reference":
         return slow(*args)
-    reason = _why_not(gate_up, interpret)
+    reason = why_not_triton(gate_up, interpret=interpret)
     if reason and implementation == "triton":
         raise NotImplementedError(f"{reason}; pass implementation='auto' or 'reference'")
     if reason:
@@ -92,20 +91,3 @@ def _check(
             f"tokens and experts must have one dtype; x is {x.dtype}, gate_up {gate_up.dtype}, "
             f"down {down.dtype}"
         )
-
-
-def _why_not(gate_up: Array, interpret: bool) -> str | None:
-    """Say why the kernel cannot run for these experts on this machine's GPU, if it has one."""
-    if not interpret and gate_up.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the Triton kernel is cut for bfloat16 and float16 experts, not {gate_up.dtype}"
-    if gate_up.size >= 2**31:
-        return f"the Triton kernel's offsets are 32 bits, and gate_up has {gate_up.size} numbers"
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size > 1 and not mesh.are_all_axes_manual:
-        return f"the Triton kernel runs on one device, not on a mesh of {mesh.size}"
-    if not interpret and jax.default_backend() == "gpu":
-        device = jax.devices()[0]
-        capability = str(getattr(device, "compute_capability", "0"))
-        if device.platform == "gpu" and float(capability) < 8.0:
-            return f"the Triton kernel needs compute capability 8.0; {device.device_kind} has {capability}"
-    return None

@@ -26,7 +26,6 @@ SMALL = Shape(experts=24, top_k=3, width=81, hidden=43)
 # The routing of 26B-A4B, with experts small enough to be interpreted.
 NARROW = Shape(experts=128, top_k=8, width=48, hidden=24)
 
-TOKENS = (1, 3, 16, 128, 300, 512)
 ROUTINGS = ("random", "same", "spread", "skewed")
 
 

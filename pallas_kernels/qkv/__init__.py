@@ -8,11 +8,9 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.platform import on_cuda
+from pallas_kernels.platform import on_cuda, why_not_triton
 from pallas_kernels.qkv.reference import QKV, Destination, put, reference
 from pallas_kernels.qkv.triton import qkv_triton
 
@@ -119,22 +117,7 @@ def _check(
 
 def _why_not(projected: Array, into: Destination | None, interpret: bool) -> str | None:
     """Say why the kernel cannot run for these heads on this machine's GPU, if it has one."""
-    h = projected.shape[4]
-    largest = max(projected.size, 0 if into is None else into.k.size)
-    if not interpret and projected.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the Triton kernel is cut for bfloat16 and float16, not {projected.dtype}"
-    if h not in (16, 32, 64, 128, 256, 512):
+    if (h := projected.shape[4]) not in (16, 32, 64, 128, 256, 512):
         return f"the Triton kernel takes head dims that are a power of two from 16 to 512, not {h}"
-    if largest >= 2**31:
-        return (
-            f"the Triton kernel's offsets are 32 bits, and the largest array has {largest} numbers"
-        )
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size > 1 and not mesh.are_all_axes_manual:
-        return f"the Triton kernel runs on one device, not on a mesh of {mesh.size}"
-    if not interpret and jax.default_backend() == "gpu":
-        device = jax.devices()[0]
-        capability = str(getattr(device, "compute_capability", "0"))
-        if device.platform == "gpu" and float(capability) < 8.0:
-            return f"the Triton kernel needs compute capability 8.0; {device.device_kind} has {capability}"
-    return None
+    caches = () if into is None else (into.k, into.v)
+    return why_not_triton(projected, *caches, interpret=interpret)

@@ -182,7 +182,7 @@ def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:
 def test_a_choice_that_cannot_run_is_refused() -> None:
     q, at = queries(FULL, [9], 3, jnp.dtype("float32"))
     segments = (cached(FULL, [9], 16, jnp.dtype("float32")),)
-    with pytest.raises(NotImplementedError, match="bfloat16 and float16 keys, not float32"):
+    with pytest.raises(NotImplementedError, match="bfloat16 and float16, not float32"):
         attention(q, at, segments, scale=1.0, implementation="triton")
 
 
@@ -198,7 +198,7 @@ WIDE = Shape(16, 2, 512)
     [
         (dict(shape=FULL), "head dim 512, not 64"),
         (dict(size=20), "a multiple of 8 slots, not 20"),
-        (dict(dtype="float32"), "bfloat16 and float16 keys, not float32"),
+        (dict(dtype="float32"), "bfloat16 and float16, not float32"),
         (dict(shape=Shape(16, 2, 512, window=24)), "one segment without seen_by, and no window"),
         (dict(interpret=True), "is not interpreted"),
     ],
