@@ -2,6 +2,7 @@
 
 A kernel is a folder with the public function and its checks in `__init__.py`, the same function in plain
 JAX in `reference.py`, a Pallas file for each backend it has (`mosaic.py`, `triton.py`), its tile sizes in
-`tuning.py`, and in `cases.py` the shapes of real models that its tests and its benchmark share. Nothing
-here may import `jaxspec`.
+`tuning.py`, and in `cases.py` the shapes of real models that its tests and its benchmark share. What kernels
+have in common stands beside the folders: `platform.py` where they can run, `triton.py` loads and stores.
+Nothing here may import `jaxspec`.
 """

@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.reference import Segment
+from pallas_kernels.triton import dot, load, store
 
 COMBINED_ROWS = 8  # of a program that adds up splits
 UNSEEN = -1e30  # a score; minus infinity would make NaN of rows that see nothing
@@ -67,8 +68,8 @@ def _attend(
     column = lax.iota(jnp.int32, width)[None, :]
     made = part * (width // tiling.parts) + lax.iota(jnp.int32, width // tiling.parts)[None, :]
     q_index = (b, head, group[:, None], token[:, None])
-    q = _load(q_ref, *q_index, column, mask=None if inside is None else inside[:, None])
-    q_position = _load(q_positions_ref, b, token, mask=inside)
+    q = load(q_ref, *q_index, column, mask=None if inside is None else inside[:, None])
+    q_position = load(q_positions_ref, b, token, mask=inside)
 
     carry = (
         jnp.zeros((tiling.rows, made.size), jnp.float32),
@@ -103,12 +104,12 @@ def _attend(
             total, most, weight = carry
             slot = block * keys + lax.iota(jnp.int32, keys)
             real = _inside(slot, k_ref.shape[2])
-            k = _load(
+            k = load(
                 k_ref, b, head, slot[:, None], column, mask=None if real is None else real[:, None]
             )
             # Behind the range stands anything, NaN too, which a weight of 0 would not stop.
-            v = _load(v_ref, b, head, slot[:, None], made, mask=(slot < end)[:, None])
-            position = _load(positions_ref, b, slot, mask=real)
+            v = load(v_ref, b, head, slot[:, None], made, mask=(slot < end)[:, None])
+            position = load(positions_ref, b, slot, mask=real)
             visible = ((position >= 0) & (slot < end))[None, :]
             if window is not None:
                 visible &= position[None, :] > q_position[:, None] - window
@@ -117,12 +118,12 @@ def _attend(
             if seen_ref is not None:
                 mask = None if inside is None else inside[:, None]
                 mask = mask if real is None else real[None, :] & (True if mask is None else mask)
-                visible &= _load(seen_ref, b, token[:, None], slot[None, :], mask=mask) != 0
+                visible &= load(seen_ref, b, token[:, None], slot[None, :], mask=mask) != 0
             # In base 2, which is what the GPU has.
-            score = jnp.where(visible, _dot(q, k.T) * (scale * math.log2(math.e)), UNSEEN)
+            score = jnp.where(visible, dot(q, k.T) * (scale * math.log2(math.e)), UNSEEN)
             new = jnp.maximum(most, jnp.max(score, axis=1))
             kept, p = jnp.exp2(most - new), jnp.exp2(score - new[:, None])
-            total = total * kept[:, None] + _dot(p.astype(v.dtype), v)
+            total = total * kept[:, None] + dot(p.astype(v.dtype), v)
             return total, new, weight * kept + jnp.sum(p, axis=1)
 
         carry = lax.fori_loop(start, stop, step, carry)
@@ -133,11 +134,11 @@ def _attend(
     out = total / weight[:, None]
     mask = None if inside is None else inside[:, None]
     out_index = (b, token[:, None], head, group[:, None])
-    _store(out_ref, split, *out_index, made, value=out, mask=mask)
+    store(out_ref, split, *out_index, made, value=out, mask=mask)
     if log_weight_ref:
         value = most + jnp.log2(weight)
         once = (row < tokens * groups) & (part == 0)
-        _store(log_weight_ref[0], split, b, token, head, group, value=value, mask=once)
+        store(log_weight_ref[0], split, b, token, head, group, value=value, mask=once)
 
 
 def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
@@ -148,7 +149,7 @@ def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
     split = lax.iota(jnp.int32, pl.next_power_of_2(splits))[:, None]
     # A split that is not there repeats the last one, which does not change the largest.
     most = jnp.max(
-        _load(
+        load(
             log_weights_ref,
             jnp.minimum(split, splits - 1),
             row[None, :],
@@ -160,42 +161,18 @@ def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
 
     def step(i, carry):
         total, weight = carry
-        mine = jnp.exp2(_load(log_weights_ref, i, row, mask=inside) - most)
-        part = _load(parts_ref, i, row[:, None], column[None, :], mask=mask)
+        mine = jnp.exp2(load(log_weights_ref, i, row, mask=inside) - most)
+        part = load(parts_ref, i, row[:, None], column[None, :], mask=mask)
         return total + part.astype(jnp.float32) * mine[:, None], weight + mine
 
     zeros = jnp.zeros((rows, width), jnp.float32), jnp.zeros((rows,), jnp.float32)
     total, weight = lax.fori_loop(0, splits, step, zeros)
-    _store(out_ref, row[:, None], column[None, :], value=total / weight[:, None], mask=mask)
+    store(out_ref, row[:, None], column[None, :], value=total / weight[:, None], mask=mask)
 
 
 def _inside(index: Array, size: int) -> Array | None:
     """Return a mask of the indices below size, or None where the axis is cut evenly."""
     return None if size % index.size == 0 else index < size
-
-
-def _at(ref, index: tuple):
-    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
-    return ref.at[tuple(jnp.broadcast_to(i, shape) if jnp.ndim(i) else i for i in index)], shape
-
-
-def _load(ref, *index, mask: Array | None) -> Array:
-    at, shape = _at(ref, index)
-    if mask is None:
-        return plgpu.load(at)
-    return plgpu.load(at, mask=jnp.broadcast_to(mask, shape), other=0)
-
-
-def _store(ref, *index, value: Array, mask: Array | None) -> None:
-    at, shape = _at(ref, index)
-    mask = None if mask is None else jnp.broadcast_to(mask, shape)
-    plgpu.store(at, value.astype(ref.dtype), mask=mask)
-
-
-def _dot(x: Array, y: Array) -> Array:
-    # On Hopper the default for float32 would be TF32.
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.dot(x, y, precision=exact, preferred_element_type=jnp.float32)
 
 
 def span(

@@ -65,8 +65,7 @@ def tiling_for(*, head_dim: int, rows: int, heads: int, longest: int) -> Tiling:
     _, most, (keys, warps, stages, parts) = next((r for r in same if power <= r[1]), same[-1])
     tile = min(power, most)
     programs = heads * -(-rows // tile) * parts
-    splits = max(1, min(FULL // programs, longest // FEWEST_KEYS))
-    return Tiling(tile, keys, warps, stages, splits, parts)
+    return Tiling(tile, keys, warps, stages, _splits(programs, longest), parts)
 
 
 def splits_for(*, rows: int, heads: int, longest: int) -> int:
@@ -77,4 +76,8 @@ def splits_for(*, rows: int, heads: int, longest: int) -> int:
         heads: kv heads of all sequences.
         longest: Slots of the longest segment.
     """
-    return max(1, min(FULL // (heads * -(-rows // 64)), longest // FEWEST_KEYS))
+    return _splits(heads * -(-rows // 64), longest)
+
+
+def _splits(programs: int, longest: int) -> int:
+    return max(1, min(FULL // programs, longest // FEWEST_KEYS))

@@ -23,6 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.triton import dot, load, store
+
 BLOCK_TOKENS = 16  # of a program that routes; no more than the rows of any tile
 
 
@@ -70,7 +72,7 @@ def _choose(logits_ref, scale_ref, weight_ref, *, block: int, top_k: int) -> Arr
     token = pl.program_id(0) * block + lax.iota(jnp.int32, block)
     expert = lax.iota(jnp.int32, _power(num_experts))[None, :]
     inside = (token < tokens)[:, None] & (expert < num_experts)
-    logits = _load(logits_ref, token[:, None], expert, inside=inside)
+    logits = load(logits_ref, token[:, None], expert, mask=inside)
     logits = jnp.where(inside, logits, -jnp.inf)
     probs = jnp.exp(logits - jnp.max(logits, axis=1)[:, None])
     probs = probs / jnp.sum(probs, axis=1)[:, None]
@@ -81,7 +83,7 @@ def _choose(logits_ref, scale_ref, weight_ref, *, block: int, top_k: int) -> Arr
         mine = expert == jnp.argmax(left, axis=1)[:, None]  # the first of equals
         choice, left = jnp.where(mine, j, choice), jnp.where(mine, -1, left)
     choice = jnp.where(inside, choice, -1)
-    scale = _load(scale_ref, expert, inside=expert < num_experts).astype(jnp.float32)
+    scale = load(scale_ref, expert, mask=expert < num_experts).astype(jnp.float32)
     weights = probs / jnp.sum(jnp.where(choice >= 0, probs, 0), axis=1)[:, None] * scale
     # An index that is not stored points outside: the interpreter writes old values back.
     pair = jnp.where(choice >= 0, token[:, None] * top_k + choice, weight_ref.shape[0])
@@ -134,7 +136,7 @@ def _choose_block(logits_ref, scale_ref, weight_ref, choice_ref, count_ref, *, b
     choice = _choose(logits_ref, scale_ref, weight_ref, block=block, top_k=top_k)
     row = me * block + lax.iota(jnp.int32, block)[:, None]
     expert = lax.iota(jnp.int32, choice.shape[1])
-    _store(choice_ref, row, expert[None, :], choice, mask=row >= 0)
+    store(choice_ref, row, expert[None, :], value=choice, mask=row >= 0)
     plgpu.store(count_ref.at[me, expert], jnp.sum((choice >= 0).astype(jnp.int32), axis=0))
 
 
@@ -147,14 +149,14 @@ def _place_block(
 
     def count(step, sums):
         other = step * some + lax.iota(jnp.int32, some)[:, None]
-        counts = _load(count_ref, other, expert[None, :], inside=other < programs)
+        counts = load(count_ref, other, expert[None, :], mask=other < programs)
         earlier = jnp.where(other < me, counts, 0)
         return sums[0] + jnp.sum(earlier, axis=0), sums[1] + jnp.sum(counts, axis=0)
 
     zeros = jnp.zeros((experts,), jnp.int32)
     before, counts = lax.fori_loop(0, pl.cdiv(programs, some), count, (zeros, zeros))
     row = me * block + lax.iota(jnp.int32, block)[:, None]
-    choice = _load(choice_ref, row, expert[None, :], inside=None)
+    choice = load(choice_ref, row, expert[None, :])
     refs = expert_ref, used_ref, pair_ref
     _place(choice, before, counts, *refs, top_k=top_k, rows=rows, programs=programs)
 
@@ -177,18 +179,18 @@ def _gate_up(
 
         def step(i, sums):
             k = i * block.inputs + lax.iota(jnp.int32, block.inputs)
-            x = _load(x_ref, token[:, None], k[None, :], inside=_inside(k[None, :], d))
+            x = load(x_ref, token[:, None], k[None, :], mask=_inside(k[None, :], d))
             inside = _both(_inside(k[:, None], d), _inside(column[None, :], f))
-            gate = _load(w_ref, expert, k[:, None], 0, column[None, :], inside=inside)
-            up = _load(w_ref, expert, k[:, None], 1, column[None, :], inside=inside)
-            return sums[0] + _dot(x, gate), sums[1] + _dot(x, up)
+            gate = load(w_ref, expert, k[:, None], 0, column[None, :], mask=inside)
+            up = load(w_ref, expert, k[:, None], 1, column[None, :], mask=inside)
+            return sums[0] + dot(x, gate), sums[1] + dot(x, up)
 
         zeros = jnp.zeros((rows, block.columns), jnp.float32)
         gate, up = lax.fori_loop(0, pl.cdiv(d, block.inputs), step, (zeros, zeros))
         # As in the reference, both are rounded before the activation.
         gate, up = (a.astype(hidden_ref.dtype).astype(jnp.float32) for a in (gate, up))
         hidden = jax.nn.gelu(gate, approximate=True) * up
-        _store(hidden_ref, row[:, None], column[None, :], hidden, mask=column[None, :] < f)
+        store(hidden_ref, row[:, None], column[None, :], value=hidden, mask=column[None, :] < f)
 
 
 def _down(
@@ -219,15 +221,15 @@ def _down(
 
         def step(i, total):
             k = i * block.inputs + lax.iota(jnp.int32, block.inputs)
-            hidden = _load(hidden_ref, row[:, None], k[None, :], inside=_inside(k[None, :], f))
+            hidden = load(hidden_ref, row[:, None], k[None, :], mask=_inside(k[None, :], f))
             inside = _both(_inside(k[:, None], f), _inside(column[None, :], d))
-            w = _load(w_ref, expert, k[:, None], column[None, :], inside=inside)
-            return total + _dot(hidden, w)
+            w = load(w_ref, expert, k[:, None], column[None, :], mask=inside)
+            return total + dot(hidden, w)
 
         total = jnp.zeros((rows, block.columns), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(f, block.inputs), step, total)
         mask = inside_tile[:, None] & (column[None, :] < d)
-        _store(out_ref, pair[:, None], column[None, :], total * weight[:, None], mask=mask)
+        store(out_ref, pair[:, None], column[None, :], value=total * weight[:, None], mask=mask)
 
 
 def _inside(index: Array, size: int) -> Array | None:
@@ -237,25 +239,6 @@ def _inside(index: Array, size: int) -> Array | None:
 
 def _both(a: Array | None, b: Array | None) -> Array | None:
     return a if b is None else b if a is None else a & b
-
-
-def _load(ref, *index, inside: Array | None) -> Array:
-    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
-    at = ref.at[tuple(jnp.broadcast_to(i, shape) if jnp.ndim(i) else i for i in index)]
-    if inside is None:
-        return plgpu.load(at)
-    return plgpu.load(at, mask=jnp.broadcast_to(inside, shape), other=0)
-
-
-def _store(ref, row: Array, column: Array, value: Array, *, mask: Array) -> None:
-    at = ref.at[jnp.broadcast_to(row, value.shape), jnp.broadcast_to(column, value.shape)]
-    plgpu.store(at, value.astype(ref.dtype), mask=jnp.broadcast_to(mask, value.shape))
-
-
-def _dot(x: Array, y: Array) -> Array:
-    # On Hopper the default for float32 would be TF32.
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.dot(x, y, precision=exact, preferred_element_type=jnp.float32)
 
 
 def _power(size: int) -> int:

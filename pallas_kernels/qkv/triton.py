@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.qkv.reference import QKV, Destination
+from pallas_kernels.triton import load, store
 
 Halves = tuple[Array, Array]
 NUMBERS_OF_A_WARP = 512  # of the queries of a program
@@ -41,46 +42,39 @@ def _split(
     head, token, b = (pl.program_id(i) for i in range(3))
     half, dtype = cos_ref.shape[2], projected_ref.dtype
     columns = (lax.iota(jnp.int32, half), half + lax.iota(jnp.int32, half))
-    cos, sin = (plgpu.load(_at(ref, b, token, columns[0])) for ref in (cos_ref, sin_ref))
+    cos, sin = (load(ref, b, token, columns[0]) for ref in (cos_ref, sin_ref))
     turn: Halves = cos, sin
     groups = 0
     if q_ref is not None:
         groups = q_ref.shape[2]
         group = lax.iota(jnp.int32, pl.next_power_of_2(groups))[:, None]
         real = jnp.broadcast_to(group < groups, (group.size, half))
-        x = _load(projected_ref, b, token, head, group, columns=columns, mask=real)
-        q = _rotate(_norm(x, _load(q_scale_ref, columns=columns), eps, dtype), turn)
-        _store(q_ref, b, head, group, token, columns=columns, value=q, mask=real)
+        x = _load_halves(projected_ref, b, token, head, group, columns=columns, mask=real)
+        q = _rotate(_norm(x, _load_halves(q_scale_ref, columns=columns), eps, dtype), turn)
+        _store_halves(q_ref, b, head, group, token, columns=columns, value=q, mask=real)
     if k_ref is not None:
-        x = _load(projected_ref, b, token, head, groups, columns=columns)
-        k = _rotate(_norm(x, _load(k_scale_ref, columns=columns), eps, dtype), turn)
+        x = _load_halves(projected_ref, b, token, head, groups, columns=columns)
+        k = _rotate(_norm(x, _load_halves(k_scale_ref, columns=columns), eps, dtype), turn)
         if projected_ref.shape[3] > groups + 1:
-            x = _load(projected_ref, b, token, head, groups + 1, columns=columns)
+            x = _load_halves(projected_ref, b, token, head, groups + 1, columns=columns)
         v = _norm(x, None, eps, dtype) if norm_values else x
         row, slot = b, token
         if into is not None:
-            row = b if into.rows is None else plgpu.load(_at(into.rows, b))
-            slot = plgpu.load(_at(into.index, b, token))
+            row = b if into.rows is None else load(into.rows, b)
+            slot = load(into.index, b, token)
         kept = jnp.broadcast_to(slot < k_ref.shape[2], (half,))
-        _store(k_ref, row, head, slot, columns=columns, value=k, mask=kept)
-        _store(v_ref, row, head, slot, columns=columns, value=v, mask=kept)
+        _store_halves(k_ref, row, head, slot, columns=columns, value=k, mask=kept)
+        _store_halves(v_ref, row, head, slot, columns=columns, value=v, mask=kept)
 
 
-def _at(ref, *index):
-    """Point at one element, or at all that indices of some shapes name together."""
-    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
-    return ref.at[tuple(jnp.broadcast_to(i, shape) if jnp.ndim(i) else i for i in index)]
-
-
-def _load(ref, *index, columns: Halves, mask: Array | None = None) -> Halves:
-    other = None if mask is None else 0
-    first, second = (plgpu.load(_at(ref, *index, c), mask=mask, other=other) for c in columns)
+def _load_halves(ref, *index, columns: Halves, mask: Array | None = None) -> Halves:
+    first, second = (load(ref, *index, c, mask=mask) for c in columns)
     return first.astype(jnp.float32), second.astype(jnp.float32)
 
 
-def _store(ref, *index, columns: Halves, value: Halves, mask: Array) -> None:
+def _store_halves(ref, *index, columns: Halves, value: Halves, mask: Array) -> None:
     for column, half in zip(columns, value, strict=True):
-        plgpu.store(_at(ref, *index, column), half.astype(ref.dtype), mask=mask)
+        store(ref, *index, column, value=half, mask=mask)
 
 
 def _norm(x: Halves, scale: Halves | None, eps: float, dtype: jnp.dtype) -> Halves:

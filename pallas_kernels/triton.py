@@ -1,0 +1,38 @@
+"""What Triton kernels here share: loads and stores by indices of several shapes, and products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+
+def load(ref: Any, *index: Any, mask: Array | None = None) -> Array:
+    """Load what indices of some shapes name together; 0 where the mask is false."""
+    at, shape = _at(ref, index)
+    if mask is None:
+        return plgpu.load(at)
+    return plgpu.load(at, mask=jnp.broadcast_to(mask, shape), other=0)
+
+
+def store(ref: Any, *index: Any, value: Array, mask: Array | None = None) -> None:
+    """Store where indices of some shapes point together and the mask is true, rounded to the array's dtype."""
+    at, shape = _at(ref, index)
+    mask = None if mask is None else jnp.broadcast_to(mask, shape)
+    plgpu.store(at, value.astype(ref.dtype), mask=mask)
+
+
+def _at(ref: Any, index: tuple[Any, ...]) -> tuple[Any, tuple[int, ...]]:
+    # Pallas wants indices of one shape, and scalars as they are.
+    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
+    return ref.at[tuple(jnp.broadcast_to(i, shape) if jnp.ndim(i) else i for i in index)], shape
+
+
+def dot(x: Array, y: Array) -> Array:
+    """Multiply two matrices, summing in float32."""
+    # On Hopper the default for float32 would be TF32.
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, y, precision=exact, preferred_element_type=jnp.float32)
