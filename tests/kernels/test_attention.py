@@ -198,7 +198,7 @@ WIDE = Shape(16, 2, 512)
     [
         (dict(shape=FULL), "head dim 512, not 64"),
         (dict(size=20), "a multiple of 8 slots, not 20"),
-        (dict(dtype="float32"), "bfloat16 and float16, not float32"),
+        (dict(dtype="float32"), "bfloat16 and float16 keys, not float32"),
         (dict(shape=Shape(16, 2, 512, window=24)), "one segment without seen_by, and no window"),
         (dict(interpret=True), "is not interpreted"),
     ],
