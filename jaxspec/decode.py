@@ -58,9 +58,14 @@ one position must not depend on those of another, nor rows on each other: in a s
 token has to stay possible. The function is part of the compiled program: another one compiles anew.
 """
 
-COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+COMPILER_OPTIONS = {
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
 """What the programs here are compiled with. By default XLA joins the weights of products that share an
-input into one matrix, and does so again in every step: a DFlash drafter's keys and values of all layers."""
+input into one matrix, and does so again in every step: a DFlash drafter's keys and values of all layers.
+And in a CUDA graph it puts one kernel after the other, also where neither needs the other: 26B-A4B's experts
+and its dense MLP, several norms of one residual (a plain step of one row on an H200: 3.3 ms instead of 3.8)."""
 
 
 @dataclass(frozen=True)
