@@ -3,6 +3,10 @@
 Read `Engine.run`. Each round admits waiting requests to free slots (prefill), runs the compiled decode
 loop for a few steps, and looks at what came. Shapes are buckets: batch rows and prompt lengths round up to
 powers of two, so a handful of programs serves every request; `Engine.num_compilations` counts them.
+
+No row depends on its neighbours, to the last bit. Matrix products of other shapes round otherwise, so the
+shapes of all passes that a row takes part in follow from its own prompt's length and what the engine was
+made with; who shares them, in which order and when a slot becomes free, changes nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +36,11 @@ from jaxspec.sharding import fetch, mesh_of, place_rows
 
 PREFILL_CHUNK = 512  # longer prompts are fed in pieces of this many tokens
 SMALLEST_PREFILL = 16
+# Where there are several rows: few widths, since each is a program to compile, and of each as many rows as have so
+# many tokens together. A GPU reads the weights about as long as it computes on them then, and a row that comes
+# alone pays for all.
+SHARED_WIDTHS = (64, 256)
+SHARED_PREFILL = 256
 VALUES = ("temperature", "top_k", "top_p", "min_p", *PENALTIES)  # of a row, one number each
 
 
@@ -286,7 +295,8 @@ class Engine:
             if taken:
                 for slot, index in taken.items():
                     slots[slot], reported[slot] = index, 0
-                state = self._prefill(state, {s: requests[i] for s, i in taken.items()}, taken)
+                new = {slot: requests[index] for slot, index in taken.items()}
+                state = self._prefill(self._admit(state, new, taken), new)
             else:
                 state = self._decode(state)
             seen = _Seen.fetch(state)
@@ -334,51 +344,75 @@ class Engine:
         data = self.mesh.shape["data"]
         return data * bucket(-(-count // data))
 
-    def _prefill(
+    def _admit(
         self, state: DecodeState, requests: dict[int, Request], indices: dict[int, int]
     ) -> DecodeState:
-        """Admit requests to slots and feed their prompts, chunk by chunk."""
-        b = self._rows_bucket(len(requests))
-        rows = list(requests.items())
-        slots = np.full(b, self.batch_size, np.int32)  # padding rows point past the last slot
-        slots[: len(rows)] = [slot for slot, _ in rows]
-
-        asked = [*requests.values(), *[Request((), 0)] * (b - len(rows))]
+        """Give slots to requests, in a program for all slots whoever comes."""
+        b = self.batch_size
+        nobody = Request((), 0)
+        asked = [requests.get(slot, nobody) for slot in range(b)]
         stop_ids = np.full((b, state.stop_ids.shape[1]), -1, np.int32)
         seeds = np.zeros((b, 2), np.uint32)
-        for row, (slot, request) in enumerate(rows):
+        for slot, request in requests.items():
             unique = sorted(set(request.stop_ids))
-            stop_ids[row, : len(unique)] = unique
-            seeds[row] = request.seed % 2**32, indices[slot]
+            stop_ids[slot, : len(unique)] = unique
+            seeds[slot] = request.seed % 2**32, indices[slot]
         admission = Admission(
-            slots=jnp.asarray(slots),
+            slots=jnp.asarray([slot if slot in requests else b for slot in range(b)], np.int32),
             max_new_tokens=jnp.asarray([r.max_new_tokens for r in asked], np.int32),
             stop_ids=jnp.asarray(stop_ids),
             sampling=self._sampling(asked),
             keys=row_keys(place_rows(seeds, self.mesh)),
         )
         admission = place_rows(admission, self.mesh)
-        key = (b, stop_ids.shape[1])
-        state = self._call("admit", key, decode.admit, state, admission, donate=(0,))
+        key = (stop_ids.shape[1],)
+        return self._call("admit", key, decode.admit, state, admission, donate=(0,))
 
-        prompts = [np.asarray(r.prompt_ids, np.int32) for r in asked]
-        lengths = np.asarray([len(p) for p in prompts])
-        for begin in range(0, int(lengths.max()), PREFILL_CHUNK):
-            count = np.clip(lengths - begin, 0, PREFILL_CHUNK)
-            t = bucket(int(count.max()), smallest=SMALLEST_PREFILL)
-            tokens = np.zeros((b, t), np.int32)
-            for row, prompt in enumerate(prompts):
-                tokens[row, : count[row]] = prompt[begin : begin + count[row]]
-            chunk = PrefillChunk(
-                slots=jnp.asarray(slots),
-                tokens=jnp.asarray(tokens),
-                start=jnp.asarray(np.minimum(lengths, begin), jnp.int32),
-                count=jnp.asarray(count, jnp.int32),
-                is_last=jnp.asarray((count > 0) & (lengths <= begin + PREFILL_CHUNK)),
-            )
-            chunk = place_rows(chunk, self.mesh)
-            state = self._model_call("prefill", (b, t), decode.prefill, state, chunk)
+    def _prefill(self, state: DecodeState, requests: dict[int, Request]) -> DecodeState:
+        """Feed the prompts of slots, chunk by chunk; chunks of one shape go together, as many as it has rows."""
+        longest = max(len(r.prompt_ids) for r in requests.values())
+        for begin in range(0, longest, PREFILL_CHUNK):
+            groups: dict[tuple[int, int], list[int]] = {}
+            for slot, request in requests.items():
+                if left := len(request.prompt_ids[begin:]):
+                    groups.setdefault(self._prefill_shape(left), []).append(slot)
+            for (rows, width), slots in groups.items():
+                for i in range(0, len(slots), rows):
+                    prompts = {slot: requests[slot].prompt_ids for slot in slots[i : i + rows]}
+                    chunk = place_rows(self._chunk(prompts, begin, rows, width), self.mesh)
+                    state = self._model_call("prefill", (rows, width), decode.prefill, state, chunk)
         return state
+
+    def _prefill_shape(self, left: int) -> tuple[int, int]:
+        """Return the rows and tokens of the program that reads on where so many tokens of a prompt are left.
+
+        They do not depend on who else is waiting: rows without a prompt are padding.
+        """
+        if self.batch_size == 1:
+            return 1, min(bucket(left, SMALLEST_PREFILL), PREFILL_CHUNK)
+        width = min(w for w in (*SHARED_WIDTHS, PREFILL_CHUNK) if w >= min(left, PREFILL_CHUNK))
+        return self._rows_bucket(min(self.batch_size, max(1, SHARED_PREFILL // width))), width
+
+    def _chunk(
+        self, prompts: Mapping[int, Sequence[int]], begin: int, rows: int, width: int
+    ) -> PrefillChunk:
+        """Cut a piece out of each slot's prompt; rows that are over point past the last slot."""
+        slots = np.full(rows, self.batch_size, np.int32)
+        tokens = np.zeros((rows, width), np.int32)
+        start, count = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        is_last = np.zeros(rows, bool)
+        for row, (slot, prompt) in enumerate(prompts.items()):
+            piece = prompt[begin : begin + width]
+            slots[row], start[row], count[row] = slot, begin, len(piece)
+            tokens[row, : len(piece)] = piece
+            is_last[row] = begin + len(piece) == len(prompt)
+        return PrefillChunk(
+            slots=jnp.asarray(slots),
+            tokens=jnp.asarray(tokens),
+            start=jnp.asarray(start),
+            count=jnp.asarray(count),
+            is_last=jnp.asarray(is_last),
+        )
 
     def _sampling(self, requests: Sequence[Request]) -> SamplingParams:
         """Return what requests say of sampling, a row each."""

@@ -65,6 +65,49 @@ def test_a_row_does_not_depend_on_its_slot_or_on_order(engine):
         assert short == len(one.token_ids) or one.index < SLOTS
 
 
+def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatch):
+    """In bfloat16 products of other shapes round otherwise, and GPUs wrote other texts in other orders.
+
+    Rows were prefilled with whoever came at the same time, and as wide as the longest of them.
+    """
+    monkeypatch.setattr(batching, "SHARED_WIDTHS", (8,))
+    monkeypatch.setattr(batching, "SHARED_PREFILL", 16)
+    c = case(NAME)
+    engine = c.engine("mixed", logprobs=True, top_logprobs=2)
+    passes: dict[int, list[tuple[int, ...]]] = {}  # by the prompt's first token
+
+    def remember(phase, key, function, state, chunk):
+        if phase == "prefill":
+            for row in np.flatnonzero(np.asarray(chunk.count)):
+                slot, start, count = (int(x[row]) for x in (chunk.slots, chunk.start, chunk.count))
+                if start == 0:
+                    in_slot[slot] = int(chunk.tokens[row, 0])
+                    passes[in_slot[slot]] = []
+                passes[in_slot[slot]].append((*chunk.tokens.shape, start, count))
+        return call(phase, key, function, state, chunk)
+
+    in_slot: dict[int, int] = {}
+    call = engine._model_call
+    monkeypatch.setattr(engine, "_model_call", remember)
+    asked = [dataclasses.replace(r, stop_ids=(9,)) for r in requests()]
+    expected = run(engine, asked)
+    assert [passes[20 + i] for i in (1, 2, 3)] == [
+        [(2, 8, 0, 5)],
+        [(1, 16, 0, 16)],
+        [(1, 16, 0, 16), (1, 16, 16, 16), (2, 8, 32, 5)],
+    ]
+    all_passes = dict(passes)
+    programs = engine.num_compilations
+    for order in ([7, 6, 5, 4, 3, 2, 1, 0], [4, 7, 0, 3, 6, 1, 5, 2], [3], [0, 6], [5, 1, 3]):
+        passes.clear()
+        done = run(engine, [asked[i] for i in order])
+        assert [dataclasses.replace(d, index=i) for i, d in zip(order, done, strict=True)] == [
+            expected[i] for i in order
+        ]
+        assert passes == {20 + i: all_passes[20 + i] for i in order}
+    assert engine.num_compilations == programs
+
+
 def test_a_greedy_row_beside_sampled_rows(engine):
     asked = requests(1.0)
     asked[2] = dataclasses.replace(asked[2], temperature=0.0)
