@@ -93,6 +93,7 @@ def generate(
     num_samples: int = 1,
     ignore_eos: bool = False,
     batch_size: int | None = None,
+    cache_length: int | None = None,
     num_draft_tokens: int | None = None,
     tree: Tree | None = None,
     draft_sampling: bool = False,
@@ -110,6 +111,8 @@ def generate(
         (`Sampler` reads it once for all).
       ignore_eos: go on past the checkpoint's end-of-sequence ids.
       batch_size: prompts decoded together; None for all, up to 8.
+      cache_length: positions of each; None for as many as the longest needs. With both given, what follows a
+        prompt at its place in the list does not depend on the others, to the last bit.
       num_draft_tokens: drafted a step; None for the drafter's own number.
       tree: draft a tree of that many tokens instead of a chain.
       draft_sampling, verification: see `decode.DecodeSpec`.
@@ -147,6 +150,7 @@ def generate(
         target,
         drafter,
         requests,
+        cache_length=cache_length,
         batch_size=batch_size or min(len(requests), MOST_SLOTS) or 1,
         num_draft_tokens=num_draft_tokens,
         tree=tree,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
+import jaxspec
 from jaxspec import batching
 from jaxspec.batching import Completion, Engine, Request, Update
 from tests.decode.cases import CACHE_LENGTH, NEW_TOKENS, SLOTS, case, completions, run, until_stop
@@ -311,6 +313,16 @@ def test_a_request_that_just_fits(engine):
     known = c.continuation(3, most)  # may end a token earlier
     assert len(done.token_ids) == most
     assert done.token_ids[: len(known)] == known
+
+
+def test_generate_takes_a_cache_length():
+    """What fits a neighbour else decides it, and caches of another length may round otherwise."""
+    c = case(NAME)
+    options: dict[str, Any] = dict(max_new_tokens=5, batch_size=SLOTS, ignore_eos=True)
+    (done,) = jaxspec.generate(c.target, None, c.prompts[2:3], cache_length=CACHE_LENGTH, **options)
+    assert done.token_ids == c.continuation(2, 5)
+    with pytest.raises(ValueError, match=r"cache holds 20 positions, .*pass cache_length=22"):
+        jaxspec.generate(c.target, None, c.prompts[2:3], cache_length=20, **options)
 
 
 def test_all_refused_starts_nothing(engine):
