@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.config import TargetConfig
-from jaxspec.models.layers import project, rms_norm
+from jaxspec.models.layers import rms_norm
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole
-from pallas_kernels.experts import choose, experts
+from pallas_kernels.experts import add_up, choose, experts, router_logits
 
 
 class Experts(nnx.Module):
@@ -26,27 +26,27 @@ class Experts(nnx.Module):
         self.top_k = config.num_experts_per_token
         self.eps = config.rms_norm_eps
 
-    def logits(self, residual: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
-        """Return what the router says of each expert, in float32."""
+    def logits(self, residual: Float[Array, "B T D"]) -> Float[Array, "S rows E"]:
+        """Return parts of what the router says of each expert."""
         d = residual.shape[-1]
         x = rms_norm(residual, None, self.eps) * self.router_scale[...]
         x = (x.astype(jnp.float32) * d**-0.5).astype(residual.dtype)
-        return project(x, self.router[...]).astype(jnp.float32)
+        return router_logits(x.reshape(-1, d), self.router[...])
 
     def route(
         self, residual: Float[Array, "B T D"]
     ) -> tuple[Int[Array, "B T topk"], Float[Array, "B T topk"]]:
         """Return the experts that a call would choose, and their weights, which need not sum to 1."""
-        return choose(self.logits(residual), self.expert_scale[...], self.top_k)
+        logits = add_up(self.logits(residual), residual.dtype).reshape(*residual.shape[:2], -1)
+        return choose(logits, self.expert_scale[...], self.top_k)
 
     def __call__(
         self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
         """Add up each token's experts, as their weights say."""
-        logits = self.logits(residual)
         out = experts(
             whole(x).reshape(-1, x.shape[-1]),
-            logits.reshape(-1, logits.shape[-1]),
+            self.logits(residual),
             self.expert_scale[...],
             self.gate_up[...],
             self.down[...],

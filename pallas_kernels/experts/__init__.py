@@ -12,8 +12,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.experts.reference import add_up as add_up
 from pallas_kernels.experts.reference import choose as choose
 from pallas_kernels.experts.reference import reference
+from pallas_kernels.experts.reference import router_logits as router_logits
 from pallas_kernels.experts.triton import Tiling, experts_triton
 from pallas_kernels.experts.tuning import tiling_for
 from pallas_kernels.platform import on_cuda, why_not_triton
@@ -23,7 +25,7 @@ Implementation = Literal["auto", "reference", "triton"]
 
 def experts(
     x: Float[Array, "T D"],
-    logits: Float[Array, "T E"],
+    logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
     gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
@@ -37,7 +39,8 @@ def experts(
 
     Args:
         x: Tokens, in the dtype of the experts.
-        logits: What the router says of each token, in float32. Experts and weights are `choose`'s.
+        logits: What the router says of each token, in float32, in any number of parts to be added up. The sum
+            is rounded to the tokens' dtype, as a product would be. Experts and weights are `choose`'s.
         expert_scale: A factor for the weights of each expert.
         gate_up: Gate and up matrices of each expert, side by side.
         down: Down matrices.
@@ -79,10 +82,10 @@ def _check(
             f"for tokens {x.shape}, gate_up must be [E, D, 2, F] and down [E, F, D]; "
             f"they are {gate_up.shape} and {down.shape}"
         )
-    if logits.shape != (t, e) or expert_scale.shape != (e,) or logits.dtype != jnp.float32:
+    if logits.shape[1:] != (t, e) or expert_scale.shape != (e,) or logits.dtype != jnp.float32:
         raise ValueError(
-            f"logits must be float32 [{t}, {e}] and expert_scale [{e}]; they are {logits.dtype} "
-            f"{logits.shape} and {expert_scale.shape}"
+            f"logits must be float32 [parts, {t}, {e}] and expert_scale [{e}]; they are "
+            f"{logits.dtype} {logits.shape} and {expert_scale.shape}"
         )
     if not 0 < top_k <= e:
         raise ValueError(f"{top_k} different experts a token, of {e}")

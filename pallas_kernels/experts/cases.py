@@ -72,7 +72,7 @@ def inputs(
     keys = jax.random.split(jax.random.key(seed), 4)
     return (
         jax.random.normal(keys[0], (tokens, d), dtype),
-        logits_for(shape, chosen_experts(shape, tokens, routing, seed), seed),
+        logits_for(shape, chosen_experts(shape, tokens, routing, seed), seed)[None],
         jax.random.uniform(keys[1], (e,), dtype, 0.5, 2),
         jax.random.normal(keys[2], (e, d, 2, f), dtype) * d**-0.5,
         jax.random.normal(keys[3], (e, f, d), dtype) * f**-0.5,

@@ -7,9 +7,30 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
+
+
+PART_INPUTS = 256
+MOST_IN_PARTS = 16  # tokens
+
+
+def router_logits(x: Float[Array, "T D"], weight: Float[Array, "D E"]) -> Float[Array, "S T E"]:
+    """Multiply tokens by the router, in float32: for few tokens in parts, each of some of the inputs.
+
+    For so small a product XLA makes parts too, since a part for each processor reads the weight faster than one for
+    all, and adds them up in a kernel of its own. `experts` does that on the way.
+    """
+    (t, d), e = x.shape, weight.shape[1]
+    parts = d // PART_INPUTS if t <= MOST_IN_PARTS and d % PART_INPUTS == 0 else 1
+    return _contract("tsd,sde->ste", x.reshape(t, parts, -1), weight.reshape(parts, -1, e))
+
+
+def add_up(logits: Float[Array, "S T E"], dtype: DTypeLike) -> Float[Array, "T E"]:
+    """Return the sum of all parts, rounded as a product in this dtype would be, in float32 again."""
+    return jnp.sum(logits, axis=0).astype(dtype).astype(jnp.float32)
 
 
 def choose(
@@ -27,7 +48,7 @@ def choose(
 
 def reference(
     x: Float[Array, "T D"],
-    logits: Float[Array, "T E"],
+    logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
     gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
@@ -39,7 +60,7 @@ def reference(
     All weights are read once: near the memory floor where tokens need nearly all of the experts, and
     always right. Accumulates in float32.
     """
-    chosen, weights = choose(logits, expert_scale, top_k)
+    chosen, weights = choose(add_up(logits, x.dtype), expert_scale, top_k)
     e, d, _, f = gate_up.shape
     combine = jnp.zeros((x.shape[0], e), jnp.float32)
     # Row by row, so that rows which stand on other devices stay there.

@@ -1,7 +1,7 @@
 """A mixture of experts for few tokens in Pallas Triton: a grouped product that reads each expert in use once.
 
-`route` chooses experts and cuts the (token, choice) pairs into tiles: rows of one expert. It is one kernel for few
-tokens and two for more, where all blocks of tokens must have chosen before the first can be placed. `_gate_up`
+`router_logits_triton` multiplies few tokens by the router. `route` chooses experts and cuts the (token, choice) pairs
+into tiles: rows of one expert. It is one kernel for few tokens and two for more, where all blocks of tokens must have chosen before the first can be placed. `_gate_up`
 multiplies each tile by its expert's gate and up matrices and applies the activation, `_down` multiplies by its down
 matrix and by the pairs' weights and writes each row to its pair's place; the sum over a token's pairs is left to XLA.
 Tiles beyond the last one in use end at once, so experts that no token chose are never read. Columns are the
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton import dot, load, store
@@ -66,24 +67,34 @@ def num_tiles(pairs: int, num_experts: int, rows: int) -> int:
     return in_use + (pairs - in_use) // rows
 
 
-def _choose(logits_ref, scale_ref, weight_ref, *, block: int, top_k: int) -> Array:
+def _choose(
+    logits_ref, scale_ref, weight_ref, *, block: int, top_k: int, dtype: DTypeLike
+) -> Array:
     """Return for the program's tokens which of their choices each expert is, or -1; write the weights."""
-    tokens, num_experts = logits_ref.shape
+    parts, tokens, num_experts = logits_ref.shape
     token = pl.program_id(0) * block + lax.iota(jnp.int32, block)
     expert = lax.iota(jnp.int32, _power(num_experts))[None, :]
     inside = (token < tokens)[:, None] & (expert < num_experts)
-    logits = load(logits_ref, token[:, None], expert, mask=inside)
-    logits = jnp.where(inside, logits, -jnp.inf)
+    # First of all, since it comes from memory: what was just written is in L2.
+    scale = load(scale_ref, expert, mask=expert < num_experts).astype(jnp.float32)
+    logits = jnp.zeros(inside.shape, jnp.float32)
+    for part in range(parts):
+        logits += load(logits_ref, part, token[:, None], expert, mask=inside)
+    logits = jnp.where(inside, logits.astype(dtype).astype(jnp.float32), -jnp.inf)
     probs = jnp.exp(logits - jnp.max(logits, axis=1)[:, None])
     probs = probs / jnp.sum(probs, axis=1)[:, None]
     # Where one is NaN all are: such a token gets the first experts, and NaN for weights.
     left = jnp.where(probs == probs, probs, jnp.inf)
+    # As integers, bits of floats that are not negative are in the same order, and the largest integer of a warp is
+    # one instruction; an argmax is twenty, one after the other.
+    left = lax.bitcast_convert_type(left, jnp.int32)
     choice = jnp.full(left.shape, -1, jnp.int32)
     for j in range(top_k):
-        mine = expert == jnp.argmax(left, axis=1)[:, None]  # the first of equals
+        best = left == jnp.max(left, axis=1)[:, None]
+        first = jnp.min(jnp.where(best, expert, num_experts), axis=1)
+        mine = expert == first[:, None]
         choice, left = jnp.where(mine, j, choice), jnp.where(mine, -1, left)
     choice = jnp.where(inside, choice, -1)
-    scale = load(scale_ref, expert, mask=expert < num_experts).astype(jnp.float32)
     weights = probs / jnp.sum(jnp.where(choice >= 0, probs, 0), axis=1)[:, None] * scale
     # An index that is not stored points outside: the interpreter writes old values back.
     pair = jnp.where(choice >= 0, token[:, None] * top_k + choice, weight_ref.shape[0])
@@ -121,19 +132,19 @@ def _place(choice, before, counts, expert_ref, used_ref, pair_ref, *, top_k, row
 
 
 def _route_few(
-    logits_ref, scale_ref, expert_ref, used_ref, pair_ref, weight_ref, *, block, top_k, rows
+    logits_ref, scale_ref, expert_ref, used_ref, pair_ref, weight_ref, *, block, top_k, dtype, rows
 ):
     """Choose and place the tokens of one block, when there are no others."""
-    choice = _choose(logits_ref, scale_ref, weight_ref, block=block, top_k=top_k)
+    choice = _choose(logits_ref, scale_ref, weight_ref, block=block, top_k=top_k, dtype=dtype)
     counts = jnp.sum((choice >= 0).astype(jnp.int32), axis=0)
     refs = expert_ref, used_ref, pair_ref
     _place(choice, jnp.zeros_like(counts), counts, *refs, top_k=top_k, rows=rows, programs=1)
 
 
-def _choose_block(logits_ref, scale_ref, weight_ref, choice_ref, count_ref, *, block, top_k):
+def _choose_block(logits_ref, scale_ref, weight_ref, choice_ref, count_ref, *, block, top_k, dtype):
     """Choose for the tokens of a block, and count how often each expert was."""
     me = pl.program_id(0)
-    choice = _choose(logits_ref, scale_ref, weight_ref, block=block, top_k=top_k)
+    choice = _choose(logits_ref, scale_ref, weight_ref, block=block, top_k=top_k, dtype=dtype)
     row = me * block + lax.iota(jnp.int32, block)[:, None]
     expert = lax.iota(jnp.int32, choice.shape[1])
     store(choice_ref, row, expert[None, :], value=choice, mask=row >= 0)
@@ -169,17 +180,16 @@ def _gate_up(
     expert, used = expert_ref[tile], used_ref[tile]
     d, f = x_ref.shape[1], w_ref.shape[3]
     column = pl.program_id(0) * block.columns + lax.iota(jnp.int32, block.columns)
+    in_use = lax.iota(jnp.int32, rows) < used
+    pair = jnp.where(in_use, pair_ref[pl.ds(tile * rows, rows)], 0)
+    token, row = pair // top_k, tile * rows + lax.iota(jnp.int32, rows)
 
     @pl.when(used > 0)
     def _():
-        row = lax.iota(jnp.int32, rows)
-        # Padding computes token 0 once more, and nobody reads it.
-        token = jnp.where(row < used, pair_ref[pl.ds(tile * rows, rows)], 0) // top_k
-        row = tile * rows + row
-
         def step(i, sums):
             k = i * block.inputs + lax.iota(jnp.int32, block.inputs)
-            x = load(x_ref, token[:, None], k[None, :], mask=_inside(k[None, :], d))
+            mask = _both(_inside(k[None, :], d), in_use[:, None])
+            x = load(x_ref, token[:, None], k[None, :], mask=mask)
             inside = _both(_inside(k[:, None], d), _inside(column[None, :], f))
             gate = load(w_ref, expert, k[:, None], 0, column[None, :], mask=inside)
             up = load(w_ref, expert, k[:, None], 1, column[None, :], mask=inside)
@@ -190,7 +200,8 @@ def _gate_up(
         # As in the reference, both are rounded before the activation.
         gate, up = (a.astype(hidden_ref.dtype).astype(jnp.float32) for a in (gate, up))
         hidden = jax.nn.gelu(gate, approximate=True) * up
-        store(hidden_ref, row[:, None], column[None, :], value=hidden, mask=column[None, :] < f)
+        mask = in_use[:, None] & (column[None, :] < f)
+        store(hidden_ref, row[:, None], column[None, :], value=hidden, mask=mask)
 
 
 def _down(
@@ -211,24 +222,25 @@ def _down(
     f, d = w_ref.shape[1:]
     column = pl.program_id(0) * block.columns + lax.iota(jnp.int32, block.columns)
 
+    in_use = lax.iota(jnp.int32, rows) < used
+    pair = jnp.where(in_use, pair_ref[pl.ds(tile * rows, rows)], out_ref.shape[0])
+    row = tile * rows + lax.iota(jnp.int32, rows)
+
     @pl.when(used > 0)
     def _():
-        row = lax.iota(jnp.int32, rows)
-        inside_tile = row < used
-        pair = jnp.where(inside_tile, pair_ref[pl.ds(tile * rows, rows)], out_ref.shape[0])
-        weight = plgpu.load(weight_ref.at[pair], mask=inside_tile, other=0)
-        row = tile * rows + row
+        weight = plgpu.load(weight_ref.at[pair], mask=in_use, other=0)
 
         def step(i, total):
             k = i * block.inputs + lax.iota(jnp.int32, block.inputs)
-            hidden = load(hidden_ref, row[:, None], k[None, :], mask=_inside(k[None, :], f))
+            mask = _both(_inside(k[None, :], f), in_use[:, None])
+            hidden = load(hidden_ref, row[:, None], k[None, :], mask=mask)
             inside = _both(_inside(k[:, None], f), _inside(column[None, :], d))
             w = load(w_ref, expert, k[:, None], column[None, :], mask=inside)
             return total + dot(hidden, w)
 
         total = jnp.zeros((rows, block.columns), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(f, block.inputs), step, total)
-        mask = inside_tile[:, None] & (column[None, :] < d)
+        mask = in_use[:, None] & (column[None, :] < d)
         store(out_ref, pair[:, None], column[None, :], value=total * weight[:, None], mask=mask)
 
 
@@ -246,15 +258,16 @@ def _power(size: int) -> int:
 
 
 def route(
-    logits: Float[Array, "T E"],
+    logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
     *,
     top_k: int,
+    dtype: DTypeLike,
     rows: int,
     interpret: bool = False,
 ) -> Routed:
     """Choose experts as `reference.choose` does, and sort the pairs by expert into tiles of `rows` rows."""
-    tokens, num_experts = logits.shape
+    _, tokens, num_experts = logits.shape
     pairs = tokens * top_k
     tiles = num_tiles(pairs, num_experts, rows)
     block = min(_power(tokens), BLOCK_TOKENS)
@@ -268,17 +281,19 @@ def route(
     call = functools.partial(
         pl.pallas_call,
         grid=(programs,),
-        # A warp for every two tokens: they share what they find out through registers, warps do not.
-        compiler_params=plgpu.CompilerParams(num_warps=max(1, block // 2), num_stages=1),
+        # A warp for each of two tokens, or for every two of more: these share what they find out through registers.
+        compiler_params=plgpu.CompilerParams(
+            num_warps=max(min(block, 2), block // 2), num_stages=1
+        ),
         interpret=interpret,
     )
     if programs == 1:
-        kernel = functools.partial(_route_few, block=block, top_k=top_k, rows=rows)
+        kernel = functools.partial(_route_few, block=block, top_k=top_k, dtype=dtype, rows=rows)
         few = call(kernel, out_shape=(*of_tiles, weight), name="experts_route")
         return Routed(*few(logits, expert_scale))
     padded = _power(num_experts)
     weight, choice, count = call(
-        functools.partial(_choose_block, block=block, top_k=top_k),
+        functools.partial(_choose_block, block=block, top_k=top_k, dtype=dtype),
         out_shape=(
             weight,
             jax.ShapeDtypeStruct((programs * block, padded), jnp.int32),
@@ -301,7 +316,7 @@ def multiply_gate_up(
     block: Block,
     interpret: bool = False,
 ) -> Float[Array, "padded F"]:
-    """Return the activations of each row of each tile."""
+    """Return the activations of each row of each tile; undefined for a row that is not used."""
     f = gate_up.shape[3]
     return pl.pallas_call(
         functools.partial(_gate_up, top_k=top_k, rows=rows, block=block),
@@ -336,7 +351,7 @@ def multiply_down(
 
 def experts_triton(
     x: Float[Array, "T D"],
-    logits: Float[Array, "T E"],
+    logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
     gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
@@ -347,7 +362,7 @@ def experts_triton(
 ) -> Float[Array, "T D"]:
     """Launch the kernels. Arguments as in `pallas_kernels.experts.experts`, which checks them."""
     rows = tiling.rows
-    routed = route(logits, expert_scale, top_k=top_k, rows=rows, interpret=interpret)
+    routed = route(logits, expert_scale, top_k=top_k, dtype=x.dtype, rows=rows, interpret=interpret)
     hidden = multiply_gate_up(
         routed, x, gate_up, top_k=top_k, rows=rows, block=tiling.gate_up, interpret=interpret
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.experts import choose, experts, reference
+from pallas_kernels.experts import choose, experts, reference, router_logits
 from pallas_kernels.experts.cases import (
     GEMMA4_26B_A4B,
     NARROW,
@@ -68,7 +69,8 @@ def test_ragged_sizes_and_extreme_routing(routing: str, dtype: str) -> None:
 def check_routed(logits: jax.Array, scale: jax.Array, top_k: int, rows: int) -> Routed:
     """Compare with `choose`: every pair is once in a tile of its expert, and no tile is needless."""
     chosen, weights = jax.device_get(choose(logits, scale, top_k))
-    routed = jax.device_get(route(logits, scale, top_k=top_k, rows=rows, interpret=True))
+    kernel = functools.partial(route, top_k=top_k, dtype=jnp.float32, rows=rows, interpret=True)
+    routed = jax.device_get(kernel(logits[None], scale))
     experts_ = logits.shape[1]
     assert routed.expert.size == routed.used.size == num_tiles(chosen.size, experts_, rows)
     held = np.arange(rows) < routed.used[:, None]
@@ -124,6 +126,22 @@ def test_experts_that_are_not_chosen_are_not_read() -> None:
     assert (interpreted(*router, gate_up, down, top_k=SMALL.top_k) == clean).all()
 
 
+@pytest.mark.parametrize(("tokens", "parts"), [(2, 2), (17, 1)])
+def test_parts_of_the_routers_product_add_up(tokens: int, parts: int) -> None:
+    both = jax.random.normal(jax.random.key(0), (tokens + SMALL.experts, 512), jnp.bfloat16)
+    rows, weight = both[:tokens], both[tokens:].T
+    logits = router_logits(rows, weight)
+    assert logits.shape == (parts, tokens, SMALL.experts)
+    whole = rows.astype(jnp.float32) @ weight.astype(jnp.float32)
+    np.testing.assert_allclose(jnp.sum(logits, axis=0), whole, rtol=1e-5, atol=1e-4)
+    x, _, *others = inputs(SMALL, tokens, jnp.dtype("bfloat16"))
+    ours, theirs = (
+        f(x, logits, *others, top_k=SMALL.top_k).astype(jnp.float32)
+        for f in (interpreted, reference)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.02)  # a few steps of bfloat16
+
+
 def test_auto_is_the_reference_where_there_is_no_gpu() -> None:
     args = inputs(SMALL, 4, jnp.dtype("bfloat16"))
     assert (experts(*args, top_k=3) == reference(*args, top_k=3)).all()
@@ -140,8 +158,8 @@ def test_the_table_covers_any_number_of_tokens() -> None:
     [
         (dict(gate_up=jnp.zeros((4, 16, 8))), r"gate_up must be \[E, D, 2, F\]"),
         (dict(x=jnp.zeros((2, 15))), r"gate_up must be \[E, D, 2, F\]"),
-        (dict(logits=jnp.zeros((2, 3))), r"logits must be float32 \[2, 4\]"),
-        (dict(logits=jnp.zeros((2, 4), jnp.bfloat16)), r"they are bfloat16 \(2, 4\) and \(4,\)"),
+        (dict(logits=jnp.zeros((1, 2, 3))), r"logits must be float32 \[parts, 2, 4\]"),
+        (dict(logits=jnp.zeros((1, 2, 4), jnp.bfloat16)), r"they are bfloat16 \(1, 2, 4\) and"),
         (dict(top_k=5), "5 different experts a token, of 4"),
         (dict(x=jnp.zeros((2, 16), jnp.bfloat16)), "x is bfloat16, gate_up float32"),
         (dict(implementation="mosaic"), "pass auto, reference or triton"),
@@ -150,7 +168,7 @@ def test_the_table_covers_any_number_of_tokens() -> None:
 def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:
     good = dict(
         x=jnp.zeros((2, 16)),
-        logits=jnp.zeros((2, 4)),
+        logits=jnp.zeros((1, 2, 4)),
         expert_scale=jnp.zeros(4),
         gate_up=jnp.zeros((4, 16, 2, 8)),
         down=jnp.zeros((4, 8, 16)),
