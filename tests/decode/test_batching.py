@@ -14,6 +14,7 @@ from jaxspec.batching import Completion, Engine, Request, Update
 from tests.decode.cases import CACHE_LENGTH, NEW_TOKENS, SLOTS, case, completions, run, until_stop
 
 NAME = "31b"
+ADJUSTED: dict[str, Any] = dict(penalties=True, num_biases=2, logprobs=True, top_logprobs=3)
 
 
 def requests(temperature: float = 0.0) -> list[Request]:
@@ -73,9 +74,9 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
     Rows were prefilled with whoever came at the same time, and as wide as the longest of them.
     """
     monkeypatch.setattr(batching, "SHARED_WIDTHS", (8,))
-    monkeypatch.setattr(batching, "SHARED_PREFILL", 16)
+    monkeypatch.setattr(batching, "SHARED_PREFILL", 64)
     c = case(NAME)
-    engine = c.engine("mixed", logprobs=True, top_logprobs=2)
+    engine = c.engine("mixed", **ADJUSTED)
     passes: dict[int, list[tuple[int, ...]]] = {}  # by the prompt's first token
 
     def remember(phase, key, function, state, chunk):
@@ -94,9 +95,9 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
     asked = [dataclasses.replace(r, stop_ids=(9,)) for r in requests()]
     expected = run(engine, asked)
     assert [passes[20 + i] for i in (1, 2, 3)] == [
-        [(2, 8, 0, 5)],
-        [(1, 16, 0, 16)],
-        [(1, 16, 0, 16), (1, 16, 16, 16), (2, 8, 32, 5)],
+        [(4, 8, 0, 5)],
+        [(4, 16, 0, 16)],
+        [(4, 16, 0, 16), (4, 16, 16, 16), (4, 8, 32, 5)],
     ]
     all_passes = dict(passes)
     programs = engine.num_compilations
@@ -110,6 +111,23 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
     assert engine.num_compilations == programs
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "left", "shape"),
+    [
+        (1, 5, (1, 16)),  # one row is padded little: it has no other's programs to share
+        (1, 100, (1, 128)),
+        (1, 600, (1, 512)),
+        (2, 5, (2, 64)),
+        (8, 64, (4, 64)),
+        (8, 65, (1, 256)),
+        (8, 257, (1, 512)),
+    ],
+)
+def test_shapes_of_prefill(batch_size, left, shape, monkeypatch):
+    monkeypatch.setattr(batching, "PREFILL_CHUNK", 512)
+    assert case(NAME).engine(None, batch_size=batch_size)._prefill_shape(left) == shape
+
+
 def test_a_greedy_row_beside_sampled_rows(engine):
     asked = requests(1.0)
     asked[2] = dataclasses.replace(asked[2], temperature=0.0)
@@ -120,7 +138,7 @@ def test_a_greedy_row_beside_sampled_rows(engine):
 def test_each_row_adjusts_its_own_logits():
     """What a row adjusts is its own business, and new values compile nothing."""
     c = case(NAME)
-    engine = c.engine("mixed", penalties=True, num_biases=2, logprobs=True, top_logprobs=3)
+    engine = c.engine("mixed", **ADJUSTED)
     first = c.continuation(1)[0]
     asked = [
         Request(c.prompts[0], NEW_TOKENS, temperature=1.0, min_p=1.0),
