@@ -221,7 +221,6 @@ def _down(
     expert, used = expert_ref[tile], used_ref[tile]
     f, d = w_ref.shape[1:]
     column = pl.program_id(0) * block.columns + lax.iota(jnp.int32, block.columns)
-
     in_use = lax.iota(jnp.int32, rows) < used
     pair = jnp.where(in_use, pair_ref[pl.ds(tile * rows, rows)], out_ref.shape[0])
     row = tile * rows + lax.iota(jnp.int32, rows)
@@ -281,10 +280,9 @@ def route(
     call = functools.partial(
         pl.pallas_call,
         grid=(programs,),
-        # A warp for each of two tokens, or for every two of more: these share what they find out through registers.
-        compiler_params=plgpu.CompilerParams(
-            num_warps=max(min(block, 2), block // 2), num_stages=1
-        ),
+        # A warp for each of up to 8 tokens (8 tokens on an H200: 3.1 us instead of 3.6 with half of them); more warps
+        # take longer to agree.
+        compiler_params=plgpu.CompilerParams(num_warps=min(block, 8), num_stages=1),
         interpret=interpret,
     )
     if programs == 1:
