@@ -53,6 +53,7 @@ from jaxspec.drafters.tree import ancestors
 from jaxspec.floor import Ceiling, StepCost, measure_ceiling, step_cost, step_costs, step_floor_s
 from jaxspec.generation import as_flags
 from jaxspec.models.gemma4 import Gemma4, Placement, run_layer
+from jaxspec.models.layers import rms_norm
 from jaxspec.params import Graph
 from jaxspec.report import json_lines, write_line
 from jaxspec.sampling import SamplingParams
@@ -731,11 +732,13 @@ def distinct_experts(
     where = Placement(state.lengths[:, None] + offset, state.lengths, count, ancestors=sees)
     counts = []
     for layer, cache in zip(target.layers, state.caches, strict=True):
-        residual = layer.attention_block(x, where, cache, None)[0]
+        norm = layer.pre_attention_norm[...]
+        normed = rms_norm(x, norm, spec.target.config.rms_norm_eps)
+        residual = layer.attention_block(x, normed, where, cache, None)[0]
         chosen, _ = layer.experts.route(residual)
         used = jnp.zeros(spec.target.config.num_experts, jnp.int32).at[chosen].set(1)
         counts.append(jnp.sum(used))
-        x = run_layer(layer, x, where, cache, None, None)[0]
+        x = run_layer(layer, x, normed, norm, where, cache, None, None)[0]  # any norm will do
     return jnp.stack(counts)
 
 

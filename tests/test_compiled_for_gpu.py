@@ -221,6 +221,7 @@ def test_the_loop_copies_neither_weights_nor_caches(
     assert memory.temp_size_in_bytes < temporary_mb << 20
     hlo = compiled.as_text()
     assert "/qkv/pallas_call" in hlo  # it writes the caches, unless that is a tree's `keep_rows`
+    assert "/add_norm/pallas_call" in hlo
     assert big_moves(hlo) == []
 
 

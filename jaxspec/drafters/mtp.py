@@ -41,6 +41,7 @@ from jaxspec.params import param
 from jaxspec.sampling import argmax, draw_drafts
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.sharding import whole
+from pallas_kernels.norms import add_norm
 
 MTPState = Float[Array, "B D"]
 """The target's post-norm hidden state of the last token that is in its caches."""
@@ -195,9 +196,14 @@ class MTPDrafter(Drafter[MTPState]):
         with jax.named_scope("mtp_step"):
             x = jnp.concatenate([embedder.encode(tokens), states], axis=-1)
             x = project(x, self.pre_projection[...])
-            for layer, kind in zip(self.layers, c.layer_types, strict=True):
-                x = run_layer(layer, x, turned, last, frozen.segments[kind])
-            hidden = rms_norm(x, self.final_norm[...], c.rms_norm_eps)
+            norms = [
+                *(layer.pre_attention_norm[...] for layer in self.layers),
+                self.final_norm[...],
+            ]
+            hidden = rms_norm(x, norms[0], c.rms_norm_eps)
+            for i, (layer, kind) in enumerate(zip(self.layers, c.layer_types, strict=True)):
+                segment = frozen.segments[kind]
+                x, hidden = run_layer(layer, x, hidden, norms[i + 1], turned, last, segment)
             return hidden, project(hidden, self.post_projection[...])
 
     def choices(self, hidden: Float[Array, "B F H"], suppressed: tuple[int, ...] = ()) -> Choices:
@@ -262,17 +268,19 @@ class MTPLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B F H"],
+        normed: Float[Array, "B F H"],
+        next_norm: Float[Array, " H"],
         turned: Int[Array, "B F"],
         last: Int[Array, "B F"],
         segment: KVSegment,
-    ) -> Float[Array, "B F H"]:
-        h = self.attention(
-            rms_norm(x, self.pre_attention_norm[...], self.eps), turned, last, segment
-        )
-        x = x + rms_norm(h, self.post_attention_norm[...], self.eps)
-        h = self.mlp(rms_norm(x, self.pre_mlp_norm[...], self.eps))
-        x = x + rms_norm(h, self.post_mlp_norm[...], self.eps)
-        return x * self.scalar[...]
+    ) -> tuple[Float[Array, "B F H"], Float[Array, "B F H"]]:
+        """Return the output, and it normed with `next_norm`; `normed` is x after `pre_attention_norm`."""
+        add = functools.partial(add_norm, eps=self.eps)
+        h = self.attention(normed, turned, last, segment)
+        x, (normed,) = add(x, h, self.post_attention_norm[...], (self.pre_mlp_norm[...],))
+        h, scale = self.mlp(normed), self.post_mlp_norm[...]
+        x, (normed,) = add(x, h, scale, (next_norm,), factor=self.scalar[...])
+        return x, normed
 
 
 @jax.jit

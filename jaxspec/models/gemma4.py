@@ -38,6 +38,7 @@ from jaxspec.models.moe import Experts
 from jaxspec.params import param
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
 from jaxspec.sharding import whole
+from pallas_kernels.norms import Normed, RouterScale, add_norm
 
 Caches = tuple[KVCache | None, ...]
 """One entry a layer; None where the layer reads another layer's K/V."""
@@ -132,11 +133,15 @@ class Gemma4(nnx.Module):
         new_caches: list[KVCache | None] = []
         segments: dict[int, tuple[KVSegment, ...]] = {}  # by owner, for the layers that share them
         features: dict[int, Array] = {}
+        norms = [*(layer.pre_attention_norm[...] for layer in self.layers), self.final_norm[...]]
+        normed = rms_norm(x, norms[0], self.config.rms_norm_eps)
         for i, layer in enumerate(self.layers):
             owner = self.config.kv_owner(i)
-            x, new_cache, segments[i] = run_layer(
+            x, normed, new_cache, segments[i] = run_layer(
                 layer,
                 x,
+                normed,
+                norms[i + 1],
                 where,
                 None if caches is None else caches[i],
                 None if owner == i else segments[owner],
@@ -146,14 +151,13 @@ class Gemma4(nnx.Module):
             if i in feature_layers:
                 features[i] = x
         with jax.named_scope("head"):
-            hidden = rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
-            rows = hidden
+            rows = normed
             if logit_rows is not None:
-                rows = jnp.take_along_axis(hidden, logit_rows[..., None], axis=1)
+                rows = jnp.take_along_axis(normed, logit_rows[..., None], axis=1)
             logits = self.embedder.decode(rows, self.config.final_logit_softcap)
         return TargetOutput(
             logits,
-            hidden,
+            normed,
             tuple(features[i] for i in feature_layers),
             None if caches is None else tuple(new_caches),
             tuple(
@@ -277,11 +281,16 @@ class PerLayerInputs(nnx.Module):
         # In bfloat16 neither D^-0.5 nor 2^-0.5 is rounded before it multiplies.
         projected = (projected.astype(jnp.float32) * d**-0.5).astype(x.dtype)
         projected = rms_norm(projected, self.norm[...], self.eps)
-        return ((projected + looked_up).astype(jnp.float32) * 2**-0.5).astype(x.dtype)
+        out = ((projected + looked_up).astype(jnp.float32) * 2**-0.5).astype(x.dtype)
+        return lax.optimization_barrier(out)  # XLA would norm it anew in every layer
 
 
 class DecoderLayer(nnx.Module):
-    """One layer: attention, MLP (with experts beside it, if any), per-layer input, layer scalar."""
+    """One layer: attention, MLP (with experts beside it, if any), per-layer input, layer scalar.
+
+    What a part makes is normed and added to the residual, and the sum is normed for the parts that follow, by
+    one kernel. So a layer gets its input normed too, and norms its output as the next one wants it.
+    """
 
     def __init__(self, config: TargetConfig, index: int, *, dtype: jnp.dtype):
         d, p = config.hidden_size, config.per_layer_input_size
@@ -307,41 +316,64 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        normed: Float[Array, "B T D"],
+        next_norm: Float[Array, " D"],
         where: Placement,
         cache: KVCache | None,
         shared: tuple[KVSegment, ...] | None,
         per_layer: Float[Array, "B T P"] | None,
-    ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
-        """Return the layer's output, its cache after the writes, and the K/V its queries saw."""
-        x, cache, segments = self.attention_block(x, where, cache, shared)
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
+        """Return the layer's output, that normed, its cache after the writes, and the K/V its queries saw.
+
+        Args:
+          normed: x after `pre_attention_norm`.
+          next_norm: the weight of the norm of the output: the next layer's, or the final one.
+        """
+        x, (normed, *others), cache, segments = self.attention_block(
+            x, normed, where, cache, shared
+        )
         with jax.named_scope("mlp"):
-            h = self.mlp(rms_norm(x, self.pre_mlp_norm[...], self.eps))
+            h = self.mlp(normed)
         if self.has_experts:
             with jax.named_scope("experts"):
-                routed = self.experts(rms_norm(x, self.experts_pre_norm[...], self.eps), x)
-                h = rms_norm(h, self.dense_post_norm[...], self.eps)
-                h = h + rms_norm(routed, self.experts_post_norm[...], self.eps)
-        x = x + rms_norm(h, self.post_mlp_norm[...], self.eps)
-        if self.has_per_layer:
-            assert per_layer is not None
-            with jax.named_scope("per_layer_input"):
-                gate = gelu_tanh(project(x, self.per_layer_gate[...]))
-                h = project(gate * per_layer, self.per_layer_out[...])
-                x = x + rms_norm(h, self.per_layer_norm[...], self.eps)
-        return x * self.scalar[...], cache, segments
+                routed = self.experts(*others)
+            h = (Normed(h, self.dense_post_norm[...]), Normed(routed, self.experts_post_norm[...]))
+        add = functools.partial(add_norm, eps=self.eps)
+        last = {"then": (next_norm,), "factor": self.scalar[...]}
+        if not self.has_per_layer:
+            x, (normed,) = add(x, h, self.post_mlp_norm[...], **last)
+            return x, normed, cache, segments
+        assert per_layer is not None
+        x, _ = add(x, h, self.post_mlp_norm[...])
+        with jax.named_scope("per_layer_input"):
+            gated = gelu_tanh(project(x, self.per_layer_gate[...])) * per_layer
+            # Made before the product: as a part of it XLA needs a copy of this layer's `per_layer`.
+            h = project(lax.optimization_barrier(gated), self.per_layer_out[...])
+            x, (normed,) = add(x, h, self.per_layer_norm[...], **last)
+        return x, normed, cache, segments
 
     def attention_block(
         self,
         x: Float[Array, "B T D"],
+        normed: Float[Array, "B T D"],
         where: Placement,
         cache: KVCache | None,
         shared: tuple[KVSegment, ...] | None,
-    ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
-        """Return the first half of the layer: the residual that the MLP and the router read."""
+    ) -> tuple[
+        Float[Array, "B T D"],
+        tuple[Float[Array, "B T D"], ...],
+        KVCache | None,
+        tuple[KVSegment, ...],
+    ]:
+        """Return the residual in the middle of the layer, and it normed for MLP, experts and router."""
         with jax.named_scope("attention"):
-            h = rms_norm(x, self.pre_attention_norm[...], self.eps)
-            h, cache, segments = self.attention(h, where, cache, shared)
-            return x + rms_norm(h, self.post_attention_norm[...], self.eps), cache, segments
+            h, cache, segments = self.attention(normed, where, cache, shared)
+            then: tuple[Array | RouterScale, ...] = (self.pre_mlp_norm[...],)
+            if self.has_experts:
+                to_router = RouterScale(self.experts.router_scale[...])
+                then = (*then, self.experts_pre_norm[...], to_router)
+            x, norms = add_norm(x, h, self.post_attention_norm[...], then, eps=self.eps)
+            return x, norms, cache, segments
 
 
 @jax.jit

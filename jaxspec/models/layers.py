@@ -14,6 +14,7 @@ from jax import lax
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole
+from pallas_kernels.norms import rms_norm as rms_norm
 
 
 def project(
@@ -74,17 +75,6 @@ def precision_of(x: Array) -> lax.Precision | None:
     and plain decoding agree.
     """
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
-
-def rms_norm(
-    x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: float
-) -> Float[Array, "... D"]:
-    """Normalise the last axis in float32; the weight is used as it is (no 1 + w), or left out."""
-    x32 = x.astype(jnp.float32)
-    y = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    if scale is not None:
-        y = y * scale.astype(jnp.float32)
-    return y.astype(x.dtype)
 
 
 def rope_frequencies(

@@ -6,15 +6,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.config import TargetConfig
-from jaxspec.models.layers import rms_norm
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole
 from pallas_kernels.experts import add_up, choose, experts, router_logits
+from pallas_kernels.norms import router_norm
 
 
 class Experts(nnx.Module):
-    """Router and experts. The router reads the raw residual, the experts its normed copy."""
+    """Router and experts. Both read the residual, normed in two ways."""
 
     def __init__(self, config: TargetConfig, *, dtype: jnp.dtype):
         d, e, f = config.hidden_size, config.num_experts, config.expert_intermediate_size
@@ -26,27 +26,30 @@ class Experts(nnx.Module):
         self.top_k = config.num_experts_per_token
         self.eps = config.rms_norm_eps
 
-    def logits(self, residual: Float[Array, "B T D"]) -> Float[Array, "S rows E"]:
-        """Return parts of what the router says of each expert."""
-        d = residual.shape[-1]
-        x = rms_norm(residual, None, self.eps) * self.router_scale[...]
-        x = (x.astype(jnp.float32) * d**-0.5).astype(residual.dtype)
-        return router_logits(x.reshape(-1, d), self.router[...])
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "S rows E"]:
+        """Return parts of what the router says of each expert. Its input is as `router_norm` makes it."""
+        return router_logits(x.reshape(-1, x.shape[-1]), self.router[...])
 
     def route(
         self, residual: Float[Array, "B T D"]
     ) -> tuple[Int[Array, "B T topk"], Float[Array, "B T topk"]]:
         """Return the experts that a call would choose, and their weights, which need not sum to 1."""
-        logits = add_up(self.logits(residual), residual.dtype).reshape(*residual.shape[:2], -1)
+        x = router_norm(residual, self.router_scale[...], self.eps)
+        logits = add_up(self.logits(x), x.dtype).reshape(*x.shape[:2], -1)
         return choose(logits, self.expert_scale[...], self.top_k)
 
     def __call__(
-        self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"]
+        self, x: Float[Array, "B T D"], to_router: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """Add up each token's experts, as their weights say."""
+        """Add up each token's experts, as their weights say.
+
+        Args:
+          x: what the experts read.
+          to_router: what the router reads.
+        """
         out = experts(
             whole(x).reshape(-1, x.shape[-1]),
-            self.logits(residual),
+            self.logits(to_router),
             self.expert_scale[...],
             self.gate_up[...],
             self.down[...],

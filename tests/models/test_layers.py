@@ -17,6 +17,7 @@ from jaxspec.models.gemma4 import Embedder
 from jaxspec.models.layers import project, rms_norm, rope_frequencies, rope_turns
 from jaxspec.params import Graph
 from jaxspec.shapes import Array
+from pallas_kernels.norms import router_norm
 from pallas_kernels.qkv.reference import rotate
 from tests import tiny
 
@@ -107,7 +108,8 @@ def test_experts_equal_a_loop_over_tokens() -> None:
             gate, up = np.tensordot(np.asarray(x)[b, t], gate_up[e], 1)
             hidden = np.asarray(jax.nn.gelu(gate, approximate=True)) * up
             expected[b, t] += weight * (hidden @ down[e])
-    np.testing.assert_allclose(experts(x, residual), expected, rtol=1e-4, atol=1e-5)
+    to_router = router_norm(residual, experts.router_scale[...], graph.config.rms_norm_eps)
+    np.testing.assert_allclose(experts(x, to_router), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])

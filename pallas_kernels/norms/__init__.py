@@ -1,0 +1,88 @@
+"""What stands between two matrix products of a layer: a norm, the sum with the residual, norms of that.
+
+Read `reference.py` for what is computed, `triton.py` for how one kernel does it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.norms.reference import Normed, RouterScale, reference, rms_norm, router_norm
+from pallas_kernels.norms.triton import MAX_WIDTH, add_norm_triton
+from pallas_kernels.platform import on_cuda, why_not_triton
+
+__all__ = ["Normed", "RouterScale", "add_norm", "reference", "rms_norm", "router_norm"]
+
+Implementation = Literal["auto", "reference", "triton"]
+FEW_ROWS = 512  # on an H200 XLA is as fast from about 2048 on, and faster where parts are added up
+
+
+def add_norm(
+    x: Float[Array, "*rows D"],
+    h: Float[Array, "*rows D"] | tuple[Normed, ...],
+    scale: Float[Array, " D"],
+    then: tuple[Float[Array, " D"] | RouterScale, ...] = (),
+    *,
+    eps: float,
+    factor: Float[Array, " 1"] | None = None,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> tuple[Float[Array, "*rows D"], tuple[Float[Array, "*rows D"], ...]]:
+    """Add h to the residual, normed, and norm the sum for all that read it.
+
+    Args:
+        x: The residual.
+        h: What a part of the layer made of it; or what several did, each normed before they are added up.
+        scale: The weight of the norm of h.
+        then: Weights of norms of the sum, and of what a router reads.
+        eps: Of the norms. Each is computed in float32 and rounded to the residual's dtype, as are sums.
+        factor: What the sum is multiplied by; None for nothing.
+        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
+            and 16-bit numbers; "auto" takes it for up to 512 rows where it can run, and "reference" elsewhere.
+        interpret: Run the kernel on any device, slowly, to test it.
+
+    Returns:
+        The new residual, and its norms.
+
+    Raises:
+        ValueError: If shapes do not fit together.
+        NotImplementedError: If implementation is "triton" and it cannot run.
+    """
+    _check(x, h, [scale, *jax.tree.leaves(then)])
+    if implementation not in ("auto", "reference", "triton"):
+        raise ValueError(f"implementation is {implementation!r}; pass auto, reference or triton")
+    args = (x, h, scale, then, factor)
+    plain = functools.partial(reference, eps=eps)
+    if implementation == "reference":
+        return plain(*args)
+    reason = _why_not(x, interpret)
+    kernel = functools.partial(add_norm_triton, eps=eps, interpret=interpret)
+    if implementation == "triton":
+        if reason:
+            raise NotImplementedError(f"{reason}; pass implementation='auto' or 'reference'")
+        return kernel(*args)
+    if reason or x.size > FEW_ROWS * x.shape[-1]:
+        return plain(*args)
+    return on_cuda(kernel, plain, *args)
+
+
+def _check(x: Array, h: Array | tuple[Normed, ...], scales: list[Array]) -> None:
+    parts = h if isinstance(h, tuple) else (Normed(h, scales[0]),)
+    scales = [*scales, *(part.scale for part in parts)]
+    if not parts or any(part.x.shape != x.shape for part in parts):
+        shapes = [part.x.shape for part in parts]
+        raise ValueError(f"what is added to {x.shape} must have that shape too, not {shapes}")
+    shapes = [scale.shape for scale in scales]
+    if any(shape != x.shape[-1:] for shape in shapes):
+        raise ValueError(f"weights of norms of {x.shape} must be {x.shape[-1:]}; they are {shapes}")
+
+
+def _why_not(x: Array, interpret: bool) -> str | None:
+    """Say why the kernel cannot run for such rows on this machine's GPU, if it has one."""
+    if x.shape[-1] > MAX_WIDTH:
+        return f"the Triton kernel holds rows of up to {MAX_WIDTH} numbers, not {x.shape[-1]}"
+    return why_not_triton(x, interpret=interpret)

@@ -1,0 +1,63 @@
+"""What the kernel computes, in plain JAX: norms and sums, each rounded. This is the oracle."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+class RouterScale(NamedTuple):
+    """What a norm without a weight is multiplied by for the router of experts, and then by D^-1/2."""
+
+    scale: Float[Array, " D"]
+
+
+class Normed(NamedTuple):
+    """Rows, and the weight of their norm."""
+
+    x: Float[Array, "*rows D"]
+    scale: Float[Array, " D"]
+
+
+def reference(
+    x: Float[Array, "*rows D"],
+    h: Float[Array, "*rows D"] | tuple[Normed, ...],
+    scale: Float[Array, " D"],
+    then: tuple[Float[Array, " D"] | RouterScale, ...],
+    factor: Float[Array, " 1"] | None,
+    *,
+    eps: float,
+) -> tuple[Float[Array, "*rows D"], tuple[Float[Array, "*rows D"], ...]]:
+    """Norm, add, multiply, and norm again."""
+    if isinstance(h, tuple):
+        h = functools.reduce(operator.add, (rms_norm(*part, eps) for part in h))
+    x = x + rms_norm(h, scale, eps)
+    if factor is not None:
+        x = x * factor
+    return x, tuple(
+        router_norm(x, *s, eps) if isinstance(s, RouterScale) else rms_norm(x, s, eps) for s in then
+    )
+
+
+def rms_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: float
+) -> Float[Array, "... D"]:
+    """Normalise the last axis in float32; the weight is used as it is (no 1 + w), or left out."""
+    x32 = x.astype(jnp.float32)
+    y = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    if scale is not None:
+        y = y * scale.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+def router_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float
+) -> Float[Array, "... D"]:
+    """Return what a router reads: each of both products is rounded."""
+    y = rms_norm(x, None, eps) * scale
+    return (y.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)
