@@ -1,4 +1,5 @@
-"""GPU kernels in Pallas, one folder an operation: `attention` (cached, few queries), `qkv` before it, `norms`, `experts`.
+"""GPU kernels in Pallas, one folder an operation: `attention` (cached, few queries), `qkv` before it, `norms`
+between the products of a layer, `experts`.
 
 A kernel is a folder with the public function and its checks in `__init__.py`, the same function in plain
 JAX in `reference.py`, a Pallas file for each backend it has (`mosaic.py`, `triton.py`), its tile sizes in
