@@ -1,5 +1,7 @@
-"""GPU kernels in Pallas, one folder an operation: `attention` (cached, few queries), `qkv` before it, `norms`
-between the products of a layer, `experts`.
+"""GPU kernels in Pallas, one folder an operation.
+
+`attention` is over a cache, for few queries; `qkv` stands before it, `norms` between the products of a layer;
+`experts` are those of a mixture.
 
 A kernel is a folder with the public function and its checks in `__init__.py`, the same function in plain
 JAX in `reference.py`, a Pallas file for each backend it has (`mosaic.py`, `triton.py`), its tile sizes in
