@@ -1,7 +1,7 @@
 """A mixture of experts for few tokens in Pallas Triton: a grouped product that reads each expert in use once.
 
-`router_logits_triton` multiplies few tokens by the router. `route` chooses experts and cuts the (token, choice) pairs
-into tiles: rows of one expert. It is one kernel for few tokens and two for more, where all blocks of tokens must have chosen before the first can be placed. `_gate_up`
+`route` chooses experts and cuts the (token, choice) pairs into tiles: rows of one expert. It is one kernel for few
+tokens and two for more, where all blocks of tokens must have chosen before the first can be placed. `_gate_up`
 multiplies each tile by its expert's gate and up matrices and applies the activation, `_down` multiplies by its down
 matrix and by the pairs' weights and writes each row to its pair's place; the sum over a token's pairs is left to XLA.
 Tiles beyond the last one in use end at once, so experts that no token chose are never read. Columns are the

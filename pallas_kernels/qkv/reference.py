@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.norms.reference import rms_norm
+
 
 class Destination(NamedTuple):
     """Caches, and where in them the keys and values of a pass go."""
@@ -42,23 +44,15 @@ def reference(
     """Cut queries, keys and values out; norm and rotate them one by one; write."""
     q = k = v = None
     if q_scale is not None:
-        q = rotate(_norm(projected[:, :, :, :groups], q_scale, eps), cos, sin)
+        q = rotate(rms_norm(projected[:, :, :, :groups], q_scale, eps), cos, sin)
     if k_scale is not None:
         raw_k, v = projected[:, :, :, groups], projected[:, :, :, -1]  # the same where k = v
-        k = rotate(_norm(raw_k, k_scale, eps), cos, sin)
-        v = _norm(v, None, eps) if norm_values else v
+        k = rotate(rms_norm(raw_k, k_scale, eps), cos, sin)
+        v = rms_norm(v, None, eps) if norm_values else v
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         if into is not None:
             k, v = put(into, k, v)
     return QKV(q, k, v)
-
-
-def _norm(
-    x: Float[Array, "*rows H"], scale: Float[Array, " H"] | None, eps: float
-) -> Float[Array, "*rows H"]:
-    x32 = x.astype(jnp.float32)
-    y = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (y if scale is None else y * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 def rotate(
