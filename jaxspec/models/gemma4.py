@@ -28,11 +28,11 @@ from jaxspec.models.attention import (
 )
 from jaxspec.models.layers import (
     GatedMLP,
-    contract,
     gelu_tanh,
     project,
     rms_norm,
     rope_frequencies,
+    table_logits,
 )
 from jaxspec.models.moe import Experts
 from jaxspec.params import param
@@ -256,7 +256,7 @@ class Embedder(nnx.Module):
     def decode(self, x: Float[Array, "B T D"], softcap: float | None) -> Float[Array, "B T V"]:
         """Return float32 logits, soft-capped to +-`softcap`."""
         b, t, d = x.shape
-        logits = contract("rd,vd->rv", x.reshape(b * t, d), self.table[...]).reshape(b, t, -1)
+        logits = table_logits(x.reshape(b * t, d), self.table[...]).reshape(b, t, -1)
         return logits if softcap is None else jnp.tanh(logits / softcap) * softcap
 
 

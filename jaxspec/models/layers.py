@@ -62,6 +62,25 @@ def over_rows(
     )
 
 
+def table_logits(rows: Float[Array, "R D"], table: Float[Array, "V D"]) -> Float[Array, "R V"]:
+    """Multiply rows by a table that holds a row a token, in float32.
+
+    On CPU the table of several rows is the left operand. The right one is transposed by XLA's library in
+    every call (jax 0.10.2, 2 cores, 8 rows, a table of 3072 x 192: 0.50 ms instead of 0.59).
+    """
+
+    def table_right(rows: Array, table: Array) -> Array:
+        return contract("rd,vd->rv", rows, table)
+
+    def table_left(rows: Array, table: Array) -> Array:
+        # Without a barrier XLA turns the product round to save the transpose of the result.
+        return lax.optimization_barrier(contract("vd,rd->vr", table, rows)).T
+
+    if rows.shape[0] == 1:
+        return table_right(rows, table)
+    return lax.platform_dependent(rows, table, cpu=table_left, default=table_right)
+
+
 def contract(spec: str, x: Array, y: Array) -> Float[Array, "..."]:
     """Contract like `jnp.einsum`, accumulating in and returning float32."""
     precision = precision_of(x)
