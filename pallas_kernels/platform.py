@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,36 @@ from jax import lax
 from jaxtyping import Array
 
 T = TypeVar("T")
+Implementation = Literal["auto", "reference", "triton"]
+
+
+def run(
+    implementation: str,
+    kernel: Callable[..., T],
+    plain: Callable[..., T],
+    *args: Any,
+    reason: str | None,
+    worth_it: bool = True,
+) -> T:
+    """Call what was asked for, of an operation that has a Triton kernel and a plain reference.
+
+    Args:
+        reason: Why the kernel cannot run; None if it can.
+        worth_it: Whether "auto" should take it then.
+
+    Raises:
+        ValueError: If there is no such implementation.
+        NotImplementedError: If it is "triton", and there is a reason against it.
+    """
+    if implementation not in ("auto", "reference", "triton"):
+        raise ValueError(f"implementation is {implementation!r}; pass auto, reference or triton")
+    if implementation == "triton":
+        if reason:
+            raise NotImplementedError(f"{reason}; pass implementation='auto' or 'reference'")
+        return kernel(*args)
+    if implementation == "reference" or reason or not worth_it:
+        return plain(*args)
+    return on_cuda(kernel, plain, *args)
 
 
 def on_cuda(kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T:

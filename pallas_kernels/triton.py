@@ -1,4 +1,4 @@
-"""What Triton kernels here share: loads and stores by indices of several shapes, and products."""
+"""What Triton kernels here share: loads and stores by indices of several shapes, masks, products."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def _at(ref: Any, index: tuple[Any, ...]) -> tuple[Any, tuple[int, ...]]:
     # Pallas wants indices of one shape, and scalars as they are.
     shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
     return ref.at[tuple(jnp.broadcast_to(i, shape) if jnp.ndim(i) else i for i in index)], shape
+
+
+def below(index: Array, size: int) -> Array | None:
+    """Return a mask of the indices below size, or None where they cut the axis evenly."""
+    return None if size % index.size == 0 else index < size
 
 
 def dot(x: Array, y: Array) -> Array:

@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.reference import Segment
-from pallas_kernels.triton import dot, load, store
+from pallas_kernels.triton import below, dot, load, store
 
 COMBINED_ROWS = 8  # of a program that adds up splits
 UNSEEN = -1e30  # a score; minus infinity would make NaN of rows that see nothing
@@ -64,7 +64,7 @@ def _attend(
     split, tile = tile // row_tiles, tile % row_tiles
     row = tile * tiling.rows + lax.iota(jnp.int32, tiling.rows)
     token, group = row // groups, row % groups
-    inside = _inside(row, tokens * groups)
+    inside = below(row, tokens * groups)
     column = lax.iota(jnp.int32, width)[None, :]
     made = part * (width // tiling.parts) + lax.iota(jnp.int32, width // tiling.parts)[None, :]
     q_index = (b, head, group[:, None], token[:, None])
@@ -103,7 +103,7 @@ def _attend(
         ):
             total, most, weight = carry
             slot = block * keys + lax.iota(jnp.int32, keys)
-            real = _inside(slot, k_ref.shape[2])
+            real = below(slot, k_ref.shape[2])
             k = load(
                 k_ref, b, head, slot[:, None], column, mask=None if real is None else real[:, None]
             )
@@ -145,7 +145,7 @@ def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
     """Average the splits of some rows by what they saw."""
     splits, size, width = parts_ref.shape
     row, column = pl.program_id(0) * rows + lax.iota(jnp.int32, rows), lax.iota(jnp.int32, width)
-    inside = _inside(row, size)
+    inside = below(row, size)
     split = lax.iota(jnp.int32, pl.next_power_of_2(splits))[:, None]
     # A split that is not there repeats the last one, which does not change the largest.
     most = jnp.max(
@@ -168,11 +168,6 @@ def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
     zeros = jnp.zeros((rows, width), jnp.float32), jnp.zeros((rows,), jnp.float32)
     total, weight = lax.fori_loop(0, splits, step, zeros)
     store(out_ref, row[:, None], column[None, :], value=total / weight[:, None], mask=mask)
-
-
-def _inside(index: Array, size: int) -> Array | None:
-    """Return a mask of the indices below size, or None where the axis is cut evenly."""
-    return None if size % index.size == 0 else index < size
 
 
 def span(

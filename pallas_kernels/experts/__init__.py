@@ -7,7 +7,6 @@ others never, `tuning.py` for tile sizes.
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -18,9 +17,7 @@ from pallas_kernels.experts.reference import reference
 from pallas_kernels.experts.reference import router_logits as router_logits
 from pallas_kernels.experts.triton import Tiling, experts_triton
 from pallas_kernels.experts.tuning import tiling_for
-from pallas_kernels.platform import on_cuda, why_not_triton
-
-Implementation = Literal["auto", "reference", "triton"]
+from pallas_kernels.platform import Implementation, run, why_not_triton
 
 
 def experts(
@@ -55,22 +52,14 @@ def experts(
         NotImplementedError: If implementation is "triton" and it cannot run.
     """
     _check(x, logits, expert_scale, gate_up, down, top_k)
-    if implementation not in ("auto", "reference", "triton"):
-        raise ValueError(f"implementation is {implementation!r}; pass auto, reference or triton")
-    args = (x, logits, expert_scale, gate_up, down)
-    slow = functools.partial(reference, top_k=top_k)
-    if implementation == "reference":
-        return slow(*args)
-    reason = why_not_triton(gate_up, interpret=interpret)
-    if reason and implementation == "triton":
-        raise NotImplementedError(f"{reason}; pass implementation='auto' or 'reference'")
-    if reason:
-        return slow(*args)
     tiling = tiling or tiling_for(x.shape[0] * top_k / gate_up.shape[0])
-    kernel = functools.partial(experts_triton, top_k=top_k, tiling=tiling, interpret=interpret)
-    if implementation == "triton":
-        return kernel(*args)
-    return on_cuda(kernel, slow, *args)
+    return run(
+        implementation,
+        functools.partial(experts_triton, top_k=top_k, tiling=tiling, interpret=interpret),
+        functools.partial(reference, top_k=top_k),
+        *(x, logits, expert_scale, gate_up, down),
+        reason=why_not_triton(gate_up, interpret=interpret),
+    )
 
 
 def _check(

@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.triton import dot, load, store
+from pallas_kernels.triton import below, dot, load, store
 
 BLOCK_TOKENS = 16  # of a program that routes; no more than the rows of any tile
 
@@ -188,9 +188,9 @@ def _gate_up(
     def _():
         def step(i, sums):
             k = i * block.inputs + lax.iota(jnp.int32, block.inputs)
-            mask = _both(_inside(k[None, :], d), in_use[:, None])
+            mask = _both(below(k[None, :], d), in_use[:, None])
             x = load(x_ref, token[:, None], k[None, :], mask=mask)
-            inside = _both(_inside(k[:, None], d), _inside(column[None, :], f))
+            inside = _both(below(k[:, None], d), below(column[None, :], f))
             gate = load(w_ref, expert, k[:, None], 0, column[None, :], mask=inside)
             up = load(w_ref, expert, k[:, None], 1, column[None, :], mask=inside)
             return sums[0] + dot(x, gate), sums[1] + dot(x, up)
@@ -231,9 +231,9 @@ def _down(
 
         def step(i, total):
             k = i * block.inputs + lax.iota(jnp.int32, block.inputs)
-            mask = _both(_inside(k[None, :], f), in_use[:, None])
+            mask = _both(below(k[None, :], f), in_use[:, None])
             hidden = load(hidden_ref, row[:, None], k[None, :], mask=mask)
-            inside = _both(_inside(k[:, None], f), _inside(column[None, :], d))
+            inside = _both(below(k[:, None], f), below(column[None, :], d))
             w = load(w_ref, expert, k[:, None], column[None, :], mask=inside)
             return total + dot(hidden, w)
 
@@ -241,11 +241,6 @@ def _down(
         total = lax.fori_loop(0, pl.cdiv(f, block.inputs), step, total)
         mask = in_use[:, None] & (column[None, :] < d)
         store(out_ref, pair[:, None], column[None, :], value=total * weight[:, None], mask=mask)
-
-
-def _inside(index: Array, size: int) -> Array | None:
-    """Return a mask of the indices below size, or None where the axis is cut evenly."""
-    return None if size % index.size == 0 else index < size
 
 
 def _both(a: Array | None, b: Array | None) -> Array | None:

@@ -6,18 +6,16 @@ Read `reference.py` for what is computed, `triton.py` for how one kernel does it
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.norms.reference import Normed, RouterScale, reference, rms_norm, router_norm
 from pallas_kernels.norms.triton import MAX_WIDTH, add_norm_triton
-from pallas_kernels.platform import on_cuda, why_not_triton
+from pallas_kernels.platform import Implementation, run, why_not_triton
 
 __all__ = ["Normed", "RouterScale", "add_norm", "reference", "rms_norm", "router_norm"]
 
-Implementation = Literal["auto", "reference", "triton"]
 FEW_ROWS = 512  # on an H200 XLA is as fast from about 2048 on, and faster where parts are added up
 
 
@@ -53,21 +51,14 @@ def add_norm(
         NotImplementedError: If implementation is "triton" and it cannot run.
     """
     _check(x, h, [scale, *jax.tree.leaves(then)])
-    if implementation not in ("auto", "reference", "triton"):
-        raise ValueError(f"implementation is {implementation!r}; pass auto, reference or triton")
-    args = (x, h, scale, then, factor)
-    plain = functools.partial(reference, eps=eps)
-    if implementation == "reference":
-        return plain(*args)
-    reason = _why_not(x, interpret)
-    kernel = functools.partial(add_norm_triton, eps=eps, interpret=interpret)
-    if implementation == "triton":
-        if reason:
-            raise NotImplementedError(f"{reason}; pass implementation='auto' or 'reference'")
-        return kernel(*args)
-    if reason or x.size > FEW_ROWS * x.shape[-1]:
-        return plain(*args)
-    return on_cuda(kernel, plain, *args)
+    return run(
+        implementation,
+        functools.partial(add_norm_triton, eps=eps, interpret=interpret),
+        functools.partial(reference, eps=eps),
+        *(x, h, scale, then, factor),
+        reason=_why_not(x, interpret),
+        worth_it=x.size <= FEW_ROWS * x.shape[-1],
+    )
 
 
 def _check(x: Array, h: Array | tuple[Normed, ...], scales: list[Array]) -> None:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.norms.reference import Normed, RouterScale
-from pallas_kernels.triton import load, store
+from pallas_kernels.triton import below, load, store
 
 MAX_WIDTH = 8192  # a program has its row in registers
 
@@ -29,7 +29,7 @@ def _add_norm(
     """Bring one row from what parts of the layer made of it to what the next parts read."""
     row, (d, dtype) = pl.program_id(0), (x_ref.shape[1], x_ref.dtype)
     column = lax.iota(jnp.int32, pl.next_power_of_2(d))
-    inside = None if column.size == d else column < d  # beyond it all is 0
+    inside = below(column, d)  # beyond it all is 0
 
     def weight(ref) -> Array | None:
         return None if ref is None else load(ref, column, mask=inside)

@@ -6,17 +6,14 @@ Read `reference.py` for what is computed, `triton.py` for how one kernel does it
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.platform import on_cuda, why_not_triton
+from pallas_kernels.platform import Implementation, run, why_not_triton
 from pallas_kernels.qkv.reference import QKV, Destination, put, reference
 from pallas_kernels.qkv.triton import qkv_triton
 
 __all__ = ["QKV", "Destination", "put", "qkv", "reference"]
-
-Implementation = Literal["auto", "reference", "triton"]
 
 
 def qkv(
@@ -55,22 +52,14 @@ def qkv(
         NotImplementedError: If implementation is "triton" and it cannot run.
     """
     _check(projected, q_scale, k_scale, cos, sin, into, groups)
-    if implementation not in ("auto", "reference", "triton"):
-        raise ValueError(f"implementation is {implementation!r}; pass auto, reference or triton")
-    args = (projected, q_scale, k_scale, cos, sin, into)
     how = {"groups": groups, "eps": eps, "norm_values": norm_values}
-    plain = functools.partial(reference, **how)
-    if implementation == "reference":
-        return plain(*args)
-    reason = _why_not(projected, into, interpret)
-    if reason and implementation == "triton":
-        raise NotImplementedError(f"{reason}; pass implementation='auto' or 'reference'")
-    if reason:
-        return plain(*args)
-    kernel = functools.partial(qkv_triton, **how, interpret=interpret)
-    if implementation == "triton":
-        return kernel(*args)
-    return on_cuda(kernel, plain, *args)
+    return run(
+        implementation,
+        functools.partial(qkv_triton, **how, interpret=interpret),
+        functools.partial(reference, **how),
+        *(projected, q_scale, k_scale, cos, sin, into),
+        reason=_why_not(projected, into, interpret),
+    )
 
 
 def _check(
