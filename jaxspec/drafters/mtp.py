@@ -36,6 +36,7 @@ from jaxspec.models.layers import (
     project,
     rms_norm,
     rope_frequencies,
+    table_logits,
 )
 from jaxspec.params import param
 from jaxspec.sampling import argmax, draw_drafts
@@ -224,7 +225,7 @@ class MTPDrafter(Drafter[MTPState]):
                 logits = contract("bfh,bfch->bfc", hidden, self.head[tokens])
             else:
                 rows = hidden.reshape(b * f, h)
-                logits = over_rows(lambda r: contract("rh,vh->rv", r, self.head[...]), rows)
+                logits = over_rows(lambda r: table_logits(r, self.head[...]), rows)
                 logits = logits.reshape(b, f, -1)
             if suppressed:
                 ids = jnp.arange(c.vocab_size) if tokens is None else tokens
