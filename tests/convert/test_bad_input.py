@@ -393,11 +393,13 @@ typer.run(convert_command)
     for _ in range(3):
         assert process.stdout.readline() == "reading\n"
     assert any(".partial-" in p.name for p in tmp_path.iterdir())
-    stderr = None
-    while stderr is None:
+    for _ in range(10):
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             _, stderr = process.communicate(timeout=6)
+            break
+    else:
+        pytest.fail("not interrupted in 60 seconds")
     assert process.returncode == 130
     assert "Traceback" not in stderr
     assert "interrupted" in stderr
