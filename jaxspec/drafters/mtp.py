@@ -47,6 +47,7 @@ from pallas_kernels.norms import add_norm
 MTPState = Float[Array, "B D"]
 """The target's post-norm hidden state of the last token that is in its caches."""
 
+MOST_RANKED = 8  # rows of scores that are not sorted: counting is quadratic
 MAX_DRAFT_TOKENS = 15  # in a row: as many as a DFlash block; assistants themselves know no limit
 
 
@@ -219,7 +220,7 @@ class MTPDrafter(Drafter[MTPState]):
             tokens = None
             if c.num_centroids:
                 scores = contract("bfh,hc->bfc", hidden, self.centroids[...])
-                _, best = lax.top_k(scores, c.num_top_centroids)
+                best = _top_indices(scores, c.num_top_centroids)
                 clusters = self.token_ordering[...].reshape(c.num_centroids, -1)
                 tokens = clusters[best].reshape(b, f, -1)
                 logits = contract("bfh,bfch->bfc", hidden, self.head[tokens])
@@ -232,6 +233,32 @@ class MTPDrafter(Drafter[MTPState]):
                 banned = jnp.any(ids[..., None] == jnp.asarray(suppressed), axis=-1)
                 logits = jnp.where(banned, -jnp.inf, logits)
             return Choices(logits, tokens)
+
+
+def _top_indices(scores: Float[Array, "B F C"], k: int) -> Int[Array, "B F K"]:
+    """Return where the k largest scores stand, the largest first and of equals the first.
+
+    On GPUs `lax.top_k` sorts, and few rows wait for that: E4B with 5 drafts at batch 1 on an H200 takes 4.32 ms a
+    step with ranks instead of 4.39.
+    """
+
+    def by_sorting(scores: Array) -> Array:
+        return lax.top_k(scores, k)[1]
+
+    if scores.size > MOST_RANKED * scores.shape[-1]:
+        return by_sorting(scores)
+    by_rank = functools.partial(ranked_indices, k=k)
+    return lax.platform_dependent(scores, cuda=by_rank, default=by_sorting)
+
+
+def ranked_indices(scores: Float[Array, "B F C"], k: int) -> Int[Array, "B F K"]:
+    """Return what `lax.top_k` does, by counting how many scores are ahead of each."""
+    index = jnp.arange(scores.shape[-1])
+    one, other = scores[..., :, None], scores[..., None, :]
+    ahead = (other > one) | ((other == one) & (index < index[:, None]))
+    rank = jnp.sum(ahead, axis=-1, dtype=jnp.int32)
+    placed = rank[..., None, :] == jnp.arange(k)[:, None]
+    return jnp.max(jnp.where(placed, index, 0), axis=-1)
 
 
 def _tokens_of(choices: Choices, index: Int[Array, "B F K"]) -> Int[Array, "B F K"]:

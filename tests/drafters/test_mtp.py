@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jaxspec import cache as kv
 from jaxspec import checkpoint
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, ConfigError, LayerType, MTPConfig
 from jaxspec.drafters.base import TargetView, Tree
-from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
+from jaxspec.drafters.mtp import FrozenKV, MTPDrafter, ranked_indices
 from jaxspec.models.gemma4 import Caches, Gemma4, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
@@ -250,6 +251,12 @@ def test_drafts_are_the_best_of_each_step(pair: Pair) -> None:
     tree = draft(assistant.params, target.params, states, Tree(1, STEPS))
     np.testing.assert_array_equal(tree.tokens, got.tokens)
     np.testing.assert_array_equal(tree.parents, np.broadcast_to(np.arange(STEPS), (3, STEPS)))
+
+
+def test_ranks_are_those_of_sorting() -> None:
+    """Of equals the first, as everywhere: half of these scores have some."""
+    scores = jnp.round(4 * jax.random.normal(jax.random.key(0), (2, 3, 40)))
+    np.testing.assert_array_equal(ranked_indices(scores, 11), lax.top_k(scores, 11)[1])
 
 
 @pytest.mark.parametrize("size", ["e2b", "e4b"])
