@@ -126,15 +126,25 @@ def drafters() -> dict[str, LoadedModel]:
     }
 
 
+@pytest.fixture(autouse=True)
+def together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill all rows at once: what is tested here comes after."""
+    monkeypatch.setattr(batching, "SHARED_PREFILL", 16 * SLOTS)
+
+
 def sampled(
-    drafter: LoadedModel | None, filters: str, seed: int, **options: Any
+    drafter: str | None, filters: str, seed: int = 1, **options: Any
 ) -> tuple[np.ndarray, float]:
     """Return the new tokens of many rows and which fraction of a chain of drafts was accepted."""
-    engine = Engine(target(), drafter, batch_size=SLOTS, cache_length=24, **options)
+    model = None if drafter is None else drafters()[drafter]
+    engine = Engine(target(), model, batch_size=SLOTS, cache_length=24, **options)
     request = Request(PROMPT, NEW_TOKENS, seed=seed, **FILTERS[filters])
     done = run(engine, [request] * ROWS)
     taus = np.concatenate([d.acceptance_lengths for d in done])
     return np.asarray([d.token_ids for d in done]), float((taus - 1).mean() / DRAFTS)
+
+
+in_chains = functools.cache(sampled)
 
 
 def g_test(tokens: np.ndarray, probs: np.ndarray) -> float:
@@ -167,7 +177,7 @@ def p_values(tokens: np.ndarray, filters: str) -> tuple[float, float]:
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("drafter", ["likely", "unlikely", "dflash", "mtp"])
 def test_speculative_sampling_follows_the_target(drafter, filters):
-    tokens, accepted = sampled(drafters()[drafter], filters, seed=1)
+    tokens, accepted = in_chains(drafter, filters)
     # Rejections and acceptances both occur; but what top-k or top-p cuts is never accepted.
     assert accepted < 0.9
     if drafter != "unlikely" or filters == "temperature 1":
@@ -191,9 +201,8 @@ TREE: dict[str, Any] = dict(tree=Tree(3, DRAFTS), num_draft_tokens=8)
 )
 def test_sampling_with_trees_follows_the_target(drafter, filters):
     """Several branches fit a token, and deep ones are reached: wide trees accept more than chains."""
-    tokens, accepted = sampled(drafters()[drafter], filters, seed=1, **TREE)
-    _, in_chains = sampled(drafters()[drafter], filters, seed=1)
-    assert in_chains < accepted < 0.95
+    tokens, accepted = sampled(drafter, filters, **TREE)
+    assert in_chains(drafter, filters)[1] < accepted < 0.95
     assert min(p_values(tokens, filters)) > FALSE_ALARM
 
 
@@ -230,6 +239,11 @@ def first_branch_for_all(logits, draft, parents, sampling, keys, steps, *, depth
     return RIGHT_TREE(shifted, draft, parents, sampling, keys, steps, depth=depth)
 
 
+def forget_the_right_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {key: f for key, f in batching._compiled.items() if key[0] is not decode.decode_loop}
+    monkeypatch.setattr(batching, "_compiled", others)
+
+
 RIGHT, RIGHT_TREE = verify.rejection_verify, verify.tree_verify
 
 
@@ -237,13 +251,13 @@ RIGHT, RIGHT_TREE = verify.rejection_verify, verify.tree_verify
 def test_wrong_samplers_are_found(wrong, monkeypatch):
     """The negative control: the same counts and the same test must refuse these."""
     monkeypatch.setattr(verify, "rejection_verify", wrong)
-    monkeypatch.setattr(batching, "_compiled", {})  # the right programs are not to be found
-    tokens, _ = sampled(drafters()["likely"], "temperature 1", seed=1)
+    forget_the_right_loop(monkeypatch)
+    tokens, _ = sampled("likely", "temperature 1")
     assert min(p_values(tokens, "temperature 1")) < FALSE_ALARM / 1000
 
 
 def test_a_wrong_tree_sampler_is_found(monkeypatch):
     monkeypatch.setattr(decode, "tree_verify", first_branch_for_all)
-    monkeypatch.setattr(batching, "_compiled", {})
-    tokens, _ = sampled(drafters()["likely"], "temperature 1", seed=1, **TREE)
+    forget_the_right_loop(monkeypatch)
+    tokens, _ = sampled("likely", "temperature 1", **TREE)
     assert min(p_values(tokens, "temperature 1")) < FALSE_ALARM / 1000
