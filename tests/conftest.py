@@ -21,6 +21,8 @@ if jax.__version_info__ < (0, 11):
 # The user's own, for what is to run as users run it; workers of xdist inherit ours with them.
 XLA_FLAGS = os.environ.get("XLA_FLAGS", "").replace(FAST_COMPILE, "").strip()
 os.environ["XLA_FLAGS"] = f"{FAST_COMPILE} {XLA_FLAGS}"
+# Threads of torch wait for each other's few numbers longer than one takes for all of them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # As static checkers do, take an int where a float is asked for.
 check = beartype(conf=BeartypeConf(is_pep484_tower=True))

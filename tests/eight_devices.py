@@ -241,7 +241,8 @@ def sampler() -> dict[str, Any]:
     found = []
     for mesh in (make_mesh(data=2, model=4), make_mesh(devices=jax.devices()[:1])):
         params = [on_mesh(model, mesh).params for model in (c.target, assistant)]
-        ask = Sampler(c.target, assistant, max_new_tokens=NEW_TOKENS, num_samples=2, logprobs=True)
+        options = dict(max_new_tokens=NEW_TOKENS, num_draft_tokens=2, num_samples=2, logprobs=True)
+        ask = Sampler(c.target, assistant, **options)
         sampling = ask.sampling(8, temperature=[0.0, 1.0] * 4)
         found.append(ask(*params, c.prompts[:4], sampling, np.arange(8)))
     spread, alone = found

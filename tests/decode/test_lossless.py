@@ -42,6 +42,7 @@ def test_plain_equals_naive(name):
         assert done.token_ids == c.continuation(row)
         assert done.finish_reason == "length"
         assert done.acceptance_lengths == (1,) * (NEW_TOKENS - 1)
+        assert done.logprobs is done.sampled_logprobs is None  # without being asked for
 
 
 @pytest.mark.parametrize("name", FEATURE_SETS)
