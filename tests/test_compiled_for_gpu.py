@@ -256,24 +256,30 @@ def test_a_join_of_weights_would_be_seen() -> None:
         assert bool(big_moves(hlo)) == joined
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernel needs jax 0.11.2")
-def test_the_mosaic_kernel_fits_and_keeps_its_results_in_registers(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@pytest.mark.parametrize(("heads", "head_dim", "fresh"), [((4, 8), 512, 0), ((8, 8), 128, 16)])
+def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    heads: tuple[int, int],
+    head_dim: int,
+    fresh: int,
 ) -> None:
-    """31B's full layers: 227 KB of shared memory, and results that take half of all registers."""
-    shape = (8, 16, 4, 8, 512)  # B T K G H
-    keys = jax.ShapeDtypeStruct((8, 4, 2048, 512), jnp.bfloat16)
+    """31B's full layers: 227 KB of shared memory, and results that take half of all registers; its drafter's."""
+    shape = (8, 16, *heads, head_dim)  # B T K G H
 
-    def attend(q: Any, at: Any, k: Any, v: Any, positions: Any) -> jax.Array:
-        segments = (Segment(k, v, positions),)
-        return attention(q, at, segments, scale=1.0, implementation="mosaic")
+    def keys(size: int) -> tuple[Any, Any, Any]:
+        k = jax.ShapeDtypeStruct((8, heads[0], size, head_dim), jnp.bfloat16)
+        return k, k, jax.ShapeDtypeStruct((8, size), jnp.int32)
+
+    def attend(q: Any, at: Any, *segments: Any) -> jax.Array:
+        segments = tuple(Segment(*s) for s in segments)
+        return attention(q, at, segments, scale=1.0, causal=not fresh, implementation="mosaic")
 
     args = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         jax.ShapeDtypeStruct(shape[:2], jnp.int32),
-        keys,
-        keys,
-        jax.ShapeDtypeStruct((8, 2048), jnp.int32),
+        *(keys(size) for size in (2048, fresh) if size),
     )
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     with jax.sharding.use_abstract_mesh(NAMED_H200):

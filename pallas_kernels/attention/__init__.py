@@ -1,7 +1,7 @@
 """Cached attention for few queries: a block of new tokens against long caches, rings and each other.
 
 Read `reference.py` for what is computed, `triton.py` for how each key is read once for all queries,
-`mosaic.py` for how Hopper does that at head dim 512, `tuning.py` for tile sizes.
+`mosaic.py` for how Hopper does that at head dim 512, `mosaic_narrow.py` at 128, `tuning.py` for tile sizes.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def attention(
         window: Keys a query sees, itself included; None for all.
         causal: Whether queries see no later keys.
         implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`) and
-            16-bit keys; "mosaic" one of 9.0, head dim 512, one segment of a multiple of 8 slots without
-            `seen_by`, and no window. "auto" takes one of them, rather the latter, where it can run, and keys are
-            many for few tokens or scores would fill memory, and "reference" elsewhere.
+            16-bit keys; "mosaic" one of 9.0, a multiple of 8 slots, no `seen_by`, and head dim 512, one segment
+            and no window, or head dim 128, 8, 16, 32 or 64 query heads of a kv head, and beside the first
+            segment at most one of 128 slots. "auto" takes one of them, rather the latter, where it can run, and
+            keys are many for few tokens or scores would fill memory, and "reference" elsewhere.
         tiling: Tile sizes of the Triton kernel, instead of the table's.
         interpret: Run the Triton kernel on any device, slowly, to test it.
 
@@ -80,7 +81,7 @@ def attention(
     plain = functools.partial(reference, scale=scale, window=window, causal=causal)
     b, t, k, g, h = q.shape
     reasons = {
-        "mosaic": _why_not_mosaic(segments, window, interpret),
+        "mosaic": _why_not_mosaic(g, segments, window, interpret),
         "triton": _why_not_triton(segments, interpret),
     }
     chosen = implementation
@@ -101,9 +102,12 @@ def attention(
     if chosen == "mosaic":
         # Not before it is wanted: older jax misses what it imports.
         from pallas_kernels.attention.mosaic import attention_mosaic
+        from pallas_kernels.attention.mosaic_narrow import attention_mosaic_narrow
 
         splits = splits_for(rows=t * g, heads=b * k, longest=longest)
-        kernel = functools.partial(attention_mosaic, scale=scale, causal=causal, splits=splits)
+        narrow = functools.partial(attention_mosaic_narrow, window=window)
+        kernel = attention_mosaic if h == 512 else narrow
+        kernel = functools.partial(kernel, scale=scale, causal=causal, splits=splits)
     else:
         tiling = tiling or tiling_for(head_dim=h, rows=t * g, heads=b * k, longest=longest)
         kernel = functools.partial(
@@ -151,22 +155,29 @@ def _why_not_triton(segments: tuple[Segment, ...], interpret: bool) -> str | Non
 
 
 def _why_not_mosaic(
-    segments: tuple[Segment, ...], window: int | None, interpret: bool
+    groups: int, segments: tuple[Segment, ...], window: int | None, interpret: bool
 ) -> str | None:
-    """Say why the Mosaic kernel cannot run for these keys on this machine's GPU, if it has one."""
-    keys, seen_by = segments[0].k, segments[0].seen_by
+    """Say why no Mosaic kernel can run for these keys on this machine's GPU, if it has one."""
+    keys, *more = (s.k for s in segments)
     if jax.__version_info__ < (0, 11, 2):
         return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
     if interpret:
         return "the Mosaic kernel is not interpreted"
     if keys.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the Mosaic kernel is cut for bfloat16 and float16 keys, not {keys.dtype}"
-    if keys.shape[3] != 512:
-        return f"the Mosaic kernel is cut for head dim 512, not {keys.shape[3]}"
+    if (h := keys.shape[3]) not in (128, 512):
+        return f"the Mosaic kernels are cut for head dims 128 and 512, not {h}"
     if keys.shape[2] % 8:
         return f"the Mosaic kernel takes a multiple of 8 slots, not {keys.shape[2]}"
-    if len(segments) > 1 or seen_by is not None or window is not None:
-        return "the Mosaic kernel takes one segment without seen_by, and no window"
+    if any(s.seen_by is not None for s in segments):
+        return "the Mosaic kernel takes segments without seen_by"
+    if h == 512 and (more or window is not None):
+        return "the Mosaic kernel takes one segment and no window at head dim 512"
+    if h == 128 and groups not in (8, 16, 32, 64):
+        return f"the Mosaic kernel takes 8, 16, 32 or 64 heads of a kv head, not {groups}"
+    if len(more) > 1 or any(k.shape[2] > 128 for k in more):
+        found = [k.shape[2] for k in more]
+        return f"the Mosaic kernel takes a second segment of at most 128 slots, not {found}"
     if devices := devices_of_mesh():
         return f"the Mosaic kernel runs on one device, not on a mesh of {devices}"
     if (found := capability()) not in (None, HOPPER):

@@ -273,14 +273,14 @@ def attention_mosaic(
         splits=splits,
         scale=scale,
     )
-    out = shares[0] if splits == 1 else _average(shares, log_weights)
+    out = shares[0] if splits == 1 else average(shares, log_weights)
     out = out[:, :, : t * g].reshape(b, k, t, g, HEAD_DIM).transpose(0, 2, 1, 3, 4)
     return out.astype(q.dtype)
 
 
-def _average(
-    shares: Float[Array, "X B K R H"], log_weights: Float[Array, "X B K R"]
-) -> Float[Array, "B K R H"]:
+def average(
+    shares: Float[Array, "X *R H"], log_weights: Float[Array, "X *R"]
+) -> Float[Array, "*R H"]:
     """Average the shares by what they saw: term by term, so that XLA adds them in one kernel."""
     most = functools.reduce(jnp.maximum, log_weights)
     weights = [jnp.exp2(one - most) for one in log_weights]

@@ -26,7 +26,9 @@ from pallas_kernels.attention.reference import Segment
 from pallas_kernels.triton import below, dot, load, store
 
 COMBINED_ROWS = 8  # of a program that adds up splits
-UNSEEN = -1e30  # a score; minus infinity would make NaN of rows that see nothing
+# A score; minus infinity would make NaN of rows that see nothing. A power of two: its product with any scale is exact,
+# so that a scale beside a subtraction (one instruction, which rounds once) still leaves 0.
+UNSEEN = -(2.0**100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +196,31 @@ def span(
     slot, size = jnp.arange(positions.shape[1], dtype=jnp.int32), positions.shape[1]
     first = jnp.min(jnp.where(useful, slot, size), axis=2)
     return jnp.stack([first, jnp.max(jnp.where(useful, slot + 1, 0), axis=2)], axis=2)
+
+
+def hidden(
+    spans: Int[Array, "B R 2"],
+    lowest: Int[Array, "B R"],
+    highest: Int[Array, "B R"],
+    positions: Int[Array, "B S"],
+    *,
+    window: int | None,
+    causal: bool,
+) -> Int[Array, "B R 2"]:
+    """Return the first slot of a span that some query of the tile does not see, and the one after the last.
+
+    Blocks elsewhere in the span need no mask; (S, 0) if that is all of them. Arguments as in `span`, which
+    returns `spans`.
+    """
+    unseen = positions[:, None] < 0
+    if window is not None:
+        unseen |= positions[:, None] <= highest[:, :, None] - window
+    if causal:
+        unseen |= positions[:, None] > lowest[:, :, None]
+    slot, size = jnp.arange(positions.shape[1], dtype=jnp.int32), positions.shape[1]
+    unseen &= (slot >= spans[:, :, :1]) & (slot < spans[:, :, 1:])
+    first = jnp.min(jnp.where(unseen, slot, size), axis=2)
+    return jnp.stack([first, jnp.max(jnp.where(unseen, slot + 1, 0), axis=2)], axis=2)
 
 
 def of_tiles(positions: Int[Array, "B T"], groups: int, rows: int) -> tuple[Array, Array]:

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.attention import Segment, attention, reference
 from pallas_kernels.attention.cases import Shape, cached, fresh, queries
-from pallas_kernels.attention.triton import Tiling, span
+from pallas_kernels.attention.triton import Tiling, hidden, span
 from pallas_kernels.attention.tuning import TABLE, splits_for, tiling_for
 
 SLIDING = Shape(4, 2, 32, window=24)
@@ -137,6 +137,23 @@ def test_the_span_is_what_some_query_sees(
     assert nothing.tolist() == [[[24, 0]] * 2]
 
 
+def test_a_mask_is_needed_where_some_query_does_not_see_what_others_do() -> None:
+    """A ring of 24 slots: queries at 22 to 25, window 20, of which slots 2 to 9 hold what some do not see."""
+    slot = jnp.arange(24)
+    positions = jnp.where(slot < 2, slot + 24, slot)[None]
+    ends = jnp.array([[22]]), jnp.array([[25]])
+    options: dict[str, Any] = dict(window=20, causal=True)
+    seen = span(*ends, positions, **options)
+    assert seen.tolist() == [[[0, 24]]]
+    assert hidden(seen, *ends, positions, **options).tolist() == [[[0, 24]]]
+    past = jnp.array([[26]]), jnp.array([[29]])  # all of whom see what is in the first slots
+    seen = span(*past, positions, **options)
+    assert hidden(seen, *past, positions, **options).tolist() == [[[2, 10]]]
+    everything: dict[str, Any] = dict(window=None, causal=False)
+    seen = span(*ends, positions, **everything)
+    assert hidden(seen, *ends, positions, **everything).tolist() == [[[24, 0]]]
+
+
 def test_auto_is_the_reference_where_there_is_no_gpu() -> None:
     q, at = queries(FULL, [9], 3, jnp.dtype("bfloat16"))
     segments = (cached(FULL, [9], 16, jnp.dtype("bfloat16")),)
@@ -189,17 +206,18 @@ def test_a_choice_that_cannot_run_is_refused() -> None:
 needs_new_jax = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernel needs jax 0.11.2"
 )
-WIDE = Shape(16, 2, 512)
+WIDE, NARROW = Shape(16, 2, 512), Shape(16, 2, 128, causal=False)
 
 
 @needs_new_jax
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(shape=FULL), "head dim 512, not 64"),
+        (dict(shape=FULL), "head dims 128 and 512, not 64"),
+        (dict(shape=Shape(8, 2, 128)), "8, 16, 32 or 64 heads of a kv head, not 4"),
         (dict(size=20), "a multiple of 8 slots, not 20"),
         (dict(dtype="float32"), "bfloat16 and float16 keys, not float32"),
-        (dict(shape=Shape(16, 2, 512, window=24)), "one segment without seen_by, and no window"),
+        (dict(shape=Shape(16, 2, 512, window=24)), "one segment and no window"),
         (dict(interpret=True), "is not interpreted"),
     ],
 )
@@ -236,16 +254,31 @@ def test_the_blocks_of_the_mosaic_kernel_fill_a_gpu_at_once() -> None:
         (WIDE, [1, 2, 2500], 2560, 1),  # many shares
         (WIDE, [300, 900], 1024, 256),  # a chunk of a prompt
         (Shape(32, 4, 512, causal=False), [12, 700], 704, 12),
+        (NARROW, [16, 17, 144, 145, 1000], 1000, 16),
+        (
+            NARROW,
+            [12, 0, 700, 268, 269],
+            704,
+            12,
+        ),  # tiles of rows, and fresh keys, that are not whole
+        (Shape(64, 1, 128, causal=False), [1, 5, 4096], 4096, 1),  # one tile, many shares
+        (Shape(8, 1, 128, window=512), [16, 500, 1000, 5000], 536, 16),  # a ring
+        (Shape(8, 1, 128), [300, 900], 1024, 256),  # a chunk of a prompt
     ],
 )
-def test_the_mosaic_kernel(shape: Shape, lengths: Sequence[int], size: int, tokens: int) -> None:
-    kind, options = jnp.dtype("bfloat16"), dict(scale=512**-0.5, causal=shape.causal)
+def test_the_mosaic_kernels(shape: Shape, lengths: Sequence[int], size: int, tokens: int) -> None:
+    kind, draft = jnp.dtype("bfloat16"), shape.head_dim == 128 and tokens <= 16
+    options = dict(scale=shape.head_dim**-0.5, causal=shape.causal, window=shape.window)
     q, at = queries(shape, lengths, tokens, kind)
-    clean, spoilt = (cached(shape, lengths, size, kind, empty=x) for x in (0.0, float("nan")))
-    ours = attention(q, at, (spoilt,), implementation="mosaic", **options).astype(jnp.float32)
-    theirs = plain(shape, q, at, (clean,)).astype(jnp.float32)
+    before = [max(length - tokens, 0) if draft else length for length in lengths]
+    ring, own = shape.window is not None, (fresh(shape, at, kind),) if draft else ()
+    clean, spoilt = (
+        (cached(shape, before, size, kind, ring=ring, empty=x), *own) for x in (0.0, float("nan"))
+    )
+    ours = attention(q, at, spoilt, implementation="mosaic", **options).astype(jnp.float32)
+    theirs = plain(shape, q, at, clean).astype(jnp.float32)
     up = lambda x: x.astype(jnp.float32) if x.dtype == kind else x  # noqa: E731
-    exact = plain(shape, *jax.tree.map(up, (q, at, (clean,))))
+    exact = plain(shape, *jax.tree.map(up, (q, at, clean)))
     seen = jnp.asarray(lengths) > 0
     assert jnp.isfinite(ours).all()
     error, allowed = (jnp.max(jnp.abs(x - exact)[seen]) for x in (ours, theirs))
