@@ -44,11 +44,11 @@ def feed(graph: Graph, params: Params, tokens: Any, start: Any, count: Any, cach
 
 @functools.partial(jax.jit, static_argnums=0)
 def whole(graph: Graph, params: Params, tokens: Array) -> TargetOutput:
-    """Run the target over one prompt without caches; the mask of a chain makes it return its K/V."""
-    n = tokens.shape[0]
-    causal = jnp.tril(jnp.ones((1, n, n), bool))
+    """Run the target over padded prompts without caches; the mask of a chain makes it return its K/V."""
+    b, n = tokens.shape
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((n, n), bool)), (b, n, n))
     return graph.bind(params)(
-        tokens[None], jnp.zeros(1, jnp.int32), jnp.full(1, n), None, ancestors=causal
+        tokens, jnp.zeros(b, jnp.int32), jnp.full(b, n), None, ancestors=causal
     )
 
 
@@ -89,7 +89,12 @@ class Pair:
     assistant: LoadedModel
     prompts: tuple[np.ndarray, ...]
     caches: Caches
-    passes: tuple[TargetOutput, ...]  # a prompt, without caches
+    whole: TargetOutput  # of the padded prompts, without caches
+
+    @property
+    def states(self) -> np.ndarray:
+        """What the target makes of each prompt's last token."""
+        return np.asarray(self.whole.hidden)[np.arange(len(LENGTHS)), np.asarray(LENGTHS) - 1]
 
     def oracle_step(
         self, row: int, token: int, state: np.ndarray, config: MTPConfig
@@ -100,16 +105,16 @@ class Pair:
         the convention has.
         """
         torch = pytest.importorskip("torch")
-        target, output, n = self.target, self.passes[row], len(self.prompts[row])
+        target, n = self.target, len(self.prompts[row])
         embedder = target.graph.bind(target.params).embedder
         embedding = np.asarray(embedder.encode(jnp.asarray([[token]])))[0, 0]
         shared = {}
         for kind in ("sliding", "full"):
-            segment = output.fresh[target.config.last_kv_owner(kind)]
+            segment = self.whole.fresh[target.config.last_kv_owner(kind)]
             assert segment is not None
             begin = max(n - config.num_window_keys, 0) if kind == "sliding" else 0
             shared[f"{kind}_attention"] = tuple(
-                torch.from_numpy(np.asarray(x)[:, :, begin:n].copy())
+                torch.from_numpy(np.asarray(x)[row : row + 1, :, begin:n].copy())
                 for x in (segment.k, segment.v)
             )
         inputs = torch.from_numpy(np.concatenate([embedding, state]))[None, None]
@@ -143,13 +148,16 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             tokens[row, : count[row]] = prompt[start[row] : start[row] + count[row]]
         caches = feed(target.graph, target.params, tokens, start, count, caches).caches
         start, i = start + count, i + 1
+    padded = np.zeros((len(prompts), max(LENGTHS)), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
     return Pair(
         oracle,
         target,
         checkpoint.load_drafter(str(directory / "assistant"), dtype="float32"),
         prompts,
         caches,
-        tuple(whole(target.graph, target.params, jnp.asarray(p)) for p in prompts),
+        whole(target.graph, target.params, jnp.asarray(padded)),
     )
 
 
@@ -167,7 +175,7 @@ def test_steps_equal_transformers(pair: Pair, position: Any, extra_key: int) -> 
     )
     graph = Graph(MTPDrafter, config, "float32")
     tokens = np.asarray([7, 90, 33], np.int32)
-    states = np.stack([np.asarray(p.hidden)[0, -1] for p in pair.passes])
+    states = pair.states
     worst = 0.0
     for _ in range(STEPS):
         logits, new_states = jax.device_get(
@@ -202,7 +210,7 @@ def test_steps_equal_transformers(pair: Pair, position: Any, extra_key: int) -> 
 def test_a_different_convention_would_be_seen(pair: Pair) -> None:
     """The negative control: position and the extra key both move the logits past the tolerance."""
     config, row = pair.assistant.config, 2
-    state = np.asarray(pair.passes[row].hidden)[0, -1]
+    state = pair.states[row]
     base, _ = pair.oracle_step(row, 33, state, config)
     for change in (
         dict(query_position="next"),
@@ -230,7 +238,7 @@ def test_drafts_are_the_best_of_each_step(pair: Pair) -> None:
             tree=tree,
         )
 
-    states = jnp.stack([p.hidden[0, -1] for p in pair.passes])
+    states = jnp.asarray(pair.states)
     got = draft(assistant.params, target.params, states, None)
     assert got.parents is None
     tokens = jnp.asarray([7, 90, 33])
@@ -247,8 +255,7 @@ def test_drafts_are_the_best_of_each_step(pair: Pair) -> None:
         )
         tokens = jnp.argmax(logits.at[:, jnp.asarray(suppressed)].set(-jnp.inf), axis=-1)
         np.testing.assert_array_equal(got.tokens[:, i], tokens)
-    states = jnp.stack([p.hidden[0, -1] for p in pair.passes])
-    tree = draft(assistant.params, target.params, states, Tree(1, STEPS))
+    tree = draft(assistant.params, target.params, jnp.asarray(pair.states), Tree(1, STEPS))
     np.testing.assert_array_equal(tree.tokens, got.tokens)
     np.testing.assert_array_equal(tree.parents, np.broadcast_to(np.arange(STEPS), (3, STEPS)))
 
