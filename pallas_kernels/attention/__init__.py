@@ -86,7 +86,10 @@ def attention(
     }
     chosen = implementation
     if implementation == "auto":
-        on_hopper = reasons["mosaic"] is None and capability() == HOPPER
+        # At head dim 128 only with over one tile of rows: with fewer the Mosaic kernel was not measured.
+        on_hopper = (
+            reasons["mosaic"] is None and capability() == HOPPER and (h == 512 or t * g > 64)
+        )
         chosen = "mosaic" if on_hopper else "triton"
         score_bytes = 4 * b * t * k * g * sum(s.k.shape[2] for s in segments)
         read = score_bytes + sum(2 * s.k.size * s.k.dtype.itemsize for s in segments)

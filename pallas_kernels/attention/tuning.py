@@ -1,20 +1,24 @@
-"""Tile sizes of the Triton kernel, by head dim and query rows, and shares of the keys of both.
+"""Tile sizes of the Triton kernel, by head dim and query rows, and shares of the keys of all kernels.
 
-Measured on an NVIDIA H200 (jax 0.11.2, bfloat16), the best of a sweep, 8 sequences of 16 queries; in us without what the
-loop around the kernel takes, and times what reading the keys takes at 3.85 TB/s:
+Measured on an NVIDIA H200 (jax 0.11.2, bfloat16), the best of sweeps, 8 sequences of 16 queries unless said: what a
+profiler counts for the kernels alone, over keys that are not in L2, in us, and times what reading those takes at 4.3 TB/s.
 
-    head dim 256, ring of 1088     31B 41, 1.1     26B-A4B 26, 1.4
-    head dim 512, 8192 keys        31B 359, 2.6    26B-A4B 184, 2.6
-    head dim 128, draft block      31B, 8192 keys 101, 1.4    26B-A4B, 2048 keys 20, 1.2
+                                  31B                             26B-A4B
+    head dim 256, ring of 1088    Triton 39, 1.2                  Triton 26, 1.6
+    head dim 512, 8192 keys       Mosaic 169, 1.4                 Mosaic 88, 1.4
+        32768 keys                Mosaic 326, 1.3 (4 sequences)   Mosaic 324, 1.3
+    head dim 128, draft block,
+        2048 keys                 Mosaic 26, 1.7 (Triton 33)      Triton 25, 1.6
+        8192 keys                 Mosaic 74, 1.2 (Triton 102)     Triton 72, 1.2
+        32768 keys                Mosaic 266, 1.1 (Triton 407)    Triton 259, 1.0
+        ring of 2112              Mosaic 27, 1.7                  Triton 29, 1.8
+
+31B's draft block, Mosaic and Triton, in short contexts: 1 sequence of 1024 keys 7 and 12, of 2048 keys 9 and 15, 8 of 256
+keys 10 and 12, of 512 keys 13 and 15.
 
 With so many rows at head dim 512, twice the products of a large matrix product in bytes: 128 rows want 490 TFLOP/s to
-keep up with memory. In one program they have no room beside their results; two that each make half of the columns
-(`parts`) take 359 us, two of 64 rows each 427 us. The Mosaic kernel there takes 182 us, 1.3, and 101 us, 1.5; 355 us, 1.3, for 4
-sequences of 32768 keys of 31B; with 8 queries or 1 of 8 sequences of 8192 keys 150 and 146 us, 1.1.
-
-The Mosaic kernel of head dim 128, 31B's draft block: 26, 73 and 270 us for 2048, 8192 and 32768 keys, which is what a
-profiler counts for the kernel alone and 1.5, 1.1 and 1.0 times reading. The Triton kernels take 33, 102 and 407 us. For a
-ring of 2112 of the drafter's sliding layers it takes 30 us, and they 45; for 1 sequence of 8192 keys 16, in 8 shares.
+keep up with memory. In one Triton program they have no room beside their results; two that each make half of the columns
+(`parts`) take 359 us for 31B's 8192 keys, two of 64 rows each 427 us, both net of a loop around them.
 """
 
 from __future__ import annotations
