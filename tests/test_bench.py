@@ -218,8 +218,15 @@ def test_a_run_larger_than_the_device_is_refused_with_what_fits(
         memory.check_weights_fit(pair.target, mesh)
 
 
+def tiny_target() -> tuple[Graph, Params]:
+    """A sliding layer and a full one, with experts."""
+    config = dataclasses.replace(tiny.config("26b-a4b"), layer_types=("sliding", "full"))
+    graph = Graph(Gemma4, config, "float32")
+    return graph, tiny.random_params(graph, 0)
+
+
 def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
-    target, target_params = tiny.target("26b-a4b")
+    target, target_params = tiny_target()
     config = DFlashConfig(
         vocab_size=target.config.vocab_size,
         hidden_size=target.config.hidden_size,
@@ -231,7 +238,7 @@ def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
         intermediate_size=64,
         block_size=4,
         mask_token_id=4,
-        feature_layers=(0, 2),
+        feature_layers=(0,),
         num_target_layers=target.config.num_layers,
         max_positions=4096,
         sliding_window=16,
@@ -362,7 +369,7 @@ def test_kernels_and_round_trips_of_a_loop() -> None:
 
 
 def mtp_tree() -> Pair:
-    target, target_params = tiny.target("26b-a4b")
+    target, target_params = tiny_target()
     config = MTPConfig.from_hf(tiny.hf_assistant_config("26b-a4b"))
     drafter = Graph(MTPDrafter, config, "float32")
     spec = DecodeSpec(target, drafter, 5, Tree(2, 3))

@@ -51,8 +51,8 @@ def completions(target: LoadedModel, drafter: LoadedModel) -> list[Completion]:
 def continued(
     target: LoadedModel, drafter: LoadedModel, new_tokens: int = NEW_TOKENS, **options: Any
 ) -> list[Completion]:
-    """Continue the held-out prompts greedily, speculating."""
-    engine = Engine(target, drafter, batch_size=16, cache_length=128 + new_tokens, **options)
+    """Continue the held-out prompts greedily, speculating, with programs that test_recomputation has too."""
+    engine = Engine(target, drafter, batch_size=8, cache_length=256, **options)
     requests = [Request(ids, new_tokens) for ids in PROMPTS]
     done = [c for c in engine.run(requests) if isinstance(c, Completion)]
     return sorted(done, key=lambda c: c.index)
