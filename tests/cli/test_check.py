@@ -36,7 +36,7 @@ def check(invoke: Run) -> Callable[..., tuple[Outcome, dict[str, Any]]]:
     """Run the command; all tests let one set of programs do."""
 
     def run(*args: str) -> tuple[Outcome, dict[str, Any]]:
-        outcome = invoke("check", *args, "--new-tokens", "40", "--batch-size", "16", "--json", "-")
+        outcome = invoke("check", *args, "--new-tokens", "24", "--batch-size", "16", "--json", "-")
         return outcome, json.loads(outcome.stdout)
 
     return run
