@@ -13,7 +13,7 @@ from jaxspec.batching import Completion, Request
 from jaxspec.drafters.base import Tree
 from jaxspec.sampling import SamplingParams, shape_logits, suppress
 from tests import fakes
-from tests.decode.cases import NEW_TOKENS, Case, case, run
+from tests.decode.cases import NEW_TOKENS, PROMPT_LENGTHS, Case, case, run
 
 FILTERS: dict[str, dict[str, float]] = {
     "greedy": {},
@@ -31,9 +31,11 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 def teacher_forced(c: Case, request: Request, done: Completion) -> tuple[np.ndarray, np.ndarray]:
     """Return the log-probabilities of the new tokens: under the target, and under what was sampled from."""
-    text = jnp.asarray([request.prompt_ids + done.token_ids])
-    logits, _ = fakes.forward(c.target.graph, c.target.params, text)
-    logits = logits[:, len(request.prompt_ids) - 1 : -1]
+    begin, count = len(request.prompt_ids), len(done.token_ids)
+    text = np.zeros((1, max(PROMPT_LENGTHS) + NEW_TOKENS), np.int32)
+    text[0, : begin + count] = request.prompt_ids + done.token_ids
+    logits, _ = fakes.forward(c.target.graph, c.target.params, jnp.asarray(text))
+    logits = jnp.asarray(np.asarray(logits)[:, begin - 1 : begin - 1 + count])
     new = np.asarray(done.token_ids)[:, None]
     plain = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits))[0], new, axis=-1)[:, 0]
     if request.temperature == 0:
