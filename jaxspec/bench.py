@@ -668,9 +668,11 @@ def _normal_like(sharding: Any) -> Callable[[jax.Array, int, int], jax.Array]:
 
 def _of_a_group(mesh: Mesh, batch: int, ceiling: Ceiling) -> tuple[int, Ceiling]:
     """Return the rows that devices of the model axis share, and what these devices can do together."""
-    model = mesh.shape["model"]
-    together = Ceiling(ceiling.bytes_per_s * model, ceiling.flops_per_s * model)
-    return batch // mesh.shape["data"], together
+    data, model = mesh.shape["data"], mesh.shape["model"]
+    # Devices of a host share its memory and cores, all of which were measured.
+    times = 1 / data if mesh.devices.flat[0].platform == "cpu" else model
+    together = Ceiling(ceiling.bytes_per_s * times, ceiling.flops_per_s * times)
+    return batch // data, together
 
 
 def _compiled(function: Any, mesh: Mesh, state: int, *args: Any) -> Any:

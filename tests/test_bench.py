@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
+from jax.sharding import Mesh
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -29,7 +30,7 @@ from jaxspec.floor import Ceiling, StepCost
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
-from jaxspec.sharding import make_mesh
+from jaxspec.sharding import MESH_AXES, make_mesh
 from tests import tiny
 
 H200 = Ceiling(bytes_per_s=3.85e12, flops_per_s=790e12)
@@ -251,6 +252,12 @@ def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
         "tiny",
         "tiny DFlash",
     )
+
+
+def test_devices_of_a_host_share_what_it_can_do() -> None:
+    mesh = Mesh(np.array([jax.devices()[:1] * 4] * 2), MESH_AXES)
+    rows, together = bench._of_a_group(mesh, 8, H200)
+    assert (rows, together.bytes_per_s) == (4, H200.bytes_per_s / 2)
 
 
 @pytest.fixture(scope="module")
