@@ -13,7 +13,9 @@ import itertools
 import json
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -236,15 +238,22 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
 
     Peak memory is that of the largest array and of what making it takes, plus a few chunks, which
     are not compressed: weights are noise to a compressor.
+
+    A thread of its own writes. In the main one asyncio, which Orbax writes by, would take Ctrl-C for itself and
+    cancel a task, which a task that waits for nothing does not notice.
     """
     import orbax.checkpoint as ocp
     from orbax.checkpoint import type_handlers
+
+    interrupted = threading.Event()
 
     class OneByOne(type_handlers.NumpyHandler):
         """Orbax's own way to write numpy arrays, but waiting for each before the next is made."""
 
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
             for value, info, arg in zip(values, infos, args, strict=True):
+                if interrupted.is_set():
+                    raise InterruptedError("interrupted")
                 for written in await super().serialize([value.make()], [info], [arg]):
                     written.result()
             return []
@@ -262,11 +271,16 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
                 (LazyArray, OneByOne(deepcopy_host_arrays=False))
             ),
         )
-        with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(
-                (directory / "params").resolve(),
-                args=ocp.args.PyTreeSave(dict(arrays), save_args=chunked),
-            )
+        path, args = (
+            (directory / "params").resolve(),
+            ocp.args.PyTreeSave(dict(arrays), save_args=chunked),
+        )
+        with ocp.Checkpointer(handler) as checkpointer, ThreadPoolExecutor(1) as pool:
+            try:
+                pool.submit(checkpointer.save, path, args=args).result()
+            except KeyboardInterrupt:
+                interrupted.set()
+                raise
 
 
 def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> Params:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -367,11 +366,7 @@ def test_a_conversion_that_fails_half_way_leaves_nothing(
 
 
 def test_interrupted_by_a_signal(target: Path, tmp_path: Path):
-    """Ctrl-C while arrays are being written: one line, exit code 130, and a clean directory.
-
-    It is pressed again where nothing happens: asyncio, which Orbax writes by, cancels a task for the first
-    one, and a task that is about to end may not notice.
-    """
+    """Ctrl-C while arrays are being written: one line, exit code 130, and a clean directory."""
     script = f"""
 import time, typer
 from checkpoints_convert import convert
@@ -393,13 +388,8 @@ typer.run(convert_command)
     for _ in range(3):
         assert process.stdout.readline() == "reading\n"
     assert any(".partial-" in p.name for p in tmp_path.iterdir())
-    for _ in range(10):
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            _, stderr = process.communicate(timeout=6)
-            break
-    else:
-        pytest.fail("not interrupted in 60 seconds")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in stderr
     assert "interrupted" in stderr
