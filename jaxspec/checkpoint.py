@@ -271,10 +271,8 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
                 (LazyArray, OneByOne(deepcopy_host_arrays=False))
             ),
         )
-        path, args = (
-            (directory / "params").resolve(),
-            ocp.args.PyTreeSave(dict(arrays), save_args=chunked),
-        )
+        path = (directory / "params").resolve()
+        args = ocp.args.PyTreeSave(dict(arrays), save_args=chunked)
         with ocp.Checkpointer(handler) as checkpointer, ThreadPoolExecutor(1) as pool:
             try:
                 pool.submit(checkpointer.save, path, args=args).result()
