@@ -368,9 +368,10 @@ def test_a_conversion_that_fails_half_way_leaves_nothing(
 def test_interrupted_by_a_signal(target: Path, tmp_path: Path):
     """Ctrl-C while arrays are being written: one line, exit code 130, and a clean directory."""
     script = f"""
-import time, typer
+import signal, time, typer
 from checkpoints_convert import convert
 from checkpoints_convert.cli import convert_command
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in a shell's background have not
 read = convert.Source.read
 def slowly(self, fill, dtype=None):
     print("reading", flush=True)
