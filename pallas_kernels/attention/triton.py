@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention.reference import Segment
 from pallas_kernels.triton import below, dot, load, store
@@ -192,10 +192,7 @@ def span(
         useful &= positions[:, None] > lowest[:, :, None] - window
     if causal:
         useful &= positions[:, None] <= highest[:, :, None]
-    useful = jnp.broadcast_to(useful, (*lowest.shape, positions.shape[1]))
-    slot, size = jnp.arange(positions.shape[1], dtype=jnp.int32), positions.shape[1]
-    first = jnp.min(jnp.where(useful, slot, size), axis=2)
-    return jnp.stack([first, jnp.max(jnp.where(useful, slot + 1, 0), axis=2)], axis=2)
+    return _first_and_last(jnp.broadcast_to(useful, (*lowest.shape, positions.shape[1])))
 
 
 def hidden(
@@ -217,10 +214,15 @@ def hidden(
         unseen |= positions[:, None] <= highest[:, :, None] - window
     if causal:
         unseen |= positions[:, None] > lowest[:, :, None]
-    slot, size = jnp.arange(positions.shape[1], dtype=jnp.int32), positions.shape[1]
-    unseen &= (slot >= spans[:, :, :1]) & (slot < spans[:, :, 1:])
-    first = jnp.min(jnp.where(unseen, slot, size), axis=2)
-    return jnp.stack([first, jnp.max(jnp.where(unseen, slot + 1, 0), axis=2)], axis=2)
+    slot = jnp.arange(positions.shape[1], dtype=jnp.int32)
+    return _first_and_last(unseen & (slot >= spans[:, :, :1]) & (slot < spans[:, :, 1:]))
+
+
+def _first_and_last(slots: Bool[Array, "B R S"]) -> Int[Array, "B R 2"]:
+    """Return the first of some slots, and the one after the last; (S, 0) if there is none."""
+    slot, size = jnp.arange(slots.shape[2], dtype=jnp.int32), slots.shape[2]
+    first = jnp.min(jnp.where(slots, slot, size), axis=2)
+    return jnp.stack([first, jnp.max(jnp.where(slots, slot + 1, 0), axis=2)], axis=2)
 
 
 def of_tiles(positions: Int[Array, "B T"], groups: int, rows: int) -> tuple[Array, Array]:
