@@ -51,7 +51,7 @@ from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import ancestors
 from jaxspec.floor import Ceiling, StepCost, measure_ceiling, step_cost, step_costs, step_floor_s
-from jaxspec.generation import as_flags
+from jaxspec.generation import as_flags, use_one_thread
 from jaxspec.models.gemma4 import Gemma4, Placement, run_layer
 from jaxspec.models.layers import rms_norm
 from jaxspec.params import Graph
@@ -205,6 +205,8 @@ def bench_command(
             )
         if plot_path is not None:
             plot.check(plot_path)
+        if target is None and random_weights is None and mesh is None:
+            use_one_thread()
         devices = None if mesh is None else parse_mesh(mesh)
         sizes = batch_size or [1, 8, 32]
         if devices is not None:
@@ -776,9 +778,11 @@ def run(
         drafter_params=None,
     )
     modes = [plain] if pair.spec.drafter is None else [plain, pair]
+    threads = conditions["cpu_threads"]
+    device = conditions["device"] + (f" (threads: {threads})" if threads else "")
     console.print(
         f"[bold]{pair.target_name}[/] + {pair.drafter_name or 'no drafter'}{_shape(pair.spec)}\n"
-        f"{conditions['dtype']} on {conditions['device']} · jax {conditions['versions']['jax']} · "
+        f"{conditions['dtype']} on {device} · jax {conditions['versions']['jax']} · "
         f"{conditions['prompts']} · {new_tokens} new tokens a row, greedy, no stop ids"
     )
     starts = contexts or [prompts.shape[1]]
@@ -833,6 +837,7 @@ def _conditions(
         "dtype": pair.spec.target.dtype,
         "device": device.device_kind,
         "platform": device.platform,
+        "cpu_threads": os.environ.get("NPROC", "all") if device.platform == "cpu" else None,
         "mesh": dict(pair.mesh.shape),
         "prompts": f"{'held-out' if pair.held_out else 'random'} prompts of {prompts.shape[1]} tokens",
         "prompt_length": prompts.shape[1],
@@ -853,7 +858,7 @@ def _conditions(
 def _ceiling_table(cases: Sequence[tuple[int, int, Pair]], ceiling: Ceiling) -> Table:
     """Return the floors of cases: batch size, committed tokens of each row, models."""
     table = Table(
-        title=f"floor of a step, at {ceiling.bytes_per_s / 1e9:,.0f} GB/s copied and "
+        title=f"floor of a step, at {ceiling.bytes_per_s / 1e9:,.0f} GB/s read and "
         f"{ceiling.flops_per_s / 1e12:.3g} TFLOP/s (both measured just now)",
         box=box.SIMPLE_HEAD,
         title_justify="left",

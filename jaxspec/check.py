@@ -35,7 +35,13 @@ from jaxspec.api import BUNDLED, default_dtype, load
 from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.conventions import Convention, in_force
-from jaxspec.generation import as_flags, out_of_memory_explained, set_compilation_cache, shorten
+from jaxspec.generation import (
+    as_flags,
+    out_of_memory_explained,
+    set_compilation_cache,
+    shorten,
+    use_one_thread,
+)
 from jaxspec.replay import LEVEL, MATERIAL, Comparison, Estimate, Round, Text, row_means, search
 from jaxspec.report import json_lines, write_line
 from jaxspec.tokenizer import Tokenizer
@@ -144,6 +150,8 @@ def check_command(
     try:
         with json_lines(json_path or "-") as file, out_of_memory_explained():
             set_compilation_cache(None, errors)
+            if target == "bundled":
+                use_one_thread()
             with errors.status("[dim]loading the models"):
                 pair = load_pair(target, drafter, dtype.value if dtype else default_dtype())
             with errors.status("[dim]encoding") as status:

@@ -175,6 +175,12 @@ def test_floors_of_an_h200_with_an_assistant(
     assert floor_s * 1e3 == pytest.approx(milliseconds, rel=0.03)
 
 
+def test_the_ceiling_is_of_a_machine_there_is() -> None:
+    ceiling = floor.measure_ceiling("float32", nbytes=4 << 20)
+    assert 1e8 < ceiling.bytes_per_s < 1e13
+    assert 1e8 < ceiling.flops_per_s < 1e15
+
+
 def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
     ceiling = Ceiling(bytes_per_s=10, flops_per_s=100)
     assert StepCost(30, 10, 100).floor_s(ceiling) == 4

@@ -8,8 +8,9 @@ import pty
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -553,6 +554,49 @@ def test_compiled_programs_are_kept_where_the_user_keeps_caches(
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
     generation.set_compilation_cache("off", console)
     assert not jax.config.jax_enable_compilation_cache
+
+
+@pytest.mark.parametrize(
+    ("platforms", "plugins", "given", "expected"),
+    [
+        (None, (), None, "1"),
+        (None, (), "6", "6"),
+        (None, ("xla_cuda13",), None, None),  # may start on a GPU, whose compiler needs the threads
+        ("cpu", ("xla_cuda13",), None, "1"),
+    ],
+)
+def test_one_thread_where_jax_starts_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+    platforms: str | None,
+    plugins: Sequence[str],
+    given: str | None,
+    expected: str | None,
+) -> None:
+    environment = {} if given is None else {"NPROC": given}
+    monkeypatch.setattr(generation.os, "environ", environment)
+    monkeypatch.setattr(generation.importlib.metadata, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(
+        generation.jax, "config", SimpleNamespace(values={"jax_platforms": platforms})
+    )
+    generation.use_one_thread()
+    assert environment.get("NPROC") == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.parametrize(("options", "threads"), [((), 1), (("--mesh", "model=2"), 2)])
+def test_the_bundled_pair_runs_on_one_thread(options: Sequence[str], threads: int) -> None:
+    """XLA has that many for its programs; devices of a mesh need one each."""
+    code = (
+        "import sys, pathlib, typer.testing, jaxspec.cli as cli\n"
+        "done = typer.testing.CliRunner().invoke(cli.app, sys.argv[1:])\n"
+        "names = [p.read_text() for p in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
+        "print(done.exit_code, sum('XLAEigen' in name for name in names))"
+    )
+    command = [sys.executable, "-c", code, "generate", "def", "--max-new-tokens", "2", *options]
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(threads)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", str(threads)]
 
 
 def test_help_and_version_start_without_jax() -> None:

@@ -14,7 +14,13 @@ from jaxspec.cache import KVSegment
 from jaxspec.config import TARGET_PRESETS
 from jaxspec.models.attention import attend
 from jaxspec.models.gemma4 import Embedder
-from jaxspec.models.layers import project, rms_norm, rope_frequencies, rope_turns
+from jaxspec.models.layers import (
+    project,
+    rms_norm,
+    rope_frequencies,
+    rope_turns,
+    table_logits,
+)
 from jaxspec.params import Graph
 from jaxspec.shapes import Array
 from pallas_kernels.norms import router_norm
@@ -32,6 +38,13 @@ def test_project_contracts_the_axes_it_says(inputs: int) -> None:
     x = normal(2, 6, *weight.shape[:inputs], seed=1)
     expected = np.tensordot(x, weight, axes=inputs)
     np.testing.assert_allclose(project(x, weight, inputs=inputs), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 64, 65])
+def test_table_logits_on_either_side_of_the_product(rows: int) -> None:
+    x, table = normal(rows, 8), normal(24, 8, seed=1)
+    expected = np.asarray(x) @ np.asarray(table).T
+    np.testing.assert_allclose(jax.jit(table_logits)(x, table), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rms_norm_uses_the_weight_as_it_is() -> None:
