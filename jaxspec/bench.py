@@ -778,8 +778,8 @@ def run(
         drafter_params=None,
     )
     modes = [plain] if pair.spec.drafter is None else [plain, pair]
-    threads = conditions["cpu_threads"]
-    device = conditions["device"] + (f" (threads: {threads})" if threads else "")
+    nproc = conditions["nproc"]
+    device = conditions["device"] + (f" (NPROC={nproc})" if nproc else "")
     console.print(
         f"[bold]{pair.target_name}[/] + {pair.drafter_name or 'no drafter'}{_shape(pair.spec)}\n"
         f"{conditions['dtype']} on {device} · jax {conditions['versions']['jax']} · "
@@ -837,7 +837,7 @@ def _conditions(
         "dtype": pair.spec.target.dtype,
         "device": device.device_kind,
         "platform": device.platform,
-        "cpu_threads": os.environ.get("NPROC", "all") if device.platform == "cpu" else None,
+        "nproc": os.environ.get("NPROC"),  # threads of programs on a CPU; else as many as cores
         "mesh": dict(pair.mesh.shape),
         "prompts": f"{'held-out' if pair.held_out else 'random'} prompts of {prompts.shape[1]} tokens",
         "prompt_length": prompts.shape[1],

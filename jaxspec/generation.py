@@ -249,7 +249,7 @@ def use_one_thread() -> None:
 
     A step of models as small as the bundled ones is some hundred operations of a microsecond to thirty. To
     share them, XLA wakes a second thread so often that it loses more than it wins (jax 0.10.2, 2 cores, one
-    row with DFlash: 1.6 ms a step instead of 2.1; plain 0.62 instead of 0.57). Where JAX may start on a GPU,
+    row with DFlash: 1.6 ms a step instead of 2.1; plain 0.66 instead of 0.58). Where JAX may start on a GPU,
     nothing is changed: its compiler counts threads in the same way, and needs them.
     """
     other_devices = importlib.metadata.entry_points(group="jax_plugins")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 import jax
 import jaxtyping
@@ -39,6 +40,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest first, or one worker is done minutes before the other."""
     items.sort(key=lambda item: item.path.stem not in ("test_examples", "test_sharding"))
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Undo what a test leaves in it: a command that ran in this process sets NPROC, which others would inherit."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
