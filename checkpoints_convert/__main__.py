@@ -2,7 +2,7 @@
 
 import typer
 
-from checkpoints_convert.cli import convert_command
+from jaxspec.commands.convert import convert_command
 
 if __name__ == "__main__":
     typer.run(convert_command)

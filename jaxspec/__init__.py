@@ -21,8 +21,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from jaxspec.api import generate, load
-    from jaxspec.batching import Completion, Engine, Request, Update
     from jaxspec.drafters.base import Tree
+    from jaxspec.engine import Completion, Engine, Request, Update
     from jaxspec.sampler import GenerateResult, Prompts, Sampler
 
 _HOMES = {
@@ -38,5 +38,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import JAX and the rest only when something is used, so that `jaxspec --help` stays quick."""
     if name in __all__:
-        return getattr(importlib.import_module(f"jaxspec.{_HOMES.get(name, 'batching')}"), name)
+        return getattr(importlib.import_module(f"jaxspec.{_HOMES.get(name, 'engine')}"), name)
     raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """`python -m jaxspec`."""
 
-from jaxspec.cli import main
+from jaxspec.commands.cli import main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,7 @@
     for done in jaxspec.generate(target, drafter, ["def main():"], max_new_tokens=64):
         print(done.token_ids, done.acceptance_lengths)
 
-For streaming, refilled slots or changing weights use `batching.Engine`; inside a jitted program of your
+For streaming, refilled slots or changing weights use `engine.Engine`; inside a jitted program of your
 own, the functions of `decode`.
 """
 
@@ -17,9 +17,9 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import CheckpointError, LoadedModel, load_drafter, load_target
 from jaxspec.drafters.base import Tree
+from jaxspec.engine import Completion, Engine, Request
 from jaxspec.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"
@@ -104,7 +104,7 @@ def generate(
     """Continue prompts, given as text or token ids, and return completions in their order.
 
     Args:
-      temperature, top_k, top_p, min_p: 0 is greedy; then what filters, see `batching.Request`.
+      temperature, top_k, top_p, min_p: 0 is greedy; then what filters, see `engine.Request`.
       repetition_penalty, presence_penalty, frequency_penalty, logit_bias: likewise, in greedy rows too.
       seed: with a completion's place in the list it names that completion's random draws.
       num_samples: completions of each prompt, one after the other; each reads the prompt for itself
@@ -115,8 +115,8 @@ def generate(
         prompt at its place in the list does not depend on the others, to the last bit.
       num_draft_tokens: drafted a step; None for the drafter's own number.
       tree: draft a tree of that many tokens instead of a chain.
-      draft_sampling, verification: see `decode.DecodeSpec`.
-      logprobs: keep the log-probability of every token, see `batching.Completion`; `top_logprobs` of so
+      draft_sampling, verification: see `state.DecodeSpec`.
+      logprobs: keep the log-probability of every token, see `engine.Completion`; `top_logprobs` of so
         many of the target's best tokens too.
 
     Raises:

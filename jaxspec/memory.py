@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec import decode
+from jaxspec import state as states
 from jaxspec.cache import RING_MULTIPLE
-from jaxspec.decode import DecodeSpec
 from jaxspec.params import Graph
 from jaxspec.sharding import state_shardings
+from jaxspec.state import DecodeSpec
 
 
 class DeviceMemoryError(ValueError):
@@ -51,7 +51,7 @@ def footprint(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> Foo
     models = [spec.target] if spec.drafter is None else [spec.target, spec.drafter]
     state = jax.eval_shape(
         functools.partial(
-            decode.init_state,
+            states.init_state,
             spec,
             rows,
             cache_length=cache_length,

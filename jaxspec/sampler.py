@@ -11,7 +11,7 @@ prompts, sampling values and seeds are arguments: new values compile nothing. In
 your own the same call traces the same program; stop texts and streaming need the host and are refused there.
 
 Every prompt is read once, up to its last token; then the state is repeated for each of its samples, and
-each sample reads the last token and goes its own way. `batching.Engine` is the other way to decode: many
+each sample reads the last token and goes its own way. `engine.Engine` is the other way to decode: many
 requests of many kinds through few slots.
 """
 
@@ -34,15 +34,16 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxspec import decode, memory
-from jaxspec.batching import PREFILL_CHUNK, SMALLEST_PREFILL, VALUES, bucket, make_spec
+from jaxspec import state as states
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.decode import DecodeState, LogitsFn, PrefillChunk
 from jaxspec.drafters.base import Tree
+from jaxspec.engine import PREFILL_CHUNK, SMALLEST_PREFILL, VALUES, bucket, make_spec
 from jaxspec.params import Graph
 from jaxspec.ranges import PENALTIES, RANGES
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array, Float, Int, Params, UInt32
 from jaxspec.sharding import fetch, mesh_of, place_rows
+from jaxspec.state import DecodeState, LogitsFn, PrefillChunk
 
 T = TypeVar("T")
 StopAt = Callable[[Sequence[int]], int | None]
@@ -138,7 +139,7 @@ class Sampler:
       num_samples: samples of each prompt.
       stop_ids: generation ends with (and keeps) the first of these; None for the checkpoint's own.
       logprobs: keep the log-probability of every token, under the target and under what was sampled from.
-      num_draft_tokens, tree: as in `batching.Engine`.
+      num_draft_tokens, tree: as in `engine.Engine`.
       top_logprobs, penalties, num_biases, logits_fn, draft_sampling, verification: as in `DecodeSpec`.
 
     Raises:
@@ -189,7 +190,7 @@ class Sampler:
         self._generate = jit(self._traced, static_argnums=0)
         self._begin = jit(self._prefilled, static_argnums=0)
         self._advance = jit(functools.partial(decode.decode_loop, self.spec), donate_argnums=2)
-        self._retire = jax.jit(decode.retire, donate_argnums=0)
+        self._retire = jax.jit(states.retire, donate_argnums=0)
         self._result = jax.jit(self._result_of)
         self._shardings: dict[str, Any] = {}  # of each model's params, as they came last
         self._kinds: dict[str, list[str]] = {}  # a param of each different sharding among them
@@ -458,7 +459,7 @@ class Sampler:
     def _init_state(
         self, batch: int, width: int, num_stop_ids: int, mesh: Mesh | None
     ) -> DecodeState:
-        return decode.init_state(
+        return states.init_state(
             self.spec,
             batch,
             cache_length=self._cache_length(width),

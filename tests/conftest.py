@@ -57,8 +57,8 @@ def forget_programs() -> Iterator[None]:
     process, and then the compiler aborts it.
     """
     yield
-    from jaxspec import batching
+    from jaxspec import engine
 
-    batching._compiled.clear()
+    engine._compiled.clear()
     jax.clear_caches()
     gc.collect()

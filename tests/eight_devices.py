@@ -27,10 +27,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxspec import batching, cache
+from jaxspec import cache, engine
 from jaxspec.api import BUNDLED
-from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
+from jaxspec.engine import Completion, Engine, Request
 from jaxspec.models.layers import project
 from jaxspec.sampler import Sampler
 from jaxspec.sharding import make_mesh, place, state_shardings
@@ -174,7 +174,7 @@ def cli() -> dict[str, Any]:
     """Run the command in this process."""
     from typer.testing import CliRunner
 
-    from jaxspec.cli import app
+    from jaxspec.commands.cli import app
 
     with tempfile.TemporaryDirectory() as directory:
         models = [
@@ -290,7 +290,7 @@ def two(port: str, process: str, data: str, model: str) -> dict[str, Any]:
 def main() -> None:
     """Run the cases, under the small chunks and tight rings of `tests/decode`."""
     cache.RING_MULTIPLE = 1
-    batching.PREFILL_CHUNK = 16
+    engine.PREFILL_CHUNK = 16
     kinds = {f.__name__: f for f in (split, load, cli, errors, sampler, control, two)}
     for text in sys.argv[1:]:
         kind, *values = text.split(":")

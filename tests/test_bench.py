@@ -19,18 +19,20 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import jaxspec
-from jaxspec import bench, decode, floor, memory, plot, step_profile
-from jaxspec.bench import Pair
+from jaxspec import decode, memory
+from jaxspec import state as states
+from jaxspec.commands import bench, floor, plot, step_profile
+from jaxspec.commands.bench import Pair
+from jaxspec.commands.floor import Ceiling, StepCost
 from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, DFlashConfig, MTPConfig
-from jaxspec.decode import DecodeSpec
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
-from jaxspec.floor import Ceiling, StepCost
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
 from jaxspec.sharding import MESH_AXES, make_mesh
+from jaxspec.state import DecodeSpec
 from tests import tiny
 
 H200 = Ceiling(bytes_per_s=3.85e12, flops_per_s=790e12)
@@ -409,7 +411,7 @@ def test_a_case_starts_within_a_context_that_was_never_prefilled() -> None:
 
 def test_random_caches_are_as_norms_leave_them() -> None:
     spec = tiny_pair(synthetic_acceptance=None).spec
-    empty = decode.init_state(
+    empty = states.init_state(
         spec, 2, cache_length=64, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
     )
     filled = bench._with_random_caches(empty, 0)
@@ -471,7 +473,7 @@ def test_released_shapes_can_be_measured(
             preset, None, kind, dtype="bfloat16", num_draft_tokens=drafts, synthetic_acceptance=2.5
         )
         spec, weights = pair.spec, (pair.target_params, pair.drafter_params)
-        state = decode.init_state(
+        state = states.init_state(
             spec, 8, cache_length=576, num_stop_ids=1, cache_dtype=jnp.dtype("bfloat16")
         )
         (chunk,) = bench._chunks(np.zeros((8, 256), np.int32))

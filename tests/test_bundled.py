@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from jaxspec.api import BUNDLED
-from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
 from jaxspec.drafters.base import Tree
+from jaxspec.engine import Completion, Engine, Request
 from jaxspec.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -21,14 +21,15 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxspec import decode
+from jaxspec import state as states
 from jaxspec.cache import cache_bytes
 from jaxspec.config import DFLASH_PRESETS, MTP_PRESETS, TARGET_PRESETS
-from jaxspec.decode import DecodeSpec
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
+from jaxspec.state import DecodeSpec
 from pallas_kernels.attention import Segment, attention
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -139,7 +140,7 @@ def small(preset: str, drafts: str) -> DecodeSpec:
 def compile_loop(spec: DecodeSpec, batch: int) -> tuple[Any, Any]:
     """Return the compiled loop and its abstract state."""
     state = jax.eval_shape(
-        lambda: decode.init_state(
+        lambda: states.init_state(
             spec, batch, cache_length=2048, num_stop_ids=4, cache_dtype=jnp.dtype("bfloat16")
         )
     )

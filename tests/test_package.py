@@ -81,7 +81,7 @@ def test_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: zipfile.
 
 def test_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile):
     info = f"jaxspec_decoding-{jaxspec.__version__}.dist-info"
-    assert "jaxspec = jaxspec.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "jaxspec = jaxspec.commands.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
 
 
@@ -142,7 +142,12 @@ def test_torch_is_never_needed():
 
 
 def test_only_the_edge_reaches_conversion_and_only_when_asked():
-    edge = {"jaxspec/cli.py", "jaxspec/api.py", "jaxspec/checkpoint.py"}
+    edge = {
+        "jaxspec/commands/cli.py",
+        "jaxspec/commands/convert.py",
+        "jaxspec/api.py",
+        "jaxspec/checkpoint.py",
+    }
     assert set(_importers("jaxspec", "checkpoints_convert")) <= edge
     assert _importers("jaxspec", "checkpoints_convert", at_import_only=True) == []
 
@@ -158,7 +163,7 @@ def test_arrays_only(module: str):
 
 
 def test_the_loop_knows_no_drafter_by_name():
-    for module in ("decode", "batching", "verify"):
+    for module in ("decode", "engine", "verify"):
         tree = ast.parse((ROOT / f"jaxspec/{module}.py").read_text(encoding="utf-8"))
         code = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         code |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

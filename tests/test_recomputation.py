@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from jaxspec.api import BUNDLED
-from jaxspec.batching import Completion, Engine, Request
 from jaxspec.cache import KVSegment
 from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
+from jaxspec.engine import Completion, Engine, Request
 from jaxspec.models.gemma4 import TargetOutput
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params

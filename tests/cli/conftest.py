@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from jaxspec.cli import app
+from jaxspec.commands.cli import app
 from tests.cli import pair
 
 

@@ -16,14 +16,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from scipy import stats
 
-from jaxspec import check as checking
-from jaxspec import replay
 from jaxspec.api import BUNDLED, load
-from jaxspec.batching import Completion
 from jaxspec.checkpoint import LoadedModel, load_target, read_json
+from jaxspec.commands import check as checking
+from jaxspec.commands import replay
+from jaxspec.commands.conventions import Reading, alternatives, in_force
 from jaxspec.config import MTPConfig
-from jaxspec.conventions import Reading, alternatives, in_force
 from jaxspec.drafters.mtp import MTPDrafter
+from jaxspec.engine import Completion
 from jaxspec.params import Graph
 from tests import tiny
 from tests.cli.conftest import Outcome, Run

@@ -17,9 +17,9 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxspec import generation
-from jaxspec.batching import Completion, Engine, Update
 from jaxspec.checkpoint import load_target
+from jaxspec.commands import generation
+from jaxspec.engine import Completion, Engine, Update
 from jaxspec.tokenizer import Tokenizer
 from tests.cli import pair
 from tests.cli.conftest import Run
@@ -587,7 +587,7 @@ def test_one_thread_where_jax_starts_on_a_cpu(
 def test_the_bundled_pair_runs_on_one_thread(options: Sequence[str], devices: int) -> None:
     """Counts XLA's for its programs; under a mesh there is at least one a device."""
     script = (
-        "import sys, pathlib, typer.testing, jaxspec.cli as cli\n"
+        "import sys, pathlib, typer.testing, jaxspec.commands.cli as cli\n"
         "done = typer.testing.CliRunner().invoke(cli.app, sys.argv[1:])\n"
         "names = [p.read_text() for p in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
         "print(done.exit_code, sum('XLAEigen' in name for name in names))"
@@ -603,7 +603,7 @@ def test_the_bundled_pair_runs_on_one_thread(options: Sequence[str], devices: in
 
 def test_help_and_version_start_without_jax() -> None:
     code = (
-        "import sys, jaxspec.cli as cli\n"
+        "import sys, jaxspec.commands.cli as cli\n"
         "try: cli.app(['generate', '--help'])\n"
         "finally: print([m for m in ('jax', 'transformers', 'tokenizers') if m in sys.modules])"
     )

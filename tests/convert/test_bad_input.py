@@ -19,9 +19,9 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import jaxspec.checkpoint
-from checkpoints_convert.cli import convert_command
 from checkpoints_convert.convert import convert, to_hf
 from jaxspec.checkpoint import CheckpointError, load_drafter, load_target
+from jaxspec.commands.convert import convert_command
 from jaxspec.config import ConfigError
 from tests.convert import hf_layout
 from tests.convert.hf_layout import TINY, TINY_ASSISTANTS, TINY_DRAFTER
@@ -370,7 +370,7 @@ def test_interrupted_by_a_signal(target: Path, tmp_path: Path):
     script = f"""
 import signal, time, typer
 from checkpoints_convert import convert
-from checkpoints_convert.cli import convert_command
+from jaxspec.commands.convert import convert_command
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in a shell's background have not
 read = convert.Source.read
 def slowly(self, fill, dtype=None):

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.config import GenerationDefaults, LayerType
+from jaxspec.engine import Completion, Engine, Request
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from tests import fakes, tiny

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import decode
-from jaxspec.batching import row_keys
-from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk
+from jaxspec import state as states
+from jaxspec.engine import row_keys
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Params
+from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
 
 
 def rollout(
@@ -38,7 +39,7 @@ def rollout(
     """
     b, t = prompts.shape
     rows = jnp.arange(b)
-    state = decode.init_state(
+    state = states.init_state(
         spec,
         b,
         cache_length=t + new_tokens + spec.step_tokens,
@@ -65,7 +66,7 @@ def rollout(
     return _decode(spec, target_params, drafter_params, state, jnp.int32(new_tokens))
 
 
-_admit: Any = jax.jit(decode.admit)
+_admit: Any = jax.jit(states.admit)
 _prefill: Any = jax.jit(decode.prefill, static_argnums=0)
 _decode: Any = jax.jit(decode.decode_loop, static_argnums=0)
 

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from jaxspec import decode
+from jaxspec import state as states
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.decode import Admission, DecodeSpec, DecodeState
 from jaxspec.drafters.base import Tree
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array
+from jaxspec.state import Admission, DecodeSpec, DecodeState
 from tests import fakes
 from tests.decode.cases import slow
 from tests.decode.plain import Settings, columns, log_softmax
@@ -246,7 +247,7 @@ def test_a_new_request_starts_from_nothing() -> None:
         spec.sampling(3),
         jax.random.split(jax.random.key(1), 3),
     )
-    counts = decode.admit(state, new).counts
+    counts = states.admit(state, new).counts
     assert counts is not None
     assert state.counts is not None
     emptied = np.isin(np.arange(len(ROWS)), [0, 3])
@@ -261,7 +262,7 @@ def test_penalties_and_biases_go_alone(options: dict[str, Any]) -> None:
     spec = DecodeSpec(target().graph, None, **options)
     weights = spec.target.abstract_params(), None
     state = jax.eval_shape(
-        lambda: decode.init_state(
+        lambda: states.init_state(
             spec, 2, cache_length=8, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
         )
     )
@@ -293,7 +294,7 @@ def test_drafters_that_cannot_draw_are_refused() -> None:
     drafter = fakes.lookup(target(), text, block_size=4)
     spec = DecodeSpec(target().graph, drafter.graph, 3, draft_sampling=True)
     state = jax.eval_shape(
-        lambda: decode.init_state(
+        lambda: states.init_state(
             spec, 1, cache_length=9, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
         )
     )

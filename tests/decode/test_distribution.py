@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxspec import batching, decode, verify
-from jaxspec.batching import Engine, Request
+from jaxspec import decode, engine, verify
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.config import TargetConfig
 from jaxspec.drafters.base import Tree
+from jaxspec.engine import Engine, Request
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
@@ -75,7 +75,7 @@ def exact(filters: str) -> np.ndarray:
 
     The filters' own correctness is the business of test_sampling.
     """
-    sampling = batching.Request(PROMPT, NEW_TOKENS, **FILTERS[filters])
+    sampling = engine.Request(PROMPT, NEW_TOKENS, **FILTERS[filters])
     continuations = np.asarray(list(itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1)))
     prompts = np.broadcast_to(PROMPT, (len(continuations), len(PROMPT)))
     tokens = jnp.asarray(np.concatenate([prompts, continuations], axis=1), jnp.int32)
@@ -129,7 +129,7 @@ def drafters() -> dict[str, LoadedModel]:
 @pytest.fixture(autouse=True)
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill all rows at once: what is tested here comes after."""
-    monkeypatch.setattr(batching, "SHARED_PREFILL", 16 * SLOTS)
+    monkeypatch.setattr(engine, "SHARED_PREFILL", 16 * SLOTS)
 
 
 def sampled(
@@ -240,8 +240,8 @@ def first_branch_for_all(logits, draft, parents, sampling, keys, steps, *, depth
 
 
 def forget_the_right_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = {key: f for key, f in batching._compiled.items() if key[0] is not decode.decode_loop}
-    monkeypatch.setattr(batching, "_compiled", others)
+    others = {key: f for key, f in engine._compiled.items() if key[0] is not decode.decode_loop}
+    monkeypatch.setattr(engine, "_compiled", others)
 
 
 RIGHT, RIGHT_TREE = verify.rejection_verify, verify.tree_verify

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from jaxspec import decode
-from jaxspec.decode import DecodeSpec, DecodeState
+from jaxspec import state as states
 from jaxspec.drafters.base import Draft
 from jaxspec.shapes import Array, Params
+from jaxspec.state import DecodeSpec, DecodeState
 from tests import fakes, tiny
 from tests.decode.cases import target
 
@@ -38,7 +39,7 @@ def drafted(name: str, drafter: str) -> tuple[Draft, Draft]:
     else:
         model = fakes.mtp(loaded, centroids=name == "e2b")
     spec = DecodeSpec(loaded.graph, model.graph, DRAFTS, draft_sampling=True)
-    state = decode.init_state(
+    state = states.init_state(
         spec, ROWS, cache_length=16, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
     )
 

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from jaxspec import decode
-from jaxspec.decode import DecodeSpec
 from jaxspec.drafters.base import Tree
+from jaxspec.state import DecodeSpec
 from tests import fakes
 from tests.decode.plain import Settings, columns, log_softmax
 from tests.decode.rollout import rollout

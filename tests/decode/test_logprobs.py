@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.batching import Completion, Request
 from jaxspec.drafters.base import Tree
+from jaxspec.engine import Completion, Request
 from jaxspec.sampling import SamplingParams, shape_logits, suppress
 from tests import fakes
 from tests.decode.cases import NEW_TOKENS, PROMPT_LENGTHS, Case, case, run

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from jaxspec import decode
-from jaxspec.batching import Engine, Request
-from jaxspec.decode import DecodeSpec
+from jaxspec import state as states
 from jaxspec.drafters.base import Tree
+from jaxspec.engine import Engine, Request
+from jaxspec.state import DecodeSpec
 from tests import tiny
 from tests.decode.cases import NEW_TOKENS, case, run, slow, target
 
@@ -182,7 +183,7 @@ def test_counts_alias_and_are_not_copied_in_the_loop():
         logprobs=True,
         top_logprobs=2,
     )
-    state = decode.init_state(
+    state = states.init_state(
         spec, 16, cache_length=61, num_stop_ids=4, cache_dtype=jnp.dtype("float32")
     )
     assert state.counts is not None
@@ -200,7 +201,7 @@ def test_a_plain_step_of_one_row_copies_no_cache():
     """XLA's CPU backend copied every cache three times a step: a scatter of one update is not one to it."""
     loaded = target("31b")
     spec = DecodeSpec(loaded.graph, None)
-    state = decode.init_state(
+    state = states.init_state(
         spec, 1, cache_length=61, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
     )
     loop = jax.jit(functools.partial(decode.decode_loop, spec), donate_argnums=2)
@@ -228,7 +229,7 @@ def test_state_is_donated():
     states = []
     call = engine._decode
 
-    def remember(state: decode.DecodeState) -> decode.DecodeState:
+    def remember(state: states.DecodeState) -> states.DecodeState:
         states.append(state)
         return call(state)
 

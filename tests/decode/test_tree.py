@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.batching import Engine, Request
 from jaxspec.drafters.base import Draft, Tree
 from jaxspec.drafters.tree import Children, ancestors, check_tree, grow
+from jaxspec.engine import Engine, Request
 from jaxspec.models.gemma4 import TargetOutput, init_caches, keep_rows
 from jaxspec.params import Graph
 from jaxspec.sampling import SamplingParams

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from jaxspec import checkpoint
-from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.config import TARGET_PRESETS, TargetConfig
+from jaxspec.engine import Completion, Engine, Request
 from jaxspec.models.gemma4 import Caches, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params

@@ -33,10 +33,22 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxspec
-from jaxspec import decode, memory, plot
+from jaxspec import decode, memory
+from jaxspec import state as states
 from jaxspec.api import BUNDLED, default_dtype, load
-from jaxspec.batching import PREFILL_CHUNK, make_spec, row_keys
 from jaxspec.cache import RING_MULTIPLE
+from jaxspec.commands import plot
+from jaxspec.commands.floor import (
+    Ceiling,
+    StepCost,
+    measure_ceiling,
+    step_cost,
+    step_costs,
+    step_floor_s,
+)
+from jaxspec.commands.generation import as_flags, use_one_thread
+from jaxspec.commands.report import json_lines, write_line
+from jaxspec.commands.step_profile import Block, draft_loop, loop_counts, verify_loop
 from jaxspec.config import (
     DFLASH_PRESETS,
     MTP_PRESETS,
@@ -45,21 +57,19 @@ from jaxspec.config import (
     MTPConfig,
     default_feature_layers,
 )
-from jaxspec.decode import Admission, DecodeSpec, DecodeState, PrefillChunk, propose
+from jaxspec.decode import propose
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import ancestors
-from jaxspec.floor import Ceiling, StepCost, measure_ceiling, step_cost, step_costs, step_floor_s
-from jaxspec.generation import as_flags, use_one_thread
+from jaxspec.engine import PREFILL_CHUNK, make_spec, row_keys
 from jaxspec.models.gemma4 import Gemma4, Placement, run_layer
 from jaxspec.models.layers import rms_norm
 from jaxspec.params import Graph
-from jaxspec.report import json_lines, write_line
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int, Params
 from jaxspec.sharding import fetch, make_mesh, mesh_of, parse_mesh, place_rows
-from jaxspec.step_profile import Block, draft_loop, loop_counts, verify_loop
+from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
 
 DRAFTER_KINDS = ("mtp", "dflash")
 WARM_UP_STEPS = 4  # the first run of a captured graph goes kernel by kernel, the second records it
@@ -507,7 +517,7 @@ def measure(
     cache_length = cache_length_for(spec, start + new_tokens + 1)
     weights = (pair.target_params, pair.drafter_params)
     admission = place_rows(_admission(batch, new_tokens + 1, seed), mesh)
-    state = decode.init_state(
+    state = states.init_state(
         spec,
         batch,
         cache_length=cache_length,
@@ -515,7 +525,7 @@ def measure(
         cache_dtype=jnp.dtype(spec.target.dtype),
         mesh=mesh,
     )
-    admit = _compiled(decode.admit, mesh, 0, state, admission)
+    admit = _compiled(states.admit, mesh, 0, state, admission)
     begin = time.perf_counter()
     if context is None:
         chunks = [place_rows(chunk, mesh) for chunk in _chunks(prompts)]

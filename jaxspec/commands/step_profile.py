@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.decode import DecodeSpec, DecodeState, propose
+from jaxspec.decode import propose
 from jaxspec.models.gemma4 import TargetOutput
 from jaxspec.sampling import argmax
 from jaxspec.shapes import Array, Int, Params
+from jaxspec.state import DecodeSpec, DecodeState
 
 Block = tuple[DecodeState, Array]
 """A state, and the tokens [B, T] that a step of it verifies: anchors and drafts."""

@@ -29,14 +29,9 @@ from rich.text import Text
 
 import jaxspec
 from jaxspec.api import BUNDLED, MOST_SLOTS, load
-from jaxspec.batching import VALUES, Completion, Engine, Request, Update
 from jaxspec.checkpoint import CheckpointError, LoadedModel
-from jaxspec.config import ConfigError
-from jaxspec.drafters.base import Tree
-from jaxspec.memory import DeviceMemoryError
-from jaxspec.prompts import Prompt, encode
-from jaxspec.ranges import refusal
-from jaxspec.report import (
+from jaxspec.commands.prompts import Prompt, encode
+from jaxspec.commands.report import (
     OutputError,
     Result,
     RunProgress,
@@ -48,6 +43,11 @@ from jaxspec.report import (
     summary_table,
     write_line,
 )
+from jaxspec.config import ConfigError
+from jaxspec.drafters.base import Tree
+from jaxspec.engine import VALUES, Completion, Engine, Request, Update
+from jaxspec.memory import DeviceMemoryError
+from jaxspec.ranges import refusal
 from jaxspec.sharding import parse_mesh
 from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError, completed_text, stop_at_text
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import batching
-from jaxspec.batching import Completion, Engine, Request, Update
+from jaxspec import engine as engine_module
+from jaxspec.engine import Completion, Engine, Request, Update
 from tests.decode.cases import CACHE_LENGTH, NEW_TOKENS, SLOTS, case, completions, run, until_stop
 
 NAME = "31b"
@@ -73,8 +73,8 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
 
     Rows were prefilled with whoever came at the same time, and as wide as the longest of them.
     """
-    monkeypatch.setattr(batching, "SHARED_WIDTHS", (8,))
-    monkeypatch.setattr(batching, "SHARED_PREFILL", 64)
+    monkeypatch.setattr(engine_module, "SHARED_WIDTHS", (8,))
+    monkeypatch.setattr(engine_module, "SHARED_PREFILL", 64)
     c = case(NAME)
     engine = c.engine("mixed", **ADJUSTED)
     passes: dict[int, list[tuple[int, ...]]] = {}  # by the prompt's first token
@@ -124,7 +124,7 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
     ],
 )
 def test_shapes_of_prefill(batch_size, left, shape, monkeypatch):
-    monkeypatch.setattr(batching, "PREFILL_CHUNK", 512)
+    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 512)
     assert case(NAME).engine(None, batch_size=batch_size)._prefill_shape(left) == shape
 
 
@@ -377,4 +377,4 @@ def test_synthetic_acceptance_runs_the_whole_step():
     ("length", "bucket"), [(1, 128), (128, 128), (129, 256), (1025, 1280), (5000, 5120)]
 )
 def test_cache_buckets(length: int, bucket: int) -> None:
-    assert batching._cache_bucket(length) == bucket
+    assert engine_module._cache_bucket(length) == bucket

@@ -100,17 +100,17 @@ def _register(name: str, function: str, help_text: str) -> None:
 
 _register(
     "convert",
-    "checkpoints_convert.cli:convert_command",
+    "jaxspec.commands.convert:convert_command",
     "Convert a Gemma 4 target or a DFlash drafter into an Orbax checkpoint, or back.",
 )
 _register(
     "bench",
-    "jaxspec.bench:bench_command",
+    "jaxspec.commands.bench:bench_command",
     "Measure prefill and decode steps, beside the least they could take.",
 )
 _register(
     "check",
-    "jaxspec.check:check_command",
+    "jaxspec.commands.check:check_command",
     "Find out whether a drafter fits a target, and why not.",
 )
 
@@ -466,7 +466,7 @@ def generate(
             raise UsageError("--stop: expected some text, got none")
         template_kwargs = _parse_template_kwargs(chat_template_kwargs, chat=chat)
 
-    from jaxspec.prompts import PromptError, read_prompts
+    from jaxspec.commands.prompts import PromptError, read_prompts
 
     with _explained(console, PromptError):
         stdin = None if sys.stdin.isatty() else sys.stdin.buffer.read

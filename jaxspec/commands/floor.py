@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import DFlashConfig, MTPConfig, TargetConfig
-from jaxspec.decode import DecodeSpec
 from jaxspec.params import Graph
+from jaxspec.state import DecodeSpec
 
 
 @dataclass(frozen=True)

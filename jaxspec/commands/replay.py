@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.batching import Completion
 from jaxspec.cache import cache_bytes
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.conventions import Reading, alternatives
+from jaxspec.commands.conventions import Reading, alternatives
 from jaxspec.drafters.base import AnyDrafter, TargetView
+from jaxspec.engine import Completion
 from jaxspec.models.gemma4 import Gemma4, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Int, Params

@@ -24,8 +24,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import decode, memory
+from jaxspec import state as states
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.decode import Admission, DecodeSpec, DecodeState, LogitsFn, PrefillChunk
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.tree import check_tree
 from jaxspec.params import Graph
@@ -33,6 +33,7 @@ from jaxspec.ranges import PENALTIES, refusal
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Params
 from jaxspec.sharding import fetch, mesh_of, place_rows
+from jaxspec.state import Admission, DecodeSpec, DecodeState, LogitsFn, PrefillChunk
 
 PREFILL_CHUNK = 512  # longer prompts are fed in pieces of this many tokens
 SMALLEST_PREFILL = 16
@@ -327,10 +328,10 @@ class Engine:
             if (finished & seen.active).any():  # the device still thinks these run
                 key = (num_stop_ids,)
                 rows = place_rows(finished, self.mesh)
-                state = self._call("retire", key, decode.retire, state, rows, donate=(0,))
+                state = self._call("retire", key, states.retire, state, rows, donate=(0,))
 
     def _init_state(self, num_stop_ids: int) -> DecodeState:
-        return decode.init_state(
+        return states.init_state(
             self.spec,
             self.batch_size,
             cache_length=self.cache_length,
@@ -366,7 +367,7 @@ class Engine:
         )
         admission = place_rows(admission, self.mesh)
         key = (stop_ids.shape[1],)
-        return self._call("admit", key, decode.admit, state, admission, donate=(0,))
+        return self._call("admit", key, states.admit, state, admission, donate=(0,))
 
     def _prefill(self, state: DecodeState, requests: dict[int, Request]) -> DecodeState:
         """Feed the prompts of slots, chunk by chunk; chunks of one shape go together, as many as it has rows."""

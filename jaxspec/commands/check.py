@@ -32,18 +32,27 @@ from rich.text import Text as Line
 
 import jaxspec
 from jaxspec.api import BUNDLED, default_dtype, load
-from jaxspec.batching import Completion, Engine, Request
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.conventions import Convention, in_force
-from jaxspec.generation import (
+from jaxspec.commands.conventions import Convention, in_force
+from jaxspec.commands.generation import (
     as_flags,
     out_of_memory_explained,
     set_compilation_cache,
     shorten,
     use_one_thread,
 )
-from jaxspec.replay import LEVEL, MATERIAL, Comparison, Estimate, Round, Text, row_means, search
-from jaxspec.report import json_lines, write_line
+from jaxspec.commands.replay import (
+    LEVEL,
+    MATERIAL,
+    Comparison,
+    Estimate,
+    Round,
+    Text,
+    row_means,
+    search,
+)
+from jaxspec.commands.report import json_lines, write_line
+from jaxspec.engine import Completion, Engine, Request
 from jaxspec.tokenizer import Tokenizer
 
 FLOOR = 0.3

@@ -1,0 +1,256 @@
+"""What a batch of slots is: the spec that is fixed when programs are compiled, and the state that they change.
+
+Read `DecodeSpec`, then `DecodeState`. `init_state` makes empty slots, `admit` gives them to requests and
+`retire` takes them back; what happens between is `decode`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
+
+from jaxspec.drafters.base import Tree
+from jaxspec.models.gemma4 import Caches, init_caches
+from jaxspec.params import Graph
+from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts
+from jaxspec.shapes import Array, Bool, Float, Int
+from jaxspec.sharding import state_shardings
+
+LogitsFn = Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Float[Array, "B T V"]]
+"""`logits_fn(logits, positions)` returns changed logits, in prefill and in every step alike.
+
+They are float32, after suppressed tokens, biases and penalties and before temperature. `positions` tells
+where the token that each row of logits chooses will stand in the text, its prompt counted from 0. Logits of
+one position must not depend on those of another, nor rows on each other: in a step most are guesses. Some
+token has to stay possible. The function is part of the compiled program: another one compiles anew.
+"""
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """What is fixed when the programs are compiled. Without a drafter, decoding is plain."""
+
+    target: Graph
+    drafter: Graph | None
+    num_draft_tokens: int = 0  # the anchor never counts
+    tree: Tree | None = None  # None: a chain
+    suppress_tokens: tuple[int, ...] = ()
+    logprobs: bool = False  # keep those of every emitted token; costs passes over the logits
+    top_logprobs: int = 0  # and those of so many of the target's best tokens beside each
+    synthetic_acceptance: float | None = (
+        None  # benchmarks: replaces the accept decision, nothing else
+    )
+    penalties: bool = False  # rows may have repetition, presence and frequency penalties
+    num_biases: int = 0  # most biased or banned tokens a row
+    logits_fn: LogitsFn | None = None
+    draft_sampling: bool = False  # drafts of sampled rows are draws, not the drafter's best tokens
+    verification: Literal["standard", "block"] = "standard"
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense, with ValueError."""
+        if self.verification not in ("standard", "block"):
+            raise ValueError(f'verification is {self.verification!r}; it is "standard" or "block"')
+        for name in ("num_draft_tokens", "num_biases", "top_logprobs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        most = self.target.config.vocab_size
+        if self.top_logprobs > most:
+            raise ValueError(
+                f"top_logprobs is {self.top_logprobs}; the vocabulary has {most} tokens"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}, but logprobs are off")
+        if self.synthetic_acceptance is not None and self.tree is not None:
+            raise ValueError("synthetic_acceptance is for chains; leave the tree out")
+        is_on = {
+            "draft_sampling": self.draft_sampling,
+            'verification="block"': self.verification == "block",
+        }
+        for name in (name for name in is_on if is_on[name]):
+            if self.drafter is None:
+                raise ValueError(f"{name} was given, but there is no drafter")
+            if self.tree is not None:
+                raise ValueError(
+                    f"{name} is for chains, and a tree follows the target's own choices; leave one out"
+                )
+            if self.synthetic_acceptance is not None:
+                raise ValueError(
+                    f"{name} changes how drafts are accepted, which synthetic_acceptance decides by "
+                    "chance; leave one out"
+                )
+
+    @property
+    def depth(self) -> int:
+        """Most drafts that one step can accept."""
+        return self.num_draft_tokens if self.tree is None else self.tree.depth
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens a row that one target pass of a step writes: the anchor and the drafts."""
+        return self.num_draft_tokens + 1
+
+    def sampling(self, batch: int, **values: ArrayLike) -> SamplingParams:
+        """Return `SamplingParams.make` of these values with what this spec wants of them."""
+        return SamplingParams.make(
+            batch, penalties=self.penalties, num_biases=self.num_biases, **values
+        )
+
+
+class DecodeState(struct.PyTreeNode):
+    """Everything that changes while decoding, one row a slot; donated from call to call."""
+
+    caches: Caches
+    drafter: Any  # the drafter's own state, None without one
+    lengths: Int[Array, " B"]  # positions committed to the caches
+    anchors: Int[Array, " B"]  # newest token, at position `lengths`
+    active: Bool[Array, " B"]
+    stopped: Bool[Array, " B"]  # finished by a stop id
+    tokens: Int[Array, "B M"]  # what was generated, prefill's token first
+    num_tokens: Int[Array, " B"]
+    num_steps: Int[Array, " B"]  # verify steps
+    acceptance_lengths: Int[
+        Array, "B M"
+    ]  # tokens committed in each, before any cut by a stop or limit
+    logprobs: Logprobs | None  # of `tokens`, where asked for
+    counts: TokenCounts | None  # of prompt and `tokens`, where there are penalties
+    max_new_tokens: Int[Array, " B"]
+    stop_ids: Int[Array, "B I"]  # padded with -1
+    sampling: SamplingParams
+    keys: Array  # a typed PRNG key a row
+
+
+class PrefillChunk(struct.PyTreeNode):
+    """Prompt tokens for some slots; a row past its end has count 0, a slot of B is no slot at all."""
+
+    slots: Int[Array, " b"]
+    tokens: Int[Array, "b T"]
+    start: Int[Array, " b"]
+    count: Int[Array, " b"]
+    is_last: Bool[Array, " b"]  # the prompt ends in this chunk
+
+
+class Admission(struct.PyTreeNode):
+    """The requests that take over some slots, before their prefill."""
+
+    slots: Int[Array, " b"]
+    max_new_tokens: Int[Array, " b"]
+    stop_ids: Int[Array, "b I"]
+    sampling: SamplingParams
+    keys: Array
+
+
+def init_state(
+    spec: DecodeSpec,
+    batch: int,
+    *,
+    cache_length: int,
+    num_stop_ids: int,
+    cache_dtype: jnp.dtype,
+    mesh: Mesh | None = None,
+) -> DecodeState:
+    """Make a state of empty, inactive slots; every array has a buffer of its own and can be donated.
+
+    Args:
+      cache_length: positions a slot can hold: prompt, new tokens and one step's tokens.
+      mesh: where it lives, by `sharding.state_shardings`; None for the default device.
+    """
+    return _state_maker(spec, batch, cache_length, num_stop_ids, cache_dtype, mesh)()
+
+
+@functools.cache
+def _state_maker(
+    spec: DecodeSpec,
+    batch: int,
+    cache_length: int,
+    num_stop_ids: int,
+    cache_dtype: jnp.dtype,
+    mesh: Mesh | None,
+) -> Callable[[], DecodeState]:
+    def make() -> DecodeState:
+        return _empty_state(spec, batch, cache_length, num_stop_ids, cache_dtype)
+
+    shardings = None if mesh is None else state_shardings(jax.eval_shape(make), mesh)
+    return jax.jit(make, out_shardings=shardings)
+
+
+def _empty_state(
+    spec: DecodeSpec, batch: int, cache_length: int, num_stop_ids: int, cache_dtype: jnp.dtype
+) -> DecodeState:
+    zeros = jnp.zeros(batch, jnp.int32)
+    drafter_state = logprobs = counts = None
+    if spec.logprobs:
+        none = jnp.zeros((batch, cache_length), jnp.float32)
+        logprobs = Logprobs(none, none)
+        if k := spec.top_logprobs:
+            values = jnp.zeros((batch, cache_length, k), jnp.float32)
+            logprobs = Logprobs(none, none, values.astype(jnp.int32), values)
+    if spec.penalties:
+        output = jnp.zeros((batch, spec.target.config.vocab_size), jnp.int32)
+        counts = TokenCounts(output.astype(bool), output)
+    if spec.drafter is not None:
+        drafter = spec.drafter.bind_abstract()
+        drafter_state = drafter.init_state(batch, cache_length=cache_length, dtype=cache_dtype)
+    return DecodeState(
+        caches=init_caches(
+            spec.target.config,
+            batch,
+            cache_length=cache_length,
+            slack=spec.step_tokens,
+            dtype=cache_dtype,
+        ),
+        drafter=drafter_state,
+        lengths=zeros,
+        anchors=zeros,
+        active=zeros.astype(bool),
+        stopped=zeros.astype(bool),
+        tokens=jnp.zeros((batch, cache_length), jnp.int32),
+        num_tokens=zeros,
+        num_steps=zeros,
+        acceptance_lengths=jnp.zeros((batch, cache_length), jnp.int32),
+        logprobs=logprobs,
+        counts=counts,
+        max_new_tokens=zeros,
+        stop_ids=jnp.full((batch, num_stop_ids), -1, jnp.int32),
+        sampling=spec.sampling(batch),
+        keys=jax.random.split(jax.random.key(0), batch),
+    )
+
+
+def admit(state: DecodeState, new: Admission) -> DecodeState:
+    """Put new requests into slots; what the caches still hold of the old ones is never looked at again."""
+
+    def put(name: str, value: Array | int | bool) -> Array:
+        return getattr(state, name).at[new.slots].set(value, mode="drop")
+
+    counters = ("lengths", "anchors", "num_tokens", "num_steps")
+    return dataclasses.replace(
+        state,
+        **{name: put(name, 0) for name in counters},
+        active=put("active", False),
+        stopped=put("stopped", False),
+        max_new_tokens=put("max_new_tokens", new.max_new_tokens),
+        stop_ids=put("stop_ids", new.stop_ids),
+        keys=put("keys", new.keys),
+        counts=jax.tree.map(
+            lambda x: x.at[new.slots].set(jnp.zeros((), x.dtype), mode="drop"), state.counts
+        ),
+        sampling=jax.tree.map(
+            lambda old, value: old.at[new.slots].set(value, mode="drop"),
+            state.sampling,
+            new.sampling,
+        ),
+    )
+
+
+def retire(state: DecodeState, finished: Bool[Array, " B"]) -> DecodeState:
+    """Deactivate rows that the host found finished (a stop text, say)."""
+    return dataclasses.replace(state, active=state.active & ~finished)
