@@ -46,14 +46,11 @@ from jaxspec.checkpoint import (
     read_params,
     save_params,
 )
-from jaxspec.config import (
-    MTP_MODEL_TYPES,
-    ConfigError,
-    DFlashConfig,
-    GenerationDefaults,
-    MTPConfig,
-    TargetConfig,
-)
+from jaxspec.configs.base import ConfigError, GenerationDefaults
+from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.configs.mtp import MODEL_TYPES as MTP_MODEL_TYPES
+from jaxspec.configs.mtp import MTPConfig
 from jaxspec.shapes import Array
 
 Progress = Callable[[str, int, int], None]
@@ -145,11 +142,11 @@ def read_config(
         return "dflash", DFlashConfig.from_hf(config)
     if config.get("model_type") in MTP_MODEL_TYPES:
         return "mtp", MTPConfig.from_hf(config, generation_config)
-    return "target", TargetConfig.from_hf(config)
+    return "target", Gemma4Config.from_hf(config)
 
 
 def rule_set(config: ModelConfig, params: Mapping[str, Any]) -> RuleSet:
-    if isinstance(config, TargetConfig):
+    if isinstance(config, Gemma4Config):
         return gemma4.rule_set(config, params)
     if isinstance(config, MTPConfig):
         return mtp.rule_set(config, params)

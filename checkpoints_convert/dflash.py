@@ -14,7 +14,7 @@ from checkpoints_convert.rules import (
     linear_out,
     same,
 )
-from jaxspec.config import DFlashConfig
+from jaxspec.configs.dflash import DFlashConfig
 
 _RULES = (
     Rule("fc.weight", "fuse", linear),

@@ -15,7 +15,7 @@ from checkpoints_convert.rules import (
     linear_out,
     same,
 )
-from jaxspec.config import TargetConfig
+from jaxspec.configs.gemma4 import Gemma4Config
 
 DECODER_RULES = (
     Rule("norm.weight", "final_norm", same),
@@ -76,7 +76,7 @@ _REFUSED = (
 )
 
 
-def rule_set(config: TargetConfig, params: Iterable[str]) -> RuleSet:
+def rule_set(config: Gemma4Config, params: Iterable[str]) -> RuleSet:
     """Return the table for one target, whose parameters are `params`."""
     shared = [i for i in range(config.num_layers) if not config.owns_kv(i)]
     skips = _SKIPS
@@ -89,7 +89,7 @@ def rule_set(config: TargetConfig, params: Iterable[str]) -> RuleSet:
     return RuleSet((*rules, *attention), _PREFIXES, skips, _REFUSED)
 
 
-def _qkv_rule(config: TargetConfig, layer: int) -> Rule:
+def _qkv_rule(config: Gemma4Config, layer: int) -> Rule:
     names = "q"
     if config.owns_kv(layer):
         names = "qk" if config.k_eq_v and config.layer_types[layer] == "full" else "qkv"

@@ -15,7 +15,7 @@ from checkpoints_convert.rules import (
     linear,
     same,
 )
-from jaxspec.config import MTPConfig
+from jaxspec.configs.mtp import MTPConfig
 
 _RULES = (
     Rule("model.embed_tokens.weight", "head", same),

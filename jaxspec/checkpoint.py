@@ -26,25 +26,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import __version__
-from jaxspec.config import (
-    ConfigError,
-    DFlashConfig,
-    GenerationDefaults,
-    MTPConfig,
-    TargetConfig,
-    from_json,
-    to_json,
-)
+from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
+from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.configs.mtp import MTPConfig
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
 from jaxspec.sharding import make_mesh, place
 
 Kind = Literal["target", "dflash", "mtp"]
-ModelConfig = TargetConfig | DFlashConfig | MTPConfig
+ModelConfig = Gemma4Config | DFlashConfig | MTPConfig
 
 MANIFEST = "manifest.json"
 _CONFIGS: dict[str, type[Any]] = {
-    "target": TargetConfig,
+    "target": Gemma4Config,
     "dflash": DFlashConfig,
     "mtp": MTPConfig,
 }
@@ -210,7 +205,7 @@ def graph_of(config: ModelConfig, dtype: str) -> Graph:
     from jaxspec.drafters.mtp import MTPDrafter
     from jaxspec.models.gemma4 import Gemma4
 
-    modules = {TargetConfig: Gemma4, DFlashConfig: DFlashDrafter, MTPConfig: MTPDrafter}
+    modules = {Gemma4Config: Gemma4, DFlashConfig: DFlashDrafter, MTPConfig: MTPDrafter}
     return Graph(modules[type(config)], config, dtype)
 
 

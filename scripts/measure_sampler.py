@@ -35,11 +35,11 @@ from rich.table import Table
 
 import jaxspec
 from jaxspec.api import BUNDLED
-from jaxspec.config import TargetConfig
+from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 
-MANY_LAYERS = TargetConfig(
+MANY_LAYERS = Gemma4Config(
     vocab_size=64,
     hidden_size=16,
     layer_types=("sliding",) * 63 + ("full",),

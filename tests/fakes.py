@@ -18,7 +18,10 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.config import DFlashConfig, GenerationDefaults, MTPConfig, TargetConfig
+from jaxspec.configs.base import GenerationDefaults
+from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
@@ -40,7 +43,7 @@ class FakeConfig:
     num_sequences: int = 0
     length: int = 0
 
-    def check_fits(self, target: TargetConfig) -> None:
+    def check_fits(self, target: Gemma4Config) -> None:
         del target
 
 

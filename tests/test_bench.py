@@ -24,7 +24,10 @@ from jaxspec import state as states
 from jaxspec.commands import bench, floor, plot, step_profile
 from jaxspec.commands.bench import Pair
 from jaxspec.commands.floor import Ceiling, StepCost
-from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, DFlashConfig, MTPConfig
+from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
+from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
+from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter

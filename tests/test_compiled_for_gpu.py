@@ -23,7 +23,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.cache import cache_bytes
-from jaxspec.config import DFLASH_PRESETS, MTP_PRESETS, TARGET_PRESETS
+from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
+from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
+from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter

@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config import TargetConfig
+from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
@@ -130,9 +130,9 @@ def hf_assistant_config(name: str) -> dict[str, Any]:
     )
 
 
-def config(name: str) -> TargetConfig:
+def config(name: str) -> Gemma4Config:
     """Return our config of a feature set."""
-    return TargetConfig.from_hf(hf_config(name))
+    return Gemma4Config.from_hf(hf_config(name))
 
 
 def target(name: str, *, seed: int = 0) -> tuple[Graph, Params]:

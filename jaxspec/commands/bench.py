@@ -49,14 +49,11 @@ from jaxspec.commands.floor import (
 from jaxspec.commands.generation import as_flags, use_one_thread
 from jaxspec.commands.report import json_lines, write_line
 from jaxspec.commands.step_profile import Block, draft_loop, loop_counts, verify_loop
-from jaxspec.config import (
-    DFLASH_PRESETS,
-    MTP_PRESETS,
-    TARGET_PRESETS,
-    DFlashConfig,
-    MTPConfig,
-    default_feature_layers,
-)
+from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
+from jaxspec.configs.dflash import DFlashConfig, default_feature_layers
+from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
+from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
+from jaxspec.configs.mtp import MTPConfig
 from jaxspec.decode import propose
 from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter

@@ -473,7 +473,7 @@ def generate(
         given = read_prompts(prompts or (), prompt_ids or (), prompts_file, stdin, chat=chat)
 
     with _explained(console), console.status("[dim]starting JAX"):
-        from jaxspec import generation
+        from jaxspec.commands import generation
 
     options = generation.Options(
         target=target,

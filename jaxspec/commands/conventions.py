@@ -16,14 +16,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspec.checkpoint import MANIFEST, LoadedModel, read_json
-from jaxspec.config import (
-    DFLASH_KEYS,
-    MTP_KEYS,
-    ConfigError,
-    DFlashConfig,
-    MTPConfig,
-    find_key,
-)
+from jaxspec.configs.base import ConfigError, find_key
+from jaxspec.configs.dflash import KEYS as DFLASH_KEYS
+from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.mtp import KEYS as MTP_KEYS
+from jaxspec.configs.mtp import MTPConfig
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
 

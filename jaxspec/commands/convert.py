@@ -19,7 +19,7 @@ from rich.progress import (
 
 from checkpoints_convert.convert import Report, convert, to_hf
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.config import ConfigError
+from jaxspec.configs.base import ConfigError
 
 
 def convert_command(

@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.config import DFlashConfig, MTPConfig, TargetConfig
+from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.configs.mtp import MTPConfig
 from jaxspec.params import Graph
 from jaxspec.state import DecodeSpec
 
@@ -82,7 +84,7 @@ def step_floor_s(spec: DecodeSpec, batch: int, context: int, ceiling: Ceiling) -
 
 def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost:
     """Return the cost of one target pass over `tokens` tokens a row, with logits for all of them."""
-    config: TargetConfig = graph.config
+    config: Gemma4Config = graph.config
     rows = batch * tokens
     weight_bytes = flops = 0.0
     for name, a in graph.abstract_params().items():
@@ -95,13 +97,12 @@ def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost
         weight_bytes += nbytes
         flops += products if a.ndim > 1 else 0.0
     kv_bytes = 0.0
-    for i, kind in enumerate(config.layer_types):
-        seen = (
-            min(context + tokens, config.sliding_window) if kind == "sliding" else context + tokens
-        )
-        head_dim = config.head_dim_of(i)
-        kv_bytes += 2.0 * batch * seen * config.num_kv_heads_of(i) * head_dim * _itemsize(graph)
-        flops += 4.0 * rows * seen * config.num_heads * head_dim
+    for layer in config.layers:
+        seen = context + tokens
+        if layer.window is not None:
+            seen = min(seen, layer.window)
+        kv_bytes += 2.0 * batch * seen * layer.num_kv_heads * layer.head_dim * _itemsize(graph)
+        flops += 4.0 * rows * seen * layer.num_heads * layer.head_dim
     return StepCost(weight_bytes, kv_bytes, flops)
 
 
@@ -170,7 +171,7 @@ def mtp_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     return StepCost(weight_bytes, kv_bytes, flops)
 
 
-def expected_experts(config: TargetConfig, rows: int) -> float:
+def expected_experts(config: Gemma4Config, rows: int) -> float:
     """Return how many experts of a layer uniform routing of `rows` tokens reaches on average."""
     share = config.num_experts_per_token / config.num_experts
     return config.num_experts * _reached(share, rows)

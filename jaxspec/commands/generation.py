@@ -43,7 +43,7 @@ from jaxspec.commands.report import (
     summary_table,
     write_line,
 )
-from jaxspec.config import ConfigError
+from jaxspec.configs.base import ConfigError
 from jaxspec.drafters.base import Tree
 from jaxspec.engine import VALUES, Completion, Engine, Request, Update
 from jaxspec.memory import DeviceMemoryError

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from flax import nnx, struct
 
 from jaxspec.cache import KVCache
-from jaxspec.config import TargetConfig
+from jaxspec.configs.base import TargetConfig
 from jaxspec.models.gemma4 import Caches, Embedder, TargetOutput
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, DTypeLike, Float, Int

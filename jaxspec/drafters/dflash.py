@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
-from jaxspec.config import DFlashConfig
+from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
 from jaxspec.drafters.tree import Children, best_children, grow
 from jaxspec.models.attention import (

@@ -24,7 +24,8 @@ from jax import lax
 
 from jaxspec import cache as kv
 from jaxspec.cache import KVSegment
-from jaxspec.config import LayerType, MTPConfig
+from jaxspec.configs.base import LayerType
+from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
 from jaxspec.drafters.tree import Children, best_children, grow
 from jaxspec.models.attention import OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend, heads

@@ -1,7 +1,7 @@
 """Gemma 4's text decoder, all five sizes, as one module over fixed-shape batches.
 
 Read `Gemma4.__call__`, then `DecoderLayer`, then `Attention`. What differs between sizes is in
-`TargetConfig`; a layer holds only what it needs. Source for every detail: transformers
+`Gemma4Config`; a layer holds only what it needs. Source for every detail: transformers
 `models/gemma4/modeling_gemma4.py`, which the parity tests run beside this.
 """
 
@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
-from jaxspec.config import TargetConfig
+from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.models.attention import (
     KV_WEIGHT_AXES,
     OUT_WEIGHT_AXES,
@@ -76,7 +76,7 @@ class Placement(struct.PyTreeNode):
 class Gemma4(nnx.Module):
     """A Gemma 4 target."""
 
-    def __init__(self, config: TargetConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
         self.config = config
         self.embedder = Embedder(config, dtype=dtype)
         if config.per_layer_input_size:
@@ -136,7 +136,7 @@ class Gemma4(nnx.Module):
         norms = [*(layer.pre_attention_norm[...] for layer in self.layers), self.final_norm[...]]
         normed = rms_norm(x, norms[0], self.config.rms_norm_eps)
         for i, layer in enumerate(self.layers):
-            owner = self.config.kv_owner(i)
+            owner = self.config.layers[i].kv_owner
             x, normed, new_cache, segments[i] = run_layer(
                 layer,
                 x,
@@ -218,7 +218,7 @@ def keep_rows(
 
 
 def init_caches(
-    config: TargetConfig, batch: int, *, cache_length: int, slack: int, dtype: DTypeLike
+    config: Gemma4Config, batch: int, *, cache_length: int, slack: int, dtype: DTypeLike
 ) -> Caches:
     """Make empty caches for every layer that owns K/V.
 
@@ -228,23 +228,23 @@ def init_caches(
     return tuple(
         kv.init_cache(
             batch,
-            config.num_kv_heads_of(i),
-            config.head_dim_of(i),
+            layer.num_kv_heads,
+            layer.head_dim,
             cache_length=cache_length,
-            window=config.sliding_window if config.layer_types[i] == "sliding" else None,
+            window=layer.window,
             slack=slack,
             dtype=dtype,
         )
         if config.owns_kv(i)
         else None
-        for i in range(config.num_layers)
+        for i, layer in enumerate(config.layers)
     )
 
 
 class Embedder(nnx.Module):
     """The tied embedding: scaled rows on the way in, the raw table as head on the way out."""
 
-    def __init__(self, config: TargetConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
         v, d = config.vocab_size, config.hidden_size
         self.table = param(v, d, dtype=dtype, fan_in=d, axes=("vocab", None))
 
@@ -263,7 +263,7 @@ class Embedder(nnx.Module):
 class PerLayerInputs(nnx.Module):
     """The second embedding of E2B and E4B: a small vector for every token and layer."""
 
-    def __init__(self, config: TargetConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
         d, n, p = config.hidden_size, config.num_layers, config.per_layer_input_size
         v = config.per_layer_vocab_size
         self.table = param(v, n * p, dtype=dtype, fan_in=p, axes=("vocab", None))
@@ -293,7 +293,7 @@ class DecoderLayer(nnx.Module):
     one kernel. So a layer gets its input normed too, and norms its output as the next one wants it.
     """
 
-    def __init__(self, config: TargetConfig, index: int, *, dtype: jnp.dtype):
+    def __init__(self, config: Gemma4Config, index: int, *, dtype: jnp.dtype):
         d, p = config.hidden_size, config.per_layer_input_size
         self.pre_attention_norm = param(d, dtype=dtype)
         self.attention = Attention(config, index, dtype=dtype)
@@ -390,10 +390,11 @@ class Attention(nnx.Module):
     the raw keys; neither where the layer reads another layer's K/V).
     """
 
-    def __init__(self, config: TargetConfig, index: int, *, dtype: jnp.dtype):
-        d, k, h = config.hidden_size, config.num_kv_heads_of(index), config.head_dim_of(index)
-        g = config.num_heads // k
-        full = config.layer_types[index] == "full"
+    def __init__(self, config: Gemma4Config, index: int, *, dtype: jnp.dtype):
+        layer, d = config.layers[index], config.hidden_size
+        k, h = layer.num_kv_heads, layer.head_dim
+        g = layer.num_heads // k
+        full = layer.window is None
         self.k_eq_v = config.k_eq_v and full
         self.owns_kv = config.owns_kv(index)
         extra = (1 if self.k_eq_v else 2) if self.owns_kv else 0
@@ -403,7 +404,7 @@ class Attention(nnx.Module):
         if self.owns_kv:
             self.k_norm = param(h, dtype=dtype)
         self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h, axes=OUT_WEIGHT_AXES)
-        self.window = None if full else config.sliding_window
+        self.window = layer.window
         self.theta = config.full_rope_theta if full else config.rope_theta
         self.partial_factor = config.full_partial_rotary_factor if full else 1.0
         self.eps = config.rms_norm_eps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.config import TargetConfig
+from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole
@@ -16,7 +16,7 @@ from pallas_kernels.norms import router_norm
 class Experts(nnx.Module):
     """Router and experts. Both read the residual, normed in two ways."""
 
-    def __init__(self, config: TargetConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
         d, e, f = config.hidden_size, config.num_experts, config.expert_intermediate_size
         self.router = param(d, e, dtype=dtype, fan_in=d)
         self.router_scale = param(d, dtype=dtype)

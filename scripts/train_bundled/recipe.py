@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxspec.config import DFlashConfig, MTPConfig, TargetConfig
+from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.configs.mtp import MTPConfig
 
 PYTHON = "3.11.7"
 SEED = 20240401
@@ -17,7 +19,7 @@ BUNDLED = HERE.parents[1] / "jaxspec" / "bundled"
 MANIFEST = HERE / "manifest.txt"
 HELD_OUT = BUNDLED / "held_out.json"
 
-TARGET = TargetConfig(
+TARGET = Gemma4Config(
     vocab_size=3072,
     hidden_size=192,
     layer_types=("sliding", "sliding", "sliding", "full") * 2,

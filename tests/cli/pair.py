@@ -11,7 +11,10 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxspec.checkpoint import Kind, LazyArray, Manifest, ModelConfig, graph_of, save_params
-from jaxspec.config import DFlashConfig, GenerationDefaults, MTPConfig, TargetConfig
+from jaxspec.configs.base import GenerationDefaults
+from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.configs.mtp import MTPConfig
 from tests.tiny import random_params
 
 BOS, EOS, TURN = 2, 1, 5
@@ -23,7 +26,7 @@ TEMPLATE = (
     "{% if enable_thinking %} the{% endif %}{% if add_generation_prompt %}<turn>m{% endif %}"
 )
 
-TARGET = TargetConfig(
+TARGET = Gemma4Config(
     vocab_size=len(VOCAB),
     hidden_size=32,
     layer_types=("sliding", "full", "full"),
@@ -134,11 +137,11 @@ def _write(directory: Path, config: ModelConfig, *, seed: int) -> None:
     params = random_params(graph_of(config, "float32"), seed)
     arrays = {n: LazyArray(p.shape, p.dtype, lambda p=p: np.asarray(p)) for n, p in params.items()}
     save_params(directory, arrays)
-    kinds: dict[type, Kind] = {TargetConfig: "target", DFlashConfig: "dflash", MTPConfig: "mtp"}
+    kinds: dict[type, Kind] = {Gemma4Config: "target", DFlashConfig: "dflash", MTPConfig: "mtp"}
     Manifest(
         kind=kinds[type(config)],
         config=config,
-        generation=GENERATION if isinstance(config, TargetConfig) else None,
+        generation=GENERATION if isinstance(config, Gemma4Config) else None,
         source="tests",
         revision=None,
         dtype="float32",

@@ -21,7 +21,7 @@ from jaxspec.checkpoint import LoadedModel, load_target, read_json
 from jaxspec.commands import check as checking
 from jaxspec.commands import replay
 from jaxspec.commands.conventions import Reading, alternatives, in_force
-from jaxspec.config import MTPConfig
+from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.engine import Completion
 from jaxspec.params import Graph

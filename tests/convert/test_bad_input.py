@@ -22,7 +22,7 @@ import jaxspec.checkpoint
 from checkpoints_convert.convert import convert, to_hf
 from jaxspec.checkpoint import CheckpointError, load_drafter, load_target
 from jaxspec.commands.convert import convert_command
-from jaxspec.config import ConfigError
+from jaxspec.configs.base import ConfigError
 from tests.convert import hf_layout
 from tests.convert.hf_layout import TINY, TINY_ASSISTANTS, TINY_DRAFTER
 

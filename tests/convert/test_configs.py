@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config import (
-    DFLASH_PRESETS,
-    MTP_PRESETS,
-    TARGET_PRESETS,
-    ConfigError,
-    DFlashConfig,
-    GenerationDefaults,
-    MTPConfig,
-    TargetConfig,
-    from_json,
-    to_json,
-)
+from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
+from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
+from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
+from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
+from jaxspec.configs.mtp import MTPConfig
 from tests.convert.hf_layout import ASSISTANTS, DRAFTERS, RELEASED, multimodal
 
 
@@ -39,25 +34,25 @@ def _as_transformers_saves(text: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", RELEASED)
 def test_presets_are_the_released_files(size: str):
-    assert TargetConfig.from_hf(RELEASED[size]) == TARGET_PRESETS[size]
-    assert TargetConfig.from_hf(multimodal(RELEASED[size])) == TARGET_PRESETS[size]
+    assert Gemma4Config.from_hf(RELEASED[size]) == TARGET_PRESETS[size]
+    assert Gemma4Config.from_hf(multimodal(RELEASED[size])) == TARGET_PRESETS[size]
 
 
 @pytest.mark.parametrize("size", RELEASED)
 def test_both_shapes_are_the_same_model(size: str):
     saved = _as_transformers_saves(RELEASED[size])
     assert any(key.startswith("0") for key in saved["per_layer_config"])
-    assert TargetConfig.from_hf(saved) == TARGET_PRESETS[size]
+    assert Gemma4Config.from_hf(saved) == TARGET_PRESETS[size]
 
 
 @pytest.mark.parametrize("size", RELEASED)
 def test_configs_survive_a_manifest(size: str):
     config = TARGET_PRESETS[size]
-    assert from_json(TargetConfig, to_json(config)) == config
+    assert from_json(Gemma4Config, to_json(config)) == config
 
 
 def test_per_layer_config_wins_over_the_released_keys():
-    config = TargetConfig.from_hf(RELEASED["31b"] | {"per_layer_config": {}})
+    config = Gemma4Config.from_hf(RELEASED["31b"] | {"per_layer_config": {}})
     assert config.full_head_dim == config.head_dim == 256
     assert config.full_num_kv_heads == config.num_kv_heads == 16
 
@@ -109,4 +104,4 @@ def test_suppressed_tokens_come_from_generation_config():
 )
 def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        TargetConfig.from_hf(RELEASED["31b"] | change)
+        Gemma4Config.from_hf(RELEASED["31b"] | change)

@@ -15,7 +15,10 @@ from safetensors.numpy import load_file
 from checkpoints_convert.convert import Report, convert, to_hf, write_weights
 from checkpoints_convert.rules import match
 from jaxspec.checkpoint import Manifest, graph_of, load_drafter, load_target
-from jaxspec.config import DFlashConfig, GenerationDefaults, MTPConfig, TargetConfig
+from jaxspec.configs.base import GenerationDefaults
+from jaxspec.configs.dflash import DFlashConfig
+from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.configs.mtp import MTPConfig
 from tests.convert import hf_layout
 from tests.convert.hf_layout import (
     ASSISTANTS,
@@ -92,7 +95,7 @@ def test_both_layouts_load_the_same(
 ):
     theirs = load_target(str(released / size), dtype=dtype)
     ours = load_target(str(converted[size].destination), dtype=dtype)
-    assert ours.config == theirs.config == TargetConfig.from_hf(TINY[size])
+    assert ours.config == theirs.config == Gemma4Config.from_hf(TINY[size])
     expected = GenerationDefaults(eos_token_ids=(1, 106), temperature=0.0)
     assert ours.generation == theirs.generation == expected
     assert (ours.directory / "tokenizer.json").is_file()
@@ -285,7 +288,7 @@ def test_released_targets_have_every_parameter_and_no_more(size: str):
     from checkpoints_convert.convert import parameter_shapes
     from checkpoints_convert.rules import TensorSpec
 
-    config = TargetConfig.from_hf(hf_layout.RELEASED[size])
+    config = Gemma4Config.from_hf(hf_layout.RELEASED[size])
     shapes = parameter_shapes(config)
     stored = hf_layout.target_shapes(hf_layout.RELEASED[size], "model.language_model.")
     tensors = {n: TensorSpec(s, "BF16") for n, s in stored.items()}
@@ -332,7 +335,7 @@ def test_mixed_dtypes_are_kept(tmp_path: Path):
 
 def test_weights_of_ours_are_written_under_their_names(tmp_path: Path):
     """What a training script needs: parameters to a Hugging Face directory, and back."""
-    config = TargetConfig.from_hf(TINY["26b-a4b"])
+    config = Gemma4Config.from_hf(TINY["26b-a4b"])
     rng = np.random.default_rng(3)
     params = {
         name: jnp.asarray(hf_layout.random_array(rng, a.shape, a.dtype))
@@ -373,7 +376,7 @@ def test_transformers_writes_the_names_we_read(tmp_path: Path):
     assert set(saved["per_layer_config"]) == {"11"}
     convert(tmp_path / "hf", tmp_path / "ours")
     loaded = load_target(str(tmp_path / "ours"), dtype="float32")
-    assert loaded.config == TargetConfig.from_hf(values)
+    assert loaded.config == Gemma4Config.from_hf(values)
     table = model.model.embed_tokens.weight.detach().numpy()
     np.testing.assert_array_equal(np.asarray(loaded.params["embedder.table"]), table)
     to_hf(tmp_path / "ours", tmp_path / "back")

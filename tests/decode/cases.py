@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.config import GenerationDefaults, LayerType
+from jaxspec.configs.base import GenerationDefaults, LayerType
 from jaxspec.engine import Completion, Engine, Request
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph

@@ -23,7 +23,7 @@ from scipy import stats
 
 from jaxspec import decode, engine, verify
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.config import TargetConfig
+from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.drafters.base import Tree
 from jaxspec.engine import Engine, Request
 from jaxspec.models.gemma4 import Gemma4
@@ -49,7 +49,7 @@ FILTERS = {
 
 @functools.cache
 def target() -> LoadedModel:
-    config = TargetConfig(
+    config = Gemma4Config(
         vocab_size=VOCAB,
         hidden_size=16,
         layer_types=("sliding", "full"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec import cache as kv
-from jaxspec.config import DFlashConfig
+from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.drafters.base import TargetView
 from jaxspec.drafters.dflash import DFlashDrafter, DFlashState
 from jaxspec.models.gemma4 import TargetOutput

@@ -22,7 +22,10 @@ from jax import lax
 from jaxspec import cache as kv
 from jaxspec import checkpoint
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.config import MTP_PRESETS, TARGET_PRESETS, ConfigError, LayerType, MTPConfig
+from jaxspec.configs.base import ConfigError, LayerType
+from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
+from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
+from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.base import TargetView, Tree
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter, ranked_indices
 from jaxspec.models.gemma4 import Caches, Gemma4, TargetOutput, init_caches

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache import KVSegment
-from jaxspec.config import TARGET_PRESETS
+from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.models.attention import attend
 from jaxspec.models.gemma4 import Embedder
 from jaxspec.models.layers import (

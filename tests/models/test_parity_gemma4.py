@@ -20,7 +20,8 @@ import pytest
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.config import TARGET_PRESETS, TargetConfig
+from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
+from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.engine import Completion, Engine, Request
 from jaxspec.models.gemma4 import Caches, TargetOutput, init_caches
 from jaxspec.params import Graph
@@ -170,7 +171,7 @@ def test_both_shapes_of_config_give_the_same_model(pair: Pair) -> None:
     assert "per_layer_config" in written
     assert "global_head_dim" not in written
     name = next(n for n in tiny.FEATURE_SETS if tiny.config(n) == pair.model.config)
-    assert TargetConfig.from_hf(written) == TargetConfig.from_hf(tiny.hf_config(name))
+    assert Gemma4Config.from_hf(written) == Gemma4Config.from_hf(tiny.hf_config(name))
 
 
 @pytest.mark.parametrize("name", TARGET_PRESETS)
@@ -185,10 +186,10 @@ def test_presets_survive_transformers_config(name: str, tmp_path: Any) -> None:
     cls(**as_released(preset)).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert "0" + str(preset.layer_types.index("full")) in written["per_layer_config"]
-    assert TargetConfig.from_hf(written) == preset
+    assert Gemma4Config.from_hf(written) == preset
 
 
-def as_released(config: TargetConfig) -> dict[str, Any]:
+def as_released(config: Gemma4Config) -> dict[str, Any]:
     """Return a config in the names and shape of the releases."""
     values = dict(
         vocab_size=config.vocab_size,

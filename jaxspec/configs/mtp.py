@@ -1,0 +1,202 @@
+"""Gemma 4's MTP assistants: their config, its reader, the released sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxspec.configs import gemma4
+from jaxspec.configs.base import (
+    ConfigError,
+    LayerType,
+    TargetConfig,
+    find_key,
+    refuse_unless,
+    text_part,
+    whole_number,
+)
+from jaxspec.configs.gemma4 import decoder_fields
+
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "query_position": ("query_position",),
+    "num_window_keys": ("num_window_keys",),
+}
+"""Where config.json may say what engines disagree on, by field. Released files have neither key."""
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """A Gemma 4 assistant: a few layers of queries over the target's own keys and values.
+
+    With n positions in the target's caches, and the newest token not among them, engines disagree on two
+    things. The query is rotated to position n - 1 (vLLM, SGLang) or n (transformers' generation): "last" or
+    "next". Its sliding layers see the last w keys (vLLM, SGLang) or w + 1 (transformers).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    backbone_hidden_size: int  # the target's
+    layer_types: tuple[LayerType, ...]
+    num_heads: int
+    num_kv_heads: int  # the target's, as are the head dims
+    head_dim: int
+    full_num_kv_heads: int
+    full_head_dim: int
+    intermediate_size: int
+    sliding_window: int
+    max_positions: int
+    num_centroids: int = 0  # 0: a dense head
+    num_top_centroids: int = 0  # clusters of tokens that a step looks into
+    num_draft_tokens: int = 5  # unless asked otherwise
+    suppress_tokens: tuple[int, ...] = ()  # beside the target's own
+    query_position: Literal["last", "next"] = "last"
+    num_window_keys: int = 0  # 0 in a file or call: sliding_window
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    full_rope_theta: float = 1_000_000.0
+    full_partial_rotary_factor: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not self.num_window_keys:
+            object.__setattr__(self, "num_window_keys", self.sliding_window)
+        if self.num_window_keys not in (self.sliding_window, self.sliding_window + 1):
+            raise ConfigError(
+                f"num_window_keys is {self.num_window_keys}; expected the sliding_window of "
+                f"{self.sliding_window}, or one more"
+            )
+        for kind, heads in (("sliding", self.num_kv_heads), ("full", self.full_num_kv_heads)):
+            if heads < 1 or self.num_heads % heads:
+                raise ConfigError(
+                    f"num_heads {self.num_heads} is not a multiple of the {heads} kv heads of {kind} layers"
+                )
+        if self.num_centroids:
+            if self.vocab_size % self.num_centroids:
+                raise ConfigError(
+                    f"{self.num_centroids} centroids do not divide a vocabulary of {self.vocab_size}"
+                )
+            if not 1 <= self.num_top_centroids <= self.num_centroids:
+                raise ConfigError(
+                    f"centroid_intermediate_top_k is {self.num_top_centroids}; expected 1 to "
+                    f"{self.num_centroids}, the number of centroids"
+                )
+        if self.num_draft_tokens < 1:
+            raise ConfigError(f"num_draft_tokens is {self.num_draft_tokens}; expected 1 or more")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> MTPConfig:
+        """Read an assistant's config.json, and what its generation_config.json says of drafting.
+
+        Raises:
+          ConfigError: it is no assistant, or has what none has: experts, per-layer inputs, a wide MLP.
+        """
+        if config.get("model_type") not in MODEL_TYPES:
+            raise ConfigError(
+                f"config.json has model_type {config.get('model_type')!r}; an assistant has one of "
+                f"{', '.join(MODEL_TYPES)}"
+            )
+        text = text_part(config)
+        if text is config:
+            raise ConfigError("config.json of an assistant has no text_config")
+        refuse_unless(text, "enable_moe_block", (False, None))
+        refuse_unless(text, "use_double_wide_mlp", (False, None))
+        refuse_unless(text, "hidden_size_per_layer_input", (0, None))
+        refuse_unless(text, "final_logit_softcapping", (None,))
+        shared = text.get("num_kv_shared_layers")
+        if shared and shared != whole_number(text, "num_hidden_layers"):
+            raise ConfigError(
+                f"config.json has num_kv_shared_layers = {shared}; all "
+                f"{whole_number(text, 'num_hidden_layers')} layers of an assistant read the target's K/V"
+            )
+        centroids = bool(config.get("use_ordered_embeddings", False))
+        generation = generation_config or {}
+        _, position = find_key(config, KEYS["query_position"])
+        _, window = find_key(config, KEYS["num_window_keys"])
+        if position not in (None, "last", "next"):
+            raise ConfigError(f"query_position is {position!r}; expected last (n - 1) or next (n)")
+        return cls(
+            **decoder_fields(text),
+            backbone_hidden_size=whole_number(config, "backbone_hidden_size"),
+            num_centroids=whole_number(config, "num_centroids", 2048) if centroids else 0,
+            num_top_centroids=whole_number(config, "centroid_intermediate_top_k", 32)
+            if centroids
+            else 0,
+            num_draft_tokens=whole_number(generation, "num_assistant_tokens", 5),
+            suppress_tokens=tuple(int(i) for i in generation.get("suppress_tokens") or ()),
+            query_position=position or "last",
+            num_window_keys=window or 0,
+        )
+
+    def check_fits(self, target: TargetConfig) -> None:
+        """Refuse a target this assistant was not made for, naming every number that differs."""
+        pairs = [
+            ("backbone_hidden_size", self.backbone_hidden_size, target.hidden_size),
+            ("vocab_size", self.vocab_size, target.vocab_size),
+        ]
+        absent = []
+        for kind in sorted(set(self.layer_types)):
+            sliding = kind == "sliding"
+            try:
+                read = target.layers[target.last_kv_owner(kind)]
+            except ValueError as error:
+                absent.append(str(error))
+                continue
+            heads = self.num_kv_heads if sliding else self.full_num_kv_heads
+            head_dim = self.head_dim if sliding else self.full_head_dim
+            pairs += [
+                (f"kv heads of {kind} layers", heads, read.num_kv_heads),
+                (f"head_dim of {kind} layers", head_dim, read.head_dim),
+            ]
+            if sliding:
+                assert read.window is not None
+                pairs.append(("sliding_window", self.sliding_window, read.window))
+        wrong = [
+            f"{name}: assistant {ours}, target {theirs}"
+            for name, ours, theirs in pairs
+            if ours != theirs
+        ]
+        wrong += absent
+        if wrong:
+            raise ConfigError(
+                f"the assistant does not fit the target: {'; '.join(wrong)}; use the assistant of the "
+                "target's own size"
+            )
+
+
+def _assistant(size: str, hidden: int, heads: int, mlp: int, **centroids: Any) -> MTPConfig:
+    target = gemma4.PRESETS[size]
+    return MTPConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden,
+        backbone_hidden_size=target.hidden_size,
+        layer_types=("sliding",) * 3 + ("full",),
+        num_heads=heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        full_num_kv_heads=target.full_num_kv_heads,
+        full_head_dim=target.full_head_dim,
+        intermediate_size=mlp,
+        sliding_window=target.sliding_window,
+        max_positions=target.max_positions,
+        suppress_tokens=(258_883, 258_882) if size == "12b" else (),
+        **centroids,
+    )
+
+
+_CENTROIDS: dict[str, Any] = dict(num_centroids=2048, num_top_centroids=32)
+
+PRESETS: dict[str, MTPConfig] = {
+    "e2b": _assistant("e2b", 256, 4, 2048, **_CENTROIDS),
+    "e4b": _assistant("e4b", 256, 4, 2048, **_CENTROIDS),
+    "12b": _assistant("12b", 1024, 16, 8192),
+    "26b-a4b": _assistant("26b-a4b", 1024, 16, 8192),
+    "31b": _assistant("31b", 1024, 32, 8192),
+}

@@ -1,0 +1,323 @@
+"""What may be asked: of sampling by one request, of drafting by one run, of programs when they are compiled.
+
+`Sampling` and `Drafting` are data. Each field has its range and its help text here, once: Python callers pass
+the records on, and the command line makes its options from the fields (`commands.options`). `Extras` says what
+compiled programs can do beyond the least.
+
+A value out of range is a `FieldError`. It carries the field, so that Python shows `num_draft_tokens` and the
+command line `--num-draft-tokens` in the same sentence. Nothing here needs JAX: refusing costs no start-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Verification = Literal["standard", "block"]
+
+
+class Naming(Protocol):
+    """How a message names a field, alone or with the value to give it."""
+
+    def __call__(self, field: str, value: object = None, /) -> str: ...
+
+
+def in_python(field: str, value: object = None) -> str:
+    """Name a field as Python callers do: `num_draft_tokens`, or `num_draft_tokens=7`."""
+    if value is None:
+        return field
+    return f'{field}="{value}"' if isinstance(value, str) else f"{field}={value!r}"
+
+
+class FieldError(ValueError):
+    """A value that cannot be used.
+
+    Attributes:
+      field: the field that is wrong.
+      say: the message, as a function of how fields are named.
+    """
+
+    def __init__(self, field: str, say: str | Callable[[Naming], str]):
+        """Make an error about `field`; a `say` that is text follows the field's name."""
+        self.field = field
+        self.say: Callable[[Naming], str] = (
+            say if callable(say) else lambda name: f"{name(field)} {say}"
+        )
+        super().__init__(self.say(in_python))
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a field may have.
+
+    Attributes:
+      words: what they are, as in "must be ...".
+      allows: tells of a number, or of each number of an array; never true of nan.
+      low: the least whole number, where the field is one.
+    """
+
+    words: str
+    allows: Callable[[Any], Any]
+    low: int | None = None
+
+    def refusal(self, value: float) -> str | None:
+        """Say what is wrong with a value, or None when it is allowed."""
+        return None if self.allows(value) else f"is {value:g}; it must be {self.words}"
+
+
+def at_least(low: int, off: str = "") -> Range:
+    """Return the range of whole numbers from `low` on; `off` says what the least one means."""
+    more = f"; {low}: {off}" if off else ""
+    return Range(f"{low} or more{more}", lambda x: x >= low, low)
+
+
+BIAS = Range("a number, or -inf to ban", lambda x: x < math.inf)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    range: Range | None = None,
+    metavar: str | None = None,
+    flag: str | None = None,
+) -> Any:
+    """Declare a field of a record.
+
+    Args:
+      help: what it does, in the words of the command line; shown by `--help`.
+      range: what it may be; None for any value of its type.
+      metavar: how `--help` shows its value.
+      flag: its option on the command line, where that is not `--` and its name. "" for none.
+    """
+    metadata = dict(help=help, range=range, metavar=metavar, flag=flag)
+    if isinstance(default, dict):
+        return field(default_factory=dict, hash=False, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_ranges(record: Any) -> None:
+    """Refuse a record with a number out of its range.
+
+    Raises:
+      FieldError: naming the first such field.
+    """
+    for f in dataclasses.fields(record):
+        allowed: Range | None = f.metadata.get("range")
+        value = getattr(record, f.name)
+        if allowed is not None and value is not None and (wrong := allowed.refusal(value)):
+            raise FieldError(f.name, wrong)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request chooses its tokens. The default is greedy."""
+
+    temperature: float = option(
+        0.0,
+        "Divide logits by this before sampling; 0 is greedy.",
+        range=Range("finite and not negative; 0: greedy", lambda x: (x >= 0) & (x < math.inf)),
+    )
+    top_k: int = option(0, "Sample among the k likeliest tokens; 0: off.", range=at_least(0, "off"))
+    top_p: float = option(
+        1.0,
+        "Sample among the likeliest tokens of this total probability; 1: off.",
+        range=Range("in (0, 1]; 1: off", lambda x: (x > 0) & (x <= 1)),
+    )
+    min_p: float = option(
+        0.0,
+        "Sample among tokens at least this likely, relative to the likeliest; 0: off.",
+        range=Range("in [0, 1]; 0: off", lambda x: (x >= 0) & (x <= 1)),
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Divide the positive logits of tokens of prompt and output by this, and multiply the negative "
+        "ones; 1: off.",
+        range=Range("finite and above 0; 1: off", lambda x: (x > 0) & (x < math.inf)),
+    )
+    presence_penalty: float = option(
+        0.0,
+        "Subtract this from the logits of tokens that are in the output.",
+        range=Range("finite; 0: off", lambda x: abs(x) < math.inf),
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "Subtract this from the logit of a token for each time that it is in the output.",
+        range=Range("finite; 0: off", lambda x: abs(x) < math.inf),
+    )
+    logit_bias: Mapping[int, float] = option(
+        {},
+        'Add this to the logit of a token: 17=-2.5, repeatable, or {"17": -2.5, "4": 1}. -inf bans.',
+        metavar="ID=VALUE|JSON",
+    )
+    logprobs: bool = option(
+        False,
+        "Keep the log-probability of every token, under the target as it is and under what was sampled "
+        "from.",
+    )
+    top_logprobs: int = option(
+        0,
+        "Also keep those of the target's N best tokens in the place of each.",
+        range=at_least(0),
+        metavar="N",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range.
+
+        Raises:
+          FieldError: naming the first one.
+        """
+        check_ranges(self)
+        for token, bias in self.logit_bias.items():
+            if wrong := BIAS.refusal(bias):
+                raise FieldError("logit_bias", f"of {token} {wrong}")
+
+    @property
+    def penalties(self) -> tuple[str, ...]:
+        """Name the penalties that are not off."""
+        return tuple(name for name in PENALTIES if getattr(self, name) != DEFAULTS[name])
+
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+VALUES = ("temperature", "top_k", "top_p", "min_p", *PENALTIES)
+"""The fields of `Sampling` that are one number a row."""
+
+RANGES: dict[str, Range] = {f.name: f.metadata["range"] for f in dataclasses.fields(Sampling)}
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Sampling)}
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The shape of a draft tree: each level widens its `topk` best nodes by their `topk` best children."""
+
+    topk: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a run drafts and judges drafts."""
+
+    num_draft_tokens: int | None = option(
+        None,
+        "Tokens drafted a step; the newest token, which they follow, never counts. Default: the "
+        "drafter's own number.",
+        range=at_least(1),
+    )
+    tree: Tree | None = option(
+        None,
+        "Draft a tree: each level widens its best nodes, TOPK of them, by as many tokens, down to DEPTH. "
+        "Needs the number of draft tokens too, the nodes to verify: 3, 5 and 11, say.",
+        flag="",
+    )
+    draft_sampling: bool = option(
+        False,
+        "When sampling, let the drafter draw its tokens too, instead of proposing its best.",
+    )
+    verification: Verification = option(
+        "standard",
+        "When sampling, judge drafts one by one (standard), or a block at a time, which accepts more "
+        "(block).",
+    )
+    synthetic_acceptance: float | None = option(
+        None,
+        "For benchmarks: commit this many tokens a step on average, whatever the target thinks of the "
+        "drafts. Only the decision is replaced: all work is done. The text is meaningless.",
+        range=Range("1 or more", lambda x: (x >= 1) & (x < math.inf)),
+        metavar="TAU",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, and options that exclude each other.
+
+        Raises:
+          FieldError: naming the field.
+        """
+        check_ranges(self)
+        if self.verification not in ("standard", "block"):
+            raise FieldError(
+                "verification", f'is {self.verification!r}; it is "standard" or "block"'
+            )
+        if self.synthetic_acceptance is not None and self.tree is not None:
+            raise FieldError("synthetic_acceptance", "is for chains; leave the tree out")
+        for name, shown in self.changes_acceptance:
+            if self.tree is not None:
+                raise FieldError(
+                    name,
+                    lambda say, shown=shown: (
+                        f"{say(*shown)} is for chains, and a tree follows the target's own choices; leave "
+                        "one out"
+                    ),
+                )
+            if self.synthetic_acceptance is not None:
+                raise FieldError(
+                    name,
+                    lambda say, shown=shown: (
+                        f"{say(*shown)} changes how drafts are accepted, which "
+                        f"{say('synthetic_acceptance')} decides by chance; leave one out"
+                    ),
+                )
+
+    @property
+    def changes_acceptance(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """List what is on that changes how drafts are accepted: the field, and what to name it by."""
+        on: list[tuple[str, tuple[Any, ...]]] = []
+        if self.draft_sampling:
+            on.append(("draft_sampling", ("draft_sampling",)))
+        if self.verification == "block":
+            on.append(("verification", ("verification", "block")))
+        return on
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What compiled programs can do beyond the least. Each costs time in every step, used or not.
+
+    Attributes:
+      penalties: rows may have repetition, presence and frequency penalties.
+      num_biases: most tokens of a row's `logit_bias`.
+      logprobs: the log-probability of every emitted token is kept.
+      top_logprobs: and those of so many of the target's best tokens beside each.
+      logits_fn: a `state.LogitsFn` that changes logits; another function is another program.
+    """
+
+    penalties: bool = False
+    num_biases: int = 0
+    logprobs: bool = False
+    top_logprobs: int = 0
+    logits_fn: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+          FieldError: naming the field.
+        """
+        for name in ("num_biases", "top_logprobs"):
+            if getattr(self, name) < 0:
+                raise FieldError(name, f"is {getattr(self, name)}; it must be 0 or more")
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError(
+                "top_logprobs",
+                lambda name: (
+                    f"{name('top_logprobs')} is {self.top_logprobs}, but {name('logprobs')} are off"
+                ),
+            )
+
+    @classmethod
+    def wanted_by(cls, requests: Iterable[Sampling], **more: Any) -> Extras:
+        """Return what serves all of these; `more` are fields to set besides."""
+        asked = list(requests)
+        top = max((s.top_logprobs for s in asked), default=0)
+        biases = max((len(s.logit_bias) for s in asked), default=0)
+        found: dict[str, Any] = dict(
+            penalties=any(s.penalties for s in asked),
+            num_biases=1 << (biases - 1).bit_length() if biases else 0,  # few sizes, few programs
+            logprobs=top > 0 or any(s.logprobs for s in asked),
+            top_logprobs=top,
+        )
+        return cls(**(found | more))
