@@ -142,7 +142,9 @@ class MTPConfig:
             ("vocab_size", self.vocab_size, target.vocab_size),
         ]
         absent = []
-        for kind in sorted(set(self.layer_types)):
+        for kind in ("sliding", "full"):
+            if kind not in self.layer_types:
+                continue
             sliding = kind == "sliding"
             try:
                 read = target.layers[target.last_kv_owner(kind)]
