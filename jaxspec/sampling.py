@@ -2,7 +2,7 @@
 
 Raw logits become the distribution that is sampled in this order, renormalised once at the end:
 
-    suppressed tokens -> biases -> penalties -> user function      `decode` applies these to all rows,
+    suppressed tokens -> biases -> penalties -> user function      `adjust` applies these to all rows,
     -> temperature -> top-k -> top-p -> min-p                      `shape_logits` these to sampled ones
 
 A greedy row takes the best of what the first line leaves.
@@ -26,6 +26,7 @@ from flax import struct
 from jax import lax
 from jax.typing import ArrayLike
 
+from jaxspec.records import Extras
 from jaxspec.shapes import Array, Bool, Float, Int
 
 
@@ -102,10 +103,30 @@ class SamplingParams(struct.PyTreeNode):
 
 
 class TokenCounts(struct.PyTreeNode):
-    """Which tokens a row has: what penalties look at."""
+    """Which tokens a row has: what penalties look at.
 
-    prompt: Bool[Array, "B V"]  # is in the prompt
-    output: Int[Array, "B V"]  # how often it was generated
+    Attributes:
+      prompt: is in the prompt.
+      output: how often it was generated.
+    """
+
+    prompt: Bool[Array, "B V"]
+    output: Int[Array, "B V"]
+
+    def with_prompt(
+        self, tokens: Int[Array, "b T"], count: Int[Array, " b"], slots: Int[Array, " b"]
+    ) -> TokenCounts:
+        """Add the first `count` tokens of some rows' prompts."""
+        fed = jnp.arange(tokens.shape[1])[None, :] < count[:, None]
+        fed = jnp.where(fed, tokens, self.prompt.shape[1])  # else dropped
+        prompt = self.prompt.at[slots[:, None], fed].set(True, mode="drop")
+        return dataclasses.replace(self, prompt=prompt)
+
+    def with_output(self, tokens: Int[Array, "B T"], kept: Bool[Array, "B T"]) -> TokenCounts:
+        """Add the tokens that a step emitted."""
+        emitted = jnp.where(kept, tokens, self.output.shape[1])  # else dropped
+        output = jax.vmap(lambda row, ids: row.at[ids].add(1, mode="drop"))(self.output, emitted)
+        return dataclasses.replace(self, output=output)
 
 
 class Logprobs(struct.PyTreeNode):
@@ -123,6 +144,37 @@ class Stream(enum.IntEnum):
     ACCEPT = 0
     TOKEN = 1  # the bonus token: after a rejection from the residual distribution
     DRAFT = 2
+
+
+def adjust(
+    logits: Float[Array, "B T V"],
+    sampling: SamplingParams,
+    counts: TokenCounts | None,
+    positions: Int[Array, "B T"],
+    draft: Int[Array, "B G"],
+    follows: Bool[Array, "#B T G"],
+    *,
+    suppress_tokens: tuple[int, ...],
+    extras: Extras,
+) -> Float[Array, "B T V"]:
+    """Apply all that comes before temperature, in the order above.
+
+    Args:
+      positions: of the tokens that these logits choose.
+      follows: which drafts of the block each row comes after.
+    """
+    with jax.named_scope("adjust"):
+        logits = suppress(logits, suppress_tokens)
+        if extras.num_biases:
+            assert sampling.adjustments is not None
+            logits = add_biases(logits, sampling.adjustments)
+        if extras.penalties:
+            assert sampling.adjustments is not None
+            assert counts is not None
+            logits = penalize(logits, sampling.adjustments, counts, draft, follows)
+        if extras.logits_fn is not None:
+            logits = extras.logits_fn(logits, positions)
+        return logits
 
 
 def suppress(logits: Float[Array, "... V"], tokens: tuple[int, ...]) -> Float[Array, "... V"]:

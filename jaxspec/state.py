@@ -18,11 +18,12 @@ from flax import struct
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jaxspec.drafters.base import Tree
-from jaxspec.models.gemma4 import Caches, init_caches
+from jaxspec.drafters.base import AnyDrafter
+from jaxspec.models.target import Caches, Target, init_caches
 from jaxspec.params import Graph
+from jaxspec.records import Extras, Tree
 from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts
-from jaxspec.shapes import Array, Bool, Float, Int
+from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.sharding import state_shardings
 
 LogitsFn = Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Float[Array, "B T V"]]
@@ -98,6 +99,36 @@ class DecodeSpec:
         """Tokens a row that one target pass of a step writes: the anchor and the drafts."""
         return self.num_draft_tokens + 1
 
+    @property
+    def extras(self) -> Extras:
+        return Extras(
+            self.penalties, self.num_biases, self.logprobs, self.top_logprobs, self.logits_fn
+        )
+
+    def bind(
+        self, target_params: Params, drafter_params: Params | None
+    ) -> tuple[Target, AnyDrafter | None]:
+        """Return both modules with their weights; no drafter when decoding is plain."""
+        target = self.target.bind(target_params)
+        if self.drafter is None:
+            return target, None
+        assert drafter_params is not None
+        return target, self.drafter.bind(drafter_params)
+
+    def check_slack(self, state: DecodeState) -> None:
+        """Refuse a state whose rings are too small for a step: its rejected tokens would hide live keys.
+
+        Raises:
+          ValueError: naming the most draft tokens that this state allows.
+        """
+        slack = [c.ring_slack for c in state.caches if c is not None and c.ring_slack is not None]
+        if self.tree is None and slack and self.step_tokens > min(slack):
+            raise ValueError(
+                f"num_draft_tokens is {self.num_draft_tokens}, a step of {self.step_tokens} tokens, but the "
+                f"sliding caches were made for {min(slack)}: pass at most num_draft_tokens={min(slack) - 1}, "
+                "or make the state with this spec"
+            )
+
     def sampling(self, batch: int, **values: ArrayLike) -> SamplingParams:
         """Return `SamplingParams.make` of these values with what this spec wants of them."""
         return SamplingParams.make(
@@ -106,26 +137,38 @@ class DecodeSpec:
 
 
 class DecodeState(struct.PyTreeNode):
-    """Everything that changes while decoding, one row a slot; donated from call to call."""
+    """Everything that changes while decoding, one row a slot; donated from call to call.
+
+    Attributes:
+      drafter: the drafter's own state; None without one.
+      lengths: positions committed to the caches.
+      anchors: the newest token, at position `lengths`.
+      stopped: finished by a stop id.
+      tokens: what was generated, prefill's token first.
+      num_steps: verify steps; -1 until the prompt is read, whose step is number 0.
+      acceptance_lengths: tokens committed in each verify step, before any cut by a stop or limit.
+      logprobs: of `tokens`, where asked for.
+      counts: of prompt and `tokens`, where there are penalties.
+      stop_ids: padded with -1.
+      keys: a typed PRNG key a row.
+    """
 
     caches: Caches
-    drafter: Any  # the drafter's own state, None without one
-    lengths: Int[Array, " B"]  # positions committed to the caches
-    anchors: Int[Array, " B"]  # newest token, at position `lengths`
+    drafter: Any
+    lengths: Int[Array, " B"]
+    anchors: Int[Array, " B"]
     active: Bool[Array, " B"]
-    stopped: Bool[Array, " B"]  # finished by a stop id
-    tokens: Int[Array, "B M"]  # what was generated, prefill's token first
+    stopped: Bool[Array, " B"]
+    tokens: Int[Array, "B M"]
     num_tokens: Int[Array, " B"]
-    num_steps: Int[Array, " B"]  # verify steps
-    acceptance_lengths: Int[
-        Array, "B M"
-    ]  # tokens committed in each, before any cut by a stop or limit
-    logprobs: Logprobs | None  # of `tokens`, where asked for
-    counts: TokenCounts | None  # of prompt and `tokens`, where there are penalties
+    num_steps: Int[Array, " B"]
+    acceptance_lengths: Int[Array, "B M"]
+    logprobs: Logprobs | None
+    counts: TokenCounts | None
     max_new_tokens: Int[Array, " B"]
-    stop_ids: Int[Array, "B I"]  # padded with -1
+    stop_ids: Int[Array, "B I"]
     sampling: SamplingParams
-    keys: Array  # a typed PRNG key a row
+    keys: Array
 
 
 class PrefillChunk(struct.PyTreeNode):
@@ -214,7 +257,7 @@ def _empty_state(
         stopped=zeros.astype(bool),
         tokens=jnp.zeros((batch, cache_length), jnp.int32),
         num_tokens=zeros,
-        num_steps=zeros,
+        num_steps=zeros - 1,
         acceptance_lengths=jnp.zeros((batch, cache_length), jnp.int32),
         logprobs=logprobs,
         counts=counts,
@@ -231,10 +274,10 @@ def admit(state: DecodeState, new: Admission) -> DecodeState:
     def put(name: str, value: Array | int | bool) -> Array:
         return getattr(state, name).at[new.slots].set(value, mode="drop")
 
-    counters = ("lengths", "anchors", "num_tokens", "num_steps")
     return dataclasses.replace(
         state,
-        **{name: put(name, 0) for name in counters},
+        **{name: put(name, 0) for name in ("lengths", "anchors", "num_tokens")},
+        num_steps=put("num_steps", -1),
         active=put("active", False),
         stopped=put("stopped", False),
         max_new_tokens=put("max_new_tokens", new.max_new_tokens),
@@ -254,3 +297,35 @@ def admit(state: DecodeState, new: Admission) -> DecodeState:
 def retire(state: DecodeState, finished: Bool[Array, " B"]) -> DecodeState:
     """Deactivate rows that the host found finished (a stop text, say)."""
     return dataclasses.replace(state, active=state.active & ~finished)
+
+
+def take_rows(state: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
+    """Return what some slots hold beside their caches and the drafter's state."""
+    return jax.tree.map(lambda x: x[slots], dataclasses.replace(state, caches=(), drafter=None))
+
+
+def put_rows(state: DecodeState, rows: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
+    """Write back what a step changed in such rows; a slot past the last is dropped."""
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[slots].set(new, mode="drop")
+
+    changed = {
+        name: jax.tree.map(put, getattr(state, name), getattr(rows, name)) for name in _CHANGED
+    }
+    return dataclasses.replace(state, **changed)
+
+
+_CHANGED = (
+    "lengths",
+    "anchors",
+    "active",
+    "stopped",
+    "tokens",
+    "num_tokens",
+    "num_steps",
+    "acceptance_lengths",
+    "logprobs",
+    "counts",
+)
+"""What a step changes in a row."""

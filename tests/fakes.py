@@ -22,11 +22,10 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import MTPConfig
-from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
+from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView, Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import Children, grow
-from jaxspec.models.gemma4 import TargetOutput
 from jaxspec.params import Graph
 from jaxspec.sampling import draw_drafts, suppress
 from jaxspec.shapes import Array, DTypeLike, Params
@@ -58,40 +57,32 @@ class _Fake(Drafter[Array]):
 class LookupDrafter(_Fake):
     """Looks the row's sequence up by its first token and proposes what follows, moved by `shift` ids.
 
-    Drafters are not shown tokens. But what layer 0 makes of position 0 follows from the first token alone,
-    so it tells apart sequences whose first tokens differ. The state is that feature.
+    The state is that token.
     """
 
     def __init__(self, config: FakeConfig, *, dtype: DTypeLike):
         self.config = config
-        self.signatures = nnx.Param(jnp.zeros((config.num_sequences, config.hidden_size), dtype))
+        del dtype
         self.sequences = nnx.Param(jnp.zeros((config.num_sequences, config.length), jnp.int32))
         self.shift = nnx.Param(jnp.zeros((), jnp.int32))
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        return (0,)
+        return ()
 
     def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> Array:
-        del cache_length
-        return jnp.zeros((batch, self.config.hidden_size), dtype)
+        del cache_length, dtype
+        return jnp.zeros(batch, jnp.int32)
 
-    def absorb(
-        self,
-        state: Array,
-        output: TargetOutput,
-        start: Array,
-        count: Array,
-        slots: Array | None = None,
-    ) -> Array:
-        rows = jnp.arange(start.shape[0]) if slots is None else slots
-        rows = jnp.where((start == 0) & (count > 0), rows, state.shape[0])
-        return state.at[rows].set(output.features[0][:, 0], mode="drop")
+    def absorb(self, state: Array, kept: Kept) -> Array:
+        rows = jnp.arange(kept.start.shape[0]) if kept.slots is None else kept.slots
+        rows = jnp.where((kept.start == 0) & (kept.count > 0), rows, state.shape[0])
+        return state.at[rows].set(kept.tokens[:, 0], mode="drop")
 
     def draft(
         self,
         state: Array,
-        target: TargetView,
+        view: TargetView,
         anchors: Array,
         lengths: Array,
         *,
@@ -99,8 +90,8 @@ class LookupDrafter(_Fake):
         tree: Tree | None = None,
         draws: Draws | None = None,
     ) -> Draft:
-        distance = jnp.sum(jnp.square(state[:, None] - self.signatures[...][None]), axis=-1)
-        known = self.sequences[...][jnp.argmin(distance, axis=-1)]
+        sequences = self.sequences[...]
+        known = sequences[jnp.argmax(state[:, None] == sequences[:, 0], axis=-1)]
         depth = num_draft_tokens if tree is None else tree.depth
         index = lengths[:, None] + 1 + jnp.arange(depth)[None, :]
         tokens = jnp.take_along_axis(known, index, axis=1, mode="clip") + self.shift[...]
@@ -141,21 +132,14 @@ class TableDrafter(_Fake):
         del cache_length
         return jnp.zeros((batch, 0), dtype)
 
-    def absorb(
-        self,
-        state: Array,
-        output: TargetOutput,
-        start: Array,
-        count: Array,
-        slots: Array | None = None,
-    ) -> Array:
-        del output, start, count, slots
+    def absorb(self, state: Array, kept: Kept) -> Array:
+        del kept
         return state
 
     def draft(
         self,
         state: Array,
-        target: TargetView,
+        view: TargetView,
         anchors: Array,
         lengths: Array,
         *,
@@ -163,7 +147,7 @@ class TableDrafter(_Fake):
         tree: Tree | None = None,
         draws: Draws | None = None,
     ) -> Draft:
-        del state, target, lengths
+        del state, view, lengths
         if draws is not None:
             tokens, chain = anchors, []
             for i in range(num_draft_tokens):
@@ -211,12 +195,7 @@ def lookup(
     table = np.zeros((config.num_sequences, config.length), np.int32)
     for row, sequence in zip(table, sequences, strict=True):
         row[: len(sequence)] = sequence
-    _, features = forward(target.graph, target.params, jnp.asarray(table))
-    params = {
-        "signatures": features[:, 0],
-        "sequences": jnp.asarray(table),
-        "shift": jnp.int32(shift),
-    }
+    params = {"sequences": jnp.asarray(table), "shift": jnp.int32(shift)}
     return loaded(Graph(LookupDrafter, config, target.graph.dtype), params)
 
 
@@ -302,7 +281,7 @@ def naive_greedy(
     suppressed = target.generation.suppress_tokens if target.generation else ()
     for _ in range(num_new_tokens):
         last = [len(r) - 1 for r in rows]
-        logits, _ = forward(target.graph, target.params, jnp.asarray(tokens))
+        logits = forward(target.graph, target.params, jnp.asarray(tokens))
         logits = np.asarray(suppress(logits, suppressed))[np.arange(len(rows)), last]
         best = np.sort(logits, axis=-1)
         gap = min(gap, float(np.min(best[:, -1] - best[:, -2])))
@@ -313,9 +292,8 @@ def naive_greedy(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def forward(graph: Graph, params: Params, tokens: Array) -> tuple[Array, Array]:
-    """Return logits and what layer 0 makes of whole sequences, without any cache."""
+def forward(graph: Graph, params: Params, tokens: Array) -> Array:
+    """Return the logits of whole sequences, without any cache."""
     b, t = tokens.shape
     start, count = jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32)
-    output = graph.bind(params)(tokens, start, count, None, feature_layers=(0,))
-    return output.logits, output.features[0]
+    return graph.bind(params)(tokens, start, count, None).logits

@@ -22,7 +22,7 @@ from jaxspec.cache import KVSegment
 from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
 from jaxspec.engine import Completion, Engine, Request
-from jaxspec.models.gemma4 import TargetOutput
+from jaxspec.models.target import TargetOutput
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
 
@@ -107,7 +107,7 @@ def test_dflash_steps_equal_those_without_caches(target: LoadedModel) -> None:
 
     @jax.jit
     def drafts(target_params: Params, params: Params, features: tuple, text: Array) -> Array:
-        embedder = target.graph.bind(target_params).embedder
+        bound = target.graph.bind(target_params)
         model = drafter.graph.bind(params)
         b, s = text.shape
         positions = jnp.broadcast_to(jnp.arange(s), (b, s))
@@ -119,7 +119,7 @@ def test_dflash_steps_equal_those_without_caches(target: LoadedModel) -> None:
             segments = tuple(KVSegment(k, v, seen) for k, v in kv)
             lengths = jnp.full(b, anchor)
             logits = model.block_logits(
-                segments, embedder, text[:, anchor], lengths, num_draft_tokens=g
+                segments, bound, text[:, anchor], lengths, num_draft_tokens=g
             )
             return jnp.argmax(logits, axis=-1)
 
@@ -154,7 +154,7 @@ def test_mtp_steps_equal_those_without_caches(target: LoadedModel, position: str
         frozen = FrozenKV(segments, anchors - 1)
         tokens, states, out = text[:, 64 : s - 1], output.hidden[:, 63 : s - 2], []
         for _ in range(config.num_draft_tokens):
-            hidden, states = model.step(bound.embedder, tokens, states, frozen)
+            hidden, states = model.step(bound, tokens, states, frozen)
             tokens = jnp.argmax(model.choices(hidden).logits, axis=-1)
             out.append(tokens)
         return jnp.stack(out, axis=-1)

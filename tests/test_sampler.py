@@ -243,7 +243,7 @@ def test_logprobs_are_those_of_a_teacher_forced_pass(target: LoadedModel, ask: A
     for row, prompt in enumerate(PROMPTS):
         new = result.tokens[row].tolist()
         text = prompt + new + [0] * (9 - len(prompt))  # one length for all, and so one program
-        logits, _ = fakes.forward(target.graph, target.params, jnp.asarray([text]))
+        logits = fakes.forward(target.graph, target.params, jnp.asarray([text]))
         logprobs = np.asarray(jax.nn.log_softmax(logits[0], axis=-1))[len(prompt) - 1 :]
         of_tokens = logprobs[np.arange(NEW_TOKENS), new]
         np.testing.assert_allclose(result.logprobs.target[row], of_tokens, atol=1e-4)

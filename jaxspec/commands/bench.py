@@ -60,8 +60,8 @@ from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import ancestors
 from jaxspec.engine import PREFILL_CHUNK, make_spec, row_keys
-from jaxspec.models.gemma4 import Gemma4, Placement, run_layer
-from jaxspec.models.layers import rms_norm
+from jaxspec.models.gemma4 import Gemma4
+from jaxspec.models.target import Target, place
 from jaxspec.params import Graph
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int, Params
@@ -654,6 +654,7 @@ def _stand_after(context: int, anchors: Int[jax.Array, " B"], state: DecodeState
         active=jnp.full_like(state.active, True),
         tokens=state.tokens.at[:, 0].set(anchors),
         num_tokens=jnp.full_like(state.num_tokens, 1),
+        num_steps=jnp.zeros_like(state.num_steps),
     )
 
 
@@ -731,26 +732,15 @@ def distinct_experts(
     spec: DecodeSpec, target_params: Params, drafter_params: Params | None, state: DecodeState
 ) -> Int[jax.Array, " L"]:
     """Count the experts of each layer that the next target pass of all rows would use."""
-    target: Gemma4 = spec.target.bind(target_params)
+    target: Target = spec.target.bind(target_params)
     tokens, sees = state.anchors[:, None], None
     if spec.drafter is not None:
         draft = propose(target, spec.drafter.bind(drafter_params or {}), spec, state)
         tokens = jnp.concatenate([tokens, draft.tokens], axis=1)
         sees = None if draft.parents is None else ancestors(draft.parents)
-    x = target.embedder.encode(tokens)
-    offset = jnp.arange(tokens.shape[1])[None, :] if sees is None else jnp.sum(sees, axis=-1) - 1
     count = jnp.full_like(state.lengths, tokens.shape[1])
-    where = Placement(state.lengths[:, None] + offset, state.lengths, count, ancestors=sees)
-    counts = []
-    for layer, cache in zip(target.layers, state.caches, strict=True):
-        norm = layer.pre_attention_norm[...]
-        normed = rms_norm(x, norm, spec.target.config.rms_norm_eps)
-        residual = layer.attention_block(x, normed, where, cache, None)[0]
-        chosen, _ = layer.experts.route(residual)
-        used = jnp.zeros(spec.target.config.num_experts, jnp.int32).at[chosen].set(1)
-        counts.append(jnp.sum(used))
-        x = run_layer(layer, x, normed, norm, where, cache, None, None)[0]  # any norm will do
-    return jnp.stack(counts)
+    where = place(tokens, state.lengths, count, ancestors=sees)
+    return target.distinct_experts(tokens, where, state.caches)
 
 
 # --- the report --------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from jax import lax
 from jaxspec.cache import cache_bytes
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.commands.conventions import Reading, alternatives
-from jaxspec.drafters.base import AnyDrafter, TargetView
+from jaxspec.drafters.base import AnyDrafter, Kept, TargetView
 from jaxspec.engine import Completion
-from jaxspec.models.gemma4 import Gemma4, TargetOutput, init_caches
+from jaxspec.models.target import Target, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Int, Params
 
@@ -74,7 +74,7 @@ def read(
     b, t = tokens.shape
     zeros = jnp.zeros(b, jnp.int32)
     caches = init_caches(target.config, b, cache_length=t, slack=t, dtype=jnp.dtype(target.dtype))
-    model: Gemma4 = target.bind(params)
+    model: Target = target.bind(params)
     rows = logit_rows[:, None]
     return model(tokens, zeros, zeros + t, caches, feature_layers=feature_layers, logit_rows=rows)
 
@@ -104,13 +104,13 @@ def replay(
     Args:
       output: what the target gave for these rows, with features in the drafter's order.
     """
-    model: Gemma4 = target.bind(target_params)
+    model: Target = target.bind(target_params)
     draft_model: AnyDrafter = drafter.bind(drafter_params)
     b, t = tokens.shape
     assert output.caches is not None
-    view = TargetView(model.embedder, output.caches, target.config, suppress_tokens)
+    view = TargetView(model, output.caches, suppress_tokens)
     state = draft_model.init_state(b, cache_length=t, dtype=jnp.dtype(target.dtype))
-    state = draft_model.absorb(state, output, jnp.zeros(b, jnp.int32), starts)
+    state = draft_model.absorb(state, Kept.of(tokens, output, jnp.zeros(b, jnp.int32), starts))
     ahead = 1 + jnp.arange(num_draft_tokens)[None, :]
 
     def step(state: Any, a: Array) -> tuple[Any, Array]:
@@ -123,12 +123,14 @@ def replay(
         draft = draft_model.draft(
             state, view, anchor[:, 0], lengths, num_draft_tokens=num_draft_tokens
         )
-        one = dataclasses.replace(
-            output,
-            hidden=committed(output.hidden),
-            features=tuple(committed(x) for x in output.features),
+        one = Kept(
+            anchor,
+            committed(output.hidden),
+            tuple(committed(x) for x in output.features),
+            lengths,
+            jnp.ones(b, jnp.int32),
         )
-        state = draft_model.absorb(state, one, lengths, jnp.ones(b, jnp.int32))
+        state = draft_model.absorb(state, one)
         following = jnp.take_along_axis(
             tokens, jnp.minimum(lengths[:, None] + ahead, t - 1), axis=1
         )

@@ -17,13 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.decode import propose
-from jaxspec.models.gemma4 import TargetOutput
+from jaxspec.drafters.base import Kept
 from jaxspec.sampling import argmax
 from jaxspec.shapes import Array, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState
 
 Block = tuple[DecodeState, Array]
 """A state, and the tokens [B, T] that a step of it verifies: anchors and drafts."""
+
+Made = tuple[Array, tuple[Array, ...]]
+"""Hidden states and features of a target's pass."""
 
 
 def draft_loop(
@@ -40,21 +43,22 @@ def draft_loop(
     config = spec.target.config
     shape = (1 + len(drafter.feature_layers), b, t, config.hidden_size)
     hidden, *features = jax.random.normal(jax.random.key(0), shape, jnp.dtype(spec.target.dtype))
-    no_logits = jnp.zeros((b, 0, config.vocab_size))
-    output = TargetOutput(no_logits, hidden, tuple(features), None)
+    made = hidden, tuple(features)
 
-    def body(_: Array, carry: tuple[Block, TargetOutput]) -> tuple[Block, TargetOutput]:
-        (state, _), output = carry
+    def body(_: Array, carry: tuple[Block, Made]) -> tuple[Block, Made]:
+        (state, _), made = carry
         draft = propose(target, drafter, spec, state)
         # What comes out of the barrier counts as new in every round, and absorb waits for the draft.
-        drafts, anchors, lengths, output = lax.optimization_barrier(
-            (draft.tokens, state.anchors, state.lengths, output)
+        drafts, anchors, lengths, made = lax.optimization_barrier(
+            (draft.tokens, state.anchors, state.lengths, made)
         )
-        absorbed = drafter.absorb(state.drafter, output, lengths, jnp.full_like(lengths, t))
+        tokens = jnp.concatenate([anchors[:, None], drafts], axis=1)
+        kept = Kept(tokens, made[0], made[1], lengths, jnp.full_like(lengths, t))
+        absorbed = drafter.absorb(state.drafter, kept)
         state = dataclasses.replace(state, drafter=absorbed, anchors=anchors, lengths=lengths)
-        return (state, jnp.concatenate([anchors[:, None], drafts], axis=1)), output
+        return (state, tokens), made
 
-    return lax.fori_loop(0, num_steps, body, (block, output))[0]
+    return lax.fori_loop(0, num_steps, body, (block, made))[0]
 
 
 def verify_loop(

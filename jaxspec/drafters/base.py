@@ -2,22 +2,21 @@
 
     init_state   an empty state, before prefill
     draft        anchor tokens and state -> draft tokens
-    absorb       what the target computed for tokens that were kept -> new state
+    absorb       tokens that were kept, and what the target computed for them -> new state
 
-A new drafter is one new file with a subclass of `Drafter`.
+A new drafter is a module with a subclass of `Drafter`, a table of conversion rules and an entry in `families`.
 """
 
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from flax import nnx, struct
 
 from jaxspec.cache import KVCache
-from jaxspec.configs.base import TargetConfig
-from jaxspec.models.gemma4 import Caches, Embedder, TargetOutput
+from jaxspec.models.target import Caches, Target, TargetOutput
+from jaxspec.records import Tree
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 
@@ -25,26 +24,49 @@ StateT = TypeVar("StateT")
 
 
 class TargetView(struct.PyTreeNode):
-    """What the target lends a drafter for one call; a drafter never stores it."""
+    """What a target lends a drafter for one call. A drafter never stores it."""
 
-    embedder: Embedder
+    target: Target
     caches: Caches
-    config: TargetConfig = struct.field(pytree_node=False)
     suppress_tokens: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     def last_kv(self, kind: str) -> KVCache:
         """Return the cache of the last layer of a kind ("sliding" or "full") that owns its K/V."""
-        cache = self.caches[self.config.last_kv_owner(kind)]
+        cache = self.caches[self.target.config.last_kv_owner(kind)]
         assert cache is not None
         return cache
 
 
-@dataclass(frozen=True)
-class Tree:
-    """The shape of a draft tree: each level widens its `topk` best nodes by their `topk` best children."""
+class Kept(struct.PyTreeNode):
+    """Tokens that were kept, with what the target computed for them: what a drafter learns from.
 
-    topk: int
-    depth: int
+    The first `count` of the T tokens of a row count. They stand at positions start .. start + count - 1.
+
+    Attributes:
+      tokens: of a prompt, or the anchor and the accepted drafts of a step.
+      hidden: after the target's final norm.
+      features: outputs of the drafter's `feature_layers`.
+      slots: state row of each row here; None when they are the same.
+    """
+
+    tokens: Int[Array, "b T"]
+    hidden: Float[Array, "b T D"]
+    features: tuple[Float[Array, "b T D"], ...]
+    start: Int[Array, " b"]
+    count: Int[Array, " b"]
+    slots: Int[Array, " b"] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Int[Array, "b T"],
+        output: TargetOutput,
+        start: Int[Array, " b"],
+        count: Int[Array, " b"],
+        slots: Int[Array, " b"] | None = None,
+    ) -> Kept:
+        """Put tokens together with the target's pass over them."""
+        return cls(tokens, output.hidden, output.features, start, count, slots)
 
 
 class Draws(struct.PyTreeNode):
@@ -93,7 +115,7 @@ class Drafter(nnx.Module, Generic[StateT]):
     def draft(
         self,
         state: StateT,
-        target: TargetView,
+        view: TargetView,
         anchors: Int[Array, " B"],
         lengths: Int[Array, " B"],
         *,
@@ -110,19 +132,8 @@ class Drafter(nnx.Module, Generic[StateT]):
         """
 
     @abc.abstractmethod
-    def absorb(
-        self,
-        state: StateT,
-        output: TargetOutput,
-        start: Int[Array, " b"],
-        count: Int[Array, " b"],
-        slots: Int[Array, " b"] | None = None,
-    ) -> StateT:
-        """Take in the first `count` rows of a target pass that began at position `start`: only these were kept.
-
-        Args:
-          slots: state row of each row of `output`; None when they are the same.
-        """
+    def absorb(self, state: StateT, kept: Kept) -> StateT:
+        """Take in tokens that were kept: prompts chunk by chunk, then those of every step."""
 
 
 AnyDrafter = Drafter[Any]

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.dflash import DFlashConfig
-from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
+from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
 from jaxspec.drafters.tree import Children, best_children, grow
 from jaxspec.models.attention import (
     KV_WEIGHT_AXES,
@@ -24,9 +24,10 @@ from jaxspec.models.attention import (
     attend,
     heads,
 )
-from jaxspec.models.gemma4 import Embedder, TargetOutput
-from jaxspec.models.layers import GatedMLP, project, rms_norm, rope_frequencies
+from jaxspec.models.layers import GatedMLP, project, rms_norm, rope_frequencies, softcap
+from jaxspec.models.target import Target
 from jaxspec.params import param
+from jaxspec.records import Tree
 from jaxspec.sampling import argmax, draw_drafts, suppress
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.sharding import whole
@@ -77,20 +78,13 @@ class DFlashDrafter(Drafter[DFlashState]):
         fused = project(whole(jnp.concatenate(features, axis=-1)), self.fuse[...])
         return rms_norm(whole(fused), self.context_norm[...], self.config.rms_norm_eps)
 
-    def absorb(
-        self,
-        state: DFlashState,
-        output: TargetOutput,
-        start: Int[Array, " b"],
-        count: Int[Array, " b"],
-        slots: Int[Array, " b"] | None = None,
-    ) -> DFlashState:
+    def absorb(self, state: DFlashState, kept: Kept) -> DFlashState:
         with jax.named_scope("dflash_absorb"):
-            context = self.context(output.features)
-            positions = start[:, None] + jnp.arange(context.shape[1])[None, :]
+            context = self.context(kept.features)
+            positions = kept.start[:, None] + jnp.arange(context.shape[1])[None, :]
             new = []
             for layer, cache in zip(self.layers, state, strict=True):
-                into = kv.destination(cache, positions.shape[1], start, count, slots)
+                into = kv.destination(cache, positions.shape[1], kept.start, kept.count, kept.slots)
                 k, v = layer.keys_and_values(context, positions, into)
                 new.append(cache.replace(k=k, v=v))
             return tuple(new)
@@ -98,7 +92,7 @@ class DFlashDrafter(Drafter[DFlashState]):
     def draft(
         self,
         state: DFlashState,
-        target: TargetView,
+        view: TargetView,
         anchors: Int[Array, " B"],
         lengths: Int[Array, " B"],
         *,
@@ -108,10 +102,8 @@ class DFlashDrafter(Drafter[DFlashState]):
     ) -> Draft:
         context = tuple(kv.view(cache, lengths) for cache in state)
         depth = num_draft_tokens if tree is None else tree.depth
-        logits = self.block_logits(
-            context, target.embedder, anchors, lengths, num_draft_tokens=depth
-        )
-        logits = suppress(logits, target.suppress_tokens)
+        logits = self.block_logits(context, view.target, anchors, lengths, num_draft_tokens=depth)
+        logits = suppress(logits, view.suppress_tokens)
         if (
             draws is not None
         ):  # positions of a block are independent given the context and the anchor
@@ -131,7 +123,7 @@ class DFlashDrafter(Drafter[DFlashState]):
     def block_logits(
         self,
         context: tuple[KVSegment, ...],
-        embedder: Embedder,
+        target: Target,
         anchors: Int[Array, " B"],
         lengths: Int[Array, " B"],
         *,
@@ -147,11 +139,11 @@ class DFlashDrafter(Drafter[DFlashState]):
         tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
         positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None, :]
         with jax.named_scope("dflash_draft"):
-            x = embedder.encode(tokens, scaled=c.scale_embeddings)
+            x = target.embed(tokens, scaled=c.scale_embeddings)
             for layer, segment in zip(self.layers, context, strict=True):
                 x = layer(x, positions, segment)
             x = rms_norm(x[:, 1:], self.final_norm[...], c.rms_norm_eps)
-            return embedder.decode(x, c.final_logit_softcap)
+            return softcap(target.head(x), c.final_logit_softcap)
 
 
 class DFlashLayer(nnx.Module):

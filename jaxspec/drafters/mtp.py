@@ -26,10 +26,9 @@ from jaxspec import cache as kv
 from jaxspec.cache import KVSegment
 from jaxspec.configs.base import LayerType
 from jaxspec.configs.mtp import MTPConfig
-from jaxspec.drafters.base import Draft, Drafter, Draws, TargetView, Tree
+from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
 from jaxspec.drafters.tree import Children, best_children, grow
 from jaxspec.models.attention import OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend, heads
-from jaxspec.models.gemma4 import Embedder, TargetOutput
 from jaxspec.models.layers import (
     GatedMLP,
     contract,
@@ -39,7 +38,9 @@ from jaxspec.models.layers import (
     rope_frequencies,
     table_logits,
 )
+from jaxspec.models.target import Target
 from jaxspec.params import param
+from jaxspec.records import Tree
 from jaxspec.sampling import argmax, draw_drafts
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.sharding import whole
@@ -99,27 +100,19 @@ class MTPDrafter(Drafter[MTPState]):
         del cache_length
         return jnp.zeros((batch, self.config.backbone_hidden_size), dtype)
 
-    def absorb(
-        self,
-        state: MTPState,
-        output: TargetOutput,
-        start: Int[Array, " b"],
-        count: Int[Array, " b"],
-        slots: Int[Array, " b"] | None = None,
-    ) -> MTPState:
-        del start
+    def absorb(self, state: MTPState, kept: Kept) -> MTPState:
         with jax.named_scope("mtp_absorb"):
-            last = jnp.maximum(count - 1, 0)[:, None, None]
-            hidden = jnp.take_along_axis(output.hidden, last, axis=1)[:, 0].astype(state.dtype)
-            if slots is None:
-                return jnp.where(count[:, None] > 0, hidden, state)
-            rows = jnp.where(count > 0, slots, state.shape[0])  # else dropped
+            last = jnp.maximum(kept.count - 1, 0)[:, None, None]
+            hidden = jnp.take_along_axis(kept.hidden, last, axis=1)[:, 0].astype(state.dtype)
+            if kept.slots is None:
+                return jnp.where(kept.count[:, None] > 0, hidden, state)
+            rows = jnp.where(kept.count > 0, kept.slots, state.shape[0])  # else dropped
             return state.at[rows].set(hidden, mode="drop")
 
     def draft(
         self,
         state: MTPState,
-        target: TargetView,
+        view: TargetView,
         anchors: Int[Array, " B"],
         lengths: Int[Array, " B"],
         *,
@@ -128,7 +121,7 @@ class MTPDrafter(Drafter[MTPState]):
         draws: Draws | None = None,
     ) -> Draft:
         frozen = FrozenKV(
-            {kind: kv.view(target.last_kv(kind), lengths) for kind in set(self.config.layer_types)},
+            {kind: kv.view(view.last_kv(kind), lengths) for kind in set(self.config.layer_types)},
             lengths[:, None] - 1,
         )
         states = state[:, None]
@@ -140,8 +133,8 @@ class MTPDrafter(Drafter[MTPState]):
             topk: int,
         ) -> tuple[Float[Array, "B F D"], Children]:
             states = jnp.take_along_axis(states, origins[:, :, None], axis=1)
-            hidden, states = self.step(target.embedder, tokens, states, frozen)
-            choices = self.choices(hidden, target.suppress_tokens)
+            hidden, states = self.step(view.target, tokens, states, frozen)
+            choices = self.choices(hidden, view.suppress_tokens)
             best = best_children(choices.logits, topk)
             return states, best._replace(tokens=_tokens_of(choices, best.tokens))
 
@@ -149,8 +142,8 @@ class MTPDrafter(Drafter[MTPState]):
             return grow(expand, states, anchors, tree=tree, num_draft_tokens=num_draft_tokens)
         tokens, drafts, log_qs = anchors[:, None], [], []
         for i in range(num_draft_tokens):
-            hidden, states = self.step(target.embedder, tokens, states, frozen)
-            choices = self.choices(hidden, target.suppress_tokens)
+            hidden, states = self.step(view.target, tokens, states, frozen)
+            choices = self.choices(hidden, view.suppress_tokens)
             if draws is None:
                 index = argmax(choices.logits)
             else:
@@ -165,7 +158,7 @@ class MTPDrafter(Drafter[MTPState]):
 
     def step(
         self,
-        embedder: Embedder,
+        target: Target,
         tokens: Int[Array, "B F"],
         states: Float[Array, "B F D"],
         frozen: FrozenKV,
@@ -175,7 +168,7 @@ class MTPDrafter(Drafter[MTPState]):
         Returns:
           The normed output that `choices` reads, and the states to go on from.
         """
-        run = functools.partial(self._step, embedder)
+        run = functools.partial(self._step, target)
         if tokens.size != 1:
             return run(tokens, states, frozen)
 
@@ -188,7 +181,7 @@ class MTPDrafter(Drafter[MTPState]):
 
     def _step(
         self,
-        embedder: Embedder,
+        target: Target,
         tokens: Int[Array, "B F"],
         states: Float[Array, "B F D"],
         frozen: FrozenKV,
@@ -197,7 +190,7 @@ class MTPDrafter(Drafter[MTPState]):
         last = jnp.broadcast_to(frozen.last, tokens.shape)
         turned = last + (1 if c.query_position == "next" else 0)
         with jax.named_scope("mtp_step"):
-            x = jnp.concatenate([embedder.encode(tokens), states], axis=-1)
+            x = jnp.concatenate([target.embed(tokens), states], axis=-1)
             x = project(x, self.pre_projection[...])
             norms = [
                 *(layer.pre_attention_norm[...] for layer in self.layers),

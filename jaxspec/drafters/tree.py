@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.drafters.base import Draft, Tree
+from jaxspec.drafters.base import Draft
+from jaxspec.records import Tree
 from jaxspec.shapes import Array, Bool, Float, Int
 
 CarryT = TypeVar("CarryT")

@@ -1,7 +1,7 @@
 """Gemma 4's text decoder, all five sizes, as one module over fixed-shape batches.
 
-Read `Gemma4.__call__`, then `DecoderLayer`, then `Attention`. What differs between sizes is in
-`Gemma4Config`; a layer holds only what it needs. Source for every detail: transformers
+Read `Gemma4.run_layers`, then `DecoderLayer`, then `Attention`. What differs between sizes is in
+`Gemma4Config`. A layer holds only what it needs. Source for every detail: transformers
 `models/gemma4/modeling_gemma4.py`, which the parity tests run beside this.
 """
 
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
+from flax import nnx
 from jax import lax
 
 from jaxspec import cache as kv
@@ -32,49 +31,21 @@ from jaxspec.models.layers import (
     project,
     rms_norm,
     rope_frequencies,
+    softcap,
     table_logits,
 )
 from jaxspec.models.moe import Experts
+from jaxspec.models.target import Caches, LayersOutput, Placement, Target
 from jaxspec.params import param
-from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
+from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole
 from pallas_kernels.norms import Normed, RouterScale, add_norm
 
-Caches = tuple[KVCache | None, ...]
-"""One entry a layer; None where the layer reads another layer's K/V."""
 
-
-class TargetOutput(struct.PyTreeNode):
-    """What one pass of the target gives."""
-
-    logits: Float[Array, "B R V"]  # float32, soft-capped; R = T, or the rows asked for
-    hidden: Float[Array, "B T D"]  # after the final norm
-    features: tuple[Float[Array, "B T D"], ...]  # outputs of the layers asked for, not normed
-    caches: Caches | None
-    fresh: tuple[KVSegment | None, ...] = ()  # a tree's K/V, by layer: not in the caches yet
-
-
-class Placement(struct.PyTreeNode):
-    """Where the tokens of one pass stand in their sequences."""
-
-    positions: Int[Array, "B T"]
-    start: Int[Array, " B"]  # positions below it are in the caches
-    count: Int[Array, " B"]  # tokens of a row that are real
-    slots: Int[Array, " B"] | None = (
-        None  # cache row of each batch row; None when they are the same
-    )
-    ancestors: Bool[Array, "B T T"] | None = (
-        None  # draft trees: the rows each row sees, itself included
-    )
-
-    @property
-    def written(self) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"] | None]:
-        """Where the caches are written: first position, how many, and the row."""
-        return self.start, self.count, self.slots
-
-
-class Gemma4(nnx.Module):
+class Gemma4(Target):
     """A Gemma 4 target."""
+
+    config: Gemma4Config
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
         self.config = config
@@ -86,159 +57,66 @@ class Gemma4(nnx.Module):
         )
         self.final_norm = param(config.hidden_size, dtype=dtype)
 
-    def __call__(
+    def embed(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
+        return self.embedder.encode(tokens, scaled=scaled)
+
+    def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        return self.embedder.head(x)
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        return softcap(self.head(hidden), self.config.final_logit_softcap)
+
+    def run_layers(
         self,
         tokens: Int[Array, "B T"],
-        start: Int[Array, " B"],
-        count: Int[Array, " B"],
-        caches: Caches | None,
-        *,
-        slots: Int[Array, " B"] | None = None,
-        feature_layers: tuple[int, ...] = (),
-        logit_rows: Int[Array, "B R"] | None = None,
-        ancestors: Bool[Array, "B T T"] | None = None,
-    ) -> TargetOutput:
-        """Run tokens at positions start .. start + count - 1 of each row, or a draft tree from `start` on.
-
-        Args:
-          count: how many of the T tokens of a row are real, 0 to T; the rest write nothing.
-          caches: what earlier passes wrote, from `init_caches`; None to attend to this pass alone.
-          slots: cache row of each batch row; None when they are the same.
-          logit_rows: the rows of T to compute logits for; None for all.
-          ancestors: the tokens are a tree; [b, i, j] tells whether j is i itself or on i's way up to the
-            root. A token stands as many positions past `start` as it has ancestors. The caches are read
-            but not written: `keep_rows` does that once it is known which tokens stay.
-        """
-        offset = jnp.arange(tokens.shape[1])[None, :]
-        if ancestors is not None:
-            offset = jnp.sum(ancestors, axis=-1) - 1
-        where = Placement(start[:, None] + offset, start, count, slots, ancestors)
-        run = functools.partial(self._run, feature_layers=feature_layers)
-        if tokens.size != 1 or ancestors is not None:
-            return run(tokens, where, caches, logit_rows)
-        twice = functools.partial(_run_twice, run)
-        return lax.platform_dependent(tokens, where, caches, logit_rows, cuda=twice, default=run)
-
-    def _run(
-        self,
-        tokens: Int[Array, "B T"],
+        x: Float[Array, "B T D"],
         where: Placement,
         caches: Caches | None,
-        logit_rows: Int[Array, "B R"] | None,
-        *,
         feature_layers: tuple[int, ...],
-    ) -> TargetOutput:
-        x = self.embedder.encode(tokens)
+    ) -> LayersOutput:
         per_layer = self.per_layer(tokens, x) if self.config.per_layer_input_size else None
         new_caches: list[KVCache | None] = []
-        segments: dict[int, tuple[KVSegment, ...]] = {}  # by owner, for the layers that share them
+        segments: list[tuple[KVSegment, ...]] = []
         features: dict[int, Array] = {}
         norms = [*(layer.pre_attention_norm[...] for layer in self.layers), self.final_norm[...]]
         normed = rms_norm(x, norms[0], self.config.rms_norm_eps)
-        for i, layer in enumerate(self.layers):
-            owner = self.config.layers[i].kv_owner
-            x, normed, new_cache, segments[i] = run_layer(
+        for i, (layer, spec) in enumerate(zip(self.layers, self.config.layers, strict=True)):
+            x, normed, new_cache, seen = run_layer(
                 layer,
                 x,
                 normed,
                 norms[i + 1],
                 where,
                 None if caches is None else caches[i],
-                None if owner == i else segments[owner],
+                None if spec.kv_owner == i else segments[spec.kv_owner],
                 None if per_layer is None else per_layer[:, :, i],
             )
             new_caches.append(new_cache)
+            segments.append(seen)
             if i in feature_layers:
                 features[i] = x
-        with jax.named_scope("head"):
-            rows = normed
-            if logit_rows is not None:
-                rows = jnp.take_along_axis(normed, logit_rows[..., None], axis=1)
-            logits = self.embedder.decode(rows, self.config.final_logit_softcap)
-        return TargetOutput(
-            logits,
+        return LayersOutput(
             normed,
             tuple(features[i] for i in feature_layers),
             None if caches is None else tuple(new_caches),
-            tuple(
-                segments[i][-1] if self.config.owns_kv(i) else None
-                for i in range(self.config.num_layers)
-            )
-            if where.ancestors is not None
-            else (),
+            tuple(segments),
         )
 
-
-def _run_twice(
-    run: Callable[..., TargetOutput],
-    tokens: Int[Array, "1 1"],
-    where: Placement,
-    caches: Caches | None,
-    logit_rows: Int[Array, "1 R"] | None,
-) -> TargetOutput:
-    """Run a token that is alone as two at the same place, of which only the first is written and returned.
-
-    On NVIDIA GPUs each product would do so by itself (`over_rows`), and cutting the second row off is a kernel
-    of its own where another kernel reads the first: E2B's plain step has 664 instead of 733. Equal tokens use
-    the same experts, and no weight is read twice.
-    """
-    pair = where.replace(positions=jnp.repeat(where.positions, 2, axis=1))
-    rows = jnp.zeros((1, 1), jnp.int32) if logit_rows is None else logit_rows
-    output = run(jnp.repeat(tokens, 2, axis=1), pair, caches, rows)
-    features = tuple(x[:, :1] for x in output.features)
-    return output.replace(hidden=output.hidden[:, :1], features=features)
-
-
-def keep_rows(
-    output: TargetOutput,
-    rows: Int[Array, "B T"],
-    start: Int[Array, " B"],
-    count: Int[Array, " B"],
-) -> TargetOutput:
-    """Bring tokens of a tree that stay to the front, as if they alone had been fed, and write their K/V.
-
-    Args:
-      rows: the tokens that stay, in order; what follows the first `count` is rubbish.
-    """
-
-    def chosen(x: Array) -> Array:
-        return jnp.take_along_axis(x, rows[:, :, None], axis=1)
-
-    assert output.caches is not None
-    caches = tuple(
-        None if cache is None or segment is None else kv.keep(cache, segment, rows, start, count)
-        for cache, segment in zip(output.caches, output.fresh, strict=True)
-    )
-    return TargetOutput(
-        chosen(output.logits),
-        chosen(output.hidden),
-        tuple(chosen(x) for x in output.features),
-        caches,
-    )
-
-
-def init_caches(
-    config: Gemma4Config, batch: int, *, cache_length: int, slack: int, dtype: DTypeLike
-) -> Caches:
-    """Make empty caches for every layer that owns K/V.
-
-    Args:
-      slack: most tokens that a verify step writes, the anchor included.
-    """
-    return tuple(
-        kv.init_cache(
-            batch,
-            layer.num_kv_heads,
-            layer.head_dim,
-            cache_length=cache_length,
-            window=layer.window,
-            slack=slack,
-            dtype=dtype,
-        )
-        if config.owns_kv(i)
-        else None
-        for i, layer in enumerate(config.layers)
-    )
+    def distinct_experts(
+        self, tokens: Int[Array, "B T"], where: Placement, caches: Caches
+    ) -> Int[Array, " L"]:
+        x = self.embed(tokens)
+        counts = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            norm = layer.pre_attention_norm[...]
+            normed = rms_norm(x, norm, self.config.rms_norm_eps)
+            residual = layer.attention_block(x, normed, where, cache, None)[0]
+            chosen, _ = layer.experts.route(residual)
+            used = jnp.zeros(self.config.num_experts, jnp.int32).at[chosen].set(1)
+            counts.append(jnp.sum(used))
+            # The norm of what follows does not matter here.
+            x = run_layer(layer, x, normed, norm, where, cache, None, None)[0]
+        return jnp.stack(counts)
 
 
 class Embedder(nnx.Module):
@@ -253,11 +131,10 @@ class Embedder(nnx.Module):
         x = whole(self.table[tokens])
         return x * _rounded_sqrt(x.shape[-1], x.dtype) if scaled else x
 
-    def decode(self, x: Float[Array, "B T D"], softcap: float | None) -> Float[Array, "B T V"]:
-        """Return float32 logits, soft-capped to +-`softcap`."""
+    def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Multiply by the table, in float32."""
         b, t, d = x.shape
-        logits = table_logits(x.reshape(b * t, d), self.table[...]).reshape(b, t, -1)
-        return logits if softcap is None else jnp.tanh(logits / softcap) * softcap
+        return table_logits(x.reshape(b * t, d), self.table[...]).reshape(b, t, -1)
 
 
 class PerLayerInputs(nnx.Module):

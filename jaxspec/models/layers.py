@@ -82,6 +82,11 @@ def table_logits(rows: Float[Array, "R D"], table: Float[Array, "V D"]) -> Float
     return lax.platform_dependent(rows, table, cpu=table_left, default=table_right)
 
 
+def softcap(logits: Float[Array, "... V"], cap: float | None) -> Float[Array, "... V"]:
+    """Bend logits so that they stay within +-`cap`; None leaves them as they are."""
+    return logits if cap is None else jnp.tanh(logits / cap) * cap
+
+
 def contract(spec: str, x: Array, y: Array) -> Float[Array, "..."]:
     """Contract like `jnp.einsum`, accumulating in and returning float32."""
     precision = precision_of(x)

@@ -80,7 +80,7 @@ def chain_logits(
     logits = []
     for i in range(num_drafts):
         tokens = jnp.take_along_axis(text, anchors + i, axis=1)
-        hidden, states = drafter.step(target.embedder, tokens, states, frozen)
+        hidden, states = drafter.step(target, tokens, states, frozen)
         logits.append(drafter.choices(hidden).logits)
     return jnp.stack(logits)
 

@@ -68,7 +68,7 @@ def block_logits(
         tokens = jnp.take_along_axis(text, lengths[:, None], axis=1)[:, 0]
         return drafter.block_logits(
             segments,
-            target.embedder,
+            target,
             tokens,
             lengths,
             num_draft_tokens=drafter.max_draft_tokens,

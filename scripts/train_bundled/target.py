@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxspec.models.gemma4 import Gemma4, init_caches
+from jaxspec.models.gemma4 import Gemma4
+from jaxspec.models.target import init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Float, Int, Params
 from scripts.train_bundled import recipe

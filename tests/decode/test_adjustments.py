@@ -94,7 +94,7 @@ def naive() -> tuple[list[list[int]], np.ndarray]:
         padded = np.zeros((len(greedy), max(PROMPT_LENGTHS) + NEW_TOKENS), np.int32)
         for row, text in zip(padded, texts, strict=True):
             row[: len(text)] = text
-        logits, _ = fakes.forward(target().graph, target().params, jnp.asarray(padded))
+        logits = fakes.forward(target().graph, target().params, jnp.asarray(padded))
         for i, text in enumerate(texts):
             row = adjusted(ROWS[greedy[i]], np.asarray(logits[i, len(text) - 1]), text, lengths[i])
             best = np.sort(row)
@@ -184,7 +184,7 @@ def test_logprobs_equal_a_teacher_forced_pass(form: str) -> None:
     padded = np.zeros((len(ROWS), max(PROMPT_LENGTHS) + NEW_TOKENS), np.int32)
     for row, text in zip(padded, got.texts, strict=True):
         row[: len(text)] = text
-    logits, _ = fakes.forward(target().graph, target().params, jnp.asarray(padded))
+    logits = fakes.forward(target().graph, target().params, jnp.asarray(padded))
     logits = np.asarray(logits)
     for i, (settings, text, n) in enumerate(zip(ROWS, got.texts, lengths, strict=True)):
         for j in range(NEW_TOKENS):

@@ -79,7 +79,7 @@ def exact(filters: str) -> np.ndarray:
     continuations = np.asarray(list(itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1)))
     prompts = np.broadcast_to(PROMPT, (len(continuations), len(PROMPT)))
     tokens = jnp.asarray(np.concatenate([prompts, continuations], axis=1), jnp.int32)
-    logits, _ = fakes.forward(target().graph, target().params, tokens)
+    logits = fakes.forward(target().graph, target().params, tokens)
     logits = logits[:, len(PROMPT) - 1 :]
     b = len(tokens)
     shaped = jax.jit(shape_logits)(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import decode
+from jaxspec import sampling
 from jaxspec.drafters.base import Tree
 from jaxspec.state import DecodeSpec
 from tests import fakes
@@ -59,7 +59,7 @@ def exact(name: str) -> np.ndarray:
     continuations = np.asarray(list(itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1)))
     prompts = np.broadcast_to(PROMPT, (len(continuations), len(PROMPT)))
     tokens = jnp.asarray(np.concatenate([prompts, continuations], axis=1), jnp.int32)
-    logits, _ = fakes.forward(target().graph, target().params, tokens)
+    logits = fakes.forward(target().graph, target().params, tokens)
     logits = np.asarray(logits[:, len(PROMPT) - 1 :])
     joint = np.ones(())
     for i in range(NEW_TOKENS):
@@ -152,12 +152,12 @@ def test_plain_decoding_follows_the_target() -> None:
 
 def test_penalties_that_forget_drafts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: penalties by what was committed before the step, for all of its positions."""
-    right = decode.penalize
+    right = sampling.penalize
 
     def forgetful(logits, adjustments, counts, draft, follows):
         return right(logits, adjustments, counts, draft, follows & False)
 
-    monkeypatch.setattr(decode, "penalize", forgetful)
+    monkeypatch.setattr(sampling, "penalize", forgetful)
     # A function of its own keeps this program apart from the right one.
     tokens, _ = sampled("likely", logits_fn=lambda logits, positions: logits)
     wrong = p_values(tokens)

@@ -14,7 +14,7 @@ import pytest
 from jaxspec.drafters.base import Draft, Tree
 from jaxspec.drafters.tree import Children, ancestors, check_tree, grow
 from jaxspec.engine import Engine, Request
-from jaxspec.models.gemma4 import TargetOutput, init_caches, keep_rows
+from jaxspec.models.target import TargetOutput, init_caches, keep_rows
 from jaxspec.params import Graph
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Params

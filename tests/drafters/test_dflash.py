@@ -12,9 +12,8 @@ import pytest
 
 from jaxspec import cache as kv
 from jaxspec.configs.dflash import DFlashConfig
-from jaxspec.drafters.base import TargetView
+from jaxspec.drafters.base import Kept, TargetView
 from jaxspec.drafters.dflash import DFlashDrafter, DFlashState
-from jaxspec.models.gemma4 import TargetOutput
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
 from tests import tiny
@@ -122,8 +121,9 @@ def absorb(
     slots: Array | None = None,
 ) -> DFlashState:
     b, t, d = features[0].shape
-    output = TargetOutput(jnp.zeros((b, t, 1)), jnp.zeros((b, t, d)), features, None)
-    return graph.bind(params).absorb(state, output, start, count, slots)
+    tokens = jnp.zeros((b, t), jnp.int32)
+    kept = Kept(tokens, jnp.zeros((b, t, d)), features, start, count, slots)
+    return graph.bind(params).absorb(state, kept)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="drafts")
@@ -141,11 +141,9 @@ def draft(
     """Return block logits and the draft made of them."""
     drafter = graph.bind(params)
     target = target_graph.bind(target_params)
-    view = TargetView(target.embedder, (), target.config, suppress_tokens=(7, 11))
+    view = TargetView(target, (), suppress_tokens=(7, 11))
     context = tuple(kv.view(cache, lengths) for cache in state)
-    logits = drafter.block_logits(
-        context, target.embedder, anchors, lengths, num_draft_tokens=drafts
-    )
+    logits = drafter.block_logits(context, target, anchors, lengths, num_draft_tokens=drafts)
     return logits, drafter.draft(state, view, anchors, lengths, num_draft_tokens=drafts).tokens
 
 

@@ -28,7 +28,8 @@ from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.base import TargetView, Tree
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter, ranked_indices
-from jaxspec.models.gemma4 import Caches, Gemma4, TargetOutput, init_caches
+from jaxspec.models.gemma4 import Gemma4
+from jaxspec.models.target import Caches, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
 from tests import tiny
@@ -68,12 +69,12 @@ def step(
 ) -> tuple[Array, Array]:
     """Return the logits over the whole vocabulary (-inf where not looked at) and the next states."""
     target, drafter = target_graph.bind(target_params), graph.bind(params)
-    view = TargetView(target.embedder, caches, target.config)
+    view = TargetView(target, caches)
     segments: dict[LayerType, kv.KVSegment] = {
         kind: kv.view(view.last_kv(kind), lengths) for kind in ("sliding", "full")
     }
     hidden, states = drafter.step(
-        target.embedder, tokens[:, None], states[:, None], FrozenKV(segments, lengths[:, None] - 1)
+        target, tokens[:, None], states[:, None], FrozenKV(segments, lengths[:, None] - 1)
     )
     logits, ids = drafter.choices(hidden)
     if ids is not None:
@@ -109,8 +110,8 @@ class Pair:
         """
         torch = pytest.importorskip("torch")
         target, n = self.target, len(self.prompts[row])
-        embedder = target.graph.bind(target.params).embedder
-        embedding = np.asarray(embedder.encode(jnp.asarray([[token]])))[0, 0]
+        bound = target.graph.bind(target.params)
+        embedding = np.asarray(bound.embed(jnp.asarray([[token]])))[0, 0]
         shared = {}
         for kind in ("sliding", "full"):
             segment = self.whole.fresh[target.config.last_kv_owner(kind)]
@@ -231,7 +232,7 @@ def test_drafts_are_the_best_of_each_step(pair: Pair) -> None:
     @functools.partial(jax.jit, static_argnums=3)
     def draft(params: Params, target_params: Params, states: Array, tree: Tree | None) -> Any:
         model = target.graph.bind(target_params)
-        view = TargetView(model.embedder, pair.caches, model.config, suppressed)
+        view = TargetView(model, pair.caches, suppressed)
         return assistant.graph.bind(params).draft(
             states,
             view,
@@ -286,7 +287,7 @@ def test_centroids_keep_the_vocabulary_out_of_a_chain(size: str) -> None:
         )
 
         def draft(params: Params, target_params: Params, caches: Caches, states: Array) -> Array:
-            view = TargetView(target.bind(target_params).embedder, caches, target_config, (3,))
+            view = TargetView(target.bind(target_params), caches, (3,))
             ids = jnp.zeros(batch, jnp.int32)
             return graph.bind(params).draft(states, view, ids, ids + 9, num_draft_tokens=2).tokens
 

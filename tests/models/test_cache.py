@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
-from jaxspec.models.gemma4 import Caches, TargetOutput, init_caches
+from jaxspec.models.target import Caches, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
 from pallas_kernels.qkv import put

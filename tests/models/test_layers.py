@@ -164,8 +164,8 @@ def test_a_query_that_sees_nothing_is_finite() -> None:
 
 def test_logits_are_capped_smoothly() -> None:
     graph, params = tiny.target("31b")
-    embedder = graph.bind(params).embedder
+    target = graph.bind(params)
     x = 40 * normal(1, 3, 48)
-    raw = embedder.decode(x, None)
+    raw = target.head(x)
     assert np.abs(raw).max() > 30
-    np.testing.assert_allclose(embedder.decode(x, 30.0), 30 * np.tanh(raw / 30), rtol=1e-5)
+    np.testing.assert_allclose(target.logits(x), 30 * np.tanh(raw / 30), rtol=1e-5)

@@ -23,7 +23,7 @@ from jaxspec.checkpoint import LoadedModel
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.engine import Completion, Engine, Request
-from jaxspec.models.gemma4 import Caches, TargetOutput, init_caches
+from jaxspec.models.target import Caches, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
 from tests import tiny

@@ -1,0 +1,259 @@
+"""What a target is to everybody else: the interface that decoding, drafters and commands know.
+
+Read `Target`, then `TargetOutput`. A family (`gemma4`, `qwen3`) derives from `Target` and says how it embeds,
+what its layers do, and how its head makes logits. Which layers own keys and values, with which head dim and
+window, is in the config's `layers`: caches are made from that alone.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jax import lax
+
+from jaxspec import cache as kv
+from jaxspec.cache import KVCache, KVSegment
+from jaxspec.configs.base import TargetConfig
+from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
+
+Caches = tuple[KVCache | None, ...]
+"""One entry a layer; None where the layer reads another layer's K/V."""
+
+
+class Placement(struct.PyTreeNode):
+    """Where the tokens of one pass stand in their sequences.
+
+    Attributes:
+      start: positions below it are in the caches.
+      count: tokens of a row that are real.
+      slots: cache row of each batch row; None when they are the same.
+      ancestors: of a draft tree, the rows that each row sees, itself included; None for a chain.
+    """
+
+    positions: Int[Array, "B T"]
+    start: Int[Array, " B"]
+    count: Int[Array, " B"]
+    slots: Int[Array, " B"] | None = None
+    ancestors: Bool[Array, "B T T"] | None = None
+
+    @property
+    def written(self) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"] | None]:
+        """Where the caches are written: first position, how many, and the row."""
+        return self.start, self.count, self.slots
+
+
+class TargetOutput(struct.PyTreeNode):
+    """What one pass of a target gives.
+
+    Attributes:
+      logits: float32, as the model defines them; R = T, or the rows that were asked for.
+      hidden: after the final norm.
+      features: outputs of the layers that were asked for, not normed.
+      fresh: of a tree, each layer's keys and values, which are not in the caches yet.
+    """
+
+    logits: Float[Array, "B R V"]
+    hidden: Float[Array, "B T D"]
+    features: tuple[Float[Array, "B T D"], ...]
+    caches: Caches | None
+    fresh: tuple[KVSegment | None, ...] = ()
+
+
+class LayersOutput(struct.PyTreeNode):
+    """What the layers of a target make of a pass.
+
+    Attributes:
+      hidden: after the final norm.
+      segments: the keys and values that each layer's queries saw.
+    """
+
+    hidden: Float[Array, "B T D"]
+    features: tuple[Float[Array, "B T D"], ...]
+    caches: Caches | None
+    segments: tuple[tuple[KVSegment, ...], ...]
+
+
+class Target(nnx.Module):
+    """A decoder that can verify drafts. It is made with `(config, dtype=dtype)`."""
+
+    config: TargetConfig
+
+    @abc.abstractmethod
+    def embed(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
+        """Look tokens up as the model's own input; not `scaled`: the rows of the table as they are."""
+
+    @abc.abstractmethod
+    def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Multiply by the head's table, in float32 and nothing more. Drafters borrow it."""
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Return the model's own logits of normed hidden states: the head, and a soft cap if it has one."""
+        return self.head(hidden)
+
+    @abc.abstractmethod
+    def run_layers(
+        self,
+        tokens: Int[Array, "B T"],
+        x: Float[Array, "B T D"],
+        where: Placement,
+        caches: Caches | None,
+        feature_layers: tuple[int, ...],
+    ) -> LayersOutput:
+        """Run embedded tokens through all layers and the final norm.
+
+        Args:
+          tokens: the ids that `x` embeds.
+          caches: one entry a layer, or None to attend to this pass alone.
+        """
+
+    def distinct_experts(
+        self, tokens: Int[Array, "B T"], where: Placement, caches: Caches
+    ) -> Int[Array, " L"]:
+        """Count the experts of each layer that a pass uses; `config.num_experts` says if there are any."""
+        raise NotImplementedError(f"{type(self).__name__} has no experts")
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+        caches: Caches | None,
+        *,
+        slots: Int[Array, " B"] | None = None,
+        feature_layers: tuple[int, ...] = (),
+        logit_rows: Int[Array, "B R"] | None = None,
+        ancestors: Bool[Array, "B T T"] | None = None,
+    ) -> TargetOutput:
+        """Run tokens at positions start .. start + count - 1 of each row, or a draft tree from `start` on.
+
+        Args:
+          count: how many of the T tokens of a row are real, 0 to T. The rest write nothing.
+          caches: what earlier passes wrote, from `init_caches`; None to attend to this pass alone.
+          slots: cache row of each batch row; None when they are the same.
+          feature_layers: layers whose outputs are returned.
+          logit_rows: the rows of T to compute logits for; None for all.
+          ancestors: the tokens are a tree; [b, i, j] tells whether j is i itself or on i's way up to the
+            root. A token stands as many positions past `start` as it has ancestors. The caches are read
+            but not written: `keep_rows` does that once it is known which tokens stay.
+        """
+        run = functools.partial(self._run, feature_layers=feature_layers)
+        where = place(tokens, start, count, slots=slots, ancestors=ancestors)
+        if tokens.size != 1 or ancestors is not None:
+            return run(tokens, where, caches, logit_rows)
+        twice = functools.partial(_run_twice, run)
+        return lax.platform_dependent(tokens, where, caches, logit_rows, cuda=twice, default=run)
+
+    def _run(
+        self,
+        tokens: Int[Array, "B T"],
+        where: Placement,
+        caches: Caches | None,
+        logit_rows: Int[Array, "B R"] | None,
+        *,
+        feature_layers: tuple[int, ...],
+    ) -> TargetOutput:
+        done = self.run_layers(tokens, self.embed(tokens), where, caches, feature_layers)
+        with jax.named_scope("head"):
+            rows = done.hidden
+            if logit_rows is not None:
+                rows = jnp.take_along_axis(rows, logit_rows[..., None], axis=1)
+            logits = self.logits(rows)
+        fresh: tuple[KVSegment | None, ...] = ()
+        if where.ancestors is not None:
+            fresh = tuple(
+                segments[-1] if self.config.owns_kv(i) else None
+                for i, segments in enumerate(done.segments)
+            )
+        return TargetOutput(logits, done.hidden, done.features, done.caches, fresh)
+
+
+def place(
+    tokens: Int[Array, "B T"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    *,
+    slots: Int[Array, " B"] | None = None,
+    ancestors: Bool[Array, "B T T"] | None = None,
+) -> Placement:
+    """Return where the tokens of a pass stand; arguments as in a target's call."""
+    offset = jnp.arange(tokens.shape[1])[None, :]
+    if ancestors is not None:
+        offset = jnp.sum(ancestors, axis=-1) - 1
+    return Placement(start[:, None] + offset, start, count, slots, ancestors)
+
+
+def _run_twice(
+    run: Callable[..., TargetOutput],
+    tokens: Int[Array, "1 1"],
+    where: Placement,
+    caches: Caches | None,
+    logit_rows: Int[Array, "1 R"] | None,
+) -> TargetOutput:
+    """Run a token that is alone as two at the same place, of which only the first is written and returned.
+
+    On NVIDIA GPUs each product would do so by itself (`over_rows`), and cutting the second row off is a kernel
+    of its own where another kernel reads the first: E2B's plain step has 664 instead of 733. Equal tokens use
+    the same experts, and no weight is read twice.
+    """
+    pair = where.replace(positions=jnp.repeat(where.positions, 2, axis=1))
+    rows = jnp.zeros((1, 1), jnp.int32) if logit_rows is None else logit_rows
+    output = run(jnp.repeat(tokens, 2, axis=1), pair, caches, rows)
+    features = tuple(x[:, :1] for x in output.features)
+    return output.replace(hidden=output.hidden[:, :1], features=features)
+
+
+def init_caches(
+    config: TargetConfig, batch: int, *, cache_length: int, slack: int, dtype: DTypeLike
+) -> Caches:
+    """Make empty caches for every layer that owns K/V.
+
+    Args:
+      slack: most tokens that a verify step writes, the anchor included.
+    """
+    return tuple(
+        kv.init_cache(
+            batch,
+            layer.num_kv_heads,
+            layer.head_dim,
+            cache_length=cache_length,
+            window=layer.window,
+            slack=slack,
+            dtype=dtype,
+        )
+        if layer.kv_owner == i
+        else None
+        for i, layer in enumerate(config.layers)
+    )
+
+
+def keep_rows(
+    output: TargetOutput,
+    rows: Int[Array, "B T"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> TargetOutput:
+    """Bring tokens of a tree that stay to the front, as if they alone had been fed, and write their K/V.
+
+    Args:
+      rows: the tokens that stay, in order. What follows the first `count` is rubbish.
+    """
+
+    def chosen(x: Array) -> Array:
+        return jnp.take_along_axis(x, rows[:, :, None], axis=1)
+
+    assert output.caches is not None
+    caches = tuple(
+        None if cache is None or segment is None else kv.keep(cache, segment, rows, start, count)
+        for cache, segment in zip(output.caches, output.fresh, strict=True)
+    )
+    return TargetOutput(
+        chosen(output.logits),
+        chosen(output.hidden),
+        tuple(chosen(x) for x in output.features),
+        caches,
+    )
