@@ -97,7 +97,9 @@ def prefill(
 
     logprobs = state.logprobs
     if logprobs is not None:
-        new = logprobs_of(first[:, None], output.logits, logits, sampling, top=spec.top_logprobs)
+        new = logprobs_of(
+            first[:, None], output.logits, logits, sampling, top=spec.extras.top_logprobs
+        )
         logprobs = jax.tree.map(
             lambda old, value: old.at[ends, 0].set(value[:, 0], mode="drop"), logprobs, new
         )
@@ -134,7 +136,7 @@ def propose(target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
     """
     view = TargetView(target.embedder, state.caches, target.config, spec.suppress_tokens)
     draws = None
-    if spec.draft_sampling:
+    if spec.drafting.draft_sampling:
         shape = state.anchors.shape[0], spec.num_draft_tokens
         slots = jnp.broadcast_to(jnp.arange(shape[1]), shape)
         keys = fold_keys(state.keys, state.num_steps + 1, slots, Stream.DRAFT)
@@ -148,7 +150,7 @@ def propose(target: Gemma4, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
         tree=spec.tree,
         draws=draws,
     )
-    if spec.draft_sampling and draft.log_q is None:
+    if spec.drafting.draft_sampling and draft.log_q is None:
         raise ValueError(
             f"draft_sampling is on, but {type(drafter).__name__} does not tell what it draws from; leave "
             "draft_sampling out"
@@ -233,11 +235,11 @@ def _target_step(
         if spec.tree is not None and draft.parents is not None:
             parents, depth = draft.parents, spec.tree.depth
             verdict = tree_verify(logits, draft.tokens, parents, *how, depth=depth)
-        elif spec.synthetic_acceptance is not None:
-            tau = spec.synthetic_acceptance if draft.tokens.shape[1] else 1.0
+        elif spec.drafting.synthetic_acceptance is not None:
+            tau = spec.drafting.synthetic_acceptance if draft.tokens.shape[1] else 1.0
             verdict = synthetic_verify(logits, draft.tokens, tau, state.keys, steps)
         else:
-            block = spec.verification == "block"
+            block = spec.drafting.verification == "block"
             verdict = verify(logits, draft.tokens, *how, log_q=draft.log_q, block=block)
         return output, logits, verdict
 
@@ -259,15 +261,15 @@ def _adjusted(
     """
     with jax.named_scope("adjust"):
         logits = suppress(logits, spec.suppress_tokens)
-        if spec.num_biases:
+        if spec.extras.num_biases:
             assert sampling.adjustments is not None
             logits = add_biases(logits, sampling.adjustments)
-        if spec.penalties:
+        if spec.extras.penalties:
             assert sampling.adjustments is not None
             assert counts is not None
             logits = penalize(logits, sampling.adjustments, counts, draft, follows)
-        if spec.logits_fn is not None:
-            logits = spec.logits_fn(logits, positions)
+        if spec.extras.logits_fn is not None:
+            logits = spec.extras.logits_fn(logits, positions)
         return logits
 
 
@@ -306,7 +308,11 @@ def commit(
             lambda old, value: _set_columns(old, columns, value),
             logprobs,
             logprobs_of(
-                new, logits, adjusted, state.sampling.only(state.active), top=spec.top_logprobs
+                new,
+                logits,
+                adjusted,
+                state.sampling.only(state.active),
+                top=spec.extras.top_logprobs,
             ),
         )
     counts = state.counts

@@ -10,7 +10,6 @@ A new drafter is one new file with a subclass of `Drafter`.
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from flax import nnx, struct
@@ -18,6 +17,7 @@ from flax import nnx, struct
 from jaxspec.cache import KVCache
 from jaxspec.configs.base import TargetConfig
 from jaxspec.models.gemma4 import Caches, Embedder, TargetOutput
+from jaxspec.records import Tree
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 
@@ -37,14 +37,6 @@ class TargetView(struct.PyTreeNode):
         cache = self.caches[self.config.last_kv_owner(kind)]
         assert cache is not None
         return cache
-
-
-@dataclass(frozen=True)
-class Tree:
-    """The shape of a draft tree: each level widens its `topk` best nodes by their `topk` best children."""
-
-    topk: int
-    depth: int
 
 
 class Draws(struct.PyTreeNode):
