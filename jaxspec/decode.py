@@ -150,7 +150,7 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
       ValueError: the spec wants draws, and the drafter does not tell its distribution.
     """
     draws = None
-    if spec.draft_sampling:
+    if spec.drafting.draft_sampling:
         shape = state.anchors.shape[0], spec.num_draft_tokens
         slots = jnp.broadcast_to(jnp.arange(shape[1]), shape)
         keys = fold_keys(state.keys, state.num_steps + 1, slots, Stream.DRAFT)
@@ -164,7 +164,7 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
         tree=spec.tree,
         draws=draws,
     )
-    if spec.draft_sampling and draft.log_q is None:
+    if spec.drafting.draft_sampling and draft.log_q is None:
         raise ValueError(
             f"draft_sampling is on, but {type(drafter).__name__} does not tell what it draws from; leave "
             "draft_sampling out"
@@ -217,11 +217,11 @@ def judge(
         if spec.tree is not None and draft.parents is not None:
             how = (draft.parents, sampling, state.keys, step)
             return adjusted, tree_verify(adjusted, draft.tokens, *how, depth=spec.tree.depth)
-        drafts, tau = draft.tokens.shape[1] > 0, spec.synthetic_acceptance
+        drafts, tau = draft.tokens.shape[1] > 0, spec.drafting.synthetic_acceptance
         if drafts and tau is not None:
             return adjusted, synthetic_verify(adjusted, draft.tokens, tau, state.keys, step)
         how = (sampling, state.keys, step)
-        block = drafts and spec.verification == "block"
+        block = drafts and spec.drafting.verification == "block"
         return adjusted, verify(adjusted, draft.tokens, *how, log_q=draft.log_q, block=block)
 
 

@@ -26,10 +26,10 @@ from jax.sharding import Mesh
 from jaxspec import decode, memory
 from jaxspec import state as states
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.drafters.base import Tree
 from jaxspec.drafters.tree import check_tree
 from jaxspec.params import Graph
 from jaxspec.ranges import PENALTIES, refusal
+from jaxspec.records import Drafting, Extras, FieldError, Tree
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Params
 from jaxspec.sharding import fetch, mesh_of, place_rows
@@ -172,16 +172,8 @@ class Engine:
         self.spec = make_spec(
             target,
             drafter,
-            num_draft_tokens=num_draft_tokens,
-            tree=tree,
-            logprobs=logprobs,
-            top_logprobs=top_logprobs,
-            penalties=penalties,
-            num_biases=num_biases,
-            logits_fn=logits_fn,
-            draft_sampling=draft_sampling,
-            verification=verification,
-            synthetic_acceptance=synthetic_acceptance,
+            Drafting(num_draft_tokens, tree, draft_sampling, verification, synthetic_acceptance),
+            Extras(penalties, num_biases, logprobs, top_logprobs, logits_fn),
         )
         weights = dict(target=target.params, drafter=drafter.params if drafter else None)
         self.mesh = mesh_of(**weights)
@@ -236,7 +228,7 @@ class Engine:
         for name in VALUES:
             if wrong := refusal(name, getattr(request, name)):
                 return f"{name} {wrong}"
-        if request.penalties and not self.spec.penalties:
+        if request.penalties and not self.spec.extras.penalties:
             name = request.penalties[0]
             return f"{name} is {getattr(request, name):g}, but the engine was made without penalties=True"
         if error := self._check_biases(request.logit_bias):
@@ -255,7 +247,7 @@ class Engine:
         return None
 
     def _check_biases(self, biases: Mapping[int, float]) -> str | None:
-        size, most = self.target.config.vocab_size, self.spec.num_biases
+        size, most = self.target.config.vocab_size, self.spec.extras.num_biases
         for token, bias in biases.items():
             if not 0 <= token < size:
                 return f"logit_bias {token} is outside the vocabulary; expected 0 to {size - 1}"
@@ -419,7 +411,7 @@ class Engine:
         """Return what requests say of sampling, a row each."""
         values = {name: np.asarray([getattr(r, name) for r in requests]) for name in VALUES}
         values["top_k"] = np.minimum(values["top_k"], self.target.config.vocab_size)
-        ids = np.full((len(requests), self.spec.num_biases), -1)
+        ids = np.full((len(requests), self.spec.extras.num_biases), -1)
         biases = np.zeros(ids.shape)
         for row, request in enumerate(requests):
             count = len(request.logit_bias)
@@ -566,21 +558,17 @@ def _cache_bucket(length: int) -> int:
 def make_spec(
     target: LoadedModel | Graph,
     drafter: LoadedModel | Graph | None,
-    *,
-    num_draft_tokens: int | None = None,
-    tree: Tree | None = None,
-    synthetic_acceptance: float | None = None,
-    **options: Any,
+    drafting: Drafting = Drafting(),
+    extras: Extras = Extras(),
 ) -> DecodeSpec:
     """Return what a pair of models is to do: the checkpoint's suppressed tokens, as many drafts as asked.
 
     Args:
-      num_draft_tokens: None for the drafter's own number.
-      options: as in `DecodeSpec`.
+      drafting: without a number of draft tokens it gets the drafter's own.
 
     Raises:
       ConfigError: the drafter does not fit the target.
-      ValueError: a number is out of range, or options do not fit each other.
+      FieldError: a number is out of range, or options do not fit the models.
     """
     target_graph = target.graph if isinstance(target, LoadedModel) else target
     drafter_graph = drafter.graph if isinstance(drafter, LoadedModel) else drafter
@@ -588,42 +576,45 @@ def make_spec(
     drafts = 0
     if drafter_graph is not None:
         drafter_graph.config.check_fits(target_graph.config)
-        drafts = settle_num_draft_tokens(drafter_graph, num_draft_tokens, tree)
-    elif num_draft_tokens or tree:
-        raise ValueError("num_draft_tokens or a tree was given, but there is no drafter")
-    if synthetic_acceptance is not None and not 1 <= synthetic_acceptance <= drafts + 1:
-        raise ValueError(
-            f"synthetic_acceptance is {synthetic_acceptance}; with {drafts} draft tokens it lies "
-            f"between 1 and {drafts + 1}"
+        drafts = settle_num_draft_tokens(drafter_graph, drafting)
+        drafting = dataclasses.replace(drafting, num_draft_tokens=drafts)
+    elif drafting.num_draft_tokens or drafting.tree:
+        field = "num_draft_tokens" if drafting.num_draft_tokens else "tree"
+        raise FieldError(
+            field, lambda say: f"{say(field)} was given, but there is no drafter: leave it out"
         )
-    return DecodeSpec(
-        target=target_graph,
-        drafter=drafter_graph,
-        num_draft_tokens=drafts,
-        tree=tree,
-        suppress_tokens=generation.suppress_tokens if generation else (),
-        synthetic_acceptance=synthetic_acceptance,
-        **options,
-    )
+    tau = drafting.synthetic_acceptance
+    if tau is not None and tau > drafts + 1:
+        raise FieldError(
+            "synthetic_acceptance",
+            f"is {tau}; with {drafts} draft tokens it lies between 1 and {drafts + 1}",
+        )
+    suppress = generation.suppress_tokens if generation else ()
+    return DecodeSpec(target_graph, drafter_graph, drafting, suppress, extras)
 
 
-def settle_num_draft_tokens(drafter: Graph, asked: int | None, tree: Tree | None) -> int:
+def settle_num_draft_tokens(drafter: Graph, drafting: Drafting) -> int:
     """Return how many tokens to draft a step: as asked, or the drafter's own number.
 
     Raises:
-      ValueError: the drafter cannot propose so many, or the tree does not allow it.
+      FieldError: the drafter cannot propose so many, or the tree does not allow it.
     """
-    model = drafter.bind_abstract()
+    model, asked = drafter.bind_abstract(), drafting.num_draft_tokens
     most = model.max_draft_tokens
-    if tree is not None:
+    if drafting.tree is not None:
         if asked is None:
-            raise ValueError("a tree needs num_draft_tokens: how many of its nodes to verify")
-        check_tree(tree, asked, most)
+            raise FieldError(
+                "num_draft_tokens",
+                lambda say: (
+                    f"a tree needs {say('num_draft_tokens')}: how many of its nodes to verify"
+                ),
+            )
+        check_tree(drafting.tree, asked, most)
         return asked
     drafts = model.default_draft_tokens if asked is None else asked
     if not 1 <= drafts <= most:
-        raise ValueError(
-            f"num_draft_tokens is {drafts}; this drafter proposes 1 to {most} tokens a step"
+        raise FieldError(
+            "num_draft_tokens", f"is {drafts}; this drafter proposes 1 to {most} tokens a step"
         )
     return drafts
 

@@ -36,10 +36,10 @@ from jax.typing import ArrayLike
 from jaxspec import decode, memory
 from jaxspec import state as states
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.drafters.base import Tree
 from jaxspec.engine import PREFILL_CHUNK, SMALLEST_PREFILL, VALUES, bucket, make_spec
 from jaxspec.params import Graph
 from jaxspec.ranges import PENALTIES, RANGES
+from jaxspec.records import Drafting, Extras, Tree
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array, Float, Int, Params, UInt32
 from jaxspec.sharding import fetch, mesh_of, place_rows
@@ -171,15 +171,8 @@ class Sampler:
         self.spec = make_spec(
             target,
             drafter,
-            num_draft_tokens=num_draft_tokens,
-            tree=tree,
-            logprobs=logprobs,
-            top_logprobs=top_logprobs,
-            penalties=penalties,
-            num_biases=num_biases,
-            logits_fn=logits_fn,
-            draft_sampling=draft_sampling,
-            verification=verification,
+            Drafting(num_draft_tokens, tree, draft_sampling, verification),
+            Extras(penalties, num_biases, logprobs, top_logprobs, logits_fn),
         )
         if stop_ids is None:
             generation = target.generation if isinstance(target, LoadedModel) else None
@@ -217,7 +210,7 @@ class Sampler:
             self._check_sampling(name, value, rows)
         arrays = {name: jnp.asarray(value) for name, value in values.items()}
         if "bias_ids" in arrays:  # fewer than the sampler allows: padded
-            pad = [(0, 0), (0, self.spec.num_biases - arrays["bias_ids"].shape[1])]
+            pad = [(0, 0), (0, self.spec.extras.num_biases - arrays["bias_ids"].shape[1])]
             arrays["bias_ids"] = jnp.pad(arrays["bias_ids"], pad, constant_values=-1)
             arrays["bias_values"] = jnp.pad(arrays["bias_values"], pad)
         return self.spec.sampling(rows, **arrays)
@@ -354,9 +347,12 @@ class Sampler:
             raise ValueError(f"seeds have shape {np.shape(seeds)}; {expected}")
         if sampling.temperature.shape != (rows,):
             raise ValueError(f"sampling has {sampling.temperature.shape[0]} rows; {expected}")
-        adjusts, biases = sampling.adjustments, bool(self.spec.penalties or self.spec.num_biases)
+        adjusts, biases = (
+            sampling.adjustments,
+            bool(self.spec.extras.penalties or self.spec.extras.num_biases),
+        )
         if (adjusts is not None) != biases or (
-            adjusts is not None and adjusts.bias_ids.shape != (rows, self.spec.num_biases)
+            adjusts is not None and adjusts.bias_ids.shape != (rows, self.spec.extras.num_biases)
         ):
             raise ValueError(
                 "sampling was made for another sampler: penalties or num_biases differ; make it with "
@@ -543,9 +539,9 @@ class Sampler:
         known = (*VALUES, *biases)
         if name not in known:
             raise ValueError(f"{name} is not a sampling value; known are {', '.join(known)}")
-        if name in PENALTIES and not self.spec.penalties:
+        if name in PENALTIES and not self.spec.extras.penalties:
             raise ValueError(f"{name} was given, but the sampler was made without penalties=True")
-        shape, most = np.shape(value), self.spec.num_biases
+        shape, most = np.shape(value), self.spec.extras.num_biases
         if name in biases:
             if len(shape) != 2 or shape[0] != rows or shape[1] > most:
                 raise ValueError(

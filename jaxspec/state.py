@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from jaxspec.drafters.base import AnyDrafter
 from jaxspec.models.target import Caches, Target, init_caches
 from jaxspec.params import Graph
-from jaxspec.records import Extras, Tree
+from jaxspec.records import Drafting, Extras, FieldError, Tree
 from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts
 from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.sharding import state_shardings
@@ -42,52 +42,41 @@ class DecodeSpec:
 
     target: Graph
     drafter: Graph | None
-    num_draft_tokens: int = 0  # the anchor never counts
-    tree: Tree | None = None  # None: a chain
+    drafting: Drafting = Drafting()
     suppress_tokens: tuple[int, ...] = ()
-    logprobs: bool = False  # keep those of every emitted token; costs passes over the logits
-    top_logprobs: int = 0  # and those of so many of the target's best tokens beside each
-    synthetic_acceptance: float | None = (
-        None  # benchmarks: replaces the accept decision, nothing else
-    )
-    penalties: bool = False  # rows may have repetition, presence and frequency penalties
-    num_biases: int = 0  # most biased or banned tokens a row
-    logits_fn: LogitsFn | None = None
-    draft_sampling: bool = False  # drafts of sampled rows are draws, not the drafter's best tokens
-    verification: Literal["standard", "block"] = "standard"
+    extras: Extras = Extras()
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense, with ValueError."""
-        if self.verification not in ("standard", "block"):
-            raise ValueError(f'verification is {self.verification!r}; it is "standard" or "block"')
-        for name in ("num_draft_tokens", "num_biases", "top_logprobs"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        """Refuse what the two models cannot do.
+
+        Raises:
+          FieldError: naming the field.
+        """
         most = self.target.config.vocab_size
-        if self.top_logprobs > most:
-            raise ValueError(
-                f"top_logprobs is {self.top_logprobs}; the vocabulary has {most} tokens"
+        if self.extras.top_logprobs > most:
+            raise FieldError(
+                "top_logprobs", f"is {self.extras.top_logprobs}; the vocabulary has {most} tokens"
             )
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError(f"top_logprobs is {self.top_logprobs}, but logprobs are off")
-        if self.synthetic_acceptance is not None and self.tree is not None:
-            raise ValueError("synthetic_acceptance is for chains; leave the tree out")
-        is_on = {
-            "draft_sampling": self.draft_sampling,
-            'verification="block"': self.verification == "block",
-        }
-        for name in (name for name in is_on if is_on[name]):
-            if self.drafter is None:
-                raise ValueError(f"{name} was given, but there is no drafter")
-            if self.tree is not None:
-                raise ValueError(
-                    f"{name} is for chains, and a tree follows the target's own choices; leave one out"
+        if self.drafter is None:
+            for name, shown in self.drafting.changes_acceptance:
+                raise FieldError(
+                    name,
+                    lambda say, shown=shown: (
+                        f"{say(*shown)} was given, but there is no drafter: leave it out"
+                    ),
                 )
-            if self.synthetic_acceptance is not None:
-                raise ValueError(
-                    f"{name} changes how drafts are accepted, which synthetic_acceptance decides by "
-                    "chance; leave one out"
-                )
+        elif self.drafting.num_draft_tokens is None:
+            raise FieldError("num_draft_tokens", "is not settled; make the spec with make_spec")
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens drafted a step, the anchor not counted; 0 without a drafter."""
+        return 0 if self.drafter is None else self.drafting.num_draft_tokens or 0
+
+    @property
+    def tree(self) -> Tree | None:
+        """The shape of drafts; None for a chain."""
+        return self.drafting.tree
 
     @property
     def depth(self) -> int:
@@ -98,12 +87,6 @@ class DecodeSpec:
     def step_tokens(self) -> int:
         """Tokens a row that one target pass of a step writes: the anchor and the drafts."""
         return self.num_draft_tokens + 1
-
-    @property
-    def extras(self) -> Extras:
-        return Extras(
-            self.penalties, self.num_biases, self.logprobs, self.top_logprobs, self.logits_fn
-        )
 
     def bind(
         self, target_params: Params, drafter_params: Params | None
@@ -131,8 +114,9 @@ class DecodeSpec:
 
     def sampling(self, batch: int, **values: ArrayLike) -> SamplingParams:
         """Return `SamplingParams.make` of these values with what this spec wants of them."""
+        extras = self.extras
         return SamplingParams.make(
-            batch, penalties=self.penalties, num_biases=self.num_biases, **values
+            batch, penalties=extras.penalties, num_biases=extras.num_biases, **values
         )
 
 
@@ -230,13 +214,13 @@ def _empty_state(
 ) -> DecodeState:
     zeros = jnp.zeros(batch, jnp.int32)
     drafter_state = logprobs = counts = None
-    if spec.logprobs:
+    if spec.extras.logprobs:
         none = jnp.zeros((batch, cache_length), jnp.float32)
         logprobs = Logprobs(none, none)
-        if k := spec.top_logprobs:
+        if k := spec.extras.top_logprobs:
             values = jnp.zeros((batch, cache_length, k), jnp.float32)
             logprobs = Logprobs(none, none, values.astype(jnp.int32), values)
-    if spec.penalties:
+    if spec.extras.penalties:
         output = jnp.zeros((batch, spec.target.config.vocab_size), jnp.int32)
         counts = TokenCounts(output.astype(bool), output)
     if spec.drafter is not None:

@@ -28,11 +28,11 @@ from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
-from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
+from jaxspec.records import Drafting, Tree
 from jaxspec.shapes import Params
 from jaxspec.sharding import MESH_AXES, make_mesh
 from jaxspec.state import DecodeSpec
@@ -47,12 +47,13 @@ def spec(preset: str, *, drafter: bool = False) -> DecodeSpec:
     if not drafter:
         return DecodeSpec(target, None)
     config, _ = bench.drafter_config(preset)
-    return DecodeSpec(target, Graph(DFlashDrafter, config, "bfloat16"), config.block_size - 1)
+    drafting = Drafting(config.block_size - 1)
+    return DecodeSpec(target, Graph(DFlashDrafter, config, "bfloat16"), drafting)
 
 
 def mtp(preset: str, drafts: int, tree: Tree | None = None) -> DecodeSpec:
     drafter, _ = bench.random_drafter(preset, "mtp", "bfloat16")
-    return DecodeSpec(spec(preset).target, drafter, drafts, tree)
+    return DecodeSpec(spec(preset).target, drafter, Drafting(drafts, tree))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
     )
     drafter = Graph(DFlashDrafter, config, "float32")
     return Pair(
-        DecodeSpec(target, drafter, 3, synthetic_acceptance=synthetic_acceptance),
+        DecodeSpec(target, drafter, Drafting(3, synthetic_acceptance=synthetic_acceptance)),
         target_params,
         tiny.random_params(drafter, 1),
         "tiny",
@@ -390,7 +391,7 @@ def mtp_tree() -> Pair:
     target, target_params = tiny_target()
     config = MTPConfig.from_hf(tiny.hf_assistant_config("26b-a4b"))
     drafter = Graph(MTPDrafter, config, "float32")
-    spec = DecodeSpec(target, drafter, 5, Tree(2, 3))
+    spec = DecodeSpec(target, drafter, Drafting(5, Tree(2, 3)))
     return Pair(spec, target_params, tiny.random_params(drafter, 1), "tiny", "tiny MTP")
 
 

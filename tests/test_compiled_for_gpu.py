@@ -26,11 +26,11 @@ from jaxspec.cache import cache_bytes
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
-from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
+from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec
 from pallas_kernels.attention import Segment, attention
 
@@ -118,8 +118,7 @@ def small(preset: str, drafts: str) -> DecodeSpec:
         return DecodeSpec(
             Graph(Gemma4, target, "bfloat16"),
             Graph(MTPDrafter, MTP_PRESETS[preset], "bfloat16"),
-            num_draft_tokens=11 if drafts == "mtp tree" else 7,
-            tree=Tree(3, 5) if drafts == "mtp tree" else None,
+            Drafting(11, Tree(3, 5)) if drafts == "mtp tree" else Drafting(7),
         )
     if drafts == "none":
         return DecodeSpec(Graph(Gemma4, target, "bfloat16"), None)
@@ -130,12 +129,10 @@ def small(preset: str, drafts: str) -> DecodeSpec:
         feature_layers=(0, 0),
         num_target_layers=2,
     )
-    tree = Tree(3, 5) if drafts == "tree" else None
     return DecodeSpec(
         Graph(Gemma4, target, "bfloat16"),
         Graph(DFlashDrafter, drafter, "bfloat16"),
-        num_draft_tokens=11 if tree else 15,
-        tree=tree,
+        Drafting(11, Tree(3, 5)) if drafts == "tree" else Drafting(15),
     )
 
 

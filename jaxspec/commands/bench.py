@@ -63,6 +63,7 @@ from jaxspec.engine import PREFILL_CHUNK, make_spec, row_keys
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.target import Target, place
 from jaxspec.params import Graph
+from jaxspec.records import Drafting
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int, Params
 from jaxspec.sharding import fetch, make_mesh, mesh_of, parse_mesh, place_rows
@@ -334,9 +335,7 @@ def make_pair(
         spec = make_spec(
             model or target_graph,
             drafter_graph,
-            num_draft_tokens=num_draft_tokens,
-            tree=tree,
-            synthetic_acceptance=synthetic_acceptance,
+            Drafting(num_draft_tokens, tree, synthetic_acceptance=synthetic_acceptance),
         )
     except ValueError as error:
         raise ValueError(as_flags(str(error))) from None
@@ -602,7 +601,7 @@ def measure(
         tpot_ms=Spread.of(tpot_s, 1e3),
         achieved_bytes_per_s=(cost.weight_bytes + cost.kv_bytes) / statistics.median(step_s),
         acceptance_length=float(np.mean(lengths)) if speculative else None,
-        acceptance=("real" if spec.synthetic_acceptance is None else "synthetic")
+        acceptance=("real" if spec.drafting.synthetic_acceptance is None else "synthetic")
         if speculative
         else None,
         distinct_experts=experts,
@@ -769,9 +768,7 @@ def run(
         conditions |= {"prompts": "caches of random numbers", "prompt_length": None}
     plain = dataclasses.replace(
         pair,
-        spec=dataclasses.replace(
-            pair.spec, drafter=None, num_draft_tokens=0, tree=None, synthetic_acceptance=None
-        ),
+        spec=dataclasses.replace(pair.spec, drafter=None, drafting=Drafting()),
         drafter_params=None,
     )
     modes = [plain] if pair.spec.drafter is None else [plain, pair]
@@ -830,7 +827,7 @@ def _conditions(
         "drafter_kind": drafter_kind(pair.spec),
         "num_draft_tokens": pair.spec.num_draft_tokens,
         "tree": None if pair.spec.tree is None else dataclasses.asdict(pair.spec.tree),
-        "synthetic_acceptance": pair.spec.synthetic_acceptance,
+        "synthetic_acceptance": pair.spec.drafting.synthetic_acceptance,
         "dtype": pair.spec.target.dtype,
         "device": device.device_kind,
         "platform": device.platform,

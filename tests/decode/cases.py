@@ -19,6 +19,7 @@ from jaxspec.configs.base import GenerationDefaults, LayerType
 from jaxspec.engine import Completion, Engine, Request
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
+from jaxspec.records import Drafting, Extras
 from tests import fakes, tiny
 
 BLOCK = 5
@@ -130,6 +131,15 @@ def completions(events: Iterable[object], count: int) -> list[Completion]:
     done = {e.index: e for e in events if isinstance(e, Completion)}
     assert sorted(done) == list(range(count))
     return [done[i] for i in range(count)]
+
+
+def by_record(**options: Any) -> dict[str, Any]:
+    """Sort options into the records that they belong to; what is in no record stays an option."""
+    found: dict[str, Any] = {}
+    for name, record in (("drafting", Drafting), ("extras", Extras)):
+        of = {f.name for f in dataclasses.fields(record)} & options.keys()
+        found[name] = record(**{option: options.pop(option) for option in of})
+    return options | found
 
 
 def until_stop(tokens: Sequence[int], stop_ids: Sequence[int]) -> tuple[int, ...]:

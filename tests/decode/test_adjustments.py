@@ -20,12 +20,12 @@ import pytest
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.drafters.base import Tree
+from jaxspec.records import Drafting, Extras, Tree
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array
 from jaxspec.state import Admission, DecodeSpec, DecodeState
 from tests import fakes
-from tests.decode.cases import slow
+from tests.decode.cases import by_record, slow
 from tests.decode.plain import Settings, columns, log_softmax
 from tests.decode.rollout import num_programs, rollout
 from tests.decode.test_distribution import VOCAB, target
@@ -118,16 +118,12 @@ def spec_of(form: str) -> tuple[DecodeSpec, LoadedModel | None]:
         "dflash": lambda: fakes.dflash(target(), block_size=4),
         "mtp": lambda: fakes.mtp(target(), drafts=3),
     }[form.split()[0]]()
-    options = {"num_draft_tokens": 3 if drafter else 0, **FORMS[form]}
+    options = {"num_draft_tokens": 3 if drafter else None, **FORMS[form]}
     spec = DecodeSpec(
         target().graph,
         None if drafter is None else drafter.graph,
-        **options,
-        logprobs=True,
-        top_logprobs=TOP,
-        penalties=True,
-        num_biases=NUM_BIASES,
-        logits_fn=odd_positions,
+        Drafting(**options),
+        extras=Extras(True, NUM_BIASES, True, TOP, odd_positions),
     )
     return spec, drafter
 
@@ -259,14 +255,14 @@ def test_a_new_request_starts_from_nothing() -> None:
 @pytest.mark.parametrize("options", [dict(penalties=True), dict(num_biases=2)])
 def test_penalties_and_biases_go_alone(options: dict[str, Any]) -> None:
     """What a spec leaves out is not carried: no counts without penalties."""
-    spec = DecodeSpec(target().graph, None, **options)
+    spec = DecodeSpec(target().graph, None, extras=Extras(**options))
     weights = spec.target.abstract_params(), None
     state = jax.eval_shape(
         lambda: states.init_state(
             spec, 2, cache_length=8, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
         )
     )
-    assert (state.counts is not None) == spec.penalties
+    assert (state.counts is not None) == spec.extras.penalties
     after = jax.eval_shape(
         functools.partial(decode.decode_loop, spec), *weights, state, jnp.int32(1)
     )
@@ -292,7 +288,7 @@ def test_values_are_one_for_all_or_one_a_row() -> None:
 def test_drafters_that_cannot_draw_are_refused() -> None:
     text = [[3, 0, 5, 1, *range(VOCAB)]]
     drafter = fakes.lookup(target(), text, block_size=4)
-    spec = DecodeSpec(target().graph, drafter.graph, 3, draft_sampling=True)
+    spec = DecodeSpec(target().graph, drafter.graph, Drafting(3, draft_sampling=True))
     state = jax.eval_shape(
         lambda: states.init_state(
             spec, 1, cache_length=9, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
@@ -324,4 +320,4 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -
     drafter = fakes.dflash(target(), block_size=4).graph
     given = {"drafter": drafter, "num_draft_tokens": 3, **options}
     with pytest.raises(ValueError, match=message):
-        DecodeSpec(target().graph, **given)
+        DecodeSpec(target().graph, **by_record(**given))

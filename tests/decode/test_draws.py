@@ -13,6 +13,7 @@ import pytest
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.drafters.base import Draft
+from jaxspec.records import Drafting
 from jaxspec.shapes import Array, Params
 from jaxspec.state import DecodeSpec, DecodeState
 from tests import fakes, tiny
@@ -38,7 +39,7 @@ def drafted(name: str, drafter: str) -> tuple[Draft, Draft]:
         model = fakes.dflash(loaded, block_size=DRAFTS + 1)
     else:
         model = fakes.mtp(loaded, centroids=name == "e2b")
-    spec = DecodeSpec(loaded.graph, model.graph, DRAFTS, draft_sampling=True)
+    spec = DecodeSpec(loaded.graph, model.graph, Drafting(DRAFTS, draft_sampling=True))
     state = states.init_state(
         spec, ROWS, cache_length=16, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
     )
@@ -56,7 +57,7 @@ def drafted(name: str, drafter: str) -> tuple[Draft, Draft]:
         active=jnp.ones(ROWS, bool),
         sampling=spec.sampling(ROWS, temperature=(np.arange(ROWS) % 2) * 1.5),
     )
-    certain = dataclasses.replace(spec, draft_sampling=False)
+    certain = dataclasses.replace(spec, drafting=Drafting(DRAFTS))
     weights = loaded.params, model.params
     return propose(spec, *weights, state), propose(certain, *weights, state)
 

@@ -170,11 +170,11 @@ def test_an_engine_that_fits_has_what_requests_ask_for_and_no_more():
     c = case(NAME)
     plain = Request(c.prompts[0], 4, temperature=1.0, min_p=0.1)
     spec = Engine.fitting(c.target, None, [plain]).spec
-    assert (spec.penalties, spec.num_biases) == (False, 0)
+    assert (spec.extras.penalties, spec.extras.num_biases) == (False, 0)
     biased = dataclasses.replace(plain, logit_bias={1: 1.0, 2: 2.0, 3: 3.0})
     penalized = dataclasses.replace(plain, presence_penalty=0.1)
     spec = Engine.fitting(c.target, None, [plain, biased, penalized]).spec
-    assert (spec.penalties, spec.num_biases) == (True, 4)
+    assert (spec.extras.penalties, spec.extras.num_biases) == (True, 4)
 
 
 def test_seeds_and_indices_make_the_draws(engine):

@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from jaxspec import sampling
-from jaxspec.drafters.base import Tree
+from jaxspec.records import Tree
 from jaxspec.state import DecodeSpec
 from tests import fakes
+from tests.decode.cases import by_record
 from tests.decode.plain import Settings, columns, log_softmax
 from tests.decode.rollout import rollout
 from tests.decode.test_distribution import (
@@ -79,7 +80,8 @@ def sampled(drafter: str | None, seed: int = 1, **options: Any) -> tuple[np.ndar
     if model is not None:
         options = {"num_draft_tokens": DRAFTS, **options}
     graph = None if model is None else model.graph
-    spec = DecodeSpec(target().graph, graph, **options, penalties=True, num_biases=NUM_BIASES)
+    options |= dict(penalties=True, num_biases=NUM_BIASES)
+    spec = DecodeSpec(target().graph, graph, **by_record(**options))
     rows = [settings for settings in FILTERS.values() for _ in range(ROWS)]
     state = rollout(
         spec,

@@ -16,8 +16,8 @@ import pytest
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.drafters.base import Tree
 from jaxspec.engine import Engine, Request
+from jaxspec.records import Drafting, Extras, Tree
 from jaxspec.state import DecodeSpec
 from tests import tiny
 from tests.decode.cases import NEW_TOKENS, case, run, slow, target
@@ -175,13 +175,8 @@ def test_counts_alias_and_are_not_copied_in_the_loop():
     spec = DecodeSpec(
         loaded.graph,
         drafter.graph,
-        4,
-        penalties=True,
-        num_biases=2,
-        draft_sampling=True,
-        verification="block",
-        logprobs=True,
-        top_logprobs=2,
+        Drafting(4, draft_sampling=True, verification="block"),
+        extras=Extras(penalties=True, num_biases=2, logprobs=True, top_logprobs=2),
     )
     state = states.init_state(
         spec, 16, cache_length=61, num_stop_ids=4, cache_dtype=jnp.dtype("float32")
@@ -254,7 +249,7 @@ def test_a_state_made_for_fewer_draft_tokens_is_refused():
     c = case("31b")
     engine = c.engine("mtp", num_draft_tokens=3)
     state = engine._init_state(4)
-    more = dataclasses.replace(engine.spec, num_draft_tokens=6)
+    more = dataclasses.replace(engine.spec, drafting=Drafting(6))
     with pytest.raises(ValueError, match=r"num_draft_tokens is 6.*at most num_draft_tokens=3"):
         jax.eval_shape(
             functools.partial(decode.decode_loop, more),

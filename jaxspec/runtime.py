@@ -1,0 +1,466 @@
+"""What runs the algorithm: compiled programs, the shapes they are compiled for, and where their arrays are.
+
+`decode` says what happens to a batch of slots; this module decides in which shapes. Read `Runtime`: it has
+slots and knows no requests. Shapes are buckets, so that a handful of programs serves every prompt:
+
+    rows      powers of two, for every part of a mesh's data axis      `Runtime.prefill_shape`, `bucket`
+    chunks    prompts are fed in pieces of a few widths                `chunks`, `read_prompts`
+    caches    multiples of a step that grows with the length           `cache_bucket`, `cache_length_for`
+
+The engine, the sampler and the benchmark use it. Programs are kept in a `Programs`, which whoever wants to
+share them passes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
+
+from jaxspec import decode
+from jaxspec import state as states
+from jaxspec.checkpoint import LoadedModel
+from jaxspec.drafters.tree import check_tree
+from jaxspec.params import Graph
+from jaxspec.records import Drafting, Extras, FieldError
+from jaxspec.sampling import SamplingParams
+from jaxspec.shapes import Array, Int, Params
+from jaxspec.sharding import decoding_mesh, mesh_of, on_decoding_mesh, place_rows
+from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
+
+PREFILL_CHUNK = 512
+"""Longer prompts are fed in pieces of this many tokens."""
+
+SMALLEST_PREFILL = 16
+SHARED_WIDTHS = (64, 256)
+SHARED_PREFILL = 256
+"""Where there are several slots, chunks have few widths, since each is a program to compile. A chunk of a width
+has as many rows as have `SHARED_PREFILL` tokens together: then a GPU reads the weights about as long as it
+computes on them. A row that comes alone pays for all."""
+
+Phase = Literal["admit", "prefill", "decode", "retire"]
+
+
+# --- what is decoded ---------------------------------------------------------------------------------
+
+
+def make_spec(
+    target: LoadedModel | Graph,
+    drafter: LoadedModel | Graph | None,
+    drafting: Drafting = Drafting(),
+    extras: Extras = Extras(),
+) -> DecodeSpec:
+    """Return what a pair of models is to do: the checkpoint's suppressed tokens, as many drafts as asked.
+
+    Args:
+      drafting: without a number of draft tokens it gets the drafter's own.
+
+    Raises:
+      ConfigError: the drafter does not fit the target.
+      FieldError: a number is out of range, or options do not fit the models.
+    """
+    target_graph = target.graph if isinstance(target, LoadedModel) else target
+    drafter_graph = drafter.graph if isinstance(drafter, LoadedModel) else drafter
+    generation = target.generation if isinstance(target, LoadedModel) else None
+    drafts = 0
+    if drafter_graph is not None:
+        drafter_graph.config.check_fits(target_graph.config)
+        drafts = settle_num_draft_tokens(drafter_graph, drafting)
+        drafting = dataclasses.replace(drafting, num_draft_tokens=drafts)
+    elif drafting.num_draft_tokens or drafting.tree:
+        field = "num_draft_tokens" if drafting.num_draft_tokens else "tree"
+        raise FieldError(field, "was given, but there is no drafter: leave it out")
+    tau = drafting.synthetic_acceptance
+    if tau is not None and tau > drafts + 1:
+        raise FieldError(
+            "synthetic_acceptance",
+            f"is {tau}; with {drafts} draft tokens it lies between 1 and {drafts + 1}",
+        )
+    suppress = generation.suppress_tokens if generation else ()
+    return DecodeSpec(target_graph, drafter_graph, drafting, suppress, extras)
+
+
+def settle_num_draft_tokens(drafter: Graph, drafting: Drafting) -> int:
+    """Return how many tokens to draft a step: as asked, or the drafter's own number.
+
+    Raises:
+      FieldError: the drafter cannot propose so many.
+      ValueError: the tree does not allow it.
+    """
+    model, asked = drafter.bind_abstract(), drafting.num_draft_tokens
+    most = model.max_draft_tokens
+    if drafting.tree is not None:
+        if asked is None:
+            raise FieldError(
+                "num_draft_tokens",
+                lambda say: (
+                    f"a tree needs {say('num_draft_tokens')}: how many of its nodes to verify"
+                ),
+            )
+        check_tree(drafting.tree, asked, most)
+        return asked
+    drafts = model.default_draft_tokens if asked is None else asked
+    if not 1 <= drafts <= most:
+        raise FieldError(
+            "num_draft_tokens", f"is {drafts}; this drafter proposes 1 to {most} tokens a step"
+        )
+    return drafts
+
+
+# --- shapes ------------------------------------------------------------------------------------------
+
+
+def bucket(n: int, smallest: int = 1) -> int:
+    """Round up to a power of two, at least `smallest`."""
+    return max(smallest, 1 << (n - 1).bit_length() if n > 1 else 1)
+
+
+def rows_bucket(count: int, mesh: Mesh) -> int:
+    """Round rows up to a power of two for every part of the mesh's data axis."""
+    data = mesh.shape["data"]
+    return data * bucket(-(-count // data))
+
+
+def cache_bucket(length: int) -> int:
+    """Round a cache length up to a multiple of 128, or of an eighth of the next power of two.
+
+    Few lengths mean few programs to compile, and at most a quarter of the cache is spare.
+    """
+    step = max(128, (1 << (length - 1).bit_length()) // 8)
+    return -(-length // step) * step
+
+
+def cache_length_for(spec: DecodeSpec, positions: int, *, multiple: int = 1) -> int:
+    """Return the length of caches for so many positions and one step's tokens, rounded up to a multiple."""
+    return -(-(positions + spec.step_tokens) // multiple) * multiple
+
+
+def chunks(
+    prompts: Mapping[int, Sequence[int]],
+    num_slots: int,
+    shape_of: Callable[[int], tuple[int, int]],
+) -> Iterator[PrefillChunk]:
+    """Cut the prompts of slots into chunks, in the order in which they have to be fed.
+
+    Chunks of one shape go together, as many as it has rows. Rows that are over point past the last slot.
+
+    Args:
+      prompts: the prompt of each slot.
+      shape_of: the rows and tokens of the chunk that reads on where so many tokens are left.
+    """
+    longest = max(map(len, prompts.values()))
+    for begin in range(0, longest, PREFILL_CHUNK):
+        groups: dict[tuple[int, int], list[int]] = {}
+        for slot, prompt in prompts.items():
+            if (left := len(prompt) - begin) > 0:
+                groups.setdefault(shape_of(left), []).append(slot)
+        for (rows, width), slots in groups.items():
+            for i in range(0, len(slots), rows):
+                some = {slot: prompts[slot] for slot in slots[i : i + rows]}
+                yield _chunk(some, begin, rows, width, num_slots)
+
+
+def _chunk(
+    prompts: Mapping[int, Sequence[int]], begin: int, rows: int, width: int, num_slots: int
+) -> PrefillChunk:
+    slots = np.full(rows, num_slots, np.int32)
+    tokens = np.zeros((rows, width), np.int32)
+    start, count = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    is_last = np.zeros(rows, bool)
+    for row, (slot, prompt) in enumerate(prompts.items()):
+        piece = prompt[begin : begin + width]
+        slots[row], start[row], count[row] = slot, begin, len(piece)
+        tokens[row, : len(piece)] = piece
+        is_last[row] = begin + len(piece) == len(prompt)
+    return PrefillChunk(
+        slots=jnp.asarray(slots),
+        tokens=jnp.asarray(tokens),
+        start=jnp.asarray(start),
+        count=jnp.asarray(count),
+        is_last=jnp.asarray(is_last),
+    )
+
+
+def read_prompts(
+    spec: DecodeSpec,
+    target_params: Params,
+    drafter_params: Params | None,
+    state: DecodeState,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+) -> DecodeState:
+    """Feed the first `counts` tokens of every row in chunks, inside a compiled program.
+
+    No prompt ends here: rows stay inactive, and a last chunk has to follow.
+    """
+    b, t = tokens.shape
+    width = min(t, PREFILL_CHUNK)
+    if not width:
+        return state
+
+    def feed(i: Array | int, state: DecodeState) -> DecodeState:
+        begin = i * width
+        chunk = PrefillChunk(
+            slots=jnp.arange(b),
+            tokens=lax.dynamic_slice(padded, (0, begin), (b, width)),
+            start=jnp.minimum(counts, begin),
+            count=jnp.clip(counts - begin, 0, width),
+            is_last=jnp.zeros(b, bool),
+        )
+        return decode.prefill(spec, target_params, drafter_params, state, chunk)
+
+    padded = jnp.pad(tokens, ((0, 0), (0, width)))
+    if t <= width:
+        return feed(0, state)
+    return lax.fori_loop(0, -(-jnp.max(counts) // width), feed, state)
+
+
+# --- programs ----------------------------------------------------------------------------------------
+
+
+class Programs:
+    """Compiled programs, by everything that shapes them: pass one on, and nothing is compiled twice."""
+
+    def __init__(self) -> None:
+        self.compiled: dict[Any, Any] = {}
+
+    def get(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        donate: int,
+        mesh: Mesh,
+        spec: DecodeSpec | None = None,
+    ) -> Any:
+        """Return the program of a function for arguments of these shapes, compiled if it is new.
+
+        Args:
+          function: takes a state and returns the next one, which gets the old one's memory.
+          donate: the place of the state in `args`.
+          spec: the function's first argument, before `args`; None where it takes none.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        shapes = tuple((x.shape, str(x.dtype), x.sharding) for x in leaves)
+        key = (function, spec, donate, tree, shapes)
+        if key not in self.compiled:
+            jitted = jax.jit(
+                function if spec is None else _with_spec(function, spec),
+                donate_argnums=donate,
+                out_shardings=jax.tree.map(lambda x: x.sharding, args[donate]),
+                compiler_options=decode.COMPILER_OPTIONS,
+            )
+            with jax.set_mesh(mesh):
+                self.compiled[key] = jitted.lower(*args).compile()
+        return self.compiled[key]
+
+
+def _with_spec(function: Any, spec: DecodeSpec) -> Any:
+    def bound(*args: Any) -> Any:
+        return function(spec, *args)
+
+    bound.__name__ = function.__name__
+    return bound
+
+
+@jax.jit
+def row_keys(seeds: jax.Array) -> jax.Array:
+    """Return a key for each [seed, sample] row."""
+    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s[0]), s[1]))(seeds)
+
+
+@dataclass
+class Timings:
+    """Seconds of wall clock, device work waited for; compilation stands apart from the other two."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    compile_s: float = 0.0
+    decode_tokens: int = 0  # returned tokens but those of prefill
+
+
+_FUNCTIONS: dict[Phase, Callable[..., Any]] = {
+    "admit": states.admit,
+    "prefill": decode.prefill,
+    "decode": decode.decode_loop,
+    "retire": states.retire,
+}
+
+
+class Runtime:
+    """A fixed number of slots, and the programs that fill, advance and empty them.
+
+    It runs on the mesh that the weights are on. A state is passed in, donated, and returned.
+
+    Args:
+      batch_size: slots; rounded up to a power of two, times the mesh's data axis.
+      cache_length: positions a slot holds: prompt, new tokens and one step's tokens.
+      programs: where compiled programs are kept; None for a place of its own.
+    """
+
+    def __init__(
+        self,
+        spec: DecodeSpec,
+        target_params: Params,
+        drafter_params: Params | None,
+        *,
+        batch_size: int,
+        cache_length: int,
+        programs: Programs | None = None,
+    ):
+        self.spec = spec
+        self.mesh = decoding_mesh(mesh_of(target=target_params, drafter=drafter_params))
+        self.target_params, self.drafter_params = target_params, drafter_params
+        self.batch_size = rows_bucket(batch_size, self.mesh)
+        self.cache_length = cache_length
+        self.programs = Programs() if programs is None else programs
+        self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
+        self.timings = Timings()
+
+    @property
+    def num_compilations(self) -> int:
+        """How many programs it needed so far."""
+        return len(self.used)
+
+    @property
+    def target_params(self) -> Params:
+        """The target's weights; others of the same shapes compile nothing."""
+        return self._target_params
+
+    @target_params.setter
+    def target_params(self, params: Params) -> None:
+        self._target_params = on_decoding_mesh(params)
+
+    @property
+    def drafter_params(self) -> Params | None:
+        """The drafter's weights, likewise."""
+        return self._drafter_params
+
+    @drafter_params.setter
+    def drafter_params(self, params: Params | None) -> None:
+        self._drafter_params = None if params is None else on_decoding_mesh(params)
+
+    def place(self, rows: Any) -> Any:
+        """Put what the host knows about rows onto the mesh."""
+        return place_rows(rows, self.mesh)
+
+    def init_state(self, num_stop_ids: int) -> DecodeState:
+        """Return a state of empty slots."""
+        return states.init_state(
+            self.spec,
+            self.batch_size,
+            cache_length=self.cache_length,
+            num_stop_ids=num_stop_ids,
+            cache_dtype=jnp.dtype(self.spec.target.dtype),
+            mesh=self.mesh,
+        )
+
+    def admission(
+        self,
+        slots: Sequence[int] | np.ndarray,
+        max_new_tokens: Sequence[int],
+        stop_ids: np.ndarray,
+        sampling: SamplingParams,
+        seeds: np.ndarray,
+    ) -> Admission:
+        """Return what `admit` takes, a row each; a slot of `batch_size` is no slot at all.
+
+        Args:
+          stop_ids: [rows, I], padded with -1.
+          seeds: [rows, 2]: a seed, and which sample of it.
+        """
+        rows = Admission(
+            slots=jnp.asarray(slots, np.int32),
+            max_new_tokens=jnp.asarray(max_new_tokens, np.int32),
+            stop_ids=jnp.asarray(stop_ids, np.int32),
+            sampling=sampling,
+            keys=row_keys(self.place(seeds.astype(np.uint32))),
+        )
+        return self.place(rows)
+
+    def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
+        """Give slots to new rows."""
+        return self.program("admit", state, admission)(state, admission)
+
+    def prefill(self, state: DecodeState, prompts: Mapping[int, Sequence[int]]) -> DecodeState:
+        """Read the prompts of slots, and choose the first token of each."""
+        for chunk in chunks(prompts, self.batch_size, self.prefill_shape):
+            state = self.feed(state, self.place(chunk))
+        return state
+
+    def feed(self, state: DecodeState, chunk: PrefillChunk) -> DecodeState:
+        """Read one chunk, and wait for it."""
+        program = self.program("prefill", state, chunk)
+        begin = time.perf_counter()
+        state = jax.block_until_ready(program(state, chunk))
+        self.timings.prefill_s += time.perf_counter() - begin
+        return state
+
+    def decode(self, state: DecodeState, max_steps: int) -> DecodeState:
+        """Run up to so many steps, and wait for them."""
+        steps = self.place(np.int32(max_steps))
+        program = self.program("decode", state, steps)
+        begin = time.perf_counter()
+        state = jax.block_until_ready(program(state, steps))
+        self.timings.decode_s += time.perf_counter() - begin
+        return state
+
+    def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
+        """End the rows of slots that the host found finished."""
+        rows = self.place(finished)
+        return self.program("retire", state, rows)(state, rows)
+
+    def prefill_shape(self, left: int) -> tuple[int, int]:
+        """Return the rows and tokens of the chunk that reads on where so many tokens of a prompt are left.
+
+        They do not depend on who else is waiting: rows without a prompt are padding.
+        """
+        if self.batch_size == 1:
+            return 1, min(bucket(left, SMALLEST_PREFILL), PREFILL_CHUNK)
+        width = min(w for w in (*SHARED_WIDTHS, PREFILL_CHUNK) if w >= min(left, PREFILL_CHUNK))
+        rows = min(self.batch_size, max(1, SHARED_PREFILL // width))
+        return rows_bucket(rows, self.mesh), width
+
+    def program(self, phase: Phase, state: DecodeState, given: ArrayLike | Any) -> Bound:
+        """Return the program of a phase for a state and what else it is given, compiled if it is new."""
+        function = _FUNCTIONS[phase]
+        chunk = given.tokens.shape if isinstance(given, PrefillChunk) else ()
+        key = (phase, *chunk, state.stop_ids.shape[1])
+        runs_models = phase in ("prefill", "decode")
+        weights = (self.target_params, self.drafter_params) if runs_models else ()
+        if key not in self.used:
+            begin = time.perf_counter()
+            self.used[key] = self.programs.get(
+                function,
+                (*weights, state, given),
+                donate=len(weights),
+                mesh=self.mesh,
+                spec=self.spec if runs_models else None,
+            )
+            self.timings.compile_s += time.perf_counter() - begin
+        return Bound(self.used[key], weights)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A compiled program, called without the weights that it takes first."""
+
+    compiled: Any
+    weights: tuple[Any, ...]
+
+    def __call__(self, *given: Any) -> Any:
+        return self.compiled(*self.weights, *given)
+
+
+jit = functools.partial(jax.jit, compiler_options=decode.COMPILER_OPTIONS)
+"""`jax.jit` with the options that all programs of the decode loop are compiled with."""
