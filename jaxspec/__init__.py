@@ -6,37 +6,57 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+_HOMES = {
+    "api": ("Generation", "Pair", "generate", "load"),
+    "engine": ("Engine",),
+    "records": ("Drafting", "Extras", "FieldError", "Sampling", "Tree"),
+    "requests": ("Completion", "Request", "Update"),
+    "rows": ("GenerateResult", "Prompts"),
+    "runtime": ("Programs",),
+    "sampler": ("Sampler",),
+    "sharding": ("make_mesh", "place_params"),
+}
 __all__ = [
     "Completion",
+    "Drafting",
     "Engine",
+    "Extras",
+    "FieldError",
     "GenerateResult",
+    "Generation",
+    "Pair",
+    "Programs",
     "Prompts",
     "Request",
     "Sampler",
+    "Sampling",
     "Tree",
     "Update",
     "generate",
     "load",
+    "make_mesh",
+    "place_params",
 ]
 
 if TYPE_CHECKING:
-    from jaxspec.api import generate, load
-    from jaxspec.drafters.base import Tree
-    from jaxspec.engine import Completion, Engine, Request, Update
-    from jaxspec.sampler import GenerateResult, Prompts, Sampler
-
-_HOMES = {
-    "generate": "api",
-    "load": "api",
-    "Tree": "drafters.base",
-    "GenerateResult": "sampler",
-    "Prompts": "sampler",
-    "Sampler": "sampler",
-}
+    from jaxspec.api import Generation, Pair, generate, load
+    from jaxspec.engine import Engine
+    from jaxspec.records import Drafting, Extras, FieldError, Sampling, Tree
+    from jaxspec.requests import Completion, Request, Update
+    from jaxspec.rows import GenerateResult, Prompts
+    from jaxspec.runtime import Programs
+    from jaxspec.sampler import Sampler
+    from jaxspec.sharding import make_mesh, place_params
 
 
 def __getattr__(name: str) -> Any:
     """Import JAX and the rest only when something is used, so that `jaxspec --help` stays quick."""
-    if name in __all__:
-        return getattr(importlib.import_module(f"jaxspec.{_HOMES.get(name, 'engine')}"), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"jaxspec.{module}"), name)
     raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Show the public names, which are imported when they are used."""
+    return [*__all__, "__version__"]

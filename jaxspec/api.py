@@ -1,30 +1,371 @@
 """Load a pair and generate: the few lines that most programs need.
 
-    target, drafter = jaxspec.load()                      # the bundled pair
-    for done in jaxspec.generate(target, drafter, ["def main():"], max_new_tokens=64):
-        print(done.token_ids, done.acceptance_lengths)
+    pair = jaxspec.load()                                  # the bundled pair
+    print(pair.generate("def main():", max_new_tokens=64).text)
 
-For streaming, refilled slots or changing weights use `engine.Engine`; inside a jitted program of your
-own, the functions of `decode`.
+Read `Pair`. `engine.Engine` takes requests while others are decoded. `sampler.Sampler` is decoding as a function,
+for programs that train. Inside a jitted program of your own, use the functions of `decode`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint import CheckpointError, LoadedModel, load_drafter, load_target
-from jaxspec.drafters.base import Tree
-from jaxspec.engine import Completion, Engine, Request
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.engine import Engine
+from jaxspec.records import Drafting, FieldError, Sampling
+from jaxspec.requests import Completion, Request, Update
+from jaxspec.rows import check_ids
+from jaxspec.runtime import Programs
+from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError, completed_text, stop_at_text
 
 BUNDLED = Path(__file__).parent / "bundled"
 BUNDLED_DRAFTERS = ("dflash", "mtp")
 MOST_SLOTS = 8  # of a batch, unless asked for
+STREAMING_STEPS = 4  # decode steps between pieces of text
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: {"role": ..., "content": ...} each."""
+
+Prompt = str | Messages | Sequence[int] | np.ndarray | jax.Array
+"""One prompt: text, a conversation, or token ids."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How one prompt goes on.
+
+    Attributes:
+      prompt: as the model reads it, chat template included. None where the checkpoint has no tokenizer.
+      text: of the new tokens, cut before a stop text. None without a tokenizer.
+      finish_reason: "stop" for an end-of-sequence id or a stop text, "length" for the limit.
+      acceptance_lengths: one number a verify step, the tokens it committed; prefill's token belongs to none.
+      logprobs, sampled_logprobs, top_logprobs: of each token, where `Sampling` asks, see `requests.Completion`.
+    """
+
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    text: str | None
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length", "cancelled"]
+    acceptance_lengths: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    sampled_logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a verify step; 1 where there was none."""
+        lengths = self.acceptance_lengths
+        return sum(lengths) / len(lengths) if lengths else 1.0
+
+    @property
+    def steps(self) -> list[tuple[int, ...]]:
+        """The tokens that came together: prefill's one, then those of each verify step."""
+        ends = np.cumsum([1, *self.acceptance_lengths]).tolist()
+        return [self.token_ids[i:j] for i, j in zip([0, *ends], ends, strict=False)]
+
+    def __str__(self) -> str:
+        """Return the text, or the ids without a tokenizer."""
+        return ",".join(map(str, self.token_ids)) if self.text is None else self.text
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Pair:
+    """A target and its drafter, or a target alone. It unpacks: `target, drafter = pair`.
+
+    Attributes:
+      programs: compiled by its calls, and used again by later ones.
+    """
+
+    target: LoadedModel
+    drafter: LoadedModel | None = None
+    programs: Programs = field(default_factory=Programs)
+
+    def __iter__(self) -> Iterator[LoadedModel | None]:
+        """Unpack into target and drafter."""
+        return iter((self.target, self.drafter))
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        return f"Pair({self.target}, {self.drafter or 'no drafter'})"
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer.
+
+        Raises:
+          TokenizerError: the checkpoint has none.
+        """
+        return Tokenizer.load(self.target.directory)
+
+    def plain(self) -> Pair:
+        """Return the same target without its drafter: what speculation is compared with."""
+        return Pair(self.target, None, self.programs)
+
+    @overload
+    def generate(
+        self, prompts: str, *, num_samples: Literal[1] = 1, **options: Any
+    ) -> Generation: ...
+
+    @overload
+    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> Any: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = Sampling(),
+        drafting: Drafting = Drafting(),
+        seed: int = 0,
+        num_samples: int = 1,
+        chat: bool = False,
+        chat_options: Mapping[str, Any] | None = None,
+        stop_texts: Sequence[str] = (),
+        ignore_eos: bool = False,
+        batch_size: int | None = None,
+        cache_length: int | None = None,
+    ) -> Any:
+        """Continue one prompt, or a list of them.
+
+        Args:
+          prompts: text, a conversation, or token ids; or a list of such. A conversation is a list of messages,
+            {"role": ..., "content": ...} each, and goes through the checkpoint's chat template.
+          sampling: what each prompt asks; the default is greedy.
+          drafting: how to draft and to judge drafts.
+          seed: with a completion's place in the list it names that completion's random draws.
+          num_samples: completions of each prompt, one after the other; each reads the prompt for itself.
+            `Sampler` reads it once for all.
+          chat: a text is a user's turn, and goes through the chat template.
+          chat_options: for the template, such as {"enable_thinking": True}.
+          stop_texts: end before the first of these.
+          ignore_eos: go on past the checkpoint's end-of-sequence ids.
+          batch_size: prompts decoded together; None for all, up to 8.
+          cache_length: positions of each; None for as many as the longest needs. With both given, what follows
+            a prompt at its place in the list does not depend on the others, to the last bit.
+
+        Returns:
+          A `Generation` for one prompt. For a list, or more than one sample, a list in their order.
+
+        Raises:
+          ValueError: a prompt or an option cannot be used; nothing was generated.
+        """
+        if num_samples < 1:
+            raise FieldError("num_samples", f"is {num_samples}; it must be 1 or more")
+        is_one = _is_one(prompts)
+        given: Sequence[Any] = [prompts] if is_one else list(prompts)
+        names = ["the prompt"] if is_one else [f"prompt {i}" for i in range(len(given))]
+        read = [
+            self._read(name, prompt, chat, chat_options)
+            for name, prompt in zip(names, given, strict=True)
+        ]
+        options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos)
+        requests = [Request(ids, **options) for _, ids in read for _ in range(num_samples)]
+        engine = Engine.fitting(
+            *self,
+            requests,
+            drafting=drafting,
+            batch_size=batch_size or min(len(requests), MOST_SLOTS) or 1,
+            cache_length=cache_length,
+            programs=self.programs,
+        )
+        errors = [engine.check(request) for request in requests[::num_samples]]
+        if is_one and errors[0]:
+            raise errors[0]
+        if any(errors):
+            wrong = [f"{name}: {e}" for name, e in zip(names, errors, strict=True) if e]
+            raise ValueError("\n".join(wrong))
+        done = {e.id: e for e in engine.run(requests) if isinstance(e, Completion)}
+        found = [
+            self._generation(read[i // num_samples], done[i], stop_texts)
+            for i in range(len(requests))
+        ]
+        return found[0] if is_one and num_samples == 1 else found
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = Sampling(),
+        drafting: Drafting = Drafting(),
+        seed: int = 0,
+        chat: bool = False,
+        chat_options: Mapping[str, Any] | None = None,
+        stop_texts: Sequence[str] = (),
+        ignore_eos: bool = False,
+        cache_length: int | None = None,
+    ) -> Generator[str, None, Generation]:
+        """Continue one prompt, and yield pieces of its text as they become certain.
+
+        All pieces joined are the text that `generate` returns. The generator itself returns the `Generation`.
+
+        Raises:
+          ValueError: the prompt or an option cannot be used; nothing was generated.
+        """
+        if not _is_one(prompt):
+            raise ValueError("stream takes one prompt; generate takes several")
+        read = self._read("the prompt", prompt, chat, chat_options)
+        options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos)
+        request = Request(read[1], **options)
+        engine = Engine.fitting(
+            *self,
+            [request],
+            drafting=drafting,
+            cache_length=cache_length,
+            steps_per_return=STREAMING_STEPS,
+            programs=self.programs,
+        )
+        if error := engine.check(request):
+            raise error
+        text = TextStream(self.tokenizer, stop_texts)
+
+        def pieces() -> Generator[str, None, Generation]:
+            done = None
+            for event in engine.run([request]):
+                if isinstance(event, Update):
+                    piece = text.push(event.token_ids)
+                else:
+                    done, piece = event, text.finish(event.token_ids)
+                if piece:
+                    yield piece
+            assert done is not None
+            return self._generation(read, done, stop_texts)
+
+        return pieces()
+
+    def encode(
+        self,
+        prompt: str | Messages,
+        *,
+        chat: bool = False,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Return the ids of a text or a conversation, as `generate` reads it.
+
+        Raises:
+          TokenizerError: it is empty, or there is no tokenizer or chat template.
+        """
+        return self._read("the prompt", prompt, chat, chat_options)[1]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens left out."""
+        return self.tokenizer.decode(token_ids)
+
+    def text_by_step(self, generation: Generation) -> list[str]:
+        """Split a text by the steps in which it came: prefill's token, then those of each verify step.
+
+        A character whose bytes came in two steps belongs to the later one.
+        """
+        text, pieces, count = TextStream(self.tokenizer), [], 0
+        for tokens in generation.steps:
+            count += len(tokens)
+            pieces.append(text.push(generation.token_ids[:count]))
+        pieces[-1] += text.finish(generation.token_ids)
+        return pieces
+
+    def _read(
+        self,
+        name: str,
+        prompt: Any,
+        chat: bool,
+        chat_options: Mapping[str, Any] | None,
+    ) -> tuple[str | None, tuple[int, ...]]:
+        """Return a prompt's text, as the model reads it, and its ids."""
+        if isinstance(prompt, str) and not prompt:
+            raise TokenizerError(f"{name} is empty; give at least one character")
+        if isinstance(prompt, str) and not chat:
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, str):
+            prompt = ({"role": "user", "content": prompt},)
+        if _is_conversation(prompt):
+            text = self.tokenizer.render_chat(prompt, **(chat_options or {}))
+            return text, self.tokenizer.encode_rendered(text)
+        if not _is_sequence(prompt):
+            raise ValueError(
+                f"{name} is {prompt!r}; expected text, a list of messages, or a list of token ids"
+            )
+        check_ids(name, prompt)
+        if chat:
+            raise FieldError("chat", f"is for text, and {name} is token ids; leave it out")
+        ids = tuple(int(i) for i in prompt)
+        with contextlib.suppress(TokenizerError):  # ids need none, but are shown as text
+            return self.tokenizer.decode(ids), ids
+        return None, ids
+
+    def _options(
+        self,
+        max_new_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        stop_texts: Sequence[str],
+        ignore_eos: bool,
+    ) -> dict[str, Any]:
+        """Return what all requests of a call have in common."""
+        defaults = self.target.generation
+        if isinstance(stop_texts, str) or "" in stop_texts:
+            raise FieldError("stop_texts", f"is {stop_texts!r}; expected a list of some texts")
+        return dict(
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            stop_ids=() if ignore_eos or defaults is None else defaults.eos_token_ids,
+            stop_at=stop_at_text(self.tokenizer, stop_texts) if stop_texts else None,
+        )
+
+    def _generation(
+        self,
+        read: tuple[str | None, tuple[int, ...]],
+        done: Completion,
+        stop_texts: Sequence[str],
+    ) -> Generation:
+        text = None
+        with contextlib.suppress(TokenizerError):
+            text = completed_text(self.tokenizer, done.token_ids, stop_texts)
+        return Generation(
+            *read,
+            text,
+            done.token_ids,
+            done.finish_reason,
+            done.acceptance_lengths,
+            done.logprobs,
+            done.sampled_logprobs,
+            done.top_logprobs,
+        )
+
+
+generate = Pair.generate
+"""`generate(pair, prompts, ...)` is `pair.generate(prompts, ...)`."""
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence | np.ndarray | jax.Array) and not isinstance(value, str)
+
+
+def _is_conversation(prompt: Any) -> bool:
+    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
+    return is_list and all(isinstance(message, Mapping) for message in prompt)
+
+
+def _is_one(prompts: Any) -> bool:
+    """Tell one prompt from a list of them."""
+    if isinstance(prompts, np.ndarray | jax.Array):
+        return prompts.ndim == 1
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+        return True
+    if not len(prompts):
+        raise ValueError("there is no prompt; give a text, a list of messages, or a list of ids")
+    return not any(isinstance(prompt, str) or _is_sequence(prompt) for prompt in prompts)
 
 
 def load(
@@ -37,7 +378,7 @@ def load(
     token: str | None = None,
     offline: bool = False,
     mesh: Mesh | None = None,
-) -> tuple[LoadedModel, LoadedModel | None]:
+) -> Pair:
     """Load a target and a drafter onto the default device, or a mesh.
 
     Args:
@@ -67,101 +408,10 @@ def load(
     if source != "none":  # first, being the quicker one to be wrong
         path = str(BUNDLED / source) if source in BUNDLED_DRAFTERS else source
         loaded_drafter = load_drafter(path, revision=drafter_revision, **hub)
-    return load_target(target or str(BUNDLED / "target"), revision=revision, **hub), loaded_drafter
+    loaded = load_target(target or str(BUNDLED / "target"), revision=revision, **hub)
+    return Pair(loaded, loaded_drafter)
 
 
 def default_dtype() -> str:
     """Return the dtype that suits the default device."""
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
-
-
-def generate(
-    target: LoadedModel,
-    drafter: LoadedModel | None,
-    prompts: Sequence[str | Sequence[int]],
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-    seed: int = 0,
-    num_samples: int = 1,
-    ignore_eos: bool = False,
-    batch_size: int | None = None,
-    cache_length: int | None = None,
-    num_draft_tokens: int | None = None,
-    tree: Tree | None = None,
-    draft_sampling: bool = False,
-    verification: Literal["standard", "block"] = "standard",
-    logprobs: bool = False,
-    top_logprobs: int = 0,
-) -> list[Completion]:
-    """Continue prompts, given as text or token ids, and return completions in their order.
-
-    Args:
-      temperature, top_k, top_p, min_p: 0 is greedy; then what filters, see `engine.Request`.
-      repetition_penalty, presence_penalty, frequency_penalty, logit_bias: likewise, in greedy rows too.
-      seed: with a completion's place in the list it names that completion's random draws.
-      num_samples: completions of each prompt, one after the other; each reads the prompt for itself
-        (`Sampler` reads it once for all).
-      ignore_eos: go on past the checkpoint's end-of-sequence ids.
-      batch_size: prompts decoded together; None for all, up to 8.
-      cache_length: positions of each; None for as many as the longest needs. With both given, what follows a
-        prompt at its place in the list does not depend on the others, to the last bit.
-      num_draft_tokens: drafted a step; None for the drafter's own number.
-      tree: draft a tree of that many tokens instead of a chain.
-      draft_sampling, verification: see `state.DecodeSpec`.
-      logprobs: keep the log-probability of every token, see `engine.Completion`; `top_logprobs` of so
-        many of the target's best tokens too.
-
-    Raises:
-      ValueError: a prompt or an option cannot be used; nothing was generated.
-    """
-    tokenizer = None
-    if any(isinstance(p, str) for p in prompts):
-        tokenizer = Tokenizer.load(target.directory)
-    eos = () if ignore_eos or target.generation is None else target.generation.eos_token_ids
-    requests = [
-        Request(
-            tuple(tokenizer.encode(p)) if tokenizer and isinstance(p, str) else tuple(map(int, p)),
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=logit_bias or {},
-            stop_ids=eos,
-            seed=seed,
-        )
-        for p in prompts
-    ]
-    if num_samples < 1:
-        raise ValueError(f"num_samples is {num_samples}; it must be 1 or more")
-    requests = [r for r in requests for _ in range(num_samples)]
-    engine = Engine.fitting(
-        target,
-        drafter,
-        requests,
-        cache_length=cache_length,
-        batch_size=batch_size or min(len(requests), MOST_SLOTS) or 1,
-        num_draft_tokens=num_draft_tokens,
-        tree=tree,
-        draft_sampling=draft_sampling,
-        verification=verification,
-        logprobs=logprobs or top_logprobs > 0,
-        top_logprobs=top_logprobs,
-    )
-    each = enumerate(requests[::num_samples])
-    wrong = [f"prompt {i}: {error}" for i, r in each if (error := engine.check(r))]
-    if wrong:
-        raise ValueError("\n".join(wrong))
-    done = [event for event in engine.run(requests) if isinstance(event, Completion)]
-    return sorted(done, key=lambda completion: completion.index)

@@ -63,7 +63,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written; the message names the file or the tensors."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadedModel:
     """A model ready to run: its static half, its weights on the device, and where it came from."""
 
@@ -73,6 +73,12 @@ class LoadedModel:
     generation: GenerationDefaults | None  # None for drafters
     directory: Path  # local; tokenizer files are here
     source: str  # as it was asked for
+
+    def __repr__(self) -> str:
+        """Return one line: weights would be pages."""
+        size = sum(array.size for array in self.params.values())
+        name = f"{self.source}: {self.graph.module.__name__}"
+        return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.dtype})"
 
 
 @dataclass(frozen=True)

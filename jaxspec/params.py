@@ -116,6 +116,53 @@ class Graph:
         return params
 
 
+class KnownParams:
+    """The weights that a caller gives again and again: refuses those that do not fit, and is quick about it."""
+
+    def __init__(self) -> None:
+        self._shardings: dict[str, Any] = {}  # of each model's params, as they came last
+        self._kinds: dict[str, list[str]] = {}  # a param of each different sharding among them
+
+    def check(self, role: str, graph: Graph, params: Any) -> Params:
+        """Refuse params that do not fit; return one of each sharding, for what looks at those alone.
+
+        Raises:
+          ValueError: they are no arrays, do not fit the graph, or are placed otherwise than before.
+        """
+        if not (isinstance(params, dict) and _all_arrays(params)):
+            raise ValueError(
+                f"the {role}'s params must be jax.Arrays by name, as `load` returns them; jnp.asarray makes "
+                "one of an array of numpy"
+            )
+        shardings = {name: value.sharding for name, value in params.items()}
+        known = self._shardings.get(role)
+        if shardings == known:  # takes a third of looking at each, and is so in nearly every call
+            return {name: params[name] for name in self._kinds[role]}
+        # Later, shapes and dtypes are looked at when they make JAX trace anew.
+        if known is None or params.keys() != known.keys():
+            graph.check(params)
+            known = shardings
+        wrong = [
+            f"{name}: {s}, before {known[name]}"
+            for name, s in shardings.items()
+            if not s.is_equivalent_to(known[name], params[name].ndim)
+        ]
+        if wrong:
+            more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise ValueError(
+                f"the {role}'s params are sharded otherwise than in the first call; put them back with "
+                "jax.device_put, or make another Sampler:\n  " + "\n  ".join(wrong[:5]) + more
+            )
+        kinds = {sharding: name for name, sharding in shardings.items()}
+        self._shardings[role], self._kinds[role] = shardings, list(kinds.values())
+        return {name: params[name] for name in self._kinds[role]}
+
+
+def _all_arrays(params: Mapping[str, Any]) -> bool:
+    """Tell by the types alone: they are few, and to ask each array for its own takes most of a millisecond."""
+    return all(issubclass(kind, Array) for kind in set(map(type, jax.tree.leaves(params))))
+
+
 @functools.cache
 def _abstract(graph: Graph) -> tuple[Any, dict[str, Any]]:
     graphdef, state = nnx.split(graph.bind_abstract())

@@ -1,14 +1,12 @@
 """The sampler: decoding as a function, params and prompts in, arrays out, for programs that train or evaluate.
 
-    target, drafter = jaxspec.load()
-    sampler = jaxspec.Sampler(target, drafter, max_new_tokens=64, logprobs=True)
-    result = sampler(
-        target.params, drafter.params, [[2, 17, 5]], sampler.sampling(1, temperature=1.0), seeds=[0]
-    )
+    pair = jaxspec.load()
+    sampler = jaxspec.Sampler(pair, max_new_tokens=64)
+    result = sampler(pair.target.params, pair.drafter.params, [[2, 17, 5]], Sampling(temperature=1.0), seeds=0)
 
 A `Sampler` holds what is static: both graphs, the number of new tokens, what sampling may do. Weights,
 prompts, sampling values and seeds are arguments: new values compile nothing. Inside a jitted function of
-your own the same call traces the same program; stop texts and streaming need the host and are refused there.
+your own the same call traces the same program. Stop texts and streaming need the host and are refused there.
 
 Every prompt is read once, up to its last token; then the state is repeated for each of its samples, and
 each sample reads the last token and goes its own way. `engine.Engine` is the other way to decode: many
@@ -19,16 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
@@ -36,157 +31,71 @@ from jax.typing import ArrayLike
 from jaxspec import decode, memory
 from jaxspec import state as states
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.engine import PREFILL_CHUNK, SMALLEST_PREFILL, VALUES, bucket, make_spec
-from jaxspec.params import Graph
-from jaxspec.ranges import PENALTIES, RANGES
-from jaxspec.records import Drafting, Extras, Tree
-from jaxspec.sampling import Logprobs, SamplingParams
-from jaxspec.shapes import Array, Float, Int, Params, UInt32
-from jaxspec.sharding import fetch, mesh_of, place_rows
-from jaxspec.state import DecodeState, LogitsFn, PrefillChunk
+from jaxspec.params import Graph, KnownParams
+from jaxspec.records import Drafting, Extras, FieldError, Sampling
+from jaxspec.rows import FinishReason, GenerateResult, Prompts, same_for_all, sampling_values
+from jaxspec.runtime import cache_length_for, jit, make_spec, read_prompts
+from jaxspec.sampling import SamplingParams
+from jaxspec.shapes import Array, Int, Params, UInt32
+from jaxspec.sharding import decoding_mesh, fetch, mesh_of, on_decoding_mesh, place_rows
+from jaxspec.state import DecodeState, PrefillChunk
 
 T = TypeVar("T")
+Models = Iterable[LoadedModel | None]
+"""A target and its drafter or None: what a `Pair` unpacks to."""
+
 StopAt = Callable[[Sequence[int]], int | None]
 """Given a row's tokens so far: how many of them to keep, which ends the row, or None to go on."""
-
-
-class FinishReason(enum.IntEnum):
-    """Why a row ended."""
-
-    UNFINISHED = 0  # in what a stream yields
-    STOP = 1
-    LENGTH = 2
-
-
-class Prompts(struct.PyTreeNode):
-    """Prompt ids, padded on the right with anything."""
-
-    tokens: Int[Array, "B T"]
-    lengths: Int[Array, " B"]  # 1 to T
-
-    @classmethod
-    def padded(cls, prompts: Sequence[Sequence[int]]) -> Prompts:
-        """Pad prompts to a common width, a power of two, so that few widths mean few programs.
-
-        Raises:
-          ValueError: there is no prompt, or one is empty.
-        """
-        empty = [i for i, prompt in enumerate(prompts) if not len(prompt)]
-        if empty or not len(prompts):
-            where = f"prompt {empty[0]} is empty" if empty else "there are no prompts"
-            raise ValueError(f"{where}; give at least one token of at least one prompt")
-        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-        tokens = np.zeros((len(prompts), bucket(int(lengths.max()), SMALLEST_PREFILL)), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        return cls(jnp.asarray(tokens), jnp.asarray(lengths))
-
-    def take(self, rows: ArrayLike | Sequence[int]) -> Prompts:
-        """Return some of the prompts, as wide as before: batches of one width share a program."""
-        return jax.tree.map(lambda x: x[jnp.asarray(rows)], self)
-
-
-class GenerateResult(struct.PyTreeNode):
-    """What was generated. R rows: the samples of prompt i are rows i * num_samples and following.
-
-    Everything past a row's length is 0.
-    """
-
-    tokens: Int[Array, "R M"]
-    lengths: Int[Array, " R"]
-    finish_reasons: Int[Array, " R"]  # a FinishReason
-    logprobs: Logprobs | None  # of each token, where the sampler keeps them
-    num_steps: Int[Array, " R"]  # verify steps
-    acceptance_lengths: Int[Array, "R M"]  # tokens that each of them committed, uncut
-    depth: int = struct.field(pytree_node=False)  # most drafts that a step can accept
-
-    def accepted_per_depth(self) -> Float[Array, " depth"]:
-        """Return the share of all verify steps that accepted at least 1, 2, ... drafts."""
-        accepted = self.acceptance_lengths - 1
-        steps = jnp.maximum(jnp.sum(self.num_steps), 1)
-        depths = jnp.arange(1, self.depth + 1)
-        return jnp.sum(accepted[:, :, None] >= depths, axis=(0, 1)) / steps
-
-    def acceptance_length(self) -> Float[Array, ""]:
-        """Return the mean tokens a verify step."""
-        return jnp.sum(self.acceptance_lengths) / jnp.maximum(jnp.sum(self.num_steps), 1)
-
-    def cut(self, lengths: Int[Array, " R"]) -> GenerateResult:
-        """End rows earlier, as by a stop."""
-        kept = jnp.arange(self.tokens.shape[1]) < lengths[:, None]
-
-        def mask(x: Array) -> Array:
-            return jnp.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, 0)
-
-        stopped = lengths < self.lengths
-        return dataclasses.replace(
-            self,
-            tokens=mask(self.tokens),
-            logprobs=jax.tree.map(mask, self.logprobs),
-            lengths=jnp.minimum(self.lengths, lengths),
-            finish_reasons=jnp.where(stopped, FinishReason.STOP, self.finish_reasons),
-        )
 
 
 class Sampler:
     """Generates from a target and at most one drafter.
 
     Args:
-      target: a loaded model, or its graph alone; then nothing is suppressed and there are no stop ids but
-        those given.
-      drafter: likewise; None decodes plainly.
+      target: a pair, as `load` returns it. Or a loaded model, or its graph alone; a graph suppresses nothing
+        and has no stop ids but those given.
+      drafter: likewise; None decodes plainly. A pair brings its own.
       max_new_tokens: most tokens a row; a call may set less for each row.
       num_samples: samples of each prompt.
       stop_ids: generation ends with (and keeps) the first of these; None for the checkpoint's own.
-      logprobs: keep the log-probability of every token, under the target and under what was sampled from.
-      num_draft_tokens, tree: as in `engine.Engine`.
-      top_logprobs, penalties, num_biases, logits_fn, draft_sampling, verification: as in `DecodeSpec`.
+      drafting: how to draft and to judge drafts.
+      extras: what rows may ask for beyond the least, such as penalties and log-probabilities.
 
     Raises:
       ConfigError: the drafter does not fit the target.
-      ValueError: a number is out of range, or options do not fit each other.
+      FieldError: a number is out of range, or options do not fit each other.
     """
 
     def __init__(
         self,
-        target: LoadedModel | Graph,
-        drafter: LoadedModel | Graph | None,
+        target: Models | LoadedModel | Graph,
+        drafter: LoadedModel | Graph | None = None,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int = 64,
         num_samples: int = 1,
         stop_ids: Sequence[int] | None = None,
-        num_draft_tokens: int | None = None,
-        tree: Tree | None = None,
-        logprobs: bool = False,
-        top_logprobs: int = 0,
-        penalties: bool = False,
-        num_biases: int = 0,
-        logits_fn: LogitsFn | None = None,
-        draft_sampling: bool = False,
-        verification: Literal["standard", "block"] = "standard",
+        drafting: Drafting = Drafting(),
+        extras: Extras = Extras(),
     ):
         for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
             if value < 1:
-                raise ValueError(f"{name} is {value}; it must be 1 or more")
-        self.spec = make_spec(
-            target,
-            drafter,
-            Drafting(num_draft_tokens, tree, draft_sampling, verification),
-            Extras(penalties, num_biases, logprobs, top_logprobs, logits_fn),
-        )
+                raise FieldError(name, f"is {value}; it must be 1 or more")
+        if not isinstance(target, LoadedModel | Graph):
+            if drafter is not None:
+                raise ValueError("the pair has its own drafter; give pair.target to use another")
+            target, drafter = _unpacked(target)
+        self.spec = make_spec(target, drafter, drafting, extras)
         if stop_ids is None:
             generation = target.generation if isinstance(target, LoadedModel) else None
             stop_ids = generation.eos_token_ids if generation else ()
         self.stop_ids = tuple(stop_ids)
         self.max_new_tokens, self.num_samples = max_new_tokens, num_samples
-        jit = functools.partial(jax.jit, compiler_options=decode.COMPILER_OPTIONS)
         self._generate = jit(self._traced, static_argnums=0)
         self._begin = jit(self._prefilled, static_argnums=0)
         self._advance = jit(functools.partial(decode.decode_loop, self.spec), donate_argnums=2)
         self._retire = jax.jit(states.retire, donate_argnums=0)
         self._result = jax.jit(self._result_of)
-        self._shardings: dict[str, Any] = {}  # of each model's params, as they came last
-        self._kinds: dict[str, list[str]] = {}  # a param of each different sharding among them
+        self._known = KnownParams()
         self._fitting: set[Any] = set()  # shapes of prompts for which there is memory
 
     @property
@@ -206,22 +115,15 @@ class Sampler:
           ValueError: a value is out of range, has another number of rows, or is of something that this
             sampler was made without.
         """
-        for name, value in values.items():
-            self._check_sampling(name, value, rows)
-        arrays = {name: jnp.asarray(value) for name, value in values.items()}
-        if "bias_ids" in arrays:  # fewer than the sampler allows: padded
-            pad = [(0, 0), (0, self.spec.extras.num_biases - arrays["bias_ids"].shape[1])]
-            arrays["bias_ids"] = jnp.pad(arrays["bias_ids"], pad, constant_values=-1)
-            arrays["bias_values"] = jnp.pad(arrays["bias_values"], pad)
-        return self.spec.sampling(rows, **arrays)
+        return sampling_values(self.spec, rows, values)
 
     def __call__(
         self,
         target_params: Params,
         drafter_params: Params | None,
         prompts: Prompts | ArrayLike | Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: ArrayLike | Sequence[int],
+        sampling: Sampling | SamplingParams | None = None,
+        seeds: ArrayLike | Sequence[int] = 0,
         *,
         max_new_tokens: ArrayLike | Sequence[int] | None = None,
         stop_ids: ArrayLike | Sequence[Sequence[int]] | None = None,
@@ -233,8 +135,9 @@ class Sampler:
           target_params, drafter_params: what `load` or a training step returns; never changed.
           prompts: padded ids and their lengths; an array whose rows are all prompt; or, outside of jit,
             sequences of ids.
-          sampling: of R rows, see `sampling`.
-          seeds: R integers. A row's draws depend on its seed and nothing else.
+          sampling: what all rows ask; or values of R rows, see `sampling`. None is greedy.
+          seeds: one integer, or R of them. A row's draws depend on nothing else but, with one integer, the
+            row's number: row i has the key `fold_in(key(seed), i)`, as request i of an engine has.
           max_new_tokens: of each row, instead of the sampler's.
           stop_ids: [R, I] instead of the sampler's, padded with -1.
           stop_at: one for all rows or one a row, for stop texts: `tokenizer.stop_at_text` makes one. It
@@ -264,18 +167,18 @@ class Sampler:
             )
             return result
         given = self._inputs(prompts, sampling, seeds, max_new_tokens, stop_ids)
-        mesh = self._check(target_params, drafter_params, given[0])
+        mesh, *weights = self._check(target_params, drafter_params, given[0])
         with _on(mesh):
             given = _placed(given, mesh)
-            return self._generate(mesh, target_params, drafter_params, *given)
+            return self._generate(mesh, *weights, *given)
 
     def stream(
         self,
         target_params: Params,
         drafter_params: Params | None,
         prompts: Prompts | ArrayLike | Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        seeds: ArrayLike | Sequence[int],
+        sampling: Sampling | SamplingParams | None = None,
+        seeds: ArrayLike | Sequence[int] = 0,
         *,
         max_new_tokens: ArrayLike | Sequence[int] | None = None,
         stop_ids: ArrayLike | Sequence[Sequence[int]] | None = None,
@@ -292,7 +195,7 @@ class Sampler:
         if steps_per_return < 1:
             raise ValueError(f"steps_per_return is {steps_per_return}; it must be 1 or more")
         given = self._inputs(prompts, sampling, seeds, max_new_tokens, stop_ids)
-        mesh = self._check(target_params, drafter_params, given[0])
+        mesh, *weights = self._check(target_params, drafter_params, given[0])
         rows = given[2].shape[0]
         stops = [stop_at] * rows if stop_at is None or callable(stop_at) else list(stop_at)
         if len(stops) != rows:
@@ -302,7 +205,7 @@ class Sampler:
         lengths = np.full(rows, self.max_new_tokens, np.int32)  # where the host ended rows
         with _on(mesh):
             given = _placed(given, mesh)
-            state = self._begin(mesh, target_params, drafter_params, *given)
+            state = self._begin(mesh, *weights, *given)
         steps = _placed(np.int32(steps_per_return), mesh)
         while True:
             result = self._result(state)
@@ -318,15 +221,17 @@ class Sampler:
             if not (active & (lengths >= counts)).any():
                 return
             with _on(mesh):
-                state = self._advance(target_params, drafter_params, state, steps)
+                state = self._advance(*weights, state, steps)
 
     def _inputs(
-        self, prompts: Any, sampling: SamplingParams, seeds: Any, max_new_tokens: Any, stop_ids: Any
+        self, prompts: Any, sampling: Any, seeds: Any, max_new_tokens: Any, stop_ids: Any
     ) -> tuple[Prompts, SamplingParams, Any, Any, Any]:
         """Bring arguments into the one form that the program takes; shapes are checked, values are not."""
         if not isinstance(prompts, Prompts):
             if hasattr(prompts, "ndim"):
                 b, t = _shape("prompts", prompts, 2)
+                if not np.issubdtype(prompts.dtype, np.integer):
+                    raise ValueError(f"prompts are {prompts.dtype}; expected whole numbers")
                 prompts = Prompts(jnp.asarray(prompts), jnp.full(b, t, jnp.int32))
             else:
                 prompts = Prompts.padded(prompts)
@@ -343,8 +248,10 @@ class Sampler:
                 f"prompts of width {t} + max_new_tokens ({self.max_new_tokens}) need "
                 f"{t + self.max_new_tokens} positions; the model has {most}"
             )
-        if np.shape(seeds) != (rows,):
-            raise ValueError(f"seeds have shape {np.shape(seeds)}; {expected}")
+        if np.shape(seeds) not in ((), (rows,)):
+            raise ValueError(f"seeds have shape {np.shape(seeds)}; {expected}, or one integer")
+        if sampling is None or isinstance(sampling, Sampling):
+            sampling = same_for_all(self.spec, rows, sampling or Sampling())
         if sampling.temperature.shape != (rows,):
             raise ValueError(f"sampling has {sampling.temperature.shape[0]} rows; {expected}")
         adjusts, biases = (
@@ -381,7 +288,7 @@ class Sampler:
         drafter_params: Params | None,
         prompts: Prompts,
         sampling: SamplingParams,
-        seeds: UInt32[Array, " R"],
+        seeds: UInt32[Array, " #R"] | UInt32[Array, ""],
         max_new_tokens: Int[Array, " R"],
         stop_ids: Int[Array, "R I"],
     ) -> DecodeState:
@@ -389,34 +296,16 @@ class Sampler:
         b, t = prompts.tokens.shape
         rows = b * self.num_samples
         state = self._init_state(b, t, stop_ids.shape[1], mesh)
-        prefill = functools.partial(decode.prefill, self.spec, target_params, drafter_params)
+        models = (self.spec, target_params, drafter_params)
         head = prompts.lengths - 1  # all but the last token
-        width = min(t - 1, PREFILL_CHUNK)
-
-        def feed(i: Array | int, state: DecodeState) -> DecodeState:
-            begin = i * width
-            chunk = PrefillChunk(
-                slots=jnp.arange(b),
-                tokens=lax.dynamic_slice(padded, (0, begin), (b, width)),
-                start=jnp.minimum(head, begin),
-                count=jnp.clip(head - begin, 0, width),
-                is_last=jnp.zeros(b, bool),
-            )
-            return prefill(state, chunk)
-
-        if width:
-            padded = jnp.pad(prompts.tokens, ((0, 0), (0, width)))
-            if t - 1 <= width:
-                state = feed(0, state)
-            else:
-                state = lax.fori_loop(0, -(-jnp.max(head) // width), feed, state)
+        state = read_prompts(*models, state, prompts.tokens[:, : t - 1], head)
         index = jnp.repeat(jnp.arange(b), self.num_samples)
         if self.num_samples > 1:
             state = jax.tree.map(lambda x: x[index], state)
         state = dataclasses.replace(
             state,
             sampling=sampling,
-            keys=jax.vmap(jax.random.key)(seeds),
+            keys=_keys(seeds, rows),
             max_new_tokens=max_new_tokens,
             stop_ids=stop_ids,
         )
@@ -427,7 +316,7 @@ class Sampler:
             count=jnp.ones(rows, jnp.int32),
             is_last=jnp.ones(rows, bool),
         )
-        return prefill(state, last)
+        return decode.prefill(*models, state, last)
 
     def _traced(
         self, mesh: Mesh | None, target_params: Params, drafter_params: Params | None, *given: Any
@@ -465,24 +354,28 @@ class Sampler:
         )
 
     def _cache_length(self, width: int) -> int:
-        # A multiple of 8, which attention's kernels want.
-        return -(-(width + self.max_new_tokens + self.spec.step_tokens) // 8) * 8
+        # Attention's kernels want a multiple of 8.
+        return cache_length_for(self.spec, width + self.max_new_tokens, multiple=8)
 
     def _check(
         self, target_params: Params, drafter_params: Params | None, prompts: Prompts
-    ) -> Mesh | None:
+    ) -> tuple[Mesh | None, Params, Params | None]:
         """Refuse params that do not fit, prompts out of range and states that no memory holds.
 
         Returns:
-          The mesh that the params are on; None for one device, which its own arrays need not name.
+          The mesh that the params are on, None for one device, which its own arrays need not name; and the
+          params, on that mesh.
         """
-        some = dict(target=self._check_params("target", self.spec.target, target_params))
+        some = dict(target=self._known.check("target", self.spec.target, target_params))
         if (self.spec.drafter is None) != (drafter_params is None):
             has, given = ("no", "were") if self.spec.drafter is None else ("a", "were not")
             raise ValueError(f"drafter_params {given} given, but this sampler has {has} drafter")
         if self.spec.drafter is not None:
-            some["drafter"] = self._check_params("drafter", self.spec.drafter, drafter_params)
-        mesh = mesh_of(**some)
+            some["drafter"] = self._known.check("drafter", self.spec.drafter, drafter_params)
+        mesh = decoding_mesh(mesh_of(**some))
+        if any(on_decoding_mesh(params) is not params for params in some.values()):
+            target_params = on_decoding_mesh(target_params)
+            drafter_params = None if drafter_params is None else on_decoding_mesh(drafter_params)
         rows, data = len(prompts.tokens), mesh.shape["data"]
         if rows % data:
             raise ValueError(f"{rows} prompts do not divide by the mesh's data axis of {data}")
@@ -502,64 +395,20 @@ class Sampler:
             positions = self._cache_length(t)
             memory.check_fits(self.spec, rows * self.num_samples, positions, mesh)
             self._fitting.add(shape)
-        return mesh if mesh.size > 1 else None
+        return (mesh if mesh.size > 1 else None), target_params, drafter_params
 
-    def _check_params(self, role: str, graph: Graph, params: Any) -> Params:
-        """Refuse params that do not fit; return one of each sharding, for what looks at those alone."""
-        if not (isinstance(params, dict) and _all_are(jax.Array, params)):
-            raise ValueError(
-                f"the {role}'s params must be jax.Arrays by name, as `load` returns them; jnp.asarray makes "
-                "one of an array of numpy"
-            )
-        shardings = {name: value.sharding for name, value in params.items()}
-        known = self._shardings.get(role)
-        if shardings == known:  # takes a third of looking at each, and is so in nearly every call
-            return {name: params[name] for name in self._kinds[role]}
-        # Later, shapes and dtypes are looked at when they make JAX trace anew.
-        if known is None or params.keys() != known.keys():
-            graph.check(params)
-            known = shardings
-        wrong = [
-            f"{name}: {s}, before {known[name]}"
-            for name, s in shardings.items()
-            if not s.is_equivalent_to(known[name], params[name].ndim)
-        ]
-        if wrong:
-            more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-            raise ValueError(
-                f"the {role}'s params are sharded otherwise than in the first call; put them back with "
-                "jax.device_put, or make another Sampler:\n  " + "\n  ".join(wrong[:5]) + more
-            )
-        kinds = {sharding: name for name, sharding in shardings.items()}
-        self._shardings[role], self._kinds[role] = shardings, list(kinds.values())
-        return {name: params[name] for name in self._kinds[role]}
 
-    def _check_sampling(self, name: str, value: Any, rows: int) -> None:
-        biases = ("bias_ids", "bias_values")
-        known = (*VALUES, *biases)
-        if name not in known:
-            raise ValueError(f"{name} is not a sampling value; known are {', '.join(known)}")
-        if name in PENALTIES and not self.spec.extras.penalties:
-            raise ValueError(f"{name} was given, but the sampler was made without penalties=True")
-        shape, most = np.shape(value), self.spec.extras.num_biases
-        if name in biases:
-            if len(shape) != 2 or shape[0] != rows or shape[1] > most:
-                raise ValueError(
-                    f"{name} has shape {shape}; expected [{rows}, at most {most}], the sampler's num_biases"
-                )
-        elif shape not in ((), (1,), (rows,)):
-            raise ValueError(f"{name} has shape {shape}; expected one value, or {rows}")
-        if _is_traced(value):
-            return
-        numbers = np.asarray(value, np.float64)
-        if name == "bias_ids":
-            size = self.spec.target.config.vocab_size
-            words, fits = "-1 or a token id", (numbers >= -1) & (numbers < size)
-        else:
-            words, allows = RANGES["bias" if name == "bias_values" else name]
-            fits = allows(numbers)
-        if not np.all(fits):
-            raise ValueError(f"{name} is {numbers[~fits].flat[0]:g}; it must be {words}")
+def _unpacked(pair: Models) -> tuple[LoadedModel, LoadedModel | None]:
+    target, drafter = pair
+    assert target is not None
+    return target, drafter
+
+
+def _keys(seeds: Array, rows: int) -> Array:
+    """Return the key of each row: of its own seed, or of its number under one seed for all."""
+    if seeds.ndim:
+        return jax.vmap(jax.random.key)(seeds)
+    return jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seeds)))(jnp.arange(rows))
 
 
 def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
@@ -578,10 +427,6 @@ def _placed(tree: T, mesh: Mesh | None) -> T:
 
 def _is_traced(tree: Any) -> bool:
     return any(issubclass(kind, Tracer) for kind in _kinds(tree))
-
-
-def _all_are(kind: type, tree: Any) -> bool:
-    return all(issubclass(found, kind) for found in _kinds(tree))
 
 
 def _kinds(tree: Any) -> set[type]:

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.cache import KVCache
-from jaxspec.shapes import Array
+from jaxspec.shapes import Array, Params
 
 MESH_AXES = ("data", "model")
 
@@ -155,11 +155,67 @@ def fetch(tree: T) -> T:
     return jax.tree.unflatten(structure, jax.device_get(leaves))
 
 
+def decoding_mesh(mesh: Mesh) -> Mesh:
+    """Return the mesh of `data` and `model` over the devices of another, for weights to be decoded with.
+
+    A mesh of a training program may have other axes (`fsdp`, say), and types of axes that decoding does not
+    use (`AxisType.Explicit`, which `jax.make_mesh` makes by default). `model` stays what it is, and all other
+    axes together become `data`. A mesh that is such a one already is returned as it is.
+    """
+    if mesh.axis_names == MESH_AXES and set(mesh.axis_types) == {AxisType.Auto}:
+        return mesh
+    others = [i for i, name in enumerate(mesh.axis_names) if name != "model"]
+    order = [*others, *(i for i, name in enumerate(mesh.axis_names) if name == "model")]
+    devices = mesh.devices.transpose(order).reshape(-1, mesh.shape.get("model", 1))
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def place_params(params: Params, graph: Any, mesh: Mesh) -> Params:
+    """Put weights where decoding wants them, whatever mesh they come from.
+
+    Weights that are there already are not copied. What an axis like `fsdp` split is brought together:
+    decoding reads every weight in every step.
+
+    Args:
+      graph: of the model whose weights these are: `LoadedModel.graph`.
+      mesh: any mesh of the devices, such as that of a training program; see `decoding_mesh`.
+    """
+    return jax.device_put(params, graph.shardings(decoding_mesh(mesh)))
+
+
+def on_decoding_mesh(params: Params) -> Params:
+    """Name the mesh of weights as decoding does, see `mesh_of`; no weight moves or is copied."""
+    moved = {}
+    for name, x in params.items():
+        sharding = x.sharding
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+            continue
+        if (ours := decoding_mesh(sharding.mesh)) is not sharding.mesh:
+            moved[name] = NamedSharding(ours, _without_other_axes(sharding.spec))
+    if not moved:
+        return params
+    return params | jax.device_put({name: params[name] for name in moved}, moved)
+
+
+def _without_other_axes(spec: PartitionSpec) -> PartitionSpec:
+    """Leave out of a spec the axes that decoding does not know; they have size 1."""
+
+    def of(entry: Any) -> Any:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(name for name in names if name in MESH_AXES)
+        return kept[0] if len(kept) == 1 else kept or None
+
+    return PartitionSpec(*map(of, spec))
+
+
 def mesh_of(**params: Mapping[str, Array] | None) -> Mesh:
     """Return the mesh that models' weights are on; weights on one device are on a mesh of 1 x 1.
 
+    It has the axes `data` and `model`. An axis of another name is taken when its size is 1, and so is a mesh
+    whose axes are explicit: `decoding_mesh` stands for it.
+
     Raises:
-      ValueError: they are on different devices, or on a mesh with other axes.
+      ValueError: weights are on different devices, or split over an axis of another name.
     """
     placed: dict[Any, str] = {}
     for model, weights in params.items():
@@ -172,19 +228,30 @@ def mesh_of(**params: Mapping[str, Array] | None) -> Mesh:
         elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             mesh = sharding.mesh
         else:
-            raise ValueError(f"{name} is placed by {sharding}; expected a NamedSharding")
-        if mesh.axis_names != MESH_AXES:
+            raise ValueError(
+                f"{name} is placed by {sharding}; expected a NamedSharding. {_way_out(name)}"
+            )
+        if any(size > 1 and axis not in MESH_AXES for axis, size in mesh.shape.items()):
             raise ValueError(
                 f"{name} is on a mesh with axes {', '.join(map(str, mesh.axis_names))}; expected "
-                "data and model, as jaxspec.sharding.make_mesh has them"
+                f"data and model. {_way_out(name)}"
             )
-        meshes.setdefault(mesh, name)
+        meshes.setdefault(decoding_mesh(mesh), name)
     if len(meshes) > 1:
         found = [f"{name} on {_described(mesh)}" for mesh, name in meshes.items()]
         raise ValueError(
-            f"weights are not on the same devices: {'; '.join(found)}. Load all with the same mesh"
+            f"weights are not on the same devices: {'; '.join(found)}. Load all with the same mesh, or "
+            "put each model's there by jaxspec.sharding.place_params(params, graph, mesh)"
         )
     return next(iter(meshes))
+
+
+def _way_out(name: str) -> str:
+    model = name.split()[0]
+    return (
+        "Put them where decoding wants them first: "
+        f"{model}_params = jaxspec.sharding.place_params({model}_params, {model}.graph, mesh)"
+    )
 
 
 def _described(mesh: Mesh) -> str:

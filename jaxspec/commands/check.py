@@ -52,7 +52,10 @@ from jaxspec.commands.replay import (
     search,
 )
 from jaxspec.commands.report import json_lines, write_line
-from jaxspec.engine import Completion, Engine, Request
+from jaxspec.engine import Engine
+from jaxspec.records import Drafting
+from jaxspec.requests import Completion, Request
+from jaxspec.runtime import Programs
 from jaxspec.tokenizer import Tokenizer
 
 FLOOR = 0.3
@@ -263,7 +266,8 @@ def decode_greedily(
     if wrong:
         raise CheckError("\n".join(wrong))
     done = [event for event in engine.run(requests) if isinstance(event, Completion)]
-    return sorted(done, key=lambda completion: completion.index)
+    order = {completion.id: completion for completion in done}
+    return [order[i] for i in range(len(requests))]
 
 
 # --- losslessness ------------------------------------------------------------------------------------

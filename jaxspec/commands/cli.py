@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 import jaxspec
-from jaxspec.ranges import refusal
+from jaxspec.records import BIAS, RANGES
 
 app = typer.Typer(
     name="jaxspec",
@@ -522,7 +522,7 @@ def generate(
 
 def _check_ranges(**values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and (wrong := refusal(name, value)):
+        if value is not None and (wrong := RANGES[name].refusal(value)):
             raise UsageError(f"--{name.replace('_', '-')} {wrong}")
 
 
@@ -538,7 +538,7 @@ def _parse_logit_bias(given: Sequence[str]) -> dict[int, float]:
                 f'--logit-bias {text}: expected ID=VALUE, such as 17=-2.5, or JSON, such as {{"17": -2.5}}'
             ) from None
         for token, bias in pairs:
-            if wrong := refusal("bias", bias):
+            if wrong := BIAS.refusal(bias):
                 raise UsageError(f"--logit-bias {text}: the bias of {token} {wrong}")
             if token in biases:
                 raise UsageError(f"--logit-bias names token {token} twice; leave one out")

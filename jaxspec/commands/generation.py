@@ -44,10 +44,10 @@ from jaxspec.commands.report import (
     write_line,
 )
 from jaxspec.configs.base import ConfigError
-from jaxspec.drafters.base import Tree
-from jaxspec.engine import VALUES, Completion, Engine, Request, Update
+from jaxspec.engine import Engine
 from jaxspec.memory import DeviceMemoryError
-from jaxspec.ranges import refusal
+from jaxspec.records import RANGES, VALUES, Drafting, Sampling, Tree
+from jaxspec.requests import Completion, Request, Update
 from jaxspec.sharding import parse_mesh
 from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError, completed_text, stop_at_text
 
@@ -133,11 +133,12 @@ class Job:
         text = None
         if self.tokenizer is not None:
             text = completed_text(self.tokenizer, done.token_ids, self.stop_texts)
-        prompt, sample = divmod(done.index, self.num_samples)
+        assert isinstance(done.id, int)
+        prompt, sample = divmod(done.id, self.num_samples)
         return Result(
-            index=done.index,
+            index=done.id,
             prompt=self.texts[prompt],
-            prompt_ids=self.requests[done.index].prompt_ids,
+            prompt_ids=self.requests[done.id].prompt_ids,
             token_ids=done.token_ids,
             text=text,
             finish_reason=done.finish_reason,
@@ -266,7 +267,7 @@ def load_models(options: Options, console: Console) -> tuple[LoadedModel, Loaded
     if options.target and not options.drafter:
         note(console, "no --drafter was given: decoding plainly, one token a step")
     with console.status("[dim]loading the models"):
-        return load(
+        pair = load(
             options.target,
             options.drafter,
             dtype=options.dtype,
@@ -276,6 +277,7 @@ def load_models(options: Options, console: Console) -> tuple[LoadedModel, Loaded
             offline=options.offline,
             mesh=mesh,
         )
+    return pair.target, pair.drafter
 
 
 def make_job(
@@ -297,8 +299,12 @@ def make_job(
         stop_at = stop_at_text(tokenizer, options.stop_texts)
     shared: dict[str, Any] = dict(
         max_new_tokens=options.max_new_tokens,
-        **sampling_values(options, target, console),
-        logit_bias=logit_biases(options, target),
+        sampling=Sampling(
+            **sampling_values(options, target, console),
+            logit_bias=logit_biases(options, target),
+            logprobs=options.logprobs or options.top_logprobs > 0,
+            top_logprobs=options.top_logprobs,
+        ),
         stop_ids=stop_ids(options, target),
         seed=options.seed,
         stop_at=stop_at,
@@ -328,7 +334,7 @@ def sampling_values(options: Options, target: LoadedModel, console: Console) -> 
         if target.generation is None:
             raise RunError(f"--sampling model: {target.source} has no generation config of its own")
         values = {name: getattr(target.generation, name) for name in values}
-        wrong = [f"{name} {what}" for name in values if (what := refusal(name, values[name]))]
+        wrong = [f"{name} {what}" for name in values if (what := RANGES[name].refusal(values[name]))]
         if wrong:
             raise RunError(
                 f"--sampling model: in {target.source}'s generation config {wrong[0]}; give the values "
@@ -379,12 +385,12 @@ def make_engine(
             job.requests,
             cache_length=options.cache_length,
             batch_size=options.batch_size or min(len(job.requests), MOST_SLOTS),
-            num_draft_tokens=options.num_draft_tokens,
-            tree=None if options.tree is None else Tree(*options.tree),
-            draft_sampling=options.draft_sampling,
-            verification=options.verification,
-            logprobs=options.logprobs or options.top_logprobs > 0,
-            top_logprobs=options.top_logprobs,
+            drafting=Drafting(
+                options.num_draft_tokens,
+                None if options.tree is None else Tree(*options.tree),
+                options.draft_sampling,
+                options.verification,
+            ),
             steps_per_return=STREAMING_STEPS if len(job.requests) == 1 else BATCH_STEPS,
         )
     except ConfigError:
@@ -398,7 +404,7 @@ def refuse(job: Job, engine: Engine, console: Console) -> None:
     for index, request in enumerate(job.requests[:: job.num_samples]):
         error = job.errors.get(index) or engine.check(request)
         if error is not None:
-            job.errors[index] = as_flags(error)
+            job.errors[index] = as_flags(str(error))
     named = [f"{job.prompts[i].origin}: {error}" for i, error in sorted(job.errors.items())]
     if len(named) == len(job.prompts):
         raise RunError("\n".join(named))
@@ -451,10 +457,11 @@ def show_many(job: Job, engine: Engine, lines: IO[str] | None, console: Console)
     with contextlib.closing(progress):
         for event in engine.run(job.requests):
             finished = isinstance(event, Completion)
-            progress.update(event.index, len(event.token_ids), finished=finished)
+            assert isinstance(event.id, int)
+            progress.update(event.id, len(event.token_ids), finished=finished)
             if not isinstance(event, Completion):
                 continue
-            early[event.index] = job.result(event)
+            early[event.id] = job.result(event)
             with progress.aside():
                 while len(results) in early:
                     results.append(early.pop(len(results)))
@@ -507,7 +514,7 @@ def summarise(
         batch_size=engine.batch_size,
         cache_length=engine.cache_length,
         max_new_tokens=request.max_new_tokens,
-        **{name: getattr(request, name) for name in VALUES},
+        **{name: getattr(request.sampling, name) for name in VALUES},
         logit_bias=dict(options.logit_bias),
         ban_tokens=options.ban_tokens,
         seed=request.seed,

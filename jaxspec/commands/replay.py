@@ -24,9 +24,9 @@ from jaxspec.cache import cache_bytes
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.commands.conventions import Reading, alternatives
 from jaxspec.drafters.base import AnyDrafter, Kept, TargetView
-from jaxspec.engine import Completion
 from jaxspec.models.target import Target, TargetOutput, init_caches
 from jaxspec.params import Graph
+from jaxspec.requests import Completion
 from jaxspec.shapes import Array, Int, Params
 
 LEVEL = 0.95  # of confidence, for all comparisons of a round together

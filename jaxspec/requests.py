@@ -1,0 +1,147 @@
+"""What an engine is asked and what it answers; and which requests the programs of a spec can decode.
+
+Read `Request`, then `Completion`. Nothing here runs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jaxspec.records import VALUES, FieldError, Sampling
+from jaxspec.runtime import cache_length_for
+from jaxspec.sampling import SamplingParams
+from jaxspec.state import DecodeSpec
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+      prompt_ids: token ids, BOS included where the model wants one.
+      stop_ids: generation ends with (and keeps) the first of these.
+      seed: with `sample`, it names the request's random draws; nothing else does.
+      sample: which of the draws of that seed. None: 0, or the request's place in the list that `run` is given.
+      id: what updates and the completion are called. None: a number that the engine chooses, or the place in
+        the list that `run` is given.
+      stop_at: called with the tokens so far whenever the loop returns to the host. A number n ends the
+        row and keeps its first n tokens. For stop texts: `tokenizer.stop_at_text` makes one.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    sample: int | None = None
+    id: Hashable | None = None
+    stop_at: Callable[[Sequence[int]], int | None] | None = None
+
+    @property
+    def num_stop_ids(self) -> int:
+        """How many different stop ids it has."""
+        return len(set(self.stop_ids))
+
+
+@dataclass(frozen=True)
+class Update:
+    """A request has more tokens; `token_ids` are all it has so far."""
+
+    id: Hashable
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A request is done. Or it was refused: then `error` says why, and nothing was generated.
+
+    Attributes:
+      finish_reason: "stop": a stop id, or `Request.stop_at`. "length": the limit. "cancelled": `Engine.cancel`.
+      acceptance_lengths: one number a verify step, the tokens it committed, bonus included, before any cut by a
+        stop or the limit. Prefill's token belongs to no step.
+      logprobs: one number a token, under the target as it is. None where the engine does not keep them.
+      sampled_logprobs: the same under the distribution that was sampled from: after suppressed tokens,
+        penalties, temperature and filters. 0 in greedy rows.
+      top_logprobs: the target's best tokens in each one's place, as pairs of id and log-probability, best first.
+    """
+
+    id: Hashable
+    token_ids: tuple[int, ...] = ()
+    finish_reason: Literal["stop", "length", "cancelled"] = "length"
+    acceptance_lengths: tuple[int, ...] = ()
+    error: str | None = None
+    logprobs: tuple[float, ...] | None = None
+    sampled_logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+
+
+def positions(spec: DecodeSpec, request: Request) -> int:
+    """Return the positions that a request needs in a cache."""
+    return cache_length_for(spec, len(request.prompt_ids) + request.max_new_tokens)
+
+
+def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
+    """Say why programs of this spec cannot decode a request, whatever their shapes; None when they can."""
+    config, sampling, extras = spec.target.config, request.sampling, spec.extras
+    count, most, size = len(request.prompt_ids), request.max_new_tokens, config.vocab_size
+    if count == 0:
+        return FieldError("prompt_ids", lambda _: "the prompt is empty; give at least one token")
+    bad = [i for i in request.prompt_ids if not 0 <= i < size]
+    if bad:
+        return FieldError(
+            "prompt_ids",
+            lambda _: f"prompt ids {bad[:5]} are outside the vocabulary; expected 0 to {size - 1}",
+        )
+    if most < 1:
+        return FieldError("max_new_tokens", f"is {most}; it must be 1 or more")
+    if not 0 <= (request.sample or 0) < 2**32:
+        return FieldError("sample", f"is {request.sample}; it must be between 0 and 2**32 - 1")
+    if sampling.penalties and not extras.penalties:
+        name = sampling.penalties[0]
+        return FieldError(
+            name, f"is {getattr(sampling, name):g}, but the engine was made without penalties=True"
+        )
+    for token in sampling.logit_bias:
+        if not 0 <= token < size:
+            return FieldError(
+                "logit_bias", f"{token} is outside the vocabulary; expected 0 to {size - 1}"
+            )
+    if (biases := len(sampling.logit_bias)) > extras.num_biases:
+        return FieldError(
+            "logit_bias",
+            f"names {biases} tokens, but the engine was made for {extras.num_biases}; pass "
+            f"num_biases={biases}",
+        )
+    if sampling.logprobs and not extras.logprobs:
+        return FieldError("logprobs", "is on, but the engine was made without logprobs=True")
+    if sampling.top_logprobs > extras.top_logprobs:
+        return FieldError(
+            "top_logprobs",
+            f"is {sampling.top_logprobs}, but the engine was made for {extras.top_logprobs}",
+        )
+    if count + most > config.max_positions:
+        return FieldError(
+            "max_new_tokens",
+            lambda say: (
+                f"prompt ({count} tokens) + {say('max_new_tokens')} ({most}) needs {count + most} "
+                f"positions; the model has {config.max_positions}"
+            ),
+        )
+    return None
+
+
+def sampling_params(spec: DecodeSpec, rows: Sequence[Sampling]) -> SamplingParams:
+    """Return what rows ask of sampling as arrays, a row each."""
+    values = {name: np.asarray([getattr(r, name) for r in rows]) for name in VALUES}
+    values["top_k"] = np.minimum(values["top_k"], spec.target.config.vocab_size)
+    ids = np.full((len(rows), spec.extras.num_biases), -1)
+    biases = np.zeros(ids.shape)
+    for row, asked in enumerate(rows):
+        count = len(asked.logit_bias)
+        ids[row, :count] = list(asked.logit_bias)
+        biases[row, :count] = list(asked.logit_bias.values())
+    return spec.sampling(len(rows), **values, bias_ids=ids, bias_values=biases)

@@ -1,0 +1,190 @@
+"""What goes into a sampler and what comes out of it: prompts, sampling values and results, a row each."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jaxspec.records import BIAS, PENALTIES, RANGES, VALUES, FieldError, Sampling
+from jaxspec.runtime import SMALLEST_PREFILL, bucket
+from jaxspec.sampling import Logprobs, SamplingParams
+from jaxspec.shapes import Array, Float, Int
+from jaxspec.state import DecodeSpec
+
+
+def check_ids(name: str, ids: Sequence[Any]) -> None:
+    """Refuse ids that are not whole numbers: an array of floats, say, would be cut to whole ones silently.
+
+    Raises:
+      ValueError: naming the prompt and the first such id.
+    """
+    if hasattr(ids, "dtype"):
+        wrong = (
+            [] if np.issubdtype(np.asarray(ids).dtype, np.integer) else np.ravel(ids)[:1].tolist()
+        )
+    else:
+        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer)]
+    if wrong:
+        raise ValueError(
+            f"{name} has the id {wrong[0]!r}; expected whole numbers, as a tokenizer gives"
+        )
+
+
+class FinishReason(enum.IntEnum):
+    """Why a row ended."""
+
+    UNFINISHED = 0  # in what a stream yields
+    STOP = 1
+    LENGTH = 2
+
+
+class Prompts(struct.PyTreeNode):
+    """Prompt ids, padded on the right with anything."""
+
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, " B"]  # 1 to T
+
+    @classmethod
+    def padded(cls, prompts: Sequence[Sequence[int]]) -> Prompts:
+        """Pad prompts to a common width, a power of two, so that few widths mean few programs.
+
+        Raises:
+          ValueError: there is no prompt, or one is empty or has an id that is no whole number.
+        """
+        empty = [i for i, prompt in enumerate(prompts) if not len(prompt)]
+        if empty or not len(prompts):
+            where = f"prompt {empty[0]} is empty" if empty else "there are no prompts"
+            raise ValueError(f"{where}; give at least one token of at least one prompt")
+        for i, prompt in enumerate(prompts):
+            check_ids(f"prompt {i}", prompt)
+        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+        tokens = np.zeros((len(prompts), bucket(int(lengths.max()), SMALLEST_PREFILL)), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        return cls(jnp.asarray(tokens), jnp.asarray(lengths))
+
+    def take(self, rows: ArrayLike | Sequence[int]) -> Prompts:
+        """Return some of the prompts, as wide as before: batches of one width share a program."""
+        return jax.tree.map(lambda x: x[jnp.asarray(rows)], self)
+
+
+class GenerateResult(struct.PyTreeNode):
+    """What was generated. R rows: the samples of prompt i are rows i * num_samples and following.
+
+    Everything past a row's length is 0.
+    """
+
+    tokens: Int[Array, "R M"]
+    lengths: Int[Array, " R"]
+    finish_reasons: Int[Array, " R"]  # a FinishReason
+    logprobs: Logprobs | None  # of each token, where the sampler keeps them
+    num_steps: Int[Array, " R"]  # verify steps
+    acceptance_lengths: Int[Array, "R M"]  # tokens that each of them committed, uncut
+    depth: int = struct.field(pytree_node=False)  # most drafts that a step can accept
+
+    def accepted_per_depth(self) -> Float[Array, " depth"]:
+        """Return the share of all verify steps that accepted at least 1, 2, ... drafts."""
+        accepted = self.acceptance_lengths - 1
+        steps = jnp.maximum(jnp.sum(self.num_steps), 1)
+        depths = jnp.arange(1, self.depth + 1)
+        return jnp.sum(accepted[:, :, None] >= depths, axis=(0, 1)) / steps
+
+    def acceptance_length(self) -> Float[Array, ""]:
+        """Return the mean tokens a verify step."""
+        return jnp.sum(self.acceptance_lengths) / jnp.maximum(jnp.sum(self.num_steps), 1)
+
+    def cut(self, lengths: Int[Array, " R"]) -> GenerateResult:
+        """End rows earlier, as by a stop."""
+        kept = jnp.arange(self.tokens.shape[1]) < lengths[:, None]
+
+        def mask(x: Array) -> Array:
+            return jnp.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, 0)
+
+        stopped = lengths < self.lengths
+        return dataclasses.replace(
+            self,
+            tokens=mask(self.tokens),
+            logprobs=jax.tree.map(mask, self.logprobs),
+            lengths=jnp.minimum(self.lengths, lengths),
+            finish_reasons=jnp.where(stopped, FinishReason.STOP, self.finish_reasons),
+        )
+
+
+# --- sampling values ---------------------------------------------------------------------------------
+
+
+def sampling_values(spec: DecodeSpec, rows: int, values: Mapping[str, Any]) -> SamplingParams:
+    """Return values of sampling as programs of a spec take them: one for all rows, or one a row.
+
+    Args:
+      values: by the name of a field of `Sampling`; biases are `bias_ids` and `bias_values`, [rows, N] each.
+
+    Raises:
+      ValueError: a value is out of range, has another number of rows, or is of something that the spec was
+        made without.
+    """
+    for name, value in values.items():
+        _check_value(spec, name, value, rows)
+    arrays = {name: jnp.asarray(value) for name, value in values.items()}
+    if "bias_ids" in arrays:  # fewer than the spec allows: padded
+        pad = [(0, 0), (0, spec.extras.num_biases - arrays["bias_ids"].shape[1])]
+        arrays["bias_ids"] = jnp.pad(arrays["bias_ids"], pad, constant_values=-1)
+        arrays["bias_values"] = jnp.pad(arrays["bias_values"], pad)
+    return spec.sampling(rows, **arrays)
+
+
+def same_for_all(spec: DecodeSpec, rows: int, sampling: Sampling) -> SamplingParams:
+    """Return what one record asks, for all rows.
+
+    Raises:
+      FieldError: it asks for something that the spec was made without.
+    """
+    for name in ("logprobs", "top_logprobs"):
+        if getattr(sampling, name) > getattr(spec.extras, name):
+            raise FieldError(
+                name, "is asked for, but the sampler was made without it in its extras"
+            )
+    wanted = [name for name in VALUES if name not in PENALTIES or name in sampling.penalties]
+    values: dict[str, Any] = {name: getattr(sampling, name) for name in wanted}
+    if biases := sampling.logit_bias:
+        values["bias_ids"] = np.tile(np.asarray([*biases], np.int32), (rows, 1))
+        values["bias_values"] = np.tile(np.asarray([*biases.values()], np.float32), (rows, 1))
+    return sampling_values(spec, rows, values)
+
+
+def _check_value(spec: DecodeSpec, name: str, value: Any, rows: int) -> None:
+    biases = ("bias_ids", "bias_values")
+    known = (*VALUES, *biases)
+    if name not in known:
+        raise ValueError(f"{name} is not a sampling value; known are {', '.join(known)}")
+    if name in PENALTIES and not spec.extras.penalties:
+        raise FieldError(name, "was given, but the sampler was made without penalties=True")
+    shape, most = np.shape(value), spec.extras.num_biases
+    if name in biases:
+        if len(shape) != 2 or shape[0] != rows or shape[1] > most:
+            raise FieldError(
+                name,
+                f"has shape {shape}; expected [{rows}, at most {most}], the sampler's num_biases",
+            )
+    elif shape not in ((), (1,), (rows,)):
+        raise FieldError(name, f"has shape {shape}; expected one value, or {rows}")
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+        return
+    numbers = np.asarray(value, np.float64)
+    if name == "bias_ids":
+        size = spec.target.config.vocab_size
+        words, fits = "-1 or a token id", (numbers >= -1) & (numbers < size)
+    else:
+        allowed = BIAS if name == "bias_values" else RANGES[name]
+        words, fits = allowed.words, allowed.allows(numbers)
+    if not np.all(fits):
+        raise FieldError(name, f"is {numbers[~fits].flat[0]:g}; it must be {words}")
