@@ -14,7 +14,7 @@ import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -91,7 +91,7 @@ class Pair:
     drafter: LoadedModel | None = None
     programs: Programs = field(default_factory=Programs)
 
-    def __iter__(self) -> Iterator[LoadedModel | None]:
+    def __iter__(self) -> Iterator[Any]:
         """Unpack into target and drafter."""
         return iter((self.target, self.drafter))
 
@@ -111,14 +111,6 @@ class Pair:
     def plain(self) -> Pair:
         """Return the same target without its drafter: what speculation is compared with."""
         return Pair(self.target, None, self.programs)
-
-    @overload
-    def generate(
-        self, prompts: str, *, num_samples: Literal[1] = 1, **options: Any
-    ) -> Generation: ...
-
-    @overload
-    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> Any: ...
 
     def generate(
         self,
@@ -172,7 +164,8 @@ class Pair:
         options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos)
         requests = [Request(ids, **options) for _, ids in read for _ in range(num_samples)]
         engine = Engine.fitting(
-            *self,
+            self.target,
+            self.drafter,
             requests,
             drafting=drafting,
             batch_size=batch_size or min(len(requests), MOST_SLOTS) or 1,
@@ -219,7 +212,8 @@ class Pair:
         options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos)
         request = Request(read[1], **options)
         engine = Engine.fitting(
-            *self,
+            self.target,
+            self.drafter,
             [request],
             drafting=drafting,
             cache_length=cache_length,

@@ -44,7 +44,7 @@ from jaxspec.runtime import (
 )
 from jaxspec.sampling import Logprobs
 from jaxspec.shapes import Params
-from jaxspec.sharding import decoding_mesh, fetch, mesh_of
+from jaxspec.sharding import fetch, mesh_of
 from jaxspec.state import DecodeSpec, DecodeState
 
 STOP_IDS = 4
@@ -92,11 +92,12 @@ class Engine:
             if value < 1:
                 raise FieldError(name, f"is {value}; it must be 1 or more")
         self.target, self.drafter = target, drafter
+        params, drafter_params = target.params, drafter.params if drafter else None
         self.runtime = Runtime(
             make_spec(target, drafter, drafting, extras),
-            target.params,
-            None if drafter is None else drafter.params,
-            batch_size=batch_size,
+            params,
+            drafter_params,
+            batch_size=rows_bucket(batch_size, mesh_of(target=params, drafter=drafter_params)),
             cache_length=cache_length,
             programs=programs,
         )
@@ -136,8 +137,7 @@ class Engine:
         if cache_length is None:
             needed = [positions(spec, r) for r in requests if refusal(spec, r) is None]
             cache_length = cache_bucket(max(needed, default=1))
-        params = dict(target=target.params, drafter=drafter.params if drafter else None)
-        mesh = decoding_mesh(mesh_of(**params))
+        mesh = mesh_of(target=target.params, drafter=drafter.params if drafter else None)
         memory.check_fits(spec, rows_bucket(batch_size, mesh), cache_length, mesh)
         return cls(
             target,
@@ -249,7 +249,7 @@ class Engine:
         elif name in self._live:
             raise FieldError("id", f"{name!r} belongs to a request that is not done; give another")
         self._live.add(name)
-        self._waiting.append(dataclasses.replace(request, id=name, sample=request.sample or 0))
+        self._waiting.append(dataclasses.replace(request, id=name))
         return name
 
     def cancel(self, id: Hashable) -> None:
@@ -360,7 +360,7 @@ class Engine:
         for slot, request in new.items():
             unique = sorted(set(request.stop_ids))
             stop_ids[slot, : len(unique)] = unique
-            seeds[slot] = request.seed % 2**32, request.sample
+            seeds[slot] = request.seed % 2**32, request.sample or 0
         admission = self.runtime.admission(
             [slot if slot in new else b for slot in range(b)],
             [r.max_new_tokens for r in asked],

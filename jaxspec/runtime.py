@@ -35,7 +35,7 @@ from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Int, Params
-from jaxspec.sharding import decoding_mesh, mesh_of, on_decoding_mesh, place_rows
+from jaxspec.sharding import mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
 
 PREFILL_CHUNK = 512
@@ -303,7 +303,7 @@ class Runtime:
     It runs on the mesh that the weights are on. A state is passed in, donated, and returned.
 
     Args:
-      batch_size: slots; rounded up to a power of two, times the mesh's data axis.
+      batch_size: slots; a multiple of the mesh's data axis, see `rows_bucket`.
       cache_length: positions a slot holds: prompt, new tokens and one step's tokens.
       programs: where compiled programs are kept; None for a place of its own.
     """
@@ -319,9 +319,9 @@ class Runtime:
         programs: Programs | None = None,
     ):
         self.spec = spec
-        self.mesh = decoding_mesh(mesh_of(target=target_params, drafter=drafter_params))
+        self.mesh = mesh_of(target=target_params, drafter=drafter_params)
         self.target_params, self.drafter_params = target_params, drafter_params
-        self.batch_size = rows_bucket(batch_size, self.mesh)
+        self.batch_size = batch_size
         self.cache_length = cache_length
         self.programs = Programs() if programs is None else programs
         self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime

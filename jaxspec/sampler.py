@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,11 @@ from jaxspec.rows import FinishReason, GenerateResult, Prompts, same_for_all, sa
 from jaxspec.runtime import cache_length_for, jit, make_spec, read_prompts
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Int, Params, UInt32
-from jaxspec.sharding import decoding_mesh, fetch, mesh_of, on_decoding_mesh, place_rows
+from jaxspec.sharding import fetch, mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import DecodeState, PrefillChunk
 
 T = TypeVar("T")
-Models = Iterable[LoadedModel | None]
+Models = Iterable[Any]
 """A target and its drafter or None: what a `Pair` unpacks to."""
 
 StopAt = Callable[[Sequence[int]], int | None]
@@ -83,7 +83,7 @@ class Sampler:
         if not isinstance(target, LoadedModel | Graph):
             if drafter is not None:
                 raise ValueError("the pair has its own drafter; give pair.target to use another")
-            target, drafter = _unpacked(target)
+            target, drafter = cast(tuple[LoadedModel, LoadedModel | None], tuple(target))
         self.spec = make_spec(target, drafter, drafting, extras)
         if stop_ids is None:
             generation = target.generation if isinstance(target, LoadedModel) else None
@@ -372,7 +372,7 @@ class Sampler:
             raise ValueError(f"drafter_params {given} given, but this sampler has {has} drafter")
         if self.spec.drafter is not None:
             some["drafter"] = self._known.check("drafter", self.spec.drafter, drafter_params)
-        mesh = decoding_mesh(mesh_of(**some))
+        mesh = mesh_of(**some)
         if any(on_decoding_mesh(params) is not params for params in some.values()):
             target_params = on_decoding_mesh(target_params)
             drafter_params = None if drafter_params is None else on_decoding_mesh(drafter_params)
@@ -396,12 +396,6 @@ class Sampler:
             memory.check_fits(self.spec, rows * self.num_samples, positions, mesh)
             self._fitting.add(shape)
         return (mesh if mesh.size > 1 else None), target_params, drafter_params
-
-
-def _unpacked(pair: Models) -> tuple[LoadedModel, LoadedModel | None]:
-    target, drafter = pair
-    assert target is not None
-    return target, drafter
 
 
 def _keys(seeds: Array, rows: int) -> Array:

@@ -57,8 +57,8 @@ def forget_programs() -> Iterator[None]:
     process, and then the compiler aborts it.
     """
     yield
-    from jaxspec import engine
+    from tests.decode import cases
 
-    engine._compiled.clear()
+    cases.PROGRAMS.compiled.clear()
     jax.clear_caches()
     gc.collect()

@@ -27,15 +27,17 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxspec import cache, engine
+from jaxspec import cache, runtime
 from jaxspec.api import BUNDLED
 from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
-from jaxspec.engine import Completion, Engine, Request
+from jaxspec.engine import Engine, Request
 from jaxspec.models.layers import project
+from jaxspec.records import Drafting, Extras, Sampling
 from jaxspec.sampler import Sampler
 from jaxspec.sharding import make_mesh, place, state_shardings
 from tests.cli import pair
-from tests.decode.cases import PROMPT_LENGTHS, Case, case, target
+from tests.decode.cases import PROMPT_LENGTHS, Case, case, engine_of, target
+from tests.decode.cases import run as run_all
 from tests.tiny import VOCAB_SIZE
 
 ROWS, DRAFTS, NEW_TOKENS = 8, 4, 12
@@ -51,18 +53,16 @@ def engine_on(mesh: Mesh, c: Case, drafter: str) -> Engine:
     made = None if drafter == "plain" else on_mesh(c.drafter(drafter), mesh)
     drafts = None if made is None else DRAFTS
     target = on_mesh(c.target, mesh)
-    return Engine(target, made, batch_size=ROWS, cache_length=64, num_draft_tokens=drafts)
+    return engine_of(target, made, batch_size=ROWS, cache_length=64, num_draft_tokens=drafts)
 
 
 def requests(c: Case, sampled: bool = False) -> list[Request]:
     values: dict[str, Any] = dict(temperature=1.2, top_k=40, top_p=0.95) if sampled else {}
-    return [Request(prompt, NEW_TOKENS, **values) for prompt in c.prompts]
+    return [Request(prompt, NEW_TOKENS, Sampling(**values)) for prompt in c.prompts]
 
 
 def decoded(engine: Engine, asked: list[Request]) -> list[Any]:
-    done = [event for event in engine.run(asked) if isinstance(event, Completion)]
-    done.sort(key=lambda completion: completion.index)
-    return [[list(x.token_ids), list(x.acceptance_lengths)] for x in done]
+    return [[list(x.token_ids), list(x.acceptance_lengths)] for x in run_all(engine, asked)]
 
 
 def split_sizes(engine: Engine) -> dict[int, str]:
@@ -90,11 +90,11 @@ def collectives(hlo: str) -> dict[str, int]:
 
 def misplaced(engine: Engine) -> list[str]:
     """List arrays of the state that some program returns in another place than is declared."""
-    state = jax.eval_shape(lambda: engine._init_state(4))
+    state = jax.eval_shape(lambda: engine.runtime.init_state(4))
     declared = jax.tree_util.tree_leaves_with_path(state_shardings(state, engine.mesh))
     shapes = jax.tree.leaves(state)
     wrong = []
-    for key, program in engine._programs.items():
+    for key, program in engine.runtime.used.items():
         for (path, sharding), x, out in zip(
             declared, shapes, jax.tree.leaves(program.output_shardings), strict=True
         ):
@@ -108,7 +108,7 @@ def split(name: str, drafter: str, data: str, model: str) -> dict[str, Any]:
     c = a_case(name, drafter)
     engine = engine_on(make_mesh(data=int(data), model=int(model)), c, drafter)
     result, sampled = decoded(engine, requests(c)), decoded(engine, requests(c, sampled=True))
-    programs = {key[0]: program.as_text() for key, program in engine._programs.items()}
+    programs = {key[0]: program.as_text() for key, program in engine.runtime.used.items()}
     return {
         "equal": result == decoded(alone(name, drafter), requests(c)),
         "equal_sampled": sampled == decoded(alone(name, drafter), requests(c, sampled=True)),
@@ -241,8 +241,14 @@ def sampler() -> dict[str, Any]:
     found = []
     for mesh in (make_mesh(data=2, model=4), make_mesh(devices=jax.devices()[:1])):
         params = [on_mesh(model, mesh).params for model in (c.target, assistant)]
-        options = dict(max_new_tokens=NEW_TOKENS, num_draft_tokens=2, num_samples=2, logprobs=True)
-        ask = Sampler(c.target, assistant, **options)
+        ask = Sampler(
+            c.target,
+            assistant,
+            max_new_tokens=NEW_TOKENS,
+            num_samples=2,
+            drafting=Drafting(2),
+            extras=Extras(logprobs=True),
+        )
         sampling = ask.sampling(8, temperature=[0.0, 1.0] * 4)
         found.append(ask(*params, c.prompts[:4], sampling, np.arange(8)))
     spread, alone = found
@@ -290,7 +296,7 @@ def two(port: str, process: str, data: str, model: str) -> dict[str, Any]:
 def main() -> None:
     """Run the cases, under the small chunks and tight rings of `tests/decode`."""
     cache.RING_MULTIPLE = 1
-    engine.PREFILL_CHUNK = 16
+    runtime.PREFILL_CHUNK = 16
     kinds = {f.__name__: f for f in (split, load, cli, errors, sampler, control, two)}
     for text in sys.argv[1:]:
         kind, *values = text.split(":")

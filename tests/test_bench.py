@@ -508,9 +508,9 @@ def test_a_run_larger_than_the_device_is_refused_before_its_weights(
     with pytest.raises(memory.DeviceMemoryError, match="the weights need 0"):
         jaxspec.load(drafter="none", dtype="float32")
     monkeypatch.setattr(memory, "bytes_limit", lambda mesh: 14 << 20)
-    target, _ = jaxspec.load(drafter="none", dtype="float32")
+    alone = jaxspec.load(drafter="none", dtype="float32")
     with pytest.raises(memory.DeviceMemoryError, match=r"8 rows .*: \d rows of this length fit"):
-        jaxspec.generate(target, None, [[2, 5]], max_new_tokens=500, batch_size=8)
+        jaxspec.generate(alone, [[2, 5]], max_new_tokens=500, batch_size=8)
 
 
 def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:

@@ -18,9 +18,10 @@ import pytest
 
 from jaxspec.api import BUNDLED
 from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
-from jaxspec.drafters.base import Tree
-from jaxspec.engine import Completion, Engine, Request
+from jaxspec.engine import Completion, Request
+from jaxspec.records import Tree
 from jaxspec.tokenizer import Tokenizer
+from tests.decode.cases import engine_of, run
 
 ROOT = Path(__file__).parents[1]
 HELD_OUT = json.loads((BUNDLED / "held_out.json").read_text())
@@ -52,10 +53,8 @@ def continued(
     target: LoadedModel, drafter: LoadedModel, new_tokens: int = NEW_TOKENS, **options: Any
 ) -> list[Completion]:
     """Continue the held-out prompts greedily, speculating, with programs that test_recomputation has too."""
-    engine = Engine(target, drafter, batch_size=8, cache_length=256, **options)
-    requests = [Request(ids, new_tokens) for ids in PROMPTS]
-    done = [c for c in engine.run(requests) if isinstance(c, Completion)]
-    return sorted(done, key=lambda c: c.index)
+    engine = engine_of(target, drafter, batch_size=8, cache_length=256, **options)
+    return run(engine, [Request(ids, new_tokens) for ids in PROMPTS])
 
 
 def acceptance_length(completions: list[Completion]) -> float:

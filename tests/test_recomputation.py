@@ -24,7 +24,9 @@ from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
 from jaxspec.engine import Completion, Engine, Request
 from jaxspec.models.target import TargetOutput
 from jaxspec.params import Graph
+from jaxspec.records import Drafting
 from jaxspec.shapes import Array, Params
+from tests.decode.cases import run
 
 NEW_TOKENS = 128
 HELD_OUT = json.loads((BUNDLED / "held_out.json").read_text())["prompts"]
@@ -38,15 +40,9 @@ def target() -> LoadedModel:
 
 
 def generated(target: LoadedModel, drafter: LoadedModel, num_draft_tokens: int) -> list[Completion]:
-    engine = Engine(
-        target, drafter, batch_size=8, cache_length=256, num_draft_tokens=num_draft_tokens
-    )
-    done = [
-        c
-        for c in engine.run([Request(ids, NEW_TOKENS) for ids in PROMPTS])
-        if isinstance(c, Completion)
-    ]
-    return sorted(done, key=lambda c: c.index)
+    drafting = Drafting(num_draft_tokens)
+    engine = Engine(target, drafter, drafting=drafting, batch_size=8, cache_length=256)
+    return run(engine, [Request(ids, NEW_TOKENS) for ids in PROMPTS])
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "feature_layers"))

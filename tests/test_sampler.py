@@ -11,15 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import memory
-from jaxspec import sampler as sampler_module
+from jaxspec import memory, runtime
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
-from jaxspec.sampler import FinishReason, GenerateResult, Prompts, Sampler
+from jaxspec.records import Drafting, Extras
+from jaxspec.rows import FinishReason, GenerateResult, Prompts
+from jaxspec.sampler import Sampler
 from tests import fakes, tiny
 
 NEW_TOKENS = 12
+EXTRAS = Extras(logprobs=True, penalties=True)
 PROMPTS = [[2, 17, 80, 33, 5, 9, 41], [2, 99], [2, 40, 40, 7], [2, 7, 8, 9, 10, 11, 12, 13, 14]]
 TEMPERATURES = [0.0, 1.0, 0.7, 1.3]
 
@@ -39,7 +41,7 @@ def drafter(target: LoadedModel) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def sampler(target: LoadedModel, drafter: LoadedModel) -> Sampler:
-    return Sampler(target, drafter, max_new_tokens=NEW_TOKENS, logprobs=True, penalties=True)
+    return Sampler(target, drafter, max_new_tokens=NEW_TOKENS, extras=EXTRAS)
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +140,7 @@ def test_a_row_is_the_same_in_a_batch_of_any_size(
 def test_samples_of_one_prefill_are_those_of_many(
     target: LoadedModel, drafter: LoadedModel, sampler: Sampler, ask: Any
 ) -> None:
-    forked = Sampler(
-        target, drafter, max_new_tokens=NEW_TOKENS, num_samples=2, logprobs=True, penalties=True
-    )
+    forked = Sampler(target, drafter, max_new_tokens=NEW_TOKENS, num_samples=2, extras=EXTRAS)
     values = sampler.sampling(4, temperature=1.0, repetition_penalty=1.1, presence_penalty=0.3)
     prompts, seeds = PROMPTS[2:], np.arange(4)
     result = forked(target.params, drafter.params, prompts, values, seeds)
@@ -162,7 +162,7 @@ def test_long_prompts_are_read_in_chunks(
     whole, chunked = (Sampler(target, None, max_new_tokens=4) for _ in range(2))
     given = (target.params, None, prompts, whole.sampling(3), range(3))
     expected = whole(*given)
-    monkeypatch.setattr(sampler_module, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(runtime, "PREFILL_CHUNK", 8)
     same(chunked(*given), expected)
 
 
@@ -303,7 +303,7 @@ def test_params_of_other_kinds_are_refused(sampler: Sampler, target: LoadedModel
     arrays = {name: np.asarray(a) for name, a in target.params.items()}
     for params in (arrays, [*target.params.values()], None):
         with pytest.raises(ValueError, match=r"the target's params must be jax\.Arrays by name"):
-            sampler._check_params("target", target.graph, params)
+            sampler._known.check("target", target.graph, params)
 
 
 def test_what_needs_the_host_is_refused_in_jit(sampler: Sampler, target: LoadedModel) -> None:
@@ -341,7 +341,7 @@ def test_options_that_cannot_be_meant_are_refused(
     wrong: list[tuple[dict[str, Any], str]] = [
         (dict(max_new_tokens=0), "max_new_tokens is 0"),
         (dict(max_new_tokens=4, num_samples=0), "num_samples is 0"),
-        (dict(max_new_tokens=4, num_draft_tokens=9), "proposes 1 to 3 tokens"),
+        (dict(max_new_tokens=4, drafting=Drafting(9)), "proposes 1 to 3 tokens"),
     ]
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -354,7 +354,7 @@ def test_options_that_cannot_be_meant_are_refused(
 
 
 def test_biases_ban_and_prefer(target: LoadedModel) -> None:
-    sampler = Sampler(target, None, max_new_tokens=6, num_biases=2)
+    sampler = Sampler(target, None, max_new_tokens=6, extras=Extras(num_biases=2))
     given = (target.params, None, PROMPTS)
     free = sampler(*given, sampler.sampling(4), range(4)).tokens.tolist()
     banned = sampler.sampling(4, bias_ids=[[r[0]] for r in free], bias_values=[[-np.inf]] * 4)

@@ -33,8 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxspec
-from jaxspec import decode, memory
-from jaxspec import state as states
+from jaxspec import memory
 from jaxspec.api import BUNDLED, default_dtype, load
 from jaxspec.cache import RING_MULTIPLE
 from jaxspec.commands import plot
@@ -55,18 +54,17 @@ from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.decode import propose
-from jaxspec.drafters.base import Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import ancestors
-from jaxspec.engine import PREFILL_CHUNK, make_spec, row_keys
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.target import Target, place
 from jaxspec.params import Graph
-from jaxspec.records import Drafting
+from jaxspec.records import Drafting, Tree
+from jaxspec.runtime import PREFILL_CHUNK, Runtime, cache_length_for, chunks, make_spec
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int, Params
-from jaxspec.sharding import fetch, make_mesh, mesh_of, parse_mesh, place_rows
+from jaxspec.sharding import fetch, make_mesh, mesh_of, parse_mesh
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
 
 DRAFTER_KINDS = ("mtp", "dflash")
@@ -345,17 +343,13 @@ def make_pair(
             f"{target_graph.config.max_positions}"
         )
     devices = mesh or make_mesh(devices=jax.devices()[:1])
-    memory.check_fits(spec, rows, cache_length_for(spec, positions), devices)
+    length = cache_length_for(spec, positions, multiple=RING_MULTIPLE)
+    memory.check_fits(spec, rows, length, devices)
     if target_params is None:
         target_params = _random_params(target_graph, seed, mesh)
         if drafter_graph is not None:
             drafter_params = _random_params(drafter_graph, seed + 1, mesh)
     return Pair(spec, target_params, drafter_params, target_name, drafter_name, held_out)
-
-
-def cache_length_for(spec: DecodeSpec, positions: int) -> int:
-    """Return the length of caches for so many positions and a step's own tokens."""
-    return -(-(positions + spec.step_tokens) // RING_MULTIPLE) * RING_MULTIPLE
 
 
 def random_drafter(preset: str, kind: str, dtype: str) -> tuple[Graph, str]:
@@ -510,37 +504,28 @@ def measure(
     mesh = pair.mesh
     spec, (batch, prompt_length) = pair.spec, prompts.shape
     start = prompt_length if context is None else context
-    cache_length = cache_length_for(spec, start + new_tokens + 1)
+    cache_length = cache_length_for(spec, start + new_tokens + 1, multiple=RING_MULTIPLE)
     weights = (pair.target_params, pair.drafter_params)
-    admission = place_rows(_admission(batch, new_tokens + 1, seed), mesh)
-    state = states.init_state(
-        spec,
-        batch,
-        cache_length=cache_length,
-        num_stop_ids=1,
-        cache_dtype=jnp.dtype(spec.target.dtype),
-        mesh=mesh,
-    )
-    admit = _compiled(states.admit, mesh, 0, state, admission)
+    runtime = Runtime(spec, *weights, batch_size=batch, cache_length=cache_length)
+    state = runtime.init_state(num_stop_ids=1)
+    admission = _admission(runtime, new_tokens + 1, seed)
+    admit = runtime.program("admit", state, admission)
     begin = time.perf_counter()
     if context is None:
-        chunks = [place_rows(chunk, mesh) for chunk in _chunks(prompts)]
-        prefill = functools.partial(decode.prefill, spec)
-        programs = {c.tokens.shape: _compiled(prefill, mesh, 2, *weights, state, c) for c in chunks}
-        calls = [functools.partial(_feed, programs[c.tokens.shape], weights, c) for c in chunks]
+        calls = [_feed(runtime, state, runtime.place(chunk)) for chunk in _chunks(prompts)]
     else:
         state = _with_random_caches(state, seed)
-        anchors = place_rows(prompts[:, 0], mesh)
+        anchors = runtime.place(prompts[:, 0])
         jump = functools.partial(_stand_after, context)
-        calls = [functools.partial(_compiled(jump, mesh, 1, anchors, state), anchors)]
+        jump = runtime.programs.get(jump, (anchors, state), donate=1, mesh=mesh)
+        calls = [functools.partial(jump, anchors)]
     prefill_compile_s = time.perf_counter() - begin
     begin = time.perf_counter()
-    loop = functools.partial(decode.decode_loop, spec)
-    loop = _compiled(loop, mesh, 2, *weights, state, place_rows(np.int32(0), mesh))
+    loop = runtime.program("decode", state, runtime.place(np.int32(0)))
     decode_compile_s = time.perf_counter() - begin
 
     def once(state: DecodeState, max_steps: int) -> tuple[DecodeState, float, float]:
-        steps = place_rows(np.int32(max_steps), mesh)
+        steps = runtime.place(np.int32(max_steps))
         # The caches stay, and keep what is in them: old tokens are never looked at again.
         state = jax.block_until_ready((admit(state, admission), steps))[0]
         begin = time.perf_counter()
@@ -548,7 +533,7 @@ def measure(
             state = call(state)
         jax.block_until_ready(state)
         middle = time.perf_counter()
-        state = jax.block_until_ready(loop(*weights, state, steps))
+        state = jax.block_until_ready(loop(state, steps))
         return state, middle - begin, time.perf_counter() - middle
 
     state = once(state, WARM_UP_STEPS)[0]
@@ -569,11 +554,11 @@ def measure(
             counts = fetch(jax.jit(distinct_experts, static_argnums=0)(spec, *weights, state))
         experts = Spread(float(counts.mean()), float(counts.min()), float(counts.max()))
     state = once(state, steps // 2)[0]
-    draft_s, verify_s = _part_seconds(spec, weights, state, mesh, repeats)
+    draft_s, verify_s = _part_seconds(runtime, state, repeats)
     rest_s = statistics.median(step_s) - statistics.median(verify_s)
     rest_s -= statistics.median(draft_s) if draft_s else 0
-    in_loop, on_gpu = loop_counts(loop.as_text()), mesh.devices.flat[0].platform == "gpu"
-    analysis = loop.memory_analysis()
+    in_loop, on_gpu = loop_counts(loop.compiled.as_text()), mesh.devices.flat[0].platform == "gpu"
+    analysis = loop.compiled.memory_analysis()
     # The floor is that of the middle of the run.
     middle = start + new_tokens // 2
     rows, ceiling = _of_a_group(mesh, batch, ceiling)
@@ -614,22 +599,20 @@ def measure(
 
 
 def _part_seconds(
-    spec: DecodeSpec,
-    weights: tuple[Params, Params | None],
-    state: DecodeState,
-    mesh: Mesh,
-    repeats: int,
+    runtime: Runtime, state: DecodeState, repeats: int
 ) -> tuple[list[float], list[float]]:
     """Time drafting (nothing, without a drafter) and verifying alone, a round each; the state is given away."""
+    spec, weights = runtime.spec, (runtime.target_params, runtime.drafter_params)
     tokens = np.repeat(fetch(state.anchors)[:, None], spec.step_tokens, axis=1)
-    block: Block = (state, place_rows(jnp.asarray(tokens), mesh))
-    few, many = (place_rows(np.int32(n), mesh) for n in (WARM_UP_STEPS, PART_STEPS))
+    block: Block = (state, runtime.place(jnp.asarray(tokens)))
+    few, many = (runtime.place(np.int32(n)) for n in (WARM_UP_STEPS, PART_STEPS))
     seconds = []
     for part in (draft_loop, verify_loop):
         seconds.append([])
         if part is draft_loop and spec.drafter is None:
             continue
-        program = _compiled(functools.partial(part, spec), mesh, 2, *weights, block, few)
+        given = (*weights, block, few)
+        program = runtime.programs.get(part, given, donate=2, mesh=runtime.mesh, spec=spec)
         block = jax.block_until_ready(program(*weights, block, few))
         for _ in range(repeats):
             begin = time.perf_counter()
@@ -638,10 +621,18 @@ def _part_seconds(
     return seconds[0], seconds[1]
 
 
+def _chunks(prompts: np.ndarray) -> list[PrefillChunk]:
+    """Cut prompts of one length, one for each slot, into chunks without padding."""
+    batch, every = len(prompts), dict(enumerate(prompts))
+    return list(chunks(every, batch, lambda left: (batch, min(left, PREFILL_CHUNK))))
+
+
 def _feed(
-    prefill: Any, weights: tuple[Params, Params | None], chunk: PrefillChunk, state: DecodeState
-) -> DecodeState:
-    return prefill(*weights, state, chunk)
+    runtime: Runtime, state: DecodeState, chunk: PrefillChunk
+) -> Callable[[DecodeState], DecodeState]:
+    """Return what feeds this chunk to a state; its program is compiled now."""
+    prefill = runtime.program("prefill", state, chunk)
+    return lambda state: prefill(state, chunk)
 
 
 def _stand_after(context: int, anchors: Int[jax.Array, " B"], state: DecodeState) -> DecodeState:
@@ -684,47 +675,13 @@ def _of_a_group(mesh: Mesh, batch: int, ceiling: Ceiling) -> tuple[int, Ceiling]
     return batch // data, together
 
 
-def _compiled(function: Any, mesh: Mesh, state: int, *args: Any) -> Any:
-    """Compile a program that takes a state at that place, may use its memory and returns the next."""
-    jitted = jax.jit(
-        function,
-        donate_argnums=state,
-        out_shardings=jax.tree.map(lambda x: x.sharding, args[state]),
-        compiler_options=decode.COMPILER_OPTIONS,
-    )
-    with jax.set_mesh(mesh):
-        return jitted.lower(*args).compile()
-
-
-def _admission(batch: int, max_new_tokens: int, seed: int) -> Admission:
+def _admission(runtime: Runtime, max_new_tokens: int, seed: int) -> Admission:
     """Admit a greedy request without stop ids to every slot."""
-    zeros = jnp.zeros(batch, jnp.int32)
-    seeds = np.stack([np.full(batch, seed), np.arange(batch)], axis=1).astype(np.uint32)
-    return Admission(
-        slots=jnp.arange(batch, dtype=jnp.int32),
-        max_new_tokens=zeros + max_new_tokens,
-        stop_ids=jnp.full((batch, 1), -1, jnp.int32),
-        sampling=SamplingParams.make(batch),
-        keys=row_keys(jnp.asarray(seeds)),
-    )
-
-
-def _chunks(prompts: np.ndarray) -> list[PrefillChunk]:
-    batch, length = prompts.shape
-    chunks = []
-    for begin in range(0, length, PREFILL_CHUNK):
-        tokens = prompts[:, begin : begin + PREFILL_CHUNK]
-        end = begin + tokens.shape[1]
-        chunks.append(
-            PrefillChunk(
-                slots=jnp.arange(batch, dtype=jnp.int32),
-                tokens=jnp.asarray(tokens),
-                start=jnp.full(batch, begin, jnp.int32),
-                count=jnp.full(batch, end - begin, jnp.int32),
-                is_last=jnp.full(batch, end == length),
-            )
-        )
-    return chunks
+    batch = runtime.batch_size
+    seeds = np.stack([np.full(batch, seed), np.arange(batch)], axis=1)
+    no_stop = np.full((batch, 1), -1)
+    limits = [max_new_tokens] * batch
+    return runtime.admission(range(batch), limits, no_stop, SamplingParams.make(batch), seeds)
 
 
 def distinct_experts(

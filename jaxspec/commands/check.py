@@ -401,10 +401,13 @@ def run(
     """
     batch_size = min(batch_size, len(prompts.ids))
     say("the target continues the text, with drafts")
-    options = dict(batch_size=batch_size, num_draft_tokens=num_draft_tokens)
-    speculative = decode_greedily(target, drafter, prompts.ids, new_tokens, **options)
+    shared: dict[str, Any] = dict(batch_size=batch_size, programs=Programs())
+    drafting = Drafting(num_draft_tokens)
+    speculative = decode_greedily(
+        target, drafter, prompts.ids, new_tokens, drafting=drafting, **shared
+    )
     say("the same, without")
-    plain = decode_greedily(target, None, prompts.ids, new_tokens, batch_size=batch_size)
+    plain = decode_greedily(target, None, prompts.ids, new_tokens, **shared)
     drafts = num_draft_tokens or drafter.graph.bind_abstract().default_draft_tokens
 
     enough = [i for i, c in enumerate(plain) if len(c.token_ids) > drafts]

@@ -334,7 +334,9 @@ def sampling_values(options: Options, target: LoadedModel, console: Console) -> 
         if target.generation is None:
             raise RunError(f"--sampling model: {target.source} has no generation config of its own")
         values = {name: getattr(target.generation, name) for name in values}
-        wrong = [f"{name} {what}" for name in values if (what := RANGES[name].refusal(values[name]))]
+        wrong = [
+            f"{name} {what}" for name in values if (what := RANGES[name].refusal(values[name]))
+        ]
         if wrong:
             raise RunError(
                 f"--sampling model: in {target.source}'s generation config {wrong[0]}; give the values "

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from jaxspec import runtime
 from jaxspec.commands.cli import app
 from tests.cli import pair
+from tests.decode import cases
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ def invoke(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> Run:
     # Where it is set, the command leaves JAX's own settings alone, which all tests share.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(checkpoints / "compiled"))
     monkeypatch.chdir(checkpoints)
+    # Commands run in a process each, which has its own programs; here they share them.
+    monkeypatch.setattr(runtime, "Programs", lambda: cases.PROGRAMS)
 
     def run(*args: str, stdin: bytes | None = None) -> Outcome:
         result = CliRunner().invoke(app, list(args), input=stdin)

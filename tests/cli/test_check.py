@@ -23,8 +23,8 @@ from jaxspec.commands import replay
 from jaxspec.commands.conventions import Reading, alternatives, in_force
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.mtp import MTPDrafter
-from jaxspec.engine import Completion
 from jaxspec.params import Graph
+from jaxspec.requests import Completion
 from tests import tiny
 from tests.cli.conftest import Outcome, Run
 

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from jaxspec.checkpoint import load_target
 from jaxspec.commands import generation
-from jaxspec.engine import Completion, Engine, Update
+from jaxspec.engine import Engine
+from jaxspec.requests import Completion, Update
 from jaxspec.tokenizer import Tokenizer
 from tests.cli import pair
 from tests.cli.conftest import Run

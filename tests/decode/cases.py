@@ -16,12 +16,16 @@ import pytest
 
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.configs.base import GenerationDefaults, LayerType
-from jaxspec.engine import Completion, Engine, Request
+from jaxspec.engine import Engine
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
-from jaxspec.records import Drafting, Extras
+from jaxspec.records import Drafting, Extras, Sampling
+from jaxspec.requests import Completion, Request
+from jaxspec.runtime import Programs
 from tests import fakes, tiny
 
+PROGRAMS = Programs()
+SAMPLING = dataclasses.fields(Sampling)
 BLOCK = 5
 SLOTS = 4
 NEW_TOKENS = 20
@@ -77,7 +81,7 @@ class Case:
         cache_length: int = CACHE_LENGTH,
         **options: Any,
     ) -> Engine:
-        return Engine(
+        return engine_of(
             self.target,
             None if drafter is None else self.drafter(drafter),
             batch_size=batch_size,
@@ -128,9 +132,25 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
 
 
 def completions(events: Iterable[object], count: int) -> list[Completion]:
-    done = {e.index: e for e in events if isinstance(e, Completion)}
-    assert sorted(done) == list(range(count))
+    done = {e.id: e for e in events if isinstance(e, Completion)}
+    assert done.keys() == set(range(count))
     return [done[i] for i in range(count)]
+
+
+def engine_of(target: LoadedModel, drafter: LoadedModel | None, **options: Any) -> Engine:
+    """Return an engine that shares its programs with the others of a test file."""
+    return Engine(target, drafter, programs=PROGRAMS, **by_record(**options))
+
+
+def request(prompt_ids: Sequence[int], max_new_tokens: int, **options: Any) -> Request:
+    """Return a request; what `Sampling` knows goes there."""
+    values = {f.name: options.pop(f.name) for f in SAMPLING if f.name in options}
+    return Request(tuple(prompt_ids), max_new_tokens, Sampling(**values), **options)
+
+
+def resampled(request: Request, **values: Any) -> Request:
+    """Return the same request with other values of sampling."""
+    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, **values))
 
 
 def by_record(**options: Any) -> dict[str, Any]:

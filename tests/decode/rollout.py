@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.engine import row_keys
+from jaxspec.runtime import row_keys
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Params
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk

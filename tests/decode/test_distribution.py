@@ -21,17 +21,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxspec import decode, engine, verify
+from jaxspec import decode, runtime, verify
 from jaxspec.checkpoint import LoadedModel
 from jaxspec.configs.gemma4 import Gemma4Config
-from jaxspec.drafters.base import Tree
-from jaxspec.engine import Engine, Request
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
+from jaxspec.records import Sampling, Tree
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
 from jaxspec.verify import Verdict
 from tests import fakes, tiny
-from tests.decode.cases import run
+from tests.decode import cases
+from tests.decode.cases import engine_of, request, run
 
 VOCAB = 7
 NEW_TOKENS = 5
@@ -75,7 +75,7 @@ def exact(filters: str) -> np.ndarray:
 
     The filters' own correctness is the business of test_sampling.
     """
-    sampling = engine.Request(PROMPT, NEW_TOKENS, **FILTERS[filters])
+    sampling = Sampling(**FILTERS[filters])
     continuations = np.asarray(list(itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1)))
     prompts = np.broadcast_to(PROMPT, (len(continuations), len(PROMPT)))
     tokens = jnp.asarray(np.concatenate([prompts, continuations], axis=1), jnp.int32)
@@ -129,7 +129,7 @@ def drafters() -> dict[str, LoadedModel]:
 @pytest.fixture(autouse=True)
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill all rows at once: what is tested here comes after."""
-    monkeypatch.setattr(engine, "SHARED_PREFILL", 16 * SLOTS)
+    monkeypatch.setattr(runtime, "SHARED_PREFILL", 16 * SLOTS)
 
 
 def sampled(
@@ -137,9 +137,9 @@ def sampled(
 ) -> tuple[np.ndarray, float]:
     """Return the new tokens of many rows and which fraction of a chain of drafts was accepted."""
     model = None if drafter is None else drafters()[drafter]
-    engine = Engine(target(), model, batch_size=SLOTS, cache_length=24, **options)
-    request = Request(PROMPT, NEW_TOKENS, seed=seed, **FILTERS[filters])
-    done = run(engine, [request] * ROWS)
+    engine = engine_of(target(), model, batch_size=SLOTS, cache_length=24, **options)
+    one = request(PROMPT, NEW_TOKENS, seed=seed, **FILTERS[filters])
+    done = run(engine, [one] * ROWS)
     taus = np.concatenate([d.acceptance_lengths for d in done])
     return np.asarray([d.token_ids for d in done]), float((taus - 1).mean() / DRAFTS)
 
@@ -240,8 +240,9 @@ def first_branch_for_all(logits, draft, parents, sampling, keys, steps, *, depth
 
 
 def forget_the_right_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = {key: f for key, f in engine._compiled.items() if key[0] is not decode.decode_loop}
-    monkeypatch.setattr(engine, "_compiled", others)
+    known = cases.PROGRAMS.compiled
+    others = {key: f for key, f in known.items() if key[0] is not decode.decode_loop}
+    monkeypatch.setattr(cases.PROGRAMS, "compiled", others)
 
 
 RIGHT, RIGHT_TREE = verify.rejection_verify, verify.tree_verify

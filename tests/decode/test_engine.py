@@ -9,9 +9,20 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import engine as engine_module
+from jaxspec import runtime
 from jaxspec.engine import Completion, Engine, Request, Update
-from tests.decode.cases import CACHE_LENGTH, NEW_TOKENS, SLOTS, case, completions, run, until_stop
+from jaxspec.records import Sampling
+from tests.decode.cases import (
+    CACHE_LENGTH,
+    NEW_TOKENS,
+    SLOTS,
+    case,
+    completions,
+    request,
+    resampled,
+    run,
+    until_stop,
+)
 
 NAME = "31b"
 ADJUSTED: dict[str, Any] = dict(penalties=True, num_biases=2, logprobs=True, top_logprobs=3)
@@ -21,7 +32,7 @@ def requests(temperature: float = 0.0) -> list[Request]:
     """Return eight requests that differ in all that a request can differ in."""
     filters = [(0, 1.0), (5, 1.0), (0, 0.8), (20, 0.9)]
     return [
-        Request(
+        request(
             prompt,
             NEW_TOKENS - row,
             temperature=temperature and temperature + 0.1 * row,
@@ -62,10 +73,10 @@ def test_a_row_does_not_depend_on_its_slot_or_on_order(engine):
         dataclasses.replace(r, max_new_tokens=1 + i) if i < SLOTS else r
         for i, r in enumerate(asked)
     ]
-    for one, other in zip(run(engine, asked), run(engine, shorter), strict=True):
+    for row, (one, other) in enumerate(zip(run(engine, asked), run(engine, shorter), strict=True)):
         short = len(other.token_ids)
         assert one.token_ids[:short] == other.token_ids
-        assert short == len(one.token_ids) or one.index < SLOTS
+        assert short == len(one.token_ids) or row < SLOTS
 
 
 def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatch):
@@ -73,25 +84,24 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
 
     Rows were prefilled with whoever came at the same time, and as wide as the longest of them.
     """
-    monkeypatch.setattr(engine_module, "SHARED_WIDTHS", (8,))
-    monkeypatch.setattr(engine_module, "SHARED_PREFILL", 64)
+    monkeypatch.setattr(runtime, "SHARED_WIDTHS", (8,))
+    monkeypatch.setattr(runtime, "SHARED_PREFILL", 64)
     c = case(NAME)
     engine = c.engine("mixed", **ADJUSTED)
     passes: dict[int, list[tuple[int, ...]]] = {}  # by the prompt's first token
 
-    def remember(phase, key, function, state, chunk):
-        if phase == "prefill":
-            for row in np.flatnonzero(np.asarray(chunk.count)):
-                slot, start, count = (int(x[row]) for x in (chunk.slots, chunk.start, chunk.count))
-                if start == 0:
-                    in_slot[slot] = int(chunk.tokens[row, 0])
-                    passes[in_slot[slot]] = []
-                passes[in_slot[slot]].append((*chunk.tokens.shape, start, count))
-        return call(phase, key, function, state, chunk)
+    def remember(state, chunk):
+        for row in np.flatnonzero(np.asarray(chunk.count)):
+            slot, start, count = (int(x[row]) for x in (chunk.slots, chunk.start, chunk.count))
+            if start == 0:
+                in_slot[slot] = int(chunk.tokens[row, 0])
+                passes[in_slot[slot]] = []
+            passes[in_slot[slot]].append((*chunk.tokens.shape, start, count))
+        return feed(state, chunk)
 
     in_slot: dict[int, int] = {}
-    call = engine._model_call
-    monkeypatch.setattr(engine, "_model_call", remember)
+    feed = engine.runtime.feed
+    monkeypatch.setattr(engine.runtime, "feed", remember)
     asked = [dataclasses.replace(r, stop_ids=(9,)) for r in requests()]
     expected = run(engine, asked)
     assert [passes[20 + i] for i in (1, 2, 3)] == [
@@ -104,7 +114,7 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
     for order in ([7, 6, 5, 4, 3, 2, 1, 0], [4, 7, 0, 3, 6, 1, 5, 2], [3], [0, 6], [5, 1, 3]):
         passes.clear()
         done = run(engine, [asked[i] for i in order])
-        assert [dataclasses.replace(d, index=i) for i, d in zip(order, done, strict=True)] == [
+        assert [dataclasses.replace(d, id=i) for i, d in zip(order, done, strict=True)] == [
             expected[i] for i in order
         ]
         assert passes == {20 + i: all_passes[20 + i] for i in order}
@@ -124,13 +134,13 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
     ],
 )
 def test_shapes_of_prefill(batch_size, left, shape, monkeypatch):
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 512)
-    assert case(NAME).engine(None, batch_size=batch_size)._prefill_shape(left) == shape
+    monkeypatch.setattr(runtime, "PREFILL_CHUNK", 512)
+    assert case(NAME).engine(None, batch_size=batch_size).runtime.prefill_shape(left) == shape
 
 
 def test_a_greedy_row_beside_sampled_rows(engine):
     asked = requests(1.0)
-    asked[2] = dataclasses.replace(asked[2], temperature=0.0)
+    asked[2] = resampled(asked[2], temperature=0.0)
     count = asked[2].max_new_tokens
     assert run(engine, asked)[2].token_ids == case(NAME).continuation(2, count)
 
@@ -141,10 +151,10 @@ def test_each_row_adjusts_its_own_logits():
     engine = c.engine("mixed", **ADJUSTED)
     first = c.continuation(1)[0]
     asked = [
-        Request(c.prompts[0], NEW_TOKENS, temperature=1.0, min_p=1.0),
-        Request(c.prompts[1], 6, logit_bias={first: -np.inf}),
-        Request(c.prompts[2], 6, temperature=1.0, logit_bias={9: 1e4, 8: 1e4 - 100}),
-        Request(c.prompts[3], 12, repetition_penalty=1e6, frequency_penalty=1e4),
+        request(c.prompts[0], NEW_TOKENS, temperature=1.0, min_p=1.0),
+        request(c.prompts[1], 6, logit_bias={first: -np.inf}),
+        request(c.prompts[2], 6, temperature=1.0, logit_bias={9: 1e4, 8: 1e4 - 100}),
+        request(c.prompts[3], 12, repetition_penalty=1e6, frequency_penalty=1e4),
     ]
     done = run(engine, asked)
     assert done[0].token_ids == c.continuation(0)  # only the likeliest is likely enough
@@ -157,8 +167,8 @@ def test_each_row_adjusts_its_own_logits():
     assert len({*done[3].token_ids, *c.prompts[3]}) == 12 + len(set(c.prompts[3]))
     count = engine.num_compilations
     changed = [
-        dataclasses.replace(asked[0], presence_penalty=1e4),
-        *[dataclasses.replace(r, logit_bias={7: 1e6}) for r in asked[1:]],
+        resampled(asked[0], presence_penalty=1e4),
+        *[resampled(r, logit_bias={7: 1e6}) for r in asked[1:]],
     ]
     done = run(engine, changed)
     assert len(set(done[0].token_ids)) == NEW_TOKENS
@@ -168,11 +178,11 @@ def test_each_row_adjusts_its_own_logits():
 
 def test_an_engine_that_fits_has_what_requests_ask_for_and_no_more():
     c = case(NAME)
-    plain = Request(c.prompts[0], 4, temperature=1.0, min_p=0.1)
+    plain = request(c.prompts[0], 4, temperature=1.0, min_p=0.1)
     spec = Engine.fitting(c.target, None, [plain]).spec
     assert (spec.extras.penalties, spec.extras.num_biases) == (False, 0)
-    biased = dataclasses.replace(plain, logit_bias={1: 1.0, 2: 2.0, 3: 3.0})
-    penalized = dataclasses.replace(plain, presence_penalty=0.1)
+    biased = resampled(plain, logit_bias={1: 1.0, 2: 2.0, 3: 3.0})
+    penalized = resampled(plain, presence_penalty=0.1)
     spec = Engine.fitting(c.target, None, [plain, biased, penalized]).spec
     assert (spec.extras.penalties, spec.extras.num_biases) == (True, 4)
 
@@ -181,7 +191,7 @@ def test_seeds_and_indices_make_the_draws(engine):
     prompt = case(NAME).prompts[1]
 
     def sample(seed: int) -> list[tuple[int, ...]]:
-        asked = [Request(prompt, 12, temperature=1.0, seed=seed)] * SLOTS
+        asked = [request(prompt, 12, temperature=1.0, seed=seed)] * SLOTS
         return [d.token_ids for d in run(engine, asked)]
 
     first = sample(0)
@@ -193,23 +203,23 @@ def test_seeds_and_indices_make_the_draws(engine):
 def test_returns_to_the_host_change_nothing():
     """One step a return or many: the same completions, and updates that only ever add."""
     asked = requests(0.7)
-    asked[1] = dataclasses.replace(asked[1], temperature=0.0)
+    asked[1] = resampled(asked[1], temperature=0.0)
     results = []
     for steps in (1, 3, 100):
         events = list(case(NAME).engine("mixed", steps_per_return=steps).run(asked))
         results.append(completions(events, len(asked)))
         for index, done in enumerate(results[-1]):
-            updates = [e.token_ids for e in events if isinstance(e, Update) and e.index == index]
+            updates = [e.token_ids for e in events if isinstance(e, Update) and e.id == index]
             assert updates[-1] == done.token_ids
             lengths = [len(u) for u in updates]
             assert lengths == sorted(set(lengths))
             assert all(done.token_ids[: len(u)] == u for u in updates)
-            last = max(i for i, e in enumerate(events) if e.index == index)
+            last = max(i for i, e in enumerate(events) if e.id == index)
             assert isinstance(events[last], Completion)
         if steps == 1:  # every step is seen: prefill's token, then one update a step
             assert all(
                 len(done.acceptance_lengths) + 1
-                == sum(isinstance(e, Update) and e.index == i for e in events)
+                == sum(isinstance(e, Update) and e.id == i for e in events)
                 for i, done in enumerate(results[-1])
             )
     assert results[0] == results[1] == results[2]
@@ -289,25 +299,16 @@ def test_one_bad_request_is_refused_and_the_rest_run(engine):
         "outside the vocabulary": dataclasses.replace(good, prompt_ids=(5, 160)),
         "[-1]": dataclasses.replace(good, prompt_ids=(-1,)),
         "max_new_tokens is 0": dataclasses.replace(good, max_new_tokens=0),
-        "temperature is -0.1; it must be finite and not negative": dataclasses.replace(
-            good, temperature=-0.1
-        ),
-        "temperature is inf": dataclasses.replace(good, temperature=float("inf")),
-        "temperature is nan": dataclasses.replace(good, temperature=float("nan")),
-        "top_k is -1": dataclasses.replace(good, top_k=-1),
-        "top_p is 0;": dataclasses.replace(good, top_p=0.0),
-        "top_p is 1.5": dataclasses.replace(good, top_p=1.5),
-        "top_p is nan": dataclasses.replace(good, top_p=float("nan")),
-        "min_p is -0.5; it must be in [0, 1]": dataclasses.replace(good, min_p=-0.5),
-        "repetition_penalty is 0;": dataclasses.replace(good, repetition_penalty=0),
-        "made without penalties=True": dataclasses.replace(good, presence_penalty=1.0),
-        "logit_bias 160 is outside": dataclasses.replace(good, logit_bias={160: 1.0}),
-        "logit_bias of 4 is nan": dataclasses.replace(good, logit_bias={4: float("nan")}),
-        "pass num_biases=1": dataclasses.replace(good, logit_bias={4: 1.0}),
+        "made without penalties=True": resampled(good, presence_penalty=1.0),
+        "logit_bias 160 is outside": resampled(good, logit_bias={160: 1.0}),
+        "pass num_biases=1": resampled(good, logit_bias={4: 1.0}),
+        "logprobs is on, but": resampled(good, logprobs=True),
+        "top_logprobs is 2, but": resampled(good, top_logprobs=2),
+        "sample is -1; it must be": dataclasses.replace(good, sample=-1),
         "the model has 1024": dataclasses.replace(good, max_new_tokens=1024),
         "pass cache_length=": dataclasses.replace(good, max_new_tokens=CACHE_LENGTH),
     }
-    asked = [good, *bad.values(), dataclasses.replace(good, top_k=2**40, seed=2**40)]
+    asked = [good, *bad.values(), resampled(dataclasses.replace(good, seed=2**40), top_k=2**40)]
     done = run(engine, asked)
     for text, refused in zip(bad, done[1:-1], strict=True):
         assert refused.error
@@ -318,16 +319,36 @@ def test_one_bad_request_is_refused_and_the_rest_run(engine):
         assert accepted.token_ids == c.continuation(1, 3)
 
 
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (dict(temperature=-0.1), "temperature is -0.1; it must be finite and not negative"),
+        (dict(temperature=float("inf")), "temperature is inf"),
+        (dict(temperature=float("nan")), "temperature is nan"),
+        (dict(top_k=-1), "top_k is -1"),
+        (dict(top_p=0.0), "top_p is 0;"),
+        (dict(top_p=1.5), "top_p is 1.5"),
+        (dict(top_p=float("nan")), "top_p is nan"),
+        (dict(min_p=-0.5), r"min_p is -0.5; it must be in \[0, 1\]"),
+        (dict(repetition_penalty=0), "repetition_penalty is 0;"),
+        (dict(logit_bias={4: float("nan")}), "logit_bias of 4 is nan"),
+    ],
+)
+def test_values_of_sampling_out_of_range_are_refused(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Sampling(**values)
+
+
 def test_a_request_that_just_fits(engine):
     """The cache is as long as `cache_length_for` says, to the position."""
     c = case(NAME)
     prompt = c.prompts[3]
     most = CACHE_LENGTH - engine.spec.step_tokens - len(prompt)
-    request = Request(prompt, most)
-    assert engine.cache_length_for(request) == CACHE_LENGTH
-    assert engine.check(request) is None
-    assert engine.check(dataclasses.replace(request, max_new_tokens=most + 1))
-    (done,) = run(engine, [request])
+    longest = Request(prompt, most)
+    assert engine.cache_length_for(longest) == CACHE_LENGTH
+    assert engine.check(longest) is None
+    assert engine.check(dataclasses.replace(longest, max_new_tokens=most + 1))
+    (done,) = run(engine, [longest])
     known = c.continuation(3, most)  # may end a token earlier
     assert len(done.token_ids) == most
     assert done.token_ids[: len(known)] == known
@@ -337,10 +358,11 @@ def test_generate_takes_a_cache_length():
     """What fits a neighbour else decides it, and caches of another length may round otherwise."""
     c = case(NAME)
     options: dict[str, Any] = dict(max_new_tokens=5, batch_size=SLOTS, ignore_eos=True)
-    (done,) = jaxspec.generate(c.target, None, c.prompts[2:3], cache_length=CACHE_LENGTH, **options)
+    alone = jaxspec.Pair(c.target)
+    (done,) = jaxspec.generate(alone, c.prompts[2:3], cache_length=CACHE_LENGTH, **options)
     assert done.token_ids == c.continuation(2, 5)
     with pytest.raises(ValueError, match=r"cache holds 20 positions, .*pass cache_length=22"):
-        jaxspec.generate(c.target, None, c.prompts[2:3], cache_length=20, **options)
+        jaxspec.generate(alone, c.prompts[2:3], cache_length=20, **options)
 
 
 def test_all_refused_starts_nothing(engine):
@@ -355,7 +377,7 @@ def test_all_refused_starts_nothing(engine):
     [
         (dict(batch_size=0), "must be 1 or more"),
         (dict(num_draft_tokens=5), "proposes 1 to 4"),
-        (dict(num_draft_tokens=0), "proposes 1 to 4"),
+        (dict(num_draft_tokens=0), "num_draft_tokens is 0; it must be 1 or more"),
         (dict(synthetic_acceptance=6.0), "between 1 and 5"),
     ],
 )
@@ -377,4 +399,4 @@ def test_synthetic_acceptance_runs_the_whole_step():
     ("length", "bucket"), [(1, 128), (128, 128), (129, 256), (1025, 1280), (5000, 5120)]
 )
 def test_cache_buckets(length: int, bucket: int) -> None:
-    assert engine_module._cache_bucket(length) == bucket
+    assert runtime.cache_bucket(length) == bucket

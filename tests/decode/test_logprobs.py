@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafters.base import Tree
 from jaxspec.engine import Completion, Request
+from jaxspec.records import Sampling, Tree
 from jaxspec.sampling import SamplingParams, shape_logits, suppress
 from tests import fakes
 from tests.decode.cases import NEW_TOKENS, PROMPT_LENGTHS, Case, case, run
@@ -38,10 +38,13 @@ def teacher_forced(c: Case, request: Request, done: Completion) -> tuple[np.ndar
     logits = jnp.asarray(np.asarray(logits)[:, begin - 1 : begin - 1 + count])
     new = np.asarray(done.token_ids)[:, None]
     plain = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits))[0], new, axis=-1)[:, 0]
-    if request.temperature == 0:
+    if request.sampling.temperature == 0:
         return plain, np.zeros_like(plain)
     sampling = SamplingParams.make(
-        1, temperature=request.temperature, top_k=request.top_k, top_p=request.top_p
+        1,
+        temperature=request.sampling.temperature,
+        top_k=request.sampling.top_k,
+        top_p=request.sampling.top_p,
     )
     assert c.target.generation is not None
     logits = suppress(logits, c.target.generation.suppress_tokens)
@@ -56,7 +59,7 @@ def test_logprobs_equal_a_teacher_forced_pass(drafts: str) -> None:
     name = {"none": None, "tree": "mixed"}.get(drafts, drafts)
     engine = c.engine(name, cache_length=80, logprobs=True, **DRAFTS[drafts])
     asked = [
-        Request(p, NEW_TOKENS, **f, seed=4)  # type: ignore[arg-type]
+        Request(p, NEW_TOKENS, Sampling(**f), seed=4)
         for p, f in zip(c.prompts[:4], FILTERS.values(), strict=True)
     ]
     for request, done in zip(asked, run(engine, asked), strict=True):
@@ -66,7 +69,9 @@ def test_logprobs_equal_a_teacher_forced_pass(drafts: str) -> None:
         plain, sampled = teacher_forced(c, request, done)
         # Two ways to compute the logits differ by rounding, in proportion to numbers of up to 30; a small
         # temperature enlarges that.
-        tolerance = 1e-5 * max(1.0, 1 / request.temperature if request.temperature else 1.0)
+        tolerance = 1e-5 * max(
+            1.0, 1 / request.sampling.temperature if request.sampling.temperature else 1.0
+        )
         np.testing.assert_allclose(done.logprobs, plain, atol=1e-5, rtol=3e-6)
         np.testing.assert_allclose(done.sampled_logprobs, sampled, atol=tolerance, rtol=3e-6)
 

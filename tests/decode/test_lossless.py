@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import engine
+from jaxspec import runtime
 from jaxspec.checkpoint import load_drafter, load_target
 from jaxspec.engine import Request
 from tests import fakes
@@ -21,6 +21,7 @@ from tests.decode.cases import (
     SOME_FEATURE_SETS,
     Case,
     case,
+    engine_of,
     run,
     slow,
     until_stop,
@@ -138,7 +139,7 @@ def test_fewer_draft_tokens_than_trained(drafter):
 @pytest.mark.parametrize("chunk", [32, 64])
 def test_prefill_chunk_does_not_matter(chunk, monkeypatch):
     """Chunks beyond a ring and its slack: their queries see the old ring and the chunk itself."""
-    monkeypatch.setattr(engine, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(runtime, "PREFILL_CHUNK", chunk)
     c = case("31b")
     done = run(c.engine("mixed"), requests(c))
     assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
@@ -155,7 +156,7 @@ def test_bundled_dflash_equals_plain():
     prompts = [tuple(p["ids"][:n]) for p, n in zip(held_out, lengths, strict=False)]
     asked = [Request(p, NEW_TOKENS) for p in prompts]
     plain, speculative = (
-        run(engine.Engine(target, d, batch_size=4, cache_length=CACHE_LENGTH), asked)
+        run(engine_of(target, d, batch_size=4, cache_length=CACHE_LENGTH), asked)
         for d in (None, drafter)
     )
     for prompt, one, other in zip(prompts, plain, speculative, strict=True):

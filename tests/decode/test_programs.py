@@ -16,11 +16,11 @@ import pytest
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.engine import Engine, Request
+from jaxspec.engine import Request
 from jaxspec.records import Drafting, Extras, Tree
 from jaxspec.state import DecodeSpec
 from tests import tiny
-from tests.decode.cases import NEW_TOKENS, case, run, slow, target
+from tests.decode.cases import NEW_TOKENS, case, engine_of, resampled, run, slow, target
 
 CHAIN: dict[str, Any] = dict(num_draft_tokens=4)
 TREE: dict[str, Any] = dict(tree=Tree(2, 3), num_draft_tokens=4)
@@ -62,10 +62,10 @@ def test_values_compile_nothing(drafter, compilations):
         prompts=[dataclasses.replace(r, prompt_ids=(*r.prompt_ids[::-1], 9)) for r in first[:2]]
         + [dataclasses.replace(r, prompt_ids=(30, 31, 32)) for r in first[2:]],
         limits=[dataclasses.replace(r, max_new_tokens=1 + i) for i, r in enumerate(first)],
-        sampled=[dataclasses.replace(r, temperature=0.8) for r in first],
-        seeds=[dataclasses.replace(r, temperature=0.8, seed=5) for r in first],
-        filters=[dataclasses.replace(r, temperature=1.2, top_k=3, top_p=0.7) for r in first],
-        mixed=[dataclasses.replace(r, temperature=0.5 * (i % 2)) for i, r in enumerate(first)],
+        sampled=[resampled(r, temperature=0.8) for r in first],
+        seeds=[resampled(dataclasses.replace(r, seed=5), temperature=0.8) for r in first],
+        filters=[resampled(r, temperature=1.2, top_k=3, top_p=0.7) for r in first],
+        mixed=[resampled(r, temperature=0.5 * (i % 2)) for i, r in enumerate(first)],
         stops=[dataclasses.replace(r, stop_ids=(3, 4, 5)[:i]) for i, r in enumerate(first)],
     )
     results = {name: run(engine, asked) for name, asked in variants.items()}
@@ -81,7 +81,7 @@ def test_values_compile_nothing(drafter, compilations):
     assert engine.num_compilations == known
     # The same shapes in another engine are the same programs.
     length = engine.cache_length
-    run(Engine(c.target, engine.drafter, batch_size=4, cache_length=length, **tree), first)
+    run(engine_of(c.target, engine.drafter, batch_size=4, cache_length=length, **tree), first)
     assert not compilations
 
 
@@ -93,7 +93,7 @@ def programs(
     The cache length is a prime, so that no activation happens to have a cache's size.
     """
     c = case(name)
-    engine = Engine(
+    engine = engine_of(
         c.target,
         None if drafter is None else c.drafter(drafter),
         batch_size=4,
@@ -101,13 +101,13 @@ def programs(
         **options,
     )
     run(engine, [Request(p, 4) for p in (c.prompts[0], c.prompts[1], c.prompts[2], c.prompts[4])])
-    state = engine._init_state(4)
+    state = engine.runtime.init_state(4)
     caches = jax.tree.leaves((state.caches, state.drafter))
     weights = jax.tree.leaves((engine.target_params, engine.drafter_params))
     cache_bytes = sum(x.nbytes for x in caches)
     return {
         key[0]: (program, [*weights, *caches], cache_bytes)
-        for key, program in engine._programs.items()
+        for key, program in engine.runtime.used.items()
     }
 
 
@@ -222,13 +222,13 @@ def test_state_is_donated():
     c = case("31b")
     engine = c.engine("dflash")
     states = []
-    call = engine._decode
+    call = engine.runtime.decode
 
-    def remember(state: states.DecodeState) -> states.DecodeState:
+    def remember(state: Any, max_steps: int) -> Any:
         states.append(state)
-        return call(state)
+        return call(state, max_steps)
 
-    engine._decode = remember
+    engine.runtime.decode = remember  # type: ignore[method-assign]
     run(engine, [Request(c.prompts[1], NEW_TOKENS)])
     caches = jax.tree.leaves([(s.caches, s.drafter) for s in states])
     assert caches
@@ -248,7 +248,7 @@ def test_a_state_made_for_fewer_draft_tokens_is_refused():
     """Its rings would lose keys to rejected tokens, silently and only past the window."""
     c = case("31b")
     engine = c.engine("mtp", num_draft_tokens=3)
-    state = engine._init_state(4)
+    state = engine.runtime.init_state(4)
     more = dataclasses.replace(engine.spec, drafting=Drafting(6))
     with pytest.raises(ValueError, match=r"num_draft_tokens is 6.*at most num_draft_tokens=3"):
         jax.eval_shape(

@@ -198,6 +198,6 @@ def test_a_tree_of_one_branch_is_the_chain(drafter: str):
 def test_a_tree_needs_its_number_of_drafts():
     c = case("31b")
     with pytest.raises(ValueError, match="a tree needs num_draft_tokens"):
-        Engine(c.target, c.drafter("mixed"), tree=Tree(2, 2))
+        c.engine("mixed", tree=Tree(2, 2))
     with pytest.raises(ValueError, match="there is no drafter"):
-        Engine(c.target, None, tree=Tree(2, 2))
+        c.engine(None, tree=Tree(2, 2))

@@ -147,7 +147,7 @@ def test_64_greedy_tokens_equal_transformers(pair: Pair) -> None:
     """Suppressed tokens are in play on 12b, where they would win."""
     engine = Engine(pair.model, None, batch_size=4, cache_length=256, steps_per_return=64)
     requests = [Request(tuple(map(int, p)), 64) for p in pair.prompts]
-    completions = {c.index: c for c in engine.run(requests) if isinstance(c, Completion)}
+    completions = {c.id: c for c in engine.run(requests) if isinstance(c, Completion)}
     for index, prompt in enumerate(pair.prompts):
         ids = torch.from_numpy(prompt).long()[None]
         theirs = pair.oracle.generate(
