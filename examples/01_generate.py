@@ -1,21 +1,22 @@
-"""Load a pair, continue prompts, and look at what speculation did."""
+"""Load a pair, continue a prompt, and see which tokens came together: each colour is one step of the target."""
 
 import jaxspec
-from jaxspec.tokenizer import Tokenizer
 
-target, drafter = jaxspec.load()  # the bundled pair; else directories or hub ids
-tokenizer = Tokenizer.load(target.directory)
-prompts = ["def read_config(path):\n", "class Queue:\n", "import os\n\n\ndef "]
+COLOURS = ("\033[92m", "\033[96m", "\033[93m", "\033[95m")
 
-plain = jaxspec.generate(target, None, prompts, max_new_tokens=48)
-speculative = jaxspec.generate(target, drafter, prompts, max_new_tokens=48)
+pair = jaxspec.load()  # the bundled pair; else directories or hub ids
+prompt = "def read_config(path):\n"
 
-for prompt, alone, pair in zip(prompts, plain, speculative, strict=True):
-    print(prompt + tokenizer.decode(pair.token_ids))
-    steps, tokens = len(pair.acceptance_lengths), sum(pair.acceptance_lengths)
-    print(f"# {tokens} tokens in {steps} verify steps: {tokens / steps:.2f} a step")
-    print(f"# the target alone took {len(alone.acceptance_lengths)} steps\n")
-    assert pair.token_ids == alone.token_ids
+done = pair.generate(prompt, max_new_tokens=64)
+alone = pair.plain().generate(prompt, max_new_tokens=64)
 
-# prints: # ... tokens in ... verify steps: ... a step
-# prints: # the target alone took 47 steps
+print(prompt, end="")
+for i, piece in enumerate(pair.text_by_step(done)):
+    print(f"{COLOURS[i % 4]}{piece}", end="")
+print("\033[0m\n")
+print(f"# {done.acceptance_length:.2f} tokens a step, in {len(done.steps) - 1} steps")
+print(f"# the target alone took {len(alone.steps) - 1} steps for the same text")
+assert done.token_ids == alone.token_ids
+
+# prints: # ... tokens a step, in ... steps
+# prints: # the target alone took 63 steps for the same text

@@ -8,36 +8,32 @@ import jax
 import jax.numpy as jnp
 
 import jaxspec
-from jaxspec.tokenizer import Tokenizer
 
 SAMPLES = 4
 
-target, drafter = jaxspec.load()
-sampler = jaxspec.Sampler(
-    target, drafter, max_new_tokens=32, num_samples=SAMPLES, stop_ids=(), logprobs=True
-)
+pair = jaxspec.load()
+extras = jaxspec.Extras(logprobs=True)
+sampler = jaxspec.Sampler(pair, max_new_tokens=32, num_samples=SAMPLES, stop_ids=(), extras=extras)
 
 
 @jax.jit
-def best_of_n(target_params, drafter_params, prompts, seeds, temperature):
+def best_of_n(target_params, drafter_params, prompts, seed):
     """Return the [B, 32] likeliest of SAMPLES continuations of [B, T] prompts, and tokens per verify step."""
-    sampling = sampler.sampling(len(seeds), temperature=temperature)
-    result = sampler(target_params, drafter_params, prompts, sampling, seeds)
+    sampling = jaxspec.Sampling(temperature=0.8)
+    result = sampler(target_params, drafter_params, prompts, sampling, seed)
     scores = result.logprobs.target.sum(axis=1).reshape(-1, SAMPLES)
     rows = jnp.arange(len(prompts)) * SAMPLES + jnp.argmax(scores, axis=1)
     return result.tokens[rows], result.acceptance_length()
 
 
-tokenizer = Tokenizer.load(target.directory)
-prompts = jnp.asarray([tokenizer.encode("def read_config(path):\n")] * 2)
-seeds = jnp.arange(len(prompts) * SAMPLES)
-updated = jax.tree.map(lambda w: w * 1.01, target.params)  # as after a training step
+prompts = jnp.asarray([pair.encode("def read_config(path):\n")] * 2)
+updated = jax.tree.map(lambda w: w * 1.01, pair.target.params)  # as after a training step
 
-for params in (target.params, updated):
-    tokens, tau = best_of_n(params, drafter.params, prompts, seeds, 0.8)
+for params in (pair.target.params, updated):
+    tokens, tau = best_of_n(params, pair.drafter.params, prompts, 0)
     print("tokens per step:", float(tau))
     for row in tokens.tolist():
-        print(repr(tokenizer.decode(row)))
+        print(repr(pair.decode(row)))
 print("compilations:", best_of_n._cache_size())
 
 # prints: tokens per step: ...

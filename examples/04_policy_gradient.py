@@ -16,29 +16,26 @@ import optax
 
 import jaxspec
 from jaxspec.api import BUNDLED
-from jaxspec.tokenizer import Tokenizer
 
 ITERATIONS, PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 10, 8, 4, 16, 24
 SEED = int(sys.argv[1]) if len(sys.argv) > 1 else 0
 
-target, drafter = jaxspec.load()
-tokenizer = Tokenizer.load(target.directory)
+pair = jaxspec.load()
+target, drafter = pair
 held_out = json.loads((BUNDLED / "held_out.json").read_text())["prompts"]
 prompts = jnp.asarray([p["ids"][:PROMPT_TOKENS] for p in held_out[:PROMPTS]])
-vocabulary = range(target.config.vocab_size)
-ends_line = jnp.asarray(["\n" in tokenizer.decode([i]) for i in vocabulary])
+ends_line = jnp.asarray(["\n" in pair.decode([i]) for i in range(target.config.vocab_size)])
 
 sampler = jaxspec.Sampler(
-    target,
-    drafter,
+    pair,
     max_new_tokens=NEW_TOKENS,
     num_samples=SAMPLES,
     stop_ids=(),  # every sample has NEW_TOKENS tokens, so that no loss needs a mask
-    num_draft_tokens=3,  # it is right about one or two of them
-    logprobs=True,
+    drafting=jaxspec.Drafting(num_draft_tokens=3),  # it is right about one or two of them
+    extras=jaxspec.Extras(logprobs=True),
 )
 rows = PROMPTS * SAMPLES
-sampling = sampler.sampling(rows, temperature=1.0)  # then `sampled` and `target` logprobs agree
+sampling = jaxspec.Sampling(temperature=1.0)  # then `sampled` and `target` logprobs agree
 optimizer = optax.rmsprop(3e-4)
 
 
@@ -83,7 +80,7 @@ error = np.sqrt((first.var(ddof=1) + last.var(ddof=1)) / len(first))
 print(f"reward: {first.mean():.3f} at first, {last.mean():.3f} at last, standard error {error:.4f}")
 print("better by three standard errors:", bool(last.mean() - first.mean() > 3 * error))
 print("compilations after the first iteration:", sum("backend_compile" in e for e in events))
-print(tokenizer.decode(result.tokens[0].tolist()))
+print(pair.decode(result.tokens[0].tolist()))
 
 # prints: better by three standard errors: True
 # prints: compilations after the first iteration: 0

@@ -17,8 +17,6 @@ import numpy as np
 
 import jaxspec
 from jaxspec.api import BUNDLED
-from jaxspec.commands.prompts import encode, read_jsonl
-from jaxspec.tokenizer import Tokenizer
 
 BATCH, NEW_TOKENS, TEMPERATURE = 6, 48, 0.8
 default_prompts = Path("out/prompts.jsonl")
@@ -50,8 +48,8 @@ def results_of(lines, generated):
         ids = generated.tokens[row, : generated.lengths[row]].tolist()
         yield {
             "line": int(line),
-            "prompt": tokenizer.decode(prompts[line]),
-            "text": tokenizer.decode(ids),
+            "prompt": pair.decode(prompts[line]),
+            "text": pair.decode(ids),
             "ids": ids,
             "logprob": float(generated.logprobs.target[row].sum()),
             "steps": int(generated.num_steps[row]),
@@ -61,23 +59,25 @@ def results_of(lines, generated):
 
 if prompts_file == default_prompts and not prompts_file.exists():
     write_held_out_prompts(prompts_file)
-target, drafter = jaxspec.load()
-tokenizer = Tokenizer.load(target.directory)
-prompts = [encode(prompt, tokenizer)[1] for prompt in read_jsonl(prompts_file)]
+pair = jaxspec.load()
+given = map(json.loads, prompts_file.read_text().splitlines())
+prompts = [p.get("prompt_ids") or pair.encode(p["prompt"]) for p in given]
 finished = read_finished(results_file)
 for line, result in finished.items():
-    if line >= len(prompts) or result["prompt"] != tokenizer.decode(prompts[line]):
+    if line >= len(prompts) or result["prompt"] != pair.decode(prompts[line]):
         raise SystemExit(f"{results_file} has results of other prompts; name another file")
 
-sampler = jaxspec.Sampler(target, drafter, max_new_tokens=NEW_TOKENS, logprobs=True)
-sampling = sampler.sampling(BATCH, temperature=TEMPERATURE)
+extras = jaxspec.Extras(logprobs=True)
+sampler = jaxspec.Sampler(pair, max_new_tokens=NEW_TOKENS, extras=extras)
+sampling = jaxspec.Sampling(temperature=TEMPERATURE)
+params = pair.target.params, pair.drafter.params
 padded = jaxspec.Prompts.padded(prompts)  # all to one width
 todo = [line for line in range(len(prompts)) if line not in finished]
 print(f"{len(finished)} of {len(prompts)} prompts are done already", flush=True)
 for begin in range(0, len(todo), BATCH):
     lines = todo[begin : begin + BATCH]
     rows = np.resize(lines, BATCH)  # the last batch is filled up with rows that are left out again
-    generated = sampler(target.params, drafter.params, padded.take(rows), sampling, rows)
+    generated = sampler(*params, padded.take(rows), sampling, rows)
     with results_file.open("a") as file:
         for result in results_of(lines, generated):
             finished[result["line"]] = result
