@@ -8,6 +8,7 @@ and sets the number of devices.
     cli                             the command with and without --mesh, and its errors
     errors                          weights that are not on one mesh
     sampler                         the in-process sampler on a mesh
+    training_meshes                 weights on meshes as training programs make them
     control                         a product that has to gather its weight
     two:PORT:PROCESS:DATA:MODEL     decode on two processes with four devices each
 """
@@ -34,7 +35,7 @@ from jaxspec.engine import Engine, Request
 from jaxspec.models.layers import project
 from jaxspec.records import Drafting, Extras, Sampling
 from jaxspec.sampler import Sampler
-from jaxspec.sharding import make_mesh, place, state_shardings
+from jaxspec.sharding import make_mesh, place, place_params, state_shardings
 from tests.cli import pair
 from tests.decode.cases import PROMPT_LENGTHS, Case, case, engine_of, target
 from tests.decode.cases import run as run_all
@@ -260,6 +261,50 @@ def sampler() -> dict[str, Any]:
     }
 
 
+def training_meshes() -> dict[str, Any]:
+    """Decode weights as training programs hold them: on explicit meshes, and with an axis of their own."""
+    c = a_case("31b", "dflash")
+    models = c.target, c.drafter("dflash")
+    asked = requests(c)
+    expected = decoded(alone("31b", "dflash"), asked)
+    found: dict[str, Any] = {}
+    for name, sizes, axes in (
+        ("explicit", (2, 4), ("data", "model")),
+        ("an axis of 1", (2, 1, 4), ("data", "fsdp", "model")),
+        ("fsdp", (2, 2, 2), ("data", "fsdp", "model")),
+    ):
+        mesh = jax.make_mesh(sizes, axes)
+        with jax.set_mesh(mesh):
+            held = [as_trained(model, mesh, name == "fsdp") for model in models]
+            if name == "fsdp":
+                try:
+                    Engine(*held)
+                except ValueError as error:
+                    found["refused"] = str(error)
+                held = [
+                    dataclasses.replace(m, params=place_params(m.params, m.graph, mesh))
+                    for m in held
+                ]
+            engine = engine_of(*held, batch_size=ROWS, cache_length=64, num_draft_tokens=DRAFTS)
+            result = decoded(engine, asked)
+            ask = Sampler(*held, max_new_tokens=NEW_TOKENS, drafting=Drafting(DRAFTS))
+            sampled = ask(*(m.params for m in held), c.prompts)
+            found[name] = [result == expected, sampled.tokens.tolist() == [r[0] for r in expected]]
+    return found
+
+
+def as_trained(model: LoadedModel, mesh: Mesh, fully_sharded: bool) -> LoadedModel:
+    """Place weights on another mesh as decoding would, or split over `fsdp` too where their first axis divides."""
+    placed = {}
+    for name, sharding in model.graph.shardings(make_mesh(data=2, model=4)).items():
+        x, spec = model.params[name], sharding.spec
+        if fully_sharded:
+            divides = x.ndim > 0 and x.shape[0] % 2 == 0
+            spec = PartitionSpec("fsdp") if divides else PartitionSpec()
+        placed[name] = jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+    return dataclasses.replace(model, params=placed)
+
+
 def control() -> dict[str, Any]:
     """Flatten a weight before its product, so that the split axis is inside another: XLA has to gather it."""
     mesh = make_mesh(data=2, model=4)
@@ -297,7 +342,9 @@ def main() -> None:
     """Run the cases, under the small chunks and tight rings of `tests/decode`."""
     cache.RING_MULTIPLE = 1
     runtime.PREFILL_CHUNK = 16
-    kinds = {f.__name__: f for f in (split, load, cli, errors, sampler, control, two)}
+    kinds = {
+        f.__name__: f for f in (split, load, cli, errors, sampler, training_meshes, control, two)
+    }
     for text in sys.argv[1:]:
         kind, *values = text.split(":")
         print(json.dumps({"case": text, **kinds[kind](*values)}), flush=True)

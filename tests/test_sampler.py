@@ -13,9 +13,11 @@ import pytest
 
 from jaxspec import memory, runtime
 from jaxspec.checkpoint import LoadedModel
+from jaxspec.engine import Engine
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras
+from jaxspec.requests import Completion, Request
 from jaxspec.rows import FinishReason, GenerateResult, Prompts
 from jaxspec.sampler import Sampler
 from tests import fakes, tiny
@@ -362,3 +364,22 @@ def test_biases_ban_and_prefer(target: LoadedModel) -> None:
         assert was[0] not in row
     wanted = sampler.sampling(4, bias_ids=[[9, -1]] * 4, bias_values=[[1e4, 0.0]] * 4)
     assert (sampler(*given, wanted, range(4)).tokens == 9).all()
+
+
+def test_it_works_out_what_it_can(target: LoadedModel, drafter: LoadedModel) -> None:
+    """A pair, one record for all rows, and one seed: row i draws as request i of an engine does."""
+    ask = Sampler((target, drafter), max_new_tokens=6)
+    weights = target.params, drafter.params
+    greedy = ask(*weights, PROMPTS)
+    same(greedy.tokens, ask(*weights, PROMPTS, ask.sampling(4), np.arange(4)).tokens)
+    sampled = ask(*weights, PROMPTS, Sampling(temperature=1.0, top_k=50), 7)
+    requests = [Request(tuple(p), 6, Sampling(temperature=1.0, top_k=50), seed=7) for p in PROMPTS]
+    engine = Engine(target, drafter, batch_size=4)
+    done = sorted((e.id, e.token_ids) for e in engine.run(requests) if isinstance(e, Completion))
+    assert [list(tokens) for _, tokens in done] == sampled.tokens.tolist()
+    jitted = jax.jit(lambda t, d, seed: ask(t, d, jnp.asarray([PROMPTS[0]] * 2), seeds=seed))
+    assert jitted(*weights, 7).tokens.tolist() == [greedy.tokens[0].tolist()] * 2
+    with pytest.raises(ValueError, match="presence_penalty was given, but the sampler was made"):
+        ask(*weights, PROMPTS, Sampling(presence_penalty=1.0))
+    with pytest.raises(ValueError, match=r"prompt 0 has the id 2\.5; expected whole numbers"):
+        Prompts.padded([[2.5]])

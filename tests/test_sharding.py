@@ -141,7 +141,9 @@ def results(cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 def result(case: str) -> dict[str, Any]:
     if case in REST:
         return results(tuple(c for c in REST if c.split(":")[1] == case.split(":")[1]))[case]
-    return results((*DEFAULT, "load", "cli", "errors", "sampler", "control"))[case]
+    return results((*DEFAULT, "load", "cli", "errors", "sampler", "training_meshes", "control"))[
+        case
+    ]
 
 
 @pytest.mark.parametrize("case", [*DEFAULT, *slow(*REST, "split:26b-a4b:mixed:2:4")])
@@ -195,6 +197,15 @@ def test_generate_on_a_mesh():
 
 def test_a_sampler_runs_where_the_weights_are():
     assert result("sampler") == {"equal": True, "near": True, "devices": 8}
+
+
+def test_weights_on_meshes_of_training_programs():
+    """Explicit axes and axes of size 1 are taken; a split over another axis is refused with the call that helps."""
+    found = result("training_meshes")
+    refused = found.pop("refused")
+    assert "is on a mesh with axes data, fsdp, model; expected data and model" in refused
+    assert "jaxspec.sharding.place_params(target_params, target.graph, mesh)" in refused
+    assert found == {name: [True, True] for name in ("explicit", "an axis of 1", "fsdp")}
 
 
 def test_keys_of_rows_can_be_placed():

@@ -1,0 +1,138 @@
+"""The short API: every form of prompt, one result for one prompt, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import Drafting, FieldError, Generation, Pair, Sampling
+
+TEXT = "def f(x):\n"
+NEW = 12
+CHAT = "{{ bos_token }}{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return jaxspec.load(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def done(pair: Pair) -> Generation:
+    return pair.generate(TEXT, max_new_tokens=NEW)
+
+
+def test_all_forms_of_a_prompt_are_one_prompt(pair: Pair, done: Generation) -> None:
+    ids = pair.encode(TEXT)
+    assert (done.prompt, done.prompt_ids, len(done.token_ids)) == (TEXT, ids, NEW)
+    assert done.text == str(done) == pair.decode(done.token_ids)
+    assert done.acceptance_length > 1
+    for form in (list(ids), ids, np.asarray(ids)):
+        assert pair.generate(form, max_new_tokens=NEW).token_ids == done.token_ids
+    (listed,) = pair.generate([TEXT], max_new_tokens=NEW)
+    assert listed == done
+    for many in ([TEXT, ids], np.asarray([ids, ids])):
+        both = pair.generate(many, max_new_tokens=NEW)
+        assert [d.token_ids for d in both] == [done.token_ids] * 2
+    assert jaxspec.generate(pair, TEXT, max_new_tokens=NEW) == done
+
+
+def test_messages_and_chat_go_through_the_template(pair: Pair) -> None:
+    chat = Pair(pair.target, pair.drafter, pair.programs)
+    chat.tokenizer.chat_template = CHAT
+    message = {"role": "user", "content": "sort a list"}
+    one = chat.generate([message], max_new_tokens=4)
+    assert one.prompt == "<bos># user: sort a list\n"
+    assert one.prompt_ids[0] == pair.tokenizer.bos_token_id != one.prompt_ids[1]
+    assert chat.generate("sort a list", chat=True, max_new_tokens=4) == one
+    assert chat.generate([[message], [message]], max_new_tokens=4) == [one, one]
+    with pytest.raises(ValueError, match="no chat template"):
+        pair.generate("sort a list", chat=True)
+
+
+def test_a_stream_is_the_text_in_pieces(pair: Pair, done: Generation) -> None:
+    stream, pieces = pair.stream(TEXT, max_new_tokens=NEW), []
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            result = end.value
+            break
+    assert len(pieces) > 1
+    assert "".join(pieces) == done.text
+    assert result == done
+
+
+def test_a_text_by_its_steps(pair: Pair, done: Generation) -> None:
+    assert len(done.steps[0]) == 1
+    assert sum(done.steps, ()) == done.token_ids
+    pieces = pair.text_by_step(done)
+    assert len(pieces) == len(done.steps)
+    assert "".join(pieces) == done.text
+
+
+def test_options_are_records(pair: Pair, done: Generation) -> None:
+    assert pair.plain().generate(TEXT, max_new_tokens=NEW).token_ids == done.token_ids
+    sampling = Sampling(temperature=1.0, top_logprobs=2, logprobs=True)
+    three = pair.generate(
+        TEXT, max_new_tokens=NEW, sampling=sampling, drafting=Drafting(3), num_samples=3
+    )
+    assert len({d.token_ids for d in three}) == 3
+    assert all(len(d.top_logprobs) == NEW == len(d.logprobs) for d in three)
+    stopped = pair.generate(TEXT, max_new_tokens=NEW, stop_texts=[done.text[3:5]])
+    assert stopped.text == done.text[: done.text.index(done.text[3:5])]
+    assert stopped.finish_reason == "stop"
+
+
+def test_a_second_call_compiles_nothing(pair: Pair, done: Generation) -> None:
+    programs = len(pair.programs.compiled)
+    pair.generate(TEXT, max_new_tokens=NEW, seed=3)
+    assert len(pair.programs.compiled) == programs
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("", "the prompt is empty; give at least one character"),
+        (["a", ""], "prompt 1 is empty"),
+        ([], "there is no prompt"),
+        ([2.0, 5.0], r"the prompt has the id 2\.0; expected whole numbers"),
+        (np.asarray([[2.0, 5.0]]), r"prompt 0 has the id 2\.0; expected whole numbers"),
+        ([2, 10**6], r"prompt ids \[1000000\] are outside the vocabulary"),
+        ([[2], [-1]], r"prompt 1: prompt ids \[-1\] are outside the vocabulary"),
+        ([[2], 5], "prompt 1 is 5; expected text, a list of messages, or a list of token ids"),
+        (None, "the prompt is None; expected text"),
+    ],
+)
+def test_prompts_that_cannot_be_meant(pair: Pair, prompts: Any, message: str) -> None:
+    """By the library's own checks: the annotations, which only tests enforce, would refuse some before."""
+    call = getattr(Pair.generate, "__wrapped__", Pair.generate)
+    with pytest.raises(ValueError, match=message):
+        call(pair, prompts)
+
+
+def test_errors_carry_their_field(pair: Pair) -> None:
+    for options, field in (
+        (dict(max_new_tokens=0), "max_new_tokens"),
+        (dict(num_samples=0), "num_samples"),
+        (dict(stop_texts=[""]), "stop_texts"),
+        (dict(drafting=Drafting(99)), "num_draft_tokens"),
+    ):
+        with pytest.raises(FieldError) as error:
+            pair.generate(TEXT, **options)
+        assert error.value.field == field
+    with pytest.raises(FieldError, match="num_draft_tokens was given, but there is no drafter"):
+        pair.plain().generate(TEXT, drafting=Drafting(3))
+
+
+def test_what_is_shown_is_short(pair: Pair) -> None:
+    for shown in (repr(pair), repr(pair.target)):
+        assert "\n" not in shown
+        assert len(shown) < 400
+    assert "float32" in repr(pair.target)
+    target, drafter = pair
+    assert (target, drafter) == (pair.target, pair.drafter)
+    assert {"Pair", "Sampling", "load"} <= set(dir(jaxspec))
