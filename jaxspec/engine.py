@@ -44,7 +44,7 @@ from jaxspec.runtime import (
 )
 from jaxspec.sampling import Logprobs
 from jaxspec.shapes import Params
-from jaxspec.sharding import fetch, mesh_of
+from jaxspec.sharding import fetch, mesh_of, own_context
 from jaxspec.state import DecodeSpec, DecodeState
 
 STOP_IDS = 4
@@ -288,14 +288,15 @@ class Engine:
         events: list[Update | Completion] = [*self._ended]
         self._ended.clear()
         free = [slot for slot, request in enumerate(self._slots) if request is None]
-        if self._waiting and free:
-            self._admit({slot: self._waiting.popleft() for slot in free[: len(self._waiting)]})
-        elif len(free) < self.batch_size:
-            assert self._state is not None
-            self._state = self.runtime.decode(self._state, self.steps_per_return)
-        else:
-            return events
-        return events + self._look()
+        with own_context(self.mesh):
+            if self._waiting and free:
+                self._admit({slot: self._waiting.popleft() for slot in free[: len(self._waiting)]})
+            elif len(free) < self.batch_size:
+                assert self._state is not None
+                self._state = self.runtime.decode(self._state, self.steps_per_return)
+            else:
+                return events
+            return events + self._look()
 
     def run(self, requests: Sequence[Request]) -> Iterator[Update | Completion]:
         """Decode all requests, yielding updates as tokens come and one completion for each.

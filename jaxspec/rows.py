@@ -21,7 +21,7 @@ from jaxspec.shapes import Array, Float, Int
 from jaxspec.state import DecodeSpec
 
 
-def check_ids(name: str, ids: Sequence[Any]) -> None:
+def check_ids(name: str, ids: Sequence[Any] | np.ndarray | Array) -> None:
     """Refuse ids that are not whole numbers: an array of floats, say, would be cut to whole ones silently.
 
     Raises:

@@ -11,6 +11,7 @@ Read `RULES`, then `partition`. Models are not known here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -133,13 +134,22 @@ def place(array: Any, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def own_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a caller's `jax.set_mesh` does not count; nothing where there is none."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh)
+
+
 def place_rows(tree: T, mesh: Mesh) -> T:
     """Put what the host knows about rows onto the mesh; arrays that are there already stay."""
     devices = set(mesh.devices.flat)
 
     def put(x: Any) -> Array:
         if isinstance(x, jax.Array) and x.sharding.device_set == devices:
-            return x
+            found = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else mesh
+            if isinstance(found, Mesh) and decoding_mesh(found) is found:
+                return x
         return place(x, NamedSharding(mesh, partition(("batch",)[: np.ndim(x)], np.shape(x), mesh)))
 
     return jax.tree.map(put, tree)
