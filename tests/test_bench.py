@@ -21,9 +21,11 @@ from typer.testing import CliRunner
 import jaxspec
 from jaxspec import decode, memory
 from jaxspec import state as states
-from jaxspec.commands import bench, floor, plot, step_profile
-from jaxspec.commands.bench import Pair
-from jaxspec.commands.floor import Ceiling, StepCost
+from jaxspec.commands.bench import floor, plot
+from jaxspec.commands.bench import measure as bench
+from jaxspec.commands.bench import profile as step_profile
+from jaxspec.commands.bench.floor import Ceiling, StepCost
+from jaxspec.commands.bench.measure import Pair
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS

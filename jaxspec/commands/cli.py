@@ -105,12 +105,12 @@ _register(
 )
 _register(
     "bench",
-    "jaxspec.commands.bench:bench_command",
+    "jaxspec.commands.bench.measure:bench_command",
     "Measure prefill and decode steps, beside the least they could take.",
 )
 _register(
     "check",
-    "jaxspec.commands.check:check_command",
+    "jaxspec.commands.check.run:check_command",
     "Find out whether a drafter fits a target, and why not.",
 )
 
@@ -466,14 +466,14 @@ def generate(
             raise UsageError("--stop: expected some text, got none")
         template_kwargs = _parse_template_kwargs(chat_template_kwargs, chat=chat)
 
-    from jaxspec.commands.prompts import PromptError, read_prompts
+    from jaxspec.commands.generate.prompts import PromptError, read_prompts
 
     with _explained(console, PromptError):
         stdin = None if sys.stdin.isatty() else sys.stdin.buffer.read
         given = read_prompts(prompts or (), prompt_ids or (), prompts_file, stdin, chat=chat)
 
     with _explained(console), console.status("[dim]starting JAX"):
-        from jaxspec.commands import generation
+        from jaxspec.commands.generate import run as generation
 
     options = generation.Options(
         target=target,

@@ -18,9 +18,9 @@ from scipy import stats
 
 from jaxspec.api import BUNDLED, load
 from jaxspec.checkpoint import LoadedModel, load_target, read_json
-from jaxspec.commands import check as checking
-from jaxspec.commands import replay
-from jaxspec.commands.conventions import Reading, alternatives, in_force
+from jaxspec.commands.check import replay
+from jaxspec.commands.check import run as checking
+from jaxspec.commands.check.conventions import Reading, alternatives, in_force
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.engine import Completion

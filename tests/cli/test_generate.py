@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from jaxspec.checkpoint import load_target
-from jaxspec.commands import generation
+from jaxspec.commands.generate import run as generation
 from jaxspec.engine import Completion, Engine, Update
 from jaxspec.tokenizer import Tokenizer
 from tests.cli import pair

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxspec.commands import report
+from jaxspec.commands.generate import report
 
 
 def test_acceptance_by_position_counts_the_steps_that_got_that_far() -> None:

@@ -30,8 +30,8 @@ from rich.text import Text
 import jaxspec
 from jaxspec.api import BUNDLED, MOST_SLOTS, load
 from jaxspec.checkpoint import CheckpointError, LoadedModel
-from jaxspec.commands.prompts import Prompt, encode
-from jaxspec.commands.report import (
+from jaxspec.commands.generate.prompts import Prompt, encode
+from jaxspec.commands.generate.report import (
     OutputError,
     Result,
     RunProgress,

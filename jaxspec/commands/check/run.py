@@ -33,15 +33,8 @@ from rich.text import Text as Line
 import jaxspec
 from jaxspec.api import BUNDLED, default_dtype, load
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.commands.conventions import Convention, in_force
-from jaxspec.commands.generation import (
-    as_flags,
-    out_of_memory_explained,
-    set_compilation_cache,
-    shorten,
-    use_one_thread,
-)
-from jaxspec.commands.replay import (
+from jaxspec.commands.check.conventions import Convention, in_force
+from jaxspec.commands.check.replay import (
     LEVEL,
     MATERIAL,
     Comparison,
@@ -51,7 +44,14 @@ from jaxspec.commands.replay import (
     row_means,
     search,
 )
-from jaxspec.commands.report import json_lines, write_line
+from jaxspec.commands.generate.report import json_lines, write_line
+from jaxspec.commands.generate.run import (
+    as_flags,
+    out_of_memory_explained,
+    set_compilation_cache,
+    shorten,
+    use_one_thread,
+)
 from jaxspec.engine import Completion, Engine, Request
 from jaxspec.tokenizer import Tokenizer
 

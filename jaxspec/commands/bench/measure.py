@@ -37,8 +37,8 @@ from jaxspec import decode, memory
 from jaxspec import state as states
 from jaxspec.api import BUNDLED, default_dtype, load
 from jaxspec.cache import RING_MULTIPLE
-from jaxspec.commands import plot
-from jaxspec.commands.floor import (
+from jaxspec.commands.bench import plot
+from jaxspec.commands.bench.floor import (
     Ceiling,
     StepCost,
     measure_ceiling,
@@ -46,9 +46,9 @@ from jaxspec.commands.floor import (
     step_costs,
     step_floor_s,
 )
-from jaxspec.commands.generation import as_flags, use_one_thread
-from jaxspec.commands.report import json_lines, write_line
-from jaxspec.commands.step_profile import Block, draft_loop, loop_counts, verify_loop
+from jaxspec.commands.bench.profile import Block, draft_loop, loop_counts, verify_loop
+from jaxspec.commands.generate.report import json_lines, write_line
+from jaxspec.commands.generate.run import as_flags, use_one_thread
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.dflash import DFlashConfig, default_feature_layers
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS

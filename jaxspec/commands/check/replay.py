@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxspec.cache import cache_bytes
 from jaxspec.checkpoint import LoadedModel
-from jaxspec.commands.conventions import Reading, alternatives
+from jaxspec.commands.check.conventions import Reading, alternatives
 from jaxspec.drafters.base import AnyDrafter, Kept, TargetView
 from jaxspec.engine import Completion
 from jaxspec.models.target import Target, TargetOutput, init_caches
