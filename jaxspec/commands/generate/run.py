@@ -9,107 +9,55 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import io
 import itertools
 import math
 import os
-import platform
-import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
 
 import jax
 from rich.console import Console
 from rich.text import Text
 
-import jaxspec
-from jaxspec.api import BUNDLED, MOST_SLOTS, load
+from jaxspec.api import MOST_SLOTS
 from jaxspec.checkpoint import CheckpointError, LoadedModel
+from jaxspec.commands.generate.options import DecodingOptions, GenerateOptions
 from jaxspec.commands.generate.prompts import Prompt, encode
 from jaxspec.commands.generate.report import (
-    OutputError,
-    Result,
+    PromptResult,
     RunProgress,
     Summary,
     acceptance_by_position,
     body,
     header,
-    json_lines,
     summary_table,
-    write_line,
+)
+from jaxspec.commands.options import UsageError, as_flag, note, told
+from jaxspec.commands.output import OutputError, json_lines, write_line
+from jaxspec.commands.startup import (
+    join_processes,
+    load_models,
+    out_of_memory_explained,
+    set_compilation_cache,
+    shorten,
+    use_one_thread,
+    versions,
 )
 from jaxspec.configs.base import ConfigError
-from jaxspec.drafters.base import Tree
-from jaxspec.engine import VALUES, Completion, Engine, Request, Update
+from jaxspec.engine import Completion, Engine, Request, Update
 from jaxspec.memory import DeviceMemoryError
-from jaxspec.ranges import refusal
-from jaxspec.sharding import parse_mesh
+from jaxspec.records import DEFAULTS, VALUES, FieldError, Sampling
 from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError, completed_text, stop_at_text
 
 STREAMING_STEPS = 4  # steps between returns for one prompt: each return is a piece of text
 BATCH_STEPS = 16
+FILTERS = ("top_k", "top_p", "min_p")  # what greedy decoding does not look at
 
-
-class RunError(ValueError):
-    """Options that cannot be carried out with these models or prompts."""
-
-
-USER_ERRORS = (
-    RunError,
-    CheckpointError,
-    ConfigError,
-    DeviceMemoryError,
-    TokenizerError,
-    OutputError,
-)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What was asked for; None where the choice is left to the run."""
-
-    target: str | None = None
-    drafter: str | None = None
-    revision: str | None = None
-    drafter_revision: str | None = None
-    token: str | None = field(default=None, repr=False)
-    offline: bool = False
-    dtype: str | None = None
-    mesh: str | None = None  # as in "data=2,model=4"
-    distributed: bool = False  # over the devices of several processes
-    chat: bool = False
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    stop_texts: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    max_new_tokens: int = 128
-    sampling_of_model: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    ban_tokens: tuple[int, ...] = ()
-    seed: int = 0
-    num_samples: int = 1  # of each prompt
-    num_draft_tokens: int | None = None
-    tree: tuple[int, int] | None = None  # topk and depth
-    draft_sampling: bool = False
-    verification: Literal["standard", "block"] = "standard"
-    logprobs: bool = False
-    top_logprobs: int = 0
-    batch_size: int | None = None
-    cache_length: int | None = None
-    compilation_cache: str | None = None
-    json_path: str | None = None
+USER_ERRORS = (CheckpointError, ConfigError, DeviceMemoryError, TokenizerError, OutputError)
 
 
 @dataclass(frozen=True)
@@ -125,16 +73,17 @@ class Job:
     requests: list[Request]  # `num_samples` a prompt
     errors: dict[int, str]  # by prompt
     tokenizer: Tokenizer | None
+    sampling: Sampling
     stop_texts: tuple[str, ...]
     num_samples: int
 
-    def result(self, done: Completion) -> Result:
+    def result(self, done: Completion) -> PromptResult:
         """Put a completion together with its prompt."""
         text = None
         if self.tokenizer is not None:
             text = completed_text(self.tokenizer, done.token_ids, self.stop_texts)
         prompt, sample = divmod(done.index, self.num_samples)
-        return Result(
+        return PromptResult(
             index=done.index,
             prompt=self.texts[prompt],
             prompt_ids=self.requests[done.index].prompt_ids,
@@ -150,27 +99,31 @@ class Job:
         )
 
 
-def run(prompts: Sequence[Prompt], options: Options, console: Console) -> int:
+def run(prompts: Sequence[Prompt], options: GenerateOptions, console: Console) -> int:
     """Generate for all prompts, show results and summary, and return how many prompts were refused.
 
     Args:
-      console: standard error; results go to standard output or to `options.json_path`.
+      console: standard error; results go to standard output or to `options.text.json_path`.
 
     Raises:
       USER_ERRORS: the run cannot go on; no file is left behind.
     """
     begin = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(out_of_memory_explained())
-        if options.distributed and not is_first_process():
+        stack.enter_context(out_of_memory_explained("--batch-size", "--cache-length"))
+        models, json_path = options.models, options.text.json_path
+        if models.distributed and not join_processes():
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            options = dataclasses.replace(options, json_path=options.json_path and os.devnull)
+            json_path = json_path and os.devnull
             console = Console(quiet=True)  # errors are raised, and told by each process
-        lines = stack.enter_context(json_lines(options.json_path)) if options.json_path else None
-        set_compilation_cache(options.compilation_cache, console)
-        if options.target is None and options.mesh is None:
+        lines = stack.enter_context(json_lines(json_path)) if json_path else None
+        set_compilation_cache(options.running.compilation_cache, console)
+        if models.target is None and models.mesh is None:
             use_one_thread()
-        target, drafter = load_models(options, console)
+        if models.target and not models.drafter:
+            note(console, "no --drafter was given: decoding plainly, one token a step")
+        with console.status("[dim]loading the models"):
+            target, drafter = load_models(models)
         load_s = time.perf_counter() - begin
         job = make_job(prompts, options, target, console)
         engine = make_engine(job, options, target, drafter)
@@ -186,174 +139,93 @@ def run(prompts: Sequence[Prompt], options: Options, console: Console) -> int:
     return summary.errors
 
 
-@contextlib.contextmanager
-def out_of_memory_explained() -> Iterator[None]:
-    """Say what would help when the device runs out of memory."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise RunError(
-            "the device has not enough memory; lower --batch-size or --cache-length, use --dtype bfloat16, "
-            f"or a smaller model ({str(error).splitlines()[0]})"
-        ) from None
-
-
 # --- before decoding ---------------------------------------------------------------------------------
 
 
-def is_first_process() -> bool:
-    """Join the processes that decode together, and say whether this one shows what they find.
-
-    They all run the same rounds on the same prompts, so that each knows all tokens.
-    """
-    try:
-        jax.distributed.initialize()
-    except (ValueError, RuntimeError) as error:
-        raise RunError(
-            "--distributed: this process finds no others; start it by Slurm, Open MPI or Kubernetes "
-            f"({error})"
-        ) from None
-    return jax.process_index() == 0
-
-
-def set_compilation_cache(given: str | None, console: Console) -> None:
-    """Keep compiled programs from run to run: in the user's cache directory, in another, or not ("off").
-
-    JAX's own JAX_COMPILATION_CACHE_DIR stands where nothing is given.
-    """
-    if given == "off":
-        jax.config.update("jax_enable_compilation_cache", False)
-        return
-    if given is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = home / "jaxspec" / "compiled" if given is None else Path(given)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if given is not None:
-            raise RunError(
-                f"--compilation-cache: cannot make {directory}: {error.strerror}"
-            ) from None
-        note(console, f"compiled programs are not kept: cannot make {directory}: {error.strerror}")
-        return
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def use_one_thread() -> None:
-    """Let programs on a CPU run on one thread, unless NPROC says on how many; call it before JAX starts.
-
-    A step of models as small as the bundled ones is some hundred operations of a microsecond to thirty. To
-    share them, XLA wakes a second thread so often that it loses more than it wins (jax 0.10.2, 2 cores, one
-    row with DFlash: 1.6 ms a step instead of 2.1; plain 0.66 instead of 0.58). Where JAX may start on a GPU,
-    nothing is changed: its compiler counts threads in the same way, and needs them.
-    """
-    other_devices = importlib.metadata.entry_points(group="jax_plugins")
-    if jax.config.values["jax_platforms"] == "cpu" or not other_devices:
-        os.environ.setdefault("NPROC", "1")
-
-
-def load_models(options: Options, console: Console) -> tuple[LoadedModel, LoadedModel | None]:
-    """Load target and drafter, onto a mesh if there is to be one."""
-    try:
-        mesh = None if options.mesh is None else parse_mesh(options.mesh)
-    except ValueError as error:
-        raise RunError(f"--{error}") from None
-    if options.target and not options.drafter:
-        note(console, "no --drafter was given: decoding plainly, one token a step")
-    with console.status("[dim]loading the models"):
-        return load(
-            options.target,
-            options.drafter,
-            dtype=options.dtype,
-            revision=options.revision,
-            drafter_revision=options.drafter_revision,
-            token=options.token,
-            offline=options.offline,
-            mesh=mesh,
-        )
-
-
 def make_job(
-    prompts: Sequence[Prompt], options: Options, target: LoadedModel, console: Console
+    prompts: Sequence[Prompt], options: GenerateOptions, target: LoadedModel, console: Console
 ) -> Job:
     """Encode prompts and settle how to decode them."""
+    text, decoding = options.text, options.decoding
     tokenizer = None
-    if any(p.ids is None for p in prompts) or options.stop_texts:
+    if any(p.ids is None for p in prompts) or text.stop:
         tokenizer = Tokenizer.load(target.directory)
     else:  # ids alone need none, but are shown as text where there is one
         with contextlib.suppress(TokenizerError):
             tokenizer = Tokenizer.load(target.directory)
-    if options.chat and tokenizer is not None and tokenizer.chat_template is None:
+    if text.chat and tokenizer is not None and tokenizer.chat_template is None:
         raise TokenizerError(
             f"--chat: {target.source} has no chat template; use an instruction-tuned checkpoint"
         )
     stop_at = None
-    if options.stop_texts and tokenizer is not None:
-        stop_at = stop_at_text(tokenizer, options.stop_texts)
+    if text.stop and tokenizer is not None:
+        stop_at = stop_at_text(tokenizer, text.stop)
+    sampling = sampling_for(options, target, console)
     shared: dict[str, Any] = dict(
-        max_new_tokens=options.max_new_tokens,
-        **sampling_values(options, target, console),
-        logit_bias=logit_biases(options, target),
-        stop_ids=stop_ids(options, target),
-        seed=options.seed,
+        max_new_tokens=decoding.max_new_tokens,
+        **{name: getattr(sampling, name) for name in (*VALUES, "logit_bias")},
+        stop_ids=stop_ids(decoding, target),
+        seed=decoding.seed,
         stop_at=stop_at,
     )
     texts: list[str | None] = []
     requests, errors = [], {}
     for index, prompt in enumerate(prompts):
-        text, ids = prompt.text, ()
+        shown, ids = prompt.text, ()
         try:
-            text, ids = encode(
-                prompt,
-                tokenizer,
-                chat=options.chat,
-                chat_template_kwargs=options.chat_template_kwargs,
+            shown, ids = encode(
+                prompt, tokenizer, chat=text.chat, chat_template_kwargs=text.chat_template_kwargs
             )
         except TokenizerError as error:
             errors[index] = str(error)
-        texts.append(text)
-        requests += [Request(prompt_ids=ids, **shared)] * options.num_samples
-    return Job(prompts, texts, requests, errors, tokenizer, options.stop_texts, options.num_samples)
+        texts.append(shown)
+        requests += [Request(prompt_ids=ids, **shared)] * decoding.num_samples
+    return Job(
+        prompts, texts, requests, errors, tokenizer, sampling, text.stop, decoding.num_samples
+    )
 
 
-def sampling_values(options: Options, target: LoadedModel, console: Console) -> dict[str, Any]:
-    """Settle what rules sampling: as given, else the checkpoint's if asked for, else greedy and nothing."""
-    values = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-    if options.sampling_of_model:
-        if target.generation is None:
-            raise RunError(f"--sampling model: {target.source} has no generation config of its own")
-        values = {name: getattr(target.generation, name) for name in values}
-        wrong = [f"{name} {what}" for name in values if (what := refusal(name, values[name]))]
-        if wrong:
-            raise RunError(
-                f"--sampling model: in {target.source}'s generation config {wrong[0]}; give the values "
-                "as flags instead"
-            )
-    values |= {n: given for n in values if (given := getattr(options, n)) is not None}
-    idle = [n for n in ("top_k", "min_p") if getattr(options, n)]
-    idle += ["top_p"] if (options.top_p or 1) < 1 else []
-    idle += ["draft_sampling"] if options.draft_sampling else []
-    idle += ["verification"] if options.verification == "block" else []
-    if values["temperature"] == 0 and idle:
-        flags = ", ".join("--" + name.replace("_", "-") for name in idle)
+def sampling_for(options: GenerateOptions, target: LoadedModel, console: Console) -> Sampling:
+    """Settle what rules sampling: as given, else the checkpoint's if asked for, else greedy and nothing.
+
+    A ban counts more than a bias.
+    """
+    refuse_outside("--logit-bias", options.biases, target)
+    refuse_outside("--ban-token", options.banned, target)
+    biases = {**options.biases, **dict.fromkeys(options.banned, -math.inf)}
+    own = sampling_of(target) if options.decoding.sampling == "model" else {}
+    sampling = dataclasses.replace(options.sampling.over(own), logit_bias=biases)
+    given = options.sampling.values
+    idle = [(name,) for name in FILTERS if given.get(name, DEFAULTS[name]) != DEFAULTS[name]]
+    idle += [(field,) for field, _ in options.drafting.changes_acceptance]
+    if sampling.temperature == 0 and idle:
+        flags = ", ".join(as_flag(*shown) for shown in idle)
         note(console, f"{flags}: without effect at temperature 0; add --temperature 1")
-    penalties = ("presence_penalty", "frequency_penalty")
-    return {**values, **{name: getattr(options, name) for name in penalties}}
+    return sampling
 
 
-def logit_biases(options: Options, target: LoadedModel) -> dict[int, float]:
-    """Return what is added to the logits of tokens; a ban counts more than a bias."""
-    for flag, ids in (("--logit-bias", options.logit_bias), ("--ban-token", options.ban_tokens)):
-        refuse_outside(flag, ids, target)
-    return {**options.logit_bias, **dict.fromkeys(options.ban_tokens, -math.inf)}
+def sampling_of(target: LoadedModel) -> dict[str, Any]:
+    """Return what the checkpoint itself says of sampling.
+
+    Raises:
+      UsageError: it says nothing, or something that cannot be.
+    """
+    if target.generation is None:
+        raise UsageError(f"--sampling model: {target.source} has no generation config of its own")
+    names = {f.name for f in dataclasses.fields(Sampling)}
+    own = dataclasses.asdict(target.generation)
+    own = {name: value for name, value in own.items() if name in names}
+    try:
+        Sampling(**own)
+    except FieldError as error:
+        raise UsageError(
+            f"--sampling model: in {target.source}'s generation config {error}; give the values as flags "
+            "instead"
+        ) from None
+    return own
 
 
-def stop_ids(options: Options, target: LoadedModel) -> tuple[int, ...]:
+def stop_ids(options: DecodingOptions, target: LoadedModel) -> tuple[int, ...]:
     """Return the ids that end a row: the checkpoint's own, unless ignored, and those given."""
     refuse_outside("--stop-id", options.stop_ids, target)
     own = () if options.ignore_eos or target.generation is None else target.generation.eos_token_ids
@@ -365,32 +237,28 @@ def refuse_outside(flag: str, ids: Iterable[int], target: LoadedModel) -> None:
     size = target.config.vocab_size
     bad = [i for i in ids if not 0 <= i < size]
     if bad:
-        raise RunError(f"{flag} {bad[0]} is outside the vocabulary; expected 0 to {size - 1}")
+        raise UsageError(f"{flag} {bad[0]} is outside the vocabulary; expected 0 to {size - 1}")
 
 
 def make_engine(
-    job: Job, options: Options, target: LoadedModel, drafter: LoadedModel | None
+    job: Job, options: GenerateOptions, target: LoadedModel, drafter: LoadedModel | None
 ) -> Engine:
     """Make an engine that fits the job: as many rows and positions as it needs, in buckets."""
-    try:
-        return Engine.fitting(
-            target,
-            drafter,
-            job.requests,
-            cache_length=options.cache_length,
-            batch_size=options.batch_size or min(len(job.requests), MOST_SLOTS),
-            num_draft_tokens=options.num_draft_tokens,
-            tree=None if options.tree is None else Tree(*options.tree),
-            draft_sampling=options.draft_sampling,
-            verification=options.verification,
-            logprobs=options.logprobs or options.top_logprobs > 0,
-            top_logprobs=options.top_logprobs,
-            steps_per_return=STREAMING_STEPS if len(job.requests) == 1 else BATCH_STEPS,
-        )
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise RunError(as_flags(str(error))) from None
+    drafting, running, sampling = options.drafting, options.running, job.sampling
+    return Engine.fitting(
+        target,
+        drafter,
+        job.requests,
+        cache_length=running.cache_length,
+        batch_size=running.batch_size or min(len(job.requests), MOST_SLOTS),
+        num_draft_tokens=drafting.num_draft_tokens,
+        tree=drafting.tree,
+        draft_sampling=drafting.draft_sampling,
+        verification=drafting.verification,
+        logprobs=sampling.logprobs or sampling.top_logprobs > 0,
+        top_logprobs=sampling.top_logprobs,
+        steps_per_return=STREAMING_STEPS if len(job.requests) == 1 else BATCH_STEPS,
+    )
 
 
 def refuse(job: Job, engine: Engine, console: Console) -> None:
@@ -398,30 +266,18 @@ def refuse(job: Job, engine: Engine, console: Console) -> None:
     for index, request in enumerate(job.requests[:: job.num_samples]):
         error = job.errors.get(index) or engine.check(request)
         if error is not None:
-            job.errors[index] = as_flags(error)
+            job.errors[index] = told(error)
     named = [f"{job.prompts[i].origin}: {error}" for i, error in sorted(job.errors.items())]
     if len(named) == len(job.prompts):
-        raise RunError("\n".join(named))
+        raise UsageError("\n".join(named))
     for message in named:
         console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
-
-
-def as_flags(message: str) -> str:
-    """Turn the library's argument names in a message into the command's options."""
-    message = re.sub(r"\bcache_length=(\d+)", r"--cache-length \1", message)
-    message = re.sub(r"\btree (topk|depth)\b", r"--tree-\1", message)
-    message = message.replace('verification="block"', "--verification block")
-    names = (
-        r"\b(max_new_tokens|num_draft_tokens|batch_size|cache_length|draft_sampling|top_logprobs"
-        r"|synthetic_acceptance)\b"
-    )
-    return re.sub(names, lambda name: "--" + name[0].replace("_", "-"), message)
 
 
 # --- decoding ----------------------------------------------------------------------------------------
 
 
-def show_stream(job: Job, engine: Engine, console: Console) -> list[Result]:
+def show_stream(job: Job, engine: Engine, console: Console) -> list[PromptResult]:
     """Decode one prompt, printing its text as it becomes certain; on a terminal, after the prompt itself."""
     stream = None if job.tokenizer is None else TextStream(job.tokenizer, job.stop_texts)
     given = job.prompts[0].text
@@ -443,10 +299,12 @@ def show_stream(job: Job, engine: Engine, console: Console) -> list[Result]:
     return results
 
 
-def show_many(job: Job, engine: Engine, lines: IO[str] | None, console: Console) -> list[Result]:
+def show_many(
+    job: Job, engine: Engine, lines: IO[str] | None, console: Console
+) -> list[PromptResult]:
     """Decode prompts, printing each result in the order of the prompts, as soon as its turn comes."""
-    results: list[Result] = []
-    early: dict[int, Result] = {}
+    results: list[PromptResult] = []
+    early: dict[int, PromptResult] = {}
     progress = RunProgress(console, [r.max_new_tokens for r in job.requests])
     with contextlib.closing(progress):
         for event in engine.run(job.requests):
@@ -469,9 +327,9 @@ def show_many(job: Job, engine: Engine, lines: IO[str] | None, console: Console)
 
 
 def summarise(
-    results: Sequence[Result],
+    results: Sequence[PromptResult],
     job: Job,
-    options: Options,
+    options: GenerateOptions,
     engine: Engine,
     load_s: float,
     total_s: float,
@@ -479,7 +337,7 @@ def summarise(
     """Add up a run."""
     lengths = [length for r in results for length in r.acceptance_lengths]
     timings, device = engine.timings, jax.devices()[0]
-    drafter, request = engine.drafter, job.requests[0]
+    drafter = engine.drafter
     return Summary(
         prompts=len(job.prompts),
         num_samples=job.num_samples,
@@ -500,36 +358,17 @@ def summarise(
         total_s=total_s,
         target=shorten(engine.target.source),
         drafter=None if drafter is None else shorten(drafter.source),
+        drafting=options.drafting,
         num_draft_tokens=engine.spec.num_draft_tokens,
-        tree=None if engine.spec.tree is None else dataclasses.asdict(engine.spec.tree),
-        draft_sampling=engine.spec.drafting.draft_sampling,
-        verification=engine.spec.drafting.verification,
         batch_size=engine.batch_size,
         cache_length=engine.cache_length,
-        max_new_tokens=request.max_new_tokens,
-        **{name: getattr(request, name) for name in VALUES},
-        logit_bias=dict(options.logit_bias),
-        ban_tokens=options.ban_tokens,
-        seed=request.seed,
+        max_new_tokens=options.decoding.max_new_tokens,
+        sampling=dataclasses.replace(job.sampling, logit_bias=options.biases),
+        ban_tokens=options.banned,
+        seed=options.decoding.seed,
         dtype=engine.target.graph.dtype,
         platform=device.platform,
         device=device.device_kind,
         mesh=dict(engine.mesh.shape),
-        versions={
-            "jaxspec": jaxspec.__version__,
-            "jax": jax.__version__,
-            "jaxlib": importlib.metadata.version("jaxlib"),
-            "python": platform.python_version(),
-        },
+        versions=versions("jax", "jaxlib"),
     )
-
-
-def shorten(source: str) -> str:
-    """Name the bundled models as such, and others as they were given."""
-    path = Path(source)
-    return f"bundled {path.name}" if path.parent == BUNDLED else source
-
-
-def note(console: Console, message: str) -> None:
-    """Say something about a run that goes on."""
-    console.print(f"note: {message}", style="yellow", markup=False, soft_wrap=True)
