@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 class ConvertOptions:
     """Which way to convert, and where the source comes from."""
 
-    to_hf: bool = option(
-        False, "The other way: write a directory of ours as Hugging Face files."
-    )
+    to_hf: bool = option(False, "The other way: write a directory of ours as Hugging Face files.")
     dtype: str | None = option(
         None, "Cast all parameters. Default: as in SRC.", metavar="float32|bfloat16"
     )
