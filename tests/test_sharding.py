@@ -15,7 +15,8 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxspec.commands.bench.measure import check_rows, random_drafter
+from jaxspec.commands.bench.pair import check_rows
+from jaxspec.commands.bench.random_drafters import random_drafter
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph

@@ -174,7 +174,7 @@ def _option(
     flag = about.get("flag") or _flag(" ".join(path))
     default = None if field.default is dataclasses.MISSING else field.default
     if optional and isinstance(default, int | float) and not isinstance(default, bool):
-        help_text = f"{help_text} Default: {default:g}."
+        help_text = f"{help_text} [dim]\\[default: {default:g}][/]"
     read: Callable[[Any], Any] = lambda value: value  # noqa: E731
     if hint in _READERS:
         typed, reader = _READERS[hint]

@@ -66,9 +66,7 @@ class Pair:
 
     def plain(self) -> Pair:
         """Return the target alone."""
-        spec = dataclasses.replace(
-            self.spec, drafter=None, num_draft_tokens=0, tree=None, synthetic_acceptance=None
-        )
+        spec = dataclasses.replace(self.spec, drafter=None, drafting=Drafting())
         return dataclasses.replace(self, spec=spec, drafter_params=None)
 
     def prompts(self, count: int, length: int, seed: int) -> np.ndarray:
@@ -130,13 +128,7 @@ def make_pair(
         if drafter_model is not None:
             drafter_graph, drafter_params = drafter_model.graph, drafter_model.params
             drafter_name = models.drafter or "dflash"
-    spec = make_spec(
-        model or target_graph,
-        drafter_graph,
-        num_draft_tokens=drafting.num_draft_tokens,
-        tree=drafting.tree,
-        synthetic_acceptance=drafting.synthetic_acceptance,
-    )
+    spec = make_spec(model or target_graph, drafter_graph, drafting)
     if positions > target_graph.config.max_positions:
         raise UsageError(
             f"prompt or context and --new-tokens need {positions} positions; {target_name} has "

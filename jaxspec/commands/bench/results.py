@@ -176,7 +176,7 @@ def _memory(footprint: memory.Footprint, result: CaseResult, _: CaseResult) -> s
 def _acceptance(o: Observed) -> str | None:
     if o.is_plain:
         return None
-    return "real" if o.pair.spec.synthetic_acceptance is None else "synthetic"
+    return "real" if o.pair.spec.drafting.synthetic_acceptance is None else "synthetic"
 
 
 def _host_round_trips(o: Observed) -> int | None:

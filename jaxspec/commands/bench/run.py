@@ -83,7 +83,7 @@ def _conditions(
         "drafter_kind": drafter_kind(pair.spec),
         "num_draft_tokens": pair.spec.num_draft_tokens,
         "tree": None if pair.spec.tree is None else dataclasses.asdict(pair.spec.tree),
-        "synthetic_acceptance": pair.spec.synthetic_acceptance,
+        "synthetic_acceptance": pair.spec.drafting.synthetic_acceptance,
         "dtype": pair.spec.target.dtype,
         "device": device.device_kind,
         "platform": device.platform,
