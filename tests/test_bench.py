@@ -27,8 +27,8 @@ from jaxspec.commands.bench.command import bench_command
 from jaxspec.commands.bench.floor import Ceiling, StepCost
 from jaxspec.commands.bench.measure import measure, of_a_group
 from jaxspec.commands.bench.pair import Pair, make_pair
+from jaxspec.commands.bench.random_drafters import drafter_config, random_drafter
 from jaxspec.commands.models import ModelOptions
-from jaxspec.commands.random_drafters import drafter_config, random_drafter
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
