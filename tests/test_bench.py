@@ -552,3 +552,70 @@ def test_options_that_cannot_be_meant(options: list[str], message: str, tmp_path
     assert result.exit_code == 2
     assert message in result.output
     assert not path.exists()
+
+
+def a_long_result(mode: str, label: str, scale: float) -> results.CaseResult:
+    """Return a case whose every number is as wide as numbers get."""
+    spread = results.Spread(1234.5 * scale, 1111.1 * scale, 1345.6 * scale)
+    drafted = mode == "speculative"
+    return results.CaseResult(
+        mode=mode,
+        label=label,
+        batch_size=128,
+        context_length=131072,
+        step_tokens=16,
+        cache_length=131712,
+        cost=StepCost(61e9, 8e12, 9e15),
+        floor_ms=spread.median / 1.5,
+        draft_floor_ms=4.5,
+        steps=256,
+        step_ms=spread,
+        tokens_per_s=spread,
+        acceptance="synthetic" if drafted else None,
+        acceptance_length=12.34 if drafted else None,
+        draft_ms=spread if drafted else None,
+        verify_ms=spread,
+        rest_ms=-123.4,
+        tpot_ms=spread,
+        kernels_per_step=12345,
+        host_round_trips_per_step=12,
+        ttft_ms=spread,
+        achieved_bytes_per_s=3.85e12,
+        prefill_compile_s=123.4,
+        decode_compile_s=234.5,
+        footprint=memory.Footprint(61 * 10**9, 70 * 10**9, 10**9),
+        temporary_bytes=1 << 30,
+        peak_bytes=139 << 30,
+        distinct_experts=results.Spread(122.5, 101.0, 128.0),
+    )
+
+
+def test_tables_are_whole_at_80_columns_whatever_is_in_them() -> None:
+    """Labels and numbers of the largest shapes make more tables, never cut ones; every column has its place."""
+    found = [a_long_result("plain", "plain", 10), a_long_result("speculative", "mtp tree 127", 10)]
+    text = io.StringIO()
+    Console(file=text, width=80).print(*tables.results(found, 5), sep="\n")
+    assert max(map(len, text.getvalue().splitlines())) <= 80
+    assert "…" not in text.getvalue()
+    words = text.getvalue().split()
+    assert "131,072" in words
+    assert "12,345" in words
+    for field in dataclasses.fields(results.CaseResult):
+        for column in field.metadata["columns"]:
+            assert text.getvalue().count(f" {column.heading} ") >= 1, column.heading
+
+
+def test_floors_are_whole_at_80_columns() -> None:
+    big = Pair(mtp("31b", 127, Tree(4, 40)), {}, {}, "31b", "MTP")
+    cases = [tables.Case(256, 131072, pair) for pair in (big.plain(), big)]
+    text = io.StringIO()
+    Console(file=text, width=80).print(*tables.floors(cases, 256, H200), sep="\n")
+    assert max(map(len, text.getvalue().splitlines())) <= 80
+    assert "…" not in text.getvalue()
+    assert " mtp tree 127 " in text.getvalue()
+
+
+def test_numbers_have_three_digits_and_no_exponent() -> None:
+    values = (0, 0.00001234, 0.0123, 1.0, 12.34, 999.4, 999.96, 1234.5, 1e6)
+    expected = ["0", "0.000012", "0.0123", "1", "12.3", "999", "1,000", "1,234", "1,000,000"]
+    assert [results.digits(value) for value in values] == expected

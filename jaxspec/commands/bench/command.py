@@ -79,10 +79,10 @@ class BenchOutput(OutputOptions):
 
 @command
 def bench_command(
-    options: BenchOptions,
-    models: Annotated[ModelOptions, Fields(without=("distributed",))],
-    drafting: Annotated[Drafting, Fields(without=("draft_sampling", "verification"))],
-    output: BenchOutput,
+    options: Annotated[BenchOptions, Fields("Cases")],
+    models: Annotated[ModelOptions, Fields("Models", without=("distributed",))],
+    drafting: Annotated[Drafting, Fields("Drafting", without=("draft_sampling", "verification"))],
+    output: Annotated[BenchOutput, Fields("Report")],
 ) -> None:
     """Measure prefill and decode steps, beside the least they could take.
 

@@ -1,7 +1,7 @@
-"""A picture of a benchmark's report: where a step's time goes, or tokens a second against batch size, and beside
-that tokens a second against acceptance length.
+"""A picture of a benchmark's report: what a step takes, and tokens a second against acceptance length.
 
-It reads the report as it is written to JSON, so that an old one can be drawn again. Needs matplotlib.
+With several batch sizes the first panel has tokens a second against them; with one, a step's parts. The report is read
+as it is written to JSON, so that an old one can be drawn again. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".png", ".pdf", ".svg")
+_BELOW: dict[str, Any] = dict(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+_COLORS = {"verify": "C0", "draft": "C1", "rest": "C7"}
 
 
 def check(path: Path) -> None:
@@ -38,7 +40,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     results = report["results"]
     drafted = [r for r in results if r["mode"] == "speculative"]
     curves = len({r["batch_size"] for r in results}) > 1
-    height = 4.5 if curves else max(4.5, 1.6 + 0.75 * len(results))
+    height = 5.0 if curves else max(4.5, 1.6 + 0.75 * len(results))
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(11, height), layout="constrained"
     )
@@ -62,7 +64,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         panel.yaxis.set_minor_formatter(ticker.NullFormatter())
         panel.set_ylabel("tokens a second, all rows")
         panel.grid(which="both", alpha=0.2)
-        panel.legend(fontsize=7)
+        panel.legend(**_BELOW, ncols=2)
     figure.savefig(path, dpi=150)
 
 
@@ -93,10 +95,7 @@ def _parts(panel: Any, results: Sequence[dict[str, Any]]) -> None:
     panel.set_xlabel("milliseconds a step")
     panel.set_title(f"a step of batch {results[0]['batch_size']}, in its parts", fontsize=8)
     panel.grid(axis="x", alpha=0.2)
-    panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5)
-
-
-_COLORS = {"verify": "C0", "draft": "C1", "rest": "C7"}
+    panel.legend(**_BELOW, ncols=5)
 
 
 def _bar(

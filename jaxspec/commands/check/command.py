@@ -45,10 +45,12 @@ class CheckOptions:
 
 @command
 def check_command(
-    checking: CheckOptions,
-    drafting: Annotated[Drafting, Fields(only=("num_draft_tokens",))],
-    models: Annotated[ModelOptions, Fields(without=("target", "drafter", "mesh", "distributed"))],
-    output: OutputOptions,
+    checking: Annotated[CheckOptions, Fields("Check")],
+    drafting: Annotated[Drafting, Fields("Check", only=("num_draft_tokens",))],
+    models: Annotated[
+        ModelOptions, Fields("Models", without=("target", "drafter", "mesh", "distributed"))
+    ],
+    output: Annotated[OutputOptions, Fields("Report")],
     target: Annotated[
         str,
         typer.Argument(metavar="TARGET", help="A directory, a hub id, or [bold]bundled[/]."),
