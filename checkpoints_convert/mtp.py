@@ -15,7 +15,6 @@ from checkpoints_convert.rules import (
     linear,
     same,
 )
-from jaxspec.configs.mtp import MTPConfig
 
 _RULES = (
     Rule("model.embed_tokens.weight", "head", same),
@@ -44,10 +43,14 @@ _ADVICE = (
 )
 
 
-def rule_set(config: MTPConfig, params: Iterable[str]) -> RuleSet:
-    """Return the table for one assistant, whose parameters are `params`."""
+def rule_set(params: Iterable[str], *, num_layers: int, centroids: bool) -> RuleSet:
+    """Return the table for one assistant, whose parameters are `params`.
+
+    Args:
+      centroids: it drafts with them; those of an assistant that does not are skipped.
+    """
     skips = _SKIPS
-    if not config.num_centroids:
+    if not centroids:
         unused = Skip(r"masked_embedding\..+", "centroids, which this assistant does not use")
         skips = (*skips, unused)
-    return RuleSet(for_layers(_RULES, config.num_layers, params), ("",), skips, advice=_ADVICE)
+    return RuleSet(for_layers(_RULES, num_layers, params), ("",), skips, advice=_ADVICE)

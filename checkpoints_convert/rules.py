@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint import CheckpointError
+from checkpoints_convert.errors import CheckpointError
 
 Shape = tuple[int, ...]
 

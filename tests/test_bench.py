@@ -30,6 +30,8 @@ from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
+from jaxspec.families import random_drafter
+from jaxspec.families.costs import expected_experts
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Tree
@@ -46,13 +48,12 @@ def spec(preset: str, *, drafter: bool = False) -> DecodeSpec:
     target = Graph(Gemma4, TARGET_PRESETS[preset], "bfloat16")
     if not drafter:
         return DecodeSpec(target, None)
-    config, _ = bench.drafter_config(preset)
-    drafting = Drafting(config.block_size - 1)
-    return DecodeSpec(target, Graph(DFlashDrafter, config, "bfloat16"), drafting)
+    graph, _ = random_drafter(preset, "dflash", "bfloat16")
+    return DecodeSpec(target, graph, Drafting(graph.config.block_size - 1))
 
 
 def mtp(preset: str, drafts: int, tree: Tree | None = None) -> DecodeSpec:
-    drafter, _ = bench.random_drafter(preset, "mtp", "bfloat16")
+    drafter, _ = random_drafter(preset, "mtp", "bfloat16")
     return DecodeSpec(spec(preset).target, drafter, Drafting(drafts, tree))
 
 
@@ -81,12 +82,12 @@ def test_tables_that_are_looked_up_cost_their_rows() -> None:
 
 def test_experts_cost_what_routing_reaches() -> None:
     config = TARGET_PRESETS["26b-a4b"]
-    assert floor.expected_experts(config, 1) == pytest.approx(8)
-    assert floor.expected_experts(config, 16) == pytest.approx(82, abs=0.5)
-    assert floor.expected_experts(config, 512) == pytest.approx(128)
+    assert expected_experts(config, 1) == pytest.approx(8)
+    assert expected_experts(config, 16) == pytest.approx(82, abs=0.5)
+    assert expected_experts(config, 512) == pytest.approx(128)
     one, many = (floor.step_cost(spec("26b-a4b"), batch, 256) for batch in (1, 32))
     experts = 30 * 3 * 2816 * 704 * 2  # bytes of one expert in all layers
-    expected = (floor.expected_experts(config, 32) - 8) * experts
+    expected = (expected_experts(config, 32) - 8) * experts
     assert many.weight_bytes - one.weight_bytes == pytest.approx(expected)
 
 
@@ -195,8 +196,8 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
 
 @pytest.mark.parametrize("preset", list(TARGET_PRESETS))
 def test_every_preset_gets_a_drafter_that_fits(preset: str) -> None:
-    config, name = bench.drafter_config(preset)
-    config.check_fits(TARGET_PRESETS[preset])
+    graph, name = random_drafter(preset, "dflash", "bfloat16")
+    graph.config.check_fits(TARGET_PRESETS[preset])
     assert preset in name
 
 
@@ -437,8 +438,8 @@ def in_order(graph: Graph, seed: int, shardings: object = None) -> Params:
 
 def test_random_weights_come_with_the_asked_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     config = MTPConfig.from_hf(tiny.hf_assistant_config("e4b"))
-    monkeypatch.setitem(bench.TARGET_PRESETS, "e4b", tiny.config("e4b"))
-    monkeypatch.setitem(bench.MTP_PRESETS, "e4b", config)
+    monkeypatch.setitem(TARGET_PRESETS, "e4b", tiny.config("e4b"))
+    monkeypatch.setitem(MTP_PRESETS, "e4b", config)
     monkeypatch.setattr(Graph, "random_params", in_order)
     pair = bench.make_pair("e4b", None, "mtp", dtype="float32")
     assert pair.drafter_name == "MTP of e4b, random weights"

@@ -49,18 +49,11 @@ from jaxspec.commands.floor import (
 from jaxspec.commands.generation import as_flags, use_one_thread
 from jaxspec.commands.report import json_lines, write_line
 from jaxspec.commands.step_profile import Block, draft_loop, loop_counts, verify_loop
-from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
-from jaxspec.configs.dflash import DFlashConfig, default_feature_layers
-from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
-from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
-from jaxspec.configs.mtp import MTPConfig
 from jaxspec.decode import propose
 from jaxspec.drafters.base import Tree
-from jaxspec.drafters.dflash import DFlashDrafter
-from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import ancestors
 from jaxspec.engine import PREFILL_CHUNK, make_spec, row_keys
-from jaxspec.models.gemma4 import Gemma4
+from jaxspec.families import families, family_of, graph_of, presets, random_drafter
 from jaxspec.models.target import Target, place
 from jaxspec.params import Graph
 from jaxspec.records import Drafting
@@ -69,17 +62,9 @@ from jaxspec.shapes import Int, Params
 from jaxspec.sharding import fetch, make_mesh, mesh_of, parse_mesh, place_rows
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
 
-DRAFTER_KINDS = ("mtp", "dflash")
+DRAFTER_KINDS = tuple(family.name for family in families("drafter") if family.drafter_for)
 WARM_UP_STEPS = 4  # the first run of a captured graph goes kernel by kernel, the second records it
 PART_STEPS = 16  # rounds of a timed run of drafting or verifying alone
-
-
-class Preset(enum.StrEnum):
-    e2b = "e2b"
-    e4b = "e4b"
-    b12 = "12b"
-    a4b = "26b-a4b"
-    b31 = "31b"
 
 
 class Dtype(enum.StrEnum):
@@ -89,9 +74,9 @@ class Dtype(enum.StrEnum):
 
 def bench_command(
     random_weights: Annotated[
-        Preset | None,
+        str | None,
         typer.Option(
-            metavar="e2b|e4b|12b|26b-a4b|31b",
+            metavar="|".join(presets()),
             help="Random weights of this target's shape, and of its drafter's.",
         ),
     ] = None,
@@ -222,7 +207,7 @@ def bench_command(
         with json_lines(json_path or "-") as file:
             begin = time.perf_counter()
             pair = make_pair(
-                None if random_weights is None else random_weights.value,
+                random_weights,
                 target,
                 drafter,
                 dtype=dtype.value if dtype else default_dtype(),
@@ -309,6 +294,10 @@ def make_pair(
             "--random-weights makes both models itself: give no --target, and as --drafter only "
             f"{', '.join(DRAFTER_KINDS)} or none"
         )
+    if preset is not None and preset not in presets():
+        raise ValueError(
+            f"--random-weights {preset} is not known; expected one of {', '.join(presets())}"
+        )
     if synthetic_acceptance is not None and tree is not None:
         raise ValueError(
             "--synthetic-acceptance is for chains; leave --tree-topk and --tree-depth out"
@@ -316,10 +305,11 @@ def make_pair(
     held_out: tuple[tuple[int, ...], ...] = ()
     model, target_params, drafter_graph, drafter_params, drafter_name = (None,) * 5
     if preset is not None:
-        target_graph = Graph(Gemma4, TARGET_PRESETS[preset], dtype)
+        target_graph = graph_of(presets()[preset], dtype)
         target_name = f"{preset}, random weights"
-        if drafter != "none":
-            drafter_graph, drafter_name = random_drafter(preset, drafter or "dflash", dtype)
+        kind = drafter or family_of(target_graph.config).usual_drafter or "none"
+        if kind != "none":
+            drafter_graph, drafter_name = random_drafter(preset, kind, dtype)
     else:
         model, drafter_model = load(target, drafter, dtype=dtype, mesh=mesh)
         target_graph, target_params, target_name = model.graph, model.params, target or "bundled"
@@ -358,14 +348,6 @@ def cache_length_for(spec: DecodeSpec, positions: int) -> int:
     return -(-(positions + spec.step_tokens) // RING_MULTIPLE) * RING_MULTIPLE
 
 
-def random_drafter(preset: str, kind: str, dtype: str) -> tuple[Graph, str]:
-    """Return the drafter of a kind for a target preset, and what to call it."""
-    if kind == "mtp":
-        return Graph(MTPDrafter, MTP_PRESETS[preset], dtype), f"MTP of {preset}, random weights"
-    config, name = drafter_config(preset)
-    return Graph(DFlashDrafter, config, dtype), name
-
-
 def check_rows(batch_sizes: Sequence[int], data: int) -> None:
     """Refuse batches that leave the devices of the data axis with unequal rows, with ValueError."""
     wrong = [size for size in batch_sizes if size % data]
@@ -376,46 +358,14 @@ def check_rows(batch_sizes: Sequence[int], data: int) -> None:
 
 
 def _random_params(graph: Graph, seed: int, mesh: Mesh | None) -> Params:
-    """Return random weights; an order of tokens is a random one, so that a step gathers what a real one does."""
+    """Return random weights, which behave as real ones do where that takes more than numbers."""
     params = graph.random_params(seed, None if mesh is None else graph.shardings(mesh))
-    if "token_ordering" in params:
-        ordering = params["token_ordering"]
-        shuffled = np.random.default_rng(seed).permutation(ordering.size)
-        params["token_ordering"] = jax.device_put(
-            shuffled.astype(ordering.dtype), ordering.sharding
-        )
-    return params
+    return family_of(graph.config).randomise(params, seed)
 
 
 def drafter_kind(spec: DecodeSpec) -> str | None:
-    """Return "mtp", "dflash", or None without a drafter."""
-    return spec.drafter and ("mtp" if isinstance(spec.drafter.config, MTPConfig) else "dflash")
-
-
-def drafter_config(preset: str) -> tuple[DFlashConfig, str]:
-    """Return the DFlash drafter for a target preset and what to call it.
-
-    There is no released drafter for E2B and E4B. Theirs is made by the proportions of the others.
-    """
-    if preset in DFLASH_PRESETS:
-        return DFLASH_PRESETS[preset], f"DFlash as for {preset}, random weights"
-    target = TARGET_PRESETS[preset]
-    heads = max(8, 8 * round(1.5 * target.hidden_size / 128 / 8))
-    config = dataclasses.replace(
-        DFLASH_PRESETS["26b-a4b"],
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        num_heads=heads,
-        intermediate_size=2 * target.hidden_size,
-        feature_layers=default_feature_layers(target.num_layers, 6),
-        num_target_layers=target.num_layers,
-        max_positions=target.max_positions,
-    )
-    rule = (
-        f"DFlash made up for {preset} (26b-a4b's, with the target's width, {heads} heads for 1.5 x width, "
-        "MLP 2 x width, six even feature layers), random weights"
-    )
-    return config, rule
+    """Return the name of the drafter's family, or None without a drafter."""
+    return spec.drafter and family_of(spec.drafter.config).name
 
 
 # --- what it does cost -------------------------------------------------------------------------------

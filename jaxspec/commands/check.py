@@ -32,7 +32,6 @@ from rich.text import Text as Line
 
 import jaxspec
 from jaxspec.api import BUNDLED, default_dtype, load
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.commands.conventions import Convention, in_force
 from jaxspec.commands.generation import (
     as_flags,
@@ -53,6 +52,7 @@ from jaxspec.commands.replay import (
 )
 from jaxspec.commands.report import json_lines, write_line
 from jaxspec.engine import Completion, Engine, Request
+from jaxspec.loading import LoadedModel
 from jaxspec.tokenizer import Tokenizer
 
 FLOOR = 0.3

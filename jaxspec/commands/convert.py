@@ -17,9 +17,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from checkpoints_convert.convert import Report, convert, to_hf
-from jaxspec.checkpoint import CheckpointError
 from jaxspec.configs.base import ConfigError
+from jaxspec.families import named
+from jaxspec.loading import CheckpointError
+from jaxspec.storage.conversion import Report, convert, to_hf
 
 
 def convert_command(
@@ -115,9 +116,9 @@ def _fail(console: Console, message: str, code: int = 2) -> None:
 
 
 def _summarise(console: Console, report: Report) -> None:
-    names = {"target": "Gemma 4 target", "dflash": "DFlash drafter", "mtp": "MTP assistant"}
+    _, _, title = named(report.kind).title.partition(" ")  # without its article
     lines = [
-        f"{names[report.kind]} -> {report.destination}",
+        f"{title} -> {report.destination}",
         f"{report.tensors} tensors, {report.parameters} parameters, {decimal(report.nbytes)} "
         f"in {report.seconds:.1f} s ({report.nbytes / 1e9 / report.seconds:.3f} GB/s)",
     ]

@@ -29,7 +29,6 @@ from rich.text import Text
 
 import jaxspec
 from jaxspec.api import BUNDLED, MOST_SLOTS, load
-from jaxspec.checkpoint import CheckpointError, LoadedModel
 from jaxspec.commands.prompts import Prompt, encode
 from jaxspec.commands.report import (
     OutputError,
@@ -46,6 +45,7 @@ from jaxspec.commands.report import (
 from jaxspec.configs.base import ConfigError
 from jaxspec.drafters.base import Tree
 from jaxspec.engine import VALUES, Completion, Engine, Request, Update
+from jaxspec.loading import CheckpointError, LoadedModel
 from jaxspec.memory import DeviceMemoryError
 from jaxspec.ranges import refusal
 from jaxspec.sharding import parse_mesh

@@ -17,9 +17,9 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxspec.checkpoint import load_target
 from jaxspec.commands import generation
 from jaxspec.engine import Completion, Engine, Update
+from jaxspec.loading import load_target
 from jaxspec.tokenizer import Tokenizer
 from tests.cli import pair
 from tests.cli.conftest import Run

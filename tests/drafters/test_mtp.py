@@ -21,13 +21,13 @@ from jax import lax
 
 from jaxspec import cache as kv
 from jaxspec import checkpoint
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.configs.base import ConfigError, LayerType
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.base import TargetView, Tree
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter, ranked_indices
+from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.target import Caches, TargetOutput, init_caches
 from jaxspec.params import Graph

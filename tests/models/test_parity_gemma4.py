@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from jaxspec import checkpoint
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.engine import Completion, Engine, Request
+from jaxspec.loading import LoadedModel
 from jaxspec.models.target import Caches, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
