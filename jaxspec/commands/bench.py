@@ -62,7 +62,7 @@ from jaxspec.shapes import Int, Params
 from jaxspec.sharding import fetch, make_mesh, mesh_of, parse_mesh, place_rows
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
 
-DRAFTER_KINDS = tuple(family.name for family in families("drafter") if family.drafter_for)
+DRAFTER_KINDS = tuple(f.name for f in reversed(families("drafter")) if f.drafter_for)
 WARM_UP_STEPS = 4  # the first run of a captured graph goes kernel by kernel, the second records it
 PART_STEPS = 16  # rounds of a timed run of drafting or verifying alone
 
