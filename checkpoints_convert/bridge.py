@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.hf_io import DTYPES
-from checkpoints_convert.rules import RuleSet, Shape, TensorSpec, fills_for, integers, match
+from checkpoints_convert.rules import RuleSet, Shape, TensorSpec, fills_for, match
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -84,5 +84,5 @@ def from_hf_names(
     for fill in plan.fills:
         sources = [jnp.asarray(tensors[name]) for name in fill.sources]
         param = fill.transform.to_param(sources, fill.shape)
-        params[fill.path] = param.astype(jnp.int32) if fill.transform is integers else param
+        params[fill.path] = param.astype(jnp.int32) if fill.transform.integers else param
     return params

@@ -62,7 +62,6 @@ from jaxspec.shapes import Int, Params
 from jaxspec.sharding import fetch, make_mesh, mesh_of, parse_mesh, place_rows
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
 
-DRAFTER_KINDS = tuple(f.name for f in reversed(families("drafter")) if f.drafter_for)
 WARM_UP_STEPS = 4  # the first run of a captured graph goes kernel by kernel, the second records it
 PART_STEPS = 16  # rounds of a timed run of drafting or verifying alone
 
@@ -289,10 +288,11 @@ def make_pair(
     Raises:
       ValueError: the options do not fit each other, a model cannot be loaded, or memory is too small.
     """
-    if preset is not None and (target is not None or drafter not in (None, *DRAFTER_KINDS, "none")):
+    kinds = [f.name for f in reversed(families("drafter")) if f.drafter_for]
+    if preset is not None and (target is not None or drafter not in (None, *kinds, "none")):
         raise ValueError(
             "--random-weights makes both models itself: give no --target, and as --drafter only "
-            f"{', '.join(DRAFTER_KINDS)} or none"
+            f"{', '.join(kinds)} or none"
         )
     if preset is not None and preset not in presets():
         raise ValueError(

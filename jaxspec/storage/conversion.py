@@ -31,8 +31,8 @@ from checkpoints_convert.rules import (
     TensorSpec,
     fills_for,
     find_prefix,
-    integers,
     match,
+    permutation,
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
@@ -106,7 +106,7 @@ def open_source(directory: Path) -> Source:
                 "an untied head is not supported"
             )
     for fill in plan.fills:
-        if fill.transform is integers:
+        if fill.transform is permutation:
             _check_ordering(checkpoint, fill.sources[0], str(directory))
     return Source(checkpoint, family, config, generation, plan)
 
@@ -276,7 +276,7 @@ def write_weights(
         [
             _group(
                 fill,
-                dict.fromkeys(fill.sources, "I64" if fill.transform is integers else stored),
+                dict.fromkeys(fill.sources, "I64" if fill.transform.integers else stored),
                 lambda f=fill: np.asarray(params[f.path]),
             )
             for fill in fills
