@@ -17,9 +17,9 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint import CheckpointError, LoadedModel, load_drafter, load_target
 from jaxspec.drafters.base import Tree
 from jaxspec.engine import Completion, Engine, Request
+from jaxspec.loading import CheckpointError, LoadedModel, load_drafter, load_target
 from jaxspec.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"

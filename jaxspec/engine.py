@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 
 from jaxspec import decode, memory
 from jaxspec import state as states
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.drafters.tree import check_tree
+from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph
 from jaxspec.ranges import PENALTIES, refusal
 from jaxspec.records import Drafting, Extras, FieldError, Tree

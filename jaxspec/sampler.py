@@ -35,8 +35,8 @@ from jax.typing import ArrayLike
 
 from jaxspec import decode, memory
 from jaxspec import state as states
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.engine import PREFILL_CHUNK, SMALLEST_PREFILL, VALUES, bucket, make_spec
+from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph
 from jaxspec.ranges import PENALTIES, RANGES
 from jaxspec.records import Drafting, Extras, Tree

@@ -29,8 +29,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import cache, engine
 from jaxspec.api import BUNDLED
-from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
 from jaxspec.engine import Completion, Engine, Request
+from jaxspec.loading import LoadedModel, load_drafter, load_target
 from jaxspec.models.layers import project
 from jaxspec.sampler import Sampler
 from jaxspec.sharding import make_mesh, place, state_shardings

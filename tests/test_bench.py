@@ -21,13 +21,12 @@ from typer.testing import CliRunner
 import jaxspec
 from jaxspec import decode, memory
 from jaxspec import state as states
-from jaxspec.commands.bench import floor, plot, profile, programs, results, run
+from jaxspec.commands.bench import floor, plot, profile, programs, results, run, tables
 from jaxspec.commands.bench import pair as pairs
 from jaxspec.commands.bench.command import bench_command
 from jaxspec.commands.bench.floor import Ceiling, StepCost
 from jaxspec.commands.bench.measure import measure, of_a_group
 from jaxspec.commands.bench.pair import Pair, make_pair
-from jaxspec.commands.bench.random_drafters import drafter_config, random_drafter
 from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
@@ -35,6 +34,8 @@ from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
+from jaxspec.families import random_drafter
+from jaxspec.families.costs import expected_experts
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Tree
@@ -51,9 +52,8 @@ def spec(preset: str, *, drafter: bool = False) -> DecodeSpec:
     target = Graph(Gemma4, TARGET_PRESETS[preset], "bfloat16")
     if not drafter:
         return DecodeSpec(target, None)
-    config, _ = drafter_config(preset)
-    drafting = Drafting(config.block_size - 1)
-    return DecodeSpec(target, Graph(DFlashDrafter, config, "bfloat16"), drafting)
+    graph, _ = random_drafter(preset, "dflash", "bfloat16")
+    return DecodeSpec(target, graph, Drafting(graph.config.block_size - 1))
 
 
 def mtp(preset: str, drafts: int, tree: Tree | None = None) -> DecodeSpec:
@@ -86,12 +86,12 @@ def test_tables_that_are_looked_up_cost_their_rows() -> None:
 
 def test_experts_cost_what_routing_reaches() -> None:
     config = TARGET_PRESETS["26b-a4b"]
-    assert floor.expected_experts(config, 1) == pytest.approx(8)
-    assert floor.expected_experts(config, 16) == pytest.approx(82, abs=0.5)
-    assert floor.expected_experts(config, 512) == pytest.approx(128)
+    assert expected_experts(config, 1) == pytest.approx(8)
+    assert expected_experts(config, 16) == pytest.approx(82, abs=0.5)
+    assert expected_experts(config, 512) == pytest.approx(128)
     one, many = (floor.step_cost(spec("26b-a4b"), batch, 256) for batch in (1, 32))
     experts = 30 * 3 * 2816 * 704 * 2  # bytes of one expert in all layers
-    expected = (floor.expected_experts(config, 32) - 8) * experts
+    expected = (expected_experts(config, 32) - 8) * experts
     assert many.weight_bytes - one.weight_bytes == pytest.approx(expected)
 
 
@@ -200,8 +200,8 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
 
 @pytest.mark.parametrize("preset", list(TARGET_PRESETS))
 def test_every_preset_gets_a_drafter_that_fits(preset: str) -> None:
-    config, name = drafter_config(preset)
-    config.check_fits(TARGET_PRESETS[preset])
+    graph, name = random_drafter(preset, "dflash", "bfloat16")
+    graph.config.check_fits(TARGET_PRESETS[preset])
     assert preset in name
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from jaxspec.api import BUNDLED
-from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
 from jaxspec.drafters.base import Tree
 from jaxspec.engine import Completion, Engine, Request
+from jaxspec.loading import LoadedModel, load_drafter, load_target
 from jaxspec.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -19,9 +19,9 @@ import pytest
 
 from jaxspec.api import BUNDLED
 from jaxspec.cache import KVSegment
-from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
 from jaxspec.engine import Completion, Engine, Request
+from jaxspec.loading import LoadedModel, load_drafter, load_target
 from jaxspec.models.target import TargetOutput
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params

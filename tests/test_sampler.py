@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec import memory
 from jaxspec import sampler as sampler_module
-from jaxspec.checkpoint import LoadedModel
+from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.sampler import FinishReason, GenerateResult, Prompts, Sampler

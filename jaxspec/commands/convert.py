@@ -19,10 +19,11 @@ from rich.progress import (
 )
 
 from jaxspec.commands.options import UsageError, command, explained
+from jaxspec.families import named
 from jaxspec.records import option
 
 if TYPE_CHECKING:
-    from checkpoints_convert.convert import Report
+    from jaxspec.storage.conversion import Report
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ def convert_command(
 
       jaxspec convert ./e2b ./e2b-hf --to-hf
     """
-    from checkpoints_convert.convert import convert, to_hf
-    from jaxspec.checkpoint import CheckpointError
     from jaxspec.configs.base import ConfigError
+    from jaxspec.loading import CheckpointError
+    from jaxspec.storage.conversion import convert, to_hf
 
     console = Console(stderr=True)
     columns = (
@@ -120,9 +121,9 @@ def convert_command(
 
 
 def _summarise(console: Console, report: Report) -> None:
-    names = {"target": "Gemma 4 target", "dflash": "DFlash drafter", "mtp": "MTP assistant"}
+    _, _, title = named(report.kind).title.partition(" ")  # without its article
     lines = [
-        f"{names[report.kind]} -> {report.destination}",
+        f"{title} -> {report.destination}",
         f"{report.tensors} tensors, {report.parameters} parameters, {decimal(report.nbytes)} "
         f"in {report.seconds:.1f} s ({report.nbytes / 1e9 / report.seconds:.3f} GB/s)",
     ]

@@ -16,9 +16,9 @@ from rich.console import Console
 
 import jaxspec
 from jaxspec.api import BUNDLED, load
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError, note
+from jaxspec.loading import LoadedModel
 from jaxspec.sharding import parse_mesh
 
 

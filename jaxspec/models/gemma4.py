@@ -143,7 +143,7 @@ class PerLayerInputs(nnx.Module):
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
         d, n, p = config.hidden_size, config.num_layers, config.per_layer_input_size
         v = config.per_layer_vocab_size
-        self.table = param(v, n * p, dtype=dtype, fan_in=p, axes=("vocab", None))
+        self.table = param(v, n * p, dtype=dtype, fan_in=p, axes=("vocab", None), lookup=True)
         self.projection = param(d, n, p, dtype=dtype, fan_in=d)
         self.norm = param(p, dtype=dtype)
         self.eps = config.rms_norm_eps

@@ -16,8 +16,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from scipy import stats
 
+from checkpoints_convert.hf_io import read_json
 from jaxspec.api import BUNDLED, load
-from jaxspec.checkpoint import LoadedModel, load_target, read_json
 from jaxspec.commands.check import replay, statistics
 from jaxspec.commands.check import run as checking
 from jaxspec.commands.check import text as texts_of
@@ -27,6 +27,7 @@ from jaxspec.commands.options import UsageError
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.engine import Completion
+from jaxspec.loading import LoadedModel, load_target
 from jaxspec.params import Graph
 from tests import tiny
 from tests.cli.conftest import Outcome, Run
@@ -307,7 +308,7 @@ def test_origins_of_a_converted_pair(checkpoints: Path) -> None:
     assert found["feature layers"] == ((0, 1), "manifest.json: config.feature_layers")
     assert found["suppressed ids"] == ([], "target's manifest.json: generation.suppress_tokens")
     reading = Reading("", "", "", drafter.graph, drafter.params)
-    readings, left_out = alternatives(drafter, reading, 100)
+    readings, left_out = alternatives(target, drafter, reading, 100)
     assert [r.field for r in readings] == ["scale_embeddings", "causal", "causal"]
     assert [reason.split(":")[0] for reason in left_out] == [
         "feature layers one lower",
@@ -331,7 +332,7 @@ def test_conventions_of_an_assistant(tmp_path: Path) -> None:
     assert found["window"] == (config.sliding_window, "default: as many as sliding_window")
     assert found["suppressed in drafts"][0] == [7, 9]
     reading = Reading("", "", "", assistant, weights)
-    readings, left_out = alternatives(drafter, reading, config.sliding_window + 1)
+    readings, left_out = alternatives(target, drafter, reading, config.sliding_window + 1)
     assert left_out == []
     position, window, swapped, _ = readings
     assert position.graph.config.query_position == "last"

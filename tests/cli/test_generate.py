@@ -17,11 +17,11 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxspec.checkpoint import load_target
 from jaxspec.commands import startup
 from jaxspec.commands.generate import run as generation
 from jaxspec.commands.generate.options import DecodingOptions
 from jaxspec.engine import Completion, Engine, Update
+from jaxspec.loading import load_target
 from jaxspec.tokenizer import Tokenizer
 from tests.cli import pair
 from tests.cli.conftest import Run

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.configs.base import GenerationDefaults, LayerType
 from jaxspec.engine import Completion, Engine, Request
+from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras

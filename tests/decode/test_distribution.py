@@ -22,10 +22,10 @@ import pytest
 from scipy import stats
 
 from jaxspec import decode, engine, verify
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.drafters.base import Tree
 from jaxspec.engine import Engine, Request
+from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits

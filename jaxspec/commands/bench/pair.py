@@ -15,13 +15,11 @@ from jax.sharding import Mesh
 from jaxspec import memory
 from jaxspec.api import BUNDLED, default_dtype
 from jaxspec.commands.bench.programs import cache_length_for
-from jaxspec.commands.bench.random_drafters import DRAFTER_KINDS, drafter_kind, random_drafter
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import load_models, mesh_for
-from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.engine import make_spec
-from jaxspec.models.gemma4 import Gemma4
+from jaxspec.families import families, family_of, graph_of, presets, random_drafter
 from jaxspec.params import Graph
 from jaxspec.records import Drafting
 from jaxspec.shapes import Params
@@ -46,12 +44,17 @@ class Pair:
         return mesh_of(target=self.target_params, drafter=self.drafter_params)
 
     @property
+    def drafter_kind(self) -> str | None:
+        """Name the drafter's family."""
+        return self.spec.drafter and family_of(self.spec.drafter.config).name
+
+    @property
     def label(self) -> str:
         """Name the drafter and its draft tokens, as in "mtp 7"."""
         if self.spec.drafter is None:
             return "plain"
         shape = "tree " if self.spec.tree else ""
-        return f"{drafter_kind(self.spec)} {shape}{self.spec.num_draft_tokens}"
+        return f"{self.drafter_kind} {shape}{self.spec.num_draft_tokens}"
 
     @property
     def title(self) -> str:
@@ -100,12 +103,17 @@ def make_pair(
     Raises:
       ValueError: the options do not fit each other, a model cannot be loaded, or memory is too small.
     """
+    kinds = [f.name for f in reversed(families("drafter")) if f.drafter_for]
     if preset is not None and (
-        models.target is not None or models.drafter not in (None, *DRAFTER_KINDS, "none")
+        models.target is not None or models.drafter not in (None, *kinds, "none")
     ):
         raise UsageError(
             "--random-weights makes both models itself: give no --target, and as --drafter only "
-            f"{', '.join(DRAFTER_KINDS)} or none"
+            f"{', '.join(kinds)} or none"
+        )
+    if preset is not None and preset not in presets():
+        raise UsageError(
+            f"--random-weights {preset} is not known; expected one of {', '.join(presets())}"
         )
     models.check_drafter(drafting)
     mesh = mesh_for(models)
@@ -113,10 +121,10 @@ def make_pair(
     held_out: tuple[tuple[int, ...], ...] = ()
     model, target_params, drafter_graph, drafter_params, drafter_name = (None,) * 5
     if preset is not None:
-        target_graph = Graph(Gemma4, TARGET_PRESETS[preset], dtype)
+        target_graph = graph_of(presets()[preset], dtype)
         target_name = f"{preset}, random weights"
-        if models.drafter != "none":
-            kind = models.drafter or "dflash"
+        kind = models.drafter or family_of(target_graph.config).usual_drafter or "none"
+        if kind != "none":
             drafter_graph, drafter_name = random_drafter(preset, kind, dtype)
     else:
         model, drafter_model = load_models(models)
@@ -153,12 +161,6 @@ def check_rows(batch_sizes: Sequence[int], data: int) -> None:
 
 
 def _random_params(graph: Graph, seed: int, mesh: Mesh | None) -> Params:
-    """Return random weights; an order of tokens is a random one, so that a step gathers what a real one does."""
+    """Return random weights, which behave as real ones do where that takes more than numbers."""
     params = graph.random_params(seed, None if mesh is None else graph.shardings(mesh))
-    if "token_ordering" in params:
-        ordering = params["token_ordering"]
-        shuffled = np.random.default_rng(seed).permutation(ordering.size)
-        params["token_ordering"] = jax.device_put(
-            shuffled.astype(ordering.dtype), ordering.sharding
-        )
-    return params
+    return family_of(graph.config).randomise(params, seed)

@@ -18,7 +18,6 @@ from jaxspec.commands.bench import tables
 from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost
 from jaxspec.commands.bench.measure import measure
 from jaxspec.commands.bench.pair import Pair
-from jaxspec.commands.bench.random_drafters import drafter_kind
 from jaxspec.commands.bench.tables import Case
 from jaxspec.commands.startup import versions
 
@@ -80,7 +79,7 @@ def _conditions(
     return {
         "target": pair.target_name,
         "drafter": pair.drafter_name,
-        "drafter_kind": drafter_kind(pair.spec),
+        "drafter_kind": pair.drafter_kind,
         "num_draft_tokens": pair.spec.num_draft_tokens,
         "tree": None if pair.spec.tree is None else dataclasses.asdict(pair.spec.tree),
         "synthetic_acceptance": pair.spec.drafting.synthetic_acceptance,

@@ -19,11 +19,11 @@ import numpy as np
 from jax import lax
 
 from jaxspec.cache import cache_bytes
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.commands.check.conventions import Reading, alternatives
 from jaxspec.commands.check.statistics import Comparison, Round, compare
 from jaxspec.drafters.base import AnyDrafter, Kept, TargetView
 from jaxspec.engine import Completion
+from jaxspec.loading import LoadedModel
 from jaxspec.models.target import Target, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Int, Params
@@ -234,7 +234,7 @@ def search(
     replays: list[Replayed] = []
     changes: dict[str, Comparison] = {}  # a later change of a field takes the place of an earlier
     while len(rounds) < MOST_ROUNDS:
-        others, left_out = alternatives(drafter, reading, text.tokens.shape[1])
+        others, left_out = alternatives(target, drafter, reading, text.tokens.shape[1])
         readings += others
         new = [r for r in (reading, *others) if r.key not in accepted]
         replay = replay_all(

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.commands.check.command import FEWEST_ROWS
 from jaxspec.commands.check.conventions import in_force
 from jaxspec.commands.check.lossless import Differing, first_differences
@@ -26,6 +25,7 @@ from jaxspec.commands.check.text import PromptSet
 from jaxspec.commands.options import UsageError, told
 from jaxspec.commands.startup import shorten
 from jaxspec.engine import Completion, Engine, Request
+from jaxspec.loading import LoadedModel
 
 
 def decode_greedily(

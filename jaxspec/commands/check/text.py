@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxspec.api import BUNDLED
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.commands.check.command import FEWEST_ROWS
 from jaxspec.commands.options import UsageError
+from jaxspec.loading import LoadedModel
 from jaxspec.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 64  # of a row cut from a text

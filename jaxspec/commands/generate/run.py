@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxspec.api import MOST_SLOTS
-from jaxspec.checkpoint import CheckpointError, LoadedModel
 from jaxspec.commands.generate.options import DecodingOptions, GenerateOptions
 from jaxspec.commands.generate.prompts import Prompt, encode
 from jaxspec.commands.generate.report import (
@@ -49,6 +48,7 @@ from jaxspec.commands.startup import (
 )
 from jaxspec.configs.base import ConfigError
 from jaxspec.engine import Completion, Engine, Request, Update
+from jaxspec.loading import CheckpointError, LoadedModel
 from jaxspec.memory import DeviceMemoryError
 from jaxspec.records import DEFAULTS, VALUES, FieldError, Sampling
 from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError, completed_text, stop_at_text
