@@ -606,7 +606,8 @@ def test_tables_are_whole_at_80_columns_whatever_is_in_them() -> None:
 
 
 def test_floors_are_whole_at_80_columns() -> None:
-    big = Pair(mtp("31b", 127, Tree(4, 40)), {}, {}, "31b", "MTP")
+    weights = {"some": jnp.zeros(1)}  # they say which devices
+    big = Pair(mtp("31b", 127, Tree(4, 40)), weights, None, "31b", "MTP")
     cases = [tables.Case(256, 131072, pair) for pair in (big.plain(), big)]
     text = io.StringIO()
     Console(file=text, width=80).print(*tables.floors(cases, 256, H200), sep="\n")

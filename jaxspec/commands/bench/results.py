@@ -296,7 +296,7 @@ class CaseResult:
             DETAILS,
             "GB (peak)",
             _memory,
-            "weights, caches and logits by the configs (of the process so far)",
+            "weights, caches and logits by the configs (most that the process had so far)",
         ),
     )
     temporary_bytes: int | None = quantity(_temporary_bytes)
