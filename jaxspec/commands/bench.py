@@ -62,6 +62,7 @@ from jaxspec.drafters.tree import ancestors
 from jaxspec.engine import PREFILL_CHUNK, make_spec, row_keys
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.target import Target, place
+from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int, Params
@@ -691,7 +692,7 @@ def _compiled(function: Any, mesh: Mesh, state: int, *args: Any) -> Any:
         function,
         donate_argnums=state,
         out_shardings=jax.tree.map(lambda x: x.sharding, args[state]),
-        compiler_options=decode.COMPILER_OPTIONS,
+        compiler_options=COMPILER_OPTIONS,
     )
     with jax.set_mesh(mesh):
         return jitted.lower(*args).compile()
