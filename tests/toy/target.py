@@ -59,7 +59,13 @@ class Toy(Target):
         self.embedding = param(v, d, dtype=dtype, fan_in=d, lookup=True)
         self.norm = param(d, dtype=dtype)
         self.attention = Attention(
-            d, config.layers[0], score_scale=1.0, rope_theta=10_000.0, eps=1e-6, dtype=dtype
+            d,
+            config.layers[0],
+            norm_values=True,
+            score_scale=1.0,
+            rope_theta=10_000.0,
+            eps=1e-6,
+            dtype=dtype,
         )
         self.final_norm = param(d, dtype=dtype)
         self.table = param(v, d, dtype=dtype, fan_in=d)
