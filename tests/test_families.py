@@ -20,8 +20,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import families, memory
-from jaxspec.commands import bench, floor
-from jaxspec.commands.conventions import Reading, alternatives, in_force
+from jaxspec.commands.bench import floor
+from jaxspec.commands.bench.pair import make_pair
+from jaxspec.commands.check.conventions import Reading, alternatives, in_force
+from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.base import ConfigError
 from jaxspec.configs.gemma4 import PRESETS as GEMMA4_PRESETS
 from jaxspec.engine import Completion, Engine, Request
@@ -29,6 +31,7 @@ from jaxspec.families.costs import target_cost
 from jaxspec.loading import CheckpointError, LoadedModel, load_drafter, load_target
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
+from jaxspec.records import Drafting
 from jaxspec.sharding import make_mesh
 from jaxspec.storage.bridge import from_hf_names, to_hf_names
 from jaxspec.storage.conversion import convert, to_hf
@@ -241,19 +244,21 @@ def test_conventions(target: Path, drafter: Path, tmp_path: Path):
 
 def test_presets_are_benchmarked():
     """`bench --random-weights` knows the preset, its usual drafter, and how that is made."""
-    pair = bench.make_pair("toy-s", None, None, dtype="float32")
+    models = ModelOptions(dtype="float32")
+    pair = make_pair(models, Drafting(), "toy-s")
     assert pair.spec.drafter is not None
-    assert bench.drafter_kind(pair.spec) == "recall"
+    assert pair.drafter_kind == "recall"
     assert pair.drafter_name == "recall for toy-s, random weights"
     assert pair.drafter_params is not None
     plain = pair.spec.drafter.random_params(1)["bigrams"]
     np.testing.assert_array_equal(pair.drafter_params["bigrams"], plain + 1)
     # A drafter that was not made for it is made up where that can be.
-    assert bench.make_pair("toy-s", None, "none", dtype="float32").spec.drafter is None
+    alone = dataclasses.replace(models, drafter="none")
+    assert make_pair(alone, Drafting(), "toy-s").spec.drafter is None
     with pytest.raises(ValueError, match="there is no MTP assistant for toy-s"):
-        bench.make_pair("toy-s", None, "mtp", dtype="float32")
+        make_pair(dataclasses.replace(models, drafter="mtp"), Drafting(), "toy-s")
     with pytest.raises(ValueError, match=r"nothing is not known; expected one of .*31b.*toy-s"):
-        bench.make_pair("nothing", None, None, dtype="float32")
+        make_pair(models, Drafting(), "nothing")
 
 
 def test_the_registry():
