@@ -25,12 +25,12 @@ def run(
     """Call what was asked for, of an operation that has a Triton kernel and a plain reference.
 
     Args:
-        reason: Why the kernel cannot run; None if it can.
-        worth_it: Whether "auto" should take it then.
+      reason: why the kernel cannot run; None if it can.
+      worth_it: whether "auto" should take it then.
 
     Raises:
-        ValueError: If there is no such implementation.
-        NotImplementedError: If it is "triton", and there is a reason against it.
+      ValueError: there is no such implementation.
+      NotImplementedError: it is "triton", and there is a reason against it.
     """
     if implementation not in ("auto", "reference", "triton"):
         raise ValueError(f"implementation is {implementation!r}; pass auto, reference or triton")

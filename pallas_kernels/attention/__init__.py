@@ -54,24 +54,24 @@ def attention(
     segment says which queries see it, it is one of them. A query that sees nothing gives finite rubbish.
 
     Args:
-        q: Queries, of which G share a kv head.
-        q_positions: Their positions.
-        segments: Keys and values in any order. Slots behind a segment's last key may hold anything, also
-            NaN; the reference wants them finite.
-        scale: What scores are multiplied with.
-        window: Keys a query sees, itself included; None for all.
-        causal: Whether queries see no later keys.
-        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`) and
-            16-bit keys; "mosaic" one of 9.0, a multiple of 8 slots, no `seen_by`, and head dim 512, one segment
-            and no window, or head dim 128, 8, 16, 32 or 64 query heads of a kv head, and beside the first
-            segment at most one of 128 slots. "auto" takes one of them, rather the latter, where it can run, and
-            keys are many for few tokens or scores would fill memory, and "reference" elsewhere.
-        tiling: Tile sizes of the Triton kernel, instead of the table's.
-        interpret: Run the Triton kernel on any device, slowly, to test it.
+      q: queries, of which G share a kv head.
+      q_positions: their positions.
+      segments: keys and values in any order. Slots behind a segment's last key may hold anything, also
+        NaN; the reference wants them finite.
+      scale: what scores are multiplied with.
+      window: keys a query sees, itself included; None for all.
+      causal: whether queries see no later keys.
+      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`) and
+        16-bit keys; "mosaic" one of 9.0, a multiple of 8 slots, no `seen_by`, and head dim 512, one segment
+        and no window, or head dim 128, 8, 16, 32 or 64 query heads of a kv head, and beside the first
+        segment at most one of 128 slots. "auto" takes one of them, rather the latter, where it can run, and
+        keys are many for few tokens or scores would fill memory, and "reference" elsewhere.
+      tiling: tile sizes of the Triton kernel, instead of the table's.
+      interpret: run the Triton kernel on any device, slowly, to test it.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        NotImplementedError: If implementation is "triton" or "mosaic" and it cannot run.
+      ValueError: shapes or dtypes do not fit together.
+      NotImplementedError: implementation is "triton" or "mosaic" and it cannot run.
     """
     _check(q, q_positions, segments)
     if implementation not in ("auto", "reference", "triton", "mosaic"):

@@ -45,13 +45,13 @@ def cached(
     """Return a cache of `size` slots that holds positions below each row's length.
 
     Args:
-        shape: Heads.
-        lengths: How many positions were written to each row.
-        size: Slots.
-        dtype: Of keys and values.
-        ring: Position p is in slot p mod size, and of those the newest is there.
-        empty: What empty slots hold.
-        seed: Of the rest.
+      shape: heads.
+      lengths: how many positions were written to each row.
+      size: slots.
+      dtype: of keys and values.
+      ring: position p is in slot p mod size, and of those the newest is there.
+      empty: what empty slots hold.
+      seed: of the rest.
     """
     slot, length = np.arange(size)[None, :], np.asarray(lengths)[:, None]
     positions = np.where(slot < length, slot, -1)

@@ -183,9 +183,9 @@ def span(
     """Return the first slot that some query may see, and the one after the last; (S, 0) if there is none.
 
     Args:
-        lowest: The first position of the queries of each tile of rows.
-        highest: The last one.
-        positions: Of the keys.
+      lowest: the first position of the queries of each tile of rows.
+      highest: the last one.
+      positions: of the keys.
     """
     useful = positions[:, None] >= 0
     if window is not None:

@@ -57,10 +57,10 @@ def tiling_for(*, head_dim: int, rows: int, heads: int, longest: int) -> Tiling:
     """Return the tiling of the first row of the table that has room.
 
     Args:
-        head_dim: Width of keys and values.
-        rows: Query heads of one kv head times tokens.
-        heads: kv heads of all sequences.
-        longest: Slots of the longest segment.
+      head_dim: width of keys and values.
+      rows: query heads of one kv head times tokens.
+      heads: kv heads of all sequences.
+      longest: slots of the longest segment.
     """
     for most, tiling in CHUNKS:
         if head_dim <= most and rows > MANY_ROWS and heads * rows >= FULL * MANY_ROWS:
@@ -80,9 +80,9 @@ def splits_for(*, rows: int, heads: int, longest: int) -> int:
     """Return how many blocks of a Mosaic kernel share the keys of a tile of 64 rows.
 
     Args:
-        rows: Query heads of one kv head times tokens.
-        heads: kv heads of all sequences.
-        longest: Slots of the longest segment.
+      rows: query heads of one kv head times tokens.
+      heads: kv heads of all sequences.
+      longest: slots of the longest segment.
     """
     return _splits(heads * -(-rows // 64), longest)
 

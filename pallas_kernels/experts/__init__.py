@@ -35,21 +35,21 @@ def experts(
     """Return sum over a token's experts of weight * (gelu_tanh(x @ gate) * (x @ up)) @ down.
 
     Args:
-        x: Tokens, in the dtype of the experts.
-        logits: What the router says of each token, in float32, in any number of parts to be added up. The sum
-            is rounded to the tokens' dtype, as a product would be. Experts and weights are `choose`'s.
-        expert_scale: A factor for the weights of each expert.
-        gate_up: Gate and up matrices of each expert, side by side.
-        down: Down matrices.
-        top_k: Experts of a token.
-        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
-            and 16-bit experts; "auto" takes it where it can run, and "reference" elsewhere.
-        tiling: Tile sizes of the kernel, instead of the table's.
-        interpret: Run the kernel on any device, slowly, to test it.
+      x: tokens, in the dtype of the experts.
+      logits: what the router says of each token, in float32, in any number of parts to be added up. The sum
+        is rounded to the tokens' dtype, as a product would be. Experts and weights are `choose`'s.
+      expert_scale: a factor for the weights of each expert.
+      gate_up: gate and up matrices of each expert, side by side.
+      down: down matrices.
+      top_k: experts of a token.
+      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
+        and 16-bit experts; "auto" takes it where it can run, and "reference" elsewhere.
+      tiling: tile sizes of the kernel, instead of the table's.
+      interpret: run the kernel on any device, slowly, to test it.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        NotImplementedError: If implementation is "triton" and it cannot run.
+      ValueError: shapes or dtypes do not fit together.
+      NotImplementedError: implementation is "triton" and it cannot run.
     """
     _check(x, logits, expert_scale, gate_up, down, top_k)
     tiling = tiling or tiling_for(x.shape[0] * top_k / gate_up.shape[0])

@@ -39,7 +39,7 @@ def choose(
     """Choose the likeliest experts, the first of equals, and weigh them by their probabilities.
 
     Returns:
-        The experts, and their weights: probabilities with the sum 1, times `expert_scale`.
+      The experts, and their weights: probabilities with the sum 1, times `expert_scale`.
     """
     weights, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)

@@ -106,9 +106,9 @@ def _place(choice, before, counts, expert_ref, used_ref, pair_ref, *, top_k, row
     """Write the pairs of the program's tokens, and its share of what is known of the tiles.
 
     Args:
-        choice: What `_choose` returned.
-        before: How many pairs of each expert earlier programs have.
-        counts: How many there are.
+      choice: what `_choose` returned.
+      before: how many pairs of each expert earlier programs have.
+      counts: how many there are.
     """
     me, (block, experts) = pl.program_id(0), choice.shape
     tiles = (counts + rows - 1) // rows

@@ -33,22 +33,22 @@ def add_norm(
     """Add h to the residual, normed, and norm the sum for all that read it.
 
     Args:
-        x: The residual.
-        h: What a part of the layer made of it; or what several did, each normed before they are added up.
-        scale: The weight of the norm of h.
-        then: Weights of norms of the sum, and of what a router reads.
-        eps: Of the norms. Each is computed in float32 and rounded to the residual's dtype, as are sums.
-        factor: What the sum is multiplied by; None for nothing.
-        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
-            and 16-bit numbers; "auto" takes it for up to 512 rows where it can run, and "reference" elsewhere.
-        interpret: Run the kernel on any device, slowly, to test it.
+      x: the residual.
+      h: what a part of the layer made of it; or what several did, each normed before they are added up.
+      scale: the weight of the norm of h.
+      then: weights of norms of the sum, and of what a router reads.
+      eps: of the norms. Each is computed in float32 and rounded to the residual's dtype, as are sums.
+      factor: what the sum is multiplied by; None for nothing.
+      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
+        and 16-bit numbers; "auto" takes it for up to 512 rows where it can run, and "reference" elsewhere.
+      interpret: run the kernel on any device, slowly, to test it.
 
     Returns:
-        The new residual, and its norms.
+      The new residual, and its norms.
 
     Raises:
-        ValueError: If shapes do not fit together.
-        NotImplementedError: If implementation is "triton" and it cannot run.
+      ValueError: shapes do not fit together.
+      NotImplementedError: implementation is "triton" and it cannot run.
     """
     _check(x, h, [scale, *jax.tree.leaves(then)])
     return run(

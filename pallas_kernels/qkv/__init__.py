@@ -33,23 +33,23 @@ def qkv(
     """Norm queries and keys with their weights and rotate them, norm values, and write the latter two.
 
     Args:
-        projected: Of each kv head its queries, then its key, then its value. Without the last, values are
-            the raw keys. Each step of what follows is computed in float32 and rounded to its dtype.
-        q_scale: The weight of the queries' norm; None where there are none.
-        k_scale: The weight of the keys' norm; None where there are none.
-        cos: Of the angles by which the pairs (j, j + H/2) of each token turn.
-        sin: Of the same.
-        into: Caches to write keys and values to; they are returned in their place.
-        groups: Queries of each kv head.
-        eps: Of the norms.
-        norm_values: Whether values are normed, which is without a weight.
-        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
-            and 16-bit numbers; "auto" takes it where it can run, and "reference" elsewhere.
-        interpret: Run the kernel on any device, slowly, to test it.
+      projected: of each kv head its queries, then its key, then its value. Without the last, values are
+        the raw keys. Each step of what follows is computed in float32 and rounded to its dtype.
+      q_scale: the weight of the queries' norm; None where there are none.
+      k_scale: the weight of the keys' norm; None where there are none.
+      cos: of the angles by which the pairs (j, j + H/2) of each token turn.
+      sin: of the same.
+      into: caches to write keys and values to; they are returned in their place.
+      groups: queries of each kv head.
+      eps: of the norms.
+      norm_values: whether values are normed, which is without a weight.
+      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
+        and 16-bit numbers; "auto" takes it where it can run, and "reference" elsewhere.
+      interpret: run the kernel on any device, slowly, to test it.
 
     Raises:
-        ValueError: If shapes do not fit together.
-        NotImplementedError: If implementation is "triton" and it cannot run.
+      ValueError: shapes do not fit together.
+      NotImplementedError: implementation is "triton" and it cannot run.
     """
     _check(projected, q_scale, k_scale, cos, sin, into, groups)
     how = {"groups": groups, "eps": eps, "norm_values": norm_values}
