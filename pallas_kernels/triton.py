@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
+
+from pallas_kernels.elementary import precision_of
 
 
 def load(ref: Any, *index: Any, mask: Array | None = None) -> Array:
@@ -38,6 +39,4 @@ def below(index: Array, size: int) -> Array | None:
 
 def dot(x: Array, y: Array) -> Array:
     """Multiply two matrices, summing in float32."""
-    # On Hopper the default for float32 would be TF32.
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.dot(x, y, precision=exact, preferred_element_type=jnp.float32)
+    return jnp.dot(x, y, precision=precision_of(x), preferred_element_type=jnp.float32)

@@ -32,7 +32,7 @@ from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec
-from pallas_kernels.attention import Segment, attention
+from pallas_kernels.attention import KVSegment, attention
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 # Any copy of a weight of these shapes is larger (but the router's, 0.7 MB), any activation of one row smaller.
@@ -273,7 +273,7 @@ def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
         return k, k, jax.ShapeDtypeStruct((8, size), jnp.int32)
 
     def attend(q: Any, at: Any, *segments: Any) -> jax.Array:
-        segments = tuple(Segment(*s) for s in segments)
+        segments = tuple(KVSegment(*s) for s in segments)
         return attention(q, at, segments, scale=1.0, causal=not fresh, implementation="mosaic")
 
     args = (

@@ -11,13 +11,12 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.experts.reference import add_up as add_up
-from pallas_kernels.experts.reference import choose as choose
-from pallas_kernels.experts.reference import reference
-from pallas_kernels.experts.reference import router_logits as router_logits
+from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
+from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
 from pallas_kernels.experts.triton import Tiling, experts_triton
 from pallas_kernels.experts.tuning import tiling_for
-from pallas_kernels.platform import Implementation, run, why_not_triton
+
+__all__ = ["Tiling", "add_up", "choose", "experts", "reference", "router_logits"]
 
 
 def experts(
@@ -53,13 +52,13 @@ def experts(
     """
     _check(x, logits, expert_scale, gate_up, down, top_k)
     tiling = tiling or tiling_for(x.shape[0] * top_k / gate_up.shape[0])
-    return run(
-        implementation,
+    triton = Candidate(
+        "triton",
         functools.partial(experts_triton, top_k=top_k, tiling=tiling, interpret=interpret),
-        functools.partial(reference, top_k=top_k),
-        *(x, logits, expert_scale, gate_up, down),
         reason=why_not_triton(gate_up, interpret=interpret),
     )
+    plain = functools.partial(reference, top_k=top_k)
+    return dispatch(implementation, [triton], plain, x, logits, expert_scale, gate_up, down)
 
 
 def _check(

@@ -9,11 +9,11 @@ import functools
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.platform import Implementation, run, why_not_triton
-from pallas_kernels.qkv.reference import QKV, Destination, put, reference
+from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
+from pallas_kernels.qkv.reference import QKV, Destination, reference, write_kv
 from pallas_kernels.qkv.triton import qkv_triton
 
-__all__ = ["QKV", "Destination", "put", "qkv", "reference"]
+__all__ = ["QKV", "Destination", "qkv", "reference", "write_kv"]
 
 
 def qkv(
@@ -53,13 +53,13 @@ def qkv(
     """
     _check(projected, q_scale, k_scale, cos, sin, into, groups)
     how = {"groups": groups, "eps": eps, "norm_values": norm_values}
-    return run(
-        implementation,
+    triton = Candidate(
+        "triton",
         functools.partial(qkv_triton, **how, interpret=interpret),
-        functools.partial(reference, **how),
-        *(projected, q_scale, k_scale, cos, sin, into),
         reason=_why_not(projected, into, interpret),
     )
+    plain = functools.partial(reference, **how)
+    return dispatch(implementation, [triton], plain, projected, q_scale, k_scale, cos, sin, into)
 
 
 def _check(
