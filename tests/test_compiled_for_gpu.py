@@ -29,6 +29,7 @@ from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
+from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec
@@ -152,7 +153,7 @@ def compile_loop(spec: DecodeSpec, batch: int) -> tuple[Any, Any]:
     loop = jax.jit(
         functools.partial(decode.decode_loop, spec),
         donate_argnums=2,
-        compiler_options=decode.COMPILER_OPTIONS,
+        compiler_options=COMPILER_OPTIONS,
     )
     with jax.sharding.use_abstract_mesh(NAMED_H200):
         return loop.lower(*on_h200(args)).compile(), state
@@ -250,7 +251,7 @@ def test_a_join_of_weights_would_be_seen() -> None:
         return [jnp.tanh(x @ w) for w in weights]
 
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16, 2816), (2816, 2048)))
-    for options, joined in ((None, True), (decode.COMPILER_OPTIONS, False)):
+    for options, joined in ((None, True), (COMPILER_OPTIONS, False)):
         jitted = jax.jit(products, compiler_options=options)
         hlo = jitted.lower(*on_h200((x, [w] * 5))).compile().as_text() or ""
         assert bool(big_moves(hlo)) == joined

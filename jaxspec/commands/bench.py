@@ -55,6 +55,7 @@ from jaxspec.drafters.tree import ancestors
 from jaxspec.engine import PREFILL_CHUNK, make_spec, row_keys
 from jaxspec.families import families, family_of, graph_of, presets, random_drafter
 from jaxspec.models.target import Target, place
+from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.records import Drafting
 from jaxspec.sampling import SamplingParams
@@ -640,7 +641,7 @@ def _compiled(function: Any, mesh: Mesh, state: int, *args: Any) -> Any:
         function,
         donate_argnums=state,
         out_shardings=jax.tree.map(lambda x: x.sharding, args[state]),
-        compiler_options=decode.COMPILER_OPTIONS,
+        compiler_options=COMPILER_OPTIONS,
     )
     with jax.set_mesh(mesh):
         return jitted.lower(*args).compile()

@@ -60,8 +60,10 @@ def lines(numbers: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, numbers)), plgpu.SwizzleTransform(128)
 
 
-def free_barrier(cluster: int, **options: int) -> Any:
+def free_barrier(cluster: int, *, num_barriers: int, num_arrivals: int = 1) -> Any:
     """Return the barriers that say a piece of memory was read, by all blocks that load into it."""
     if cluster > 1:
-        return plgpu.ClusterBarrier(collective_axes=("tile",), **options)
-    return plgpu.Barrier(**options)
+        return plgpu.ClusterBarrier(
+            collective_axes=("tile",), num_arrivals=num_arrivals, num_barriers=num_barriers
+        )
+    return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)

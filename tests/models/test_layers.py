@@ -17,14 +17,13 @@ from jaxspec.models.gemma4 import Embedder
 from jaxspec.models.layers import (
     project,
     rms_norm,
+    rope,
     rope_frequencies,
-    rope_turns,
     table_logits,
 )
 from jaxspec.params import Graph
 from jaxspec.shapes import Array
 from pallas_kernels.norms import router_norm
-from pallas_kernels.qkv.reference import rotate
 from tests import tiny
 
 
@@ -77,7 +76,7 @@ def test_rope_turns_complex_pairs(heads: tuple[int, ...]) -> None:
     angles = angles.reshape(2, 4, *(1,) * len(heads), 4)
     turned = (np.asarray(x)[..., :4] + 1j * np.asarray(x)[..., 4:]) * np.exp(1j * angles)
     expected = np.concatenate([turned.real, turned.imag], -1)
-    ours = rotate(x, *rope_turns(positions, frequencies))
+    ours = rope(x, positions, frequencies)
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -91,7 +90,7 @@ def test_embedding_scale_is_rounded_to_the_weights_dtype(name: str, scale: float
 
     def encode(dtype: str, *, scaled: bool) -> Array:
         embedder = Graph(Embedder, config, dtype).bind({"table": jnp.ones((3, width), dtype)})
-        return embedder.encode(jnp.asarray([[2, 0]]), scaled=scaled).astype(jnp.float32)
+        return embedder.embed(jnp.asarray([[2, 0]]), scaled=scaled).astype(jnp.float32)
 
     np.testing.assert_array_equal(encode("bfloat16", scaled=True), np.full((1, 2, width), scale))
     np.testing.assert_allclose(encode("float32", scaled=True), math.sqrt(width), rtol=1e-6)
@@ -105,7 +104,7 @@ def test_per_layer_inputs_of_ids_past_their_table_read_row_0() -> None:
     config = dataclasses.replace(graph.config, per_layer_vocab_size=100)
     target = Graph(graph.module, config, "float32").bind(short)
     tokens, like_0 = jnp.asarray([[5, 120]]), jnp.asarray([[5, 0]])
-    x = target.embedder.encode(tokens)
+    x = target.embedder.embed(tokens)
     np.testing.assert_array_equal(target.per_layer(tokens, x), target.per_layer(like_0, x))
 
 
