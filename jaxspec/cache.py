@@ -1,12 +1,12 @@
 """Key/value caches: fixed shapes, written in place, rolled back by a length.
 
-A cache is [B, K, S, H] an array (heads before positions: the other order is transposed at the edge of
-the decode loop). Full layers hold every position; sliding layers a ring in which position p lives in slot
-p mod R. Nothing is ever erased: which positions a slot holds follows from how many were written, so
-forgetting rejected tokens is keeping the old length.
+A cache is [B, K, S, H] an array (heads before positions: the other order is transposed at the edge
+of the decode loop). Full layers hold every position; sliding layers a ring in which position p
+lives in slot p mod R. Nothing is ever erased: which positions a slot holds follows from how many
+were written, so forgetting rejected tokens is keeping the old length.
 
-A ring has `slack` more slots than its window: a pass may write up to `slack` tokens before it reads, and
-of those any may be rejected, without hiding a key that some later query still sees.
+A ring has `slack` more slots than its window: a pass may write up to `slack` tokens before it
+reads, and of those any may be rejected, without hiding a key that some later query still sees.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def write(
     count: Int[Array, " b"],
     slots: Int[Array, " b"] | None = None,
 ) -> KVCache:
-    """Write a pass's keys and values, in place when the cache is donated. Arguments as in `destination`."""
+    """Write a pass, in place when the cache is donated. Arguments as in `destination`."""
     k, v = write_kv(destination(cache, k.shape[2], start, count, slots), k, v)
     return cache.replace(k=k, v=v)
 
@@ -116,8 +116,8 @@ def early_destination(
 ) -> Destination | None:
     """Return where a pass goes if it may be written before its queries attend, else None.
 
-    A chunk longer than a ring's slack would overwrite keys that its own first queries need. Arguments as
-    in `destination`.
+    A chunk longer than a ring's slack would overwrite keys that its own first queries need.
+    Arguments as in `destination`.
     """
     if cache.ring_slack is not None and tokens > cache.ring_slack:
         return None
@@ -136,8 +136,8 @@ def append_pass(
     """Return the cache with a pass in it, and what the queries of that pass attend to.
 
     Args:
-      into: what `early_destination` returned. If that was a destination, k and v are the arrays of the
-        cache, written. Otherwise they are the pass's own, which are read beside the old ring.
+      into: what `early_destination` returned. If that was a destination, k and v are the arrays of
+        the cache, written. Otherwise they are the pass's own, which are read beside the old ring.
     """
     if into is not None:
         new = cache.replace(k=k, v=v)
@@ -172,7 +172,7 @@ def append_chosen(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
 ) -> KVCache:
-    """Write some tokens of a pass that was not written yet: the first `count` of `rows`, in that order.
+    """Write some tokens of a pass that was not written yet: the first `count` of `rows`.
 
     Args:
       segment: the pass.

@@ -1,8 +1,8 @@
-"""Which implementation of an operation runs: the one place where that is decided, for all operations.
+"""Which implementation of an operation runs: decided here, for all operations.
 
 An operation has a plain reference, which runs anywhere, and kernels, which each need something. It
-lists the kernels as `Candidate`s, in order of preference, and calls `dispatch`. The choice falls when a
-program is compiled. Derivatives never take a kernel.
+lists the kernels as `Candidate`s, in order of preference, and calls `dispatch`. The choice falls
+when a program is compiled. Derivatives never take a kernel.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Candidate(Generic[T]):
 def dispatch(
     implementation: str, candidates: Sequence[Candidate[T]], reference: Callable[..., T], *args: Any
 ) -> T:
-    """Call the implementation that was asked for; for "auto" the first candidate that can and should run.
+    """Call the implementation that was asked for; "auto": the first that can and should run.
 
-    An explicit choice never falls back. "auto" falls back to the reference: where no candidate can run,
-    in programs for other devices than NVIDIA GPUs, and for derivatives.
+    An explicit choice never falls back. "auto" falls back to the reference: where no candidate can
+    run, in programs for other devices than NVIDIA GPUs, and for derivatives.
 
     Args:
       implementation: "auto", "reference", or the name of a candidate.
@@ -72,7 +72,8 @@ def dispatch(
 def _on_cuda(kernel: Callable[..., T], reference: Callable[..., T], *args: Any) -> T:
     """Call the kernel in programs for NVIDIA GPUs; elsewhere, and for derivatives, the reference.
 
-    Kernels have no derivatives. JAX would refuse any program that asks for some, also one for a CPU.
+    Kernels have no derivatives. JAX would refuse any program that asks for some, also one for a
+    CPU.
     """
 
     @jax.custom_jvp
@@ -111,7 +112,7 @@ def devices_of_mesh() -> int:
 
 
 def capability() -> float | None:
-    """Return the compute capability of this machine's GPU, if it has one: 0 if that is not NVIDIA's."""
+    """Return the compute capability of this machine's GPU; 0 of one not NVIDIA's, None of none."""
     if jax.default_backend() != "gpu":
         return None
     said = str(getattr(jax.devices()[0], "compute_capability", 0))

@@ -1,8 +1,8 @@
 """What the references are made of: norm, rotary embedding, activation, products summed in float32.
 
 Models compute the same things outside of kernels too. They take them from here, through
-`jaxspec.models.layers`: arithmetic that must agree to the last bit is written once, and it is written
-here because nothing in this package may import `jaxspec`.
+`jaxspec.models.layers`: arithmetic that must agree to the last bit is written once, and it is
+written here because nothing in this package may import `jaxspec`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def contract(spec: str, x: Array, y: Array) -> Float[Array, "..."]:
 def precision_of(x: Array) -> lax.Precision | None:
     """Return full float32 products for float32 operands.
 
-    On Hopper JAX's default for them is TF32, whose errors of 1e-3 are a thousand times larger: they would
-    break the promise that speculative and plain decoding agree.
+    On Hopper JAX's default for them is TF32, whose errors of 1e-3 are a thousand times larger: they
+    would break the promise that speculative and plain decoding agree.
     """
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

@@ -1,4 +1,4 @@
-"""What Triton kernels here share: loads and stores by indices of several shapes, masks, products."""
+"""What Triton kernels share: loads and stores by indices of several shapes, masks, products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load(ref: Any, *index: Any, mask: Array | None = None) -> Array:
 
 
 def store(ref: Any, *index: Any, value: Array, mask: Array | None = None) -> None:
-    """Store where indices of some shapes point together and the mask is true, rounded to the array's dtype."""
+    """Store where indices point together and the mask is true, rounded to the array's dtype."""
     at, shape = _at(ref, index)
     mask = None if mask is None else jnp.broadcast_to(mask, shape)
     plgpu.store(at, value.astype(ref.dtype), mask=mask)

@@ -173,7 +173,7 @@ class DFlashLayer(nnx.Module):
         positions: Int[Array, "B T"],
         into: Destination | None = None,
     ) -> tuple[Float[Array, "_ K _ H"], Float[Array, "_ K _ H"]]:
-        """Project context (as it is) or block (normed) rows; keys are normed and rotated, values neither."""
+        """Project rows of the context (as they are) or of the block (normed)."""
         _, k, v = project_qkv(
             x,
             self.kv[...],

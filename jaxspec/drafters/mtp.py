@@ -273,7 +273,7 @@ def _over_vocabulary(
 
 
 class MTPLayer(nnx.Module):
-    """A Gemma 4 layer whose queries read frozen keys and values. Names are as in `gemma4.DecoderLayer`."""
+    """A Gemma 4 layer whose queries read frozen K/V. Names are as in `gemma4.DecoderLayer`."""
 
     def __init__(self, config: MTPConfig, kind: LayerType, *, dtype: jnp.dtype):
         d = config.hidden_size
@@ -292,7 +292,10 @@ class MTPLayer(nnx.Module):
         last: Int[Array, "B F"],
         segment: KVSegment,
     ) -> Sum:
-        """Return the output; x is the stream, normed with `pre_attention_norm`. Others as in `attention`."""
+        """Return the output of a stream that is normed with `pre_attention_norm`.
+
+        Other arguments are as in `FrozenAttention`.
+        """
         h = self.attention(x.normed, rotary, last, segment)
         x = x.add(h, self.post_attention_norm[...]).norm(self.pre_mlp_norm[...])
         return x.add(self.mlp(x.normed), self.post_mlp_norm[...]).times(self.scalar[...])
@@ -300,7 +303,7 @@ class MTPLayer(nnx.Module):
 
 @traced_once
 def run_layer(layer: MTPLayer, x: Residual, next_norm: Float[Array, " H"], *args: Any) -> Residual:
-    """Run a layer, and norm its output with the weight of what follows: the next layer's, or the final."""
+    """Run a layer, and norm its output for the next layer, or for the head."""
     return layer(x, *args).norm(next_norm)
 
 

@@ -1,7 +1,7 @@
 """Heads and attention over cached and fresh keys: where models meet `pallas_kernels` for them.
 
-`Attention` is a target's, whatever its family. Drafters, which cache other things, are made of the functions
-behind it: `project_qkv`, `attend`.
+`Attention` is a target's, whatever its family. Drafters, which cache other things, are made of the
+functions behind it: `project_qkv`, `attend`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ OUT_WEIGHT_AXES = ("kv_heads", "query_groups", "inputs", None)  # K G H D
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention of a target: norms of each query and key head, rotary embedding, a cache.
+    """Grouped-query attention of a target, with normed heads, rotary embedding and a cache.
 
-    `qkv` is stored by kv head: its G query heads, then its key, then its value. The value is absent where
-    values are the raw keys. Both are absent where the layer reads another layer's keys and values.
+    `qkv` is stored by kv head: its G query heads, then its key, then its value. The value is absent
+    where values are the raw keys. Both are absent where the layer reads another layer's keys and
+    values.
 
     Args:
       width: of the residual stream.
@@ -78,7 +79,7 @@ class Attention(nnx.Module):
         cache: KVCache | None,
         shared: tuple[KVSegment, ...] | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
-        """Return what the layer adds, its cache after the writes, and the keys and values its queries saw.
+        """Return what the layer adds, its cache after the writes, and the K/V its queries saw.
 
         Args:
           x: the residual stream, normed.
@@ -134,16 +135,18 @@ def project_qkv(
 
         q = rope(rms_norm(x W_q, q_norm)),    k = rope(rms_norm(x W_k, k_norm)),    v = x W_v
 
-    What follows the product is one kernel, which writes keys and values to a cache too (`pallas_kernels.qkv`).
+    What follows the product is one kernel, which writes keys and values to a cache too
+    (`pallas_kernels.qkv`).
 
     Args:
-      weight: of each kv head its queries, then its key, then its value (absent where it is the raw key).
+      weight: of each kv head its queries, then its key, then its value (absent where it is the raw
+        key).
       q_norm, k_norm: weights of the norms; None where there are no queries, or no keys.
       groups: queries of a kv head.
       norm_values: whether values are normed, which is without a weight.
       into: caches to write keys and values to, which are returned in their place.
     """
-    # Queries beside a key and a value cannot be split by themselves: until they are cut out, none is.
+    # Queries beside a key and a value cannot be split by themselves. Until they are cut out, none is.
     axes = QUERY_AXES if k_norm is None else KV_AXES
     projected = constrain(project(whole_rows(x), weight), *axes)
     angles = rope_cos_sin(positions, frequencies)
@@ -168,9 +171,10 @@ def attend(
 ) -> Float[Array, "B T K G H"]:
     """Attend from each query to every key its position allows, over all segments at once.
 
-    A key at position k is seen from q when it exists (k >= 0), k > q - window, if causal k <= q, and if the
-    segment says which queries see it, it is one of them (branches of a draft tree do not see each other).
-    Scores and softmax are float32. A query that sees nothing (padding) gives finite rubbish.
+    A key at position k is seen from q when it exists (k >= 0), k > q - window, if causal k <= q,
+    and if the segment says which queries see it, it is one of them (branches of a draft tree do not
+    see each other). Scores and softmax are float32. A query that sees nothing (padding) gives
+    finite rubbish.
 
     Args:
       window: keys a query sees, itself included; None for all.

@@ -1,7 +1,7 @@
 """Gemma 4's text decoder, all five sizes, as one module over fixed-shape batches.
 
-Read `Gemma4.run_layers`, then `DecoderLayer`. What differs between sizes is in `Gemma4Config`. A layer holds
-only what it needs. Source for every detail: transformers
+Read `Gemma4.run_layers`, then `DecoderLayer`. What differs between sizes is in `Gemma4Config`. A
+layer holds only what it needs. Source for every detail: transformers
 `models/gemma4/modeling_gemma4.py`, which the parity tests run beside this.
 """
 
@@ -154,9 +154,13 @@ class DecoderLayer(nnx.Module):
     """One layer: attention, MLP (with experts beside it, if any), per-layer input, layer scalar:
 
         x = x + norm(attention(norm(x)))
-        x = x + norm(mlp(norm(x)))          with experts: norm(norm(mlp(norm(x))) + norm(experts(norm(x))))
-        x = x + norm(per_layer(x))          E2B and E4B
+        x = x + norm(mlp(norm(x)))
+        x = x + norm(per_layer(x))
         x = x * scalar
+
+    E2B and E4B have the third line. With experts the second one is
+
+        x = x + norm(norm(mlp(norm(x))) + norm(experts(norm(x))))
 
     `Residual` says how the norms are joined with the sums.
     """
@@ -202,7 +206,7 @@ class DecoderLayer(nnx.Module):
         shared: tuple[KVSegment, ...] | None,
         per_layer: Float[Array, "B T P"] | None,
     ) -> tuple[Sum, KVCache | None, tuple[KVSegment, ...]]:
-        """Return the layer's output, its cache after the writes, and the keys and values its queries saw.
+        """Return the layer's output, its cache after the writes, and the K/V its queries saw.
 
         Args:
           x: the stream, normed with `pre_attention_norm`.
@@ -231,7 +235,7 @@ class DecoderLayer(nnx.Module):
         cache: KVCache | None,
         shared: tuple[KVSegment, ...] | None,
     ) -> tuple[Residual, KVCache | None, tuple[KVSegment, ...]]:
-        """Return the stream behind attention, normed for MLP, experts and router; and as a call does."""
+        """Return the stream behind attention, normed for MLP, experts and router."""
         with jax.named_scope("attention"):
             h, cache, segments = self.attention(x.normed, where, cache, shared)
             readers: tuple[Array | RouterScale, ...] = (self.pre_mlp_norm[...],)
@@ -252,7 +256,7 @@ class DecoderLayer(nnx.Module):
 def run_layer(
     layer: DecoderLayer, x: Residual, next_norm: Float[Array, " D"], *args: Any
 ) -> tuple[Residual, KVCache | None, tuple[KVSegment, ...]]:
-    """Run a layer, and norm its output with the weight of what follows: the next layer's, or the final."""
+    """Run a layer, and norm its output for the next layer, or for the head."""
     out, cache, segments = layer(x, *args)
     return out.norm(next_norm), cache, segments
 

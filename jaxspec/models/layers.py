@@ -1,10 +1,11 @@
-"""The small parts that targets and drafters share: matrix products, norm, rotary embedding, gated MLP.
+"""The small parts that targets and drafters share: products, norm, rotary embedding, gated MLP.
 
-A weight meets an activation in three places only: `project` for a linear, `table_logits` for the head,
-`moe.Experts` for experts. Weights of another kind (quantised, say) have to be known there, and nowhere else.
+The weight of a linear meets an activation in `project`, that of a head in `table_logits`, those of
+experts in `moe.Experts`: weights of another kind (quantised, say) have to be known there. What else
+is multiplied by a weight is small: a router, and an assistant's centroids with the rows they choose.
 
-The arithmetic of norm and rotary embedding is in `pallas_kernels.elementary`, and not here: the references
-of the kernels need it to the last bit, and `pallas_kernels` imports nothing of ours.
+The arithmetic of norm and rotary embedding is in `pallas_kernels.elementary`, and not here: the
+references of the kernels need it to the last bit, and `pallas_kernels` imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ def project(
     *,
     inputs: int = 1,
 ) -> Float[Array, "*result"]:
-    """Multiply rows by a weight of shape [*in, *out]: the trailing `inputs` axes of x meet its leading ones.
+    """Multiply rows by a weight of shape [*in, *out].
 
-    The weight keeps its axes, so that one which a mesh splits stays an axis of its own, and they keep
-    their order: an einsum may reorder them, and then XLA copies the transposed weight in every step.
+    The last `inputs` axes of x meet the first of the weight.
+
+    The weight keeps its axes, so that one which a mesh splits stays an axis of its own, and they
+    keep their order: an einsum may reorder them, and then XLA copies the transposed weight in every
+    step.
     """
     rows = x.shape[: x.ndim - inputs]
     meet = tuple(range(1, inputs + 1)), tuple(range(inputs))
@@ -57,8 +61,8 @@ def project(
             weight,
             (meet, ((), ())),
             precision=precision_of(x),
-            # Summed in float32, written in the rows' dtype: XLA rounds the float32 result of a cuBLAS
-            # product in a kernel of its own (31B, 256 rows on an H200: 1.3 ms a step).
+            # Summed in float32, written in the rows' dtype: XLA rounds the float32 result of a
+            # cuBLAS product in a kernel of its own (31B, 256 rows on an H200: 1.3 ms a step).
             preferred_element_type=x.dtype,
         )
 
@@ -96,7 +100,7 @@ def rms_norm(
 def rope(
     x: Float[Array, "B T *heads H"], positions: Int[Array, "B T"], frequencies: Float[Array, " H2"]
 ) -> Float[Array, "B T *heads H"]:
-    """Apply rotary embedding: turn each pair (x_j, x_{j + H/2}) by the angle a = position * frequency_j:
+    """Apply rotary embedding: turn pairs (x_j, x_{j + H/2}) by angles a = position * frequency_j:
 
         x_j cos a - x_{j + H/2} sin a,    x_{j + H/2} cos a + x_j sin a
 
@@ -110,8 +114,8 @@ def rope_frequencies(
 ) -> Float[Array, " H2"]:
     """Return head_dim // 2 inverse frequencies, zero beyond `partial_factor` of them.
 
-    With a factor below 1 this is Gemma 4's "proportional" rope: the exponent divides by the whole head
-    dim, and pairs past the live ones do not turn (cos 1, sin 0).
+    With a factor below 1 this is Gemma 4's "proportional" rope: the exponent divides by the whole
+    head dim, and pairs past the live ones do not turn (cos 1, sin 0).
     """
     half = head_dim // 2
     live = int(partial_factor * head_dim // 2)
@@ -122,7 +126,10 @@ def rope_frequencies(
 def rope_cos_sin(
     positions: Int[Array, "B T"], frequencies: Float[Array, " H2"]
 ) -> tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]:
-    """Return cosine and sine of position times frequency, in float32: XLA makes them once for all layers."""
+    """Return cosine and sine of position * frequency, in float32.
+
+    XLA makes them once for all layers.
+    """
     angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

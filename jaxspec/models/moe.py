@@ -30,13 +30,20 @@ class Experts(nnx.Module):
         self.eps = config.rms_norm_eps
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "S rows E"]:
-        """Return parts of what the router says of each expert. Its input is as `router_norm` makes it."""
+        """Return what the router says of each expert, in parts to be added up.
+
+        Args:
+          x: the residual as `router_norm` makes it.
+        """
         return router_logits(x.reshape(-1, x.shape[-1]), self.router[...])
 
     def route(
         self, residual: Float[Array, "B T D"]
     ) -> tuple[Int[Array, "B T topk"], Float[Array, "B T topk"]]:
-        """Return the experts that a call would choose, and their weights, which need not sum to 1."""
+        """Return the experts that a call would choose, and their weights.
+
+        The weights of a token need not sum to 1.
+        """
         x = router_norm(residual, self.router_scale[...], self.eps)
         logits = add_up(self.logits(x), x.dtype).reshape(*x.shape[:2], -1)
         return choose(logits, self.expert_scale[...], self.top_k)

@@ -5,12 +5,13 @@ A layer reads as its equation:
     x = x.add(attention(x.normed), post_norm).norm(mlp_norm)    # x + post_norm(attention(x))
     x = x.add(mlp(x.normed), post_mlp_norm)
 
-`add` computes nothing. `norm` adds and norms in one kernel (`pallas_kernels.norms.add_norm`), which reads
-the stream once and writes the sum and all of its norms. XLA would make a kernel of each norm, and compute
-the sum anew in each. So a layer's output is a `Sum`, which its caller norms as the next layer wants it.
+`add` computes nothing. `norm` adds and norms in one kernel (`pallas_kernels.norms.add_norm`), which
+reads the stream once and writes the sum and all of its norms. XLA would make a kernel of each norm,
+and compute the sum anew in each. A layer returns a `Sum`. Its caller norms that as the next layer
+wants it.
 
-A model whose parts have one norm each, before them, needs none of this: x + attention(rms_norm(x, ...))
-says all, and XLA makes good kernels of it.
+A model whose parts have one norm each, before them, needs none of this. There
+`x + attention(rms_norm(x, scale, eps))` says all.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Residual(struct.PyTreeNode):
         return self.norms[0]
 
     def norm(self, *scales: Float[Array, " D"]) -> Residual:
-        """Norm the stream with the weights of its readers; behind an `add` this is one kernel with it."""
+        """Norm the stream with the weights of its readers. Nothing was added to it."""
         norms = tuple(rms_norm(self.value, scale, self.eps) for scale in scales)
         return self.replace(norms=norms)
 

@@ -2,14 +2,14 @@
 
 None of them changes what is computed. Programs are compiled with `COMPILER_OPTIONS`. In the models:
 
-- `multiply_rows`: a product of one row goes by way of two. A whole pass over one token does the same
-  (`target.Target`, `mtp.MTPDrafter.step`) and so do references of kernels: `pallas_kernels.lone_row` has
-  the story for all of them.
+- `multiply_rows`: a product of one row goes by way of two. A whole pass over one token does the
+  same (`target.Target`, `mtp.MTPDrafter.step`) and so do references of kernels:
+  `pallas_kernels.lone_row` has the story for all of them.
 - `table_left_on_cpu`: which operand of a product the vocabulary's table is.
 - `materialize`: a value that XLA would make anew in each reader, or take apart.
 - `traced_once`: layers of one shape are traced and lowered once.
 
-Figures are from an H200 with jax 0.11.2, unless another machine is named.
+Figures are from an H200, unless another machine is named.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ T = TypeVar("T")
 CallableT = TypeVar("CallableT", bound=Callable)
 
 COMPILER_OPTIONS = {
-    # XLA joins the weights of products that share an input into one matrix, and does so again in every
-    # step: a DFlash drafter's keys and values of all layers.
+    # XLA joins the weights of products that share an input into one matrix, and does so again in
+    # every step: a DFlash drafter's keys and values of all layers.
     "xla_gpu_dot_merger_threshold_mb": 0,
-    # In a CUDA graph XLA puts one kernel after the other, also where neither needs the other: 26B-A4B's
-    # experts and its dense MLP, several norms of one residual. A plain step of one row takes 3.3 ms with
-    # this option, and 3.8 ms without.
+    # In a CUDA graph XLA puts one kernel after the other, also where neither needs the other:
+    # 26B-A4B's experts and its dense MLP, several norms of one residual. A plain step of one row
+    # takes 3.3 ms with this option, and 3.8 ms without.
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    # On a CPU XLA makes matrix-vector loops for vectors of 256 bits, also where there are wider ones. A
-    # plain step of the bundled target takes 2.28 ms with this option and 2.59 ms without (jax 0.10.2,
-    # 2 cores with AVX-512).
+    # On a CPU XLA makes matrix-vector loops for vectors of 256 bits, also where there are wider
+    # ones. A plain step of the bundled target takes 2.28 ms with this option and 2.59 ms without
+    # (jax 0.10.2, 2 cores with AVX-512).
     "xla_cpu_prefer_vector_width": 512,
 }
 """What all programs are compiled with, instead of XLA's defaults."""
@@ -64,9 +64,9 @@ def table_left_on_cpu(
 ) -> Float[Array, "R V"]:
     """Return product(rows, table); on CPU, for a few rows, by way of product(table, rows).
 
-    The right operand is transposed by XLA's CPU library in every call, and the table is the larger one.
-    From some hundred rows on it costs more to turn the result round. Milliseconds for a table of
-    3072 x 192 (jax 0.10.2, one core):
+    The right operand is transposed by XLA's CPU library in every call, and the table is the larger
+    one. From some hundred rows on it costs more to turn the result round. Milliseconds for a table
+    of 3072 x 192 (jax 0.10.2, one core):
 
     | rows | table left | table right |
     |---|---|---|
@@ -88,11 +88,11 @@ def table_left_on_cpu(
 
 
 def materialize(x: T) -> T:
-    """Have XLA make a value here, as it is: neither anew in each reader nor joined with what reads it.
+    """Have XLA make a value here: neither anew in each reader nor joined with what reads it.
 
-    Three values need it: Gemma 4's per-layer inputs, which XLA would norm anew in every layer; what a
-    layer multiplies its own of them with, of which it would need a copy beside; and the transposed result of
-    `table_left_on_cpu`.
+    Three values need it: Gemma 4's per-layer inputs, which XLA would norm anew in every layer; what
+    a layer multiplies its own of them with, of which it would need a copy beside; and the
+    transposed result of `table_left_on_cpu`.
     """
     return lax.optimization_barrier(x)
 

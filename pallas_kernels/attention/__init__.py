@@ -1,8 +1,8 @@
-"""Cached attention for few queries: a block of new tokens against long caches, rings and each other.
+"""Cached attention for few queries: new tokens against long caches, rings and each other.
 
 Read `reference.py` for what is computed, `triton.py` for how each key is read once for all queries,
-`mosaic_h512.py` for how Hopper does that at head dim 512, `mosaic_h128.py` at 128. Around them stand
-`spans.py` (which keys a tile of rows reads), `mosaic_launch.py` and `tuning.py` (tile sizes).
+`mosaic_h512.py` for how Hopper does that at head dim 512, `mosaic_h128.py` at 128. Around them
+stand `spans.py` (which keys a tile of rows reads), `mosaic_launch.py` and `tuning.py` (tile sizes).
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ __all__ = ["KVSegment", "Tiling", "attention", "reference"]
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
 HOPPER = 9.0
-# Query tokens up to which "auto" takes a kernel for speed: more of them are prefill, which is not bound by reading keys.
+# Query tokens up to which "auto" takes a kernel for speed: more of them are prefill, which is not
+# bound by reading keys.
 MOST_TOKENS = 64
-# Bytes of float32 scores from which it does for want of memory: XLA writes them all down. 31B, 512 tokens of a prompt:
-# from 16384 slots on.
+# Bytes of float32 scores from which it does for want of memory: XLA writes them all down. 31B, 512
+# tokens of a prompt: from 16384 slots on.
 MOST_SCORE_BYTES = 1 << 30
-# Bytes of keys, values and scores from which it takes a kernel for few tokens, and those from which the Triton kernel
-# where head dims are over 256. On an H200 (jax 0.11.2), in us, without what the loop around them takes, XLA first. Head
-# dim 256: 3 MB 5 and 6 (1 sequence, 1 query), 28 MB 17 and 15, 57 MB 27 and 22, 110 MB 58 and 37. Draft blocks, whose
-# scores are as large as their keys: 3 MB 9 and 9, 25 MB 25 and 14, 134 MB 152 and 31. Head dim 512, with Triton: 17 MB 12
-# and 20, 42 MB 30 and 39, 63 MB 44 and 52, 107 MB 59 and 59; with Mosaic: 17 MB 12 and 17, 31 MB 24 and 22, 42 MB 30 and
-# 27, 63 MB 44 and 39, 107 MB 59 and 51, of which 6 to 8 are ranges of keys, which are the same for all layers.
+# Bytes of keys, values and scores from which it takes a kernel for few tokens, and those from which
+# the Triton kernel where head dims are over 256. On an H200 (jax 0.11.2), in us, without what the
+# loop around them takes, XLA first. Head dim 256: 3 MB 5 and 6 (1 sequence, 1 query), 28 MB 17 and
+# 15, 57 MB 27 and 22, 110 MB 58 and 37. Draft blocks, whose scores are as large as their keys: 3 MB
+# 9 and 9, 25 MB 25 and 14, 134 MB 152 and 31. Head dim 512, with Triton: 17 MB 12 and 20, 42 MB 30
+# and 39, 63 MB 44 and 52, 107 MB 59 and 59; with Mosaic: 17 MB 12 and 17, 31 MB 24 and 22, 42 MB 30
+# and 27, 63 MB 44 and 39, 107 MB 59 and 51, of which 6 to 8 are ranges of keys, which are the same
+# for all layers.
 FEWEST_BYTES = 8 << 20
 FEWEST_BYTES_WIDE = 64 << 20
 
@@ -60,22 +63,24 @@ def attention(
 ) -> Float[Array, "B T K G H"]:
     """Attend from each query to every key its position allows, over all segments at once.
 
-    A key at position k is seen from q when it exists (k >= 0), k > q - window, if causal k <= q, and if the
-    segment says which queries see it, it is one of them. A query that sees nothing gives finite rubbish.
+    A key at position k is seen from q when it exists (k >= 0), k > q - window, if causal k <= q,
+    and if the segment says which queries see it, it is one of them. A query that sees nothing gives
+    finite rubbish.
 
     Args:
       q: queries, of which G share a kv head.
       q_positions: their positions.
-      segments: keys and values in any order. Slots behind a segment's last key may hold anything, also
-        NaN; the reference wants them finite.
+      segments: keys and values in any order. Slots behind a segment's last key may hold anything,
+        also NaN; the reference wants them finite.
       scale: what scores are multiplied with.
       window: keys a query sees, itself included; None for all.
       causal: whether queries see no later keys.
-      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`) and
-        16-bit keys; "mosaic" one of 9.0, a multiple of 8 slots, no `seen_by`, and head dim 512, one segment
-        and no window, or head dim 128, 8, 16, 32 or 64 query heads of a kv head, and beside the first
-        segment at most one of 128 slots. "auto" takes one of them, rather the latter, where it can run, and
-        keys are many for few tokens or scores would fill memory, and "reference" elsewhere.
+      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or
+        `interpret`) and 16-bit keys; "mosaic" one of 9.0, a multiple of 8 slots, no `seen_by`, and
+        head dim 512, one segment and no window, or head dim 128, 8, 16, 32 or 64 query heads of a
+        kv head, and beside the first segment at most one of 128 slots. "auto" takes one of them,
+        rather the latter, where it can run, and keys are many for few tokens or scores would fill
+        memory, and "reference" elsewhere.
       tiling: tile sizes of the Triton kernel, instead of the table's.
       interpret: run the Triton kernel on any device, slowly, to test it.
 
@@ -96,7 +101,8 @@ def attention(
         tiles = tiling or tiling_for(head_dim=h, rows=rows, heads=heads, longest=longest)
         return attention_triton(*args, **how, tiling=tiles, interpret=interpret)
 
-    # At head dim 128 only with over one tile of rows: with fewer the Mosaic kernel was not measured.
+    # At head dim 128 only with over one tile of rows: with fewer the Mosaic kernel was not
+    # measured.
     on_hopper = capability() == HOPPER and (h == 512 or rows > 64)
     candidates = [
         Candidate(
@@ -117,7 +123,7 @@ def attention(
 
 
 def _worth_it(q: Array, segments: tuple[KVSegment, ...], fewest_bytes: int) -> bool:
-    """Tell whether "auto" should take a kernel: many keys for few tokens, or scores that fill memory."""
+    """Tell whether "auto" should take a kernel: many keys, few tokens; or scores fill memory."""
     b, t, k, g, _ = q.shape
     score_bytes = 4 * b * t * k * g * sum(s.k.shape[2] for s in segments)
     read_bytes = score_bytes + sum(2 * s.k.size * s.k.dtype.itemsize for s in segments)

@@ -80,7 +80,7 @@ def queries(
 def fresh(
     shape: Shape, positions: Array, dtype: jnp.dtype, *, tree: bool = False, seed: int = 2
 ) -> KVSegment:
-    """Return the queries' own keys; in a tree, those that a random parent leads to see each other."""
+    """Return the queries' own keys; in a tree, each sees those that random parents lead to."""
     b, t = positions.shape
     keys = jax.random.split(jax.random.key(seed))
     k, v = (jax.random.normal(key, (b, shape.kv_heads, t, shape.head_dim), dtype) for key in keys)

@@ -1,14 +1,16 @@
-"""Cached attention at head dim 128 in Pallas Mosaic GPU, for Hopper: TMA brings keys, wgmma multiplies.
+"""Cached attention at head dim 128 in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
-A block of threads attends from 64 rows (row = token * G + head, as in `triton.py`) to a share of the keys. One
-of its three warpgroups lets TMA load blocks of 128 keys and their values, which go round a ring. The other two
-take turns: each attends to every second block with results of its own, so that one multiplies while the other
-raises scores to powers, and at the end the first averages both. Two tiles of rows of one kv head form a cluster,
-each of whose blocks loads half of everything for both: 128 rows read keys once.
+A block of threads attends from 64 rows (row = token * G + head, as in `triton.py`) to a share of
+the keys. One of its three warpgroups lets TMA load blocks of 128 keys and their values, which go
+round a ring. The other two take turns: each attends to every second block with results of its own,
+so that one multiplies while the other raises scores to powers, and at the end the first averages
+both. Two tiles of rows of one kv head form a cluster, each of whose blocks loads half of everything
+for both: 128 rows read keys once.
 
-The fresh keys of a draft block, if there are any, are the first block of the first share. Queries and results
-stay where the model has them: TMA takes the heads of each token for themselves. As in `mosaic_h512.py` only blocks of
-keys that some query does not see whole are masked, and shares of the keys are averaged at the end.
+The fresh keys of a draft block, if there are any, are the first block of the first share. Queries
+and results stay where the model has them: TMA takes the heads of each token for themselves. As in
+`mosaic_h512.py` only blocks of keys that some query does not see whole are masked, and shares of
+the keys are averaged at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def _attend(
     cluster: int,
     scale: float,
 ):
-    """Attend from one tile of rows of one kv head to one share of its keys, and to `fresh` others."""
+    """Attend from a tile of rows of one kv head to one share of its keys, and to `fresh` others."""
     sources, refs = refs[: 4 if fresh else 2], refs[4 if fresh else 2 :]
     out_ref, log_weight_ref, queries, ring, other, stats, *barriers = refs
     queries_there, there, free, scored, merged = barriers
@@ -97,7 +99,8 @@ def _attend(
                 if fresh:
                     pl.when(i < extra)(load_fresh)
 
-        # The cluster's other block loads into this one's memory and signals there: stay until it is done.
+        # The cluster's other block loads into this one's memory and signals there: stay until it is
+        # done.
         @pl.loop(jnp.maximum(2 * count - RING, 0), 2 * count)
         def _(number):
             plgpu.barrier_wait(free.at[lax.rem(number, RING)])
@@ -142,7 +145,8 @@ def _attend(
             partly = (i < extra) | (slot < begin) | (slot + KEYS > end)
             partly |= (slot + KEYS > first_hidden) & (slot < last_hidden)
             score = lax.cond(partly, masked, lambda score: score, score)
-            # In base 2, which is what the GPU has; scaled beside the subtraction, which is then one instruction.
+            # In base 2, which is what the GPU has; scaled beside the subtraction, which is then one
+            # instruction.
             new = jnp.maximum(most, jnp.max(score, axis=1) * factor)
             kept = jnp.exp2(most - new)
             p = jnp.exp2(score * factor - across(new, score.shape))

@@ -1,14 +1,15 @@
-"""Cached attention at head dim 512 in Pallas Mosaic GPU, for Hopper: TMA brings keys, wgmma multiplies.
+"""Cached attention at head dim 512 in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
-A block of threads attends from 64 rows (row = token * G + head, as in `triton.py`) to a share of the keys. One
-of its three warpgroups lets TMA load keys and values: pieces of 64 keys and half of the columns, which go round
-a ring. The other two make half of the result's columns each, which is all that their registers hold. Both score
-every key for themselves: half as many products again, but nothing to hand over, and neither waits for the
-other. Two tiles of rows of one kv head form a cluster, each of whose blocks loads half of every piece for both:
-128 rows read keys once.
+A block of threads attends from 64 rows (row = token * G + head, as in `triton.py`) to a share of
+the keys. One of its three warpgroups lets TMA load keys and values: pieces of 64 keys and half of
+the columns, which go round a ring. The other two make half of the result's columns each, which is
+all that their registers hold. Both score every key for themselves: half as many products again, but
+nothing to hand over, and neither waits for the other. Two tiles of rows of one kv head form a
+cluster, each of whose blocks loads half of every piece for both: 128 rows read keys once.
 
-Only blocks of keys that some query does not see whole are masked. As in `triton.py` shares of the keys are
-averaged at the end, weighted by what they saw, and results do not depend on the order of blocks.
+Only blocks of keys that some query does not see whole are masked. As in `triton.py` shares of the
+keys are averaged at the end, weighted by what they saw, and results do not depend on the order of
+blocks.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def _attend(
                     collective_axes=("tile",) if cluster > 1 else None,
                 )
 
-        # The cluster's other block loads into this one's memory and signals there: stay until it is done.
+        # The cluster's other block loads into this one's memory and signals there: stay until it is
+        # done.
         @pl.loop(jnp.maximum(PIECES * count - RING, 0), PIECES * count)
         def _(number):
             plgpu.barrier_wait(free.at[lax.rem(number, RING)])
@@ -132,7 +134,8 @@ def _attend(
 
             partly = (slot < begin) | (slot + KEYS > clear)
             score = lax.cond(partly, masked, lambda score: score, score)
-            # In base 2, which is what the GPU has; scaled beside the subtraction, which is then one instruction.
+            # In base 2, which is what the GPU has; scaled beside the subtraction, which is then one
+            # instruction.
             new = jnp.maximum(most, jnp.max(score, axis=1) * factor)
             kept = jnp.exp2(most - new)
             p = jnp.exp2(score * factor - lax.broadcast_in_dim(new, score.shape, [0]))

@@ -1,4 +1,4 @@
-"""What both Mosaic kernels share: how they are launched, and what their shared memory looks like."""
+"""What both Mosaic kernels share: how they are launched, how shared memory is laid out."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def launch(
 
 
 def lines(numbers: int) -> tuple[Any, ...]:
-    """Return how wgmma wants a matrix in shared memory: lines of 128 bytes, so many numbers each."""
+    """Return how wgmma wants a matrix in shared memory: lines of 128 bytes, so many numbers."""
     return plgpu.TilingTransform((8, numbers)), plgpu.SwizzleTransform(128)
 
 

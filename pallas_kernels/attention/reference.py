@@ -32,8 +32,9 @@ def reference(
 ) -> Float[Array, "B T K G H"]:
     """Score every key of every segment and let the mask decide. Scores and softmax are float32."""
     b, t, k, g, h = q.shape
-    # Query heads of one kv head become rows beside the tokens (R = G * T): both products are then plain
-    # batched ones in the caches' own layout. Any other order makes XLA transpose whole caches.
+    # Query heads of one kv head become rows beside the tokens (R = G * T): both products are then
+    # plain batched ones in the caches' own layout. Any other order makes XLA transpose whole
+    # caches.
     rows = q.transpose(0, 2, 3, 1, 4).reshape(b, k, g * t, h)
     scores = []
     for s in segments:

@@ -1,7 +1,9 @@
-"""Which keys a tile of rows reads, and how shares of the keys become one result: plain JAX around all kernels.
+"""Which keys a tile of rows reads, and how shares of the keys become one result.
 
-Rows are query heads beside tokens (row = token * G + head). Spans of keys are the same for all layers of
-a kind, and XLA computes them once.
+Plain JAX, which stands around all of the kernels.
+
+Rows are query heads beside tokens (row = token * G + head). Spans of keys are the same for all
+layers of a kind, and XLA computes them once.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 UNSEEN = -(2.0**100)
-"""The score of a key that a query does not see; minus infinity would make NaN of rows that see nothing.
+"""The score of a key that a query does not see.
 
-A power of two: its product with any scale is exact, so that a scale beside a subtraction (one instruction,
-which rounds once) still leaves 0.
+Minus infinity would make NaN of rows that see nothing.
+A power of two: its product with any scale is exact, so that a scale beside a subtraction (one
+instruction, which rounds once) still leaves 0.
 """
 
 
@@ -28,7 +31,7 @@ def visible_span(
     window: int | None,
     causal: bool,
 ) -> Int[Array, "B R 2"]:
-    """Return the first slot that some query may see, and the one after the last; (S, 0) if there is none.
+    """Return the first slot that some query may see, and the one after the last; (S, 0): none.
 
     Args:
       lowest: the first position of the queries of each tile of rows.
@@ -52,7 +55,7 @@ def masked_span(
     window: int | None,
     causal: bool,
 ) -> Int[Array, "B R 2"]:
-    """Return the first slot of a span that some query of the tile does not see, and the one after the last.
+    """Return the first slot of a span that some query does not see, and the one after the last.
 
     Blocks elsewhere in the span need no mask; (S, 0) if that is all of them. Arguments as in
     `visible_span`, which returns `spans`.

@@ -1,11 +1,12 @@
-"""Attention of few queries to long caches in Pallas Triton: each program reads a share of the keys once.
+"""Attention of few queries to long caches in Pallas Triton: a program reads its keys once.
 
-The query heads of one kv head and the tokens are rows of one matrix (row = token * G + head), so that a
-block of keys is read once for all of them; rows beyond a tile are another program's, which finds the keys
-in L2. So many tokens are cut like few: a chunk of a prompt never has all of its scores anywhere. The keys
-that some query of a tile can see are a range of slots, which is shared out evenly over `splits` programs,
-whatever its length. In each, the softmax runs along the blocks; a second kernel averages the shares,
-weighted by what they saw. No atomics: results do not depend on the order of blocks.
+The query heads of one kv head and the tokens are rows of one matrix (row = token * G + head), so
+that a block of keys is read once for all of them; rows beyond a tile are another program's, which
+finds the keys in L2. So many tokens are cut like few: a chunk of a prompt never has all of its
+scores anywhere. The keys that some query of a tile can see are a range of slots, which is shared
+out evenly over `splits` programs, whatever its length. In each, the softmax runs along the blocks;
+a second kernel averages the shares, weighted by what they saw. No atomics: results do not depend on
+the order of blocks.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ COMBINED_ROWS = 8  # of a program that adds up splits
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Rows and keys of a block (powers of two, at least 16), warps, blocks loaded ahead, key splits.
+    """How the work is cut.
 
-    With several `parts`, each makes its share of the values' columns and scores all keys for itself: more
-    arithmetic, but room for more rows, and so fewer reads.
+    Rows and keys of a block (powers of two, at least 16), warps, blocks loaded ahead, key splits.
+    With several `parts`, each makes its share of the values' columns and scores all keys for
+    itself: more arithmetic, but room for more rows, and so fewer reads.
     """
 
     rows: int
@@ -80,8 +82,9 @@ def _attend(
         k_ref, v_ref, positions_ref = (refs.pop(0) for _ in range(3))
         seen_ref = refs.pop(0) if has_mask else None
         size = k_ref.shape[2]
-        # A mask is wanted in shared memory too, which 128 rows of head dim 512 leave no room for beside 32 keys.
-        # Masked keys are a tree's, and so few that smaller blocks of them cost nothing.
+        # A mask is wanted in shared memory too, which 128 rows of head dim 512 leave no room for
+        # beside 32 keys. Masked keys are a tree's, and so few that smaller blocks of them cost
+        # nothing.
         keys = min(16 if has_mask else tiling.keys, max(16, pl.next_power_of_2(size)))
         begin, end = spans_ref[b, tile, 2 * i], spans_ref[b, tile, 2 * i + 1]
         first = begin // keys
@@ -180,7 +183,7 @@ def attention_triton(
     tiling: Tiling,
     interpret: bool = False,
 ) -> Float[Array, "B T K G H"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks them."""
+    """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks."""
     b, t, k, g, _ = q.shape
     ends = position_range(q_positions, g, tiling.rows)
     spans = [visible_span(*ends, s.positions, window=window, causal=causal) for s in segments]

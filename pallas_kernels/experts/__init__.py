@@ -1,7 +1,7 @@
-"""Experts for few tokens: a router's choice, a gated MLP for each expert chosen, and their weighted sum.
+"""Experts for few tokens: a router's choice, a gated MLP for each expert, their weighted sum.
 
-Read `reference.py` for what is computed, `triton.py` for how each expert in use is read once and the
-others never, `tuning.py` for tile sizes.
+Read `reference.py` for what is computed, `triton.py` for how each expert in use is read once and
+the others never, `tuning.py` for tile sizes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ def experts(
 
     Args:
       x: tokens, in the dtype of the experts.
-      logits: what the router says of each token, in float32, in any number of parts to be added up. The sum
-        is rounded to the tokens' dtype, as a product would be. Experts and weights are `choose`'s.
+      logits: what the router says of each token, in float32, in any number of parts to be added up.
+        The sum is rounded to the tokens' dtype, as a product would be. Experts and weights are
+        `choose`'s.
       expert_scale: a factor for the weights of each expert.
       gate_up: gate and up matrices of each expert, side by side.
       down: down matrices.
       top_k: experts of a token.
-      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
-        and 16-bit experts; "auto" takes it where it can run, and "reference" elsewhere.
+      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or
+        `interpret`) and 16-bit experts; "auto" takes it where it can run, and "reference"
+        elsewhere.
       tiling: tile sizes of the kernel, instead of the table's.
       interpret: run the kernel on any device, slowly, to test it.
 

@@ -35,8 +35,8 @@ def chosen_experts(shape: Shape, tokens: int, routing: str, seed: int = 0) -> np
     Args:
       shape: sizes; only the number of experts and `top_k` count.
       tokens: how many tokens.
-      routing: "random" is uniform; "same" gives all tokens the same experts; "spread" goes through all
-        experts in turn; "skewed" has one expert that every token wants.
+      routing: "random" is uniform; "same" gives all tokens the same experts; "spread" goes through
+        all experts in turn; "skewed" has one expert that every token wants.
       seed: of the random ones.
     """
     rng = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ def chosen_experts(shape: Shape, tokens: int, routing: str, seed: int = 0) -> np
 
 
 def logits_for(shape: Shape, chosen: np.ndarray, seed: int = 0) -> Array:
-    """Return float32 logits [tokens, experts] of which those of the `chosen` experts are the largest."""
+    """Return float32 logits [tokens, experts], largest for the `chosen` experts."""
     logits = np.random.default_rng(seed).normal(size=(len(chosen), shape.experts))
     np.put_along_axis(logits, chosen, np.take_along_axis(logits, chosen, axis=1) + 10, axis=1)
     return jnp.asarray(logits, jnp.float32)

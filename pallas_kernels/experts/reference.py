@@ -1,4 +1,4 @@
-"""What the kernel computes, in plain JAX: every expert on every token, and a mask. This is the oracle."""
+"""What the kernel computes, in plain JAX: every expert on every token, and a mask."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MOST_IN_PARTS = 8  # tokens
 
 
 def router_logits(x: Float[Array, "T D"], weight: Float[Array, "D E"]) -> Float[Array, "S T E"]:
-    """Multiply tokens by the router, in float32: for few tokens in parts, each of some of the inputs.
+    """Multiply tokens by the router, in float32; for few tokens in parts, to be added up.
 
-    XLA too makes parts of so small a product, so that many processors read the weight, and adds them up in a kernel of
-    its own. `experts` does that where it reads them (8 tokens of 26B-A4B on an H200: 5.5 us instead of 6.6 until all
-    is routed; for 16 it takes as long).
+    XLA too makes parts of so small a product, so that many processors read the weight, and adds
+    them up in a kernel of its own. `experts` does that where it reads them (8 tokens of 26B-A4B on
+    an H200: 5.5 us instead of 6.6 until all is routed; for 16 it takes as long).
     """
     (t, d), e = x.shape, weight.shape[1]
     parts = d // PART_INPUTS if t <= MOST_IN_PARTS and d % PART_INPUTS == 0 else 1
@@ -28,7 +28,7 @@ def router_logits(x: Float[Array, "T D"], weight: Float[Array, "D E"]) -> Float[
 
 
 def add_up(logits: Float[Array, "S T E"], dtype: DTypeLike) -> Float[Array, "T E"]:
-    """Return the sum of all parts, rounded as a product in this dtype would be, in float32 again."""
+    """Return the sum of all parts in float32, rounded as a product in this dtype would be."""
     return jnp.sum(logits, axis=0).astype(dtype).astype(jnp.float32)
 
 
@@ -56,8 +56,8 @@ def reference(
 ) -> Float[Array, "T D"]:
     """Run every expert on every token and keep what the router chose.
 
-    All weights are read once: near the memory floor where tokens need nearly all of the experts, and
-    always right. Accumulates in float32.
+    All weights are read once: near the memory floor where tokens need nearly all of the experts,
+    and always right. Accumulates in float32.
     """
     chosen, weights = choose(add_up(logits, x.dtype), expert_scale, top_k)
     e, d, _, f = gate_up.shape

@@ -1,4 +1,4 @@
-"""What stands between two matrix products of a layer: a norm, the sum with the residual, norms of that.
+"""What stands between two products of a layer: a norm, the sum with the residual, its norms.
 
 Read `reference.py` for what is computed, `triton.py` for how one kernel does it.
 """
@@ -34,13 +34,17 @@ def add_norm(
 
     Args:
       x: the residual.
-      h: what a part of the layer made of it; or what several did, each normed before they are added up.
+      h: what a part of the layer made of it; or what several did, each normed before they are added
+        up.
       scale: the weight of the norm of h.
-      next_norms: the weight of the sum's norm for each part that reads it next, or a router's scale.
-      eps: of the norms. Each is computed in float32 and rounded to the residual's dtype, as are sums.
+      next_norms: the weight of the sum's norm for each part that reads it next, or a router's
+        scale.
+      eps: of the norms. Each is computed in float32 and rounded to the residual's dtype, as are
+        sums.
       factor: what the sum is multiplied by; None for nothing.
-      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
-        and 16-bit numbers; "auto" takes it for up to 512 rows where it can run, and "reference" elsewhere.
+      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or
+        `interpret`) and 16-bit numbers; "auto" takes it for up to 512 rows where it can run, and
+        "reference" elsewhere.
       interpret: run the kernel on any device, slowly, to test it.
 
     Returns:

@@ -13,7 +13,7 @@ from pallas_kernels.elementary import rms_norm
 
 
 class RouterScale(NamedTuple):
-    """What a norm without a weight is multiplied by for the router of experts, and then by D^-1/2."""
+    """Marks the norm for a router of experts: without a weight, then times this and D^-1/2."""
 
     scale: Float[Array, " D"]
 

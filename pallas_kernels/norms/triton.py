@@ -1,9 +1,9 @@
 """A norm, the sum with the residual and norms of that in one pass of Pallas Triton.
 
-A program has one row, and reads and writes each number once. XLA makes a kernel of each norm: every one
-of them computes the sum anew, and where a norm needs another one first, every block of columns does. On an
-H200 that is 1.9 us instead of 3.3 (side by side; 10.6 in all) behind 26B-A4B's attention, for 2 rows, and
-4.9 instead of 7.9 for 512.
+A program has one row, and reads and writes each number once. XLA makes a kernel of each norm: every
+one of them computes the sum anew, and where a norm needs another one first, every block of columns
+does. On an H200 that is 1.9 us instead of 3.3 (side by side; 10.6 in all) behind 26B-A4B's
+attention, for 2 rows, and 4.9 instead of 7.9 for 512.
 """
 
 from __future__ import annotations
@@ -92,5 +92,5 @@ def add_norm_triton(
 
 
 def _num_warps(rows: int, d: int) -> int:
-    """Return 8, which is fastest alone, or 4 where more programs then run side by side on an H200."""
+    """Return 8, which is fastest alone, or 4 where more programs then run at once on an H200."""
     return 4 if rows > 256 and d <= 4096 else 8

@@ -1,4 +1,4 @@
-"""What stands between a layer's projection and its attention: norms, rotary embedding, writes to caches.
+"""What stands between a projection and its attention: norms, rotary embedding, cache writes.
 
 Read `reference.py` for what is computed, `triton.py` for how one kernel does it.
 """
@@ -30,11 +30,11 @@ def qkv(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> QKV:
-    """Norm queries and keys with their weights and rotate them, norm values, and write the latter two.
+    """Norm queries and keys and rotate them, norm values, and write keys and values.
 
     Args:
-      projected: of each kv head its queries, then its key, then its value. Without the last, values are
-        the raw keys. Each step of what follows is computed in float32 and rounded to its dtype.
+      projected: of each kv head its queries, then its key, then its value. Without the last, values
+        are the raw keys. Each step of what follows is computed in float32 and rounded to its dtype.
       q_scale: the weight of the queries' norm; None where there are none.
       k_scale: the weight of the keys' norm; None where there are none.
       cos: of the angles by which the pairs (j, j + H/2) of each token turn.
@@ -43,8 +43,9 @@ def qkv(
       groups: queries of each kv head.
       eps: of the norms.
       norm_values: whether values are normed, which is without a weight.
-      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
-        and 16-bit numbers; "auto" takes it where it can run, and "reference" elsewhere.
+      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or
+        `interpret`) and 16-bit numbers; "auto" takes it where it can run, and "reference"
+        elsewhere.
       interpret: run the kernel on any device, slowly, to test it.
 
     Raises:

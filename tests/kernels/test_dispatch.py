@@ -27,10 +27,6 @@ def call(implementation: str, **changes: Any) -> float:
     )
 
 
-def why_not(name: str, reason: str) -> Candidate[Any]:
-    return Candidate(name, functools.partial(times, 2.0), reason=reason)
-
-
 @pytest.mark.parametrize(("name", "ran"), [("reference", 1), ("fast", 2), ("simple", 3)])
 def test_what_is_named_runs(name: str, ran: float) -> None:
     assert call(name) == ran
@@ -46,12 +42,12 @@ def kernels_in(candidates: list[Candidate[Any]]) -> list[str]:
 
 
 def test_auto_takes_the_first_that_can_and_should() -> None:
-    make = functools.partial(functools.partial, times)
-    first, second = Candidate("fast", make(2.0), None), Candidate("simple", make(3.0), None)
+    fast, simple = functools.partial(times, 2.0), functools.partial(times, 3.0)
+    first, second = Candidate("fast", fast, None), Candidate("simple", simple, None)
     assert kernels_in([first, second]) == ["2.0"]
-    assert kernels_in([Candidate("fast", make(2.0), "no such GPU"), second]) == ["3.0"]
-    assert kernels_in([Candidate("fast", make(2.0), None, worth_it=False), second]) == ["3.0"]
-    assert kernels_in([Candidate("fast", make(2.0), "no such GPU")]) == []
+    assert kernels_in([Candidate("fast", fast, "no such GPU"), second]) == ["3.0"]
+    assert kernels_in([Candidate("fast", fast, None, worth_it=False), second]) == ["3.0"]
+    assert kernels_in([Candidate("fast", fast, "no such GPU")]) == []
     if jax.default_backend() == "cpu":
         assert call("auto") == 1
 
@@ -66,7 +62,7 @@ def test_derivatives_are_those_of_the_reference() -> None:
 
 def test_a_choice_that_cannot_run_says_why_and_the_way_out() -> None:
     plain = functools.partial(times, 1.0)
-    broken = why_not("fast", "the fast kernel needs a moon")
+    broken = Candidate("fast", functools.partial(times, 2.0), "the fast kernel needs a moon")
     with pytest.raises(NotImplementedError, match=r"needs a moon; pass implementation='auto' or"):
         dispatch("fast", [broken], plain, jnp.ones(()))
 

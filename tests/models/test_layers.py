@@ -21,9 +21,10 @@ from jaxspec.models.layers import (
     rope_frequencies,
     table_logits,
 )
+from jaxspec.models.residual import Residual
 from jaxspec.params import Graph
 from jaxspec.shapes import Array
-from pallas_kernels.norms import router_norm
+from pallas_kernels.norms import Branch, router_norm
 from tests import tiny
 
 
@@ -52,6 +53,24 @@ def test_rms_norm_uses_the_weight_as_it_is() -> None:
     expected = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 0.25)
     np.testing.assert_allclose(rms_norm(x, None, 0.25), expected, rtol=1e-6)
     np.testing.assert_allclose(rms_norm(x, scale, 0.25), expected * scale, rtol=1e-6)
+
+
+def test_a_residual_is_added_to_and_normed_as_the_equation_says() -> None:
+    x, h, routed = (normal(2, 3, 8, seed=i) for i in range(3))
+    before, post, other, first, second = (normal(8, seed=i) for i in range(3, 8))
+    factor = jnp.asarray([0.5], jnp.float32)
+    stream = Residual(x, 0.25).norm(before)
+    np.testing.assert_array_equal(stream.value, x)
+    np.testing.assert_array_equal(stream.normed, rms_norm(x, before, 0.25))
+    after = stream.add(h, post).times(factor).norm(first, second)
+    expected = (x + rms_norm(h, post, 0.25)) * factor
+    np.testing.assert_allclose(after.value, expected, rtol=1e-6)
+    for got, scale in zip(after.norms, (first, second), strict=True):
+        np.testing.assert_allclose(got, rms_norm(expected, scale, 0.25), rtol=1e-5)
+    both = stream.add((Branch(h, post), Branch(routed, other)), first).norm()
+    branches = rms_norm(h, post, 0.25) + rms_norm(routed, other, 0.25)
+    np.testing.assert_allclose(both.value, x + rms_norm(branches, first, 0.25), rtol=1e-5)
+    assert both.norms == ()
 
 
 def test_rms_norm_of_bfloat16_rounds_once() -> None:
