@@ -78,7 +78,8 @@ def from_hf_names(
         traced = any(isinstance(t, Tracer) for t in pair)
         if not traced and not jnp.array_equal(*pair):
             raise CheckpointError(
-                f"{name} differs from {original}, but the model ties them; an untied head is not supported"
+                f"{name} differs from {original}, but the config says that they are one "
+                "(tie_word_embeddings)"
             )
     params: dict[str, jax.Array] = {}
     for fill in plan.fills:

@@ -27,6 +27,7 @@ from jaxspec import decode, memory
 from jaxspec import state as states
 from jaxspec.drafters.tree import check_tree
 from jaxspec.loading import LoadedModel
+from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.ranges import PENALTIES, refusal
 from jaxspec.records import Drafting, Extras, FieldError, Tree
@@ -499,7 +500,7 @@ def _compile(
             bound,
             donate_argnums=donate,
             out_shardings=jax.tree.map(lambda x: x.sharding, state),
-            compiler_options=decode.COMPILER_OPTIONS,
+            compiler_options=COMPILER_OPTIONS,
         )
         with jax.set_mesh(mesh):
             _compiled[key] = jitted.lower(*args).compile()

@@ -102,8 +102,8 @@ def open_source(directory: Path) -> Source:
     for name, original in plan.copies.items():
         if not checkpoint.equal(name, original):
             raise CheckpointError(
-                f"{directory}: {name} differs from {original}, but the model ties them; "
-                "an untied head is not supported"
+                f"{directory}: {name} differs from {original}, but its config.json says that they are "
+                "one (tie_word_embeddings); get the checkpoint again, or correct config.json"
             )
     for fill in plan.fills:
         if fill.transform is permutation:

@@ -9,10 +9,10 @@ from checkpoints_convert.rules import Rule, RuleSet, Skip, heads, linear, linear
 _TARGET = (
     Rule("embed.weight", "embedding", same),
     Rule("block.norm.weight", "norm", same),
-    Rule(("block.q.weight", "block.k.weight", "block.v.weight"), "qkv", heads),
-    Rule("block.q_norm.weight", "q_norm", same),
-    Rule("block.k_norm.weight", "k_norm", same),
-    Rule("block.out.weight", "out", linear_out),
+    Rule(("block.q.weight", "block.k.weight", "block.v.weight"), "attention.qkv", heads),
+    Rule("block.q_norm.weight", "attention.q_norm", same),
+    Rule("block.k_norm.weight", "attention.k_norm", same),
+    Rule("block.out.weight", "attention.out", linear_out),
     Rule("norm.weight", "final_norm", same),
     Rule("lm_head.weight", "table", same),
 )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxspec import cache as kv
 from jaxspec.configs.base import LayerSpec, TargetConfig, whole_number
-from jaxspec.models.attention import attend, heads
+from jaxspec.models.attention import attend, project_qkv
 from jaxspec.models.layers import project, rms_norm, rope_frequencies, table_logits
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
 from jaxspec.params import param
@@ -84,7 +84,7 @@ class Toy(Target):
         feature_layers: tuple[int, ...],
     ) -> LayersOutput:
         del tokens
-        q, k, v = heads(
+        q, k, v = project_qkv(
             rms_norm(x, self.norm[...], 1e-6),
             self.qkv[...],
             self.q_norm[...],
@@ -93,17 +93,18 @@ class Toy(Target):
             rope_frequencies(self.config.head_dim, 10_000.0),
             groups=self.config.num_heads,
             eps=1e-6,
+            norm_values=True,
         )
         assert q is not None
         assert k is not None
         assert v is not None
         if caches is None or where.ancestors is not None:
-            segments = (kv.fresh(k, v, where.positions, where.count, where.ancestors),)
+            segments = (kv.pass_segment(k, v, where.positions, where.count, where.ancestors),)
             if caches is not None and caches[0] is not None:
                 segments = (kv.view(caches[0], where.start, where.slots), *segments)
         else:
             assert caches[0] is not None
-            cache, segments = kv.view_pass(caches[0], None, k, v, *where.written)
+            cache, segments = kv.append_pass(caches[0], None, k, v, *where.written)
             caches = (cache,)
         x = x + project(
             attend(q, where.positions, segments, scale=1.0, window=None), self.out[...], inputs=3

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec import decode
 from jaxspec.cache import RING_MULTIPLE
 from jaxspec.engine import PREFILL_CHUNK, row_keys
+from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int, Params
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
@@ -31,7 +31,7 @@ def compiled(function: Any, mesh: Mesh, state: int, *args: Any) -> Any:
         function,
         donate_argnums=state,
         out_shardings=jax.tree.map(lambda x: x.sharding, args[state]),
-        compiler_options=decode.COMPILER_OPTIONS,
+        compiler_options=COMPILER_OPTIONS,
     )
     with jax.set_mesh(mesh):
         return jitted.lower(*args).compile()
