@@ -1,42 +1,43 @@
 """Parameters under Hugging Face names, and back: pure functions on arrays, for bridges to other JAX trees.
 
 They read the same tables as the conversion of files, and run under `jax.jit`, where nothing is copied
-that the layouts do not force to be.
+that the layouts do not force to be. `jaxspec.storage.bridge` calls them with the table of a config.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from checkpoints_convert.convert import parameter_shapes, rule_set
+from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.hf_io import DTYPES
-from checkpoints_convert.rules import TensorSpec, fills_for, integers, match
-from jaxspec.checkpoint import CheckpointError, ModelConfig
-from jaxspec.shapes import Array, Params
+from checkpoints_convert.rules import RuleSet, Shape, TensorSpec, fills_for, match
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def to_hf_names(
-    params: Params, config: ModelConfig, *, prefix: str | None = None
-) -> dict[str, Array]:
+    params: Mapping[str, jax.Array],
+    rules: RuleSet,
+    shapes: Mapping[str, Shape],
+    *,
+    prefix: str | None = None,
+) -> dict[str, jax.Array]:
     """Return the tensors of a Hugging Face checkpoint that these parameters are, in their own dtypes.
 
     Token ids stay int32; a file has them as int64.
 
     Args:
-      params: of the target or drafter that `config` describes.
-      prefix: what stands before a target's names: "model." in text-only checkpoints; None for that of
-        the releases, "model.language_model.". Drafters' names have none.
+      shapes: name and shape of every parameter of the model.
+      prefix: what stands before every name; None for what the releases have there.
 
     Raises:
       ValueError: parameters are missing, not known, or of a wrong shape; all are listed.
     """
-    shapes = parameter_shapes(config)
     wrong = [f"{name}: missing" for name in shapes if name not in params]
     for name, param in params.items():
         if name not in shapes:
@@ -48,40 +49,41 @@ def to_hf_names(
             f"params do not fit their config, {len(wrong)} problems:\n  "
             + "\n  ".join(sorted(wrong))
         )
-    rules = rule_set(config, shapes)
-    tensors: dict[str, Array] = {}
+    tensors: dict[str, jax.Array] = {}
     for fill in fills_for(rules, shapes, rules.prefixes[0] if prefix is None else prefix):
         parts = fill.transform.to_sources(params[fill.path], len(fill.sources))
         tensors |= zip(fill.sources, parts, strict=True)
     return tensors
 
 
-def from_hf_names(tensors: Mapping[str, Array | np.ndarray], config: ModelConfig) -> Params:
+def from_hf_names(
+    tensors: Mapping[str, jax.Array | np.ndarray], rules: RuleSet, shapes: Mapping[str, Shape]
+) -> dict[str, jax.Array]:
     """Return the parameters that these tensors of a Hugging Face checkpoint are, in their own dtypes.
 
     What has no place in the model, such as a vision tower, is left out, as in the conversion of files.
 
     Args:
       tensors: by full name; the prefix is found.
-      config: of the target or drafter that they are.
+      shapes: name and shape of every parameter of the model.
 
     Raises:
       CheckpointError: tensors are missing, not known, or of a wrong shape or dtype, all of which are
         listed; or, outside of jit, a head differs from the embedding that it is tied to.
     """
-    shapes = parameter_shapes(config)
     specs = {n: TensorSpec(np.shape(t), _NAMES[np.dtype(t.dtype)]) for n, t in tensors.items()}
-    plan = match(rule_set(config, shapes), shapes, specs, "the tree of tensors")
+    plan = match(rules, shapes, specs, "the tree of tensors")
     for name, original in plan.copies.items():
         pair = tensors[name], tensors[original]
         traced = any(isinstance(t, Tracer) for t in pair)
         if not traced and not jnp.array_equal(*pair):
             raise CheckpointError(
-                f"{name} differs from {original}, but the model ties them; an untied head is not supported"
+                f"{name} differs from {original}, but the config says that they are one "
+                "(tie_word_embeddings)"
             )
-    params: Params = {}
+    params: dict[str, jax.Array] = {}
     for fill in plan.fills:
         sources = [jnp.asarray(tensors[name]) for name in fill.sources]
         param = fill.transform.to_param(sources, fill.shape)
-        params[fill.path] = param.astype(jnp.int32) if fill.transform is integers else param
+        params[fill.path] = param.astype(jnp.int32) if fill.transform.integers else param
     return params

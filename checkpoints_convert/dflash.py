@@ -14,7 +14,6 @@ from checkpoints_convert.rules import (
     linear_out,
     same,
 )
-from jaxspec.configs.dflash import DFlashConfig
 
 _RULES = (
     Rule("fc.weight", "fuse", linear),
@@ -42,6 +41,6 @@ _RULES = (
 _SKIPS = (Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),)
 
 
-def rule_set(config: DFlashConfig, params: Iterable[str]) -> RuleSet:
+def rule_set(params: Iterable[str], *, num_layers: int) -> RuleSet:
     """Return the table for one drafter, whose parameters are `params`."""
-    return RuleSet(for_layers(_RULES, config.num_layers, params), ("", "model."), _SKIPS)
+    return RuleSet(for_layers(_RULES, num_layers, params), ("", "model."), _SKIPS)

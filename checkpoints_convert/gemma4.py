@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from checkpoints_convert.rules import (
     Rule,
@@ -15,7 +15,6 @@ from checkpoints_convert.rules import (
     linear_out,
     same,
 )
-from jaxspec.configs.gemma4 import Gemma4Config
 
 DECODER_RULES = (
     Rule("norm.weight", "final_norm", same),
@@ -76,22 +75,32 @@ _REFUSED = (
 )
 
 
-def rule_set(config: Gemma4Config, params: Iterable[str]) -> RuleSet:
-    """Return the table for one target, whose parameters are `params`."""
-    shared = [i for i in range(config.num_layers) if not config.owns_kv(i)]
+def rule_set(
+    params: Iterable[str],
+    *,
+    num_layers: int,
+    shared: Collection[int] = (),
+    key_is_value: Collection[int] = (),
+) -> RuleSet:
+    """Return the table for one target, whose parameters are `params`.
+
+    Args:
+      shared: layers that read an earlier layer's keys and values.
+      key_is_value: layers whose raw keys are their values too.
+    """
     skips = _SKIPS
     if shared:  # the release stores them, transformers does not
         layers = "|".join(map(str, shared))
         unused = rf"(.+\.)?layers\.({layers})\.self_attn\.(k_proj|v_proj|k_norm)\.weight"
         skips = (*skips, Skip(unused, "keys and values of layers that share an earlier layer's"))
-    rules = for_layers(_RULES, config.num_layers, params)
-    attention = tuple(_qkv_rule(config, i) for i in range(config.num_layers))
+    rules = for_layers(_RULES, num_layers, params)
+    names = {
+        i: "q" if i in shared else "qk" if i in key_is_value else "qkv" for i in range(num_layers)
+    }
+    attention = tuple(_qkv_rule(projections, i) for i, projections in names.items())
     return RuleSet((*rules, *attention), _PREFIXES, skips, _REFUSED)
 
 
-def _qkv_rule(config: Gemma4Config, layer: int) -> Rule:
-    names = "q"
-    if config.owns_kv(layer):
-        names = "qk" if config.k_eq_v and config.layer_types[layer] == "full" else "qkv"
-    sources = tuple(f"layers.{{i}}.self_attn.{n}_proj.weight" for n in names)
+def _qkv_rule(projections: str, layer: int) -> Rule:
+    sources = tuple(f"layers.{{i}}.self_attn.{p}_proj.weight" for p in projections)
     return Rule(sources, "layers.{i}.attention.qkv", heads).at(layer)

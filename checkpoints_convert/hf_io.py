@@ -19,12 +19,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.rules import TensorSpec
-from jaxspec.checkpoint import (
-    CONFIG_FILES,
-    TOKENIZER_FILES,
-    CheckpointError,
-    read_json,
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 
 _INDEX = "model.safetensors.index.json"
@@ -359,6 +365,17 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def _nbytes(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; anything else in the file is a `CheckpointError`."""
+    try:
+        values = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} holds a {type(values).__name__}, expected a JSON object")
+    return values
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,18 +11,17 @@ from checkpoints_convert.rules import (
     Skip,
     for_layers,
     heads,
-    integers,
     linear,
+    permutation,
     same,
 )
-from jaxspec.configs.mtp import MTPConfig
 
 _RULES = (
     Rule("model.embed_tokens.weight", "head", same),
     Rule("pre_projection.weight", "pre_projection", linear),
     Rule("post_projection.weight", "post_projection", linear),
     Rule("masked_embedding.centroids.weight", "centroids", linear),
-    Rule("masked_embedding.token_ordering", "token_ordering", integers),
+    Rule("masked_embedding.token_ordering", "token_ordering", permutation),
     Rule("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attention.qkv", heads),
     *(
         Rule(tuple(f"model.{s}" for s in rule.sources), rule.path, rule.transform)
@@ -44,10 +43,14 @@ _ADVICE = (
 )
 
 
-def rule_set(config: MTPConfig, params: Iterable[str]) -> RuleSet:
-    """Return the table for one assistant, whose parameters are `params`."""
+def rule_set(params: Iterable[str], *, num_layers: int, centroids: bool) -> RuleSet:
+    """Return the table for one assistant, whose parameters are `params`.
+
+    Args:
+      centroids: it drafts with them; those of an assistant that does not are skipped.
+    """
     skips = _SKIPS
-    if not config.num_centroids:
+    if not centroids:
         unused = Skip(r"masked_embedding\..+", "centroids, which this assistant does not use")
         skips = (*skips, unused)
-    return RuleSet(for_layers(_RULES, config.num_layers, params), ("",), skips, advice=_ADVICE)
+    return RuleSet(for_layers(_RULES, num_layers, params), ("",), skips, advice=_ADVICE)

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint import CheckpointError, LoadedModel, load_drafter, load_target
 from jaxspec.engine import Engine
+from jaxspec.loading import CheckpointError, LoadedModel, load_drafter, load_target
 from jaxspec.records import Drafting, FieldError, Sampling
 from jaxspec.requests import Completion, Request, Update
 from jaxspec.rows import check_ids

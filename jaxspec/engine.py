@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import memory
-from jaxspec.checkpoint import LoadedModel
+from jaxspec.loading import LoadedModel
 from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.requests import (
     Completion,

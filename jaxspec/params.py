@@ -7,6 +7,7 @@ and decoding share one plain pytree.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -27,14 +28,27 @@ def param(
     dtype: jnp.dtype,
     fan_in: int | None = None,
     axes: tuple[str | None, ...] = (),
+    lookup: bool = False,
 ) -> nnx.Param:
     """Declare a weight.
 
     Args:
       fan_in: the number of inputs of a matrix; None marks norms and scales.
       axes: names of axes that a mesh may split, see `sharding.RULES`; without, it is whole everywhere.
+        "experts" also says that a token uses a few along this axis.
+      lookup: a table of which a pass reads the rows of its tokens alone. An embedding that is the head too
+        is none.
     """
-    return nnx.Param(jnp.zeros(shape, dtype), fan_in=fan_in, axes=axes)
+    return nnx.Param(jnp.zeros(shape, dtype), fan_in=fan_in, axes=axes, lookup=lookup)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What `param` was told about a weight, beside its shape."""
+
+    fan_in: int | None = None
+    axes: tuple[str | None, ...] = ()
+    lookup: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,13 @@ class Graph:
             name: NamedSharding(mesh, partition(v.get_metadata().get("axes", ()), v.shape, mesh))
             for name, v in variables.items()
         }
+
+    def declared(self) -> dict[str, Declared]:
+        """Return what was declared of every weight."""
+        fields = [f.name for f in dataclasses.fields(Declared)]
+        _, variables = _abstract(self)
+        metadata = {name: v.get_metadata() for name, v in variables.items()}
+        return {n: Declared(**{f: m[f] for f in fields if f in m}) for n, m in metadata.items()}
 
     def check(self, params: Params) -> None:
         """Refuse weights that this graph cannot bind.

@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 
 from jaxspec import decode, memory
 from jaxspec import state as states
-from jaxspec.checkpoint import LoadedModel
+from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph, KnownParams
 from jaxspec.records import Drafting, Extras, FieldError, Sampling
 from jaxspec.rows import FinishReason, GenerateResult, Prompts, same_for_all, sampling_values

@@ -30,8 +30,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import cache, runtime
 from jaxspec.api import BUNDLED
-from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
 from jaxspec.engine import Engine, Request
+from jaxspec.loading import LoadedModel, load_drafter, load_target
 from jaxspec.models.layers import project
 from jaxspec.records import Drafting, Extras, Sampling
 from jaxspec.sampler import Sampler

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
@@ -26,6 +25,7 @@ from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView, Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import Children, grow
+from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph
 from jaxspec.sampling import draw_drafts, suppress
 from jaxspec.shapes import Array, DTypeLike, Params

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from jaxspec.api import BUNDLED
-from jaxspec.checkpoint import LoadedModel, load_drafter, load_target
 from jaxspec.engine import Completion, Request
+from jaxspec.loading import LoadedModel, load_drafter, load_target
 from jaxspec.records import Tree
 from jaxspec.tokenizer import Tokenizer
 from tests.decode.cases import engine_of, run

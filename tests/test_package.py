@@ -141,22 +141,48 @@ def test_torch_is_never_needed():
     assert _importers("checkpoints_convert", "torch", at_import_only=True) == []
 
 
-def test_only_the_edge_reaches_conversion_and_only_when_asked():
-    edge = {
-        "jaxspec/commands/cli.py",
-        "jaxspec/commands/convert.py",
-        "jaxspec/api.py",
-        "jaxspec/checkpoint.py",
+def test_imports_flow_one_way():
+    """Conversion knows tensors and tables, and nothing of jaxspec but how to start its command."""
+    assert _importers("checkpoints_convert", "jaxspec") == ["checkpoints_convert/__main__.py"]
+    for library in ("families", "storage", "configs", "models", "drafters"):
+        assert _importers(f"jaxspec/{library}", r"jaxspec\.(commands|api|engine|sampler)") == []
+    for below in ("configs", "models", "drafters"):
+        assert _importers(f"jaxspec/{below}", r"jaxspec\.(families|storage|loading)") == []
+    at_import = {"at_import_only": True}
+    assert _importers("jaxspec/families", r"jaxspec\.(models|drafters|storage)", **at_import) == []
+
+
+def test_only_loading_and_storage_reach_conversion():
+    """A family imports its table of rules, and only when it is asked for it."""
+    reach = {"jaxspec/loading.py", "jaxspec/storage", "jaxspec/families"}
+    found = _importers("jaxspec", "checkpoints_convert", at_import_only=True)
+    found += _importers("jaxspec", "checkpoints_convert")
+    places = {
+        str(path.parent if path.parent.name != "jaxspec" else path) for path in map(Path, found)
     }
-    assert set(_importers("jaxspec", "checkpoints_convert")) <= edge
-    assert _importers("jaxspec", "checkpoints_convert", at_import_only=True) == []
+    assert places <= reach
+
+
+def test_nobody_asks_for_the_class_of_a_config():
+    """What depends on the kind of a model is in its family's entry."""
+    for path in sorted((ROOT / "jaxspec").rglob("*.py")):
+        if "families" in path.parts:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                assert not re.search(r"\w+Config\b", ast.unparse(node)), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Compare):
+                assert not re.search(r"['\"](mtp|dflash)['\"]", ast.unparse(node)), (
+                    f"{path}:{node.lineno}"
+                )
 
 
 @pytest.mark.parametrize("module", ["cache", "sampling", "verify"])
 def test_arrays_only(module: str):
     """These know no model, drafter or engine, so that they can be read and tested alone."""
     ours = {n for n in _imports(ROOT / f"jaxspec/{module}.py") if n.startswith("jaxspec.")}
-    allowed = {"jaxspec.shapes", "jaxspec.drafters.base", "jaxspec.sampling"}
+    allowed = {"jaxspec.shapes", "jaxspec.records", "jaxspec.drafters.base", "jaxspec.sampling"}
     assert {".".join(n.split(".")[:2]) for n in ours} <= {
         ".".join(n.split(".")[:2]) for n in allowed
     }

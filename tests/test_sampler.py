@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxspec import memory, runtime
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.engine import Engine
+from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras

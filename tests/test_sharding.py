@@ -15,8 +15,9 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxspec.commands.bench import check_rows, random_drafter
+from jaxspec.commands.bench.pair import check_rows
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
+from jaxspec.families import random_drafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.sharding import CACHE_AXES, MESH_AXES, make_mesh, parse_mesh, partition, place

@@ -63,6 +63,11 @@ class TargetConfig(abc.ABC):
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def embedding_scale(self) -> float:
+        """What an embedding's row is multiplied by on its way in."""
+        return 1.0
+
     def owns_kv(self, layer: int) -> bool:
         return self.layers[layer].kv_owner == layer
 

@@ -16,6 +16,8 @@ from jaxspec.configs.base import (
     whole_number,
 )
 
+ARCHITECTURES = ("DFlashDraftModel",)
+
 
 @dataclass(frozen=True)
 class DFlashConfig:
@@ -81,7 +83,7 @@ class DFlashConfig:
         Raises:
           ConfigError: it is not such a drafter, or needs a feature that is not here.
         """
-        if "DFlashDraftModel" not in (config.get("architectures") or ()):
+        if not set(ARCHITECTURES) & set(config.get("architectures") or ()):
             raise ConfigError(
                 f"config.json has architectures {config.get('architectures')}; a DFlash drafter has "
                 "DFlashDraftModel"

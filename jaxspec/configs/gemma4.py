@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from jaxspec.configs.base import (
     text_part,
     whole_number,
 )
+
+MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,10 @@ class Gemma4Config(TargetConfig):
         return tuple(layers)
 
     @property
+    def embedding_scale(self) -> float:
+        return math.sqrt(self.hidden_size)
+
+    @property
     def first_shared_layer(self) -> int:
         return len(self.layer_types) - self.num_kv_shared_layers
 
@@ -129,15 +136,14 @@ class Gemma4Config(TargetConfig):
 
 def _gemma4_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     outer, text = config.get("model_type"), text_part(config)
-    known = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
     if str(outer).endswith("_assistant"):
         raise ConfigError(
             f"config.json has model_type {outer!r}: that is an assistant, a drafter, not a target"
         )
-    if outer not in known:
+    if outer not in MODEL_TYPES:
         raise ConfigError(
             f"config.json has model_type {outer!r} (architectures {config.get('architectures')}); a target "
-            f"must be one of {', '.join(known)}"
+            f"must be one of {', '.join(MODEL_TYPES)}"
         )
     if outer in ("gemma4", "gemma4_unified") and text is config:
         raise ConfigError(f"config.json has model_type {outer!r} but no text_config")

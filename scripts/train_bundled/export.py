@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from checkpoints_convert.convert import write_weights
 from jaxspec.shapes import Params
+from jaxspec.storage.conversion import write_weights
 from scripts.train_bundled import recipe
 
 CHAT_TEMPLATE = (

@@ -10,11 +10,13 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from jaxspec.checkpoint import Kind, LazyArray, Manifest, ModelConfig, graph_of, save_params
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import MTPConfig
+from jaxspec.families import ModelConfig, family_of, graph_of
+from jaxspec.storage.arrays import LazyArray, save_params
+from jaxspec.storage.manifest import Manifest
 from tests.tiny import random_params
 
 BOS, EOS, TURN = 2, 1, 5
@@ -137,9 +139,8 @@ def _write(directory: Path, config: ModelConfig, *, seed: int) -> None:
     params = random_params(graph_of(config, "float32"), seed)
     arrays = {n: LazyArray(p.shape, p.dtype, lambda p=p: np.asarray(p)) for n, p in params.items()}
     save_params(directory, arrays)
-    kinds: dict[type, Kind] = {Gemma4Config: "target", DFlashConfig: "dflash", MTPConfig: "mtp"}
     Manifest(
-        kind=kinds[type(config)],
+        kind=family_of(config).name,
         config=config,
         generation=GENERATION if isinstance(config, Gemma4Config) else None,
         source="tests",

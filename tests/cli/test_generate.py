@@ -17,9 +17,11 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxspec.checkpoint import load_target
-from jaxspec.commands import generation
+from jaxspec.commands import startup
+from jaxspec.commands.generate import run as generation
+from jaxspec.commands.generate.options import DecodingOptions
 from jaxspec.engine import Engine
+from jaxspec.loading import load_target
 from jaxspec.requests import Completion, Update
 from jaxspec.tokenizer import Tokenizer
 from tests.cli import pair
@@ -209,9 +211,9 @@ def test_a_stop_id_ends_the_tokens_with_it(generate: Run) -> None:
 
 def test_stop_ids_are_the_checkpoints_and_those_given(checkpoints: Path) -> None:
     target = load_target(str(checkpoints / "target"), dtype="float32")
-    options = generation.Options(stop_ids=(7,))
+    options = DecodingOptions(stop_ids=(7,))
     assert generation.stop_ids(options, target) == (pair.EOS, 7)
-    assert generation.stop_ids(generation.Options(ignore_eos=True), target) == ()
+    assert generation.stop_ids(DecodingOptions(ignore_eos=True), target) == ()
 
 
 def test_sampling_of_the_checkpoint_yields_to_flags(generate: Run) -> None:
@@ -549,11 +551,11 @@ def test_compiled_programs_are_kept_where_the_user_keeps_caches(
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     console = Console(stderr=True)
-    generation.set_compilation_cache(None, console)
+    startup.set_compilation_cache(None, console)
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "jaxspec" / "compiled")
-    generation.set_compilation_cache(str(tmp_path / "mine"), console)
+    startup.set_compilation_cache(str(tmp_path / "mine"), console)
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
-    generation.set_compilation_cache("off", console)
+    startup.set_compilation_cache("off", console)
     assert not jax.config.jax_enable_compilation_cache
 
 
@@ -574,12 +576,10 @@ def test_one_thread_where_jax_starts_on_a_cpu(
     expected: str | None,
 ) -> None:
     environment = {} if given is None else {"NPROC": given}
-    monkeypatch.setattr(generation.os, "environ", environment)
-    monkeypatch.setattr(generation.importlib.metadata, "entry_points", lambda group: plugins)
-    monkeypatch.setattr(
-        generation.jax, "config", SimpleNamespace(values={"jax_platforms": platforms})
-    )
-    generation.use_one_thread()
+    monkeypatch.setattr(startup.os, "environ", environment)
+    monkeypatch.setattr(startup.importlib.metadata, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(startup.jax, "config", SimpleNamespace(values={"jax_platforms": platforms}))
+    startup.use_one_thread()
     assert environment.get("NPROC") == expected
 
 

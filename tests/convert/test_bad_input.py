@@ -18,11 +18,11 @@ import typer
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-import jaxspec.checkpoint
-from checkpoints_convert.convert import convert, to_hf
-from jaxspec.checkpoint import CheckpointError, load_drafter, load_target
 from jaxspec.commands.convert import convert_command
 from jaxspec.configs.base import ConfigError
+from jaxspec.loading import CheckpointError, load_drafter, load_target
+from jaxspec.storage.conversion import convert, to_hf
+from jaxspec.storage.manifest import Manifest
 from tests.convert import hf_layout
 from tests.convert.hf_layout import TINY, TINY_ASSISTANTS, TINY_DRAFTER
 
@@ -273,7 +273,7 @@ def test_hub_id_from_the_cache(hub_cache: Path, tmp_path: Path):
     assert loaded.directory == hub_cache
     assert loaded.source == "someone/tiny"
     convert("someone/tiny", tmp_path / "ours", offline=True)
-    manifest = jaxspec.checkpoint.Manifest.read(tmp_path / "ours")
+    manifest = Manifest.read(tmp_path / "ours")
     assert (manifest.source, manifest.revision) == ("someone/tiny", hub_cache.name)
 
 
@@ -369,15 +369,15 @@ def test_interrupted_by_a_signal(target: Path, tmp_path: Path):
     """Ctrl-C while arrays are being written: one line, exit code 130, and a clean directory."""
     script = f"""
 import signal, time, typer
-from checkpoints_convert import convert
+from jaxspec.storage import conversion
 from jaxspec.commands.convert import convert_command
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in a shell's background have not
-read = convert.Source.read
+read = conversion.Source.read
 def slowly(self, fill, dtype=None):
     print("reading", flush=True)
     time.sleep(0.5)
     return read(self, fill, dtype)
-convert.Source.read = slowly
+conversion.Source.read = slowly
 import sys
 sys.argv = ["convert", {str(target)!r}, {str(tmp_path / "ours")!r}]
 typer.run(convert_command)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from checkpoints_convert.bridge import from_hf_names, to_hf_names
-from checkpoints_convert.convert import read_config, write_weights
 from jaxspec.api import BUNDLED
-from jaxspec.checkpoint import CheckpointError, ModelConfig, graph_of, load_drafter, load_target
+from jaxspec.families import ModelConfig, graph_of, recognise
+from jaxspec.loading import CheckpointError, load_drafter, load_target
 from jaxspec.shapes import Params
+from jaxspec.storage.bridge import from_hf_names, to_hf_names
+from jaxspec.storage.conversion import write_weights
 from tests import tiny
 from tests.convert.hf_layout import TINY_DRAFTER
 
@@ -27,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def _model(name: str) -> tuple[ModelConfig, Params]:
-    _, config = read_config(MODELS[name])
+    config = recognise(MODELS[name]).read(MODELS[name], None)
     return config, tiny.random_params(graph_of(config, "float32"), seed=3)
 
 

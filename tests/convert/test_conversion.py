@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from checkpoints_convert.convert import Report, convert, to_hf, write_weights
 from checkpoints_convert.rules import match
-from jaxspec.checkpoint import Manifest, graph_of, load_drafter, load_target
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import MTPConfig
+from jaxspec.families import family_of, graph_of
+from jaxspec.loading import load_drafter, load_target
+from jaxspec.storage.conversion import Report, convert, to_hf, write_weights
+from jaxspec.storage.manifest import Manifest
 from tests.convert import hf_layout
 from tests.convert.hf_layout import (
     ASSISTANTS,
@@ -232,9 +234,8 @@ def test_assistant_there_and_back(tmp_path: Path, size: str, dtype: str | None):
 
 @pytest.mark.parametrize("size", ASSISTANTS)
 def test_released_assistants_have_every_parameter_and_no_more(size: str):
-    from checkpoints_convert import mtp
-    from checkpoints_convert.convert import parameter_shapes
     from checkpoints_convert.rules import TensorSpec
+    from jaxspec.storage.conversion import parameter_shapes
 
     config = MTPConfig.from_hf(ASSISTANTS[size])
     shapes = parameter_shapes(config)
@@ -243,7 +244,7 @@ def test_released_assistants_have_every_parameter_and_no_more(size: str):
         for n, s in hf_layout.assistant_shapes(ASSISTANTS[size]).items()
     }
     assert len(tensors) == (50 if size in ("e2b", "e4b") else 48)
-    plan = match(mtp.rule_set(config, shapes), shapes, tensors, size)
+    plan = match(family_of(config).rules(config, shapes), shapes, tensors, size)
     assert {name for fill in plan.fills for name in fill.sources} == set(tensors)
     assert not plan.skipped
 
@@ -266,9 +267,8 @@ def test_assistants_weights_of_ours_are_written_under_their_names(tmp_path: Path
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_released_drafters_have_every_parameter_and_no_more(name: str):
-    from checkpoints_convert import dflash
-    from checkpoints_convert.convert import parameter_shapes
     from checkpoints_convert.rules import TensorSpec
+    from jaxspec.storage.conversion import parameter_shapes
 
     config = DFlashConfig.from_hf(DRAFTERS[name])
     shapes = parameter_shapes(config)
@@ -276,7 +276,7 @@ def test_released_drafters_have_every_parameter_and_no_more(name: str):
         n: TensorSpec(s, "BF16") for n, s in hf_layout.drafter_shapes(DRAFTERS[name]).items()
     }
     assert len(tensors) == 58
-    plan = match(dflash.rule_set(config, shapes), shapes, tensors, name)
+    plan = match(family_of(config).rules(config, shapes), shapes, tensors, name)
     assert len(plan.fills) == len(shapes)
     assert not plan.skipped
 
@@ -284,15 +284,14 @@ def test_released_drafters_have_every_parameter_and_no_more(name: str):
 @pytest.mark.parametrize("size", hf_layout.RELEASED)
 def test_released_targets_have_every_parameter_and_no_more(size: str):
     """Real shapes, no data: the whole table of every size fits."""
-    from checkpoints_convert import gemma4
-    from checkpoints_convert.convert import parameter_shapes
     from checkpoints_convert.rules import TensorSpec
+    from jaxspec.storage.conversion import parameter_shapes
 
     config = Gemma4Config.from_hf(hf_layout.RELEASED[size])
     shapes = parameter_shapes(config)
     stored = hf_layout.target_shapes(hf_layout.RELEASED[size], "model.language_model.")
     tensors = {n: TensorSpec(s, "BF16") for n, s in stored.items()}
-    plan = match(gemma4.rule_set(config, shapes), shapes, tensors, size)
+    plan = match(family_of(config).rules(config, shapes), shapes, tensors, size)
     used = [name for fill in plan.fills for name in fill.sources]
     assert len(used) == len(set(used))
     assert set(used) | set(plan.skipped) == set(tensors)

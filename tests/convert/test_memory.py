@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.checkpoint import _BATCH_BYTES
+from jaxspec.storage.arrays import _BATCH_BYTES
 from tests.convert import hf_layout
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc for the memory peak")
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc for
 # VmHWM is the peak of this process; ru_maxrss would start at that of the one that forked it.
 _MEASURED = """
 import sys
-from checkpoints_convert.convert import convert, to_hf
-from jaxspec import checkpoint
+from jaxspec.storage import arrays
+from jaxspec.storage.conversion import convert, to_hf
 from jaxspec.drafters import dflash  # and with it all that is imported when it is needed
 import orbax.checkpoint
 def peak():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
 source, ours, back, batch_bytes = sys.argv[1:]
-checkpoint._BATCH_BYTES = int(batch_bytes)
+arrays._BATCH_BYTES = int(batch_bytes)
 before = peak()
 for direction, *paths in ((convert, source, ours), (to_hf, ours, back)):
     report = direction(*paths)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.configs.base import GenerationDefaults, LayerType
 from jaxspec.engine import Engine
 from jaxspec.models.gemma4 import Gemma4

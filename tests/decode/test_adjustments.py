@@ -19,7 +19,7 @@ import pytest
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.checkpoint import LoadedModel
+from jaxspec.loading import LoadedModel
 from jaxspec.records import Drafting, Extras, Tree
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array

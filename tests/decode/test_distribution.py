@@ -22,8 +22,8 @@ import pytest
 from scipy import stats
 
 from jaxspec import decode, runtime, verify
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.records import Sampling, Tree

@@ -10,8 +10,8 @@ import pytest
 
 import jaxspec
 from jaxspec import runtime
-from jaxspec.checkpoint import load_drafter, load_target
 from jaxspec.engine import Request
+from jaxspec.loading import load_drafter, load_target
 from tests import fakes
 from tests.decode.cases import (
     BLOCK,

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import checkpoint
-from jaxspec.checkpoint import LoadedModel
+from jaxspec import loading
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.engine import Completion, Engine, Request
+from jaxspec.loading import LoadedModel
 from jaxspec.models.target import Caches, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
@@ -57,7 +57,7 @@ class Pair:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     directory = tmp_path_factory.mktemp("checkpoint")
     oracle = tiny.save(request.param, directory)
-    model = checkpoint.load_target(str(directory), dtype="float32")
+    model = loading.load_target(str(directory), dtype="float32")
     rng = np.random.default_rng(0)
     prompts = tuple(rng.integers(2, tiny.VOCAB_SIZE, n).astype(np.int32) for n in LENGTHS)
     with torch.no_grad():
@@ -235,7 +235,7 @@ def test_per_layer_inputs_equal_transformers(pair: Pair) -> None:
         pytest.skip("this size has no per-layer inputs")
     ours = pair.model.graph.bind(pair.model.params)
     tokens = np.random.default_rng(1).integers(0, tiny.VOCAB_SIZE, (2, 7)).astype(np.int32)
-    got = ours.per_layer(jnp.asarray(tokens), ours.embedder.encode(jnp.asarray(tokens)))
+    got = ours.per_layer(jnp.asarray(tokens), ours.embedder.embed(jnp.asarray(tokens)))
     text = pair.oracle.model
     ids = torch.from_numpy(tokens).long()
     with torch.no_grad():

@@ -1,16 +1,12 @@
-"""Checkpoints: our directory format, and loading a model from it or from Hugging Face files.
+"""The weights of a directory of ours: one Orbax tree, `params/`, a flat dict of arrays.
 
-A directory of ours holds `params/` (an Orbax tree, one flat dict), `manifest.json`, and the
-source's config and tokenizer files as they were. Read `Manifest`, then `load_target`. What tensors of other
-projects are called is not known here: `checkpoints_convert` is imported when one is met.
+Read `save_params`, then `restore_params`. Orbax is imported when one of them is called.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import json
 import logging
 import math
 import threading
@@ -18,211 +14,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec import __version__
-from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
-from jaxspec.configs.dflash import DFlashConfig
-from jaxspec.configs.gemma4 import Gemma4Config
-from jaxspec.configs.mtp import MTPConfig
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.hf_io import read_json
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
-from jaxspec.sharding import make_mesh, place
 
-Kind = Literal["target", "dflash", "mtp"]
-ModelConfig = Gemma4Config | DFlashConfig | MTPConfig
-
-MANIFEST = "manifest.json"
-_CONFIGS: dict[str, type[Any]] = {
-    "target": Gemma4Config,
-    "dflash": DFlashConfig,
-    "mtp": MTPConfig,
-}
-CONFIG_FILES = ("config.json", "generation_config.json")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-
-_FORMAT = 1
 _CHUNK_BYTES = 128 << 20  # of a stored array; bounds what a write holds beside the array
 _BATCH_BYTES = 256 << 20  # of arrays read together; a larger one is read alone
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message names the file or the tensors."""
-
-
-@dataclass(frozen=True, repr=False)
-class LoadedModel:
-    """A model ready to run: its static half, its weights on the device, and where it came from."""
-
-    graph: Graph
-    params: Params
-    config: Any  # a ModelConfig
-    generation: GenerationDefaults | None  # None for drafters
-    directory: Path  # local; tokenizer files are here
-    source: str  # as it was asked for
-
-    def __repr__(self) -> str:
-        """Return one line: weights would be pages."""
-        size = sum(array.size for array in self.params.values())
-        name = f"{self.source}: {self.graph.module.__name__}"
-        return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.dtype})"
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a directory of ours says about itself."""
-
-    kind: Kind
-    config: ModelConfig
-    generation: GenerationDefaults | None
-    source: str
-    revision: str | None
-    dtype: str  # of the stored parameters; "mixed" where the source mixes them
-    tensors: dict[str, str]  # every source tensor that was used, with its dtype there
-    skipped: list[str]
-
-    def write(self, directory: Path) -> None:
-        """Write manifest.json, without which a directory does not load: the last file to write."""
-        values = {
-            "format": _FORMAT,
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
-            "config": to_json(self.config),
-            "generation": None if self.generation is None else to_json(self.generation),
-            "jaxspec_version": __version__,
-        }
-        (directory / MANIFEST).write_text(json.dumps(values, indent=1) + "\n")
-
-    @classmethod
-    def read(cls, directory: Path) -> Manifest:
-        """Read a directory's manifest.json.
-
-        Raises:
-          CheckpointError: it is not one of ours, or of another format.
-        """
-        file = directory / MANIFEST
-        values = read_json(file)
-        if values.pop("format", None) != _FORMAT:
-            raise CheckpointError(
-                f"{file} is not a jaxspec manifest of format {_FORMAT}; convert again"
-            )
-        values.pop("jaxspec_version", None)
-        try:
-            generation = values.pop("generation")
-            config_class = _CONFIGS[values["kind"]]
-            return cls(
-                config=from_json(config_class, values.pop("config")),
-                generation=None
-                if generation is None
-                else from_json(GenerationDefaults, generation),
-                **values,
-            )
-        except (KeyError, TypeError, AttributeError, ConfigError) as error:
-            raise CheckpointError(f"{file} is corrupt: {error}") from None
-
-
-# --- loading -------------------------------------------------------------------------------------
-
-
-def load_target(
-    source: str,
-    *,
-    dtype: str,
-    revision: str | None = None,
-    token: str | None = None,
-    offline: bool = False,
-    mesh: Mesh | None = None,
-) -> LoadedModel:
-    """Load a Gemma 4 target from a directory of ours, a Hugging Face directory, or a hub id.
-
-    Arrays go to the default device one at a time, uncommitted like any that JAX places by itself, or to the
-    devices of `mesh`, each shard straight to its own. They are cast to `dtype`, "float32" or "bfloat16".
-
-    Raises:
-      CheckpointError, ConfigError: it is not there, not whole, or not a target.
-      DeviceMemoryError: its weights are larger than the devices.
-    """
-    return _load(("target",), source, dtype, revision, token, offline, mesh)
-
-
-def load_drafter(
-    source: str,
-    *,
-    dtype: str,
-    revision: str | None = None,
-    token: str | None = None,
-    offline: bool = False,
-    mesh: Mesh | None = None,
-) -> LoadedModel:
-    """Load a DFlash drafter or an MTP assistant; everything else is as in `load_target`."""
-    return _load(("dflash", "mtp"), source, dtype, revision, token, offline, mesh)
-
-
-def _load(
-    kinds: tuple[Kind, ...],
-    source: str,
-    dtype: str,
-    revision: str | None,
-    token: str | None,
-    offline: bool,
-    mesh: Mesh | None,
-) -> LoadedModel:
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
-    from checkpoints_convert import convert, hf_io
-    from jaxspec.memory import check_weights_fit
-
-    directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
-    if (directory / MANIFEST).is_file():
-        manifest = Manifest.read(directory)
-        _check_kind(source, manifest.kind, kinds)
-        graph = graph_of(manifest.config, dtype)
-        check_weights_fit(graph, mesh or _default_mesh())
-        params = restore_params(directory, graph, mesh)
-        return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
-    opened = convert.open_source(directory)
-    _check_kind(source, opened.kind, kinds)
-    graph = graph_of(opened.config, dtype)
-    check_weights_fit(graph, mesh or _default_mesh())
-    arrays = opened.arrays(jnp.dtype(dtype))
-    if mesh is None:
-        params = {name: jnp.asarray(array) for name, array in arrays}
-    else:
-        shardings = graph.shardings(mesh)
-        params = {name: place(array, shardings[name]) for name, array in arrays}
-    return LoadedModel(graph, params, opened.config, opened.generation, directory, source)
-
-
-def graph_of(config: ModelConfig, dtype: str) -> Graph:
-    """Return the static half of the model that a config describes."""
-    from jaxspec.drafters.dflash import DFlashDrafter
-    from jaxspec.drafters.mtp import MTPDrafter
-    from jaxspec.models.gemma4 import Gemma4
-
-    modules = {Gemma4Config: Gemma4, DFlashConfig: DFlashDrafter, MTPConfig: MTPDrafter}
-    return Graph(modules[type(config)], config, dtype)
-
-
-def _check_kind(source: str, kind: Kind, wanted: tuple[Kind, ...]) -> None:
-    if kind not in wanted:
-        names = {"target": "a target", "dflash": "a DFlash drafter", "mtp": "an MTP assistant"}
-        expected = " or ".join(names[k] for k in wanted)
-        raise CheckpointError(f"{source} is {names[kind]}; expected {expected}")
-
-
-# --- the Orbax tree ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -424,21 +229,3 @@ def _orbax_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {reason}") from error
     finally:
         logger.setLevel(level)
-
-
-def _default_mesh() -> Mesh:
-    return make_mesh(devices=list(jnp.zeros(()).devices()))
-
-
-# --- small readers -------------------------------------------------------------------------------
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; anything else in the file is a `CheckpointError`."""
-    try:
-        values = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not readable JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a {type(values).__name__}, expected a JSON object")
-    return values

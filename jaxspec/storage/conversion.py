@@ -14,44 +14,31 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from checkpoints_convert import dflash, gemma4, hf_io, mtp
+from checkpoints_convert import hf_io
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.hf_io import CONFIG_FILES, TOKENIZER_FILES
 from checkpoints_convert.rules import (
     Fill,
     Plan,
     RuleSet,
+    Shape,
     TensorSpec,
     fills_for,
     find_prefix,
-    integers,
     match,
-)
-from jaxspec.checkpoint import (
-    CONFIG_FILES,
-    MANIFEST,
-    TOKENIZER_FILES,
-    CheckpointError,
-    Kind,
-    LazyArray,
-    Manifest,
-    ModelConfig,
-    check_tree,
-    graph_of,
-    read_params,
-    save_params,
+    permutation,
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
-from jaxspec.configs.dflash import DFlashConfig
-from jaxspec.configs.gemma4 import Gemma4Config
-from jaxspec.configs.mtp import MODEL_TYPES as MTP_MODEL_TYPES
-from jaxspec.configs.mtp import MTPConfig
+from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
 from jaxspec.shapes import Array
+from jaxspec.storage.arrays import LazyArray, check_tree, read_params, save_params
+from jaxspec.storage.manifest import MANIFEST, Manifest
 
 Progress = Callable[[str, int, int], None]
 """Called after every parameter with its name, the bytes done so far, and the bytes in all."""
@@ -61,7 +48,7 @@ Progress = Callable[[str, int, int], None]
 class Report:
     """What a conversion did."""
 
-    kind: Kind
+    kind: str  # the family's name
     destination: Path
     tensors: int  # of the Hugging Face side
     parameters: int
@@ -75,7 +62,7 @@ class Source:
     """A Hugging Face checkpoint that was opened, recognised, and found to be whole."""
 
     checkpoint: hf_io.HFCheckpoint
-    kind: Kind
+    family: Family
     config: ModelConfig
     generation: GenerationDefaults | None
     plan: Plan
@@ -102,8 +89,9 @@ def open_source(directory: Path) -> Source:
     checkpoint = hf_io.open_checkpoint(directory)
     generation = None
     try:
-        kind, config = read_config(checkpoint.config, checkpoint.generation_config)
-        if kind == "target":
+        family = recognise(checkpoint.config)
+        config = family.read(checkpoint.config, checkpoint.generation_config)
+        if family.role == "target":
             generation = GenerationDefaults.from_hf(checkpoint.generation_config, checkpoint.config)
     except ConfigError as error:
         raise ConfigError(f"{directory}: {error}") from None
@@ -114,13 +102,13 @@ def open_source(directory: Path) -> Source:
     for name, original in plan.copies.items():
         if not checkpoint.equal(name, original):
             raise CheckpointError(
-                f"{directory}: {name} differs from {original}, but the model ties them; "
-                "an untied head is not supported"
+                f"{directory}: {name} differs from {original}, but its config.json says that they are "
+                "one (tie_word_embeddings); get the checkpoint again, or correct config.json"
             )
     for fill in plan.fills:
-        if fill.transform is integers:
+        if fill.transform is permutation:
             _check_ordering(checkpoint, fill.sources[0], str(directory))
-    return Source(checkpoint, kind, config, generation, plan)
+    return Source(checkpoint, family, config, generation, plan)
 
 
 def _check_ordering(checkpoint: hf_io.HFCheckpoint, name: str, where: str) -> None:
@@ -134,28 +122,14 @@ def _check_ordering(checkpoint: hf_io.HFCheckpoint, name: str, where: str) -> No
         )
 
 
-def read_config(
-    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
-) -> tuple[Kind, ModelConfig]:
-    """Tell drafters' config.json from a target's, and read it."""
-    if "DFlashDraftModel" in (config.get("architectures") or ()):
-        return "dflash", DFlashConfig.from_hf(config)
-    if config.get("model_type") in MTP_MODEL_TYPES:
-        return "mtp", MTPConfig.from_hf(config, generation_config)
-    return "target", Gemma4Config.from_hf(config)
-
-
-def rule_set(config: ModelConfig, params: Mapping[str, Any]) -> RuleSet:
-    if isinstance(config, Gemma4Config):
-        return gemma4.rule_set(config, params)
-    if isinstance(config, MTPConfig):
-        return mtp.rule_set(config, params)
-    return dflash.rule_set(config, params)
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return name and shape of every parameter of the model that a config describes."""
     return {n: tuple(a.shape) for n, a in graph_of(config, "bfloat16").abstract_params().items()}
+
+
+def rule_set(config: ModelConfig, params: Iterable[str]) -> RuleSet:
+    """Return the table of tensors of the model that a config describes, whose parameters are `params`."""
+    return family_of(config).rules(config, params)
 
 
 # --- Hugging Face to ours ------------------------------------------------------------------------
@@ -214,7 +188,7 @@ def convert(
         _copy_files(directory, aside)
         dtypes = {a.dtype.name for a in arrays.values() if a.dtype.kind != "i"}
         Manifest(
-            kind=opened.kind,
+            kind=opened.family.name,
             config=opened.config,
             generation=opened.generation,
             source=str(source),
@@ -224,7 +198,7 @@ def convert(
             skipped=sorted(opened.plan.skipped),
         ).write(aside)
     return Report(
-        opened.kind,
+        opened.family.name,
         Path(destination),
         sum(len(fill.sources) for fill in fills),
         len(fills),
@@ -302,7 +276,7 @@ def write_weights(
         [
             _group(
                 fill,
-                dict.fromkeys(fill.sources, "I64" if fill.transform is integers else stored),
+                dict.fromkeys(fill.sources, "I64" if fill.transform.integers else stored),
                 lambda f=fill: np.asarray(params[f.path]),
             )
             for fill in fills

@@ -1,0 +1,76 @@
+"""The programs of a case: how they are fed. What they compute is `decode`'s."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.cache import RING_MULTIPLE
+from jaxspec.runtime import PREFILL_CHUNK, Runtime, cache_length_for, chunks
+from jaxspec.sampling import SamplingParams
+from jaxspec.shapes import Int
+from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
+
+
+def bench_cache_length(spec: DecodeSpec, positions: int) -> int:
+    """Return the length of caches for so many positions and a step's own tokens."""
+    return cache_length_for(spec, positions, multiple=RING_MULTIPLE)
+
+
+def admission_of(runtime: Runtime, max_new_tokens: int, seed: int) -> Admission:
+    """Admit a greedy request without stop ids to every slot."""
+    batch = runtime.batch_size
+    seeds = np.stack([np.full(batch, seed), np.arange(batch)], axis=1)
+    limits, no_stop = [max_new_tokens] * batch, np.full((batch, 1), -1)
+    return runtime.admission(range(batch), limits, no_stop, SamplingParams.make(batch), seeds)
+
+
+def chunks_of(prompts: np.ndarray) -> list[PrefillChunk]:
+    """Cut prompts of one length, one for each slot, into chunks without padding."""
+    batch, every = len(prompts), dict(enumerate(prompts))
+    return list(chunks(every, batch, lambda left: (batch, min(left, PREFILL_CHUNK))))
+
+
+def feed(
+    runtime: Runtime, state: DecodeState, chunk: PrefillChunk
+) -> Callable[[DecodeState], DecodeState]:
+    """Return what feeds this chunk to a state; its program is compiled now."""
+    prefill = runtime.program("prefill", state, chunk)
+    return lambda state: prefill(state, chunk)
+
+
+def stand_after(context: int, anchors: Int[jax.Array, " B"], state: DecodeState) -> DecodeState:
+    """Make admitted rows look as if a prompt had been prefilled."""
+    return dataclasses.replace(
+        state,
+        lengths=jnp.full_like(state.lengths, context),
+        anchors=anchors,
+        active=jnp.full_like(state.active, True),
+        tokens=state.tokens.at[:, 0].set(anchors),
+        num_tokens=jnp.full_like(state.num_tokens, 1),
+        num_steps=jnp.zeros_like(state.num_steps),
+    )
+
+
+def with_random_caches(state: DecodeState, seed: int) -> DecodeState:
+    """Fill caches and what else a drafter keeps, array by array, with numbers of the size that norms leave."""
+    leaves, structure = jax.tree.flatten((state.caches, state.drafter))
+    for i, old in enumerate(leaves):
+        leaves[i] = _normal_like(old.sharding)(old, seed, i)
+    caches, drafter = jax.tree.unflatten(structure, leaves)
+    return dataclasses.replace(state, caches=caches, drafter=drafter)
+
+
+@functools.cache
+def _normal_like(sharding: Any) -> Callable[[jax.Array, int, int], jax.Array]:
+    def make(old: jax.Array, seed: jax.Array, index: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        return jax.random.normal(key, old.shape, old.dtype)
+
+    return jax.jit(make, donate_argnums=0, out_shardings=sharding)

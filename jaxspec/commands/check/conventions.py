@@ -1,0 +1,154 @@
+"""What a drafter takes for granted about its target: the conventions in force, and others as plausible.
+
+Projects disagree on these, and a drafter that is run by another one than it was trained with still runs:
+its drafts are just never accepted. Read `in_force`, then `alternatives`; `check` measures one against the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxspec.configs.base import ConfigError, find_key
+from jaxspec.families import Assumption, Conventions, family_of
+from jaxspec.loading import LoadedModel
+from jaxspec.params import Graph
+from jaxspec.shapes import Params
+from jaxspec.storage.manifest import MANIFEST, read_json
+
+
+@dataclass(frozen=True)
+class Convention:
+    """One convention in force: its value, in JSON and in words, and what set it."""
+
+    name: str
+    value: Any
+    shown: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A drafter's weights under some set of conventions.
+
+    Attributes:
+      name: how it differs from the reading it was derived from.
+      field: the convention that differs.
+      fix: what to change, and in which file, for it to be in force.
+    """
+
+    name: str
+    field: str
+    fix: str
+    graph: Graph
+    params: Params
+
+    @property
+    def key(self) -> tuple[Graph, int]:
+        """What tells it from others, as long as they live."""
+        return self.graph, id(self.params)
+
+
+class Origins:
+    """Where the values of a loaded config come from: its config.json, a default, or our own manifest."""
+
+    def __init__(self, model: LoadedModel, keys: Mapping[str, Sequence[str]]):
+        """Read the file that the model was loaded from.
+
+        Args:
+          keys: by field, where config.json may hold it.
+        """
+        self.directory, self.keys = model.directory, keys
+        self.converted = (model.directory / MANIFEST).is_file()
+        self.file = MANIFEST if self.converted else "config.json"
+        self.values = {} if self.converted else read_json(model.directory / "config.json")
+
+    def of(self, field: str, default: str) -> str:
+        """Say what set a field; `default` is what holds where the file is silent."""
+        if self.converted:
+            return f"{MANIFEST}: config.{field}"
+        key, _ = find_key(self.values, self.keys[field])
+        return f"default: {default}" if key is None else f"config.json: {key}"
+
+    def behind(self, assumption: Assumption) -> str:
+        """Say what set something that a drafter assumes."""
+        if assumption.field is not None:
+            return self.of(assumption.field, assumption.default)
+        generation = MANIFEST if self.converted else "generation_config.json"
+        return assumption.origin.format(config=self.file, generation=generation)
+
+    def fix(self, field: str, value: Any) -> str:
+        """Say how to set a field."""
+        key = f"config.{field}"
+        if not self.converted:
+            key = find_key(self.values, self.keys[field])[0] or self.keys[field][0]
+        return f"set {key} to {json.dumps(value)} in {self.directory / self.file}"
+
+
+def in_force(target: LoadedModel, drafter: LoadedModel) -> list[Convention]:
+    """List every disputed convention of a pair."""
+    conventions = _of(drafter)
+    found = []
+    if conventions is not None:
+        origins = Origins(drafter, conventions.keys)
+        assumptions = conventions.in_force(target.graph, drafter.graph)
+        found = [Convention(a.name, a.value, a.shown, origins.behind(a)) for a in assumptions]
+    return [*found, _suppressed(target)]
+
+
+def alternatives(
+    target: LoadedModel, drafter: LoadedModel, reading: Reading, longest_row: int
+) -> tuple[list[Reading], list[str]]:
+    """Return the readings that differ from this one in one convention.
+
+    Args:
+      longest_row: tokens of the longest text they will be compared on.
+
+    Returns:
+      The readings, and why others are left out.
+    """
+    conventions = _of(drafter)
+    if conventions is None:
+        return [], []
+    config, origins = reading.graph.config, Origins(drafter, conventions.keys)
+    readings, left_out = [], []
+    for change in conventions.changes(target.config, config):
+        if longest_row <= change.needs_tokens:
+            left_out.append(
+                f"{change.name}: no row is longer than the window of {change.needs_tokens} tokens"
+            )
+            continue
+        try:
+            changed = dataclasses.replace(config, **{change.field: change.value})
+        except ConfigError as error:
+            left_out.append(f"{change.name}: {error}")
+            continue
+        graph = dataclasses.replace(reading.graph, config=changed)
+        fix = origins.fix(change.field, change.value)
+        readings.append(Reading(change.name, change.field, fix, graph, reading.params))
+    if reading.params is drafter.params:
+        for changed in conventions.weight_changes(reading.params):
+            fix = changed.fix.format(
+                where=f"{changed.weight} in the weights of {drafter.directory}"
+            )
+            readings.append(
+                Reading(changed.name, changed.weight, fix, reading.graph, changed.params)
+            )
+    return readings, left_out
+
+
+def _of(drafter: LoadedModel) -> Conventions | None:
+    return family_of(drafter.config).conventions
+
+
+def _suppressed(target: LoadedModel) -> Convention:
+    ids = list(target.generation.suppress_tokens) if target.generation else []
+    origin = "default: none"
+    if (target.directory / MANIFEST).is_file():
+        origin = f"target's {MANIFEST}: generation.suppress_tokens"
+    elif ids:
+        origin = "target's generation_config.json: suppress_tokens"
+    return Convention("suppressed ids", ids, ", ".join(map(str, ids)) or "none", origin)

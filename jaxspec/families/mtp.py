@@ -1,0 +1,180 @@
+"""Gemma 4's MTP assistants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxspec.configs.base import TargetConfig
+from jaxspec.configs.mtp import KEYS, MODEL_TYPES, PRESETS, MTPConfig
+from jaxspec.families.base import Assumption, Change, Conventions, Family, WeightChange
+from jaxspec.families.costs import StepCost, itemsize, reached
+from jaxspec.families.words import shown_scale
+
+if TYPE_CHECKING:
+    from checkpoints_convert.rules import RuleSet
+    from jaxspec.params import Graph
+    from jaxspec.shapes import Params
+    from jaxspec.state import DecodeSpec
+
+
+def _module() -> type[Any]:
+    from jaxspec.drafters.mtp import MTPDrafter
+
+    return MTPDrafter
+
+
+def _rules(config: MTPConfig, params: Iterable[str]) -> RuleSet:
+    from checkpoints_convert import mtp
+
+    return mtp.rule_set(params, num_layers=config.num_layers, centroids=bool(config.num_centroids))
+
+
+def _drafter_for(preset: str, target: TargetConfig) -> tuple[MTPConfig, str]:
+    del target
+    if preset not in PRESETS:
+        raise ValueError(
+            f"there is no MTP assistant for {preset}; there is one for {', '.join(PRESETS)}"
+        )
+    return PRESETS[preset], f"MTP of {preset}, random weights"
+
+
+def _randomise(params: Params, seed: int) -> Params:
+    """Put tokens into a random order, so that a step gathers what a real one does."""
+    import jax
+
+    if "token_ordering" not in params:
+        return params
+    ordering = params["token_ordering"]
+    shuffled = np.random.default_rng(seed).permutation(ordering.size)
+    placed = jax.device_put(shuffled.astype(ordering.dtype), ordering.sharding)
+    return {**params, "token_ordering": placed}
+
+
+def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
+    """Return the cost of drafting with an assistant, one pass a draft or a level of a tree.
+
+    A pass waits for the token of the pass before it, so each reads everything again (no cache is assumed to
+    hold a gigabyte from one pass to the next):
+
+        passes x (weights + head + embedding rows + K/V of the target's last sliding and last full layer)
+
+    A pass has one row a sequence in a chain, `topk` rows in a tree (one in its first level). The head is the
+    whole table, or with centroids the rows of the clusters that uniform choices of all rows reach, and their
+    places in the order of tokens. The layers of a type share their keys and values, which count once a pass.
+    """
+    assert spec.drafter is not None
+    config: MTPConfig = spec.drafter.config
+    params = spec.drafter.abstract_params()
+    levels = [1] * spec.depth
+    if spec.tree is not None:
+        levels[1:] = [spec.tree.topk] * (spec.depth - 1)
+    size = itemsize(spec.target)
+    weight_bytes = flops = kv_bytes = 0.0
+    for level in levels:
+        rows = batch * level
+        for name, a in params.items():
+            share = used = 1.0  # of the table: read by all rows together, used by each
+            if config.num_centroids and name in ("head", "token_ordering"):
+                used = config.num_top_centroids / config.num_centroids
+                share = reached(used, rows)
+            weight_bytes += share * a.size * a.dtype.itemsize
+            flops += 2.0 * used * a.size * rows if a.ndim > 1 else 0.0
+        weight_bytes += rows * config.backbone_hidden_size * size
+        for kind in set(config.layer_types):
+            sliding = kind == "sliding"
+            seen = min(context, config.num_window_keys) if sliding else context
+            heads = config.num_kv_heads if sliding else config.full_num_kv_heads
+            head_dim = config.head_dim if sliding else config.full_head_dim
+            kv_bytes += 2.0 * batch * seen * heads * head_dim * size
+            layers = config.layer_types.count(kind)
+            flops += 4.0 * rows * seen * layers * config.num_heads * head_dim
+    return StepCost(weight_bytes, kv_bytes, flops)
+
+
+def _in_force(target: Graph, drafter: Graph) -> Iterator[Assumption]:
+    config: TargetConfig = target.config
+    c: MTPConfig = drafter.config
+    owners = {kind: config.last_kv_owner(kind) for kind in sorted(set(c.layer_types))}
+    shown = ", ".join(f"{layer} ({kind})" for kind, layer in owners.items())
+    origin = "target's config: the last of a kind with K/V"
+    yield Assumption("K/V of layers", owners, shown, origin=origin)
+    shown = f"{'n - 1' if c.query_position == 'last' else 'n'}, frozen (n: committed tokens)"
+    yield Assumption("query position", c.query_position, shown, "query_position", "last")
+    shown = f"the last {c.num_window_keys} committed keys on sliding layers"
+    yield Assumption(
+        "window", c.num_window_keys, shown, "num_window_keys", "as many as sliding_window"
+    )
+    order = "[embedding, state]; state: after the final norm"
+    yield Assumption("inputs", ["embedding", "state"], order)
+    yield Assumption("embedding scale", True, shown_scale(target, scaled=True))
+    origin = "the method: others are refused"
+    yield Assumption("logit soft cap", None, "none", origin=origin)
+    shown = "none: it reads no masks, and its layers no drafts"
+    yield Assumption("mask id, causality", None, shown)
+    shown = "dense"
+    if c.num_centroids:
+        shown = f"best {c.num_top_centroids} of {c.num_centroids} centroids"
+    yield Assumption("head", c.num_top_centroids or None, shown, origin="assistant's {config}")
+    if c.suppress_tokens:
+        yield Assumption(
+            "suppressed in drafts",
+            list(c.suppress_tokens),
+            ", ".join(map(str, c.suppress_tokens)),
+            origin="assistant's {generation}: suppress_tokens",
+        )
+
+
+def _changes(target: TargetConfig, c: MTPConfig) -> Iterator[Change]:
+    del target
+    if c.query_position == "last":
+        yield Change("query position n", "query_position", "next")
+    else:
+        yield Change("query position n - 1", "query_position", "last")
+    w = c.sliding_window
+    keys = w + 1 if c.num_window_keys == w else w
+    yield Change(f"window of {keys} keys", "num_window_keys", keys, needs_tokens=w)
+
+
+def _weight_changes(params: Params) -> Iterator[WeightChange]:
+    """Yield what else the two inputs may have been: a linear layer takes their order and scale in itself."""
+    import jax.numpy as jnp
+
+    weight = params["pre_projection"]
+    backbone = weight.shape[0] // 2
+    embedding, state = weight[:backbone], weight[backbone:]
+    scale = jnp.asarray(math.sqrt(backbone), weight.dtype)
+    for name, rows, fix in (
+        (
+            "inputs swapped: [state, embedding]",
+            (state, embedding),
+            "swap the halves of {where}",
+        ),
+        (
+            "embeddings not scaled",
+            (embedding / scale, state),
+            f"divide the embedding's half of {{where}} by {float(scale):.5g}",
+        ),
+    ):
+        changed = {**params, "pre_projection": jnp.concatenate(rows)}
+        yield WeightChange(name, "pre_projection", fix, changed)
+
+
+FAMILY = Family(
+    name="mtp",
+    role="drafter",
+    title="an MTP assistant",
+    config=MTPConfig,
+    read=MTPConfig.from_hf,
+    module=_module,
+    rules=_rules,
+    model_types=MODEL_TYPES,
+    presets=PRESETS,
+    drafter_for=_drafter_for,
+    cost=_cost,
+    conventions=Conventions(KEYS, _in_force, _changes, _weight_changes),
+    randomise=_randomise,
+)

@@ -1,0 +1,124 @@
+"""Loading a model: from a directory of ours, from Hugging Face files, or from the hub.
+
+Read `load_target`. What a directory of ours holds is in `storage`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from checkpoints_convert import hf_io
+from checkpoints_convert.errors import CheckpointError
+from jaxspec.configs.base import GenerationDefaults
+from jaxspec.families import Family, ModelConfig, families, graph_of, named
+from jaxspec.memory import check_weights_fit
+from jaxspec.params import Graph
+from jaxspec.shapes import Params
+from jaxspec.sharding import make_mesh, place
+from jaxspec.storage.arrays import restore_params
+from jaxspec.storage.conversion import open_source
+from jaxspec.storage.manifest import MANIFEST, Manifest
+
+__all__ = ["CheckpointError", "LoadedModel", "load_drafter", "load_target"]
+
+
+@dataclass(frozen=True, repr=False)
+class LoadedModel:
+    """A model ready to run: its static half, its weights on the device, and where it came from."""
+
+    graph: Graph
+    params: Params
+    config: ModelConfig
+    generation: GenerationDefaults | None  # None for drafters
+    directory: Path  # local; tokenizer files are here
+    source: str  # as it was asked for
+
+    def __repr__(self) -> str:
+        """Return one line: weights would be pages."""
+        size = sum(array.size for array in self.params.values())
+        name = f"{self.source}: {self.graph.module.__name__}"
+        return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.dtype})"
+
+
+def load_target(
+    source: str,
+    *,
+    dtype: str,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+    mesh: Mesh | None = None,
+) -> LoadedModel:
+    """Load a target from a directory of ours, a Hugging Face directory, or a hub id.
+
+    Arrays go to the default device one at a time, uncommitted like any that JAX places by itself, or to the
+    devices of `mesh`, each shard straight to its own. They are cast to `dtype`, "float32" or "bfloat16".
+
+    Raises:
+      CheckpointError, ConfigError: it is not there, not whole, or not a target.
+      DeviceMemoryError: its weights are larger than the devices.
+    """
+    return _load("target", source, dtype, revision, token, offline, mesh)
+
+
+def load_drafter(
+    source: str,
+    *,
+    dtype: str,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+    mesh: Mesh | None = None,
+) -> LoadedModel:
+    """Load a drafter of any family; everything else is as in `load_target`."""
+    return _load("drafter", source, dtype, revision, token, offline, mesh)
+
+
+def _load(
+    role: Literal["target", "drafter"],
+    source: str,
+    dtype: str,
+    revision: str | None,
+    token: str | None,
+    offline: bool,
+    mesh: Mesh | None,
+) -> LoadedModel:
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
+    directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
+    if (directory / MANIFEST).is_file():
+        manifest = Manifest.read(directory)
+        _check_role(source, named(manifest.kind), role)
+        graph = graph_of(manifest.config, dtype)
+        check_weights_fit(graph, mesh or _default_mesh())
+        params = restore_params(directory, graph, mesh)
+        return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
+    opened = open_source(directory)
+    _check_role(source, opened.family, role)
+    graph = graph_of(opened.config, dtype)
+    check_weights_fit(graph, mesh or _default_mesh())
+    arrays = opened.arrays(jnp.dtype(dtype))
+    if mesh is None:
+        params = {name: jnp.asarray(array) for name, array in arrays}
+    else:
+        shardings = graph.shardings(mesh)
+        params = {name: place(array, shardings[name]) for name, array in arrays}
+    return LoadedModel(graph, params, opened.config, opened.generation, directory, source)
+
+
+def _check_role(source: str, family: Family, wanted: Literal["target", "drafter"]) -> None:
+    if family.role == wanted:
+        return
+    if wanted == "target":
+        raise CheckpointError(f"{source} is {family.title}; expected a target")
+    expected = " or ".join(drafter.title for drafter in families("drafter"))
+    raise CheckpointError(f"{source} is a target; expected {expected}")
+
+
+def _default_mesh() -> Mesh:
+    return make_mesh(devices=list(jnp.zeros(()).devices()))
