@@ -15,10 +15,8 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -28,6 +26,7 @@ from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.requests import (
     Completion,
     Request,
+    Seen,
     Update,
     positions,
     refusal,
@@ -42,9 +41,8 @@ from jaxspec.runtime import (
     make_spec,
     rows_bucket,
 )
-from jaxspec.sampling import Logprobs
 from jaxspec.shapes import Params
-from jaxspec.sharding import fetch, mesh_of, own_context
+from jaxspec.sharding import mesh_of, own_context
 from jaxspec.state import DecodeSpec, DecodeState
 
 STOP_IDS = 4
@@ -343,7 +341,7 @@ class Engine:
         self._slots: list[Request | None] = [None] * self.batch_size
         self._reported = [0] * self.batch_size  # tokens of each slot that were told
         self._ended: list[Completion] = []  # not told yet
-        self._seen: _Seen | None = None
+        self._seen: Seen | None = None
         self._state: DecodeState | None = None
 
     # --- a step --------------------------------------------------------------------------------------
@@ -376,7 +374,7 @@ class Engine:
     def _look(self) -> list[Update | Completion]:
         """Tell what is new in each slot, and free those that are done."""
         assert self._state is not None
-        seen = self._seen = _Seen.fetch(self._state)
+        seen = self._seen = Seen.fetch(self._state)
         finished = np.zeros(self.batch_size, bool)
         events: list[Update | Completion] = []
         for slot, request in enumerate(self._slots):
@@ -424,37 +422,3 @@ class Engine:
         return Completion(
             request.id, tokens, reason, lengths, **seen.logprobs_of(slot, len(tokens))
         )
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What the host looks at after each return."""
-
-    active: np.ndarray
-    stopped: np.ndarray
-    num_tokens: np.ndarray
-    tokens: np.ndarray
-    num_steps: np.ndarray
-    acceptance_lengths: np.ndarray
-    logprobs: Logprobs | None
-
-    @classmethod
-    def fetch(cls, state: DecodeState) -> _Seen:
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(*fetch([getattr(state, name) for name in names]))
-
-    def tokens_of(self, slot: int) -> tuple[int, ...]:
-        return tuple(self.tokens[slot, : self.num_tokens[slot]].tolist())
-
-    def acceptance_lengths_of(self, slot: int) -> tuple[int, ...]:
-        return tuple(self.acceptance_lengths[slot, : self.num_steps[slot]].tolist())
-
-    def logprobs_of(self, slot: int, count: int) -> dict[str, Any]:
-        if self.logprobs is None:
-            return {}
-        of_slot = jax.tree.map(lambda x: x[slot, :count].tolist(), self.logprobs)
-        found = dict(logprobs=tuple(of_slot.target), sampled_logprobs=tuple(of_slot.sampled))
-        if of_slot.top_ids is not None:
-            best = zip(of_slot.top_ids, of_slot.top_values, strict=True)
-            found["top_logprobs"] = tuple(tuple(zip(*row, strict=True)) for row in best)
-        return found

@@ -5,16 +5,19 @@ Read `Request`, then `Completion`. Nothing here runs anything.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from jaxspec.records import VALUES, FieldError, Sampling
 from jaxspec.runtime import cache_length_for
-from jaxspec.sampling import SamplingParams
-from jaxspec.state import DecodeSpec
+from jaxspec.sampling import Logprobs, SamplingParams
+from jaxspec.sharding import fetch
+from jaxspec.state import DecodeSpec, DecodeState
 
 
 @dataclass(frozen=True)
@@ -145,3 +148,41 @@ def sampling_params(spec: DecodeSpec, rows: Sequence[Sampling]) -> SamplingParam
         ids[row, :count] = list(asked.logit_bias)
         biases[row, :count] = list(asked.logit_bias.values())
     return spec.sampling(len(rows), **values, bias_ids=ids, bias_values=biases)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the host looks at after each return."""
+
+    active: np.ndarray
+    stopped: np.ndarray
+    num_tokens: np.ndarray
+    tokens: np.ndarray
+    num_steps: np.ndarray
+    acceptance_lengths: np.ndarray
+    logprobs: Logprobs | None
+
+    @classmethod
+    def fetch(cls, state: DecodeState) -> Seen:
+        """Bring it to the host."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(*fetch([getattr(state, name) for name in names]))
+
+    def tokens_of(self, slot: int) -> tuple[int, ...]:
+        """Return all tokens of a slot so far."""
+        return tuple(self.tokens[slot, : self.num_tokens[slot]].tolist())
+
+    def acceptance_lengths_of(self, slot: int) -> tuple[int, ...]:
+        """Return what each verify step of a slot committed."""
+        return tuple(self.acceptance_lengths[slot, : self.num_steps[slot]].tolist())
+
+    def logprobs_of(self, slot: int, count: int) -> dict[str, Any]:
+        """Return the fields of a `Completion` about log-probabilities, of the first `count` tokens."""
+        if self.logprobs is None:
+            return {}
+        of_slot = jax.tree.map(lambda x: x[slot, :count].tolist(), self.logprobs)
+        found = dict(logprobs=tuple(of_slot.target), sampled_logprobs=tuple(of_slot.sampled))
+        if of_slot.top_ids is not None:
+            best = zip(of_slot.top_ids, of_slot.top_values, strict=True)
+            found["top_logprobs"] = tuple(tuple(zip(*row, strict=True)) for row in best)
+        return found

@@ -49,8 +49,9 @@ def test_messages_and_chat_go_through_the_template(pair: Pair) -> None:
     assert one.prompt_ids[0] == pair.tokenizer.bos_token_id != one.prompt_ids[1]
     assert chat.generate("sort a list", chat=True, max_new_tokens=4) == one
     assert chat.generate([[message], [message]], max_new_tokens=4) == [one, one]
+    chat.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
-        pair.generate("sort a list", chat=True)
+        chat.generate("sort a list", chat=True)
 
 
 def test_a_stream_is_the_text_in_pieces(pair: Pair, done: Generation) -> None:

@@ -16,7 +16,7 @@ from jaxspec.engine import Engine
 from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
-from jaxspec.records import Drafting, Extras
+from jaxspec.records import Drafting, Extras, Sampling
 from jaxspec.requests import Completion, Request
 from jaxspec.rows import FinishReason, GenerateResult, Prompts
 from jaxspec.sampler import Sampler

@@ -26,6 +26,7 @@ from jaxspec.commands.check.lossless import Differing
 from jaxspec.commands.options import UsageError
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.mtp import MTPDrafter
+from jaxspec.loading import LoadedModel, load_target
 from jaxspec.params import Graph
 from jaxspec.requests import Completion
 from tests import tiny

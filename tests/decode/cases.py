@@ -16,6 +16,7 @@ import pytest
 
 from jaxspec.configs.base import GenerationDefaults, LayerType
 from jaxspec.engine import Engine
+from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras, Sampling
