@@ -31,20 +31,24 @@ __all__ = ["KVSegment", "Tiling", "attention", "reference"]
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
 HOPPER = 9.0
-# Query tokens up to which "auto" takes a kernel for speed: more of them are prefill, which is not
-# bound by reading keys.
+# "auto" takes a kernel for speed up to so many query tokens. More are prefill, which is not bound
+# by reading keys.
 MOST_TOKENS = 64
-# Bytes of float32 scores from which it does for want of memory: XLA writes them all down. 31B, 512
-# tokens of a prompt: from 16384 slots on.
+# "auto" takes a kernel for want of memory from so many bytes of float32 scores on: XLA writes them
+# all down. For 512 tokens of a prompt of 31B that is from 16384 slots on.
 MOST_SCORE_BYTES = 1 << 30
-# Bytes of keys, values and scores from which it takes a kernel for few tokens, and those from which
-# the Triton kernel where head dims are over 256. On an H200 (jax 0.11.2), in us, without what the
-# loop around them takes, XLA first. Head dim 256: 3 MB 5 and 6 (1 sequence, 1 query), 28 MB 17 and
-# 15, 57 MB 27 and 22, 110 MB 58 and 37. Draft blocks, whose scores are as large as their keys: 3 MB
-# 9 and 9, 25 MB 25 and 14, 134 MB 152 and 31. Head dim 512, with Triton: 17 MB 12 and 20, 42 MB 30
-# and 39, 63 MB 44 and 52, 107 MB 59 and 59; with Mosaic: 17 MB 12 and 17, 31 MB 24 and 22, 42 MB 30
-# and 27, 63 MB 44 and 39, 107 MB 59 and 51, of which 6 to 8 are ranges of keys, which are the same
-# for all layers.
+# "auto" takes a kernel for few tokens from so many bytes of keys, values and scores on; the second
+# number is for the Triton kernel at head dims over 256. Microseconds of XLA and of the kernel on an
+# H200 (jax 0.11.2), without what the loop around them takes:
+#
+#   head dim 256, one query   3 MB: 5, 6     28 MB: 17, 15   57 MB: 27, 22   110 MB: 58, 37
+#   draft blocks              3 MB: 9, 9     25 MB: 25, 14   134 MB: 152, 31
+#   head dim 512, Triton      17 MB: 12, 20  42 MB: 30, 39   63 MB: 44, 52   107 MB: 59, 59
+#   head dim 512, Mosaic      17 MB: 12, 17  31 MB: 24, 22   42 MB: 30, 27   63 MB: 44, 39
+#                             107 MB: 59, 51
+#
+# Scores of draft blocks are as large as their keys. Of Mosaic's times, 6 to 8 are spans of keys,
+# which are made once for all layers.
 FEWEST_BYTES = 8 << 20
 FEWEST_BYTES_WIDE = 64 << 20
 
@@ -75,12 +79,13 @@ def attention(
       scale: what scores are multiplied with.
       window: keys a query sees, itself included; None for all.
       causal: whether queries see no later keys.
-      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or
-        `interpret`) and 16-bit keys; "mosaic" one of 9.0, a multiple of 8 slots, no `seen_by`, and
-        head dim 512, one segment and no window, or head dim 128, 8, 16, 32 or 64 query heads of a
-        kv head, and beside the first segment at most one of 128 slots. "auto" takes one of them,
-        rather the latter, where it can run, and keys are many for few tokens or scores would fill
-        memory, and "reference" elsewhere.
+      implementation: "reference" runs anywhere. "triton" needs an NVIDIA GPU of compute capability
+        8.0 or newer (or `interpret`) and 16-bit keys. "mosaic" needs one of 9.0, 16-bit keys, a
+        multiple of 8 slots, no `seen_by`, and what one of its two kernels was cut for. At head dim
+        512 that is one segment and no window. At head dim 128 it is 8, 16, 32 or 64 query heads of
+        a kv head, and beside the first segment at most one, of at most 128 slots. "auto" takes
+        Mosaic, else Triton, where it can run and is faster (many keys for few tokens) or the scores
+        of the reference would fill memory. Elsewhere it takes the reference.
       tiling: tile sizes of the Triton kernel, instead of the table's.
       interpret: run the Triton kernel on any device, slowly, to test it.
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec import cache as kv
 from jaxspec.configs.base import LayerSpec, TargetConfig, whole_number
-from jaxspec.models.attention import attend, project_qkv
-from jaxspec.models.layers import project, rms_norm, rope_frequencies, table_logits
+from jaxspec.models.attention import Attention
+from jaxspec.models.layers import rms_norm, table_logits
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
@@ -56,14 +55,18 @@ class Toy(Target):
 
     def __init__(self, config: ToyConfig, *, dtype: jnp.dtype):
         v, d = config.vocab_size, config.hidden_size
-        n, h = config.num_heads, config.head_dim
         self.config = config
         self.embedding = param(v, d, dtype=dtype, fan_in=d, lookup=True)
         self.norm = param(d, dtype=dtype)
-        self.qkv = param(d, 1, n + 2, h, dtype=dtype, fan_in=d)
-        self.q_norm = param(h, dtype=dtype)
-        self.k_norm = param(h, dtype=dtype)
-        self.out = param(1, n, h, d, dtype=dtype, fan_in=n * h)
+        self.attention = Attention(
+            d,
+            config.layers[0],
+            norm_values=True,
+            score_scale=1.0,
+            rope_theta=10_000.0,
+            eps=1e-6,
+            dtype=dtype,
+        )
         self.final_norm = param(d, dtype=dtype)
         self.table = param(v, d, dtype=dtype, fan_in=d)
 
@@ -84,30 +87,10 @@ class Toy(Target):
         feature_layers: tuple[int, ...],
     ) -> LayersOutput:
         del tokens
-        q, k, v = project_qkv(
-            rms_norm(x, self.norm[...], 1e-6),
-            self.qkv[...],
-            self.q_norm[...],
-            self.k_norm[...],
-            where.positions,
-            rope_frequencies(self.config.head_dim, 10_000.0),
-            groups=self.config.num_heads,
-            eps=1e-6,
-            norm_values=True,
-        )
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        if caches is None or where.ancestors is not None:
-            segments = (kv.pass_segment(k, v, where.positions, where.count, where.ancestors),)
-            if caches is not None and caches[0] is not None:
-                segments = (kv.view(caches[0], where.start, where.slots), *segments)
-        else:
-            assert caches[0] is not None
-            cache, segments = kv.append_pass(caches[0], None, k, v, *where.written)
-            caches = (cache,)
-        x = x + project(
-            attend(q, where.positions, segments, scale=1.0, window=None), self.out[...], inputs=3
-        )
+        cache = None if caches is None else caches[0]
+        normed = rms_norm(x, self.norm[...], 1e-6)
+        added, cache, segments = self.attention(normed, where, cache, None)
+        x = x + added
         hidden = rms_norm(x, self.final_norm[...], 1e-6)
+        caches = None if caches is None else (cache,)
         return LayersOutput(hidden, tuple(x for _ in feature_layers), caches, (segments,))
