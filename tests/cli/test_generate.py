@@ -602,14 +602,23 @@ def test_the_bundled_pair_runs_on_one_thread(options: Sequence[str], devices: in
     assert threads == 1 if devices == 1 else threads > 1
 
 
-def test_help_and_version_start_without_jax() -> None:
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("generate", "--max-new-tokens"),
+        ("check", "--floor"),
+        ("bench", "--random-weights"),
+        ("convert", "--to-hf"),
+    ],
+)
+def test_help_and_version_start_without_jax(command: str, flag: str) -> None:
     code = (
         "import sys, jaxspec.commands.cli as cli\n"
-        "try: cli.app(['generate', '--help'])\n"
+        f"try: cli.app([{command!r}, '--help'])\n"
         "finally: print([m for m in ('jax', 'transformers', 'tokenizers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--max-new-tokens" in done.stdout
+    assert flag in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
 
 

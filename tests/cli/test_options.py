@@ -12,11 +12,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from jaxspec.commands import startup
 from jaxspec.commands.bench.command import bench_command
 from jaxspec.commands.check.command import check_command
 from jaxspec.commands.generate.command import generate
 from jaxspec.commands.options import Fields, Given, as_flag, command, explained, told
+from jaxspec.loading import CheckpointError
 from jaxspec.records import Drafting, FieldError, Range, Sampling, Tree, at_least, option
+from tests.cli.conftest import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +143,41 @@ def test_commands_have_an_option_for_every_field() -> None:
     assert not options & (names_of(Sampling) | {"draft_sampling", "verification"})
     options = set(inspect.signature(check_command).parameters)
     assert options & names_of(Drafting) == {"num_draft_tokens"}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate", "a", "--target", "a/b", "--drafter", "c/d"],
+        ["check", "a/b", "c/d"],
+        ["bench", "--target", "a/b", "--drafter", "c/d"],
+    ],
+    ids=lambda args: args[0],
+)
+def test_every_command_loads_as_it_is_told(
+    invoke: Run, monkeypatch: pytest.MonkeyPatch, args: list[str]
+) -> None:
+    """The options of models are one record, so that no command forgets some."""
+    seen: dict[str, Any] = {}
+
+    def load(target: str, drafter: str, **options: Any) -> None:
+        seen.update(options, target=target, drafter=drafter)
+        raise CheckpointError("seen")
+
+    monkeypatch.setattr(startup, "load", load)
+    hub = "--revision r --drafter-revision s --token t --offline --dtype bfloat16"
+    outcome = invoke(*args, *hub.split())
+    assert (outcome.code, outcome.stderr.strip()) == (2, "error: seen")
+    assert seen == {
+        "target": "a/b",
+        "drafter": "c/d",
+        "revision": "r",
+        "drafter_revision": "s",
+        "token": "t",
+        "offline": True,
+        "dtype": "bfloat16",
+        "mesh": None,
+    }
 
 
 def test_every_option_has_a_help_text() -> None:

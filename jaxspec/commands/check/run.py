@@ -96,27 +96,15 @@ def run(
     text = Text.of([prompts.ids[i] for i in kept], [plain[i] for i in kept])
     judged = np.asarray([text.starts[n] - 1 + differences.get(i, 0) for n, i in enumerate(kept)])
     anchors = text.anchors(drafts)[: len(enough)]
-    found = search(
-        target,
-        drafter,
-        text,
-        anchors,
-        judged,
-        num_draft_tokens=drafts,
-        batch_size=batch_size,
-        say=say,
-    )
-    differing = [
-        Differing.of(
-            i,
-            int(text.starts[n]) + differences[i],
-            (plain[i].token_ids[differences[i]], speculative[i].token_ids[differences[i]]),
-            found.replayed.logits[n],
-            target.graph.dtype,
-        )
-        for n, i in enumerate(kept)
-        if i in differences
-    ]
+    reading: dict[str, Any] = dict(num_draft_tokens=drafts, batch_size=batch_size, say=say)
+    found = search(target, drafter, text, anchors, judged, **reading)
+    differing = []
+    for n, i in enumerate(kept):
+        if i in differences:
+            at = differences[i]
+            tokens = (plain[i].token_ids[at], speculative[i].token_ids[at])
+            where, logits = int(text.starts[n]) + at, found.replayed.logits[n]
+            differing.append(Differing.of(i, where, tokens, logits, target.graph.dtype))
     by_position = [
         Estimate.of(row_means(found.accepted >= j, anchors)).within(0, 1)
         for j in range(1, drafts + 1)

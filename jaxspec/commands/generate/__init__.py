@@ -1,0 +1,1 @@
+"""`jaxspec generate`: continue prompts. Read `command`, then `run`."""
