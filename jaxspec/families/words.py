@@ -11,6 +11,8 @@ from jaxspec.params import Graph
 def shown_scale(target: Graph, *, scaled: bool) -> str:
     """Say by what embeddings are multiplied that a drafter borrows: the factor is rounded as they are."""
     config: TargetConfig = target.config
+    if config.embedding_scale == 1:
+        return "none: the target does not scale either"
     if not scaled:
         return "off"
     return f"x {float(jnp.asarray(config.embedding_scale, jnp.dtype(target.dtype))):.5g}"

@@ -1,9 +1,20 @@
-"""Heads and attention over cached and fresh keys: where models meet `pallas_kernels` for them."""
+"""Heads and attention over cached and fresh keys: where models meet `pallas_kernels` for them.
+
+`Attention` is a target's, whatever its family. Drafters, which cache other things, are made of the functions
+behind it: `heads`, `attend`.
+"""
 
 from __future__ import annotations
 
-from jaxspec.cache import KVSegment
-from jaxspec.models.layers import project, rope_turns
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec import cache as kv
+from jaxspec.cache import KVCache, KVSegment
+from jaxspec.configs.base import LayerSpec
+from jaxspec.models.layers import project, rope_frequencies, rope_turns
+from jaxspec.models.target import Placement
+from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import CACHE_AXES, constrain, whole
 from pallas_kernels.attention import Segment, attention
@@ -20,6 +31,95 @@ KV_WEIGHT_AXES = (
     None,
 )  # D K X H: keys and values, queries beside them or not
 OUT_WEIGHT_AXES = ("kv_heads", "query_groups", "inputs", None)  # K G H D
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention of a target: norms of each query and key head, rotary embedding, a cache.
+
+    `qkv` is stored by kv head: its G query heads, then its key, then its value. The value is absent where
+    values are the raw keys. Both are absent where the layer reads another layer's keys and values.
+
+    Args:
+      width: of the residual stream.
+      spec: heads and window of the layer.
+      owns_kv: whether it has keys and values of its own.
+      values_are_keys: whether values are the raw keys (k = v).
+      norm_values: whether values are normed, which is without a weight.
+      score_scale: what scores are multiplied with.
+      rope_theta, rotary_factor: of `rope_frequencies`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        spec: LayerSpec,
+        *,
+        owns_kv: bool = True,
+        values_are_keys: bool = False,
+        norm_values: bool = False,
+        score_scale: float,
+        rope_theta: float,
+        rotary_factor: float = 1.0,
+        eps: float,
+        dtype: jnp.dtype,
+    ):
+        k, h = spec.num_kv_heads, spec.head_dim
+        g = spec.num_heads // k
+        extra = (1 if values_are_keys else 2) if owns_kv else 0
+        axes = KV_WEIGHT_AXES if owns_kv else Q_WEIGHT_AXES
+        self.qkv = param(width, k, g + extra, h, dtype=dtype, fan_in=width, axes=axes)
+        self.q_norm = param(h, dtype=dtype)
+        if owns_kv:
+            self.k_norm = param(h, dtype=dtype)
+        self.out = param(k, g, h, width, dtype=dtype, fan_in=k * g * h, axes=OUT_WEIGHT_AXES)
+        self.owns_kv, self.norm_values = owns_kv, norm_values
+        self.score_scale, self.window, self.eps = score_scale, spec.window, eps
+        self.rope_theta, self.rotary_factor = rope_theta, rotary_factor
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        where: Placement,
+        cache: KVCache | None,
+        shared: tuple[KVSegment, ...] | None,
+    ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
+        """Return what the layer adds, its cache after the writes, and the keys and values its queries saw.
+
+        Args:
+          x: the residual stream, normed.
+          cache: the layer's own; None to attend to this pass alone, or where `shared` is read.
+          shared: what another layer's queries saw, for a layer without keys of its own.
+        """
+        _, groups, head_dim, _ = self.out.shape
+        # A tree's keys and values wait until it is known which tokens stay (`target.keep_rows`).
+        to_write = cache if where.ancestors is None else None
+        into = None
+        if to_write is not None:
+            into = kv.room(to_write, x.shape[1], *where.written)
+        q, k, v = heads(
+            x,
+            self.qkv[...],
+            self.q_norm[...],
+            self.k_norm[...] if self.owns_kv else None,
+            where.positions,
+            rope_frequencies(head_dim, self.rope_theta, self.rotary_factor),
+            groups=groups,
+            eps=self.eps,
+            norm_values=self.norm_values,
+            into=into,
+        )
+        if k is None or v is None:
+            assert shared is not None
+            segments = shared
+        elif to_write is not None:
+            cache, segments = kv.view_pass(to_write, into, k, v, *where.written)
+        else:
+            segments = (kv.fresh(k, v, where.positions, where.count, where.ancestors),)
+            if cache is not None:
+                segments = (kv.view(cache, where.start, where.slots), *segments)
+        assert q is not None
+        out = attend(q, where.positions, segments, scale=self.score_scale, window=self.window)
+        return whole(project(out, self.out[...], inputs=3)), cache, segments
 
 
 def heads(

@@ -1,6 +1,6 @@
 """Gemma 4's text decoder, all five sizes, as one module over fixed-shape batches.
 
-Read `Gemma4.run_layers`, then `DecoderLayer`, then `Attention`. What differs between sizes is in
+Read `Gemma4.run_layers`, then `DecoderLayer`, then `attention.Attention`. What differs between sizes is in
 `Gemma4Config`. A layer holds only what it needs. Source for every detail: transformers
 `models/gemma4/modeling_gemma4.py`, which the parity tests run beside this.
 """
@@ -15,22 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.gemma4 import Gemma4Config
-from jaxspec.models.attention import (
-    KV_WEIGHT_AXES,
-    OUT_WEIGHT_AXES,
-    Q_WEIGHT_AXES,
-    attend,
-    heads,
-)
+from jaxspec.models.attention import Attention
 from jaxspec.models.layers import (
     GatedMLP,
     gelu_tanh,
     project,
     rms_norm,
-    rope_frequencies,
     softcap,
     table_logits,
 )
@@ -172,8 +164,21 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: Gemma4Config, index: int, *, dtype: jnp.dtype):
         d, p = config.hidden_size, config.per_layer_input_size
+        spec = config.layers[index]
+        full = spec.window is None
         self.pre_attention_norm = param(d, dtype=dtype)
-        self.attention = Attention(config, index, dtype=dtype)
+        self.attention = Attention(
+            d,
+            spec,
+            owns_kv=config.owns_kv(index),
+            values_are_keys=config.k_eq_v and full,
+            norm_values=True,
+            score_scale=1.0,
+            rope_theta=config.full_rope_theta if full else config.rope_theta,
+            rotary_factor=config.full_partial_rotary_factor if full else 1.0,
+            eps=config.rms_norm_eps,
+            dtype=dtype,
+        )
         self.post_attention_norm = param(d, dtype=dtype)
         self.pre_mlp_norm = param(d, dtype=dtype)
         self.mlp = GatedMLP(d, config.mlp_width_of(index), gelu=True, dtype=dtype)
@@ -258,69 +263,6 @@ class DecoderLayer(nnx.Module):
 def run_layer(layer: DecoderLayer, *args):
     """Call a layer through jit, so that layers of one shape are traced and lowered once."""
     return layer(*args)
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention with per-head norms, a score scale of 1 and no score soft cap.
-
-    `qkv` is stored by kv head: its G query heads, then its key, then its value (absent where values are
-    the raw keys; neither where the layer reads another layer's K/V).
-    """
-
-    def __init__(self, config: Gemma4Config, index: int, *, dtype: jnp.dtype):
-        layer, d = config.layers[index], config.hidden_size
-        k, h = layer.num_kv_heads, layer.head_dim
-        g = layer.num_heads // k
-        full = layer.window is None
-        self.k_eq_v = config.k_eq_v and full
-        self.owns_kv = config.owns_kv(index)
-        extra = (1 if self.k_eq_v else 2) if self.owns_kv else 0
-        qkv_axes = KV_WEIGHT_AXES if self.owns_kv else Q_WEIGHT_AXES
-        self.qkv = param(d, k, g + extra, h, dtype=dtype, fan_in=d, axes=qkv_axes)
-        self.q_norm = param(h, dtype=dtype)
-        if self.owns_kv:
-            self.k_norm = param(h, dtype=dtype)
-        self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h, axes=OUT_WEIGHT_AXES)
-        self.window = layer.window
-        self.theta = config.full_rope_theta if full else config.rope_theta
-        self.partial_factor = config.full_partial_rotary_factor if full else 1.0
-        self.eps = config.rms_norm_eps
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        where: Placement,
-        cache: KVCache | None,
-        shared: tuple[KVSegment, ...] | None,
-    ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
-        _, g, head_dim, _ = self.out.shape
-        tree = where.ancestors is not None
-        into = None
-        if cache is not None and not tree:
-            into = kv.room(cache, x.shape[1], *where.written)
-        q, k, v = heads(
-            x,
-            self.qkv[...],
-            self.q_norm[...],
-            self.k_norm[...] if self.owns_kv else None,
-            where.positions,
-            rope_frequencies(head_dim, self.theta, self.partial_factor),
-            groups=g,
-            eps=self.eps,
-            into=into,
-        )
-        if k is None or v is None:  # another layer's are read
-            assert shared is not None
-            segments = shared
-        elif cache is not None and not tree:
-            cache, segments = kv.view_pass(cache, into, k, v, *where.written)
-        else:
-            segments = (kv.fresh(k, v, where.positions, where.count, where.ancestors),)
-            if cache is not None:
-                segments = (kv.view(cache, where.start, where.slots), *segments)
-        assert q is not None
-        out = attend(q, where.positions, segments, scale=1.0, window=self.window)
-        return whole(project(out, self.out[...], inputs=3)), cache, segments
 
 
 def _rounded_sqrt(x: int, dtype: jnp.dtype) -> Array:

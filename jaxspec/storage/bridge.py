@@ -29,7 +29,7 @@ def to_hf_names(
     Args:
       params: of the target or drafter that `config` describes.
       prefix: what stands before a target's names: "model." in text-only checkpoints of Gemma 4; None for
-        that of the releases, "model.language_model.". Drafters' names have none.
+        that of the releases, "model.language_model.". Names of others have none.
 
     Raises:
       ValueError: parameters are missing, not known, or of a wrong shape; all are listed.

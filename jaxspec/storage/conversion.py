@@ -102,8 +102,8 @@ def open_source(directory: Path) -> Source:
     for name, original in plan.copies.items():
         if not checkpoint.equal(name, original):
             raise CheckpointError(
-                f"{directory}: {name} differs from {original}, but the model ties them; "
-                "an untied head is not supported"
+                f"{directory}: {name} differs from {original}, but config.json ties them "
+                "(tie_word_embeddings); one of the files is of another model"
             )
     for fill in plan.fills:
         if fill.transform is integers:
@@ -266,7 +266,7 @@ def write_weights(
     """Write parameters as safetensors under Hugging Face names; config.json is the caller's.
 
     Args:
-      prefix: what stands before the names: "model." for a text-only target, "" for a drafter.
+      prefix: what stands before the names: "model." for a text-only Gemma 4 target, else "".
     """
     shapes = parameter_shapes(config)
     stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
