@@ -29,8 +29,8 @@ from jax.typing import ArrayLike
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.checkpoint import LoadedModel
 from jaxspec.drafters.tree import check_tree
+from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.sampling import SamplingParams

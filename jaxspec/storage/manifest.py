@@ -58,7 +58,7 @@ class Manifest:
             )
         values.pop("jaxspec_version", None)
         try:
-            generation, kind = values.pop("generation"), values.pop("kind")
+            generation, kind = values.pop("generation"), str(values.pop("kind"))
             family = named(_RENAMED.get(kind, kind))
             return cls(
                 kind=family.name,

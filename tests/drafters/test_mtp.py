@@ -20,7 +20,7 @@ import pytest
 from jax import lax
 
 from jaxspec import cache as kv
-from jaxspec import checkpoint
+from jaxspec import loading
 from jaxspec.configs.base import ConfigError, LayerType
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
@@ -138,7 +138,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp("pair")
     tiny.save(request.param, directory / "target")
     oracle = tiny.save_assistant(request.param, directory / "assistant")
-    target = checkpoint.load_target(str(directory / "target"), dtype="float32")
+    target = loading.load_target(str(directory / "target"), dtype="float32")
     rng = np.random.default_rng(0)
     prompts = tuple(rng.integers(20, tiny.VOCAB_SIZE, n).astype(np.int32) for n in LENGTHS)
     caches = init_caches(
@@ -158,7 +158,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(
         oracle,
         target,
-        checkpoint.load_drafter(str(directory / "assistant"), dtype="float32"),
+        loading.load_drafter(str(directory / "assistant"), dtype="float32"),
         prompts,
         caches,
         whole(target.graph, target.params, jnp.asarray(padded)),

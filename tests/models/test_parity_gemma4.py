@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import checkpoint
+from jaxspec import loading
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.engine import Completion, Engine, Request
@@ -57,7 +57,7 @@ class Pair:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     directory = tmp_path_factory.mktemp("checkpoint")
     oracle = tiny.save(request.param, directory)
-    model = checkpoint.load_target(str(directory), dtype="float32")
+    model = loading.load_target(str(directory), dtype="float32")
     rng = np.random.default_rng(0)
     prompts = tuple(rng.integers(2, tiny.VOCAB_SIZE, n).astype(np.int32) for n in LENGTHS)
     with torch.no_grad():
