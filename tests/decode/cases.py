@@ -20,7 +20,7 @@ from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras
-from tests import fakes, tiny
+from tests import fakes, tiny, tiny_qwen3
 
 BLOCK = 5
 SLOTS = 4
@@ -89,6 +89,8 @@ class Case:
 @functools.cache
 def target(name: str) -> LoadedModel:
     """Return a feature set in float32 with random weights, in few layers."""
+    if name in tiny_qwen3.FEATURE_SETS:
+        return fakes.loaded(*tiny_qwen3.target(name))
     config = tiny.config(name)
     layers = _LAYERS[name]
     config = dataclasses.replace(
