@@ -331,8 +331,8 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path: Path):
 def test_what_is_missing_and_what_is_not_known_is_listed(tmp_path: Path):
     config = hf_config("qwen3-untied")
     shapes = shapes_of(config, head=False)
-    shapes["model.layers.0.self_attn.q_proj.bias"] = (64,)
-    shapes["model.layers.1.mlp.up_proj.weight"] = (80, 64)
+    shapes["model.layers.0.self_attn.q_proj.bias"] = (72,)
+    shapes["model.layers.1.mlp.up_proj.weight"] = (80, 72)
     hf_layout.write(tmp_path / "hf", config, shapes)
     with pytest.raises(CheckpointError) as refused:
         load_target(str(tmp_path / "hf"), dtype="float32")
@@ -340,7 +340,7 @@ def test_what_is_missing_and_what_is_not_known_is_listed(tmp_path: Path):
     assert "3 problems" in message
     assert "lm_head.weight: missing" in message
     assert "model.layers.0.self_attn.q_proj.bias: not known" in message
-    assert "model.layers.1.mlp.up_proj.weight: shape [80, 64], expected [88, 64]" in message
+    assert "model.layers.1.mlp.up_proj.weight: shape [80, 72], expected [88, 72]" in message
 
 
 def test_a_target_is_not_taken_for_a_drafter(source: Path):
@@ -375,7 +375,7 @@ def test_feature_layers_that_no_file_names_are_the_released_ones():
 
 
 def test_windows_of_drafters_come_from_layer_types():
-    """transformers drops `sliding_window` unless `use_sliding_window`: a drafter would turn full silently."""
+    """By transformers a drafter would turn full silently: it wants `use_sliding_window` as well."""
     types = ["sliding_attention"] * 4 + ["full_attention"]
     windows = {"layer_types": types, "sliding_window": 2048, "use_sliding_window": False}
     config = DFlashConfig.from_hf(drafter_config(4096, 12288, 36) | windows)
@@ -387,11 +387,11 @@ def test_windows_of_drafters_come_from_layer_types():
 
 
 def test_drafter_there_and_back(tmp_path: Path):
-    small = {"hidden_size": 64, "intermediate_size": 88, "vocab_size": 160, "num_target_layers": 3}
-    small |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    small = {"hidden_size": 72, "intermediate_size": 88, "vocab_size": 160, "num_target_layers": 3}
+    small |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
     small |= {"num_hidden_layers": 2}
     small |= {"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 1]}}
-    config = drafter_config(64, 88, 3) | small
+    config = drafter_config(72, 88, 3) | small
     hf_layout.write(tmp_path / "hf", config, hf_layout.drafter_shapes(config))
     assert convert(tmp_path / "hf", tmp_path / "ours").kind == "dflash"
     to_hf(tmp_path / "ours", tmp_path / "back")

@@ -109,6 +109,7 @@ def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
     prompts = [p[:20].tolist() for p in pair.prompts]
     ours = naive_greedy(pair.model, prompts, 24)
     assert ours.smallest_gap > 1e-4
+    said: set[int] = set()
     for prompt, sequence in zip(prompts, ours.sequences, strict=True):
         ids = torch.tensor([prompt])
         theirs = pair.oracle.generate(
@@ -119,7 +120,8 @@ def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
             eos_token_id=None,
         )
         assert sequence == theirs[0].tolist()
-        assert len(set(sequence[len(prompt) :])) > 8, "a model that repeats itself shows little"
+        said |= set(sequence[len(prompt) :])
+    assert len(said) > 20, "models that repeat themselves show little"
 
 
 def test_both_shapes_of_config_give_the_same_model(pair: Pair) -> None:
