@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.hf_io import DTYPES
-from checkpoints_convert.rules import RuleSet, Shape, TensorSpec, fills_for, integers, match
+from checkpoints_convert.rules import RuleSet, Shape, TensorSpec, fills_for, match
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -78,11 +78,12 @@ def from_hf_names(
         traced = any(isinstance(t, Tracer) for t in pair)
         if not traced and not jnp.array_equal(*pair):
             raise CheckpointError(
-                f"{name} differs from {original}, but the model ties them; an untied head is not supported"
+                f"{name} differs from {original}, but the config says that they are one "
+                "(tie_word_embeddings)"
             )
     params: dict[str, jax.Array] = {}
     for fill in plan.fills:
         sources = [jnp.asarray(tensors[name]) for name in fill.sources]
         param = fill.transform.to_param(sources, fill.shape)
-        params[fill.path] = param.astype(jnp.int32) if fill.transform is integers else param
+        params[fill.path] = param.astype(jnp.int32) if fill.transform.integers else param
     return params

@@ -11,8 +11,8 @@ from checkpoints_convert.rules import (
     Skip,
     for_layers,
     heads,
-    integers,
     linear,
+    permutation,
     same,
 )
 
@@ -21,7 +21,7 @@ _RULES = (
     Rule("pre_projection.weight", "pre_projection", linear),
     Rule("post_projection.weight", "post_projection", linear),
     Rule("masked_embedding.centroids.weight", "centroids", linear),
-    Rule("masked_embedding.token_ordering", "token_ordering", integers),
+    Rule("masked_embedding.token_ordering", "token_ordering", permutation),
     Rule("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attention.qkv", heads),
     *(
         Rule(tuple(f"model.{s}" for s in rule.sources), rule.path, rule.transform)

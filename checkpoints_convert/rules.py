@@ -39,6 +39,9 @@ class Transform:
     name: str
     to_param: Callable[[Sequence[Any], Shape], Any]
     to_sources: Callable[[Any, int], tuple[Any, ...]]
+    integers: bool = (
+        False  # kept as int32 in every dtype that weights are cast to; files have them as int64
+    )
 
 
 def _join(sources: Sequence[Any], axis: int = 0) -> Any:
@@ -98,8 +101,11 @@ def _to_experts(param: Any, _: int) -> tuple[Any, ...]:
 same = Transform("same", lambda sources, shape: sources[0].reshape(shape), lambda x, _: (x,))
 """Embeddings, norms, scalars: as they are."""
 
-integers = Transform("integers", same.to_param, same.to_sources)
-"""Token ids: as they are, and integers in every dtype that weights are cast to."""
+integers = Transform("integers", same.to_param, same.to_sources, integers=True)
+"""Token ids: as they are."""
+
+permutation = Transform("permutation", same.to_param, same.to_sources, integers=True)
+"""An order of all tokens, likewise. Conversion checks that none is left out."""
 
 linear = Transform("linear", _from_linear, _to_linear)
 """[out, in] matrices, joined along out, become [in, *out]: one projection, or gate and up."""
@@ -197,7 +203,7 @@ class Fill:
 
     def cast(self, dtype: np.dtype) -> np.dtype:
         """Return what this parameter has where weights have `dtype`."""
-        return np.dtype(np.int32) if self.transform is integers else dtype
+        return np.dtype(np.int32) if self.transform.integers else dtype
 
     def to_param(self, sources: Sequence[np.ndarray]) -> np.ndarray:
         # On raw bits: numpy moves plain integers several times faster than bfloat16.
@@ -277,7 +283,7 @@ def match(
         if skip.copy_of is not None:
             copies[name] = prefix + skip.copy_of
     for fill in fills:
-        allowed = INTEGERS if fill.transform is integers else FLOATS
+        allowed = INTEGERS if fill.transform.integers else FLOATS
         for name, shape in zip(fill.sources, fill.source_shapes(), strict=True):
             if name not in tensors:
                 wrong.append(f"{name}: missing")

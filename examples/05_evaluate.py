@@ -17,7 +17,7 @@ import numpy as np
 
 import jaxspec
 from jaxspec.api import BUNDLED
-from jaxspec.commands.prompts import encode, read_jsonl
+from jaxspec.commands.generate.prompts import encode, read_jsonl
 from jaxspec.tokenizer import Tokenizer
 
 BATCH, NEW_TOKENS, TEMPERATURE = 6, 48, 0.8

@@ -1,12 +1,12 @@
 """Key/value caches: fixed shapes, written in place, rolled back by a length.
 
-A cache is [B, K, S, H] an array (heads before positions: the other order is transposed at the edge of
-the decode loop). Full layers hold every position; sliding layers a ring in which position p lives in slot
-p mod R. Nothing is ever erased: which positions a slot holds follows from how many were written, so
-forgetting rejected tokens is keeping the old length.
+A cache is [B, K, S, H] an array (heads before positions: the other order is transposed at the edge
+of the decode loop). Full layers hold every position; sliding layers a ring in which position p
+lives in slot p mod R. Nothing is ever erased: which positions a slot holds follows from how many
+were written, so forgetting rejected tokens is keeping the old length.
 
-A ring has `slack` more slots than its window: a pass may write up to `slack` tokens before it reads, and
-of those any may be rejected, without hiding a key that some later query still sees.
+A ring has `slack` more slots than its window: a pass may write up to `slack` tokens before it
+reads, and of those any may be rejected, without hiding a key that some later query still sees.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
-from pallas_kernels.qkv import Destination, put
+from pallas_kernels.attention import KVSegment
+from pallas_kernels.qkv import Destination, write_kv
 
 RING_MULTIPLE = 64  # ring sizes are rounded up to this, so that kernels can tile them
 
@@ -27,17 +28,6 @@ class KVCache(struct.PyTreeNode):
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S H"]
     ring_slack: int | None = struct.field(pytree_node=False, default=None)
-
-
-class KVSegment(struct.PyTreeNode):
-    """Keys and values with the position of each; -1 marks an empty slot, which no query sees."""
-
-    k: Float[Array, "B K S H"]
-    v: Float[Array, "B K S H"]
-    positions: Int[Array, "B S"]
-    seen_by: Bool[Array, "B T S"] | None = (
-        None  # queries that may see each key; None: positions tell
-    )
 
 
 def init_cache(
@@ -96,8 +86,8 @@ def write(
     count: Int[Array, " b"],
     slots: Int[Array, " b"] | None = None,
 ) -> KVCache:
-    """Write a pass's keys and values, in place when the cache is donated. Arguments as in `destination`."""
-    k, v = put(destination(cache, k.shape[2], start, count, slots), k, v)
+    """Write a pass, in place when the cache is donated. Arguments as in `destination`."""
+    k, v = write_kv(destination(cache, k.shape[2], start, count, slots), k, v)
     return cache.replace(k=k, v=v)
 
 
@@ -117,23 +107,24 @@ def view(
     return KVSegment(cache.k[slots], cache.v[slots], positions)
 
 
-def room(
+def early_destination(
     cache: KVCache,
     tokens: int,
     start: Int[Array, " b"],
     count: Int[Array, " b"],
     slots: Int[Array, " b"] | None = None,
 ) -> Destination | None:
-    """Return where a pass writes before it reads, or None where it must not.
+    """Return where a pass goes if it may be written before its queries attend, else None.
 
     A chunk longer than a ring's slack would overwrite keys that its own first queries need.
+    Arguments as in `destination`.
     """
     if cache.ring_slack is not None and tokens > cache.ring_slack:
         return None
     return destination(cache, tokens, start, count, slots)
 
 
-def view_pass(
+def append_pass(
     cache: KVCache,
     into: Destination | None,
     k: Float[Array, "_ K _ H"],
@@ -142,43 +133,49 @@ def view_pass(
     count: Int[Array, " b"],
     slots: Int[Array, " b"] | None = None,
 ) -> tuple[KVCache, tuple[KVSegment, ...]]:
-    """Return the cache after a pass, and what queries of that pass may attend to.
+    """Return the cache with a pass in it, and what the queries of that pass attend to.
 
     Args:
-      into: what `room` said. Where there was room, k and v are the arrays of the cache, written; else they
-        are the pass's own, which are read beside the old ring.
+      into: what `early_destination` returned. If that was a destination, k and v are the arrays of
+        the cache, written. Otherwise they are the pass's own, which are read beside the old ring.
     """
     if into is not None:
         new = cache.replace(k=k, v=v)
         return new, (view(new, start + count, slots),)
     positions = start[:, None] + jnp.arange(k.shape[2])[None, :]
-    segments = view(cache, start, slots), fresh(k, v, positions, count)
+    segments = view(cache, start, slots), pass_segment(k, v, positions, count)
     return write(cache, k, v, start, count, slots), segments
 
 
-def fresh(
+def pass_segment(
     k: Float[Array, "b K T H"],
     v: Float[Array, "b K T H"],
     positions: Int[Array, "b T"],
     count: Int[Array, " b"],
     seen_by: Bool[Array, "b T T"] | None = None,
 ) -> KVSegment:
-    """Return this pass's own keys and values as a segment, without any cache."""
+    """Return a pass's own keys and values as a segment, which is in no cache.
+
+    Args:
+      count: how many tokens of each row are real.
+      seen_by: which queries may see each token; None: all that its position allows.
+    """
     real = jnp.arange(k.shape[2])[None, :] < count[:, None]
     positions = jnp.where(real, positions, -1)
     return KVSegment(k, v, positions, seen_by)
 
 
-def keep(
+def append_chosen(
     cache: KVCache,
     segment: KVSegment,
     rows: Int[Array, "B T"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
 ) -> KVCache:
-    """Write some tokens of a pass that has not written: the first `count` of `rows`, in that order.
+    """Write some tokens of a pass that was not written yet: the first `count` of `rows`.
 
     Args:
+      segment: the pass.
       rows: which token of the pass comes to stand at position start, start + 1, ...
     """
 

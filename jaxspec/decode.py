@@ -32,18 +32,6 @@ from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk, put_rows, take_rows
 from jaxspec.verify import Verdict, synthetic_verify, tree_verify, verify
 
-COMPILER_OPTIONS = {
-    "xla_gpu_dot_merger_threshold_mb": 0,
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    "xla_cpu_prefer_vector_width": 512,
-}
-"""What the programs here are compiled with. By default XLA joins the weights of products that share an
-input into one matrix, and does so again in every step: a DFlash drafter's keys and values of all layers.
-And in a CUDA graph it puts one kernel after the other, also where neither needs the other: 26B-A4B's experts
-and its dense MLP, several norms of one residual (a plain step of one row on an H200: 3.3 ms instead of 3.8).
-On a CPU it makes matrix-vector loops for vectors of 256 bits, also where there are wider ones (bundled
-target, jax 0.10.2 on 2 cores with AVX-512: a plain step takes 2.28 ms instead of 2.59)."""
-
 
 def prefill(
     spec: DecodeSpec,

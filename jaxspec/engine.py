@@ -27,6 +27,7 @@ from jaxspec import decode, memory
 from jaxspec import state as states
 from jaxspec.drafters.tree import check_tree
 from jaxspec.loading import LoadedModel
+from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.ranges import PENALTIES, refusal
 from jaxspec.records import Drafting, Extras, FieldError, Tree
@@ -214,7 +215,7 @@ class Engine:
         memory.check_fits(engine.spec, engine.batch_size, engine.cache_length, engine.mesh)
         return engine
 
-    def check(self, request: Request) -> str | None:
+    def check(self, request: Request) -> FieldError | str | None:
         """Say what is wrong with a request and the way out, or None when it can run."""
         config = self.target.config
         count, most = len(request.prompt_ids), request.max_new_tokens
@@ -224,25 +225,33 @@ class Engine:
         if bad:
             return f"prompt ids {bad[:5]} are outside the vocabulary; expected 0 to {config.vocab_size - 1}"
         if most < 1:
-            return f"max_new_tokens is {most}; it must be 1 or more"
+            return FieldError("max_new_tokens", f"is {most}; it must be 1 or more")
         for name in VALUES:
             if wrong := refusal(name, getattr(request, name)):
                 return f"{name} {wrong}"
         if request.penalties and not self.spec.extras.penalties:
             name = request.penalties[0]
-            return f"{name} is {getattr(request, name):g}, but the engine was made without penalties=True"
+            value = getattr(request, name)
+            return FieldError(name, f"is {value:g}, but the engine was made without penalties=True")
         if error := self._check_biases(request.logit_bias):
             return error
         if count + most > config.max_positions:
-            return (
-                f"prompt ({count} tokens) + max_new_tokens ({most}) needs {count + most} positions; the "
-                f"model has {config.max_positions}"
+            return FieldError(
+                "max_new_tokens",
+                lambda name: (
+                    f"prompt ({count} tokens) + {name('max_new_tokens')} ({most}) needs {count + most} "
+                    f"positions; the model has {config.max_positions}"
+                ),
             )
         needed = self.cache_length_for(request)
         if needed > self.cache_length:
-            return (
-                f"cache holds {self.cache_length} positions, but prompt ({count} tokens) + max_new_tokens "
-                f"({most}) + one step ({self.spec.step_tokens}) needs {needed}; pass cache_length={needed}"
+            return FieldError(
+                "cache_length",
+                lambda name: (
+                    f"cache holds {self.cache_length} positions, but prompt ({count} tokens) + "
+                    f"{name('max_new_tokens')} ({most}) + one step ({self.spec.step_tokens}) needs {needed}; "
+                    f"pass {name('cache_length', needed)}"
+                ),
             )
         return None
 
@@ -276,7 +285,7 @@ class Engine:
             if error is None:
                 waiting.append(index)
             else:
-                yield Completion(index, error=error)
+                yield Completion(index, error=str(error))
         num_stop_ids = bucket(max((len(set(r.stop_ids)) for r in requests), default=1), smallest=4)
         slots: list[int | None] = [None] * self.batch_size
         reported = [0] * self.batch_size
@@ -491,7 +500,7 @@ def _compile(
             bound,
             donate_argnums=donate,
             out_shardings=jax.tree.map(lambda x: x.sharding, state),
-            compiler_options=decode.COMPILER_OPTIONS,
+            compiler_options=COMPILER_OPTIONS,
         )
         with jax.set_mesh(mesh):
             _compiled[key] = jitted.lower(*args).compile()

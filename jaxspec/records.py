@@ -56,12 +56,13 @@ class Range:
     Attributes:
       words: what they are, as in "must be ...".
       allows: tells of a number, or of each number of an array; never true of nan.
-      low: the least whole number, where the field is one.
+      low, high: the least and the greatest whole number, where the field is one and has them.
     """
 
     words: str
     allows: Callable[[Any], Any]
     low: int | None = None
+    high: int | None = None
 
     def refusal(self, value: float) -> str | None:
         """Say what is wrong with a value, or None when it is allowed."""
@@ -77,6 +78,10 @@ def at_least(low: int, off: str = "") -> Range:
 BIAS = Range("a number, or -inf to ban", lambda x: x < math.inf)
 
 
+REQUIRED = dataclasses.MISSING
+"""The default of a field that has none."""
+
+
 def option(
     default: Any,
     help: str,
@@ -84,19 +89,24 @@ def option(
     range: Range | None = None,
     metavar: str | None = None,
     flag: str | None = None,
+    needs: tuple[str, ...] = (),
+    secret: bool = False,
 ) -> Any:
     """Declare a field of a record.
 
     Args:
+      default: `REQUIRED` for none.
       help: what it does, in the words of the command line; shown by `--help`.
-      range: what it may be; None for any value of its type.
+      range: what it may be, or each of several may be; None for any value of its type.
       metavar: how `--help` shows its value.
-      flag: its option on the command line, where that is not `--` and its name. "" for none.
+      flag: its option on the command line, where that is not `--` and its name.
+      needs: fields that must be given with it.
+      secret: it does not show when the record is printed.
     """
-    metadata = dict(help=help, range=range, metavar=metavar, flag=flag)
+    metadata = dict(help=help, range=range, metavar=metavar, flag=flag, needs=needs)
     if isinstance(default, dict):
         return field(default_factory=dict, hash=False, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 def check_ranges(record: Any) -> None:
@@ -108,8 +118,11 @@ def check_ranges(record: Any) -> None:
     for f in dataclasses.fields(record):
         allowed: Range | None = f.metadata.get("range")
         value = getattr(record, f.name)
-        if allowed is not None and value is not None and (wrong := allowed.refusal(value)):
-            raise FieldError(f.name, wrong)
+        if allowed is None or value is None:
+            continue
+        for number in value if isinstance(value, tuple) else (value,):
+            if wrong := allowed.refusal(number):
+                raise FieldError(f.name, wrong)
 
 
 @dataclass(frozen=True)
@@ -194,8 +207,13 @@ DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Sampli
 class Tree:
     """The shape of a draft tree: each level widens its `topk` best nodes by their `topk` best children."""
 
-    topk: int
-    depth: int
+    topk: int = option(
+        REQUIRED,
+        "Draft a tree: each level widens its best nodes, this many, by as many tokens. Needs its "
+        "depth and the number of draft tokens, the nodes to verify: 3, 5 and 11, say.",
+        range=at_least(1),
+    )
+    depth: int = option(REQUIRED, "Levels of that tree.", range=at_least(1))
 
 
 @dataclass(frozen=True)
@@ -210,9 +228,8 @@ class Drafting:
     )
     tree: Tree | None = option(
         None,
-        "Draft a tree: each level widens its best nodes, TOPK of them, by as many tokens, down to DEPTH. "
-        "Needs the number of draft tokens too, the nodes to verify: 3, 5 and 11, say.",
-        flag="",
+        "Draft a tree of this shape instead of a chain.",
+        needs=("num_draft_tokens",),
     )
     draft_sampling: bool = option(
         False,

@@ -31,6 +31,7 @@ from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.drafters.tree import check_tree
 from jaxspec.loading import LoadedModel
+from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.sampling import SamplingParams
@@ -258,7 +259,7 @@ class Programs:
                 function if spec is None else _with_spec(function, spec),
                 donate_argnums=donate,
                 out_shardings=jax.tree.map(lambda x: x.sharding, args[donate]),
-                compiler_options=decode.COMPILER_OPTIONS,
+                compiler_options=COMPILER_OPTIONS,
             )
             with jax.set_mesh(mesh):
                 self.compiled[key] = jitted.lower(*args).compile()
@@ -462,5 +463,5 @@ class Bound:
         return self.compiled(*self.weights, *given)
 
 
-jit = functools.partial(jax.jit, compiler_options=decode.COMPILER_OPTIONS)
+jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 """`jax.jit` with the options that all programs of the decode loop are compiled with."""

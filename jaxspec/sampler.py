@@ -37,6 +37,7 @@ from jaxspec import decode, memory
 from jaxspec import state as states
 from jaxspec.engine import PREFILL_CHUNK, SMALLEST_PREFILL, VALUES, bucket, make_spec
 from jaxspec.loading import LoadedModel
+from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.ranges import PENALTIES, RANGES
 from jaxspec.records import Drafting, Extras, Tree
@@ -179,7 +180,7 @@ class Sampler:
             stop_ids = generation.eos_token_ids if generation else ()
         self.stop_ids = tuple(stop_ids)
         self.max_new_tokens, self.num_samples = max_new_tokens, num_samples
-        jit = functools.partial(jax.jit, compiler_options=decode.COMPILER_OPTIONS)
+        jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
         self._generate = jit(self._traced, static_argnums=0)
         self._begin = jit(self._prefilled, static_argnums=0)
         self._advance = jit(functools.partial(decode.decode_loop, self.spec), donate_argnums=2)

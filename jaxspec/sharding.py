@@ -107,8 +107,8 @@ def constrain(x: Array, *axes: str | None) -> Array:
     return lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
-def whole(x: Array) -> Array:
-    """Tell XLA that nothing but the rows of an activation is split: a sum over devices ends here."""
+def whole_rows(x: Array) -> Array:
+    """Tell XLA that each row of an activation is whole on one device: a sum over devices ends here."""
     return constrain(x, "batch")
 
 

@@ -1,13 +1,14 @@
-"""What Triton kernels here share: loads and stores by indices of several shapes, masks, products."""
+"""What Triton kernels share: loads and stores by indices of several shapes, masks, products."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
+
+from pallas_kernels.elementary import precision_of
 
 
 def load(ref: Any, *index: Any, mask: Array | None = None) -> Array:
@@ -19,7 +20,7 @@ def load(ref: Any, *index: Any, mask: Array | None = None) -> Array:
 
 
 def store(ref: Any, *index: Any, value: Array, mask: Array | None = None) -> None:
-    """Store where indices of some shapes point together and the mask is true, rounded to the array's dtype."""
+    """Store where indices point together and the mask is true, rounded to the array's dtype."""
     at, shape = _at(ref, index)
     mask = None if mask is None else jnp.broadcast_to(mask, shape)
     plgpu.store(at, value.astype(ref.dtype), mask=mask)
@@ -38,6 +39,4 @@ def below(index: Array, size: int) -> Array | None:
 
 def dot(x: Array, y: Array) -> Array:
     """Multiply two matrices, summing in float32."""
-    # On Hopper the default for float32 would be TF32.
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.dot(x, y, precision=exact, preferred_element_type=jnp.float32)
+    return jnp.dot(x, y, precision=precision_of(x), preferred_element_type=jnp.float32)

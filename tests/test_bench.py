@@ -21,9 +21,13 @@ from typer.testing import CliRunner
 import jaxspec
 from jaxspec import decode, memory
 from jaxspec import state as states
-from jaxspec.commands import bench, floor, plot, step_profile
-from jaxspec.commands.bench import Pair
-from jaxspec.commands.floor import Ceiling, StepCost
+from jaxspec.commands.bench import floor, plot, profile, programs, results, run, tables
+from jaxspec.commands.bench import pair as pairs
+from jaxspec.commands.bench.command import bench_command
+from jaxspec.commands.bench.floor import Ceiling, StepCost
+from jaxspec.commands.bench.measure import measure, of_a_group
+from jaxspec.commands.bench.pair import Pair, make_pair
+from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
@@ -269,7 +273,7 @@ def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
 
 def test_devices_of_a_host_share_what_it_can_do() -> None:
     mesh = Mesh(np.array([jax.devices()[:1] * 4] * 2), MESH_AXES)
-    rows, together = bench._of_a_group(mesh, 8, H200)
+    rows, together = of_a_group(mesh, 8, H200)
     assert (rows, together.bytes_per_s) == (4, H200.bytes_per_s / 2)
 
 
@@ -279,8 +283,8 @@ def report() -> dict[str, Any]:
     pair, text = tiny_pair(synthetic_acceptance=2.5), io.StringIO()
     prompts = pair.prompts(2, 20, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "measure_ceiling", lambda *_: H200)
-        values = bench.run(Console(file=text, width=80), pair, prompts, [2], None, 40, 2, 0)
+        patch.setattr(run, "measure_ceiling", lambda *_: H200)
+        values = run.run(Console(file=text, width=80), pair, prompts, [2], (), 40, 2, 0)
     return {**json.loads(json.dumps(values)), "text": text.getvalue()}
 
 
@@ -291,7 +295,7 @@ def test_report_of_a_run(report: dict[str, Any]) -> None:
     assert max(map(len, report["text"].splitlines())) <= 80
     assert "…" not in report["text"]
     plain, speculative = report["results"]
-    assert plain.keys() == {f.name for f in dataclasses.fields(bench.Result)}
+    assert plain.keys() == {f.name for f in dataclasses.fields(results.CaseResult)}
     assert (plain["mode"], plain["steps"], plain["acceptance_length"]) == ("plain", 40, None)
     assert (plain["label"], plain["draft_ms"], plain["draft_floor_ms"]) == ("plain", None, 0)
     assert (speculative["label"], speculative["acceptance"]) == ("dflash 3", "synthetic")
@@ -313,12 +317,12 @@ def test_report_of_a_run(report: dict[str, Any]) -> None:
 
 def test_seconds_to_the_first_token_are_added_up(report: dict[str, Any]) -> None:
     first = report["results"][0] | {"prefill_compile_s": 3.0, "ttft_ms": {"median": 250.0}}
-    startup = bench.startup_of(first, import_s=2.0, load_s=4.0)
+    startup = run.startup_of(first, import_s=2.0, load_s=4.0)
     assert startup["first_token_s"] == 9.25
-    assert ": 9.2 to the first token" in bench.described_startup(startup)
-    unknown = bench.startup_of(first | {"ttft_ms": None}, import_s=None, load_s=4.0)
+    assert ": 9.2 to the first token" in run.described_startup(startup)
+    unknown = run.startup_of(first | {"ttft_ms": None}, import_s=None, load_s=4.0)
     assert unknown["first_token_s"] is None
-    assert bench.described_startup(unknown).startswith("seconds: 4.0 weights, 3.0 compiling")
+    assert run.described_startup(unknown).startswith("seconds: 4.0 weights, 3.0 compiling")
 
 
 def test_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -> None:
@@ -382,10 +386,10 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 def test_kernels_and_round_trips_of_a_loop() -> None:
     """A library call, a copy, seven rounds of a fusion, the smaller branch, a loop that the host follows."""
-    counts = step_profile.loop_counts(A_LOOP)
-    assert counts == step_profile.LoopCounts(kernels=1 + 1 + 7 + 1 + 1, host_round_trips=2)
+    counts = profile.loop_counts(A_LOOP)
+    assert counts == profile.LoopCounts(kernels=1 + 1 + 7 + 1 + 1, host_round_trips=2)
     with pytest.raises(ValueError, match="no loop"):
-        step_profile.loop_counts(A_LOOP.replace("while(", "call("))
+        profile.loop_counts(A_LOOP.replace("while(", "call("))
 
 
 def mtp_tree() -> Pair:
@@ -399,9 +403,7 @@ def mtp_tree() -> Pair:
 def test_a_case_starts_within_a_context_that_was_never_prefilled() -> None:
     """With a tree: experts are counted over all of its nodes, and acceptance is real unless asked."""
     pair = mtp_tree()
-    result = bench.measure(
-        pair, pair.prompts(1, 1, 0), H200, new_tokens=6, repeats=1, seed=0, context=90
-    )
+    result = measure(pair, pair.prompts(1, 1, 0), H200, new_tokens=6, repeats=1, seed=0, context=90)
     assert (result.context_length, result.ttft_ms, result.cache_length) == (90, None, 128)
     assert (result.label, result.acceptance) == ("mtp tree 5", "real")
     assert result.acceptance_length is not None
@@ -409,8 +411,8 @@ def test_a_case_starts_within_a_context_that_was_never_prefilled() -> None:
     assert 2 <= result.steps <= 6
     assert result.distinct_experts is not None
     assert 3 <= result.distinct_experts.min <= result.distinct_experts.max <= 8
-    assert "a tree of topk 2 and depth 3" in bench._shape(pair.spec)
-    longer = bench.step_cost(pair.spec, 1, 93)
+    assert "a tree of topk 2 and depth 3" in pair.title
+    longer = floor.step_cost(pair.spec, 1, 93)
     assert result.cost == longer
 
 
@@ -419,10 +421,10 @@ def test_random_caches_are_as_norms_leave_them() -> None:
     empty = states.init_state(
         spec, 2, cache_length=64, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
     )
-    filled = bench._with_random_caches(empty, 0)
+    filled = programs.with_random_caches(empty, 0)
     for x in jax.tree.leaves((filled.caches, filled.drafter)):
         assert np.std(x) == pytest.approx(1, abs=0.1)
-    state = bench._stand_after(40, jnp.asarray([3, 4]), filled)
+    state = programs.stand_after(40, jnp.asarray([3, 4]), filled)
     assert state.lengths.tolist() == [40, 40]
     assert state.tokens[:, 0].tolist() == state.anchors.tolist() == [3, 4]
     assert state.active.all()
@@ -441,14 +443,15 @@ def test_random_weights_come_with_the_asked_drafter(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(TARGET_PRESETS, "e4b", tiny.config("e4b"))
     monkeypatch.setitem(MTP_PRESETS, "e4b", config)
     monkeypatch.setattr(Graph, "random_params", in_order)
-    pair = bench.make_pair("e4b", None, "mtp", dtype="float32")
+    pair = make_pair(ModelOptions(drafter="mtp", dtype="float32"), Drafting(), "e4b")
     assert pair.drafter_name == "MTP of e4b, random weights"
     assert pair.spec.num_draft_tokens == config.num_draft_tokens
     assert pair.drafter_params is not None
     ordering = np.asarray(pair.drafter_params["token_ordering"])
     assert sorted(ordering) == list(range(config.vocab_size))
     assert not np.array_equal(ordering, np.arange(config.vocab_size))
-    assert bench.make_pair("e4b", None, "none", dtype="float32").spec.drafter is None
+    plain = ModelOptions(drafter="none", dtype="float32")
+    assert make_pair(plain, Drafting(), "e4b").spec.drafter is None
 
 
 @pytest.mark.slow
@@ -471,23 +474,22 @@ def test_released_shapes_can_be_measured(
     def zeros(graph: Graph, *_: object) -> Params:
         return {n: jnp.zeros(a.shape, a.dtype) for n, a in graph.abstract_params().items()}
 
-    monkeypatch.setattr(bench, "_random_params", zeros)
+    monkeypatch.setattr(pairs, "_random_params", zeros)
 
     def programs() -> list[Any]:
-        pair = bench.make_pair(
-            preset, None, kind, dtype="bfloat16", num_draft_tokens=drafts, synthetic_acceptance=2.5
-        )
+        models = ModelOptions(drafter=kind, dtype="bfloat16")
+        pair = make_pair(models, Drafting(drafts, synthetic_acceptance=2.5), preset)
         spec, weights = pair.spec, (pair.target_params, pair.drafter_params)
         state = states.init_state(
             spec, 8, cache_length=576, num_stop_ids=1, cache_dtype=jnp.dtype("bfloat16")
         )
-        (chunk,) = bench._chunks(np.zeros((8, 256), np.int32))
+        (chunk,) = programs.chunks_of(np.zeros((8, 256), np.int32))
         state = decode.prefill(spec, *weights, state, chunk)
         steps, block = jnp.int32(4), (state, jnp.zeros((8, spec.step_tokens), jnp.int32))
         return [
             (decode.decode_loop(spec, *weights, state, steps), block[1]),
-            step_profile.draft_loop(spec, *weights, block, steps),
-            step_profile.verify_loop(spec, *weights, block, steps),
+            profile.draft_loop(spec, *weights, block, steps),
+            profile.verify_loop(spec, *weights, block, steps),
         ]
 
     step, draft, verify = jax.eval_shape(programs)
@@ -503,9 +505,10 @@ def test_a_run_larger_than_the_device_is_refused_before_its_weights(
     def never(*_: object) -> Params:
         raise AssertionError("weights were made")
 
-    monkeypatch.setattr(bench, "_random_params", never)
+    monkeypatch.setattr(pairs, "_random_params", never)
+    plain = ModelOptions(drafter="none", dtype="bfloat16")
     with pytest.raises(memory.DeviceMemoryError, match="8 rows with caches of 128 positions need"):
-        bench.make_pair("e4b", None, "none", dtype="bfloat16", rows=8, positions=100)
+        make_pair(plain, Drafting(), "e4b", rows=8, positions=100)
     with pytest.raises(memory.DeviceMemoryError, match="the weights need 0"):
         jaxspec.load(drafter="none", dtype="float32")
     monkeypatch.setattr(memory, "bytes_limit", lambda mesh: 14 << 20)
@@ -516,7 +519,7 @@ def test_a_run_larger_than_the_device_is_refused_before_its_weights(
 
 def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
     prompts = np.arange(2 * 1100, dtype=np.int32).reshape(2, 1100)
-    chunks = bench._chunks(prompts)
+    chunks = programs.chunks_of(prompts)
     assert [c.tokens.shape[1] for c in chunks] == [512, 512, 76]
     assert [c.start.tolist() for c in chunks] == [[0, 0], [512, 512], [1024, 1024]]
     assert [c.is_last.tolist() for c in chunks] == [[False] * 2, [False] * 2, [True] * 2]
@@ -544,8 +547,76 @@ def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
 def test_options_that_cannot_be_meant(options: list[str], message: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     app = typer.Typer()
-    app.command()(bench.bench_command)
+    app.command()(bench_command)
     result = CliRunner().invoke(app, [*options, "--json", str(path)])
     assert result.exit_code == 2
     assert message in result.output
     assert not path.exists()
+
+
+def a_long_result(mode: str, label: str, scale: float) -> results.CaseResult:
+    """Return a case whose every number is as wide as numbers get."""
+    spread = results.Spread(1234.5 * scale, 1111.1 * scale, 1345.6 * scale)
+    drafted = mode == "speculative"
+    return results.CaseResult(
+        mode=mode,
+        label=label,
+        batch_size=128,
+        context_length=131072,
+        step_tokens=16,
+        cache_length=131712,
+        cost=StepCost(61e9, 8e12, 9e15),
+        floor_ms=spread.median / 1.5,
+        draft_floor_ms=4.5,
+        steps=256,
+        step_ms=spread,
+        tokens_per_s=spread,
+        acceptance="synthetic" if drafted else None,
+        acceptance_length=12.34 if drafted else None,
+        draft_ms=spread if drafted else None,
+        verify_ms=spread,
+        rest_ms=-123.4,
+        tpot_ms=spread,
+        kernels_per_step=12345,
+        host_round_trips_per_step=12,
+        ttft_ms=spread,
+        achieved_bytes_per_s=3.85e12,
+        prefill_compile_s=123.4,
+        decode_compile_s=234.5,
+        footprint=memory.Footprint(61 * 10**9, 70 * 10**9, 10**9),
+        temporary_bytes=1 << 30,
+        peak_bytes=139 << 30,
+        distinct_experts=results.Spread(122.5, 101.0, 128.0),
+    )
+
+
+def test_tables_are_whole_at_80_columns_whatever_is_in_them() -> None:
+    """Labels and numbers of the largest shapes make more tables, never cut ones; every column has its place."""
+    found = [a_long_result("plain", "plain", 10), a_long_result("speculative", "mtp tree 127", 10)]
+    text = io.StringIO()
+    Console(file=text, width=80).print(*tables.results(found, 5), sep="\n")
+    assert max(map(len, text.getvalue().splitlines())) <= 80
+    assert "…" not in text.getvalue()
+    words = text.getvalue().split()
+    assert "131,072" in words
+    assert "12,345" in words
+    for field in dataclasses.fields(results.CaseResult):
+        for column in field.metadata["columns"]:
+            assert text.getvalue().count(f" {column.heading} ") >= 1, column.heading
+
+
+def test_floors_are_whole_at_80_columns() -> None:
+    weights = {"some": jnp.zeros(1)}  # they say which devices
+    big = Pair(mtp("31b", 127, Tree(4, 40)), weights, None, "31b", "MTP")
+    cases = [tables.Case(256, 131072, pair) for pair in (big.plain(), big)]
+    text = io.StringIO()
+    Console(file=text, width=80).print(*tables.floors(cases, 256, H200), sep="\n")
+    assert max(map(len, text.getvalue().splitlines())) <= 80
+    assert "…" not in text.getvalue()
+    assert " mtp tree 127 " in text.getvalue()
+
+
+def test_numbers_have_three_digits_and_no_exponent() -> None:
+    values = (0, 0.00001234, 0.0123, 1.0, 12.34, 999.4, 999.96, 1234.5, 1e6)
+    expected = ["0", "0.000012", "0.0123", "1", "12.3", "999", "1,000", "1,234", "1,000,000"]
+    assert [results.digits(value) for value in values] == expected

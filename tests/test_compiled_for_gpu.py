@@ -29,10 +29,11 @@ from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
+from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec
-from pallas_kernels.attention import Segment, attention
+from pallas_kernels.attention import KVSegment, attention
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 # Any copy of a weight of these shapes is larger (but the router's, 0.7 MB), any activation of one row smaller.
@@ -152,7 +153,7 @@ def compile_loop(spec: DecodeSpec, batch: int) -> tuple[Any, Any]:
     loop = jax.jit(
         functools.partial(decode.decode_loop, spec),
         donate_argnums=2,
-        compiler_options=decode.COMPILER_OPTIONS,
+        compiler_options=COMPILER_OPTIONS,
     )
     with jax.sharding.use_abstract_mesh(NAMED_H200):
         return loop.lower(*on_h200(args)).compile(), state
@@ -250,7 +251,7 @@ def test_a_join_of_weights_would_be_seen() -> None:
         return [jnp.tanh(x @ w) for w in weights]
 
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16, 2816), (2816, 2048)))
-    for options, joined in ((None, True), (decode.COMPILER_OPTIONS, False)):
+    for options, joined in ((None, True), (COMPILER_OPTIONS, False)):
         jitted = jax.jit(products, compiler_options=options)
         hlo = jitted.lower(*on_h200((x, [w] * 5))).compile().as_text() or ""
         assert bool(big_moves(hlo)) == joined
@@ -273,7 +274,7 @@ def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
         return k, k, jax.ShapeDtypeStruct((8, size), jnp.int32)
 
     def attend(q: Any, at: Any, *segments: Any) -> jax.Array:
-        segments = tuple(Segment(*s) for s in segments)
+        segments = tuple(KVSegment(*s) for s in segments)
         return attention(q, at, segments, scale=1.0, causal=not fresh, implementation="mosaic")
 
     args = (

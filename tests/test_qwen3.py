@@ -24,8 +24,12 @@ from typer.testing import CliRunner
 
 from jaxspec import decode, memory
 from jaxspec import state as states
-from jaxspec.commands import bench, floor, step_profile
+from jaxspec.commands.bench import floor, profile, run
+from jaxspec.commands.bench import pair as pairs
+from jaxspec.commands.bench.pair import make_pair
+from jaxspec.commands.bench.programs import chunks_of
 from jaxspec.commands.cli import app
+from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.base import ConfigError
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.qwen3 import PRESETS
@@ -157,12 +161,11 @@ def zeros(graph: Graph, *_: object) -> Params:
 
 def test_the_released_shape_of_8b_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced, not run: no weights of that size are made."""
-    monkeypatch.setattr(bench, "_random_params", zeros)
+    monkeypatch.setattr(pairs, "_random_params", zeros)
 
-    def programs() -> list[Any]:
-        pair = bench.make_pair(
-            "qwen3-8b", None, None, dtype="bfloat16", synthetic_acceptance=6, positions=513
-        )
+    def traced() -> list[Any]:
+        models, drafting = ModelOptions(dtype="bfloat16"), Drafting(synthetic_acceptance=6.0)
+        pair = make_pair(models, drafting, "qwen3-8b", positions=513)
         spec, weights = pair.spec, (pair.target_params, pair.drafter_params)
         assert (pair.target_name, spec.step_tokens) == ("qwen3-8b, random weights", 16)
         assert pair.drafter_name == "DFlash as for qwen3-8b, random weights"
@@ -171,16 +174,16 @@ def test_the_released_shape_of_8b_can_be_measured(monkeypatch: pytest.MonkeyPatc
             spec, 1, cache_length=576, num_stop_ids=1, cache_dtype=jnp.dtype("bfloat16")
         )
         assert [c.k.shape for c in state.caches if c] == [(1, 8, 576, 128)] * 36
-        (chunk,) = bench._chunks(np.zeros((1, 256), np.int32))
+        (chunk,) = chunks_of(np.zeros((1, 256), np.int32))
         state = decode.prefill(spec, *weights, state, chunk)
         steps, block = jnp.int32(4), (state, jnp.zeros((1, spec.step_tokens), jnp.int32))
         return [
             (decode.decode_loop(spec, *weights, state, steps), block[1]),
-            step_profile.draft_loop(spec, *weights, block, steps),
-            step_profile.verify_loop(spec, *weights, block, steps),
+            profile.draft_loop(spec, *weights, block, steps),
+            profile.verify_loop(spec, *weights, block, steps),
         ]
 
-    step, draft, verify = jax.eval_shape(programs)
+    step, draft, verify = jax.eval_shape(traced)
     assert jax.tree.map(jnp.shape, step) == jax.tree.map(jnp.shape, draft)
     assert jax.tree.map(jnp.shape, draft) == jax.tree.map(jnp.shape, verify)
 
@@ -193,12 +196,12 @@ def test_bench_measures_a_random_pair(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(
         Graph, "random_params", lambda graph, seed, *_: tiny.random_params(graph, seed)
     )
-    monkeypatch.setattr(bench, "measure_ceiling", lambda *_: H200)
+    monkeypatch.setattr(run, "measure_ceiling", lambda *_: H200)
     file = tmp_path / "report.json"
     options = "--synthetic-acceptance 3 --context-length 40 --batch-size 1 --new-tokens 12"
     options += f" --repeats 1 --dtype float32 --json {file}"
-    run = CliRunner().invoke(app, ["bench", "--random-weights", "qwen3-8b", *options.split()])
-    assert run.exit_code == 0, run.output
+    code, out, errors = invoke("bench", "--random-weights", "qwen3-8b", *options.split())
+    assert code == 0, out + errors
     report = json.loads(file.read_text())
     assert report["target"] == "qwen3-8b, random weights"
     labels = [result["label"] for result in report["results"]]

@@ -149,7 +149,7 @@ def test_mtp_steps_equal_those_without_caches(target: LoadedModel, position: str
         for kind in ("sliding", "full"):
             segment = output.fresh[target.config.last_kv_owner(kind)]
             assert segment is not None
-            segments[kind] = segment.replace(seen_by=None)
+            segments[kind] = segment._replace(seen_by=None)
         anchors = jnp.broadcast_to(jnp.arange(64, s - 1), (b, s - 65))
         frozen = FrozenKV(segments, anchors - 1)
         tokens, states, out = text[:, 64 : s - 1], output.hidden[:, 63 : s - 2], []

@@ -15,7 +15,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxspec.commands.bench import check_rows
+from jaxspec.commands.bench.pair import check_rows
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.families import random_drafter
 from jaxspec.models.gemma4 import Gemma4

@@ -1,9 +1,10 @@
-"""The conversion command: `python -m checkpoints_convert`, also known as `jaxspec convert`."""
+"""`jaxspec convert`, also known as `python -m checkpoints_convert`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,12 +18,43 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from jaxspec.configs.base import ConfigError
+from jaxspec.commands.options import UsageError, command, explained
 from jaxspec.families import named
-from jaxspec.loading import CheckpointError
-from jaxspec.storage.conversion import Report, convert, to_hf
+from jaxspec.records import option
+
+if TYPE_CHECKING:
+    from jaxspec.storage.conversion import Report
 
 
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Which way to convert, and where the source comes from."""
+
+    to_hf: bool = option(False, "The other way: write a directory of ours as Hugging Face files.")
+    dtype: str | None = option(
+        None, "Cast all parameters. Default: as in SRC.", metavar="float32|bfloat16"
+    )
+    revision: str | None = option(
+        None, "Branch, tag or commit of a hub id. Default: its main branch."
+    )
+    token: str | None = option(
+        None, "Access token for the hub. Default: the one huggingface_hub knows.", secret=True
+    )
+    offline: bool = option(False, "Use the local hub cache alone, and no network.")
+
+    def __post_init__(self) -> None:
+        """Refuse options that make no sense.
+
+        Raises:
+          UsageError: naming the option.
+        """
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise UsageError(f"--dtype is float32 or bfloat16, not {self.dtype!r}")
+        if self.to_hf and (self.dtype or self.revision or self.token or self.offline):
+            raise UsageError("--to-hf takes no other option: it restores the files as they came")
+
+
+@command
 def convert_command(
     source: Annotated[
         str,
@@ -33,27 +65,7 @@ def convert_command(
     destination: Annotated[
         Path, typer.Argument(metavar="DST", help="The directory to write. It must not exist.")
     ],
-    back: Annotated[
-        bool,
-        typer.Option(
-            "--to-hf", help="The other way: write a directory of ours as Hugging Face files."
-        ),
-    ] = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="float32|bfloat16", help="Cast all parameters. Default: as in SRC."),
-    ] = None,
-    revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit of a hub id. Default: its main branch."),
-    ] = None,
-    token: Annotated[
-        str | None,
-        typer.Option(help="Access token for the hub. Default: the one huggingface_hub knows."),
-    ] = None,
-    offline: Annotated[
-        bool, typer.Option("--offline", help="Use the local hub cache alone, and no network.")
-    ] = False,
+    options: ConvertOptions,
 ) -> None:
     """Convert a Gemma 4 target or one of its drafters into an Orbax checkpoint, or back.
 
@@ -71,11 +83,11 @@ def convert_command(
 
       jaxspec convert ./e2b ./e2b-hf --to-hf
     """
+    from jaxspec.configs.base import ConfigError
+    from jaxspec.loading import CheckpointError
+    from jaxspec.storage.conversion import convert, to_hf
+
     console = Console(stderr=True)
-    if dtype not in (None, "float32", "bfloat16"):
-        _fail(console, f"--dtype is float32 or bfloat16, not {dtype!r}")
-    if back and (dtype or revision or token or offline):
-        _fail(console, "--to-hf takes no other option: it restores the files as they came")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -83,36 +95,29 @@ def convert_command(
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    try:
-        quiet = not console.is_terminal
-        with Progress(*columns, console=console, transient=True, disable=quiet) as bars:
-            task = bars.add_task("writing" if back else "converting", total=None)
+    quiet = not console.is_terminal
+    with (
+        explained(CheckpointError, ConfigError, interrupted=f"{destination} was not written"),
+        Progress(*columns, console=console, transient=True, disable=quiet) as bars,
+    ):
+        task = bars.add_task("writing" if options.to_hf else "converting", total=None)
 
-            def show(name: str, done: int, total: int) -> None:
-                bars.update(task, completed=done, total=total)
+        def show(name: str, done: int, total: int) -> None:
+            bars.update(task, completed=done, total=total)
 
-            if back:
-                report = to_hf(source, destination, progress=show)
-            else:
-                report = convert(
-                    source,
-                    destination,
-                    dtype=dtype,
-                    revision=revision,
-                    token=token,
-                    offline=offline,
-                    progress=show,
-                )
-    except (CheckpointError, ConfigError) as error:
-        _fail(console, str(error))
-    except KeyboardInterrupt:
-        _fail(console, f"interrupted; {destination} was not written", code=130)
+        if options.to_hf:
+            report = to_hf(source, destination, progress=show)
+        else:
+            report = convert(
+                source,
+                destination,
+                dtype=options.dtype,
+                revision=options.revision,
+                token=options.token,
+                offline=options.offline,
+                progress=show,
+            )
     _summarise(Console(), report)
-
-
-def _fail(console: Console, message: str, code: int = 2) -> None:
-    console.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(code)
 
 
 def _summarise(console: Console, report: Report) -> None:

@@ -22,7 +22,7 @@ from jaxspec.models.attention import (
     OUT_WEIGHT_AXES,
     Q_WEIGHT_AXES,
     attend,
-    heads,
+    project_qkv,
 )
 from jaxspec.models.layers import GatedMLP, project, rms_norm, rope_frequencies, softcap
 from jaxspec.models.target import Target
@@ -30,7 +30,7 @@ from jaxspec.params import param
 from jaxspec.records import Tree
 from jaxspec.sampling import argmax, draw_drafts, suppress
 from jaxspec.shapes import Array, DTypeLike, Float, Int
-from jaxspec.sharding import whole
+from jaxspec.sharding import whole_rows
 from pallas_kernels.qkv import Destination
 
 DFlashState = tuple[KVCache, ...]
@@ -75,8 +75,8 @@ class DFlashDrafter(Drafter[DFlashState]):
 
     def context(self, features: tuple[Float[Array, "B T D"], ...]) -> Float[Array, "B T D"]:
         """Fuse target features into the context every layer reads."""
-        fused = project(whole(jnp.concatenate(features, axis=-1)), self.fuse[...])
-        return rms_norm(whole(fused), self.context_norm[...], self.config.rms_norm_eps)
+        fused = project(whole_rows(jnp.concatenate(features, axis=-1)), self.fuse[...])
+        return rms_norm(whole_rows(fused), self.context_norm[...], self.config.rms_norm_eps)
 
     def absorb(self, state: DFlashState, kept: Kept) -> DFlashState:
         with jax.named_scope("dflash_absorb"):
@@ -161,7 +161,7 @@ class DFlashLayer(nnx.Module):
         self.k_norm = param(h, dtype=dtype)
         self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h, axes=OUT_WEIGHT_AXES)
         self.mlp_norm = param(d, dtype=dtype)
-        self.mlp = GatedMLP(d, config.intermediate_size, gelu=False, dtype=dtype)
+        self.mlp = GatedMLP(d, config.intermediate_size, activation=jax.nn.silu, dtype=dtype)
         self.causal = config.causal[index]
         self.window = config.sliding_window if config.layer_types[index] == "sliding" else None
         self.theta = config.rope_theta
@@ -173,8 +173,8 @@ class DFlashLayer(nnx.Module):
         positions: Int[Array, "B T"],
         into: Destination | None = None,
     ) -> tuple[Float[Array, "_ K _ H"], Float[Array, "_ K _ H"]]:
-        """Project context (as it is) or block (normed) rows; keys are normed and rotated, values neither."""
-        _, k, v = heads(
+        """Project rows of the context (as they are) or of the block (normed)."""
+        _, k, v = project_qkv(
             x,
             self.kv[...],
             None,
@@ -183,7 +183,6 @@ class DFlashLayer(nnx.Module):
             self._frequencies(),
             groups=0,
             eps=self.eps,
-            norm_values=False,
             into=into,
         )
         assert k is not None
@@ -193,9 +192,16 @@ class DFlashLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], context: KVSegment
     ) -> Float[Array, "B T D"]:
-        h = rms_norm(x, self.input_norm[...], self.eps)
-        q, _, _ = heads(
-            h,
+        normed = rms_norm(x, self.input_norm[...], self.eps)
+        x = x + self.attention(normed, positions, context)
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps))
+
+    def attention(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], context: KVSegment
+    ) -> Float[Array, "B T D"]:
+        """Attend from each row of the block to the context and to the block itself."""
+        q, _, _ = project_qkv(
+            x,
             self.q[...],
             self.q_norm[...],
             None,
@@ -204,19 +210,17 @@ class DFlashLayer(nnx.Module):
             groups=self.out.shape[1],
             eps=self.eps,
         )
-        k, v = self.keys_and_values(h, positions)
+        k, v = self.keys_and_values(x, positions)
         assert q is not None
-        block = KVSegment(k, v, positions)
-        h = attend(
+        out = attend(
             q,
             positions,
-            (context, block),
+            (context, KVSegment(k, v, positions)),
             scale=q.shape[-1] ** -0.5,
             window=self.window,
             causal=self.causal,
         )
-        x = x + whole(project(h, self.out[...], inputs=3))
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps))
+        return whole_rows(project(out, self.out[...], inputs=3))
 
     def _frequencies(self) -> Float[Array, " H2"]:
         return rope_frequencies(self.q_norm.shape[0], self.theta)

@@ -15,7 +15,7 @@ Source: transformers `models/gemma4_assistant`; where engines differ, see `MTPCo
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,23 +28,24 @@ from jaxspec.configs.base import LayerType
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
 from jaxspec.drafters.tree import Children, best_children, grow
-from jaxspec.models.attention import OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend, heads
+from jaxspec.models.attention import OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend, project_qkv
 from jaxspec.models.layers import (
     GatedMLP,
     contract,
-    over_rows,
+    gelu_tanh,
     project,
-    rms_norm,
     rope_frequencies,
     table_logits,
 )
+from jaxspec.models.residual import Residual, Sum
 from jaxspec.models.target import Target
+from jaxspec.models.xla import multiply_rows, traced_once
 from jaxspec.params import param
 from jaxspec.records import Tree
 from jaxspec.sampling import argmax, draw_drafts
 from jaxspec.shapes import Array, DTypeLike, Float, Int
-from jaxspec.sharding import whole
-from pallas_kernels.norms import add_norm
+from jaxspec.sharding import whole_rows
+from pallas_kernels.lone_row import twice_if_alone
 
 MTPState = Float[Array, "B D"]
 """The target's post-norm hidden state of the last token that is in its caches."""
@@ -168,16 +169,15 @@ class MTPDrafter(Drafter[MTPState]):
         Returns:
           The normed output that `choices` reads, and the states to go on from.
         """
-        run = functools.partial(self._step, target)
-        if tokens.size != 1:
-            return run(tokens, states, frozen)
-
-        def twice(tokens: Array, states: Array, frozen: FrozenKV) -> tuple[Array, Array]:
-            """Take a step that is alone as two of the same node: fewer kernels, as in `gemma4`."""
-            both = run(jnp.repeat(tokens, 2, axis=1), jnp.repeat(states, 2, axis=1), frozen)
-            return both[0][:, :1], both[1][:, :1]
-
-        return lax.platform_dependent(tokens, states, frozen, cuda=twice, default=run)
+        return twice_if_alone(
+            functools.partial(self._step, target),
+            tokens,
+            states,
+            frozen,
+            alone=tokens.size == 1,
+            repeat=lambda t, s, kv: (jnp.repeat(t, 2, axis=1), jnp.repeat(s, 2, axis=1), kv),
+            first=lambda both: (both[0][:, :1], both[1][:, :1]),
+        )
 
     def _step(
         self,
@@ -188,7 +188,7 @@ class MTPDrafter(Drafter[MTPState]):
     ) -> tuple[Float[Array, "B F H"], Float[Array, "B F D"]]:
         c = self.config
         last = jnp.broadcast_to(frozen.last, tokens.shape)
-        turned = last + (1 if c.query_position == "next" else 0)
+        rotary = last + (1 if c.query_position == "next" else 0)
         with jax.named_scope("mtp_step"):
             x = jnp.concatenate([target.embed(tokens), states], axis=-1)
             x = project(x, self.pre_projection[...])
@@ -196,11 +196,10 @@ class MTPDrafter(Drafter[MTPState]):
                 *(layer.pre_attention_norm[...] for layer in self.layers),
                 self.final_norm[...],
             ]
-            hidden = rms_norm(x, norms[0], c.rms_norm_eps)
+            stream = Residual(x, c.rms_norm_eps).norm(norms[0])
             for i, (layer, kind) in enumerate(zip(self.layers, c.layer_types, strict=True)):
-                segment = frozen.segments[kind]
-                x, hidden = run_layer(layer, x, hidden, norms[i + 1], turned, last, segment)
-            return hidden, project(hidden, self.post_projection[...])
+                stream = run_layer(layer, stream, norms[i + 1], rotary, last, frozen.segments[kind])
+            return stream.normed, project(stream.normed, self.post_projection[...])
 
     def choices(self, hidden: Float[Array, "B F H"], suppressed: tuple[int, ...] = ()) -> Choices:
         """Return what may follow, with float32 logits; suppressed tokens are impossible.
@@ -220,7 +219,7 @@ class MTPDrafter(Drafter[MTPState]):
                 logits = contract("bfh,bfch->bfc", hidden, self.head[tokens])
             else:
                 rows = hidden.reshape(b * f, h)
-                logits = over_rows(lambda r: table_logits(r, self.head[...]), rows)
+                logits = multiply_rows(lambda r: table_logits(r, self.head[...]), rows)
                 logits = logits.reshape(b, f, -1)
             if suppressed:
                 ids = jnp.arange(c.vocab_size) if tokens is None else tokens
@@ -274,7 +273,7 @@ def _over_vocabulary(
 
 
 class MTPLayer(nnx.Module):
-    """A Gemma 4 layer whose queries read frozen keys and values. Names are as in `gemma4.DecoderLayer`."""
+    """A Gemma 4 layer whose queries read frozen K/V. Names are as in `gemma4.DecoderLayer`."""
 
     def __init__(self, config: MTPConfig, kind: LayerType, *, dtype: jnp.dtype):
         d = config.hidden_size
@@ -282,33 +281,30 @@ class MTPLayer(nnx.Module):
         self.attention = FrozenAttention(config, kind, dtype=dtype)
         self.post_attention_norm = param(d, dtype=dtype)
         self.pre_mlp_norm = param(d, dtype=dtype)
-        self.mlp = GatedMLP(d, config.intermediate_size, gelu=True, dtype=dtype)
+        self.mlp = GatedMLP(d, config.intermediate_size, activation=gelu_tanh, dtype=dtype)
         self.post_mlp_norm = param(d, dtype=dtype)
         self.scalar = param(1, dtype=dtype)
-        self.eps = config.rms_norm_eps
 
     def __call__(
         self,
-        x: Float[Array, "B F H"],
-        normed: Float[Array, "B F H"],
-        next_norm: Float[Array, " H"],
-        turned: Int[Array, "B F"],
+        x: Residual,
+        rotary: Int[Array, "B F"],
         last: Int[Array, "B F"],
         segment: KVSegment,
-    ) -> tuple[Float[Array, "B F H"], Float[Array, "B F H"]]:
-        """Return the output, and it normed with `next_norm`; `normed` is x after `pre_attention_norm`."""
-        add = functools.partial(add_norm, eps=self.eps)
-        h = self.attention(normed, turned, last, segment)
-        x, (normed,) = add(x, h, self.post_attention_norm[...], (self.pre_mlp_norm[...],))
-        h, scale = self.mlp(normed), self.post_mlp_norm[...]
-        x, (normed,) = add(x, h, scale, (next_norm,), factor=self.scalar[...])
-        return x, normed
+    ) -> Sum:
+        """Return the output of a stream that is normed with `pre_attention_norm`.
+
+        Other arguments are as in `FrozenAttention`.
+        """
+        h = self.attention(x.normed, rotary, last, segment)
+        x = x.add(h, self.post_attention_norm[...]).norm(self.pre_mlp_norm[...])
+        return x.add(self.mlp(x.normed), self.post_mlp_norm[...]).times(self.scalar[...])
 
 
-@jax.jit
-def run_layer(layer: MTPLayer, *args):
-    """Call a layer through jit, so that it is traced once for all steps."""
-    return layer(*args)
+@traced_once
+def run_layer(layer: MTPLayer, x: Residual, next_norm: Float[Array, " H"], *args: Any) -> Residual:
+    """Run a layer, and norm its output for the next layer, or for the head."""
+    return layer(x, *args).norm(next_norm)
 
 
 class FrozenAttention(nnx.Module):
@@ -331,17 +327,28 @@ class FrozenAttention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B F H"],
-        turned: Int[Array, "B F"],
+        rotary: Int[Array, "B F"],
         last: Int[Array, "B F"],
         segment: KVSegment,
     ) -> Float[Array, "B F H"]:
-        """Attend from queries that are rotated to position `turned` and see what position `last` sees."""
+        """Attend from some nodes to the target's keys and values.
+
+        Args:
+          rotary: the position that the rotary embedding gives each query.
+          last: the position whose keys each query sees: those up to it, within the window.
+        """
         frequencies = rope_frequencies(self.q_norm.shape[0], self.theta, self.partial_factor)
         groups = self.out.shape[1]
-        scale = self.q_norm[...]
-        q, _, _ = heads(
-            x, self.qkv[...], scale, None, turned, frequencies, groups=groups, eps=self.eps
+        q, _, _ = project_qkv(
+            x,
+            self.qkv[...],
+            self.q_norm[...],
+            None,
+            rotary,
+            frequencies,
+            groups=groups,
+            eps=self.eps,
         )
         assert q is not None
         out = attend(q, last, (segment,), scale=1.0, window=self.window)
-        return whole(project(out, self.out[...], inputs=3))
+        return whole_rows(project(out, self.out[...], inputs=3))

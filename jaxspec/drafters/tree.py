@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.drafters.base import Draft
-from jaxspec.records import Tree
+from jaxspec.records import FieldError, Tree
 from jaxspec.shapes import Array, Bool, Float, Int
 
 CarryT = TypeVar("CarryT")
@@ -91,24 +91,39 @@ def ancestors(parents: Int[Array, "B G"]) -> Bool[Array, "B T T"]:
 
 
 def check_tree(tree: Tree, num_draft_tokens: int, max_depth: int) -> None:
-    """Refuse a tree that cannot hold `num_draft_tokens` nodes, or that they cannot fill, with ValueError."""
+    """Refuse a tree that cannot hold `num_draft_tokens` nodes, or that they cannot fill.
+
+    Raises:
+      FieldError: about the tree, or the number of draft tokens.
+    """
     k, depth = tree.topk, tree.depth
     if k < 1 or depth < 1:
-        raise ValueError(f"a draft tree has topk and depth of at least 1, got {k} and {depth}")
+        raise FieldError(
+            "tree", lambda _: f"a draft tree has topk and depth of at least 1, got {k} and {depth}"
+        )
     if depth > max_depth:
-        raise ValueError(
-            f"tree depth {depth}: this drafter drafts at most {max_depth} tokens in a row"
+        raise FieldError(
+            "tree",
+            lambda name: (
+                f"{name('tree depth')} {depth}: this drafter drafts at most {max_depth} tokens in a row"
+            ),
         )
     if num_draft_tokens < max(k, depth):
-        raise ValueError(
-            f"a tree of topk {k} and depth {depth} needs at least {max(k, depth)} draft tokens, got "
-            f"{num_draft_tokens}: raise the number of draft tokens or narrow the tree"
+        raise FieldError(
+            "num_draft_tokens",
+            lambda name: (
+                f"a tree of topk {k} and depth {depth} needs at least {max(k, depth)} draft tokens, got "
+                f"{num_draft_tokens}: raise {name('num_draft_tokens')} or narrow the tree"
+            ),
         )
     nodes = k + (depth - 1) * k * k
     if num_draft_tokens > nodes:
-        raise ValueError(
-            f"a tree of topk {k} and depth {depth} has {nodes} nodes, fewer than {num_draft_tokens} "
-            f"draft tokens: lower the number of draft tokens or widen the tree"
+        raise FieldError(
+            "num_draft_tokens",
+            lambda name: (
+                f"a tree of topk {k} and depth {depth} has {nodes} nodes, fewer than {num_draft_tokens} "
+                f"draft tokens: lower {name('num_draft_tokens')} or widen the tree"
+            ),
         )
 
 

@@ -2,13 +2,13 @@
 
 The entries are `gemma4`, `qwen3`, `dflash` and `mtp`; `base` says what an entry is. To add a target or a drafter,
 write its module, its table of conversion rules and an entry, and call `register`. Nothing outside this
-folder asks which class a config has.
+folder asks which class a config has. To import it takes no JAX.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.configs.base import ConfigError
 from jaxspec.families import dflash, gemma4, mtp, qwen3
@@ -20,7 +20,9 @@ from jaxspec.families.base import (
     ModelConfig,
     WeightChange,
 )
-from jaxspec.params import Graph
+
+if TYPE_CHECKING:
+    from jaxspec.params import Graph
 
 __all__ = [
     "Assumption",
@@ -112,6 +114,8 @@ def recognise(config: Mapping[str, Any]) -> Family:
 
 def graph_of(config: ModelConfig, dtype: str) -> Graph:
     """Return the static half of the model that a config describes, with weights of `dtype`."""
+    from jaxspec.params import Graph
+
     return Graph(family_of(config).module(), config, dtype)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
-
 from jaxspec.configs.base import TargetConfig
 
 if TYPE_CHECKING:
@@ -99,4 +97,6 @@ def reached(share: float, rows: int) -> float:
 
 def itemsize(graph: Graph) -> int:
     """Return the bytes of one number of a model."""
+    import jax.numpy as jnp
+
     return jnp.dtype(graph.dtype).itemsize

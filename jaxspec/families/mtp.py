@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.configs.base import TargetConfig
@@ -15,11 +13,11 @@ from jaxspec.configs.mtp import KEYS, MODEL_TYPES, PRESETS, MTPConfig
 from jaxspec.families.base import Assumption, Change, Conventions, Family, WeightChange
 from jaxspec.families.costs import StepCost, itemsize, reached
 from jaxspec.families.words import shown_scale
-from jaxspec.shapes import Params
 
 if TYPE_CHECKING:
     from checkpoints_convert.rules import RuleSet
     from jaxspec.params import Graph
+    from jaxspec.shapes import Params
     from jaxspec.state import DecodeSpec
 
 
@@ -46,6 +44,8 @@ def _drafter_for(preset: str, target: TargetConfig) -> tuple[MTPConfig, str]:
 
 def _randomise(params: Params, seed: int) -> Params:
     """Put tokens into a random order, so that a step gathers what a real one does."""
+    import jax
+
     if "token_ordering" not in params:
         return params
     ordering = params["token_ordering"]
@@ -141,6 +141,8 @@ def _changes(target: TargetConfig, c: MTPConfig) -> Iterator[Change]:
 
 def _weight_changes(params: Params) -> Iterator[WeightChange]:
     """Yield what else the two inputs may have been: a linear layer takes their order and scale in itself."""
+    import jax.numpy as jnp
+
     weight = params["pre_projection"]
     backbone = weight.shape[0] // 2
     embedding, state = weight[:backbone], weight[backbone:]

@@ -1,7 +1,7 @@
 """Heads and attention over cached and fresh keys: where models meet `pallas_kernels` for them.
 
-`Attention` is a target's, whatever its family. Drafters, which cache other things, are made of the functions
-behind it: `heads`, `attend`.
+`Attention` is a target's, whatever its family. Drafters, which cache other things, are made of the
+functions behind it: `project_qkv`, `attend`.
 """
 
 from __future__ import annotations
@@ -12,32 +12,28 @@ from flax import nnx
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.base import LayerSpec
-from jaxspec.models.layers import project, rope_frequencies, rope_turns
+from jaxspec.models.layers import project, rope_cos_sin, rope_frequencies
 from jaxspec.models.target import Placement
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
-from jaxspec.sharding import CACHE_AXES, constrain, whole
-from pallas_kernels.attention import Segment, attention
+from jaxspec.sharding import CACHE_AXES, constrain, whole_rows
+from pallas_kernels.attention import attention
 from pallas_kernels.qkv import QKV, Destination, qkv
 
-# How axes are named in `sharding.RULES`.
+# How axes are named in `sharding.RULES`. X: a key, a value, queries beside them or not.
 QUERY_AXES = ("batch", None, "kv_heads", "query_groups", None)  # B T K G H
-KV_AXES = ("batch", None, "kv_heads", None, None)  # B T K X H: X a key, a value, queries or not
+KV_AXES = ("batch", None, "kv_heads", None, None)  # B T K X H
 Q_WEIGHT_AXES = ("inputs", "kv_heads", "query_groups", None)  # D K G H
-KV_WEIGHT_AXES = (
-    "inputs",
-    "kv_heads",
-    None,
-    None,
-)  # D K X H: keys and values, queries beside them or not
+KV_WEIGHT_AXES = ("inputs", "kv_heads", None, None)  # D K X H
 OUT_WEIGHT_AXES = ("kv_heads", "query_groups", "inputs", None)  # K G H D
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention of a target: norms of each query and key head, rotary embedding, a cache.
+    """Grouped-query attention of a target, with normed heads, rotary embedding and a cache.
 
-    `qkv` is stored by kv head: its G query heads, then its key, then its value. The value is absent where
-    values are the raw keys. Both are absent where the layer reads another layer's keys and values.
+    `qkv` is stored by kv head: its G query heads, then its key, then its value. The value is absent
+    where values are the raw keys. Both are absent where the layer reads another layer's keys and
+    values.
 
     Args:
       width: of the residual stream.
@@ -83,7 +79,7 @@ class Attention(nnx.Module):
         cache: KVCache | None,
         shared: tuple[KVSegment, ...] | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
-        """Return what the layer adds, its cache after the writes, and the keys and values its queries saw.
+        """Return what the layer adds, its cache after the writes, and the K/V its queries saw.
 
         Args:
           x: the residual stream, normed.
@@ -95,8 +91,8 @@ class Attention(nnx.Module):
         to_write = cache if where.ancestors is None else None
         into = None
         if to_write is not None:
-            into = kv.room(to_write, x.shape[1], *where.written)
-        q, k, v = heads(
+            into = kv.early_destination(to_write, x.shape[1], *where.written)
+        q, k, v = project_qkv(
             x,
             self.qkv[...],
             self.q_norm[...],
@@ -112,17 +108,17 @@ class Attention(nnx.Module):
             assert shared is not None
             segments = shared
         elif to_write is not None:
-            cache, segments = kv.view_pass(to_write, into, k, v, *where.written)
+            cache, segments = kv.append_pass(to_write, into, k, v, *where.written)
         else:
-            segments = (kv.fresh(k, v, where.positions, where.count, where.ancestors),)
+            segments = (kv.pass_segment(k, v, where.positions, where.count, where.ancestors),)
             if cache is not None:
                 segments = (kv.view(cache, where.start, where.slots), *segments)
         assert q is not None
         out = attend(q, where.positions, segments, scale=self.score_scale, window=self.window)
-        return whole(project(out, self.out[...], inputs=3)), cache, segments
+        return whole_rows(project(out, self.out[...], inputs=3)), cache, segments
 
 
-def heads(
+def project_qkv(
     x: Float[Array, "B T D"],
     weight: Float[Array, "D K X H"],
     q_norm: Float[Array, " H"] | None,
@@ -132,23 +128,30 @@ def heads(
     *,
     groups: int,
     eps: float,
-    norm_values: bool = True,
+    norm_values: bool = False,
     into: Destination | None = None,
 ) -> QKV:
-    """Project rows to queries, keys and values; norm and rotate them as `pallas_kernels.qkv` says.
+    """Return queries, keys and values of rows:
+
+        q = rope(rms_norm(x W_q, q_norm)),    k = rope(rms_norm(x W_k, k_norm)),    v = x W_v
+
+    What follows the product is one kernel, which writes keys and values to a cache too
+    (`pallas_kernels.qkv`).
 
     Args:
-      weight: of each kv head its queries, then its key, then its value (absent where it is the raw key).
+      weight: of each kv head its queries, then its key, then its value (absent where it is the raw
+        key).
       q_norm, k_norm: weights of the norms; None where there are no queries, or no keys.
       groups: queries of a kv head.
+      norm_values: whether values are normed, which is without a weight.
       into: caches to write keys and values to, which are returned in their place.
     """
-    # Queries beside a key and a value cannot be split by themselves: until they are cut out, none is.
+    # Queries beside a key and a value cannot be split by themselves. Until they are cut out, none is.
     axes = QUERY_AXES if k_norm is None else KV_AXES
-    projected = constrain(project(whole(x), weight), *axes)
-    turns = rope_turns(positions, frequencies)
+    projected = constrain(project(whole_rows(x), weight), *axes)
+    angles = rope_cos_sin(positions, frequencies)
     q, k, v = qkv(
-        projected, q_norm, k_norm, *turns, into, groups=groups, eps=eps, norm_values=norm_values
+        projected, q_norm, k_norm, *angles, into, groups=groups, eps=eps, norm_values=norm_values
     )
     if q is not None:
         q = constrain(q, *axes)
@@ -168,20 +171,15 @@ def attend(
 ) -> Float[Array, "B T K G H"]:
     """Attend from each query to every key its position allows, over all segments at once.
 
-    A key at position k is seen from q when it exists (k >= 0), k > q - window, if causal k <= q, and if the
-    segment says which queries see it, it is one of them (branches of a draft tree do not see each other).
-    Scores and softmax are float32. A query that sees nothing (padding) gives finite rubbish.
+    A key at position k is seen from q when it exists (k >= 0), k > q - window, if causal k <= q,
+    and if the segment says which queries see it, it is one of them (branches of a draft tree do not
+    see each other). Scores and softmax are float32. A query that sees nothing (padding) gives
+    finite rubbish.
 
     Args:
       window: keys a query sees, itself included; None for all.
       segments: their keys need not be in order, and no position may stand in two of them.
     """
-    out = attention(
-        constrain(q, *QUERY_AXES),
-        q_positions,
-        tuple(Segment(s.k, s.v, s.positions, s.seen_by) for s in segments),
-        scale=scale,
-        window=window,
-        causal=causal,
-    )
+    q = constrain(q, *QUERY_AXES)
+    out = attention(q, q_positions, segments, scale=scale, window=window, causal=causal)
     return constrain(out, *QUERY_AXES)

@@ -1,37 +1,31 @@
 """Gemma 4's text decoder, all five sizes, as one module over fixed-shape batches.
 
-Read `Gemma4.run_layers`, then `DecoderLayer`, then `attention.Attention`. What differs between sizes is in
-`Gemma4Config`. A layer holds only what it needs. Source for every detail: transformers
+Read `Gemma4.run_layers`, then `DecoderLayer`. What differs between sizes is in `Gemma4Config`. A
+layer holds only what it needs. Source for every detail: transformers
 `models/gemma4/modeling_gemma4.py`, which the parity tests run beside this.
 """
 
 from __future__ import annotations
 
-import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.models.attention import Attention
-from jaxspec.models.layers import (
-    GatedMLP,
-    gelu_tanh,
-    project,
-    rms_norm,
-    softcap,
-    table_logits,
-)
+from jaxspec.models.layers import GatedMLP, gelu_tanh, project, rms_norm, softcap, table_logits
 from jaxspec.models.moe import Experts
+from jaxspec.models.residual import Residual, Sum
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
+from jaxspec.models.xla import materialize, traced_once
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
-from jaxspec.sharding import whole
-from pallas_kernels.norms import Normed, RouterScale, add_norm
+from jaxspec.sharding import whole_rows
+from pallas_kernels.norms import Branch, RouterScale
 
 
 class Gemma4(Target):
@@ -50,7 +44,7 @@ class Gemma4(Target):
         self.final_norm = param(config.hidden_size, dtype=dtype)
 
     def embed(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
-        return self.embedder.encode(tokens, scaled=scaled)
+        return self.embedder.embed(tokens, scaled=scaled)
 
     def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         return self.embedder.head(x)
@@ -71,12 +65,11 @@ class Gemma4(Target):
         segments: list[tuple[KVSegment, ...]] = []
         features: dict[int, Array] = {}
         norms = [*(layer.pre_attention_norm[...] for layer in self.layers), self.final_norm[...]]
-        normed = rms_norm(x, norms[0], self.config.rms_norm_eps)
+        stream = Residual(x, self.config.rms_norm_eps).norm(norms[0])
         for i, (layer, spec) in enumerate(zip(self.layers, self.config.layers, strict=True)):
-            x, normed, new_cache, seen = run_layer(
+            stream, new_cache, seen = run_layer(
                 layer,
-                x,
-                normed,
+                stream,
                 norms[i + 1],
                 where,
                 None if caches is None else caches[i],
@@ -86,9 +79,9 @@ class Gemma4(Target):
             new_caches.append(new_cache)
             segments.append(seen)
             if i in feature_layers:
-                features[i] = x
+                features[i] = stream.value
         return LayersOutput(
-            normed,
+            stream.normed,
             tuple(features[i] for i in feature_layers),
             None if caches is None else tuple(new_caches),
             tuple(segments),
@@ -97,17 +90,17 @@ class Gemma4(Target):
     def distinct_experts(
         self, tokens: Int[Array, "B T"], where: Placement, caches: Caches
     ) -> Int[Array, " L"]:
-        x = self.embed(tokens)
+        stream = Residual(self.embed(tokens), self.config.rms_norm_eps)
         counts = []
         for layer, cache in zip(self.layers, caches, strict=True):
             norm = layer.pre_attention_norm[...]
-            normed = rms_norm(x, norm, self.config.rms_norm_eps)
-            residual = layer.attention_block(x, normed, where, cache, None)[0]
-            chosen, _ = layer.experts.route(residual)
+            stream = stream.norm(norm)
+            behind_attention, _, _ = layer.attention_block(stream, where, cache, None)
+            chosen, _ = layer.experts.route(behind_attention.value)
             used = jnp.zeros(self.config.num_experts, jnp.int32).at[chosen].set(1)
             counts.append(jnp.sum(used))
             # The norm of what follows does not matter here.
-            x = run_layer(layer, x, normed, norm, where, cache, None, None)[0]
+            stream = run_layer(layer, stream, norm, where, cache, None, None)[0]
         return jnp.stack(counts)
 
 
@@ -118,9 +111,9 @@ class Embedder(nnx.Module):
         v, d = config.vocab_size, config.hidden_size
         self.table = param(v, d, dtype=dtype, fan_in=d, axes=("vocab", None))
 
-    def encode(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
+    def embed(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
         """Look tokens up; scaled by sqrt(D) rounded to the weight dtype (31B in bfloat16: 73.5)."""
-        x = whole(self.table[tokens])
+        x = whole_rows(self.table[tokens])
         return x * _rounded_sqrt(x.shape[-1], x.dtype) if scaled else x
 
     def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -146,27 +139,37 @@ class PerLayerInputs(nnx.Module):
         d, n, p = self.projection.shape
         # Ids past this table (placeholders of other modalities) read row 0, as transformers does.
         ids = jnp.where(tokens < self.table.shape[0], tokens, 0)
-        looked_up = whole(self.table[ids]).reshape(*tokens.shape, n, p) * _rounded_sqrt(p, x.dtype)
+        looked_up = whole_rows(self.table[ids]).reshape(*tokens.shape, n, p) * _rounded_sqrt(
+            p, x.dtype
+        )
         projected = project(x, self.projection[...])
         # In bfloat16 neither D^-0.5 nor 2^-0.5 is rounded before it multiplies.
         projected = (projected.astype(jnp.float32) * d**-0.5).astype(x.dtype)
         projected = rms_norm(projected, self.norm[...], self.eps)
         out = ((projected + looked_up).astype(jnp.float32) * 2**-0.5).astype(x.dtype)
-        return lax.optimization_barrier(out)  # XLA would norm it anew in every layer
+        return materialize(out)
 
 
 class DecoderLayer(nnx.Module):
-    """One layer: attention, MLP (with experts beside it, if any), per-layer input, layer scalar.
+    """One layer: attention, MLP (with experts beside it, if any), per-layer input, layer scalar:
 
-    What a part makes is normed and added to the residual, and the sum is normed for the parts that follow, by
-    one kernel. So a layer gets its input normed too, and norms its output as the next one wants it.
+        x = x + norm(attention(norm(x)))
+        x = x + norm(mlp(norm(x)))
+        x = x + norm(per_layer(x))
+        x = x * scalar
+
+    E2B and E4B have the third line. With experts the second one is
+
+        x = x + norm(norm(mlp(norm(x))) + norm(experts(norm(x))))
+
+    `Residual` says how the norms are joined with the sums.
     """
 
     def __init__(self, config: Gemma4Config, index: int, *, dtype: jnp.dtype):
         d, p = config.hidden_size, config.per_layer_input_size
+        self.pre_attention_norm = param(d, dtype=dtype)
         spec = config.layers[index]
         full = spec.window is None
-        self.pre_attention_norm = param(d, dtype=dtype)
         self.attention = Attention(
             d,
             spec,
@@ -181,7 +184,7 @@ class DecoderLayer(nnx.Module):
         )
         self.post_attention_norm = param(d, dtype=dtype)
         self.pre_mlp_norm = param(d, dtype=dtype)
-        self.mlp = GatedMLP(d, config.mlp_width_of(index), gelu=True, dtype=dtype)
+        self.mlp = GatedMLP(d, config.mlp_width_of(index), activation=gelu_tanh, dtype=dtype)
         self.post_mlp_norm = param(d, dtype=dtype)
         if config.num_experts:
             self.dense_post_norm = param(d, dtype=dtype)
@@ -194,75 +197,68 @@ class DecoderLayer(nnx.Module):
             self.per_layer_norm = param(d, dtype=dtype)
         self.scalar = param(1, dtype=dtype)
         self.has_experts, self.has_per_layer = bool(config.num_experts), bool(p)
-        self.eps = config.rms_norm_eps
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
-        normed: Float[Array, "B T D"],
-        next_norm: Float[Array, " D"],
+        x: Residual,
         where: Placement,
         cache: KVCache | None,
         shared: tuple[KVSegment, ...] | None,
         per_layer: Float[Array, "B T P"] | None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
-        """Return the layer's output, that normed, its cache after the writes, and the K/V its queries saw.
+    ) -> tuple[Sum, KVCache | None, tuple[KVSegment, ...]]:
+        """Return the layer's output, its cache after the writes, and the K/V its queries saw.
 
         Args:
-          normed: x after `pre_attention_norm`.
-          next_norm: the weight of the norm of the output: the next layer's, or the final one.
+          x: the stream, normed with `pre_attention_norm`.
+          cache, shared: as `Attention` takes them.
+          per_layer: the layer's own input of each token, where the model has such.
         """
-        x, (normed, *others), cache, segments = self.attention_block(
-            x, normed, where, cache, shared
-        )
+        x, cache, segments = self.attention_block(x, where, cache, shared)
         with jax.named_scope("mlp"):
-            h = self.mlp(normed)
+            h = self.mlp(x.normed)
         if self.has_experts:
             with jax.named_scope("experts"):
-                routed = self.experts(*others)
-            h = (Normed(h, self.dense_post_norm[...]), Normed(routed, self.experts_post_norm[...]))
-        add = functools.partial(add_norm, eps=self.eps)
-        last = {"then": (next_norm,), "factor": self.scalar[...]}
-        if not self.has_per_layer:
-            x, (normed,) = add(x, h, self.post_mlp_norm[...], **last)
-            return x, normed, cache, segments
-        assert per_layer is not None
-        x, _ = add(x, h, self.post_mlp_norm[...])
-        with jax.named_scope("per_layer_input"):
-            gated = gelu_tanh(project(x, self.per_layer_gate[...])) * per_layer
-            # Made before the product: as a part of it XLA needs a copy of this layer's `per_layer`.
-            h = project(lax.optimization_barrier(gated), self.per_layer_out[...])
-            x, (normed,) = add(x, h, self.per_layer_norm[...], **last)
-        return x, normed, cache, segments
+                routed = self.experts(*x.norms[1:])
+            h = (Branch(h, self.dense_post_norm[...]), Branch(routed, self.experts_post_norm[...]))
+        out = x.add(h, self.post_mlp_norm[...])
+        if self.has_per_layer:
+            assert per_layer is not None
+            x = out.norm()
+            with jax.named_scope("per_layer_input"):
+                out = x.add(self.per_layer_block(x.value, per_layer), self.per_layer_norm[...])
+        return out.times(self.scalar[...]), cache, segments
 
     def attention_block(
         self,
-        x: Float[Array, "B T D"],
-        normed: Float[Array, "B T D"],
+        x: Residual,
         where: Placement,
         cache: KVCache | None,
         shared: tuple[KVSegment, ...] | None,
-    ) -> tuple[
-        Float[Array, "B T D"],
-        tuple[Float[Array, "B T D"], ...],
-        KVCache | None,
-        tuple[KVSegment, ...],
-    ]:
-        """Return the residual in the middle of the layer, and it normed for MLP, experts and router."""
+    ) -> tuple[Residual, KVCache | None, tuple[KVSegment, ...]]:
+        """Return the stream behind attention, normed for MLP, experts and router."""
         with jax.named_scope("attention"):
-            h, cache, segments = self.attention(normed, where, cache, shared)
-            then: tuple[Array | RouterScale, ...] = (self.pre_mlp_norm[...],)
+            h, cache, segments = self.attention(x.normed, where, cache, shared)
+            readers: tuple[Array | RouterScale, ...] = (self.pre_mlp_norm[...],)
             if self.has_experts:
-                to_router = RouterScale(self.experts.router_scale[...])
-                then = (*then, self.experts_pre_norm[...], to_router)
-            x, norms = add_norm(x, h, self.post_attention_norm[...], then, eps=self.eps)
-            return x, norms, cache, segments
+                router = RouterScale(self.experts.router_scale[...])
+                readers = (*readers, self.experts_pre_norm[...], router)
+            return x.add(h, self.post_attention_norm[...]).norm(*readers), cache, segments
+
+    def per_layer_block(
+        self, x: Float[Array, "B T D"], per_layer: Float[Array, "B T P"]
+    ) -> Float[Array, "B T D"]:
+        """Return what the layer's own input adds: a gate of x, times that input, projected back."""
+        gated = gelu_tanh(project(x, self.per_layer_gate[...])) * per_layer
+        return project(materialize(gated), self.per_layer_out[...])
 
 
-@jax.jit
-def run_layer(layer: DecoderLayer, *args):
-    """Call a layer through jit, so that layers of one shape are traced and lowered once."""
-    return layer(*args)
+@traced_once
+def run_layer(
+    layer: DecoderLayer, x: Residual, next_norm: Float[Array, " D"], *args: Any
+) -> tuple[Residual, KVCache | None, tuple[KVSegment, ...]]:
+    """Run a layer, and norm its output for the next layer, or for the head."""
+    out, cache, segments = layer(x, *args)
+    return out.norm(next_norm), cache, segments
 
 
 def _rounded_sqrt(x: int, dtype: jnp.dtype) -> Array:

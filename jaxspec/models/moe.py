@@ -8,13 +8,16 @@ from flax import nnx
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
-from jaxspec.sharding import whole
+from jaxspec.sharding import whole_rows
 from pallas_kernels.experts import add_up, choose, experts, router_logits
 from pallas_kernels.norms import router_norm
 
 
 class Experts(nnx.Module):
-    """Router and experts. Both read the residual, normed in two ways."""
+    """Router and experts. Both read the residual, normed in two ways.
+
+    `gate_up` and `down` meet activations in `pallas_kernels.experts` alone.
+    """
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
         d, e, f = config.hidden_size, config.num_experts, config.expert_intermediate_size
@@ -27,13 +30,20 @@ class Experts(nnx.Module):
         self.eps = config.rms_norm_eps
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "S rows E"]:
-        """Return parts of what the router says of each expert. Its input is as `router_norm` makes it."""
+        """Return what the router says of each expert, in parts to be added up.
+
+        Args:
+          x: the residual as `router_norm` makes it.
+        """
         return router_logits(x.reshape(-1, x.shape[-1]), self.router[...])
 
     def route(
         self, residual: Float[Array, "B T D"]
     ) -> tuple[Int[Array, "B T topk"], Float[Array, "B T topk"]]:
-        """Return the experts that a call would choose, and their weights, which need not sum to 1."""
+        """Return the experts that a call would choose, and their weights.
+
+        The weights of a token need not sum to 1.
+        """
         x = router_norm(residual, self.router_scale[...], self.eps)
         logits = add_up(self.logits(x), x.dtype).reshape(*x.shape[:2], -1)
         return choose(logits, self.expert_scale[...], self.top_k)
@@ -48,11 +58,11 @@ class Experts(nnx.Module):
           to_router: what the router reads.
         """
         out = experts(
-            whole(x).reshape(-1, x.shape[-1]),
+            whole_rows(x).reshape(-1, x.shape[-1]),
             self.logits(to_router),
             self.expert_scale[...],
             self.gate_up[...],
             self.down[...],
             top_k=self.top_k,
         )
-        return whole(out.reshape(x.shape))
+        return whole_rows(out.reshape(x.shape))

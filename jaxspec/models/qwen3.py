@@ -1,11 +1,13 @@
 """Qwen3's dense decoder, all six sizes, as one module over fixed-shape batches.
 
-Read `Qwen3.run_layers`, then `DecoderLayer`, then `attention.Attention`. What differs between sizes is in
-`Qwen3Config`. Source for every detail: transformers `models/qwen3/modeling_qwen3.py`, which the parity
-tests run beside this.
+Read `Qwen3.run_layers`, then `DecoderLayer`, then `attention.Attention`. What differs between sizes
+is in `Qwen3Config`. Source for every detail: transformers `models/qwen3/modeling_qwen3.py`, which
+the parity tests run beside this.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +18,17 @@ from jaxspec.configs.qwen3 import Qwen3Config
 from jaxspec.models.attention import Attention
 from jaxspec.models.layers import GatedMLP, rms_norm, table_logits
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
+from jaxspec.models.xla import traced_once
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
-from jaxspec.sharding import whole
+from jaxspec.sharding import whole_rows
 
 
 class Qwen3(Target):
     """A dense Qwen3 target.
 
-    `table` is the embedding. It is the head too where the config ties them; else the head is `head_table`.
+    `table` is the embedding. It is the head too where the config ties them. Otherwise the head is
+    `head_table`.
     """
 
     config: Qwen3Config
@@ -42,8 +46,8 @@ class Qwen3(Target):
         self.final_norm = param(d, dtype=dtype)
 
     def embed(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
-        del scaled  # the model's own input are the rows as they are
-        return whole(self.table[tokens])
+        del scaled  # the model's own inputs are the rows as they are
+        return whole_rows(self.table[tokens])
 
     def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         b, t, d = x.shape
@@ -78,7 +82,7 @@ class Qwen3(Target):
 
 
 class DecoderLayer(nnx.Module):
-    """One pre-norm layer:
+    """One layer. Each part has one norm, before it:
 
     x = x + attention(rms_norm(x, attention_norm))
     x = x + mlp(rms_norm(x, mlp_norm))
@@ -96,7 +100,7 @@ class DecoderLayer(nnx.Module):
             dtype=dtype,
         )
         self.mlp_norm = param(d, dtype=dtype)
-        self.mlp = GatedMLP(d, config.intermediate_size, gelu=False, dtype=dtype)
+        self.mlp = GatedMLP(d, config.intermediate_size, activation=jax.nn.silu, dtype=dtype)
         self.eps = config.rms_norm_eps
 
     def __call__(
@@ -112,7 +116,9 @@ class DecoderLayer(nnx.Module):
         return x, cache, segments
 
 
-@jax.jit
-def run_layer(layer: DecoderLayer, *args):
-    """Call a layer through jit, so that all layers are traced and lowered once."""
+@traced_once
+def run_layer(
+    layer: DecoderLayer, *args: Any
+) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
+    """Run a layer. All of them have one shape, so the first is traced for all."""
     return layer(*args)

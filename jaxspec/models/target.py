@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
-from jax import lax
 
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.base import TargetConfig
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
+from pallas_kernels.lone_row import twice_if_alone
 
 Caches = tuple[KVCache | None, ...]
 """One entry a layer; None where the layer reads another layer's K/V."""
@@ -143,10 +142,16 @@ class Target(nnx.Module):
         """
         run = functools.partial(self._run, feature_layers=feature_layers)
         where = place(tokens, start, count, slots=slots, ancestors=ancestors)
-        if tokens.size != 1 or ancestors is not None:
-            return run(tokens, where, caches, logit_rows)
-        twice = functools.partial(_run_twice, run)
-        return lax.platform_dependent(tokens, where, caches, logit_rows, cuda=twice, default=run)
+        return twice_if_alone(
+            run,
+            tokens,
+            where,
+            caches,
+            logit_rows,
+            alone=tokens.size == 1 and ancestors is None,
+            repeat=_repeat_token,
+            first=_first_token,
+        )
 
     def _run(
         self,
@@ -187,22 +192,20 @@ def place(
     return Placement(start[:, None] + offset, start, count, slots, ancestors)
 
 
-def _run_twice(
-    run: Callable[..., TargetOutput],
+def _repeat_token(
     tokens: Int[Array, "1 1"],
     where: Placement,
     caches: Caches | None,
     logit_rows: Int[Array, "1 R"] | None,
-) -> TargetOutput:
-    """Run a token that is alone as two at the same place, of which only the first is written and returned.
-
-    On NVIDIA GPUs each product would do so by itself (`over_rows`), and cutting the second row off is a kernel
-    of its own where another kernel reads the first: E2B's plain step has 664 instead of 733. Equal tokens use
-    the same experts, and no weight is read twice.
-    """
+) -> tuple[Int[Array, "1 2"], Placement, Caches | None, Int[Array, "1 R"]]:
+    """Make of a pass over one token a pass over two at one place; `count` says that one is real."""
     pair = where.replace(positions=jnp.repeat(where.positions, 2, axis=1))
     rows = jnp.zeros((1, 1), jnp.int32) if logit_rows is None else logit_rows
-    output = run(jnp.repeat(tokens, 2, axis=1), pair, caches, rows)
+    return jnp.repeat(tokens, 2, axis=1), pair, caches, rows
+
+
+def _first_token(output: TargetOutput) -> TargetOutput:
+    """Cut off what `_repeat_token` added; logits are of the first token already."""
     features = tuple(x[:, :1] for x in output.features)
     return output.replace(hidden=output.hidden[:, :1], features=features)
 
@@ -248,7 +251,9 @@ def keep_rows(
 
     assert output.caches is not None
     caches = tuple(
-        None if cache is None or segment is None else kv.keep(cache, segment, rows, start, count)
+        None
+        if cache is None or segment is None
+        else kv.append_chosen(cache, segment, rows, start, count)
         for cache, segment in zip(output.caches, output.fresh, strict=True)
     )
     return TargetOutput(

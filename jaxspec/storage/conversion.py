@@ -31,8 +31,8 @@ from checkpoints_convert.rules import (
     TensorSpec,
     fills_for,
     find_prefix,
-    integers,
     match,
+    permutation,
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
@@ -102,11 +102,11 @@ def open_source(directory: Path) -> Source:
     for name, original in plan.copies.items():
         if not checkpoint.equal(name, original):
             raise CheckpointError(
-                f"{directory}: {name} differs from {original}, but config.json ties them "
-                "(tie_word_embeddings); one of the files is of another model"
+                f"{directory}: {name} differs from {original}, but its config.json says that they are "
+                "one (tie_word_embeddings); get the checkpoint again, or correct config.json"
             )
     for fill in plan.fills:
-        if fill.transform is integers:
+        if fill.transform is permutation:
             _check_ordering(checkpoint, fill.sources[0], str(directory))
     return Source(checkpoint, family, config, generation, plan)
 
@@ -266,7 +266,7 @@ def write_weights(
     """Write parameters as safetensors under Hugging Face names; config.json is the caller's.
 
     Args:
-      prefix: what stands before the names: "model." for a text-only Gemma 4 target, else "".
+      prefix: what stands before the names: "model." for a text-only Gemma 4, "" for others.
     """
     shapes = parameter_shapes(config)
     stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
@@ -276,7 +276,7 @@ def write_weights(
         [
             _group(
                 fill,
-                dict.fromkeys(fill.sources, "I64" if fill.transform is integers else stored),
+                dict.fromkeys(fill.sources, "I64" if fill.transform.integers else stored),
                 lambda f=fill: np.asarray(params[f.path]),
             )
             for fill in fills

@@ -1,37 +1,54 @@
-"""Cached attention for few queries: a block of new tokens against long caches, rings and each other.
+"""Cached attention for few queries: new tokens against long caches, rings and each other.
 
 Read `reference.py` for what is computed, `triton.py` for how each key is read once for all queries,
-`mosaic.py` for how Hopper does that at head dim 512, `mosaic_narrow.py` at 128, `tuning.py` for tile sizes.
+`mosaic_h512.py` for how Hopper does that at head dim 512, `mosaic_h128.py` at 128. Around them
+stand `spans.py` (which keys a tile of rows reads), `mosaic_launch.py` and `tuning.py` (tile sizes).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.reference import Segment, reference
+from pallas_kernels.attention.reference import KVSegment, reference
 from pallas_kernels.attention.triton import Tiling, attention_triton
 from pallas_kernels.attention.tuning import splits_for, tiling_for
-from pallas_kernels.platform import capability, devices_of_mesh, on_cuda, why_not_triton
+from pallas_kernels.dispatch import (
+    Candidate,
+    capability,
+    devices_of_mesh,
+    dispatch,
+    why_not_triton,
+)
+
+__all__ = ["KVSegment", "Tiling", "attention", "reference"]
 
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
 HOPPER = 9.0
-# Query tokens up to which "auto" takes a kernel for speed: more of them are prefill, which is not bound by reading keys.
+# "auto" takes a kernel for speed up to so many query tokens. More are prefill, which is not bound
+# by reading keys.
 MOST_TOKENS = 64
-# Bytes of float32 scores from which it does for want of memory: XLA writes them all down. 31B, 512 tokens of a prompt:
-# from 16384 slots on.
+# "auto" takes a kernel for want of memory from so many bytes of float32 scores on: XLA writes them
+# all down. For 512 tokens of a prompt of 31B that is from 16384 slots on.
 MOST_SCORE_BYTES = 1 << 30
-# Bytes of keys, values and scores from which it takes a kernel for few tokens, and those from which the Triton kernel
-# where head dims are over 256. On an H200 (jax 0.11.2), in us, without what the loop around them takes, XLA first. Head
-# dim 256: 3 MB 5 and 6 (1 sequence, 1 query), 28 MB 17 and 15, 57 MB 27 and 22, 110 MB 58 and 37. Draft blocks, whose
-# scores are as large as their keys: 3 MB 9 and 9, 25 MB 25 and 14, 134 MB 152 and 31. Head dim 512, with Triton: 17 MB 12
-# and 20, 42 MB 30 and 39, 63 MB 44 and 52, 107 MB 59 and 59; with Mosaic: 17 MB 12 and 17, 31 MB 24 and 22, 42 MB 30 and
-# 27, 63 MB 44 and 39, 107 MB 59 and 51, of which 6 to 8 are ranges of keys, which are the same for all layers.
+# "auto" takes a kernel for few tokens from so many bytes of keys, values and scores on; the second
+# number is for the Triton kernel at head dims over 256. Microseconds of XLA and of the kernel on an
+# H200 (jax 0.11.2), without what the loop around them takes:
+#
+#   head dim 256, one query   3 MB: 5, 6     28 MB: 17, 15   57 MB: 27, 22   110 MB: 58, 37
+#   draft blocks              3 MB: 9, 9     25 MB: 25, 14   134 MB: 152, 31
+#   head dim 512, Triton      17 MB: 12, 20  42 MB: 30, 39   63 MB: 44, 52   107 MB: 59, 59
+#   head dim 512, Mosaic      17 MB: 12, 17  31 MB: 24, 22   42 MB: 30, 27   63 MB: 44, 39
+#                             107 MB: 59, 51
+#
+# Scores of draft blocks are as large as their keys. Of Mosaic's times, 6 to 8 are spans of keys,
+# which are made once for all layers.
 FEWEST_BYTES = 8 << 20
 FEWEST_BYTES_WIDE = 64 << 20
 
@@ -39,7 +56,7 @@ FEWEST_BYTES_WIDE = 64 << 20
 def attention(
     q: Float[Array, "B T K G H"],
     q_positions: Int[Array, "B T"],
-    segments: tuple[Segment, ...],
+    segments: tuple[KVSegment, ...],
     *,
     scale: float,
     window: int | None = None,
@@ -50,83 +67,87 @@ def attention(
 ) -> Float[Array, "B T K G H"]:
     """Attend from each query to every key its position allows, over all segments at once.
 
-    A key at position k is seen from q when it exists (k >= 0), k > q - window, if causal k <= q, and if the
-    segment says which queries see it, it is one of them. A query that sees nothing gives finite rubbish.
+    A key at position k is seen from q when it exists (k >= 0), k > q - window, if causal k <= q,
+    and if the segment says which queries see it, it is one of them. A query that sees nothing gives
+    finite rubbish.
 
     Args:
-        q: Queries, of which G share a kv head.
-        q_positions: Their positions.
-        segments: Keys and values in any order. Slots behind a segment's last key may hold anything, also
-            NaN; the reference wants them finite.
-        scale: What scores are multiplied with.
-        window: Keys a query sees, itself included; None for all.
-        causal: Whether queries see no later keys.
-        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`) and
-            16-bit keys; "mosaic" one of 9.0, a multiple of 8 slots, no `seen_by`, and head dim 512, one segment
-            and no window, or head dim 128, 8, 16, 32 or 64 query heads of a kv head, and beside the first
-            segment at most one of 128 slots. "auto" takes one of them, rather the latter, where it can run, and
-            keys are many for few tokens or scores would fill memory, and "reference" elsewhere.
-        tiling: Tile sizes of the Triton kernel, instead of the table's.
-        interpret: Run the Triton kernel on any device, slowly, to test it.
+      q: queries, of which G share a kv head.
+      q_positions: their positions.
+      segments: keys and values in any order. Slots behind a segment's last key may hold anything,
+        also NaN; the reference wants them finite.
+      scale: what scores are multiplied with.
+      window: keys a query sees, itself included; None for all.
+      causal: whether queries see no later keys.
+      implementation: "reference" runs anywhere. "triton" needs an NVIDIA GPU of compute capability
+        8.0 or newer (or `interpret`) and 16-bit keys. "mosaic" needs one of 9.0, 16-bit keys, a
+        multiple of 8 slots, no `seen_by`, and what one of its two kernels was cut for. At head dim
+        512 that is one segment and no window. At head dim 128 it is 8, 16, 32 or 64 query heads of
+        a kv head, and beside the first segment at most one, of at most 128 slots. "auto" takes
+        Mosaic, else Triton, where it can run and is faster (many keys for few tokens) or the scores
+        of the reference would fill memory. Elsewhere it takes the reference.
+      tiling: tile sizes of the Triton kernel, instead of the table's.
+      interpret: run the Triton kernel on any device, slowly, to test it.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        NotImplementedError: If implementation is "triton" or "mosaic" and it cannot run.
+      ValueError: shapes or dtypes do not fit together.
+      NotImplementedError: implementation is "triton" or "mosaic" and it cannot run.
     """
     _check(q, q_positions, segments)
-    if implementation not in ("auto", "reference", "triton", "mosaic"):
-        raise ValueError(
-            f"implementation is {implementation!r}; pass auto, reference, triton or mosaic"
-        )
-    plain = functools.partial(reference, scale=scale, window=window, causal=causal)
     b, t, k, g, h = q.shape
-    reasons = {
-        "mosaic": _why_not_mosaic(g, segments, window, interpret),
-        "triton": _why_not_triton(segments, interpret),
-    }
-    chosen = implementation
-    if implementation == "auto":
-        # At head dim 128 only with over one tile of rows: with fewer the Mosaic kernel was not measured.
-        on_hopper = (
-            reasons["mosaic"] is None and capability() == HOPPER and (h == 512 or t * g > 64)
-        )
-        chosen = "mosaic" if on_hopper else "triton"
-        score_bytes = 4 * b * t * k * g * sum(s.k.shape[2] for s in segments)
-        read = score_bytes + sum(2 * s.k.size * s.k.dtype.itemsize for s in segments)
-        fewest = FEWEST_BYTES if on_hopper or h <= 256 else FEWEST_BYTES_WIDE
-        worth_it = (t <= MOST_TOKENS and read >= fewest) or score_bytes >= MOST_SCORE_BYTES
-        if not worth_it or reasons[chosen]:
-            return plain(q, q_positions, segments)
-    if chosen == "reference":
-        return plain(q, q_positions, segments)
-    if reasons[chosen]:
-        raise NotImplementedError(f"{reasons[chosen]}; pass implementation='auto' or 'reference'")
-    longest = max(s.k.shape[2] for s in segments)
-    if chosen == "mosaic":
-        # Not before it is wanted: older jax misses what it imports.
-        from pallas_kernels.attention.mosaic import attention_mosaic
-        from pallas_kernels.attention.mosaic_narrow import attention_mosaic_narrow
+    rows, heads, longest = t * g, b * k, max(s.k.shape[2] for s in segments)
+    how = {"scale": scale, "window": window, "causal": causal}
 
-        splits = splits_for(rows=t * g, heads=b * k, longest=longest)
-        narrow = functools.partial(attention_mosaic_narrow, window=window)
-        kernel = attention_mosaic if h == 512 else narrow
-        kernel = functools.partial(kernel, scale=scale, causal=causal, splits=splits)
-    else:
-        tiling = tiling or tiling_for(head_dim=h, rows=t * g, heads=b * k, longest=longest)
-        kernel = functools.partial(
-            attention_triton,
-            scale=scale,
-            window=window,
-            causal=causal,
-            tiling=tiling,
-            interpret=interpret,
-        )
-    if implementation != "auto":
-        return kernel(q, q_positions, segments)
-    return on_cuda(kernel, plain, q, q_positions, segments)
+    def mosaic(*args: Any) -> Array:
+        splits = splits_for(rows=rows, heads=heads, longest=longest)
+        return _mosaic_kernel(h)(*args, **how, splits=splits)
+
+    def triton(*args: Any) -> Array:
+        tiles = tiling or tiling_for(head_dim=h, rows=rows, heads=heads, longest=longest)
+        return attention_triton(*args, **how, tiling=tiles, interpret=interpret)
+
+    # At head dim 128 only with over one tile of rows: with fewer the Mosaic kernel was not
+    # measured.
+    on_hopper = capability() == HOPPER and (h == 512 or rows > 64)
+    candidates = [
+        Candidate(
+            "mosaic",
+            mosaic,
+            reason=_why_not_mosaic(g, segments, window, interpret),
+            worth_it=on_hopper and _worth_it(q, segments, FEWEST_BYTES),
+        ),
+        Candidate(
+            "triton",
+            triton,
+            reason=_why_not_triton(segments, interpret),
+            worth_it=_worth_it(q, segments, FEWEST_BYTES if h <= 256 else FEWEST_BYTES_WIDE),
+        ),
+    ]
+    plain = functools.partial(reference, **how)
+    return dispatch(implementation, candidates, plain, q, q_positions, segments)
 
 
-def _check(q: Array, q_positions: Array, segments: tuple[Segment, ...]) -> None:
+def _worth_it(q: Array, segments: tuple[KVSegment, ...], fewest_bytes: int) -> bool:
+    """Tell whether "auto" should take a kernel: many keys, few tokens; or scores fill memory."""
+    b, t, k, g, _ = q.shape
+    score_bytes = 4 * b * t * k * g * sum(s.k.shape[2] for s in segments)
+    read_bytes = score_bytes + sum(2 * s.k.size * s.k.dtype.itemsize for s in segments)
+    few_tokens = t <= MOST_TOKENS and read_bytes >= fewest_bytes
+    return few_tokens or score_bytes >= MOST_SCORE_BYTES
+
+
+def _mosaic_kernel(head_dim: int) -> Callable[..., Array]:
+    # Not imported before it is wanted: older jax misses what these files import.
+    if head_dim == 512:
+        from pallas_kernels.attention.mosaic_h512 import attention_mosaic_h512
+
+        return attention_mosaic_h512
+    from pallas_kernels.attention.mosaic_h128 import attention_mosaic_h128
+
+    return attention_mosaic_h128
+
+
+def _check(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> None:
     b, t, k, _, h = q.shape
     if q_positions.shape != (b, t):
         raise ValueError(
@@ -150,7 +171,7 @@ def _check(q: Array, q_positions: Array, segments: tuple[Segment, ...]) -> None:
             )
 
 
-def _why_not_triton(segments: tuple[Segment, ...], interpret: bool) -> str | None:
+def _why_not_triton(segments: tuple[KVSegment, ...], interpret: bool) -> str | None:
     """Say why the Triton kernel cannot run for these keys on this machine's GPU, if it has one."""
     if (h := segments[0].k.shape[3]) not in (16, 32, 64, 128, 256, 512):
         return f"the Triton kernel takes head dims that are a power of two from 16 to 512, not {h}"
@@ -158,7 +179,7 @@ def _why_not_triton(segments: tuple[Segment, ...], interpret: bool) -> str | Non
 
 
 def _why_not_mosaic(
-    groups: int, segments: tuple[Segment, ...], window: int | None, interpret: bool
+    groups: int, segments: tuple[KVSegment, ...], window: int | None, interpret: bool
 ) -> str | None:
     """Say why no Mosaic kernel can run for these keys on this machine's GPU, if it has one."""
     keys, *more = (s.k for s in segments)

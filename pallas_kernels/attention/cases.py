@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels.attention.reference import Segment
+from pallas_kernels.attention.reference import KVSegment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +41,17 @@ def cached(
     ring: bool = False,
     empty: float = 0.0,
     seed: int = 0,
-) -> Segment:
+) -> KVSegment:
     """Return a cache of `size` slots that holds positions below each row's length.
 
     Args:
-        shape: Heads.
-        lengths: How many positions were written to each row.
-        size: Slots.
-        dtype: Of keys and values.
-        ring: Position p is in slot p mod size, and of those the newest is there.
-        empty: What empty slots hold.
-        seed: Of the rest.
+      shape: heads.
+      lengths: how many positions were written to each row.
+      size: slots.
+      dtype: of keys and values.
+      ring: position p is in slot p mod size, and of those the newest is there.
+      empty: what empty slots hold.
+      seed: of the rest.
     """
     slot, length = np.arange(size)[None, :], np.asarray(lengths)[:, None]
     positions = np.where(slot < length, slot, -1)
@@ -63,7 +63,7 @@ def cached(
     exists = jnp.asarray(positions >= 0)[:, None, :, None]
     empty_value = jnp.asarray(empty, dtype)
     k, v = jnp.where(exists, k, empty_value), jnp.where(exists, v, empty_value)
-    return Segment(k, v, jnp.asarray(positions, jnp.int32))
+    return KVSegment(k, v, jnp.asarray(positions, jnp.int32))
 
 
 def queries(
@@ -79,17 +79,17 @@ def queries(
 
 def fresh(
     shape: Shape, positions: Array, dtype: jnp.dtype, *, tree: bool = False, seed: int = 2
-) -> Segment:
-    """Return the queries' own keys; in a tree, those that a random parent leads to see each other."""
+) -> KVSegment:
+    """Return the queries' own keys; in a tree, each sees those that random parents lead to."""
     b, t = positions.shape
     keys = jax.random.split(jax.random.key(seed))
     k, v = (jax.random.normal(key, (b, shape.kv_heads, t, shape.head_dim), dtype) for key in keys)
     if not tree:
-        return Segment(k, v, positions)
+        return KVSegment(k, v, positions)
     rng, seen = np.random.default_rng(seed), np.zeros((b, t, t), bool)
     for row in range(b):
         seen[row, 0, 0] = True
         for i in range(1, t):
             seen[row, i] = seen[row, rng.integers(i)]
             seen[row, i, i] = True
-    return Segment(k, v, positions, jnp.asarray(seen))
+    return KVSegment(k, v, positions, jnp.asarray(seen))

@@ -6,23 +6,25 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.elementary import contract
 
-class Segment(NamedTuple):
+
+class KVSegment(NamedTuple):
     """Keys and values with the position of each; -1 marks an empty slot, which no query sees."""
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S H"]
     positions: Int[Array, "B S"]
-    seen_by: Bool[Array, "B T S"] | None = None  # queries that may see each key; None: all
+    seen_by: Bool[Array, "B T S"] | None = None
+    """Queries that may see each key; None: all that its position allows."""
 
 
 def reference(
     q: Float[Array, "B T K G H"],
     q_positions: Int[Array, "B T"],
-    segments: tuple[Segment, ...],
+    segments: tuple[KVSegment, ...],
     *,
     scale: float,
     window: int | None,
@@ -30,8 +32,9 @@ def reference(
 ) -> Float[Array, "B T K G H"]:
     """Score every key of every segment and let the mask decide. Scores and softmax are float32."""
     b, t, k, g, h = q.shape
-    # Query heads of one kv head become rows beside the tokens (R = G * T): both products are then plain
-    # batched ones in the caches' own layout. Any other order makes XLA transpose whole caches.
+    # Query heads of one kv head become rows beside the tokens (R = G * T): both products are then
+    # plain batched ones in the caches' own layout. Any other order makes XLA transpose whole
+    # caches.
     rows = q.transpose(0, 2, 3, 1, 4).reshape(b, k, g * t, h)
     scores = []
     for s in segments:
@@ -39,14 +42,14 @@ def reference(
         if s.seen_by is not None:
             visible &= s.seen_by
         visible = jnp.broadcast_to(visible[:, None, None], (b, 1, g, t, visible.shape[-1]))
-        score = _contract("bkrh,bksh->bkrs", rows, s.k) * scale
+        score = contract("bkrh,bksh->bkrs", rows, s.k) * scale
         visible = visible.reshape(b, 1, g * t, -1)
         scores.append(jnp.where(visible, score, jnp.finfo(jnp.float32).min))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
     out, begin = jnp.zeros((), jnp.float32), 0
     for s in segments:
         end = begin + s.k.shape[2]
-        out += _contract("bkrs,bksh->bkrh", weights[..., begin:end], s.v)
+        out += contract("bkrs,bksh->bkrh", weights[..., begin:end], s.v)
         begin = end
     return out.reshape(b, k, g, t, h).transpose(0, 3, 1, 2, 4).astype(q.dtype)
 
@@ -61,9 +64,3 @@ def _visible(
     if causal:
         visible &= k <= q
     return visible
-
-
-def _contract(spec: str, x: Array, y: Array) -> Float[Array, "..."]:
-    # JAX's default for float32 on Hopper is TF32, whose errors are a thousand times larger.
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(spec, x, y, precision=exact, preferred_element_type=jnp.float32)

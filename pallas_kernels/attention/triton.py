@@ -1,11 +1,12 @@
-"""Attention of few queries to long caches in Pallas Triton: each program reads a share of the keys once.
+"""Attention of few queries to long caches in Pallas Triton: a program reads its keys once.
 
-The query heads of one kv head and the tokens are rows of one matrix (row = token * G + head), so that a
-block of keys is read once for all of them; rows beyond a tile are another program's, which finds the keys
-in L2. So many tokens are cut like few: a chunk of a prompt never has all of its scores anywhere. The keys
-that some query of a tile can see are a range of slots, which is shared out evenly over `splits` programs,
-whatever its length. In each, the softmax runs along the blocks; a second kernel averages the shares,
-weighted by what they saw. No atomics: results do not depend on the order of blocks.
+The query heads of one kv head and the tokens are rows of one matrix (row = token * G + head), so
+that a block of keys is read once for all of them; rows beyond a tile are another program's, which
+finds the keys in L2. So many tokens are cut like few: a chunk of a prompt never has all of its
+scores anywhere. The keys that some query of a tile can see are a range of slots, which is shared
+out evenly over `splits` programs, whatever its length. In each, the softmax runs along the blocks;
+a second kernel averages the shares, weighted by what they saw. No atomics: results do not depend on
+the order of blocks.
 """
 
 from __future__ import annotations
@@ -16,27 +17,25 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.reference import Segment
+from pallas_kernels.attention.reference import KVSegment
+from pallas_kernels.attention.spans import UNSEEN, position_range, visible_span
 from pallas_kernels.triton import below, dot, load, store
 
 COMBINED_ROWS = 8  # of a program that adds up splits
-# A score; minus infinity would make NaN of rows that see nothing. A power of two: its product with any scale is exact,
-# so that a scale beside a subtraction (one instruction, which rounds once) still leaves 0.
-UNSEEN = -(2.0**100)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Rows and keys of a block (powers of two, at least 16), warps, blocks loaded ahead, key splits.
+    """How the work is cut.
 
-    With several `parts`, each makes its share of the values' columns and scores all keys for itself: more
-    arithmetic, but room for more rows, and so fewer reads.
+    Rows and keys of a block (powers of two, at least 16), warps, blocks loaded ahead, key splits.
+    With several `parts`, each makes its share of the values' columns and scores all keys for
+    itself: more arithmetic, but room for more rows, and so fewer reads.
     """
 
     rows: int
@@ -83,8 +82,9 @@ def _attend(
         k_ref, v_ref, positions_ref = (refs.pop(0) for _ in range(3))
         seen_ref = refs.pop(0) if has_mask else None
         size = k_ref.shape[2]
-        # A mask is wanted in shared memory too, which 128 rows of head dim 512 leave no room for beside 32 keys.
-        # Masked keys are a tree's, and so few that smaller blocks of them cost nothing.
+        # A mask is wanted in shared memory too, which 128 rows of head dim 512 leave no room for
+        # beside 32 keys. Masked keys are a tree's, and so few that smaller blocks of them cost
+        # nothing.
         keys = min(16 if has_mask else tiling.keys, max(16, pl.next_power_of_2(size)))
         begin, end = spans_ref[b, tile, 2 * i], spans_ref[b, tile, 2 * i + 1]
         first = begin // keys
@@ -172,74 +172,10 @@ def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
     store(out_ref, row[:, None], column[None, :], value=total / weight[:, None], mask=mask)
 
 
-def span(
-    lowest: Int[Array, "B R"],
-    highest: Int[Array, "B R"],
-    positions: Int[Array, "B S"],
-    *,
-    window: int | None,
-    causal: bool,
-) -> Int[Array, "B R 2"]:
-    """Return the first slot that some query may see, and the one after the last; (S, 0) if there is none.
-
-    Args:
-        lowest: The first position of the queries of each tile of rows.
-        highest: The last one.
-        positions: Of the keys.
-    """
-    useful = positions[:, None] >= 0
-    if window is not None:
-        useful &= positions[:, None] > lowest[:, :, None] - window
-    if causal:
-        useful &= positions[:, None] <= highest[:, :, None]
-    return _first_and_last(jnp.broadcast_to(useful, (*lowest.shape, positions.shape[1])))
-
-
-def hidden(
-    spans: Int[Array, "B R 2"],
-    lowest: Int[Array, "B R"],
-    highest: Int[Array, "B R"],
-    positions: Int[Array, "B S"],
-    *,
-    window: int | None,
-    causal: bool,
-) -> Int[Array, "B R 2"]:
-    """Return the first slot of a span that some query of the tile does not see, and the one after the last.
-
-    Blocks elsewhere in the span need no mask; (S, 0) if that is all of them. Arguments as in `span`, which
-    returns `spans`.
-    """
-    unseen = positions[:, None] < 0
-    if window is not None:
-        unseen |= positions[:, None] <= highest[:, :, None] - window
-    if causal:
-        unseen |= positions[:, None] > lowest[:, :, None]
-    slot = jnp.arange(positions.shape[1], dtype=jnp.int32)
-    return _first_and_last(unseen & (slot >= spans[:, :, :1]) & (slot < spans[:, :, 1:]))
-
-
-def _first_and_last(slots: Bool[Array, "B R S"]) -> Int[Array, "B R 2"]:
-    """Return the first of some slots, and the one after the last; (S, 0) if there is none."""
-    slot, size = jnp.arange(slots.shape[2], dtype=jnp.int32), slots.shape[2]
-    first = jnp.min(jnp.where(slots, slot, size), axis=2)
-    return jnp.stack([first, jnp.max(jnp.where(slots, slot + 1, 0), axis=2)], axis=2)
-
-
-def of_tiles(positions: Int[Array, "B T"], groups: int, rows: int) -> tuple[Array, Array]:
-    """Return the lowest and the highest position of each tile of rows: [B, R] both."""
-    tokens = positions.shape[1]
-    begin = np.arange(0, tokens * groups, rows)
-    last = np.minimum((begin + rows - 1) // groups, tokens - 1)
-    most = int(np.max(last - begin // groups)) + 1
-    token = np.minimum((begin // groups)[:, None] + np.arange(most), last[:, None])
-    of_tiles = positions[:, token]
-    return jnp.min(of_tiles, axis=2), jnp.max(of_tiles, axis=2)
-
-
 def attention_triton(
     q: Float[Array, "B T K G H"],
     q_positions: Int[Array, "B T"],
-    segments: tuple[Segment, ...],
+    segments: tuple[KVSegment, ...],
     *,
     scale: float,
     window: int | None,
@@ -247,11 +183,10 @@ def attention_triton(
     tiling: Tiling,
     interpret: bool = False,
 ) -> Float[Array, "B T K G H"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks them."""
+    """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks."""
     b, t, k, g, _ = q.shape
-    # The same for all layers of a kind, and XLA computes them once.
-    ends = of_tiles(q_positions, g, tiling.rows)
-    spans = [span(*ends, s.positions, window=window, causal=causal) for s in segments]
+    ends = position_range(q_positions, g, tiling.rows)
+    spans = [visible_span(*ends, s.positions, window=window, causal=causal) for s in segments]
     arrays = []
     for s in segments:
         arrays += [s.k, s.v, s.positions]

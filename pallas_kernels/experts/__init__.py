@@ -1,7 +1,7 @@
-"""Experts for few tokens: a router's choice, a gated MLP for each expert chosen, and their weighted sum.
+"""Experts for few tokens: a router's choice, a gated MLP for each expert, their weighted sum.
 
-Read `reference.py` for what is computed, `triton.py` for how each expert in use is read once and the
-others never, `tuning.py` for tile sizes.
+Read `reference.py` for what is computed, `triton.py` for how each expert in use is read once and
+the others never, `tuning.py` for tile sizes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.experts.reference import add_up as add_up
-from pallas_kernels.experts.reference import choose as choose
-from pallas_kernels.experts.reference import reference
-from pallas_kernels.experts.reference import router_logits as router_logits
+from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
+from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
 from pallas_kernels.experts.triton import Tiling, experts_triton
 from pallas_kernels.experts.tuning import tiling_for
-from pallas_kernels.platform import Implementation, run, why_not_triton
+
+__all__ = ["Tiling", "add_up", "choose", "experts", "reference", "router_logits"]
 
 
 def experts(
@@ -35,31 +34,33 @@ def experts(
     """Return sum over a token's experts of weight * (gelu_tanh(x @ gate) * (x @ up)) @ down.
 
     Args:
-        x: Tokens, in the dtype of the experts.
-        logits: What the router says of each token, in float32, in any number of parts to be added up. The sum
-            is rounded to the tokens' dtype, as a product would be. Experts and weights are `choose`'s.
-        expert_scale: A factor for the weights of each expert.
-        gate_up: Gate and up matrices of each expert, side by side.
-        down: Down matrices.
-        top_k: Experts of a token.
-        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
-            and 16-bit experts; "auto" takes it where it can run, and "reference" elsewhere.
-        tiling: Tile sizes of the kernel, instead of the table's.
-        interpret: Run the kernel on any device, slowly, to test it.
+      x: tokens, in the dtype of the experts.
+      logits: what the router says of each token, in float32, in any number of parts to be added up.
+        The sum is rounded to the tokens' dtype, as a product would be. Experts and weights are
+        `choose`'s.
+      expert_scale: a factor for the weights of each expert.
+      gate_up: gate and up matrices of each expert, side by side.
+      down: down matrices.
+      top_k: experts of a token.
+      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or
+        `interpret`) and 16-bit experts; "auto" takes it where it can run, and "reference"
+        elsewhere.
+      tiling: tile sizes of the kernel, instead of the table's.
+      interpret: run the kernel on any device, slowly, to test it.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        NotImplementedError: If implementation is "triton" and it cannot run.
+      ValueError: shapes or dtypes do not fit together.
+      NotImplementedError: implementation is "triton" and it cannot run.
     """
     _check(x, logits, expert_scale, gate_up, down, top_k)
     tiling = tiling or tiling_for(x.shape[0] * top_k / gate_up.shape[0])
-    return run(
-        implementation,
+    triton = Candidate(
+        "triton",
         functools.partial(experts_triton, top_k=top_k, tiling=tiling, interpret=interpret),
-        functools.partial(reference, top_k=top_k),
-        *(x, logits, expert_scale, gate_up, down),
         reason=why_not_triton(gate_up, interpret=interpret),
     )
+    plain = functools.partial(reference, top_k=top_k)
+    return dispatch(implementation, [triton], plain, x, logits, expert_scale, gate_up, down)
 
 
 def _check(

@@ -33,11 +33,11 @@ def chosen_experts(shape: Shape, tokens: int, routing: str, seed: int = 0) -> np
     """Return [tokens, top_k] different experts.
 
     Args:
-        shape: Sizes; only the number of experts and `top_k` count.
-        tokens: How many tokens.
-        routing: "random" is uniform; "same" gives all tokens the same experts; "spread" goes through all
-            experts in turn; "skewed" has one expert that every token wants.
-        seed: Of the random ones.
+      shape: sizes; only the number of experts and `top_k` count.
+      tokens: how many tokens.
+      routing: "random" is uniform; "same" gives all tokens the same experts; "spread" goes through
+        all experts in turn; "skewed" has one expert that every token wants.
+      seed: of the random ones.
     """
     rng = np.random.default_rng(seed)
     random = np.stack([rng.permutation(shape.experts)[: shape.top_k] for _ in range(tokens)])
@@ -58,7 +58,7 @@ def chosen_experts(shape: Shape, tokens: int, routing: str, seed: int = 0) -> np
 
 
 def logits_for(shape: Shape, chosen: np.ndarray, seed: int = 0) -> Array:
-    """Return float32 logits [tokens, experts] of which those of the `chosen` experts are the largest."""
+    """Return float32 logits [tokens, experts], largest for the `chosen` experts."""
     logits = np.random.default_rng(seed).normal(size=(len(chosen), shape.experts))
     np.put_along_axis(logits, chosen, np.take_along_axis(logits, chosen, axis=1) + 10, axis=1)
     return jnp.asarray(logits, jnp.float32)

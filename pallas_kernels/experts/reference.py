@@ -1,8 +1,6 @@
-"""What the kernel computes, in plain JAX: every expert on every token, and a mask. This is the oracle."""
+"""What the kernel computes, in plain JAX: every expert on every token, and a mask."""
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,26 +8,27 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
+from pallas_kernels.elementary import contract, gelu_tanh
+from pallas_kernels.lone_row import twice_if_alone
 
 PART_INPUTS = 256
 MOST_IN_PARTS = 8  # tokens
 
 
 def router_logits(x: Float[Array, "T D"], weight: Float[Array, "D E"]) -> Float[Array, "S T E"]:
-    """Multiply tokens by the router, in float32: for few tokens in parts, each of some of the inputs.
+    """Multiply tokens by the router, in float32; for few tokens in parts, to be added up.
 
-    XLA too makes parts of so small a product, so that many processors read the weight, and adds them up in a kernel of
-    its own. `experts` does that where it reads them (8 tokens of 26B-A4B on an H200: 5.5 us instead of 6.6 until all
-    is routed; for 16 it takes as long).
+    XLA too makes parts of so small a product, so that many processors read the weight, and adds
+    them up in a kernel of its own. `experts` does that where it reads them (8 tokens of 26B-A4B on
+    an H200: 5.5 us instead of 6.6 until all is routed; for 16 it takes as long).
     """
     (t, d), e = x.shape, weight.shape[1]
     parts = d // PART_INPUTS if t <= MOST_IN_PARTS and d % PART_INPUTS == 0 else 1
-    return _contract("tsd,sde->ste", x.reshape(t, parts, -1), weight.reshape(parts, -1, e))
+    return contract("tsd,sde->ste", x.reshape(t, parts, -1), weight.reshape(parts, -1, e))
 
 
 def add_up(logits: Float[Array, "S T E"], dtype: DTypeLike) -> Float[Array, "T E"]:
-    """Return the sum of all parts, rounded as a product in this dtype would be, in float32 again."""
+    """Return the sum of all parts in float32, rounded as a product in this dtype would be."""
     return jnp.sum(logits, axis=0).astype(dtype).astype(jnp.float32)
 
 
@@ -39,7 +38,7 @@ def choose(
     """Choose the likeliest experts, the first of equals, and weigh them by their probabilities.
 
     Returns:
-        The experts, and their weights: probabilities with the sum 1, times `expert_scale`.
+      The experts, and their weights: probabilities with the sum 1, times `expert_scale`.
     """
     weights, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -57,8 +56,8 @@ def reference(
 ) -> Float[Array, "T D"]:
     """Run every expert on every token and keep what the router chose.
 
-    All weights are read once: near the memory floor where tokens need nearly all of the experts, and
-    always right. Accumulates in float32.
+    All weights are read once: near the memory floor where tokens need nearly all of the experts,
+    and always right. Accumulates in float32.
     """
     chosen, weights = choose(add_up(logits, x.dtype), expert_scale, top_k)
     e, d, _, f = gate_up.shape
@@ -70,24 +69,16 @@ def reference(
         # A batched product, an expert each. With the rows not repeated, D would stand between two
         # axes that are kept, and XLA transposes all of the weights in every step.
         repeated = jnp.broadcast_to(rows, (e, *rows.shape))
-        both = _contract("erd,edf->erf", repeated, gate_up.reshape(e, d, 2 * f)).astype(x.dtype)
+        both = contract("erd,edf->erf", repeated, gate_up.reshape(e, d, 2 * f)).astype(x.dtype)
         hidden = gelu_tanh(both[..., :f]) * both[..., f:]
         hidden = (hidden.astype(jnp.float32) * combine.T[:, :, None]).astype(x.dtype)
-        return _contract("erf,efd->rd", hidden, down).astype(x.dtype)
+        return contract("erf,efd->rd", hidden, down).astype(x.dtype)
 
-    if x.shape[0] != 1:
-        return run(x, combine)
-    # XLA turns products of one row into elementwise ones, which are slower: 16.4 ms a step of 26B-A4B
-    # on an H200 instead of 13.0.
-    return lax.platform_dependent(
+    return twice_if_alone(
+        run,
         x,
         combine,
-        cuda=lambda x, c: run(jnp.repeat(x, 2, axis=0), jnp.repeat(c, 2, axis=0))[:1],
-        default=run,
+        alone=x.shape[0] == 1,
+        repeat=lambda x, c: (jnp.repeat(x, 2, axis=0), jnp.repeat(c, 2, axis=0)),
+        first=lambda out: out[:1],
     )
-
-
-def _contract(spec: str, x: Array, y: Array) -> Float[Array, "..."]:
-    # JAX's default for float32 on Hopper is TF32, whose errors are a thousand times larger.
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(spec, x, y, precision=exact, preferred_element_type=jnp.float32)

@@ -1,12 +1,13 @@
-"""A mixture of experts for few tokens in Pallas Triton: a grouped product that reads each expert in use once.
+"""A mixture of experts for few tokens in Pallas Triton: each expert in use is read once.
 
-`route` chooses experts and cuts the (token, choice) pairs into tiles: rows of one expert. It is one kernel for few
-tokens and two for more, where all blocks of tokens must have chosen before the first can be placed. `_gate_up`
-multiplies each tile by its expert's gate and up matrices and applies the activation, `_down` multiplies by its down
-matrix and by the pairs' weights and writes each row to its pair's place; the sum over a token's pairs is left to XLA.
-Tiles beyond the last one in use end at once, so experts that no token chose are never read. Columns are the
-fastest axis of both grids: blocks that run side by side read neighbours in memory (on an H200, for 512 tokens, 386 us
-instead of 424 with tiles as the fastest), and other tiles of the expert still find its weights in L2. No
+`route` chooses experts and cuts the (token, choice) pairs into tiles: rows of one expert. It is one
+kernel for few tokens and two for more, where all blocks of tokens must have chosen before the first
+can be placed. `_gate_up` multiplies each tile by its expert's gate and up matrices and applies the
+activation, `_down` multiplies by its down matrix and by the pairs' weights and writes each row to
+its pair's place; the sum over a token's pairs is left to XLA. Tiles beyond the last one in use end
+at once, so experts that no token chose are never read. Columns are the fastest axis of both grids:
+blocks that run side by side read neighbours in memory (on an H200, for 512 tokens, 386 us instead
+of 424 with tiles as the fastest), and other tiles of the expert still find its weights in L2. No
 atomics: results do not depend on the order in which blocks run.
 """
 
@@ -44,7 +45,7 @@ class Routed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """How a matrix product is cut: columns of a block, inputs of a step, warps, steps loaded ahead."""
+    """How a product is cut: columns of a block, inputs of a step, warps, steps loaded ahead."""
 
     columns: int
     inputs: int
@@ -62,7 +63,7 @@ class Tiling:
 
 
 def num_tiles(pairs: int, num_experts: int, rows: int) -> int:
-    """Return the most tiles that any routing can need: each expert in use may leave one not full."""
+    """Return the most tiles that a routing can need: each expert in use may leave one not full."""
     in_use = min(pairs, num_experts)
     return in_use + (pairs - in_use) // rows
 
@@ -70,7 +71,7 @@ def num_tiles(pairs: int, num_experts: int, rows: int) -> int:
 def _choose(
     logits_ref, scale_ref, weight_ref, *, block: int, top_k: int, dtype: DTypeLike
 ) -> Array:
-    """Return for the program's tokens which of their choices each expert is, or -1; write the weights."""
+    """Return which of its choices each expert is to each token, or -1; write the weights."""
     parts, tokens, num_experts = logits_ref.shape
     token = pl.program_id(0) * block + lax.iota(jnp.int32, block)
     expert = lax.iota(jnp.int32, _power(num_experts))[None, :]
@@ -85,8 +86,8 @@ def _choose(
     probs = probs / jnp.sum(probs, axis=1)[:, None]
     # Where one is NaN all are: such a token gets the first experts, and NaN for weights.
     left = jnp.where(probs == probs, probs, jnp.inf)
-    # As integers, bits of floats that are not negative are in the same order, and the largest integer of a warp is
-    # one instruction; an argmax is twenty, one after the other.
+    # As integers, bits of floats that are not negative are in the same order, and the largest
+    # integer of a warp is one instruction; an argmax is twenty, one after the other.
     left = lax.bitcast_convert_type(left, jnp.int32)
     choice = jnp.full(left.shape, -1, jnp.int32)
     for j in range(top_k):
@@ -106,15 +107,16 @@ def _place(choice, before, counts, expert_ref, used_ref, pair_ref, *, top_k, row
     """Write the pairs of the program's tokens, and its share of what is known of the tiles.
 
     Args:
-        choice: What `_choose` returned.
-        before: How many pairs of each expert earlier programs have.
-        counts: How many there are.
+      choice: what `_choose` returned.
+      before: how many pairs of each expert earlier programs have.
+      counts: how many there are.
     """
     me, (block, experts) = pl.program_id(0), choice.shape
     tiles = (counts + rows - 1) // rows
     end = jnp.cumsum(tiles)
     first = end - tiles
-    # The tile that comes as `me`-th among its expert's: with no more tokens than rows, programs suffice.
+    # The tile that comes as `me`-th among its expert's: with no more tokens than rows, programs
+    # suffice.
     owned = me < tiles
     tile = jnp.where(owned, first + me, expert_ref.shape[0])
     plgpu.store(expert_ref.at[tile], lax.iota(jnp.int32, experts), mask=owned)
@@ -175,7 +177,7 @@ def _place_block(
 def _gate_up(
     expert_ref, used_ref, pair_ref, x_ref, w_ref, hidden_ref, *, top_k: int, rows: int, block: Block
 ):
-    """hidden[tile] = gelu_tanh(x[tokens of the tile] @ gate) * (x[...] @ up), for a block of columns."""
+    """hidden[tile] = gelu_tanh(x[tokens of tile] @ gate) * (x[...] @ up), for some columns."""
     tile = pl.program_id(1)
     expert, used = expert_ref[tile], used_ref[tile]
     d, f = x_ref.shape[1], w_ref.shape[3]
@@ -260,7 +262,7 @@ def route(
     rows: int,
     interpret: bool = False,
 ) -> Routed:
-    """Choose experts as `reference.choose` does, and sort the pairs by expert into tiles of `rows` rows."""
+    """Choose experts as `reference.choose` does, and sort the pairs into tiles of `rows` rows."""
     _, tokens, num_experts = logits.shape
     pairs = tokens * top_k
     tiles = num_tiles(pairs, num_experts, rows)
@@ -275,8 +277,8 @@ def route(
     call = functools.partial(
         pl.pallas_call,
         grid=(programs,),
-        # A warp for each of up to 8 tokens (8 tokens on an H200: 3.1 us instead of 3.6 with half of them); more warps
-        # take longer to agree.
+        # A warp for each of up to 8 tokens (8 tokens on an H200: 3.1 us instead of 3.6 with half of
+        # them); more warps take longer to agree.
         compiler_params=plgpu.CompilerParams(num_warps=min(block, 8), num_stages=1),
         interpret=interpret,
     )
@@ -330,7 +332,7 @@ def multiply_down(
     block: Block,
     interpret: bool = False,
 ) -> Float[Array, "pairs D"]:
-    """Return each pair's result times its weight, rounded: in float32 they would be read and written twice as long."""
+    """Return each pair's result times its weight, rounded: float32 would be read twice as long."""
     d = down.shape[2]
     return pl.pallas_call(
         functools.partial(_down, rows=rows, block=block),

@@ -1,4 +1,4 @@
-"""What stands between two matrix products of a layer: a norm, the sum with the residual, norms of that.
+"""What stands between two products of a layer: a norm, the sum with the residual, its norms.
 
 Read `reference.py` for what is computed, `triton.py` for how one kernel does it.
 """
@@ -10,20 +10,20 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.norms.reference import Normed, RouterScale, reference, rms_norm, router_norm
+from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
+from pallas_kernels.norms.reference import Branch, RouterScale, reference, router_norm
 from pallas_kernels.norms.triton import MAX_WIDTH, add_norm_triton
-from pallas_kernels.platform import Implementation, run, why_not_triton
 
-__all__ = ["Normed", "RouterScale", "add_norm", "reference", "rms_norm", "router_norm"]
+__all__ = ["Branch", "RouterScale", "add_norm", "reference", "router_norm"]
 
 FEW_ROWS = 512  # on an H200 XLA is as fast from about 2048 on, and faster where parts are added up
 
 
 def add_norm(
     x: Float[Array, "*rows D"],
-    h: Float[Array, "*rows D"] | tuple[Normed, ...],
+    h: Float[Array, "*rows D"] | tuple[Branch, ...],
     scale: Float[Array, " D"],
-    then: tuple[Float[Array, " D"] | RouterScale, ...] = (),
+    next_norms: tuple[Float[Array, " D"] | RouterScale, ...] = (),
     *,
     eps: float,
     factor: Float[Array, " 1"] | None = None,
@@ -33,36 +33,40 @@ def add_norm(
     """Add h to the residual, normed, and norm the sum for all that read it.
 
     Args:
-        x: The residual.
-        h: What a part of the layer made of it; or what several did, each normed before they are added up.
-        scale: The weight of the norm of h.
-        then: Weights of norms of the sum, and of what a router reads.
-        eps: Of the norms. Each is computed in float32 and rounded to the residual's dtype, as are sums.
-        factor: What the sum is multiplied by; None for nothing.
-        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
-            and 16-bit numbers; "auto" takes it for up to 512 rows where it can run, and "reference" elsewhere.
-        interpret: Run the kernel on any device, slowly, to test it.
+      x: the residual.
+      h: what a part of the layer made of it; or what several did, each normed before they are added
+        up.
+      scale: the weight of the norm of h.
+      next_norms: the weight of the sum's norm for each part that reads it next, or a router's
+        scale.
+      eps: of the norms. Each is computed in float32 and rounded to the residual's dtype, as are
+        sums.
+      factor: what the sum is multiplied by; None for nothing.
+      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or
+        `interpret`) and 16-bit numbers; "auto" takes it for up to 512 rows where it can run, and
+        "reference" elsewhere.
+      interpret: run the kernel on any device, slowly, to test it.
 
     Returns:
-        The new residual, and its norms.
+      The new residual, and its norms.
 
     Raises:
-        ValueError: If shapes do not fit together.
-        NotImplementedError: If implementation is "triton" and it cannot run.
+      ValueError: shapes do not fit together.
+      NotImplementedError: implementation is "triton" and it cannot run.
     """
-    _check(x, h, [scale, *jax.tree.leaves(then)])
-    return run(
-        implementation,
+    _check(x, h, [scale, *jax.tree.leaves(next_norms)])
+    triton = Candidate(
+        "triton",
         functools.partial(add_norm_triton, eps=eps, interpret=interpret),
-        functools.partial(reference, eps=eps),
-        *(x, h, scale, then, factor),
         reason=_why_not(x, interpret),
         worth_it=x.size <= FEW_ROWS * x.shape[-1],
     )
+    plain = functools.partial(reference, eps=eps)
+    return dispatch(implementation, [triton], plain, x, h, scale, next_norms, factor)
 
 
-def _check(x: Array, h: Array | tuple[Normed, ...], scales: list[Array]) -> None:
-    parts = h if isinstance(h, tuple) else (Normed(h, scales[0]),)
+def _check(x: Array, h: Array | tuple[Branch, ...], scales: list[Array]) -> None:
+    parts = h if isinstance(h, tuple) else (Branch(h, scales[0]),)
     scales = [*scales, *(part.scale for part in parts)]
     if not parts or any(part.x.shape != x.shape for part in parts):
         shapes = [part.x.shape for part in parts]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, DTypeLike
 
-from pallas_kernels.norms.reference import Normed, RouterScale
+from pallas_kernels.norms.reference import Branch, RouterScale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Shape:
 
     width: int
     parts: int = 1  # that are normed one by one before they are added up, if there are several
-    then: int = 1  # norms of the sum
+    next_norms: int = 1  # of the sum
     router: bool = False  # whether a router reads it too
     factor: bool = False
 
@@ -25,37 +25,37 @@ class Shape:
 ATTENTION_31B = Shape(5376)
 MLP_31B = Shape(5376, factor=True)
 # The MLP, the experts and their router read it.
-ATTENTION_26B = Shape(2816, then=2, router=True)
+ATTENTION_26B = Shape(2816, next_norms=2, router=True)
 MLP_26B = Shape(2816, parts=2, factor=True)
 ATTENTION_E4B = Shape(2560)
 ATTENTION_E2B = Shape(1536)
-MLP_E2B = Shape(1536, then=0)  # the gate of the layer's own input reads it as it is
+MLP_E2B = Shape(1536, next_norms=0)  # the gate of the layer's own input reads it as it is
 
 
 class Inputs(NamedTuple):
     """Arguments of `add_norm`."""
 
     x: Array
-    h: Array | tuple[Normed, ...]
+    h: Array | tuple[Branch, ...]
     scale: Array
-    then: tuple[Array | RouterScale, ...]
+    next_norms: tuple[Array | RouterScale, ...]
     factor: Array | None
 
 
 def inputs(shape: Shape, rows: tuple[int, ...], dtype: DTypeLike, seed: int = 0) -> Inputs:
     """Return random arguments of `add_norm`."""
-    keys = iter(jax.random.split(jax.random.key(seed), 2 * shape.parts + shape.then + 4))
+    keys = iter(jax.random.split(jax.random.key(seed), 2 * shape.parts + shape.next_norms + 4))
 
     def normal(*of: int) -> Array:
         return jax.random.normal(next(keys), of, dtype)
 
     d = shape.width
-    parts = tuple(Normed(3 * normal(*rows, d), normal(d)) for _ in range(shape.parts))
-    then = tuple(normal(d) for _ in range(shape.then))
+    parts = tuple(Branch(3 * normal(*rows, d), normal(d)) for _ in range(shape.parts))
+    norms = tuple(normal(d) for _ in range(shape.next_norms))
     return Inputs(
         normal(*rows, d),
         parts if shape.parts > 1 else parts[0].x,
         normal(d),
-        (*then, RouterScale(normal(d))) if shape.router else then,
+        (*norms, RouterScale(normal(d))) if shape.router else norms,
         normal(1) if shape.factor else None,
     )

@@ -7,18 +7,19 @@ import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
+
+from pallas_kernels.elementary import rms_norm
 
 
 class RouterScale(NamedTuple):
-    """What a norm without a weight is multiplied by for the router of experts, and then by D^-1/2."""
+    """Marks the norm for a router of experts: without a weight, then times this and D^-1/2."""
 
     scale: Float[Array, " D"]
 
 
-class Normed(NamedTuple):
-    """Rows, and the weight of their norm."""
+class Branch(NamedTuple):
+    """What one of several branches made of the residual, and the weight of its norm."""
 
     x: Float[Array, "*rows D"]
     scale: Float[Array, " D"]
@@ -26,9 +27,9 @@ class Normed(NamedTuple):
 
 def reference(
     x: Float[Array, "*rows D"],
-    h: Float[Array, "*rows D"] | tuple[Normed, ...],
+    h: Float[Array, "*rows D"] | tuple[Branch, ...],
     scale: Float[Array, " D"],
-    then: tuple[Float[Array, " D"] | RouterScale, ...],
+    next_norms: tuple[Float[Array, " D"] | RouterScale, ...],
     factor: Float[Array, " 1"] | None,
     *,
     eps: float,
@@ -40,19 +41,9 @@ def reference(
     if factor is not None:
         x = x * factor
     return x, tuple(
-        router_norm(x, *s, eps) if isinstance(s, RouterScale) else rms_norm(x, s, eps) for s in then
+        router_norm(x, *s, eps) if isinstance(s, RouterScale) else rms_norm(x, s, eps)
+        for s in next_norms
     )
-
-
-def rms_norm(
-    x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: float
-) -> Float[Array, "... D"]:
-    """Normalise the last axis in float32; the weight is used as it is (no 1 + w), or left out."""
-    x32 = x.astype(jnp.float32)
-    y = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    if scale is not None:
-        y = y * scale.astype(jnp.float32)
-    return y.astype(x.dtype)
 
 
 def router_norm(

@@ -1,9 +1,9 @@
 """A norm, the sum with the residual and norms of that in one pass of Pallas Triton.
 
-A program has one row, and reads and writes each number once. XLA makes a kernel of each norm: every one
-of them computes the sum anew, and where a norm needs another one first, every block of columns does. On an
-H200 that is 1.9 us instead of 3.3 (side by side; 10.6 in all) behind 26B-A4B's attention, for 2 rows, and
-4.9 instead of 7.9 for 512.
+A program has one row, and reads and writes each number once. XLA makes a kernel of each norm: every
+one of them computes the sum anew, and where a norm needs another one first, every block of columns
+does. On an H200 that is 1.9 us instead of 3.3 (side by side; 10.6 in all) behind 26B-A4B's
+attention, for 2 rows, and 4.9 instead of 7.9 for 512.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.norms.reference import Normed, RouterScale
+from pallas_kernels.norms.reference import Branch, RouterScale
 from pallas_kernels.triton import below, load, store
 
 MAX_WIDTH = 8192  # a program has its row in registers
@@ -66,9 +66,9 @@ def _add_norm(
 
 def add_norm_triton(
     x: Float[Array, "*rows D"],
-    h: Float[Array, "*rows D"] | tuple[Normed, ...],
+    h: Float[Array, "*rows D"] | tuple[Branch, ...],
     scale: Float[Array, " D"],
-    then: tuple[Float[Array, " D"] | RouterScale, ...],
+    next_norms: tuple[Float[Array, " D"] | RouterScale, ...],
     factor: Float[Array, " 1"] | None,
     *,
     eps: float,
@@ -82,15 +82,15 @@ def add_norm_triton(
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
     out, normed = pl.pallas_call(
         functools.partial(_add_norm, eps=eps),
-        out_shape=(like_x, tuple(like_x for _ in then)),
+        out_shape=(like_x, tuple(like_x for _ in next_norms)),
         grid=(x.shape[0],),
         compiler_params=plgpu.CompilerParams(num_warps=_num_warps(*x.shape), num_stages=1),
         interpret=interpret,
         name="add_norm",
-    )(x, parts, scale, then, factor)
+    )(x, parts, scale, next_norms, factor)
     return out.reshape(shape), tuple(y.reshape(shape) for y in normed)
 
 
 def _num_warps(rows: int, d: int) -> int:
-    """Return 8, which is fastest alone, or 4 where more programs then run side by side on an H200."""
+    """Return 8, which is fastest alone, or 4 where more programs then run at once on an H200."""
     return 4 if rows > 256 and d <= 4096 else 8

@@ -1,4 +1,4 @@
-"""What stands between a layer's projection and its attention: norms, rotary embedding, writes to caches.
+"""What stands between a projection and its attention: norms, rotary embedding, cache writes.
 
 Read `reference.py` for what is computed, `triton.py` for how one kernel does it.
 """
@@ -9,11 +9,11 @@ import functools
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.platform import Implementation, run, why_not_triton
-from pallas_kernels.qkv.reference import QKV, Destination, put, reference
+from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
+from pallas_kernels.qkv.reference import QKV, Destination, reference, write_kv
 from pallas_kernels.qkv.triton import qkv_triton
 
-__all__ = ["QKV", "Destination", "put", "qkv", "reference"]
+__all__ = ["QKV", "Destination", "qkv", "reference", "write_kv"]
 
 
 def qkv(
@@ -30,36 +30,37 @@ def qkv(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> QKV:
-    """Norm queries and keys with their weights and rotate them, norm values, and write the latter two.
+    """Norm queries and keys and rotate them, norm values, and write keys and values.
 
     Args:
-        projected: Of each kv head its queries, then its key, then its value. Without the last, values are
-            the raw keys. Each step of what follows is computed in float32 and rounded to its dtype.
-        q_scale: The weight of the queries' norm; None where there are none.
-        k_scale: The weight of the keys' norm; None where there are none.
-        cos: Of the angles by which the pairs (j, j + H/2) of each token turn.
-        sin: Of the same.
-        into: Caches to write keys and values to; they are returned in their place.
-        groups: Queries of each kv head.
-        eps: Of the norms.
-        norm_values: Whether values are normed, which is without a weight.
-        implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or `interpret`)
-            and 16-bit numbers; "auto" takes it where it can run, and "reference" elsewhere.
-        interpret: Run the kernel on any device, slowly, to test it.
+      projected: of each kv head its queries, then its key, then its value. Without the last, values
+        are the raw keys. Each step of what follows is computed in float32 and rounded to its dtype.
+      q_scale: the weight of the queries' norm; None where there are none.
+      k_scale: the weight of the keys' norm; None where there are none.
+      cos: of the angles by which the pairs (j, j + H/2) of each token turn.
+      sin: of the same.
+      into: caches to write keys and values to; they are returned in their place.
+      groups: queries of each kv head.
+      eps: of the norms.
+      norm_values: whether values are normed, which is without a weight.
+      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or
+        `interpret`) and 16-bit numbers; "auto" takes it where it can run, and "reference"
+        elsewhere.
+      interpret: run the kernel on any device, slowly, to test it.
 
     Raises:
-        ValueError: If shapes do not fit together.
-        NotImplementedError: If implementation is "triton" and it cannot run.
+      ValueError: shapes do not fit together.
+      NotImplementedError: implementation is "triton" and it cannot run.
     """
     _check(projected, q_scale, k_scale, cos, sin, into, groups)
     how = {"groups": groups, "eps": eps, "norm_values": norm_values}
-    return run(
-        implementation,
+    triton = Candidate(
+        "triton",
         functools.partial(qkv_triton, **how, interpret=interpret),
-        functools.partial(reference, **how),
-        *(projected, q_scale, k_scale, cos, sin, into),
         reason=_why_not(projected, into, interpret),
     )
+    plain = functools.partial(reference, **how)
+    return dispatch(implementation, [triton], plain, projected, q_scale, k_scale, cos, sin, into)
 
 
 def _check(

@@ -65,15 +65,15 @@ def destination(
     """Return rings of `size` slots and where in them some tokens go.
 
     Args:
-        shape: Heads.
-        starts: The position of each row's first token.
-        counts: How many tokens of each row count; the others are dropped.
-        tokens: Of each row.
-        size: Slots.
-        dtype: Of the caches.
-        rows: Cache row of each row; None when they are the same.
-        cache_rows: How many rows the caches have; by default those of the batch.
-        seed: Of what the caches hold.
+      shape: heads.
+      starts: the position of each row's first token.
+      counts: how many tokens of each row count; the others are dropped.
+      tokens: of each row.
+      size: slots.
+      dtype: of the caches.
+      rows: cache row of each row; None when they are the same.
+      cache_rows: how many rows the caches have; by default those of the batch.
+      seed: of what the caches hold.
     """
     offset = np.arange(tokens)[None, :]
     index = (np.asarray(starts)[:, None] + offset) % size

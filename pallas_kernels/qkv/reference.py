@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.norms.reference import rms_norm
+from pallas_kernels.elementary import rms_norm, rotate
+from pallas_kernels.lone_row import twice_if_alone
 
 
 class Destination(NamedTuple):
@@ -51,23 +51,11 @@ def reference(
         v = rms_norm(v, None, eps) if norm_values else v
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         if into is not None:
-            k, v = put(into, k, v)
+            k, v = write_kv(into, k, v)
     return QKV(q, k, v)
 
 
-def rotate(
-    x: Float[Array, "B T *heads H"], cos: Float[Array, "B T H2"], sin: Float[Array, "B T H2"]
-) -> Float[Array, "B T *heads H"]:
-    """Turn pairs (j, j + H/2) of each head by the angles of its token, in float32."""
-    of_token = (*cos.shape[:2], *(1,) * (x.ndim - 3), cos.shape[2])
-    cos, sin = cos.reshape(of_token), sin.reshape(of_token)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(
-        x.dtype
-    )
-
-
-def put(
+def write_kv(
     into: Destination, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"]
 ) -> tuple[Float[Array, "C K S H"], Float[Array, "C K S H"]]:
     """Write keys and values where they go, in place when the caches are donated."""
@@ -75,7 +63,7 @@ def put(
     def one(old: Array, new: Array) -> Array:
         new = new.astype(old.dtype)
         if into.rows is None:
-            return _put_rows(old, new, into.index)
+            return _write_rows(old, new, into.index)
         heads = jnp.arange(new.shape[1])[None, :, None]
         where = (into.rows[:, None, None], heads, into.index[:, None, :])
         return old.at[where].set(new, mode="drop")
@@ -83,22 +71,22 @@ def put(
     return one(into.k, k), one(into.v, v)
 
 
-def _put_rows(
+def _write_rows(
     old: Float[Array, "B K S H"], new: Float[Array, "B K T H"], index: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
-    """Write every row and head by itself, so that none is sent to another device.
-
-    On CPU a token that is alone goes twice. XLA makes one update of one row a slice update, makes that
-    twice, and then copies the whole cache three times in every step.
-    """
+    """Write every row and head by itself, so that none is sent to another device."""
 
     def scatter(old: Array, new: Array, index: Array) -> Array:
         one_head = jax.vmap(lambda o, n, i: o.at[i].set(n, mode="drop"), in_axes=(0, 0, None))
         return jax.vmap(one_head)(old, new, index)
 
-    def twice(old: Array, new: Array, index: Array) -> Array:
-        return scatter(old, jnp.repeat(new, 2, axis=2), jnp.repeat(index, 2, axis=1))
-
-    if new.shape[2] != 1:
-        return scatter(old, new, index)
-    return lax.platform_dependent(old, new, index, cpu=twice, default=scatter)
+    return twice_if_alone(
+        scatter,
+        old,
+        new,
+        index,
+        alone=new.shape[2] == 1,
+        repeat=lambda old, new, i: (old, jnp.repeat(new, 2, axis=2), jnp.repeat(i, 2, axis=1)),
+        first=lambda written: written,
+        platform="cpu",
+    )

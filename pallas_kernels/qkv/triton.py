@@ -1,9 +1,10 @@
 """Norms, rotations and writes of queries, keys and values in one pass of Pallas Triton.
 
-A program has one kv head of one token: its queries, its key, its value. Each is read once, as two halves
-that the rotation mixes, and goes where it is read next: keys and values into the caches, which are written
-in place, queries into rows of one matrix a kv head, as attention wants them. Roundings are those that the
-reference writes down; of these XLA on GPUs leaves out the one between norm and rotation of queries.
+A program has one kv head of one token: its queries, its key, its value. Each is read once, as two
+halves that the rotation mixes, and goes where it is read next: keys and values into the caches,
+which are written in place, queries into rows of one matrix a kv head, as attention wants them.
+Roundings are those that the reference writes down; of these XLA on GPUs leaves out the one between
+norm and rotation of queries.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _store_halves(ref, *index, columns: Halves, value: Halves, mask: Array) -> N
 
 
 def _norm(x: Halves, scale: Halves | None, eps: float, dtype: jnp.dtype) -> Halves:
-    """Norm a head, or heads, and round to the dtype that the reference has between norm and rotation."""
+    """Norm heads, and round to the dtype that the reference has between norm and rotation."""
     first, second = x
     squares = jnp.sum(first * first, axis=-1, keepdims=True)
     squares += jnp.sum(second * second, axis=-1, keepdims=True)

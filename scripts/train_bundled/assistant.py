@@ -74,7 +74,7 @@ def chain_logits(
     for kind in recipe.MTP.layer_types:
         segment = out.fresh[recipe.TARGET.last_kv_owner(kind)]
         assert segment is not None
-        segments[kind] = segment.replace(seen_by=None)
+        segments[kind] = segment._replace(seen_by=None)
     frozen = FrozenKV(segments, anchors - 1)
     states = jnp.take_along_axis(out.hidden, (anchors - 1)[:, :, None], axis=1)
     logits = []

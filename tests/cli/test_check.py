@@ -18,9 +18,12 @@ from scipy import stats
 
 from checkpoints_convert.hf_io import read_json
 from jaxspec.api import BUNDLED, load
-from jaxspec.commands import check as checking
-from jaxspec.commands import replay
-from jaxspec.commands.conventions import Reading, alternatives, in_force
+from jaxspec.commands.check import replay, statistics
+from jaxspec.commands.check import run as checking
+from jaxspec.commands.check import text as texts_of
+from jaxspec.commands.check.conventions import Reading, alternatives, in_force
+from jaxspec.commands.check.lossless import Differing
+from jaxspec.commands.options import UsageError
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.engine import Completion
@@ -145,7 +148,7 @@ def test_the_bundled_pair_is_sound(check):
 def test_what_is_counted_is_what_decoding_accepts() -> None:
     target, drafter = load(None, "dflash", dtype="float32")
     assert drafter is not None
-    prompts = checking.prompts_for(target, None, 16).ids
+    prompts = texts_of.prompts_for(target, None, 16).ids
     done = checking.decode_greedily(target, drafter, prompts, 40, batch_size=16)
     text, drafts = replay.Text.of(prompts, done), drafter.graph.bind_abstract().max_draft_tokens
     reading = Reading("", "", "", drafter.graph, drafter.params)
@@ -344,8 +347,8 @@ def test_conventions_of_an_assistant(tmp_path: Path) -> None:
 def test_near_ties() -> None:
     logits = np.asarray([20.0, 20.0625, 20.625, 1.00005, 1.0], np.float32)
 
-    def differing(*tokens: int, dtype: str) -> checking.Differing:
-        return checking.Differing.of(0, 9, tokens, logits, dtype)  # pyright: ignore[reportArgumentType]
+    def differing(*tokens: int, dtype: str) -> Differing:
+        return Differing.of(0, 9, tokens, logits, dtype)  # pyright: ignore[reportArgumentType]
 
     half = differing(0, 1, dtype="bfloat16")  # bfloat16 has steps of 0.125 from 16 to 32
     assert (half.gap, half.gap_ulps, half.near_tie) == (0.0625, 0.5, True)
@@ -358,34 +361,34 @@ def test_near_ties() -> None:
 @pytest.mark.parametrize(("level", "degrees"), [(0.95, 15), (0.9875, 15), (0.95, 3), (0.995, 7)])
 def test_intervals_are_students(level: float, degrees: int) -> None:
     expected = stats.t.ppf((1 + level) / 2, degrees)
-    assert replay.student_t(level, degrees) == pytest.approx(expected, abs=1e-3)
+    assert statistics.student_t(level, degrees) == pytest.approx(expected, abs=1e-3)
     rows = np.random.default_rng(0).normal(size=degrees + 1)
-    found = replay.Estimate.of(rows, level)
+    found = statistics.Estimate.of(rows, level)
     low, high = stats.ttest_1samp(rows, 0).confidence_interval(level)
     assert (found.low, found.high) == pytest.approx((low, high), abs=1e-2)
 
 
 def test_a_text_is_cut_into_even_pieces() -> None:
-    pieces = checking.cut(range(2, 2000), 2, 16)
+    pieces = texts_of.cut(range(2, 2000), 2, 16)
     assert len(pieces) == 16
     assert {(p[0], len(p)) for p in pieces} == {(2, 64)}
     assert (pieces[0][1], pieces[-1][-1]) == (3, 1999)
-    assert [len(p) for p in checking.cut(range(32), None, 16)] == [8] * 4
-    with pytest.raises(checking.CheckError, match="31 tokens; check needs 32"):
-        checking.cut(range(31), None, 16)
+    assert [len(p) for p in texts_of.cut(range(32), None, 16)] == [8] * 4
+    with pytest.raises(UsageError, match="31 tokens; check needs 32"):
+        texts_of.cut(range(31), None, 16)
 
 
 def test_prompts_of_our_own_are_chats_where_there_is_a_template(tmp_path: Path) -> None:
     directory = tmp_path / "target"
     shutil.copytree(BUNDLED / "target", directory)
     target = load_target(str(directory), dtype="float32")
-    chats = checking.prompts_for(target, None, 16)
+    chats = texts_of.prompts_for(target, None, 16)
     assert chats.origin == "prompts of our own, as chats"
     file = directory / "tokenizer_config.json"
     values = read_json(file)
     del values["chat_template"]
     file.write_text(json.dumps(values))
-    plain = checking.prompts_for(target, None, 5)
+    plain = texts_of.prompts_for(target, None, 5)
     assert (plain.origin, len(chats.ids), len(plain.ids)) == ("prompts of our own", 16, 5)
 
 

@@ -17,7 +17,9 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxspec.commands import generation
+from jaxspec.commands import startup
+from jaxspec.commands.generate import run as generation
+from jaxspec.commands.generate.options import DecodingOptions
 from jaxspec.engine import Completion, Engine, Update
 from jaxspec.loading import load_target
 from jaxspec.tokenizer import Tokenizer
@@ -208,9 +210,9 @@ def test_a_stop_id_ends_the_tokens_with_it(generate: Run) -> None:
 
 def test_stop_ids_are_the_checkpoints_and_those_given(checkpoints: Path) -> None:
     target = load_target(str(checkpoints / "target"), dtype="float32")
-    options = generation.Options(stop_ids=(7,))
+    options = DecodingOptions(stop_ids=(7,))
     assert generation.stop_ids(options, target) == (pair.EOS, 7)
-    assert generation.stop_ids(generation.Options(ignore_eos=True), target) == ()
+    assert generation.stop_ids(DecodingOptions(ignore_eos=True), target) == ()
 
 
 def test_sampling_of_the_checkpoint_yields_to_flags(generate: Run) -> None:
@@ -548,11 +550,11 @@ def test_compiled_programs_are_kept_where_the_user_keeps_caches(
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     console = Console(stderr=True)
-    generation.set_compilation_cache(None, console)
+    startup.set_compilation_cache(None, console)
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "jaxspec" / "compiled")
-    generation.set_compilation_cache(str(tmp_path / "mine"), console)
+    startup.set_compilation_cache(str(tmp_path / "mine"), console)
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
-    generation.set_compilation_cache("off", console)
+    startup.set_compilation_cache("off", console)
     assert not jax.config.jax_enable_compilation_cache
 
 
@@ -573,12 +575,10 @@ def test_one_thread_where_jax_starts_on_a_cpu(
     expected: str | None,
 ) -> None:
     environment = {} if given is None else {"NPROC": given}
-    monkeypatch.setattr(generation.os, "environ", environment)
-    monkeypatch.setattr(generation.importlib.metadata, "entry_points", lambda group: plugins)
-    monkeypatch.setattr(
-        generation.jax, "config", SimpleNamespace(values={"jax_platforms": platforms})
-    )
-    generation.use_one_thread()
+    monkeypatch.setattr(startup.os, "environ", environment)
+    monkeypatch.setattr(startup.importlib.metadata, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(startup.jax, "config", SimpleNamespace(values={"jax_platforms": platforms}))
+    startup.use_one_thread()
     assert environment.get("NPROC") == expected
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxspec.commands import report
+from jaxspec.commands import output
+from jaxspec.commands.generate import report
 
 
 def test_acceptance_by_position_counts_the_steps_that_got_that_far() -> None:
@@ -43,8 +44,8 @@ def test_lines_go_through_a_pipe_that_stays_one(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR)
-    with report.json_lines(str(pipe)) as lines:
-        report.write_line(lines, {"text": "é"})
+    with output.json_lines(str(pipe)) as lines:
+        output.write_line(lines, {"text": "é"})
     assert os.read(reader, 100) == '{"text": "é"}\n'.encode()
     os.close(reader)
     assert pipe.is_fifo()
@@ -53,8 +54,8 @@ def test_lines_go_through_a_pipe_that_stays_one(tmp_path: Path) -> None:
 def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to("file")
-    with report.json_lines(str(link)) as lines:
-        report.write_line(lines, {})
+    with output.json_lines(str(link)) as lines:
+        output.write_line(lines, {})
         assert not (tmp_path / "file").exists()
     assert link.is_symlink()
     assert (tmp_path / "file").read_text() == "{}\n"
@@ -65,8 +66,8 @@ def test_a_failed_run_leaves_the_older_file(tmp_path: Path) -> None:
     path.write_text("older")
 
     def interrupted_run() -> None:
-        with report.json_lines(str(path)) as lines:
-            report.write_line(lines, {})
+        with output.json_lines(str(path)) as lines:
+            output.write_line(lines, {})
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

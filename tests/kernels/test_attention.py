@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention import Segment, attention, reference
+from pallas_kernels.attention import KVSegment, attention, reference
 from pallas_kernels.attention.cases import Shape, cached, fresh, queries
-from pallas_kernels.attention.triton import Tiling, hidden, span
+from pallas_kernels.attention.spans import masked_span, visible_span
+from pallas_kernels.attention.triton import Tiling
 from pallas_kernels.attention.tuning import TABLE, splits_for, tiling_for
 
 SLIDING = Shape(4, 2, 32, window=24)
@@ -43,7 +44,7 @@ def plain(shape: Shape, q: Any, at: Any, segments: Any) -> jax.Array:
 
 
 def check(
-    shape: Shape, q: Any, at: Any, segments: tuple[Segment, ...], tiling: Tiling = TILING
+    shape: Shape, q: Any, at: Any, segments: tuple[KVSegment, ...], tiling: Tiling = TILING
 ) -> None:
     ours = interpreted(shape, q, at, segments, tiling).astype(jnp.float32)
     theirs = plain(shape, q, at, segments).astype(jnp.float32)
@@ -130,10 +131,10 @@ def test_the_span_is_what_some_query_sees(
 ) -> None:
     positions = jnp.where(jnp.arange(24) < 20, jnp.arange(24), -1)[None]
     ends = jnp.array([[10, 2]]), jnp.array([[11, 3]])  # of two tiles of queries
-    got = span(*ends, positions, window=window, causal=causal)
+    got = visible_span(*ends, positions, window=window, causal=causal)
     assert got[:, 0].tolist() == [list(expected)]
     assert got[0, 1, 1] == (4 if causal else 20)
-    nothing = span(*ends, jnp.full((1, 24), -1), window=window, causal=causal)
+    nothing = visible_span(*ends, jnp.full((1, 24), -1), window=window, causal=causal)
     assert nothing.tolist() == [[[24, 0]] * 2]
 
 
@@ -143,15 +144,15 @@ def test_a_mask_is_needed_where_some_query_does_not_see_what_others_do() -> None
     positions = jnp.where(slot < 2, slot + 24, slot)[None]
     ends = jnp.array([[22]]), jnp.array([[25]])
     options: dict[str, Any] = dict(window=20, causal=True)
-    seen = span(*ends, positions, **options)
+    seen = visible_span(*ends, positions, **options)
     assert seen.tolist() == [[[0, 24]]]
-    assert hidden(seen, *ends, positions, **options).tolist() == [[[0, 24]]]
+    assert masked_span(seen, *ends, positions, **options).tolist() == [[[0, 24]]]
     past = jnp.array([[26]]), jnp.array([[29]])  # all of whom see what is in the first slots
-    seen = span(*past, positions, **options)
-    assert hidden(seen, *past, positions, **options).tolist() == [[[2, 10]]]
+    seen = visible_span(*past, positions, **options)
+    assert masked_span(seen, *past, positions, **options).tolist() == [[[2, 10]]]
     everything: dict[str, Any] = dict(window=None, causal=False)
-    seen = span(*ends, positions, **everything)
-    assert hidden(seen, *ends, positions, **everything).tolist() == [[[24, 0]]]
+    seen = visible_span(*ends, positions, **everything)
+    assert masked_span(seen, *ends, positions, **everything).tolist() == [[[24, 0]]]
 
 
 def test_auto_is_the_reference_where_there_is_no_gpu() -> None:
@@ -182,7 +183,7 @@ def test_the_table_has_a_row_for_every_shape() -> None:
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:
-    segment = Segment(
+    segment = KVSegment(
         jnp.zeros((1, 1, 8, 16)), jnp.zeros((1, 1, 8, 16)), jnp.zeros((1, 8), jnp.int32)
     )
     good = dict(

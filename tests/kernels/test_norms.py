@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.norms import Normed, add_norm
+from pallas_kernels.norms import Branch, add_norm
 from pallas_kernels.norms.cases import Shape, inputs
 
 BFLOAT16 = jnp.dtype("bfloat16")
-ATTENTION = Shape(48, then=2, router=True)
+ATTENTION = Shape(48, next_norms=2, router=True)
 EXPERTS = Shape(64, parts=2, factor=True)
-LAST = Shape(24, then=0)
+LAST = Shape(24, next_norms=0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -53,11 +53,11 @@ def test_derivatives_are_those_of_the_reference() -> None:
 def test_shapes_that_do_not_fit_are_named() -> None:
     args = inputs(EXPERTS, (2, 3), BFLOAT16)
     x, scale = args.x, args.scale
-    run = functools.partial(add_norm, x, scale=scale, then=args.then, eps=1e-6)
+    run = functools.partial(add_norm, x, scale=scale, next_norms=args.next_norms, eps=1e-6)
     with pytest.raises(ValueError, match=r"added to \(2, 3, 64\) must have that shape too"):
-        run((Normed(x[:, :1], scale),))
+        run((Branch(x[:, :1], scale),))
     with pytest.raises(ValueError, match=r"must be \(64,\); they are .*\(24,\)\]"):
-        run((Normed(x, scale), Normed(x, scale[:24])))
+        run((Branch(x, scale), Branch(x, scale[:24])))
     with pytest.raises(ValueError, match=r"must have that shape too, not \[\]"):
         run(())
 

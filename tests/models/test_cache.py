@@ -20,7 +20,7 @@ from jaxspec.cache import KVCache, KVSegment
 from jaxspec.models.target import Caches, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
-from pallas_kernels.qkv import put
+from pallas_kernels.qkv import write_kv
 from tests import tiny
 
 
@@ -40,10 +40,10 @@ B, CACHE_LENGTH = 3, 60
 def write_then_view(
     cache: KVCache, values: Array, start: Array, count: Array
 ) -> tuple[KVCache, tuple[KVSegment, ...]]:
-    k, v, into = values, -values, kv.room(cache, values.shape[2], start, count)
+    k, v, into = values, -values, kv.early_destination(cache, values.shape[2], start, count)
     if into is not None:
-        k, v = put(into, k, v)
-    return kv.view_pass(cache, into, k, v, start, count)
+        k, v = write_kv(into, k, v)
+    return kv.append_pass(cache, into, k, v, start, count)
 
 
 def empty(window: int | None, slack: int) -> KVCache:

@@ -17,14 +17,14 @@ from jaxspec.models.gemma4 import Embedder
 from jaxspec.models.layers import (
     project,
     rms_norm,
+    rope,
     rope_frequencies,
-    rope_turns,
     table_logits,
 )
+from jaxspec.models.residual import Residual
 from jaxspec.params import Graph
 from jaxspec.shapes import Array
-from pallas_kernels.norms import router_norm
-from pallas_kernels.qkv.reference import rotate
+from pallas_kernels.norms import Branch, router_norm
 from tests import tiny
 
 
@@ -55,6 +55,24 @@ def test_rms_norm_uses_the_weight_as_it_is() -> None:
     np.testing.assert_allclose(rms_norm(x, scale, 0.25), expected * scale, rtol=1e-6)
 
 
+def test_a_residual_is_added_to_and_normed_as_the_equation_says() -> None:
+    x, h, routed = (normal(2, 3, 8, seed=i) for i in range(3))
+    before, post, other, first, second = (normal(8, seed=i) for i in range(3, 8))
+    factor = jnp.asarray([0.5], jnp.float32)
+    stream = Residual(x, 0.25).norm(before)
+    np.testing.assert_array_equal(stream.value, x)
+    np.testing.assert_array_equal(stream.normed, rms_norm(x, before, 0.25))
+    after = stream.add(h, post).times(factor).norm(first, second)
+    expected = (x + rms_norm(h, post, 0.25)) * factor
+    np.testing.assert_allclose(after.value, expected, rtol=1e-6)
+    for got, scale in zip(after.norms, (first, second), strict=True):
+        np.testing.assert_allclose(got, rms_norm(expected, scale, 0.25), rtol=1e-5)
+    both = stream.add((Branch(h, post), Branch(routed, other)), first).norm()
+    branches = rms_norm(h, post, 0.25) + rms_norm(routed, other, 0.25)
+    np.testing.assert_allclose(both.value, x + rms_norm(branches, first, 0.25), rtol=1e-5)
+    assert both.norms == ()
+
+
 def test_rms_norm_of_bfloat16_rounds_once() -> None:
     x, scale = normal(4, 64).astype(jnp.bfloat16), normal(64, seed=1).astype(jnp.bfloat16)
     expected = rms_norm(x.astype(jnp.float32), scale.astype(jnp.float32), 1e-6)
@@ -77,7 +95,7 @@ def test_rope_turns_complex_pairs(heads: tuple[int, ...]) -> None:
     angles = angles.reshape(2, 4, *(1,) * len(heads), 4)
     turned = (np.asarray(x)[..., :4] + 1j * np.asarray(x)[..., 4:]) * np.exp(1j * angles)
     expected = np.concatenate([turned.real, turned.imag], -1)
-    ours = rotate(x, *rope_turns(positions, frequencies))
+    ours = rope(x, positions, frequencies)
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -91,7 +109,7 @@ def test_embedding_scale_is_rounded_to_the_weights_dtype(name: str, scale: float
 
     def encode(dtype: str, *, scaled: bool) -> Array:
         embedder = Graph(Embedder, config, dtype).bind({"table": jnp.ones((3, width), dtype)})
-        return embedder.encode(jnp.asarray([[2, 0]]), scaled=scaled).astype(jnp.float32)
+        return embedder.embed(jnp.asarray([[2, 0]]), scaled=scaled).astype(jnp.float32)
 
     np.testing.assert_array_equal(encode("bfloat16", scaled=True), np.full((1, 2, width), scale))
     np.testing.assert_allclose(encode("float32", scaled=True), math.sqrt(width), rtol=1e-6)
@@ -105,7 +123,7 @@ def test_per_layer_inputs_of_ids_past_their_table_read_row_0() -> None:
     config = dataclasses.replace(graph.config, per_layer_vocab_size=100)
     target = Graph(graph.module, config, "float32").bind(short)
     tokens, like_0 = jnp.asarray([[5, 120]]), jnp.asarray([[5, 0]])
-    x = target.embedder.encode(tokens)
+    x = target.embedder.embed(tokens)
     np.testing.assert_array_equal(target.per_layer(tokens, x), target.per_layer(like_0, x))
 
 

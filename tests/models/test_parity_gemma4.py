@@ -235,7 +235,7 @@ def test_per_layer_inputs_equal_transformers(pair: Pair) -> None:
         pytest.skip("this size has no per-layer inputs")
     ours = pair.model.graph.bind(pair.model.params)
     tokens = np.random.default_rng(1).integers(0, tiny.VOCAB_SIZE, (2, 7)).astype(np.int32)
-    got = ours.per_layer(jnp.asarray(tokens), ours.embedder.encode(jnp.asarray(tokens)))
+    got = ours.per_layer(jnp.asarray(tokens), ours.embedder.embed(jnp.asarray(tokens)))
     text = pair.oracle.model
     ids = torch.from_numpy(tokens).long()
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """What a run gives back: a line of JSON a prompt, text on the terminal, a table at the end.
 
-`Result` is one prompt's outcome and `Summary` the whole run's; everything else here shows those two.
+`PromptResult` is one prompt's outcome and `Summary` the whole run's; everything else here shows those two.
 Results go to standard output or a file, everything about the run to standard error.
 """
 
@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -22,11 +18,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from jaxspec.records import Drafting, Sampling
+
 _BAR_WIDTH = 24
 
 
 @dataclass(frozen=True)
-class Result:
+class PromptResult:
     """One prompt and what came of it; with `error`, nothing did. Logprobs are there where asked for."""
 
     index: int
@@ -74,6 +72,8 @@ class Summary:
       acceptance_length: mean over all verify steps of all prompts.
       acceptance_by_position: share of verify steps in which draft token 1, 2, ... was accepted.
       compile_s: in none of the other two.
+      drafting: as asked; `num_draft_tokens` is what it came to, 0 without a drafter.
+      sampling: with biases, but for those that ban; these are `ban_tokens`.
     """
 
     prompts: int
@@ -93,21 +93,12 @@ class Summary:
     total_s: float
     target: str
     drafter: str | None
+    drafting: Drafting
     num_draft_tokens: int
-    tree: dict[str, int] | None
-    draft_sampling: bool
-    verification: str
     batch_size: int
     cache_length: int
     max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: dict[int, float]
+    sampling: Sampling
     ban_tokens: tuple[int, ...]
     seed: int
     dtype: str
@@ -117,8 +108,12 @@ class Summary:
     versions: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values of the last line."""
-        return {"summary": dataclasses.asdict(self)}
+        """Return the values of the last line, those of the two records among them."""
+        values: dict[str, Any] = {}
+        for name, value in dataclasses.asdict(self).items():
+            values |= value if name in ("drafting", "sampling") else {name: value}
+        del values["synthetic_acceptance"]  # no option of the command
+        return {"summary": values}
 
 
 def acceptance_by_position(acceptance_lengths: Sequence[int], depth: int) -> tuple[float, ...]:
@@ -133,66 +128,6 @@ def acceptance_by_position(acceptance_lengths: Sequence[int], depth: int) -> tup
 
 def _mean(values: Sequence[int]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-# --- JSON lines --------------------------------------------------------------------------------------
-
-
-class OutputError(ValueError):
-    """Results that cannot be written where they were asked for."""
-
-
-@contextlib.contextmanager
-def json_lines(destination: str) -> Iterator[IO[str]]:
-    """Open a place for JSON lines: a path, or "-" for standard output.
-
-    A file appears at its path only when the block ends well; until then it is written beside it.
-
-    Raises:
-      OutputError: it cannot be opened; that is known before anything else happens.
-    """
-    if destination == "-":
-        yield sys.stdout
-        return
-    path = Path(destination).resolve()
-    special = path.exists() and not path.is_file()  # a pipe or a device: nothing can replace it
-    aside = path if special else path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        file = aside.open("w", encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {destination}: {error.strerror}") from None
-    try:
-        try:
-            yield file
-        finally:
-            _close(file, destination)
-        if not special:
-            aside.replace(path)
-    finally:
-        if not special:
-            aside.unlink(missing_ok=True)
-
-
-def _close(file: IO[str], destination: str) -> None:
-    try:
-        file.close()  # tries once more to write what could not be written
-    except OSError as error:
-        raise OutputError(f"cannot write {destination}: {error.strerror}") from None
-
-
-def write_line(file: IO[str], value: dict[str, Any]) -> None:
-    """Write one line of JSON and hand it on at once.
-
-    Raises:
-      OutputError: the disk is full, say. A closed pipe stays a `BrokenPipeError`.
-    """
-    try:
-        file.write(json.dumps(value, ensure_ascii=False) + "\n")
-        file.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(f"cannot write {file.name}: {error.strerror}") from None
 
 
 # --- terminal ----------------------------------------------------------------------------------------
@@ -247,14 +182,14 @@ def _bar(share: float) -> str:
     return bar + "·" * (_BAR_WIDTH - len(bar))
 
 
-def header(result: Result, total: int) -> str:
+def header(result: PromptResult, total: int) -> str:
     """Return the line above one of many completions."""
     shown = result.prompt if result.prompt is not None else _ids(result.prompt_ids)
     shown = shown.replace("\n", "\\n")
     return f"── {result.index + 1}/{total} ── {shown if len(shown) <= 60 else shown[:59] + '…'}"
 
 
-def body(result: Result) -> str:
+def body(result: PromptResult) -> str:
     """Return a completion as text, or as ids where there is no tokenizer."""
     return _ids(result.token_ids) if result.text is None else result.text
 

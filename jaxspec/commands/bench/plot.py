@@ -1,6 +1,7 @@
-"""A picture of a benchmark's report: tokens a second against batch size, and against acceptance length.
+"""A picture of a benchmark's report: what a step takes, and tokens a second against acceptance length.
 
-It reads the report as it is written to JSON, so that an old one can be drawn again. Needs matplotlib.
+With several batch sizes the first panel has tokens a second against them; with one, a step's parts. The report is read
+as it is written to JSON, so that an old one can be drawn again. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".png", ".pdf", ".svg")
+_BELOW: dict[str, Any] = dict(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+_COLORS = {"verify": "C0", "draft": "C1", "rest": "C7"}
 
 
 def check(path: Path) -> None:
@@ -29,32 +32,90 @@ def check(path: Path) -> None:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw a report of `bench.run`: measured solid, floors dashed, plain decoding dotted.
+    """Draw a report of `run.run`.
 
-    The second panel takes a step's time as measured for every acceptance length: a step does the same work
-    whatever it accepts. A case breaks even where its line crosses plain decoding's. Its point lies a little
-    below the line, since rows that finish early leave the last steps to the others.
+    The first panel has curves where there are several batch sizes. One batch size makes no curve: its panel shows
+    what a step's time is made of, beside the floor.
     """
-    figure = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(11, 4.5), layout="constrained"
-    )
     results = report["results"]
     drafted = [r for r in results if r["mode"] == "speculative"]
+    curves = len({r["batch_size"] for r in results}) > 1
+    height = 5.0 if curves else max(4.5, 1.6 + 0.75 * len(results))
+    figure = importlib.import_module("matplotlib.figure").Figure(
+        figsize=(11, height), layout="constrained"
+    )
     panels = figure.subplots(1, 2 if drafted else 1, squeeze=False)[0]
     figure.suptitle(
         f"{report['target']} + {report['drafter'] or 'no drafter'}\n{report['dtype']} on {report['device']}",
         fontsize=9,
     )
-    _against_batch(panels[0], results)
+    if curves:
+        _against_batch(panels[0], results)
+    else:
+        _parts(panels[0], results)
     if drafted:
         depth = report["tree"]["depth"] if report["tree"] else report["num_draft_tokens"]
         _against_acceptance(panels[1], results, drafted, depth)
-    for panel in panels:
+    for panel in panels[0 if curves else 1 :]:
         panel.set_yscale("log")
+        ticker = importlib.import_module("matplotlib.ticker")
+        panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        panel.yaxis.set_minor_formatter(ticker.NullFormatter())
         panel.set_ylabel("tokens a second, all rows")
         panel.grid(which="both", alpha=0.2)
-        panel.legend(fontsize=7)
+        panel.legend(**_BELOW, ncols=2)
     figure.savefig(path, dpi=150)
+
+
+def _parts(panel: Any, results: Sequence[dict[str, Any]]) -> None:
+    """Draw two bars a case, the first one on top: the step as measured, in its parts, and its floor."""
+    longest = max(max(r["step_ms"]["median"], r["floor_ms"]) for r in results)
+    for i, r in enumerate(results):
+        draft_ms = r["draft_ms"]["median"] if r["draft_ms"] else 0.0
+        measured = {
+            "verify": r["verify_ms"]["median"],
+            "draft": draft_ms,
+            "rest": max(r["rest_ms"], 0.0),
+        }
+        least = {
+            "verify": r["floor_ms"] - r["draft_floor_ms"],
+            "draft": r["draft_floor_ms"],
+        }
+        rate = f"{r['tokens_per_s']['median']:,.0f} tok/s"
+        if r["acceptance_length"] is not None:
+            rate += f", tau {r['acceptance_length']:.2f}"
+        step_ms = r["step_ms"]["median"]
+        _bar(panel, i - 0.18, measured, f"{step_ms:.3g} ms: {rate}", first=i == 0, floor=False)
+        words = f"floor {r['floor_ms']:.3g} ms"
+        _bar(panel, i + 0.18, least, words, first=i == 0, floor=True)
+    panel.set_yticks(range(len(results)), [_named(r["label"], r) for r in results])
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.55 * longest)  # the words beside the longest bar
+    panel.set_xlabel("milliseconds a step")
+    panel.set_title(f"a step of batch {results[0]['batch_size']}, in its parts", fontsize=8)
+    panel.grid(axis="x", alpha=0.2)
+    panel.legend(**_BELOW, ncols=5)
+
+
+def _bar(
+    panel: Any, at: float, parts: dict[str, float], words: str, *, first: bool, floor: bool
+) -> None:
+    left = 0.0
+    style: dict[str, Any] = dict(alpha=0.35, hatch="//", edgecolor="white") if floor else {}
+    for name, value in parts.items():
+        label = f"floor of {name}" if floor else name
+        panel.barh(
+            at,
+            value,
+            0.34,
+            left=left,
+            color=_COLORS[name],
+            label=label if first else None,
+            **style,
+        )
+        left += value
+    panel.text(left, at, f" {words}", va="center", fontsize=7)
 
 
 def _against_batch(panel: Any, results: Sequence[dict[str, Any]]) -> None:
@@ -81,6 +142,12 @@ def _against_acceptance(
     drafted: Sequence[dict[str, Any]],
     depth: int,
 ) -> None:
+    """Draw what the step time of each case makes of every acceptance length, and its floor.
+
+    A step does the same work whatever it accepts, so its time is taken as measured. A case breaks even where its
+    line crosses plain decoding's. Its point lies a little below the line, since rows that finish early leave the
+    last steps to the others.
+    """
     case = ("batch_size", "context_length")
     plain = {tuple(r[k] for k in case): r for r in results if r["mode"] == "plain"}
     for i, r in enumerate(drafted):

@@ -1,14 +1,15 @@
-"""Cached attention at head dim 512 in Pallas Mosaic GPU, for Hopper: TMA brings keys, wgmma multiplies.
+"""Cached attention at head dim 512 in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
-A block of threads attends from 64 rows (row = token * G + head, as in `triton.py`) to a share of the keys. One
-of its three warpgroups lets TMA load keys and values: pieces of 64 keys and half of the columns, which go round
-a ring. The other two make half of the result's columns each, which is all that their registers hold. Both score
-every key for themselves: half as many products again, but nothing to hand over, and neither waits for the
-other. Two tiles of rows of one kv head form a cluster, each of whose blocks loads half of every piece for both:
-128 rows read keys once.
+A block of threads attends from 64 rows (row = token * G + head, as in `triton.py`) to a share of
+the keys. One of its three warpgroups lets TMA load keys and values: pieces of 64 keys and half of
+the columns, which go round a ring. The other two make half of the result's columns each, which is
+all that their registers hold. Both score every key for themselves: half as many products again, but
+nothing to hand over, and neither waits for the other. Two tiles of rows of one kv head form a
+cluster, each of whose blocks loads half of every piece for both: 128 rows read keys once.
 
-Only blocks of keys that some query does not see whole are masked. As in `triton.py` shares of the keys are
-averaged at the end, weighted by what they saw, and results do not depend on the order of blocks.
+Only blocks of keys that some query does not see whole are masked. As in `triton.py` shares of the
+keys are averaged at the end, weighted by what they saw, and results do not depend on the order of
+blocks.
 """
 
 from __future__ import annotations
@@ -16,19 +17,18 @@ from __future__ import annotations
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.reference import Segment
-from pallas_kernels.attention.triton import UNSEEN, of_tiles, span
+from pallas_kernels.attention.mosaic_launch import ROWS, free_barrier, launch, lines
+from pallas_kernels.attention.reference import KVSegment
+from pallas_kernels.attention.spans import UNSEEN, average_shares, position_range, visible_span
 
 HEAD_DIM = 512
 COLUMNS = HEAD_DIM // 2  # of a piece, and of a warpgroup's results
-ROWS = 64  # of a tile: what one wgmma multiplies
 KEYS = 64  # of a piece
 PIECES = 4  # of a block of keys: two of keys, two of values
 RING = 5  # pieces in shared memory: all that fit beside the queries
@@ -92,7 +92,8 @@ def _attend(
                     collective_axes=("tile",) if cluster > 1 else None,
                 )
 
-        # The cluster's other block loads into this one's memory and signals there: stay until it is done.
+        # The cluster's other block loads into this one's memory and signals there: stay until it is
+        # done.
         @pl.loop(jnp.maximum(PIECES * count - RING, 0), PIECES * count)
         def _(number):
             plgpu.barrier_wait(free.at[lax.rem(number, RING)])
@@ -133,7 +134,8 @@ def _attend(
 
             partly = (slot < begin) | (slot + KEYS > clear)
             score = lax.cond(partly, masked, lambda score: score, score)
-            # In base 2, which is what the GPU has; scaled beside the subtraction, which is then one instruction.
+            # In base 2, which is what the GPU has; scaled beside the subtraction, which is then one
+            # instruction.
             new = jnp.maximum(most, jnp.max(score, axis=1) * factor)
             kept = jnp.exp2(most - new)
             p = jnp.exp2(score * factor - lax.broadcast_in_dim(new, score.shape, [0]))
@@ -189,7 +191,7 @@ def _launch(
     q: Float[Array, "B K R H"],
     q_positions: Int[Array, "B R"],
     spans: Int[Array, "B P 3"],
-    segment: Segment,
+    segment: KVSegment,
     *,
     splits: int,
     scale: float,
@@ -197,47 +199,34 @@ def _launch(
     b, k, rows, _ = q.shape
     groups = spans.shape[1]
     cluster = rows // ROWS // groups
-    lines = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    free = plgpu.Barrier(num_arrivals=2, num_barriers=RING)
-    if cluster > 1:
-        free = plgpu.ClusterBarrier(collective_axes=("tile",), num_arrivals=2, num_barriers=RING)
     scratch = (
-        plgpu.SMEM((2, ROWS, COLUMNS), q.dtype, transforms=lines),
-        plgpu.SMEM((RING, KEYS, COLUMNS), q.dtype, transforms=lines),
+        plgpu.SMEM((2, ROWS, COLUMNS), q.dtype, transforms=lines(64)),
+        plgpu.SMEM((RING, KEYS, COLUMNS), q.dtype, transforms=lines(64)),
         plgpu.SMEM((ROWS,), jnp.float32),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_barriers=RING),
-        free,
+        free_barrier(cluster, num_arrivals=2, num_barriers=RING),
         plgpu.Barrier(num_arrivals=2),
     )
 
-    def attention(*refs):
-        _attend(*refs, cluster=cluster, scale=scale)
-
-    return plgpu.kernel(
-        attention,
-        out_type=(
-            jax.ShapeDtypeStruct((splits, *q.shape), q.dtype),
-            jax.ShapeDtypeStruct((splits, b, k, rows), jnp.float32),
-        ),
+    return launch(
+        functools.partial(_attend, cluster=cluster, scale=scale),
+        (spans, q_positions, segment.positions, q, segment.k, segment.v),
+        q,
         grid=(groups, splits, k, b),
-        grid_names=("group", "split", "head", "sequence"),
-        cluster=(cluster,),
-        cluster_names=("tile",),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        # No sum crosses warps; what is set aside for that by default does not fit.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(spans, q_positions, segment.positions, q, segment.k, segment.v)
+        cluster=cluster,
+        rows=rows,
+        scratch=scratch,
+    )
 
 
-def attention_mosaic(
+def attention_mosaic_h512(
     q: Float[Array, "B T K G H"],
     q_positions: Int[Array, "B T"],
-    segments: tuple[Segment, ...],
+    segments: tuple[KVSegment, ...],
     *,
     scale: float,
+    window: None,
     causal: bool,
     splits: int,
 ) -> Float[Array, "B T K G H"]:
@@ -252,12 +241,11 @@ def attention_mosaic(
     rows = q.transpose(0, 2, 1, 3, 4).reshape(b, k, t * g, HEAD_DIM)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, fill), (0, 0)))
     by_row = jnp.pad(jnp.repeat(q_positions, g, axis=1), ((0, 0), (0, fill)), mode="edge")
-    # The same for all layers of a kind, and XLA computes them once.
     positions = jnp.pad(
         segment.positions, ((0, 0), (0, -segment.positions.shape[1] % KEYS)), constant_values=-1
     )
-    lowest, highest = of_tiles(q_positions, g, ROWS * cluster)
-    spans = span(lowest, highest, positions, window=None, causal=causal)
+    lowest, highest = position_range(q_positions, g, ROWS * cluster)
+    spans = visible_span(lowest, highest, positions, window=window, causal=causal)
     positions = jnp.where(positions < 0, NOWHERE, positions)
     if not causal:
         lowest, by_row = (jnp.full_like(x, NOWHERE - 1) for x in (lowest, by_row))
@@ -273,20 +261,6 @@ def attention_mosaic(
         splits=splits,
         scale=scale,
     )
-    out = shares[0] if splits == 1 else average(shares, log_weights)
+    out = shares[0] if splits == 1 else average_shares(shares, log_weights)
     out = out[:, :, : t * g].reshape(b, k, t, g, HEAD_DIM).transpose(0, 2, 1, 3, 4)
     return out.astype(q.dtype)
-
-
-def average(
-    shares: Float[Array, "X *R H"], log_weights: Float[Array, "X *R"]
-) -> Float[Array, "*R H"]:
-    """Average the shares by what they saw: term by term, so that XLA adds them in one kernel."""
-    most = functools.reduce(jnp.maximum, log_weights)
-    weights = [jnp.exp2(one - most) for one in log_weights]
-    total = sum(weights)
-    terms = [
-        share.astype(jnp.float32) * (weight / total)[..., None]
-        for share, weight in zip(shares, weights, strict=True)
-    ]
-    return functools.reduce(jnp.add, terms)

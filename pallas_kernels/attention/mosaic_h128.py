@@ -1,14 +1,16 @@
-"""Cached attention at head dim 128 in Pallas Mosaic GPU, for Hopper: TMA brings keys, wgmma multiplies.
+"""Cached attention at head dim 128 in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
-A block of threads attends from 64 rows (row = token * G + head, as in `triton.py`) to a share of the keys. One
-of its three warpgroups lets TMA load blocks of 128 keys and their values, which go round a ring. The other two
-take turns: each attends to every second block with results of its own, so that one multiplies while the other
-raises scores to powers, and at the end the first averages both. Two tiles of rows of one kv head form a cluster,
-each of whose blocks loads half of everything for both: 128 rows read keys once.
+A block of threads attends from 64 rows (row = token * G + head, as in `triton.py`) to a share of
+the keys. One of its three warpgroups lets TMA load blocks of 128 keys and their values, which go
+round a ring. The other two take turns: each attends to every second block with results of its own,
+so that one multiplies while the other raises scores to powers, and at the end the first averages
+both. Two tiles of rows of one kv head form a cluster, each of whose blocks loads half of everything
+for both: 128 rows read keys once.
 
-The fresh keys of a draft block, if there are any, are the first block of the first share. Queries and results
-stay where the model has them: TMA takes the heads of each token for themselves. As in `mosaic.py` only blocks of
-keys that some query does not see whole are masked, and shares of the keys are averaged at the end.
+The fresh keys of a draft block, if there are any, are the first block of the first share. Queries
+and results stay where the model has them: TMA takes the heads of each token for themselves. As in
+`mosaic_h512.py` only blocks of keys that some query does not see whole are masked, and shares of
+the keys are averaged at the end.
 """
 
 from __future__ import annotations
@@ -16,19 +18,23 @@ from __future__ import annotations
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.mosaic import average
-from pallas_kernels.attention.reference import Segment
-from pallas_kernels.attention.triton import UNSEEN, hidden, of_tiles, span
+from pallas_kernels.attention.mosaic_launch import ROWS, free_barrier, launch, lines
+from pallas_kernels.attention.reference import KVSegment
+from pallas_kernels.attention.spans import (
+    UNSEEN,
+    average_shares,
+    masked_span,
+    position_range,
+    visible_span,
+)
 
 HEAD_DIM = 128
-ROWS = 64  # of a tile: what one wgmma multiplies
 KEYS = 128  # of a block, a piece of keys and one of values
 RING = 4  # pieces in shared memory, two of either warpgroup: a place keeps its user
 NOWHERE = 1 << 30  # a position that no key has
@@ -44,7 +50,7 @@ def _attend(
     cluster: int,
     scale: float,
 ):
-    """Attend from one tile of rows of one kv head to one share of its keys, and to `fresh` others."""
+    """Attend from a tile of rows of one kv head to one share of its keys, and to `fresh` others."""
     sources, refs = refs[: 4 if fresh else 2], refs[4 if fresh else 2 :]
     out_ref, log_weight_ref, queries, ring, other, stats, *barriers = refs
     queries_there, there, free, scored, merged = barriers
@@ -93,7 +99,8 @@ def _attend(
                 if fresh:
                     pl.when(i < extra)(load_fresh)
 
-        # The cluster's other block loads into this one's memory and signals there: stay until it is done.
+        # The cluster's other block loads into this one's memory and signals there: stay until it is
+        # done.
         @pl.loop(jnp.maximum(2 * count - RING, 0), 2 * count)
         def _(number):
             plgpu.barrier_wait(free.at[lax.rem(number, RING)])
@@ -138,7 +145,8 @@ def _attend(
             partly = (i < extra) | (slot < begin) | (slot + KEYS > end)
             partly |= (slot + KEYS > first_hidden) & (slot < last_hidden)
             score = lax.cond(partly, masked, lambda score: score, score)
-            # In base 2, which is what the GPU has; scaled beside the subtraction, which is then one instruction.
+            # In base 2, which is what the GPU has; scaled beside the subtraction, which is then one
+            # instruction.
             new = jnp.maximum(most, jnp.max(score, axis=1) * factor)
             kept = jnp.exp2(most - new)
             p = jnp.exp2(score * factor - across(new, score.shape))
@@ -223,50 +231,33 @@ def _launch(
     b, _, k, _, _ = q.shape
     groups, rows = spans.shape[1], seen.shape[2]
     cluster = rows // ROWS // groups
-    lines = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    free = plgpu.Barrier(num_barriers=RING)
-    if cluster > 1:
-        free = plgpu.ClusterBarrier(collective_axes=("tile",), num_barriers=RING)
     scratch = (
-        plgpu.SMEM((ROWS, HEAD_DIM), q.dtype, transforms=lines),
-        plgpu.SMEM((RING, KEYS, HEAD_DIM), q.dtype, transforms=lines),
-        plgpu.SMEM(
-            (ROWS, HEAD_DIM),
-            jnp.float32,
-            transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
-        ),
+        plgpu.SMEM((ROWS, HEAD_DIM), q.dtype, transforms=lines(64)),
+        plgpu.SMEM((RING, KEYS, HEAD_DIM), q.dtype, transforms=lines(64)),
+        plgpu.SMEM((ROWS, HEAD_DIM), jnp.float32, transforms=lines(32)),
         plgpu.SMEM((2, ROWS), jnp.float32),
         plgpu.Barrier(num_arrivals=ROWS // q.shape[3]),
         plgpu.Barrier(num_barriers=RING),
-        free,
+        free_barrier(cluster, num_barriers=RING),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(),
     )
 
-    def attention(*refs):
-        _attend(*refs, fresh=fresh, cluster=cluster, scale=scale)
-
-    return plgpu.kernel(
-        attention,
-        out_type=(
-            jax.ShapeDtypeStruct((splits, *q.shape), q.dtype),
-            jax.ShapeDtypeStruct((splits, b, k, rows), jnp.float32),
-        ),
+    return launch(
+        functools.partial(_attend, fresh=fresh, cluster=cluster, scale=scale),
+        (spans, seen, positions, q, *sources),
+        q,
         grid=(groups, splits, k, b),
-        grid_names=("group", "split", "head", "sequence"),
-        cluster=(cluster,),
-        cluster_names=("tile",),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(spans, seen, positions, q, *sources)
+        cluster=cluster,
+        rows=rows,
+        scratch=scratch,
+    )
 
 
-def attention_mosaic_narrow(
+def attention_mosaic_h128(
     q: Float[Array, "B T K G H"],
     q_positions: Int[Array, "B T"],
-    segments: tuple[Segment, ...],
+    segments: tuple[KVSegment, ...],
     *,
     scale: float,
     window: int | None,
@@ -281,15 +272,14 @@ def attention_mosaic_narrow(
     t, g = q.shape[1], q.shape[3]
     cluster = 2 if t * g > ROWS else 1
     fill = -(t * g) % (ROWS * cluster)
-    # The same for all layers of a kind, and XLA computes them once.
-    lowest, highest = of_tiles(q_positions, g, ROWS * cluster)
+    lowest, highest = position_range(q_positions, g, ROWS * cluster)
     to_blocks = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % KEYS)), constant_values=-1)  # noqa: E731
     positions = to_blocks(cached.positions)
-    spans = span(lowest, highest, positions, window=window, causal=causal)
-    unseen = hidden(spans, lowest, highest, positions, window=window, causal=causal)
+    spans = visible_span(lowest, highest, positions, window=window, causal=causal)
+    unseen = masked_span(spans, lowest, highest, positions, window=window, causal=causal)
     sources, fresh_spans = [cached.k, cached.v], jnp.zeros_like(spans)
     for s in own:
-        fresh_spans = span(lowest, highest, s.positions, window=window, causal=causal)
+        fresh_spans = visible_span(lowest, highest, s.positions, window=window, causal=causal)
         positions = jnp.concatenate([to_blocks(s.positions), positions], axis=1)
         sources += [jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 8), (0, 0))) for x in (s.k, s.v)]
     # A row sees the positions after the one and until the other.
@@ -310,4 +300,4 @@ def attention_mosaic_narrow(
     if splits == 1:
         return shares[0]
     by_head = log_weights[..., : t * g].reshape(*log_weights.shape[:3], t, g)
-    return average(shares, by_head.transpose(0, 1, 3, 2, 4)).astype(q.dtype)
+    return average_shares(shares, by_head.transpose(0, 1, 3, 2, 4)).astype(q.dtype)

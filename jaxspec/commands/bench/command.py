@@ -1,0 +1,150 @@
+"""`jaxspec bench`: measure prefill and decode steps. What it does after its options is `run.run`."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.options import Fields, UsageError, command, explained
+from jaxspec.commands.output import OutputOptions, write_line
+from jaxspec.families import presets
+from jaxspec.records import Drafting, at_least, option
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured, and how often."""
+
+    random_weights: str | None = option(
+        None,
+        "Random weights of this target's shape, and of its drafter's: --drafter then names a kind.",
+        metavar="|".join(presets()),
+    )
+    batch_size: tuple[int, ...] = option(
+        (), "Rows. Repeatable. Default: 1, 8 and 32.", range=at_least(1)
+    )
+    prompt_length: int = option(
+        256, "Tokens of each prompt; at most 64 with the bundled target.", range=at_least(1)
+    )
+    context_length: tuple[int, ...] = option(
+        (),
+        "Start with so many tokens in every row's caches, which hold random numbers: nothing is prefilled. "
+        "Instead of prompts; a drafter needs --synthetic-acceptance with it. Repeatable.",
+        range=at_least(1),
+    )
+    new_tokens: int = option(
+        256, "Tokens to decode in each row, after prefill's own.", range=at_least(1)
+    )
+    repeats: int = option(5, "Timed runs of each case.", range=at_least(1))
+    seed: int = option(0, "Of random weights and prompts.", range=at_least(0))
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch sizes to measure."""
+        return self.batch_size or (1, 8, 32)
+
+    @property
+    def positions(self) -> int:
+        """Positions that the longest case needs, a step's own tokens not counted."""
+        return max(self.context_length or (self.prompt_length,)) + self.new_tokens + 1
+
+
+@dataclass(frozen=True)
+class BenchOutput(OutputOptions):
+    """Where the report goes, and a picture of it."""
+
+    plot_path: Path | None = option(
+        None,
+        "Also draw where the time goes and tokens a second, with the floors and plain decoding. Needs "
+        "matplotlib: the extra \\[plot].",
+        metavar="FILE.png",
+        flag="--plot",
+    )
+
+
+@command
+def bench_command(
+    options: Annotated[BenchOptions, Fields("Cases")],
+    models: Annotated[ModelOptions, Fields("Models", without=("distributed",))],
+    drafting: Annotated[Drafting, Fields("Drafting", without=("draft_sampling", "verification"))],
+    output: Annotated[BenchOutput, Fields("Report")],
+) -> None:
+    """Measure prefill and decode steps, beside the least they could take.
+
+    Every case is compiled and warmed up first; neither is in any time. Each
+    time is the median of the repeats, with the device waited for, and every
+    repeat starts again from the prompts. A step's parts are timed by
+    themselves, on the state in the middle of a run: the drafter drafting and
+    absorbing, the target verifying and choosing its best tokens. The rest is
+    what the whole step takes beyond both.
+
+      jaxspec bench
+
+      jaxspec bench --random-weights 26b-a4b --synthetic-acceptance 7.7 --batch-size 1 --batch-size 8
+
+      jaxspec bench --random-weights e4b --drafter mtp --num-draft-tokens 5 --synthetic-acceptance 3.5
+
+      jaxspec bench --random-weights 31b --drafter none --batch-size 4 --context-length 32768
+    """
+    if options.context_length and not models.is_plain and drafting.synthetic_acceptance is None:
+        raise UsageError(
+            "--context-length fills caches with random numbers, which no drafter can follow: add "
+            "--synthetic-acceptance, or --drafter none"
+        )
+
+    from jaxspec.commands import startup
+    from jaxspec.commands.bench import plot, run
+    from jaxspec.commands.bench.pair import check_rows, make_pair
+
+    import_s = process_age_s()
+    console, sizes = output.console, options.batch_sizes
+    with explained(ValueError, OSError), startup.out_of_memory_explained("--batch-size"):
+        if output.plot_path is not None:
+            plot.check(output.plot_path)
+        if models.target is None and options.random_weights is None and models.mesh is None:
+            startup.use_one_thread()
+        mesh = startup.mesh_for(models)
+        if mesh is not None:
+            check_rows(sizes, mesh.shape["data"])
+        with output.opened() as file:
+            begin = time.perf_counter()
+            pair = make_pair(
+                models,
+                drafting,
+                options.random_weights,
+                seed=options.seed,
+                rows=max(sizes),
+                positions=options.positions,
+            )
+            load_s = time.perf_counter() - begin
+            prompts = pair.prompts(max(sizes), options.prompt_length, options.seed)
+            report = run.run(
+                console,
+                pair,
+                prompts,
+                sizes,
+                options.context_length,
+                options.new_tokens,
+                options.repeats,
+                options.seed,
+            )
+            first = report["results"][0]
+            report["startup"] = run.startup_of(first, import_s, load_s)
+            console.print(f"[dim]{run.described_startup(report['startup'])}[/]")
+            if file is not None:
+                write_line(file, report)
+            if output.plot_path is not None:
+                plot.draw(report, output.plot_path)
+
+
+def process_age_s() -> float | None:
+    """Return the seconds since this process started, where the system tells."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

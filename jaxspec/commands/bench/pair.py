@@ -1,0 +1,166 @@
+"""The models of a benchmark: loaded, or of random weights in the shape of released ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec import memory
+from jaxspec.api import BUNDLED, default_dtype
+from jaxspec.commands.bench.programs import cache_length_for
+from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.options import UsageError
+from jaxspec.commands.startup import load_models, mesh_for
+from jaxspec.engine import make_spec
+from jaxspec.families import families, family_of, graph_of, presets, random_drafter
+from jaxspec.params import Graph
+from jaxspec.records import Drafting
+from jaxspec.shapes import Params
+from jaxspec.sharding import make_mesh, mesh_of
+from jaxspec.state import DecodeSpec
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models to measure, or one; with words for the report."""
+
+    spec: DecodeSpec
+    target_params: Params
+    drafter_params: Params | None
+    target_name: str
+    drafter_name: str | None
+    held_out: tuple[tuple[int, ...], ...] = ()  # prompts the bundled pair was not trained on
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The devices that the weights are on."""
+        return mesh_of(target=self.target_params, drafter=self.drafter_params)
+
+    @property
+    def drafter_kind(self) -> str | None:
+        """Name the drafter's family."""
+        return self.spec.drafter and family_of(self.spec.drafter.config).name
+
+    @property
+    def label(self) -> str:
+        """Name the drafter and its draft tokens, as in "mtp 7"."""
+        if self.spec.drafter is None:
+            return "plain"
+        shape = "tree " if self.spec.tree else ""
+        return f"{self.drafter_kind} {shape}{self.spec.num_draft_tokens}"
+
+    @property
+    def title(self) -> str:
+        """Say what both models are, and what is drafted."""
+        if self.spec.drafter is None:
+            return f"{self.target_name} + no drafter"
+        drafts = (
+            f"{self.target_name} + {self.drafter_name}: {self.spec.num_draft_tokens} drafts a step"
+        )
+        tree = self.spec.tree
+        return f"{drafts}, a tree of topk {tree.topk} and depth {tree.depth}" if tree else drafts
+
+    def plain(self) -> Pair:
+        """Return the target alone."""
+        spec = dataclasses.replace(self.spec, drafter=None, drafting=Drafting())
+        return dataclasses.replace(self, spec=spec, drafter_params=None)
+
+    def prompts(self, count: int, length: int, seed: int) -> np.ndarray:
+        """Return [count, length] prompt ids: held-out ones where there are any, else random."""
+        if self.held_out:
+            length = min(length, min(map(len, self.held_out)))
+            rows = [self.held_out[i % len(self.held_out)][:length] for i in range(count)]
+            return np.asarray(rows, np.int32)
+        rng = np.random.default_rng(seed)
+        return rng.integers(
+            self.spec.target.config.vocab_size, size=(count, length), dtype=np.int32
+        )
+
+
+def make_pair(
+    models: ModelOptions,
+    drafting: Drafting,
+    preset: str | None = None,
+    *,
+    seed: int = 0,
+    rows: int = 1,
+    positions: int = 1,
+) -> Pair:
+    """Load a pair or make a random one.
+
+    Args:
+      preset: of a target whose weights are to be random; its drafter's are too.
+      rows, positions: of the largest case, a step's own tokens not counted. What no device holds is refused
+        before random weights are made, and before caches are.
+
+    Raises:
+      ValueError: the options do not fit each other, a model cannot be loaded, or memory is too small.
+    """
+    kinds = [f.name for f in reversed(families("drafter")) if f.drafter_for]
+    if preset is not None and (
+        models.target is not None or models.drafter not in (None, *kinds, "none")
+    ):
+        raise UsageError(
+            "--random-weights makes both models itself: give no --target, and as --drafter only "
+            f"{', '.join(kinds)} or none"
+        )
+    if preset is not None and preset not in presets():
+        raise UsageError(
+            f"--random-weights {preset} is not known; expected one of {', '.join(presets())}"
+        )
+    models.check_drafter(drafting)
+    mesh = mesh_for(models)
+    dtype = models.dtype or default_dtype()
+    held_out: tuple[tuple[int, ...], ...] = ()
+    model, target_params, drafter_graph, drafter_params, drafter_name = (None,) * 5
+    if preset is not None:
+        target_graph = graph_of(presets()[preset], dtype)
+        target_name = f"{preset}, random weights"
+        kind = models.drafter or family_of(target_graph.config).usual_drafter or "none"
+        if kind != "none":
+            drafter_graph, drafter_name = random_drafter(preset, kind, dtype)
+    else:
+        model, drafter_model = load_models(models)
+        target_graph, target_params = model.graph, model.params
+        target_name = models.target or "bundled"
+        if models.target is None:
+            values = json.loads((BUNDLED / "held_out.json").read_text())
+            held_out = tuple(tuple(p["ids"]) for p in values["prompts"])
+        if drafter_model is not None:
+            drafter_graph, drafter_params = drafter_model.graph, drafter_model.params
+            drafter_name = models.drafter or "dflash"
+    spec = make_spec(model or target_graph, drafter_graph, drafting)
+    if positions > target_graph.config.max_positions:
+        raise UsageError(
+            f"prompt or context and --new-tokens need {positions} positions; {target_name} has "
+            f"{target_graph.config.max_positions}"
+        )
+    devices = mesh or make_mesh(devices=jax.devices()[:1])
+    memory.check_fits(spec, rows, cache_length_for(spec, positions), devices)
+    if target_params is None:
+        target_params = _random_params(target_graph, seed, mesh)
+        if drafter_graph is not None:
+            drafter_params = _random_params(drafter_graph, seed + 1, mesh)
+    return Pair(spec, target_params, drafter_params, target_name, drafter_name, held_out)
+
+
+def check_rows(batch_sizes: Sequence[int], data: int) -> None:
+    """Refuse batches that leave the devices of the data axis with unequal rows, with ValueError."""
+    wrong = [size for size in batch_sizes if size % data]
+    if wrong:
+        raise UsageError(
+            f"--batch-size {wrong[0]} does not divide by data={data} of --mesh; give multiples of {data}"
+        )
+
+
+def _random_params(graph: Graph, seed: int, mesh: Mesh | None) -> Params:
+    """Return random weights, which behave as real ones do where that takes more than numbers."""
+    params = graph.random_params(seed, None if mesh is None else graph.shardings(mesh))
+    return family_of(graph.config).randomise(params, seed)

@@ -1,0 +1,133 @@
+"""One run of `jaxspec bench`: every case, one after the other, printed and returned. Read `run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxspec.commands.bench import tables
+from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost
+from jaxspec.commands.bench.measure import measure
+from jaxspec.commands.bench.pair import Pair
+from jaxspec.commands.bench.tables import Case
+from jaxspec.commands.startup import versions
+
+
+def run(
+    console: Console,
+    pair: Pair,
+    prompts: np.ndarray,
+    batch_sizes: Sequence[int],
+    contexts: Sequence[int],
+    new_tokens: int,
+    repeats: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Print the ceiling, measure every case, print the results; return all of it as JSON values.
+
+    Args:
+      contexts: lengths to start from, with random caches; without any, the prompts are prefilled.
+    """
+    ceiling = measure_ceiling(
+        pair.spec.target.dtype, step_cost(pair.spec, 1, prompts.shape[1]).weight_bytes
+    )
+    conditions = _conditions(pair, prompts, new_tokens, repeats, seed, ceiling)
+    if contexts:
+        conditions |= {"prompts": "caches of random numbers", "prompt_length": None}
+    nproc = conditions["nproc"]
+    device = conditions["device"] + (f" (NPROC={nproc})" if nproc else "")
+    console.print(
+        f"[bold]{pair.target_name}[/]{pair.title.removeprefix(pair.target_name)}\n"
+        f"{conditions['dtype']} on {device} · jax {conditions['versions']['jax']} · "
+        f"{conditions['prompts']} · {new_tokens} new tokens a row, greedy, no stop ids"
+    )
+    modes = [pair] if pair.spec.drafter is None else [pair.plain(), pair]
+    starts = contexts or [prompts.shape[1]]
+    cases = [Case(*case) for case in itertools.product(batch_sizes, starts, modes)]
+    console.print(*tables.floors(cases, new_tokens, ceiling), sep="\n")
+    results = []
+    for case in cases:
+        result = measure(
+            case.pair,
+            prompts[: case.batch],
+            ceiling,
+            new_tokens=new_tokens,
+            repeats=repeats,
+            seed=seed,
+            context=case.start if contexts else None,
+        )
+        results.append(result)
+        speed = f"{result.step_ms} ms a step, {result.tokens_per_s} tok/s"
+        print(f"batch {result.case}, {result.label}: {speed}", file=sys.stderr, flush=True)
+    console.print(*tables.results(results, repeats), sep="\n")
+    return {**conditions, "results": [dataclasses.asdict(r) for r in results]}
+
+
+def _conditions(
+    pair: Pair, prompts: np.ndarray, new_tokens: int, repeats: int, seed: int, ceiling: Ceiling
+) -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {
+        "target": pair.target_name,
+        "drafter": pair.drafter_name,
+        "drafter_kind": pair.drafter_kind,
+        "num_draft_tokens": pair.spec.num_draft_tokens,
+        "tree": None if pair.spec.tree is None else dataclasses.asdict(pair.spec.tree),
+        "synthetic_acceptance": pair.spec.drafting.synthetic_acceptance,
+        "dtype": pair.spec.target.dtype,
+        "device": device.device_kind,
+        "platform": device.platform,
+        "nproc": os.environ.get("NPROC"),  # threads of programs on a CPU; else as many as cores
+        "mesh": dict(pair.mesh.shape),
+        "prompts": f"{'held-out' if pair.held_out else 'random'} prompts of {prompts.shape[1]} tokens",
+        "prompt_length": prompts.shape[1],
+        "new_tokens": new_tokens,
+        "temperature": 0.0,
+        "repeats": repeats,
+        "seed": seed,
+        "ceiling": dataclasses.asdict(ceiling),
+        "versions": versions("jax", "jaxlib", "flax", "numpy"),
+        "command": shlex.join(["jaxspec", *sys.argv[1:]]),
+    }
+
+
+def startup_of(first: dict[str, Any], import_s: float | None, load_s: float) -> dict[str, Any]:
+    """Return the seconds from the command to the first token, as if its first case were alone.
+
+    Args:
+      first: that case's result.
+      import_s: age of the process when the command began, where that is known.
+    """
+    compile_s, ttft_ms = first["prefill_compile_s"], first["ttft_ms"]
+    total = None
+    if import_s is not None and ttft_ms is not None:
+        total = import_s + load_s + compile_s + ttft_ms["median"] / 1e3
+    return {
+        "case": first["label"],
+        "batch_size": first["batch_size"],
+        "import_s": import_s,
+        "load_s": load_s,
+        "compile_s": compile_s,  # of prefill: the decode loop comes after the first token
+        "first_token_s": total,
+        "compilation_cache": jax.config.values["jax_compilation_cache_dir"],
+    }
+
+
+def described_startup(startup: dict[str, Any]) -> str:
+    """Return a line about `startup_of`."""
+    imports, total = startup["import_s"], startup["first_token_s"]
+    parts = [] if imports is None else [f"{imports:.1f} start and imports"]
+    parts += [f"{startup['load_s']:.1f} weights", f"{startup['compile_s']:.1f} compiling prefill"]
+    to_first = "" if total is None else f": {total:.1f} to the first token"
+    kept = startup["compilation_cache"]
+    where = f"in {kept}" if kept else "nowhere (set JAX_COMPILATION_CACHE_DIR)"
+    return f"seconds: {', '.join(parts)}{to_first}; programs are kept {where}"

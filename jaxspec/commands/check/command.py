@@ -1,0 +1,116 @@
+"""`jaxspec check`: find out whether a drafter fits a target. What it does after its options is `run.run`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.options import Fields, UsageError, command, explained
+from jaxspec.commands.output import OutputOptions, write_line
+from jaxspec.records import Drafting, Range, at_least, option
+
+FLOOR = 0.3
+"""Least share of first drafts that must be accepted. Below it even a drafter that keeps its rate at every
+position adds less than 0.43 tokens a step, about what drafting and verifying cost. Sound drafters have 0.6
+to 0.9, mute ones less than 0.1."""
+
+FEWEST_ROWS = 4  # for an interval
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What is checked on, and how strictly."""
+
+    text: Path | None = option(
+        None,
+        "Text whose pieces the target continues. Default: held-out prompts of the bundled target, a few "
+        "prompts of our own for others.",
+        metavar="FILE",
+    )
+    rows: int = option(16, "Pieces of text, at most.", range=at_least(FEWEST_ROWS))
+    new_tokens: int = option(64, "Tokens that the target adds to each.", range=at_least(2))
+    floor: float = option(
+        FLOOR,
+        "Least share of first drafts that must be accepted.",
+        range=Range("in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
+    )
+    batch_size: int = option(8, "Rows at a time.", range=at_least(1))
+
+
+@command
+def check_command(
+    checking: Annotated[CheckOptions, Fields("Check")],
+    drafting: Annotated[Drafting, Fields("Check", only=("num_draft_tokens",))],
+    models: Annotated[
+        ModelOptions, Fields("Models", without=("target", "drafter", "mesh", "distributed"))
+    ],
+    output: Annotated[OutputOptions, Fields("Report")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="TARGET", help="A directory, a hub id, or [bold]bundled[/]."),
+    ] = "bundled",
+    drafter: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DRAFTER",
+            help="A directory, a hub id, or the bundled [bold]dflash[/] or [bold]mtp[/]. Default, with the "
+            "bundled target: dflash.",
+        ),
+    ] = None,
+) -> None:
+    """Find out whether a drafter fits a target, and why not.
+
+    Shows every convention in force and where it came from, how many drafts
+    are accepted at each position, whether another convention does better, and
+    whether the output equals plain decoding. Exit code 0: sound; 1: not; 2: a
+    mistake, nothing was checked.
+
+      jaxspec check
+
+      jaxspec check google/gemma-4-26B-A4B-it z-lab/gemma-4-26B-A4B-it-DFlash --text mine.txt
+    """
+    of_target = None if target == "bundled" else target
+    models = dataclasses.replace(models, target=of_target, drafter=drafter)
+    if models.is_plain:
+        raise UsageError("check needs a drafter: jaxspec check TARGET DRAFTER")
+    errors = Console(stderr=True, highlight=False)
+
+    from jaxspec.commands import startup
+    from jaxspec.commands.check.report import shown
+    from jaxspec.commands.check.run import run
+    from jaxspec.commands.check.text import prompts_for
+
+    with (
+        explained(ValueError, OSError),
+        output.opened() as file,
+        startup.out_of_memory_explained("--batch-size", "--new-tokens"),
+    ):
+        startup.set_compilation_cache(None, errors)
+        if models.target is None:
+            startup.use_one_thread()
+        with errors.status("[dim]loading the models"):
+            loaded, loaded_drafter = startup.load_models(models)
+            assert loaded_drafter is not None
+            loaded_drafter.config.check_fits(loaded.config)
+        with errors.status("[dim]encoding") as status:
+            found = run(
+                loaded,
+                loaded_drafter,
+                prompts_for(loaded, checking.text, checking.rows),
+                new_tokens=checking.new_tokens,
+                num_draft_tokens=drafting.num_draft_tokens,
+                floor=checking.floor,
+                batch_size=checking.batch_size,
+                say=lambda message: status.update(f"[dim]{message}"),
+            )
+        output.console.print(shown(found))
+        if file is not None:
+            write_line(file, found.to_json())
+    if found.problems:
+        raise typer.Exit(1)

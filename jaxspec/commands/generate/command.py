@@ -1,0 +1,63 @@
+"""`jaxspec generate`: continue prompts. Read `generate`; what it does after its options is `run.run`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from jaxspec.commands.generate.options import (
+    DecodingOptions,
+    GenerateOptions,
+    RunningOptions,
+    TextOptions,
+)
+from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.options import Fields, Given, command, explained
+from jaxspec.records import Drafting, Sampling
+
+
+@command
+def generate(
+    text: Annotated[TextOptions, Fields("Prompts and text")],
+    models: Annotated[ModelOptions, Fields("Models")],
+    decoding: Annotated[DecodingOptions, Fields("Decoding")],
+    sampling: Annotated[Given[Sampling], Fields("Decoding")],
+    drafting: Annotated[Drafting, Fields("Decoding", without=("synthetic_acceptance",))],
+    running: Annotated[RunningOptions, Fields("Running")],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="Texts to continue. Without any: standard input, as one prompt."),
+    ] = None,
+) -> None:
+    """Continue prompts with a target, several tokens a target pass.
+
+    Without --target, a small bundled pair of target and drafter that writes Python.
+
+      jaxspec generate 'def read_config(path):'
+
+      jaxspec generate --target google/gemma-4-26B-A4B-it --drafter z-lab/gemma-4-26B-A4B-it-DFlash --chat 'Why is the sky blue?'
+
+      jaxspec generate --prompts prompts.jsonl --json out.jsonl
+    """
+    options = GenerateOptions(text, models, sampling, drafting, decoding, running)
+    console = Console(stderr=True, highlight=False)
+
+    # The tokenizer's module takes a while, and JAX longer: only now are both sure to be needed.
+    from jaxspec.commands.generate.prompts import PromptError, read_prompts
+
+    with explained(PromptError):
+        stdin = None if sys.stdin.isatty() else sys.stdin.buffer.read
+        given = read_prompts(
+            prompts or (), text.prompt_ids, text.prompts_file, stdin, chat=text.chat
+        )
+
+    with console.status("[dim]starting JAX"):
+        from jaxspec.commands.generate import run
+
+    with explained(*run.USER_ERRORS):
+        refused = run.run(given, options, console)
+    if refused:
+        raise typer.Exit(1)

@@ -1,0 +1,139 @@
+"""What `jaxspec generate` can be asked, and what of it makes no sense together. Needs no JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.options import Given, UsageError
+from jaxspec.records import Drafting, Range, Sampling, at_least, option
+
+SEEDS = Range("0 to 4294967295", lambda x: (x >= 0) & (x < 2**32), 0, 2**32 - 1)
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Prompts and what becomes of them."""
+
+    prompts_file: Path | None = option(
+        None,
+        'Lines of {"prompt": text}, {"prompt_ids": \\[...]} or, with --chat, {"messages": \\[...]}.',
+        metavar="FILE.jsonl",
+        flag="--prompts",
+    )
+    prompt_ids: tuple[str, ...] = option(
+        (), "A prompt as token ids; needs no tokenizer. Repeatable.", metavar="5,6,7"
+    )
+    chat: bool = option(False, "Apply the checkpoint's chat template; a prompt is the user's turn.")
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None, 'Values for the template, such as {"enable_thinking": true}.', metavar="JSON"
+    )
+    stop: tuple[str, ...] = option((), "End before this text. Repeatable.", metavar="TEXT")
+    json_path: str | None = option(
+        None,
+        "Write one line of JSON a prompt and a summary line, and nothing else to stdout. "
+        "Log-probabilities are written here alone.",
+        metavar="PATH|-",
+        flag="--json",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse options that make no sense.
+
+        Raises:
+          UsageError: naming the option.
+        """
+        if "" in self.stop:
+            raise UsageError("--stop: expected some text, got none")
+        if self.chat_template_kwargs is not None and not self.chat:
+            raise UsageError("--chat-template-kwargs needs --chat")
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """What the command adds to `Sampling` and `Drafting`."""
+
+    max_new_tokens: int = option(128, "For each prompt.", range=at_least(1))
+    ban_tokens: tuple[int, ...] = option(
+        (), "Never generate this token. Repeatable.", metavar="ID", flag="--ban-token"
+    )
+    sampling: Literal["model"] | None = option(
+        None,
+        "Where not given here, temperature, top-k, top-p, min-p and repetition penalty are those of the "
+        "checkpoint (model).",
+    )
+    seed: int = option(
+        0, "Each completion's own is made of this and its place in the list.", range=SEEDS
+    )
+    num_samples: int = option(
+        1, "Completions of each prompt; each reads the prompt for itself.", range=at_least(1)
+    )
+    stop_ids: tuple[int, ...] = option(
+        (),
+        "End with this token, as with the checkpoint's own end-of-sequence ids. Repeatable.",
+        metavar="N",
+        flag="--stop-id",
+    )
+    ignore_eos: bool = option(False, "Do not end with the checkpoint's own end-of-sequence ids.")
+
+
+@dataclass(frozen=True)
+class RunningOptions:
+    """Shapes, and where programs are kept."""
+
+    batch_size: int | None = option(
+        None,
+        "Prompts decoded together, rounded up to a power of two. Default: all, up to 8.",
+        range=at_least(1),
+    )
+    cache_length: int | None = option(
+        None,
+        "Positions each cache row holds. Default: what the longest prompt needs, rounded up.",
+        range=at_least(1),
+    )
+    compilation_cache: str | None = option(
+        None,
+        "Where compiled programs are kept. Default: the user's cache directory.",
+        metavar="DIR|off",
+    )
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Everything that was asked for; where the choice is left to the run, None."""
+
+    text: TextOptions = TextOptions()
+    models: ModelOptions = ModelOptions()
+    sampling: Given[Sampling] = Given(Sampling, {})
+    drafting: Drafting = Drafting()
+    decoding: DecodingOptions = DecodingOptions()
+    running: RunningOptions = RunningOptions()
+
+    def __post_init__(self) -> None:
+        """Refuse options that do not go together.
+
+        Raises:
+          UsageError: naming the options.
+        """
+        self.models.check_drafter(self.drafting)
+        if self.text.json_path is None:
+            for name in ("logprobs", "top_logprobs"):
+                if self.sampling.values.get(name):
+                    flag = "--" + name.replace("_", "-")
+                    raise UsageError(f"{flag} needs --json, which they are written with")
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """List the tokens that may not be generated: those with a bias of -inf, then those banned by name."""
+        biases = self.sampling.values.get("logit_bias", {})
+        return (*(t for t in biases if biases[t] == -math.inf), *self.decoding.ban_tokens)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """Return what is added to the logits of tokens, but for those that are banned by it."""
+        given = self.sampling.values.get("logit_bias", {})
+        return {token: bias for token, bias in given.items() if bias > -math.inf}

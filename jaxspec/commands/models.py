@@ -1,0 +1,73 @@
+"""Which models a command is to run, and on what: the options that commands share. Needs no JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxspec.commands.options import UsageError, as_flag
+from jaxspec.records import Drafting, option
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A target, its drafter, where they come from and where they go."""
+
+    target: str | None = option(
+        None,
+        "A target: a directory or a hub id. Default: the bundled one.",
+        metavar="PATH|ID",
+    )
+    drafter: str | None = option(
+        None,
+        "A drafter: a directory or a hub id; [bold]dflash[/] or [bold]mtp[/], the bundled one of that kind; "
+        "[bold]none[/], to decode plainly. Default: dflash with the bundled target, else none.",
+        metavar="PATH|ID|dflash|mtp|none",
+    )
+    revision: str | None = option(None, "Branch, tag or commit of the target's hub id.")
+    drafter_revision: str | None = option(None, "Branch, tag or commit of the drafter's hub id.")
+    token: str | None = option(
+        None, "For the hub. Default: the one huggingface_hub knows.", secret=True
+    )
+    offline: bool = option(False, "Use what is in the hub cache, and no network.")
+    dtype: Dtype | None = option(
+        None, "Of weights and caches. Default: bfloat16 on GPU, float32 on CPU."
+    )
+    mesh: str | None = option(
+        None,
+        "Split rows over so many devices, and models over so many. Default: one device.",
+        metavar="data=2,model=4",
+    )
+    distributed: bool = option(
+        False,
+        "With --mesh: this is one of several processes, each started with this same command by Slurm, "
+        "Open MPI or Kubernetes; the mesh is over the devices of all, and the first one writes.",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse processes without a mesh.
+
+        Raises:
+          UsageError: naming the option.
+        """
+        if self.distributed and not self.mesh:
+            raise UsageError("--distributed needs --mesh: how to split over the devices of all")
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether there is no drafter: none was wanted, or a target was given without one."""
+        return self.drafter == "none" or (self.target is not None and not self.drafter)
+
+    def check_drafter(self, drafting: Drafting) -> None:
+        """Refuse what only a drafter can do where there is none.
+
+        Raises:
+          UsageError: naming the option.
+        """
+        wanting = [shown for _, shown in drafting.changes_acceptance]
+        if drafting.num_draft_tokens is not None:
+            wanting.insert(0, ("num_draft_tokens",))
+        if wanting and self.is_plain:
+            raise UsageError(f"{as_flag(*wanting[0])} needs a drafter; give one with --drafter")

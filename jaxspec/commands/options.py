@@ -1,0 +1,339 @@
+"""Records become options: a command is a function of a few records, and their fields are what it can be asked.
+
+Read `command`. It gives a function one Typer option for each field of its records, made from the field's type and
+metadata (`records.option`), and puts the records together when the command is called. A new field of a record is
+a new option, with no edit here. `explained` ends a command on a mistake, with one message that names flags.
+
+Nothing here needs JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+import typer
+from rich.console import Console
+
+from jaxspec.records import BIAS, Drafting, FieldError, Range, Sampling, check_ranges
+
+RecordT = TypeVar("RecordT")
+
+
+class UsageError(ValueError):
+    """Options that cannot be meant: names the option, what was expected and the way out."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which fields of a record a command takes, and where `--help` shows them.
+
+    Attributes:
+      panel: the heading they stand under.
+      only: these fields; () for all of them.
+      without: all fields but these.
+    """
+
+    panel: str | None = None
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Given(Generic[RecordT]):
+    """A record of which only the fields that were given are known, so that others may come from elsewhere."""
+
+    kind: type[RecordT]
+    values: Mapping[str, Any]
+
+    def over(self, defaults: Mapping[str, Any] | None = None) -> RecordT:
+        """Return the record: what was given, then these defaults, then the record's own."""
+        return self.kind(**{**(defaults or {}), **self.values})
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command.
+
+    Attributes:
+      path: the field of the record, or the field and a field of the record in it.
+      parameter: what Typer makes the option of.
+      read: makes the field's value of what Typer gives.
+    """
+
+    path: tuple[str, ...]
+    parameter: inspect.Parameter
+    read: Callable[[Any], Any]
+
+
+# --- a function of records is a command --------------------------------------------------------------
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a Typer command of a function of records.
+
+    A parameter whose type is a record, or `Given` of one, becomes an option for each of its fields; `Annotated`
+    with `Fields` chooses among them. Other parameters stay as Typer knows them.
+
+    A field's type says how it is read: `bool` is a flag, `tuple[X, ...]` may be repeated, a `Literal` is a choice, a
+    record in a record has a flag for each of its own fields, all or none given. For others see `_READERS`.
+    """
+    hints = typing.get_type_hints(function, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    records: dict[str, tuple[Any, list[Option]]] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind, fields = _split(hints[name])
+        if _record_of(kind) is None:
+            parameters.append(parameter.replace(annotation=hints[name]))
+            continue
+        options = list(_options(kind, fields))
+        records[name] = kind, options
+        parameters += [option.parameter for option in options]
+
+    @functools.wraps(function)
+    def run(**values: Any) -> None:
+        with explained():
+            made = {name: _put_together(*of, values) for name, of in records.items()}
+            taken = {o.parameter.name for _, options in records.values() for o in options}
+            function(**made, **{n: v for n, v in values.items() if n not in taken})
+
+    required_first = sorted(parameters, key=lambda p: p.default is not p.empty)
+    run.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
+        [p.replace(kind=p.KEYWORD_ONLY) for p in required_first]
+    )
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _split(hint: Any) -> tuple[Any, Fields]:
+    """Take `Annotated` with `Fields` apart."""
+    if typing.get_origin(hint) is Annotated:
+        kind, *notes = typing.get_args(hint)
+        return kind, next((note for note in notes if isinstance(note, Fields)), Fields())
+    return hint, Fields()
+
+
+def _record_of(kind: Any) -> type | None:
+    """Return the record that a parameter is, or is some fields of."""
+    if typing.get_origin(kind) is Given:
+        (kind,) = typing.get_args(kind)
+    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+
+def _options(kind: Any, chosen: Fields) -> Iterator[Option]:
+    """Yield an option for each chosen field of a record."""
+    record = _record_of(kind)
+    assert record is not None
+    hints = typing.get_type_hints(record)
+    for field in dataclasses.fields(record):
+        if field.name in chosen.without or (chosen.only and field.name not in chosen.only):
+            continue
+        hint = _without_none(hints[field.name])
+        nested = _record_of(hint)
+        if nested is None:
+            yield _option((field.name,), field, hint, chosen.panel, optional=kind is not record)
+            continue
+        inner = typing.get_type_hints(nested)
+        for part in dataclasses.fields(nested):
+            path = (field.name, part.name)
+            yield _option(path, part, inner[part.name], chosen.panel, optional=True)
+
+
+def _without_none(hint: Any) -> Any:
+    """Return X for `X | None`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+    return hint
+
+
+def _option(
+    path: tuple[str, ...],
+    field: dataclasses.Field[Any],
+    hint: Any,
+    panel: str | None,
+    *,
+    optional: bool,
+) -> Option:
+    """Make the option of a field.
+
+    Args:
+      hint: the field's type, never None.
+      optional: whether it was given must be known, so it has no default.
+    """
+    about = field.metadata
+    help_text, allowed = about.get("help"), about.get("range")
+    flag = about.get("flag") or _flag(" ".join(path))
+    default = None if field.default is dataclasses.MISSING else field.default
+    if optional and isinstance(default, int | float) and not isinstance(default, bool):
+        help_text = f"{help_text} [dim]\\[default: {default:g}][/]"
+    read: Callable[[Any], Any] = lambda value: value  # noqa: E731
+    if hint in _READERS:
+        typed, reader = _READERS[hint]
+        read, default = functools.partial(reader, flag), None
+    elif typing.get_origin(hint) is tuple:
+        typed, read, default = list[typing.get_args(hint)[0]], tuple, None
+    else:
+        typed, default = hint, None if optional else default
+    of_whole_numbers = hint is int or typing.get_args(hint)[:1] == (int,)
+    limits: Range | None = allowed if of_whole_numbers else None
+    info = typer.Option(
+        flag,
+        help=help_text,
+        metavar=about.get("metavar"),
+        rich_help_panel=panel,
+        min=limits.low if limits else None,
+        max=limits.high if limits else None,
+    )
+    annotation = Annotated[typed if default is not None else typed | None, info]
+    parameter = inspect.Parameter(
+        "_".join(path), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+    return Option(path, parameter, read)
+
+
+def _put_together(kind: Any, options: Sequence[Option], values: Mapping[str, Any]) -> Any:
+    """Make a record of the values that its options have.
+
+    Raises:
+      FieldError: a value is out of range, or does not go with another.
+      UsageError: a value cannot be read, or what belongs to it was not given.
+    """
+    record = _record_of(kind)
+    assert record is not None
+    given: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    for option in options:
+        value = values[option.parameter.name]
+        if value is None or value == []:
+            continue
+        name, *part = option.path
+        if part:
+            nested.setdefault(name, {})[part[0]] = option.read(value)
+        else:
+            given[name] = option.read(value)
+    for name, parts in nested.items():
+        (field,) = (f for f in dataclasses.fields(record) if f.name == name)
+        inner = _record_of(_without_none(typing.get_type_hints(record)[name]))
+        assert inner is not None
+        names = [f"{name} {f.name}" for f in dataclasses.fields(inner)]
+        if len(parts) < len(names) or not set(field.metadata["needs"]) <= set(given):
+            *flags, last = map(as_flag, (*names, *field.metadata["needs"]))
+            raise UsageError(f"a {name} needs {', '.join(flags)} and {last} together")
+        given[name] = inner(**parts)
+        check_ranges(given[name])
+    if typing.get_origin(kind) is Given:
+        # A flag that was not given reads as False.
+        some: Given[Any] = Given(record, {n: v for n, v in given.items() if v is not False})
+        check_ranges(some.over())
+        return some
+    made = record(**given)
+    check_ranges(made)
+    return made
+
+
+# --- how values are read -----------------------------------------------------------------------------
+
+
+def _read_biases(flag: str, given: Sequence[str]) -> dict[int, float]:
+    """Read numbers of tokens, each "17=-2.5" or a JSON object of some."""
+    biases: dict[int, float] = {}
+    for text in given:
+        try:
+            pairs = json.loads(text).items() if text.startswith("{") else [text.split("=")]
+            pairs = [(int(token), float(bias)) for token, bias in pairs]
+        except (ValueError, TypeError):
+            raise UsageError(
+                f'{flag} {text}: expected ID=VALUE, such as 17=-2.5, or JSON, such as {{"17": -2.5}}'
+            ) from None
+        for token, bias in pairs:
+            if wrong := BIAS.refusal(bias):
+                raise UsageError(f"{flag} {text}: the bias of {token} {wrong}")
+            if token in biases:
+                raise UsageError(f"{flag} names token {token} twice; leave one out")
+            biases[token] = bias
+    return biases
+
+
+def _read_object(flag: str, given: str) -> dict[str, Any]:
+    """Read a JSON object."""
+    try:
+        values = json.loads(given)
+    except ValueError as error:
+        raise UsageError(f"{flag} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f'{flag}: expected a JSON object, such as {{"enable_thinking": true}}')
+    return values
+
+
+_READERS: dict[Any, tuple[Any, Callable[[str, Any], Any]]] = {
+    Mapping[int, float]: (list[str], _read_biases),
+    Mapping[str, Any]: (str, _read_object),
+}
+"""By a field's type, what the command line takes for it and what reads that, given the flag."""
+
+
+# --- mistakes ----------------------------------------------------------------------------------------
+
+
+def _flag(words: str) -> str:
+    return "--" + re.sub("[ _]", "-", words)
+
+
+def _nested_flags(*records: type) -> dict[str, str]:
+    """Return how to name fields that are records: by the flags of their own fields."""
+    named: dict[str, str] = {}
+    for record in records:
+        for name, hint in typing.get_type_hints(record).items():
+            if inner := _record_of(_without_none(hint)):
+                flags = [_flag(f"{name} {f.name}") for f in dataclasses.fields(inner)]
+                named[name] = " and ".join(flags)
+    return named
+
+
+_NESTED = _nested_flags(Sampling, Drafting)
+
+
+def as_flag(field: str, value: object = None) -> str:
+    """Name a field as the command line does: `--num-draft-tokens`, or `--num-draft-tokens 7`."""
+    flag = _NESTED.get(field) or _flag(field)
+    return flag if value is None else f"{flag} {value}"
+
+
+def told(error: Exception | str) -> str:
+    """Return the message of an error, with flags for fields."""
+    return error.say(as_flag) if isinstance(error, FieldError) else str(error)
+
+
+@contextlib.contextmanager
+def explained(*mistakes: type[Exception], interrupted: str = "") -> Iterator[None]:
+    """End a command with one message and no traceback, on a mistake of the user's (2) or on Ctrl-C (130).
+
+    Args:
+      mistakes: what else is one, beside `UsageError` and `FieldError`.
+      interrupted: what Ctrl-C leaves.
+    """
+    try:
+        yield
+    except (UsageError, FieldError, *mistakes) as error:
+        message, code = f"error: {told(error)}", 2
+    except KeyboardInterrupt:
+        message, code = f"interrupted{interrupted and '; '}{interrupted}", 130
+    else:
+        return
+    console = Console(stderr=True, highlight=False)
+    console.print(message, style="red", markup=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def note(console: Console, message: str) -> None:
+    """Say something about a run that goes on."""
+    console.print(f"note: {message}", style="yellow", markup=False, soft_wrap=True)

@@ -1,0 +1,99 @@
+"""Where a command's JSON goes: a file that appears when all is done, or standard output. Needs no JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+
+from jaxspec.records import option
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where a report goes, beside the terminal."""
+
+    json_path: str | None = option(
+        None,
+        "Also write everything as one line of JSON; with - the rest goes to standard error.",
+        metavar="PATH|-",
+        flag="--json",
+    )
+
+    @property
+    def console(self) -> Console:
+        """Where the report is printed: on standard output, unless JSON goes there."""
+        return Console(stderr=self.json_path == "-", highlight=False)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[IO[str] | None]:
+        """Open the place for JSON; None where none was asked for. See `json_lines`."""
+        if self.json_path is None:
+            yield None
+            return
+        with json_lines(self.json_path) as file:
+            yield file
+
+
+class OutputError(ValueError):
+    """Results that cannot be written where they were asked for."""
+
+
+@contextlib.contextmanager
+def json_lines(destination: str) -> Iterator[IO[str]]:
+    """Open a place for JSON lines: a path, or "-" for standard output.
+
+    A file appears at its path only when the block ends well; until then it is written beside it.
+
+    Raises:
+      OutputError: it cannot be opened; that is known before anything else happens.
+    """
+    if destination == "-":
+        yield sys.stdout
+        return
+    path = Path(destination).resolve()
+    special = path.exists() and not path.is_file()  # a pipe or a device: nothing can replace it
+    aside = path if special else path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        file = aside.open("w", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {destination}: {error.strerror}") from None
+    try:
+        try:
+            yield file
+        finally:
+            _close(file, destination)
+        if not special:
+            aside.replace(path)
+    finally:
+        if not special:
+            aside.unlink(missing_ok=True)
+
+
+def _close(file: IO[str], destination: str) -> None:
+    try:
+        file.close()  # tries once more to write what could not be written
+    except OSError as error:
+        raise OutputError(f"cannot write {destination}: {error.strerror}") from None
+
+
+def write_line(file: IO[str], value: dict[str, Any]) -> None:
+    """Write one line of JSON and hand it on at once.
+
+    Raises:
+      OutputError: the disk is full, say. A closed pipe stays a `BrokenPipeError`.
+    """
+    try:
+        file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        file.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write {file.name}: {error.strerror}") from None

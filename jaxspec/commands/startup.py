@@ -1,0 +1,143 @@
+"""What commands do before and around their work: settings of JAX, loading, and what a device's refusal means."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+import jaxspec
+from jaxspec.api import BUNDLED, load
+from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.options import UsageError, note
+from jaxspec.loading import LoadedModel
+from jaxspec.sharding import parse_mesh
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(*lower: str) -> Iterator[None]:
+    """Say what would help when the device runs out of memory.
+
+    Args:
+      lower: options of the command that take less when they are lower.
+
+    Raises:
+      UsageError: it did.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UsageError(
+            f"the device has not enough memory; lower {' or '.join(lower)}, use --dtype bfloat16, or a smaller "
+            f"model ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def join_processes() -> bool:
+    """Start `jax.distributed`: join the processes that decode together. Tell whether this is the first of them.
+
+    They all run the same rounds on the same prompts, so that each knows all tokens; the first one shows them.
+
+    Raises:
+      UsageError: this process finds no others.
+    """
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(
+            "--distributed: this process finds no others; start it by Slurm, Open MPI or Kubernetes "
+            f"({error})"
+        ) from None
+    return jax.process_index() == 0
+
+
+def set_compilation_cache(given: str | None, console: Console) -> None:
+    """Keep compiled programs from run to run: in the user's cache directory, in another, or not ("off").
+
+    JAX's own JAX_COMPILATION_CACHE_DIR stands where nothing is given.
+    """
+    if given == "off":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if given is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = home / "jaxspec" / "compiled" if given is None else Path(given)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if given is not None:
+            raise UsageError(
+                f"--compilation-cache: cannot make {directory}: {error.strerror}"
+            ) from None
+        note(console, f"compiled programs are not kept: cannot make {directory}: {error.strerror}")
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def use_one_thread() -> None:
+    """Let programs on a CPU run on one thread, unless NPROC says on how many; call it before JAX starts.
+
+    A step of models as small as the bundled ones is some hundred operations of a microsecond to thirty. To
+    share them, XLA wakes a second thread so often that it loses more than it wins (jax 0.10.2, 2 cores, one
+    row with DFlash: 1.6 ms a step instead of 2.1; plain 0.66 instead of 0.58). Where JAX may start on a GPU,
+    nothing is changed: its compiler counts threads in the same way, and needs them.
+    """
+    other_devices = importlib.metadata.entry_points(group="jax_plugins")
+    if jax.config.values["jax_platforms"] == "cpu" or not other_devices:
+        os.environ.setdefault("NPROC", "1")
+
+
+def mesh_for(models: ModelOptions) -> Mesh | None:
+    """Return the mesh that was asked for.
+
+    Raises:
+      UsageError: it cannot be read, or there are not enough devices.
+    """
+    try:
+        return None if models.mesh is None else parse_mesh(models.mesh)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+
+
+def load_models(models: ModelOptions) -> tuple[LoadedModel, LoadedModel | None]:
+    """Load target and drafter, onto a mesh if there is to be one.
+
+    Raises:
+      CheckpointError, ConfigError: something is missing or wrong with one of them.
+    """
+    target, drafter = load(
+        models.target,
+        models.drafter,
+        dtype=models.dtype,
+        revision=models.revision,
+        drafter_revision=models.drafter_revision,
+        token=models.token,
+        offline=models.offline,
+        mesh=mesh_for(models),
+    )
+    return target, drafter
+
+
+def shorten(source: str) -> str:
+    """Name the bundled models as such, and others as they were given."""
+    path = Path(source)
+    return f"bundled {path.name}" if path.parent == BUNDLED else source
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of jaxspec, of Python and of these packages."""
+    found: dict[str, Any] = {name: importlib.metadata.version(name) for name in packages}
+    return {"jaxspec": jaxspec.__version__, "python": platform.python_version(), **found}

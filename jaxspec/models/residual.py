@@ -1,0 +1,84 @@
+"""The residual stream of a model with norms on both sides of each part, such as Gemma 4's.
+
+A layer reads as its equation:
+
+    x = x.add(attention(x.normed), post_norm).norm(mlp_norm)    # x + post_norm(attention(x))
+    x = x.add(mlp(x.normed), post_mlp_norm)
+
+`add` computes nothing. `norm` adds and norms in one kernel (`pallas_kernels.norms.add_norm`), which
+reads the stream once and writes the sum and all of its norms. XLA would make a kernel of each norm,
+and compute the sum anew in each. A layer returns a `Sum`. Its caller norms that as the next layer
+wants it.
+
+A model whose parts have one norm each, before them, needs none of this. There
+`x + attention(rms_norm(x, scale, eps))` says all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flax import struct
+
+from jaxspec.models.layers import rms_norm
+from jaxspec.shapes import Array, Float
+from pallas_kernels.norms import Branch, RouterScale, add_norm
+
+
+class Residual(struct.PyTreeNode):
+    """The stream between two parts of a layer, and it normed for each part that reads it next.
+
+    Attributes:
+      value: the stream itself.
+      eps: of all norms.
+      norms: `value`, normed once for each reader.
+    """
+
+    value: Float[Array, "B T D"]
+    eps: float = struct.field(pytree_node=False)
+    norms: tuple[Float[Array, "B T D"], ...] = ()
+
+    @property
+    def normed(self) -> Float[Array, "B T D"]:
+        """Return the stream, normed for its first reader."""
+        return self.norms[0]
+
+    def norm(self, *scales: Float[Array, " D"]) -> Residual:
+        """Norm the stream with the weights of its readers. Nothing was added to it."""
+        norms = tuple(rms_norm(self.value, scale, self.eps) for scale in scales)
+        return self.replace(norms=norms)
+
+    def add(
+        self,
+        branch: Float[Array, "B T D"] | tuple[Branch, ...],
+        scale: Float[Array, " D"],
+    ) -> Sum:
+        """Add what a part made of the stream, normed.
+
+        Args:
+          branch: what the part made; or what several did, each normed before they are added up.
+          scale: the weight of the norm of `branch`.
+        """
+        return Sum(self, branch, scale)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A stream and what is to be added to it: computed by `norm`, which returns the new stream."""
+
+    stream: Residual
+    branch: Float[Array, "B T D"] | tuple[Branch, ...]
+    scale: Float[Array, " D"]
+    factor: Float[Array, " 1"] | None = None
+
+    def times(self, factor: Float[Array, " 1"]) -> Sum:
+        """Multiply the sum by a scalar."""
+        return replace(self, factor=factor)
+
+    def norm(self, *scales: Float[Array, " D"] | RouterScale) -> Residual:
+        """Add, and norm the sum with the weights of its readers; there need not be any."""
+        eps = self.stream.eps
+        value, norms = add_norm(
+            self.stream.value, self.branch, self.scale, scales, eps=eps, factor=self.factor
+        )
+        return Residual(value, eps, norms)

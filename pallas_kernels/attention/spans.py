@@ -1,0 +1,101 @@
+"""Which keys a tile of rows reads, and how shares of the keys become one result.
+
+Plain JAX, which stands around all of the kernels.
+
+Rows are query heads beside tokens (row = token * G + head). Spans of keys are the same for all
+layers of a kind, and XLA computes them once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+UNSEEN = -(2.0**100)
+"""The score of a key that a query does not see.
+
+Minus infinity would make NaN of rows that see nothing.
+A power of two: its product with any scale is exact, so that a scale beside a subtraction (one
+instruction, which rounds once) still leaves 0.
+"""
+
+
+def visible_span(
+    lowest: Int[Array, "B R"],
+    highest: Int[Array, "B R"],
+    positions: Int[Array, "B S"],
+    *,
+    window: int | None,
+    causal: bool,
+) -> Int[Array, "B R 2"]:
+    """Return the first slot that some query may see, and the one after the last; (S, 0): none.
+
+    Args:
+      lowest: the first position of the queries of each tile of rows.
+      highest: the last one.
+      positions: of the keys.
+    """
+    useful = positions[:, None] >= 0
+    if window is not None:
+        useful &= positions[:, None] > lowest[:, :, None] - window
+    if causal:
+        useful &= positions[:, None] <= highest[:, :, None]
+    return _first_and_last(jnp.broadcast_to(useful, (*lowest.shape, positions.shape[1])))
+
+
+def masked_span(
+    spans: Int[Array, "B R 2"],
+    lowest: Int[Array, "B R"],
+    highest: Int[Array, "B R"],
+    positions: Int[Array, "B S"],
+    *,
+    window: int | None,
+    causal: bool,
+) -> Int[Array, "B R 2"]:
+    """Return the first slot of a span that some query does not see, and the one after the last.
+
+    Blocks elsewhere in the span need no mask; (S, 0) if that is all of them. Arguments as in
+    `visible_span`, which returns `spans`.
+    """
+    unseen = positions[:, None] < 0
+    if window is not None:
+        unseen |= positions[:, None] <= highest[:, :, None] - window
+    if causal:
+        unseen |= positions[:, None] > lowest[:, :, None]
+    slot = jnp.arange(positions.shape[1], dtype=jnp.int32)
+    return _first_and_last(unseen & (slot >= spans[:, :, :1]) & (slot < spans[:, :, 1:]))
+
+
+def _first_and_last(slots: Bool[Array, "B R S"]) -> Int[Array, "B R 2"]:
+    """Return the first of some slots, and the one after the last; (S, 0) if there is none."""
+    slot, size = jnp.arange(slots.shape[2], dtype=jnp.int32), slots.shape[2]
+    first = jnp.min(jnp.where(slots, slot, size), axis=2)
+    return jnp.stack([first, jnp.max(jnp.where(slots, slot + 1, 0), axis=2)], axis=2)
+
+
+def position_range(positions: Int[Array, "B T"], groups: int, rows: int) -> tuple[Array, Array]:
+    """Return the lowest and the highest position of each tile of rows: [B, R] both."""
+    tokens = positions.shape[1]
+    begin = np.arange(0, tokens * groups, rows)
+    last = np.minimum((begin + rows - 1) // groups, tokens - 1)
+    most = int(np.max(last - begin // groups)) + 1
+    token = np.minimum((begin // groups)[:, None] + np.arange(most), last[:, None])
+    of_tiles = positions[:, token]
+    return jnp.min(of_tiles, axis=2), jnp.max(of_tiles, axis=2)
+
+
+def average_shares(
+    shares: Float[Array, "X *R H"], log_weights: Float[Array, "X *R"]
+) -> Float[Array, "*R H"]:
+    """Average the shares by what they saw: term by term, so that XLA adds them in one kernel."""
+    most = functools.reduce(jnp.maximum, log_weights)
+    weights = [jnp.exp2(one - most) for one in log_weights]
+    total = sum(weights)
+    terms = [
+        share.astype(jnp.float32) * (weight / total)[..., None]
+        for share, weight in zip(shares, weights, strict=True)
+    ]
+    return functools.reduce(jnp.add, terms)

@@ -1,0 +1,130 @@
+"""A family of drafters, as small as one can be: it says what followed a token before.
+
+Its state is what followed each token in this row, which it learns from the tokens that were kept. For a token
+that is new in the row it has a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxspec.configs.base import ConfigError, TargetConfig, find_key, whole_number
+from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
+from jaxspec.params import param
+from jaxspec.records import Tree
+from jaxspec.shapes import Array, DTypeLike, Int
+
+KEYS = {"recall": ("recall_config.recall", "recall")}
+
+
+@dataclass(frozen=True)
+class RecallConfig:
+    """A drafter that recalls; without `recall` it only looks tokens up in its table."""
+
+    vocab_size: int
+    num_draft_tokens: int
+    recall: bool = True
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+    ) -> RecallConfig:
+        del generation
+        _, recall = find_key(config, KEYS["recall"])
+        return cls(
+            whole_number(config, "vocab_size"),
+            whole_number(config, "num_draft_tokens"),
+            True if recall is None else bool(recall),
+        )
+
+    def check_fits(self, target: TargetConfig) -> None:
+        if target.vocab_size != self.vocab_size:
+            raise ConfigError(
+                f"the drafter has {self.vocab_size} tokens, the target {target.vocab_size}"
+            )
+
+
+class Recalled(struct.PyTreeNode):
+    """The newest token of each row, and what followed each token there; -1: nothing yet."""
+
+    last: Int[Array, " B"]
+    followers: Int[Array, "B V"]
+
+
+class RecallDrafter(Drafter[Recalled]):
+    """Proposes a chain, each token by the one before it."""
+
+    def __init__(self, config: RecallConfig, *, dtype: jnp.dtype):
+        self.config = config
+        v = config.vocab_size
+        self.bigrams = param(v, v, dtype=dtype, fan_in=v, lookup=True)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.config.num_draft_tokens
+
+    def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> Recalled:
+        del cache_length, dtype
+        shape = batch, self.config.vocab_size
+        return Recalled(jnp.full(batch, -1, jnp.int32), jnp.full(shape, -1, jnp.int32))
+
+    def draft(
+        self,
+        state: Recalled,
+        view: TargetView,
+        anchors: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        *,
+        num_draft_tokens: int,
+        tree: Tree | None = None,
+        draws: Draws | None = None,
+    ) -> Draft:
+        del view, lengths, draws  # each draft is a certain choice
+        assert tree is None, "this drafter proposes chains"
+        rows, tokens, drafts = jnp.arange(anchors.shape[0]), anchors, []
+        # The anchor was not absorbed: it followed the newest token that was.
+        followers = state.followers.at[rows, state.last].set(anchors)
+        for _ in range(num_draft_tokens):
+            known = jnp.argmax(self.bigrams[...][tokens], axis=-1).astype(jnp.int32)
+            if self.config.recall:
+                seen = followers[rows, tokens]
+                known = jnp.where(seen >= 0, seen, known)
+            tokens = known
+            drafts.append(tokens)
+        return Draft(jnp.stack(drafts, axis=1))
+
+    def absorb(self, state: Recalled, kept: Kept) -> Recalled:
+        b = state.last.shape[0]
+        rows = jnp.arange(kept.start.shape[0]) if kept.slots is None else kept.slots
+        read = jnp.minimum(rows, b - 1)
+        new = kept.start == 0  # another request's row
+        last = jnp.where(new, -1, state.last[read])
+        followers = jnp.where(new[:, None], -1, state.followers[read])
+        own = jnp.arange(rows.shape[0])
+
+        def learn(
+            carry: tuple[Array, Array], token: tuple[Array, Array]
+        ) -> tuple[tuple[Array, Array], None]:
+            last, followers = carry
+            tokens, is_kept = token
+            at = jnp.where(is_kept & (last >= 0), last, self.config.vocab_size)
+            followers = followers.at[own, at].set(tokens, mode="drop")
+            return (jnp.where(is_kept, tokens, last), followers), None
+
+        is_kept = jnp.arange(kept.tokens.shape[1])[:, None] < kept.count[None, :]
+        (last, followers), _ = lax.scan(learn, (last, followers), (kept.tokens.T, is_kept))
+        at = jnp.where(kept.count > 0, rows, b)
+        return Recalled(
+            state.last.at[at].set(last, mode="drop"),
+            state.followers.at[at].set(followers, mode="drop"),
+        )
