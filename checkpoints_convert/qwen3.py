@@ -1,6 +1,6 @@
 """The tensors of dense Qwen3 checkpoints, by rule.
 
-The head stands beside the model in a checkpoint, not in it. So the rules have whole names, and no prefix.
+A checkpoint has the head beside the model, not in it. So the rules have whole names, and no prefix.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _RULES = (
 
 _SKIPS = (
     Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),
-    # Not met where the head is a parameter: what a rule uses is not skipped.
+    # An untied head is never skipped: a rule uses it.
     Skip(r"lm_head\.weight", "tied head", copy_of="model.embed_tokens.weight"),
 )
 

@@ -1,8 +1,8 @@
-"""The second family where the rest of jaxspec meets it: costs, memory, meshes, `bench`, `check`, chats.
+"""Qwen3 where the rest of jaxspec meets it: costs, memory, meshes, `bench`, `check`, chats.
 
-It arrived without an edit to the algorithm page, the engine, the sampler, or what `bench` measures. That it
-equals transformers is in `tests/models`, that it decodes losslessly in `tests/decode`, and its files are in
-`tests/convert`.
+It is the second family. It arrived without an edit to the algorithm page, the engine, the sampler,
+or what `bench` measures. `tests/models` compares it with transformers. `tests/decode` shows that it
+decodes losslessly. `tests/convert` has its files.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def spec(preset: str, *, drafter: bool = False) -> DecodeSpec:
     return DecodeSpec(graph, drafts, Drafting(drafts.config.block_size - 1))
 
 
-# --- costs and memory ------------------------------------------------------------------------------------
+# --- costs and memory -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_weight_is_read_once_and_an_untied_embedding_is_looked_up(preset: str) -> None:
-    """8B has 8.19B parameters, but 0.62B of them are an embedding, of which a step reads one row."""
+    """8B has 8.19B parameters. 0.62B are an embedding, of which a step reads one row."""
     one = spec(preset)
     sizes = {name: a.size for name, a in one.target.abstract_params().items()}
     c = PRESETS[preset]
@@ -115,7 +115,7 @@ def test_memory_is_weights_caches_and_logits() -> None:
     assert need.logits == 4 * 4 * 16 * 151_936
 
 
-# --- meshes ----------------------------------------------------------------------------------------------
+# --- meshes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", [2, 4, 8])
@@ -139,7 +139,7 @@ def test_nearly_all_of_every_released_size_is_split(preset: str, model: int) -> 
             assert shardings["table"].spec == PartitionSpec("model", None)
 
 
-# --- bench -----------------------------------------------------------------------------------------------
+# --- bench ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -209,7 +209,7 @@ def test_bench_measures_a_random_pair(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert all(result["context_length"] == 40 for result in report["results"])
 
 
-# --- check and chats ---------------------------------------------------------------------------------------
+# --- check and chats ------------------------------------------------------------------------------
 
 TEMPLATE = """
 {%- for m in messages -%}
@@ -223,12 +223,12 @@ TEMPLATE = """
 {% endif -%}
 {%- endif -%}
 """
-"""Turns between marks, and a switch that is on unless it is turned off: then the thought is there, and empty."""
+"""Turns between marks, and a switch. Turned off, it writes an empty thought for the model."""
 SPECIAL = ["<pad>", "<eos>", "<|end|>", "<|turn|>", "<mask>"]
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Write a tokenizer of Qwen's kind: bytes as letters, no BOS, the template in tokenizer_config.json."""
+    """Write a tokenizer of Qwen's kind: bytes as letters, no BOS, the template in its config."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     alphabet = [letter for letter in alphabet if ord(letter) < 127]
     vocab = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}

@@ -1,7 +1,8 @@
 """Tiny Qwen3 models, as `tests.tiny` has them of Gemma 4.
 
-`hf_config` is a config.json of the released shape and the source of all else. No norm is 1. The tied model has
-queries that are wider than the residual stream, four for each kv head; those of the other are as wide as it.
+`hf_config` is a config.json of the released shape and the source of all else. No norm is 1. The tied
+model has queries that are wider than the residual stream, four for each kv head. The untied one has
+three for each, which together are as wide as the stream.
 """
 
 from __future__ import annotations

@@ -96,16 +96,18 @@ class DFlashConfig:
         names = config.get("layer_types")
         if names is None and config.get("use_sliding_window"):
             raise ConfigError(
-                "config.json has use_sliding_window = True but no layer_types; say in layer_types which "
-                "layers are sliding_attention and which full_attention"
+                "config.json has use_sliding_window = True but no layer_types; say in layer_types "
+                "which layers are sliding_attention and which full_attention"
             )
-        # Alone, sliding_window says nothing, and neither does use_sliding_window where there are layer_types.
+        # Where there are layer_types, they alone count. transformers also wants use_sliding_window,
+        # and without it drops the windows of a drafter that was trained with them.
         names = names or ["full_attention"] * layers
         layer_types = layer_types_of({**config, "layer_types": names})
         refuse_unless(config, "hidden_act", ("silu",), default="silu")
         refuse_unless(config, "attention_bias", (False, None), default=False)
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        refuse_unless(rope, "rope_type", ("default",), default="default")
+        kind = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
+        refuse_unless({"rope_type": kind}, "rope_type", ("default",))
         theta = config.get("rope_theta") or rope.get("rope_theta")
         if theta is None:
             raise ConfigError(
@@ -217,7 +219,7 @@ def _zlab(hidden: int, heads: int, mlp: int, layers: int, ids: tuple[int, ...]) 
 
 
 def _b16(hidden: int, mlp: int) -> DFlashConfig:
-    """Return the drafter of a Qwen3 target of 36 layers: five of the target's layers, but not causal."""
+    """Return the drafter of a Qwen3 target of 36 layers: five such layers, but not causal."""
     return DFlashConfig(
         vocab_size=151_936,
         hidden_size=hidden,

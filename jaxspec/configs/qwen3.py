@@ -85,8 +85,8 @@ class Qwen3Config(TargetConfig):
         """
         if config.get("model_type") not in MODEL_TYPES:
             raise ConfigError(
-                f"config.json has model_type {config.get('model_type')!r}; a dense Qwen3 target has "
-                f"{', '.join(MODEL_TYPES)}"
+                f"config.json has model_type {config.get('model_type')!r}; a dense Qwen3 target "
+                f"has {', '.join(MODEL_TYPES)}"
             )
         architectures = config.get("architectures")
         if architectures and not set(ARCHITECTURES) & set(architectures):
@@ -120,23 +120,23 @@ class Qwen3Config(TargetConfig):
 
 
 def _refuse_windows(config: Mapping[str, Any]) -> None:
-    """Refuse sliding windows, which no release uses; `sliding_window` alone says nothing."""
+    """Refuse sliding windows, which no release has. `sliding_window` alone does not ask for one."""
     kinds = set(config.get("layer_types") or ())
     if config.get("use_sliding_window") or kinds - {"full_attention"}:
         raise ConfigError(
-            "config.json asks for sliding windows (use_sliding_window, layer_types); only full attention "
-            "is supported for Qwen3, as in all its releases"
+            "config.json asks for sliding windows (use_sliding_window, layer_types); only full "
+            "attention is supported for Qwen3, as in all its releases"
         )
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Read theta, and refuse what stretches positions: `rope_parameters` wins over the older keys."""
+    """Read theta; refuse what stretches positions. `rope_parameters` wins over the older keys."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ConfigError(
             f"config.json has rope_type {kind!r}; only 'default' is supported, which reaches "
-            f"max_position_embeddings: take rope_scaling out, as the releases are"
+            "max_position_embeddings. The releases have no rope_scaling: take rope_scaling out"
         )
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is None:

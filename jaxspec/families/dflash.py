@@ -44,7 +44,7 @@ def _rules(config: DFlashConfig, params: Iterable[str]) -> RuleSet:
 
 @dataclass(frozen=True)
 class _MadeUp:
-    """How a drafter is made for a preset without a released one: by the proportions of a released one.
+    """How a drafter is made for a preset that has no released one: in proportion to another.
 
     Attributes:
       like: the preset whose drafter it is like in all else.
@@ -64,8 +64,8 @@ _MADE_UP = (_MadeUp("26b-a4b", 1.5, 2, 6), _MadeUp("qwen3-8b", 1, 3, 5))
 def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlashConfig, str]:
     """Return the DFlash drafter for a target preset and what to call it.
 
-    There is no released drafter for some presets. Theirs is made by the proportions of one for a target
-    with the same vocabulary.
+    There is no released drafter for some presets. Theirs is made by the proportions of one for a
+    target with the same vocabulary.
     """
     if preset in PRESETS:
         return PRESETS[preset], f"DFlash as for {preset}, random weights"
@@ -84,8 +84,9 @@ def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlashConfig, str]:
     )
     count = {5: "five", 6: "six"}[made_up.features]
     rule = (
-        f"DFlash made up for {preset} ({made_up.like}'s, with the target's width, {heads} heads for "
-        f"{made_up.heads:g} x width, MLP {made_up.mlp} x width, {count} even feature layers), random weights"
+        f"DFlash made up for {preset} ({made_up.like}'s, with the target's width, {heads} heads "
+        f"for {made_up.heads:g} x width, MLP {made_up.mlp} x width, {count} even feature layers), "
+        "random weights"
     )
     return config, rule
 

@@ -74,7 +74,7 @@ def released(size: str) -> dict[str, Any]:
 
 
 def drafter_config(hidden: int, mlp: int, target_layers: int) -> dict[str, Any]:
-    """Return the config.json of a drafter in z-lab's layout; it names no layer types and no causality."""
+    """Return the config.json of a drafter in z-lab's layout, without layer types and causality."""
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -103,7 +103,7 @@ def drafter_config(hidden: int, mlp: int, target_layers: int) -> dict[str, Any]:
 
 
 def shapes_of(c: dict[str, Any], *, head: bool | None = None) -> Shapes:
-    """Return every tensor of a target. `head`: whether the head is stored; None: unless it is tied."""
+    """Return every tensor of a target. `head`: whether it stores one; None: unless it is tied."""
     d, h, f = c["hidden_size"], c["head_dim"], c["intermediate_size"]
     q, kv = c["num_attention_heads"] * h, c["num_key_value_heads"] * h
     shapes: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], d), "model.norm.weight": (d,)}
@@ -135,7 +135,7 @@ def bits(array: np.ndarray) -> np.ndarray:
     return np.asarray(array).view(np.uint16)
 
 
-# --- configs -----------------------------------------------------------------------------------------
+# --- configs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", _SIZES)
@@ -201,7 +201,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"model_type": "qwen2"}, "model_type 'qwen2'; a dense Qwen3 target has qwen3"),
         (
             {"architectures": ["Qwen3ForSequenceClassification"]},
-            r"architectures \['Qwen3ForSequenceClassification'\]; a Qwen3 target has Qwen3ForCausalLM",
+            r"\['Qwen3ForSequenceClassification'\]; a Qwen3 target has Qwen3ForCausalLM",
         ),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised .* use the bfloat16 release"),
@@ -229,7 +229,7 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], messag
         Qwen3Config.from_hf(released("qwen3-8b") | change)
 
 
-# --- both directions -----------------------------------------------------------------------------------
+# --- both directions ------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=FEATURE_SETS)
@@ -348,12 +348,12 @@ def test_a_target_is_not_taken_for_a_drafter(source: Path):
         load_drafter(str(source), dtype="float32")
 
 
-# --- z-lab's drafters ------------------------------------------------------------------------------------
+# --- z-lab's drafters -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "hidden", "mlp"), [("4b", 2560, 9728), ("8b", 4096, 12288)])
 def test_released_drafters_are_presets_and_fit_their_targets(size: str, hidden: int, mlp: int):
-    """They say the target's model_type, and nothing of layer types, causality, scale or soft cap."""
+    """They say the target's model_type. They do not say layer types, causality, scale, soft cap."""
     values = drafter_config(hidden, mlp, 36)
     assert recognise(values).name == "dflash"
     config = DFlashConfig.from_hf(values)
@@ -384,6 +384,14 @@ def test_windows_of_drafters_come_from_layer_types():
     no_types = {"sliding_window": 2048, "use_sliding_window": True}
     with pytest.raises(ConfigError, match="use_sliding_window = True but no layer_types"):
         DFlashConfig.from_hf(drafter_config(4096, 12288, 36) | no_types)
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_drafters_with_stretched_positions_are_refused(key: str):
+    """The one for gpt-oss has YaRN."""
+    values = drafter_config(4096, 12288, 36) | {"rope_scaling": {key: "yarn", "factor": 32.0}}
+    with pytest.raises(ConfigError, match="rope_type = 'yarn'"):
+        DFlashConfig.from_hf(values)
 
 
 def test_drafter_there_and_back(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Greedy decoding of the second family is lossless: with a random, an oracle and a hostile drafter, and a tree."""
+"""Greedy decoding of Qwen3 is lossless: with random, oracle and hostile drafters, and with trees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.decode.cases import BLOCK, NEW_TOKENS, Case, run
 
 
 class QwenCase(Case):
-    """As `Case`, but its DFlash drafter is as z-lab's: full layers, none of them causal, no soft cap."""
+    """A case whose DFlash drafter is like z-lab's: full layers, none causal, no soft cap."""
 
     def drafter(self, name: str) -> LoadedModel:
         return b16(self.target) if name == "dflash" else super().drafter(name)
@@ -70,7 +70,7 @@ def test_plain_equals_naive(name: str):
 
 @pytest.mark.parametrize("name", tiny_qwen3.FEATURE_SETS)
 def test_lookup_drafters_equal_naive(name: str):
-    """An oracle has every draft accepted, a hostile drafter none, and in between lies every count."""
+    """An oracle has all drafts accepted, a hostile drafter none. A mixed one has every count."""
     c = case(name)
     seen = {}
     for drafter in ("oracle", "hostile", "mixed"):

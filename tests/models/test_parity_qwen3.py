@@ -1,4 +1,4 @@
-"""Qwen3 targets against transformers in float32: logits, hidden states, layer features, greedy tokens.
+"""Qwen3 against transformers in float32: logits, hidden states, layer features, greedy tokens.
 
 As in `test_parity_gemma4`: prompts of 5, 60 and 130 tokens stand in one padded batch.
 """

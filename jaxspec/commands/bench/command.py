@@ -21,8 +21,8 @@ class BenchOptions:
 
     random_weights: str | None = option(
         None,
-        "Random weights of this target's shape, and of its drafter's: --drafter then names a kind. One of "
-        f"{', '.join(presets())}.",
+        "Random weights of this target's shape, and of its drafter's: --drafter then names a kind. "
+        f"One of {', '.join(presets())}.",
         metavar="PRESET",
     )
     batch_size: tuple[int, ...] = option(
