@@ -1,7 +1,4 @@
-"""The tensors of dense Qwen3 checkpoints, by rule.
-
-A checkpoint has the head beside the model, not in it. So the rules have whole names, and no prefix.
-"""
+"""The tensors of dense Qwen3 checkpoints, by rule."""
 
 from __future__ import annotations
 
@@ -18,42 +15,35 @@ from checkpoints_convert.rules import (
     same,
 )
 
-_LAYER_RULES = (
-    Rule("input_layernorm.weight", "attention_norm", same),
+_RULES = (
+    Rule("embed_tokens.weight", "table", same),
+    Rule("lm_head.weight", "head_table", same, outside=True),
+    Rule("norm.weight", "final_norm", same),
+    Rule("layers.{i}.input_layernorm.weight", "layers.{i}.attention_norm", same),
     Rule(
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        "attention.qkv",
+        tuple(f"layers.{{i}}.self_attn.{name}_proj.weight" for name in "qkv"),
+        "layers.{i}.attention.qkv",
         heads,
     ),
-    Rule("self_attn.q_norm.weight", "attention.q_norm", same),
-    Rule("self_attn.k_norm.weight", "attention.k_norm", same),
-    Rule("self_attn.o_proj.weight", "attention.out", linear_out),
-    Rule("post_attention_layernorm.weight", "mlp_norm", same),
-    Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "mlp.gate_up", linear),
-    Rule("mlp.down_proj.weight", "mlp.down", linear),
-)
-
-_RULES = (
-    Rule("model.embed_tokens.weight", "table", same),
-    Rule("lm_head.weight", "head_table", same),
-    Rule("model.norm.weight", "final_norm", same),
-    *(
-        Rule(
-            tuple(f"model.layers.{{i}}.{source}" for source in rule.sources),
-            f"layers.{{i}}.{rule.path}",
-            rule.transform,
-        )
-        for rule in _LAYER_RULES
+    Rule("layers.{i}.self_attn.q_norm.weight", "layers.{i}.attention.q_norm", same),
+    Rule("layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.k_norm", same),
+    Rule("layers.{i}.self_attn.o_proj.weight", "layers.{i}.attention.out", linear_out),
+    Rule("layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm", same),
+    Rule(
+        ("layers.{i}.mlp.gate_proj.weight", "layers.{i}.mlp.up_proj.weight"),
+        "layers.{i}.mlp.gate_up",
+        linear,
     ),
+    Rule("layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down", linear),
 )
 
 _SKIPS = (
     Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),
     # An untied head is never skipped: a rule uses it.
-    Skip(r"lm_head\.weight", "tied head", copy_of="model.embed_tokens.weight"),
+    Skip(r"lm_head\.weight", "tied head", copy_of="embed_tokens.weight"),
 )
 
 
 def rule_set(params: Iterable[str], *, num_layers: int) -> RuleSet:
     """Return the table for one target, whose parameters are `params`."""
-    return RuleSet(for_layers(_RULES, num_layers, params), ("",), _SKIPS)
+    return RuleSet(for_layers(_RULES, num_layers, params), ("model.", ""), _SKIPS)

@@ -280,7 +280,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         directory = root / name
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(configs[name]))
-        write_weights(loaded.config, loaded.params, directory, prefix="", dtype="float32")
+        prefix = "model." if name == "target" else ""
+        write_weights(loaded.config, loaded.params, directory, prefix=prefix, dtype="float32")
     generation = {"eos_token_id": [2, 1], "do_sample": True, "temperature": 0.6, "top_k": 20}
     (root / "target/generation_config.json").write_text(json.dumps(generation))
     write_tokenizer(root / "target")

@@ -266,7 +266,7 @@ def write_weights(
     """Write parameters as safetensors under Hugging Face names; config.json is the caller's.
 
     Args:
-      prefix: what stands before the names: "model." for a text-only Gemma 4, "" for others.
+      prefix: what stands before the names: "model." for a text-only target, "" for a drafter.
     """
     shapes = parameter_shapes(config)
     stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
