@@ -130,22 +130,29 @@ experts = Transform("experts", _from_experts, _to_experts)
 class Rule:
     """Source tensor name or names, without the checkpoint's prefix, and the parameter they fill.
 
-    `{i}` stands for a layer number, in both.
+    `{i}` stands for a layer number, in both. `outside`: a checkpoint has these names without the
+    prefix, as that of a head which stands beside the model.
     """
 
     pattern: str | tuple[str, ...]
     path: str
     transform: Transform
+    outside: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:
         return (self.pattern,) if isinstance(self.pattern, str) else self.pattern
+
+    def names(self, prefix: str) -> tuple[str, ...]:
+        """Return the full names of the source tensors, in a checkpoint with this prefix."""
+        return self.sources if self.outside else tuple(prefix + s for s in self.sources)
 
     def at(self, layer: int) -> Rule:
         return Rule(
             tuple(s.replace("{i}", str(layer)) for s in self.sources),
             self.path.replace("{i}", str(layer)),
             self.transform,
+            self.outside,
         )
 
 
@@ -233,18 +240,16 @@ FLOATS, INTEGERS = ("F32", "BF16", "F16"), ("I64", "I32")
 def find_prefix(rules: RuleSet, names: Iterable[str]) -> str:
     """Return the prefix under which most of the source tensors are found."""
     present = set(names)
-    sources = [s for r in rules.rules for s in r.sources]
-    return max(rules.prefixes, key=lambda p: sum(p + s in present for s in sources))
+    return max(
+        rules.prefixes, key=lambda p: sum(s in present for r in rules.rules for s in r.names(p))
+    )
 
 
 def fills_for(rules: RuleSet, params: Mapping[str, Shape], prefix: str) -> tuple[Fill, ...]:
     """Apply every rule: each parameter is filled exactly once, or the table is wrong."""
     paths = [r.path for r in rules.rules]
     assert sorted(paths) == sorted(params), sorted(set(paths) ^ set(params)) or "filled twice"
-    return tuple(
-        Fill(r.path, params[r.path], tuple(prefix + s for s in r.sources), r.transform)
-        for r in rules.rules
-    )
+    return tuple(Fill(r.path, params[r.path], r.names(prefix), r.transform) for r in rules.rules)
 
 
 def match(
@@ -307,7 +312,12 @@ def match(
 
 
 def _advice(rules: RuleSet, prefix: str, tensors: Mapping[str, TensorSpec]) -> list[str]:
-    missing = [s for r in rules.rules for s in r.sources if prefix + s not in tensors]
+    missing = [
+        s
+        for r in rules.rules
+        for s, name in zip(r.sources, r.names(prefix), strict=True)
+        if name not in tensors
+    ]
     return [say for pattern, say in rules.advice if any(re.fullmatch(pattern, s) for s in missing)]
 
 

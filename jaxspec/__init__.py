@@ -1,4 +1,7 @@
-"""Speculative decoding of Gemma 4 in JAX. Read `decode` first: it is the algorithm on one page."""
+"""Speculative decoding of Gemma 4 and Qwen3 in JAX.
+
+Read `decode` first: it is the algorithm on one page.
+"""
 
 from __future__ import annotations
 

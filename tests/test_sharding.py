@@ -123,7 +123,7 @@ def finish(process: subprocess.Popen) -> dict[str, dict[str, Any]]:
     return {line.pop("case"): line for line in lines}
 
 
-DEFAULT = ("split:26b-a4b:dflash:2:4",)
+DEFAULT = ("split:26b-a4b:dflash:2:4", "split:qwen3-untied:dflash:2:4")
 ALL = [
     f"split:{name}:{drafter}:{data}:{model}"
     for name in FEATURE_SETS

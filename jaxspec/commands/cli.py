@@ -19,7 +19,7 @@ from jaxspec.commands.generate.command import generate
 
 app = typer.Typer(
     name="jaxspec",
-    help="Speculative decoding of Gemma 4 in JAX.",
+    help="Speculative decoding of Gemma 4 and Qwen3 in JAX.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

@@ -67,7 +67,7 @@ def convert_command(
     ],
     options: ConvertOptions,
 ) -> None:
-    """Convert a Gemma 4 target or one of its drafters into an Orbax checkpoint, or back.
+    """Convert a Gemma 4 or Qwen3 target, or a drafter, into an Orbax checkpoint, or back.
 
     Weights stream from safetensors to the checkpoint, one parameter at a
     time. Every tensor must be used, or be known as one to skip. Nothing is at

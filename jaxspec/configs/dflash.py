@@ -93,12 +93,21 @@ class DFlashConfig:
             return find_key(config, KEYS[field])[1]
 
         layers = whole_number(config, "num_hidden_layers")
-        names = config.get("layer_types") or ["full_attention"] * layers
+        names = config.get("layer_types")
+        if names is None and config.get("use_sliding_window"):
+            raise ConfigError(
+                "config.json has use_sliding_window = True but no layer_types; say in layer_types "
+                "which layers are sliding_attention and which full_attention"
+            )
+        # Where there are layer_types, they alone count. transformers also wants use_sliding_window,
+        # and without it drops the windows of a drafter that was trained with them.
+        names = names or ["full_attention"] * layers
         layer_types = layer_types_of({**config, "layer_types": names})
         refuse_unless(config, "hidden_act", ("silu",), default="silu")
         refuse_unless(config, "attention_bias", (False, None), default=False)
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        refuse_unless(rope, "rope_type", ("default",), default="default")
+        kind = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
+        refuse_unless({"rope_type": kind}, "rope_type", ("default",))
         theta = config.get("rope_theta") or rope.get("rope_theta")
         if theta is None:
             raise ConfigError(
@@ -209,8 +218,29 @@ def _zlab(hidden: int, heads: int, mlp: int, layers: int, ids: tuple[int, ...]) 
     )
 
 
+def _b16(hidden: int, mlp: int) -> DFlashConfig:
+    """Return the drafter of a Qwen3 target of 36 layers: five such layers, but not causal."""
+    return DFlashConfig(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        layer_types=("full",) * 5,
+        causal=(False,) * 5,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=mlp,
+        block_size=16,
+        mask_token_id=151_669,
+        feature_layers=(1, 9, 17, 25, 33),
+        num_target_layers=36,
+        max_positions=40_960,
+    )
+
+
 PRESETS: dict[str, DFlashConfig] = {
     "12b": _zlab(3840, 32, 7680, 48, (1, 10, 19, 27, 36, 45)),
     "26b-a4b": _zlab(2816, 32, 5632, 30, (1, 6, 11, 17, 22, 27)),
     "31b": _zlab(5376, 64, 10_752, 60, (1, 12, 23, 35, 46, 57)),
+    "qwen3-4b": _b16(2560, 9728),
+    "qwen3-8b": _b16(4096, 12_288),
 }

@@ -1,6 +1,6 @@
 """The registry of families: one entry a kind of model, which says all that is special about it.
 
-The entries are `gemma4`, `dflash` and `mtp`; `base` says what an entry is. To add a target or a drafter,
+The entries are `gemma4`, `qwen3`, `dflash` and `mtp`; `base` says what an entry is. To add a target or a drafter,
 write its module, its table of conversion rules and an entry, and call `register`. Nothing outside this
 folder asks which class a config has. To import it takes no JAX.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.configs.base import ConfigError
-from jaxspec.families import dflash, gemma4, mtp
+from jaxspec.families import dflash, gemma4, mtp, qwen3
 from jaxspec.families.base import (
     Assumption,
     Change,
@@ -139,5 +139,5 @@ def random_drafter(preset: str, kind: str, dtype: str) -> tuple[Graph, str]:
     return graph_of(config, dtype), words
 
 
-for _family in (gemma4.FAMILY, dflash.FAMILY, mtp.FAMILY):
+for _family in (gemma4.FAMILY, qwen3.FAMILY, dflash.FAMILY, mtp.FAMILY):
     register(_family)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.configs.base import TargetConfig
@@ -41,27 +42,51 @@ def _rules(config: DFlashConfig, params: Iterable[str]) -> RuleSet:
     return dflash.rule_set(params, num_layers=config.num_layers)
 
 
+@dataclass(frozen=True)
+class _MadeUp:
+    """How a drafter is made for a preset that has no released one: in proportion to another.
+
+    Attributes:
+      like: the preset whose drafter it is like in all else.
+      heads, mlp: width of the heads together, and of the MLP, by the target's width.
+      features: how many feature layers, evenly spaced.
+    """
+
+    like: str
+    heads: float
+    mlp: int
+    features: int
+
+
+_MADE_UP = (_MadeUp("26b-a4b", 1.5, 2, 6), _MadeUp("qwen3-8b", 1, 3, 5))
+
+
 def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlashConfig, str]:
     """Return the DFlash drafter for a target preset and what to call it.
 
-    There is no released drafter for some presets. Theirs is made by the proportions of the others.
+    There is no released drafter for some presets. Theirs is made by the proportions of one for a
+    target with the same vocabulary.
     """
     if preset in PRESETS:
         return PRESETS[preset], f"DFlash as for {preset}, random weights"
-    heads = max(8, 8 * round(1.5 * target.hidden_size / 128 / 8))
+    same_words = [m for m in _MADE_UP if PRESETS[m.like].vocab_size == target.vocab_size]
+    made_up = (*same_words, _MADE_UP[0])[0]
+    heads = max(8, 8 * round(made_up.heads * target.hidden_size / 128 / 8))
     config = dataclasses.replace(
-        PRESETS["26b-a4b"],
+        PRESETS[made_up.like],
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         num_heads=heads,
-        intermediate_size=2 * target.hidden_size,
-        feature_layers=default_feature_layers(target.num_layers, 6),
+        intermediate_size=made_up.mlp * target.hidden_size,
+        feature_layers=default_feature_layers(target.num_layers, made_up.features),
         num_target_layers=target.num_layers,
         max_positions=target.max_positions,
     )
+    count = {5: "five", 6: "six"}[made_up.features]
     rule = (
-        f"DFlash made up for {preset} (26b-a4b's, with the target's width, {heads} heads for 1.5 x width, "
-        "MLP 2 x width, six even feature layers), random weights"
+        f"DFlash made up for {preset} ({made_up.like}'s, with the target's width, {heads} heads "
+        f"for {made_up.heads:g} x width, MLP {made_up.mlp} x width, {count} even feature layers), "
+        "random weights"
     )
     return config, rule
 

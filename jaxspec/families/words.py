@@ -15,6 +15,8 @@ def shown_scale(target: Graph, *, scaled: bool) -> str:
     import jax.numpy as jnp
 
     config: TargetConfig = target.config
+    if config.embedding_scale == 1:
+        return "none: the target does not scale either"
     if not scaled:
         return "off"
     return f"x {float(jnp.asarray(config.embedding_scale, jnp.dtype(target.dtype))):.5g}"

@@ -28,8 +28,9 @@ def to_hf_names(
 
     Args:
       params: of the target or drafter that `config` describes.
-      prefix: what stands before a target's names: "model." in text-only checkpoints of Gemma 4; None for
-        that of the releases, "model.language_model.". Drafters' names have none.
+      prefix: what stands before a target's names: "model." in text-only checkpoints of Gemma 4;
+        None for that of the releases, which for Gemma 4 is "model.language_model.". Drafters' names
+        have none.
 
     Raises:
       ValueError: parameters are missing, not known, or of a wrong shape; all are listed.

@@ -22,7 +22,7 @@ from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras, Sampling
 from jaxspec.requests import Completion, Request
 from jaxspec.runtime import Programs
-from tests import fakes, tiny
+from tests import fakes, tiny, tiny_qwen3
 
 PROGRAMS = Programs()
 SAMPLING = dataclasses.fields(Sampling)
@@ -93,6 +93,8 @@ class Case:
 @functools.cache
 def target(name: str) -> LoadedModel:
     """Return a feature set in float32 with random weights, in few layers."""
+    if name in tiny_qwen3.FEATURE_SETS:
+        return fakes.loaded(*tiny_qwen3.target(name))
     config = tiny.config(name)
     layers = _LAYERS[name]
     config = dataclasses.replace(

@@ -21,8 +21,9 @@ class BenchOptions:
 
     random_weights: str | None = option(
         None,
-        "Random weights of this target's shape, and of its drafter's: --drafter then names a kind.",
-        metavar="|".join(presets()),
+        "Random weights of this target's shape, and of its drafter's: --drafter then names a kind. "
+        f"One of {', '.join(presets())}.",
+        metavar="PRESET",
     )
     batch_size: tuple[int, ...] = option(
         (), "Rows. Repeatable. Default: 1, 8 and 32.", range=at_least(1)
