@@ -18,7 +18,7 @@ ifeq ($(origin EXTRAS), undefined)
 EXTRAS = $(shell $(BIN)/python -c 'import sys; print("test,oracle" if sys.version_info < (3, 12) else "test")')
 endif
 
-.PHONY: demo test lint types format clean
+.PHONY: demo test lint types format docs clean
 .NOTPARALLEL:
 
 demo: $(VENV)/.installed
@@ -42,6 +42,10 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+# The site, in out/site; a warning is an error. NO_MKDOCS_2_WARNING hides an advertisement.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) out build *.egg-info
 
@@ -62,4 +66,8 @@ $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(JAX)
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]' $(JAX)
 	touch $@
