@@ -147,7 +147,7 @@ def cache_length_for(spec: DecodeSpec, positions: int, *, multiple: int = 1) -> 
 
 
 def chunks(
-    prompts: Mapping[int, Sequence[int]],
+    prompts: Mapping[int, Sequence[int] | np.ndarray],
     num_slots: int,
     shape_of: Callable[[int], tuple[int, int]],
 ) -> Iterator[PrefillChunk]:
@@ -172,7 +172,11 @@ def chunks(
 
 
 def _chunk(
-    prompts: Mapping[int, Sequence[int]], begin: int, rows: int, width: int, num_slots: int
+    prompts: Mapping[int, Sequence[int] | np.ndarray],
+    begin: int,
+    rows: int,
+    width: int,
+    num_slots: int,
 ) -> PrefillChunk:
     slots = np.full(rows, num_slots, np.int32)
     tokens = np.zeros((rows, width), np.int32)
@@ -393,7 +397,9 @@ class Runtime:
         """Give slots to new rows."""
         return self.program("admit", state, admission)(state, admission)
 
-    def prefill(self, state: DecodeState, prompts: Mapping[int, Sequence[int]]) -> DecodeState:
+    def prefill(
+        self, state: DecodeState, prompts: Mapping[int, Sequence[int] | np.ndarray]
+    ) -> DecodeState:
         """Read the prompts of slots, and choose the first token of each."""
         for chunk in chunks(prompts, self.batch_size, self.prefill_shape):
             state = self.feed(state, self.place(chunk))

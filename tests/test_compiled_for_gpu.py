@@ -231,12 +231,7 @@ def test_an_assistant_with_centroids_never_has_logits_of_the_whole_vocabulary(
     preset: str, centroids: bool
 ) -> None:
     """Nor does it write out the rows of the head that it gathers: 2 MB a draft."""
-<<<<<<< HEAD
     spec = dataclasses.replace(small(preset, "mtp"), drafting=Drafting(2))
-=======
-    drafting = Drafting(num_draft_tokens=2)
-    spec = dataclasses.replace(small(preset, "mtp"), drafting=drafting)
->>>>>>> kernels
     compiled, state = compile_loop(spec, 1)
     memory = compiled.memory_analysis()
     print(f"{preset}, centroids {centroids}: {memory}")
