@@ -29,7 +29,6 @@ from jax.typing import ArrayLike
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.drafters.tree import check_tree
 from jaxspec.loading import LoadedModel
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
@@ -37,7 +36,7 @@ from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Int, Params
 from jaxspec.sharding import mesh_of, on_decoding_mesh, place_rows
-from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
+from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk, settle_num_draft_tokens
 
 PREFILL_CHUNK = 512
 """Longer prompts are fed in pieces of this many tokens."""
@@ -89,33 +88,6 @@ def make_spec(
         )
     suppress = generation.suppress_tokens if generation else ()
     return DecodeSpec(target_graph, drafter_graph, drafting, suppress, extras)
-
-
-def settle_num_draft_tokens(drafter: Graph, drafting: Drafting) -> int:
-    """Return how many tokens to draft a step: as asked, or the drafter's own number.
-
-    Raises:
-      FieldError: the drafter cannot propose so many.
-      ValueError: the tree does not allow it.
-    """
-    model, asked = drafter.bind_abstract(), drafting.num_draft_tokens
-    most = model.max_draft_tokens
-    if drafting.tree is not None:
-        if asked is None:
-            raise FieldError(
-                "num_draft_tokens",
-                lambda say: (
-                    f"a tree needs {say('num_draft_tokens')}: how many of its nodes to verify"
-                ),
-            )
-        check_tree(drafting.tree, asked, most)
-        return asked
-    drafts = model.default_draft_tokens if asked is None else asked
-    if not 1 <= drafts <= most:
-        raise FieldError(
-            "num_draft_tokens", f"is {drafts}; this drafter proposes 1 to {most} tokens a step"
-        )
-    return drafts
 
 
 # --- shapes ------------------------------------------------------------------------------------------
@@ -238,6 +210,13 @@ class Programs:
 
     def __init__(self) -> None:
         self.compiled: dict[Any, Any] = {}
+        self.state_makers: dict[Any, Callable[[], DecodeState]] = {}
+
+    def new_state(self, *sizes: Any) -> DecodeState:
+        """Return an empty state; arguments as in `state.state_maker`."""
+        if sizes not in self.state_makers:
+            self.state_makers[sizes] = states.state_maker(*sizes)
+        return self.state_makers[sizes]()
 
     def get(
         self,
@@ -361,13 +340,13 @@ class Runtime:
 
     def init_state(self, num_stop_ids: int) -> DecodeState:
         """Return a state of empty slots."""
-        return states.init_state(
+        return self.programs.new_state(
             self.spec,
             self.batch_size,
-            cache_length=self.cache_length,
-            num_stop_ids=num_stop_ids,
-            cache_dtype=jnp.dtype(self.spec.target.dtype),
-            mesh=self.mesh,
+            self.cache_length,
+            num_stop_ids,
+            jnp.dtype(self.spec.target.dtype),
+            self.mesh,
         )
 
     def admission(

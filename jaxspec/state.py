@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxspec.drafters.base import AnyDrafter
+from jaxspec.drafters.tree import check_tree
 from jaxspec.models.target import Caches, Target, init_caches
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras, FieldError, Tree
@@ -190,25 +191,27 @@ def init_state(
       cache_length: positions a slot can hold: prompt, new tokens and one step's tokens.
       mesh: where it lives, by `sharding.state_shardings`; None for the default device.
     """
-    return _state_maker(spec, batch, cache_length, num_stop_ids, cache_dtype, mesh)()
+    sizes = (spec, batch, cache_length, num_stop_ids, cache_dtype)
+    return _empty_state(*sizes) if mesh is None else state_maker(*sizes, mesh)()
 
 
-@functools.cache
-def _state_maker(
+def state_maker(
     spec: DecodeSpec,
     batch: int,
     cache_length: int,
     num_stop_ids: int,
     cache_dtype: jnp.dtype,
-    mesh: Mesh | None,
+    mesh: Mesh,
 ) -> Callable[[], DecodeState]:
+    """Return a program that makes such a state on a mesh; arguments as in `init_state`."""
+
     def make() -> DecodeState:
         return _empty_state(spec, batch, cache_length, num_stop_ids, cache_dtype)
 
-    shardings = None if mesh is None else state_shardings(jax.eval_shape(make), mesh)
-    return jax.jit(make, out_shardings=shardings)
+    return jax.jit(make, out_shardings=state_shardings(jax.eval_shape(make), mesh))
 
 
+@functools.partial(jax.jit, static_argnums=range(5))
 def _empty_state(
     spec: DecodeSpec, batch: int, cache_length: int, num_stop_ids: int, cache_dtype: jnp.dtype
 ) -> DecodeState:
@@ -313,3 +316,30 @@ _CHANGED = (
     "counts",
 )
 """What a step changes in a row."""
+
+
+def settle_num_draft_tokens(drafter: Graph, drafting: Drafting) -> int:
+    """Return how many tokens to draft a step: as asked, or the drafter's own number.
+
+    Raises:
+      FieldError: the drafter cannot propose so many.
+      ValueError: the tree does not allow it.
+    """
+    model, asked = drafter.bind_abstract(), drafting.num_draft_tokens
+    most = model.max_draft_tokens
+    if drafting.tree is not None:
+        if asked is None:
+            raise FieldError(
+                "num_draft_tokens",
+                lambda say: (
+                    f"a tree needs {say('num_draft_tokens')}: how many of its nodes to verify"
+                ),
+            )
+        check_tree(drafting.tree, asked, most)
+        return asked
+    drafts = model.default_draft_tokens if asked is None else asked
+    if not 1 <= drafts <= most:
+        raise FieldError(
+            "num_draft_tokens", f"is {drafts}; this drafter proposes 1 to {most} tokens a step"
+        )
+    return drafts

@@ -122,7 +122,10 @@ class MTPDrafter(Drafter[MTPState]):
         draws: Draws | None = None,
     ) -> Draft:
         frozen = FrozenKV(
-            {kind: kv.view(view.last_kv(kind), lengths) for kind in set(self.config.layer_types)},
+            {
+                kind: kv.view(view.last_kv(kind), lengths)
+                for kind in dict.fromkeys(self.config.layer_types)
+            },
             lengths[:, None] - 1,
         )
         states = state[:, None]
