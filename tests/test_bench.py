@@ -476,7 +476,7 @@ def test_released_shapes_can_be_measured(
 
     monkeypatch.setattr(pairs, "_random_params", zeros)
 
-    def programs() -> list[Any]:
+    def traced() -> list[Any]:
         models = ModelOptions(drafter=kind, dtype="bfloat16")
         pair = make_pair(models, Drafting(drafts, synthetic_acceptance=2.5), preset)
         spec, weights = pair.spec, (pair.target_params, pair.drafter_params)
@@ -492,7 +492,7 @@ def test_released_shapes_can_be_measured(
             profile.verify_loop(spec, *weights, block, steps),
         ]
 
-    step, draft, verify = jax.eval_shape(programs)
+    step, draft, verify = jax.eval_shape(traced)
     assert jax.tree.map(jnp.shape, step) == jax.tree.map(jnp.shape, draft)
     assert jax.tree.map(jnp.shape, draft) == jax.tree.map(jnp.shape, verify)
 

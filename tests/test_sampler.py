@@ -18,7 +18,7 @@ from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras, Sampling
 from jaxspec.requests import Completion, Request
-from jaxspec.rows import FinishReason, GenerateResult, Prompts
+from jaxspec.rows import FinishReason, GenerateResult, Prompts, check_ids
 from jaxspec.sampler import Sampler
 from tests import fakes, tiny
 
@@ -382,4 +382,6 @@ def test_it_works_out_what_it_can(target: LoadedModel, drafter: LoadedModel) -> 
     with pytest.raises(ValueError, match="presence_penalty was given, but the sampler was made"):
         ask(*weights, PROMPTS, Sampling(presence_penalty=1.0))
     with pytest.raises(ValueError, match=r"prompt 0 has the id 2\.5; expected whole numbers"):
-        Prompts.padded([[2.5]])
+        check_ids(
+            "prompt 0", [2.5]
+        )  # which `Prompts.padded` asks; annotations would refuse it before

@@ -33,7 +33,7 @@ def admission_of(runtime: Runtime, max_new_tokens: int, seed: int) -> Admission:
 
 def chunks_of(prompts: np.ndarray) -> list[PrefillChunk]:
     """Cut prompts of one length, one for each slot, into chunks without padding."""
-    batch, every = len(prompts), dict(enumerate(prompts))
+    batch, every = len(prompts), dict(enumerate(prompts.tolist()))
     return list(chunks(every, batch, lambda left: (batch, min(left, PREFILL_CHUNK))))
 
 
