@@ -39,7 +39,7 @@ PART_STEPS = 16  # rounds of a timed run of drafting or verifying alone
 
 
 @dataclass(frozen=True)
-class Programs:
+class CasePrograms:
     """The compiled programs of a case, bound to all they take but the state.
 
     Attributes:
@@ -64,7 +64,7 @@ class Programs:
         seed: int,
         context: int | None,
         cache_length: int,
-    ) -> tuple[Programs, DecodeState]:
+    ) -> tuple[CasePrograms, DecodeState]:
         """Compile them, and make the state they start from; for the arguments see `measure`."""
         weights = (pair.target_params, pair.drafter_params)
         runtime = Runtime(pair.spec, *weights, batch_size=len(prompts), cache_length=cache_length)
@@ -122,7 +122,7 @@ def measure(
     start = prompt_length if context is None else context
     cache_length = bench_cache_length(spec, start + new_tokens + 1)
     weights = (pair.target_params, pair.drafter_params)
-    programs, state = Programs.compile(
+    programs, state = CasePrograms.compile(
         pair,
         prompts,
         new_tokens=new_tokens,
