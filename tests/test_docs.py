@@ -112,6 +112,11 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
+def test_no_merge_is_left_unfinished():
+    for page in (*PAGES, ROOT / "CHANGELOG.md"):
+        assert not re.search(r"^(<{7} |={7}$|>{7} )", page.read_text(encoding="utf-8"), re.M), page
+
+
 def test_every_block_says_what_becomes_of_it():
     for block in all_blocks("sh", "bash", "python"):
         where = f"{block.page}:{block.line}"
