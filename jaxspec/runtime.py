@@ -7,8 +7,7 @@ slots and knows no requests. Shapes are buckets, so that a handful of programs s
     chunks    prompts are fed in pieces of a few widths                `chunks`, `read_prompts`
     caches    multiples of a step that grows with the length           `cache_bucket`, `cache_length_for`
 
-The engine, the sampler and the benchmark use it. Programs are kept in a `Programs`, which whoever wants to
-share them passes on.
+The engine, the sampler and the benchmark use it. Whoever wants to share programs passes a `Programs` on.
 """
 
 from __future__ import annotations
@@ -159,13 +158,7 @@ def _chunk(
         slots[row], start[row], count[row] = slot, begin, len(piece)
         tokens[row, : len(piece)] = piece
         is_last[row] = begin + len(piece) == len(prompt)
-    return PrefillChunk(
-        slots=jnp.asarray(slots),
-        tokens=jnp.asarray(tokens),
-        start=jnp.asarray(start),
-        count=jnp.asarray(count),
-        is_last=jnp.asarray(is_last),
-    )
+    return PrefillChunk(*map(jnp.asarray, (slots, tokens, start, count, is_last)))
 
 
 def read_prompts(

@@ -60,5 +60,6 @@ def forget_programs() -> Iterator[None]:
     from tests.decode import cases
 
     cases.PROGRAMS.compiled.clear()
+    cases.PROGRAMS.state_makers.clear()
     jax.clear_caches()
     gc.collect()

@@ -187,9 +187,11 @@ def test_logprobs_equal_a_teacher_forced_pass(form: str) -> None:
             row, token = logits[i, n + j - 1], text[n + j]
             raw = log_softmax(row)
             at = (i, j)
-            np.testing.assert_allclose(got.logprobs.target[at], raw[token], atol=1e-5)
+            # Ten places of the last digit of logits of up to 30. Processors round in their own order: 1.3e-5 was
+            # met on one (AMD EPYC with AVX-512), others stay below 1e-5.
+            np.testing.assert_allclose(got.logprobs.target[at], raw[token], atol=2e-5)
             best = np.argsort(-raw)[:TOP]
-            np.testing.assert_allclose(top_values[at], raw[best], atol=1e-5)
+            np.testing.assert_allclose(top_values[at], raw[best], atol=2e-5)
             # Ties may stand in either order.
             np.testing.assert_allclose(raw[top_ids[at]], raw[best], atol=1e-5)
             if settings.temperature == 0:

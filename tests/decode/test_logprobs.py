@@ -67,9 +67,10 @@ def test_logprobs_equal_a_teacher_forced_pass(drafts: str) -> None:
         assert done.sampled_logprobs is not None
         assert len(done.logprobs) == len(done.token_ids) == NEW_TOKENS
         plain, sampled = teacher_forced(c, request, done)
-        # Two ways to compute the logits differ by rounding, in proportion to numbers of up to 30; a small
-        # temperature enlarges that.
-        tolerance = 1e-5 * max(
+        # Two ways to compute the logits differ by rounding, in proportion to numbers of up to 30, whose last
+        # place is 1.9e-6; a small temperature enlarges that. Processors round in their own order: one with
+        # 1.2e-5 was met (AMD EPYC with AVX-512), where others stay below 1e-5.
+        tolerance = 2e-5 * max(
             1.0, 1 / request.sampling.temperature if request.sampling.temperature else 1.0
         )
         np.testing.assert_allclose(done.logprobs, plain, atol=1e-5, rtol=3e-6)

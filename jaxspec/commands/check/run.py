@@ -28,7 +28,6 @@ from jaxspec.engine import Engine
 from jaxspec.loading import LoadedModel
 from jaxspec.records import Drafting
 from jaxspec.requests import Completion, Request
-from jaxspec.runtime import Programs
 
 
 def decode_greedily(
@@ -76,7 +75,7 @@ def run(
     """
     batch_size = min(batch_size, len(prompts.ids))
     say("the target continues the text, with drafts")
-    shared: dict[str, Any] = dict(batch_size=batch_size, programs=Programs())
+    shared: dict[str, Any] = dict(batch_size=batch_size, programs=runtime.Programs())
     drafting = Drafting(num_draft_tokens)
     speculative = decode_greedily(
         target, drafter, prompts.ids, new_tokens, drafting=drafting, **shared
