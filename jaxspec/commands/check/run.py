@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec import runtime
 from jaxspec.commands.check.command import FEWEST_ROWS
 from jaxspec.commands.check.conventions import in_force
 from jaxspec.commands.check.lossless import Differing, first_differences
