@@ -11,6 +11,7 @@ of the two comments.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -27,6 +28,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxspec.commands.cli import app
+from jaxspec.records import Drafting, Sampling
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -214,6 +216,21 @@ def check_documented_keys(path: Path) -> None:
     assert set(last["summary"]) == of_summary
     optional = {"sample", "error", "top_logprobs"}
     assert of_line - optional == set(lines[0])
+
+
+def option_row(field: dataclasses.Field) -> str:
+    """Return the row of the reference that says what a record's field is."""
+    default = field.default_factory() if callable(field.default_factory) else field.default
+    allowed = field.metadata["range"]
+    cells = (f"`{field.name}`", f"`{default!r}`", field.metadata["help"], allowed and allowed.words)
+    return f"| {' | '.join((cell or '').replace('|', '/') for cell in cells)} |\n"
+
+
+@pytest.mark.parametrize("record", [Sampling, Drafting])
+def test_every_option_has_its_row(record: type):
+    page = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
+    wanted = "".join(map(option_row, dataclasses.fields(record)))
+    assert wanted in page, f"docs/reference/api.md should have these rows:\n{wanted}"
 
 
 def test_pictures_are_drawn_by_their_script():
