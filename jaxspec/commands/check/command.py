@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from jaxspec.commands.check import FEWEST_ROWS
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, command, explained
 from jaxspec.commands.output import OutputOptions, write_line
@@ -19,8 +20,6 @@ FLOOR = 0.3
 """Least share of first drafts that must be accepted. Below it even a drafter that keeps its rate at every
 position adds less than 0.43 tokens a step, about what drafting and verifying cost. Sound drafters have 0.6
 to 0.9, mute ones less than 0.1."""
-
-FEWEST_ROWS = 4  # for an interval
 
 
 @dataclass(frozen=True)

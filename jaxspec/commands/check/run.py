@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxspec import runtime
-from jaxspec.commands.check.command import FEWEST_ROWS
+from jaxspec.commands.check import FEWEST_ROWS
 from jaxspec.commands.check.conventions import in_force
 from jaxspec.commands.check.lossless import Differing, first_differences
 from jaxspec.commands.check.replay import Text, search

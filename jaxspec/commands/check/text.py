@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxspec.api import BUNDLED
-from jaxspec.commands.check.command import FEWEST_ROWS
+from jaxspec.commands.check import FEWEST_ROWS
 from jaxspec.commands.options import UsageError
 from jaxspec.loading import LoadedModel
 from jaxspec.tokenizer import Tokenizer
