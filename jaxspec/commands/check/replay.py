@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -26,6 +25,7 @@ from jaxspec.loading import LoadedModel
 from jaxspec.models.target import Target, TargetOutput, init_caches
 from jaxspec.params import Graph
 from jaxspec.requests import Completion
+from jaxspec.runtime import jit
 from jaxspec.shapes import Array, Int, Params
 
 MOST_ROUNDS = 3  # conventions that may be wrong at once
@@ -53,7 +53,7 @@ class Text:
         return np.arange(max(int(counts.max()), 1))[None, :] < counts[:, None]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jit, static_argnums=(0, 1))
 def read(
     target: Graph,
     feature_layers: tuple[int, ...],
@@ -74,7 +74,7 @@ def read(
 
 
 @functools.partial(
-    jax.jit,
+    jit,
     static_argnums=(0, 1),
     static_argnames=("anchors", "num_draft_tokens", "suppress_tokens"),
 )
