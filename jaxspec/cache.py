@@ -1,12 +1,14 @@
-"""Key/value caches: fixed shapes, written in place, rolled back by a length.
+"""Store keys and values in caches of fixed shape, which are written in place.
 
-A cache is [B, K, S, H] an array (heads before positions: the other order is transposed at the edge
-of the decode loop). Full layers hold every position; sliding layers a ring in which position p
-lives in slot p mod R. Nothing is ever erased: which positions a slot holds follows from how many
-were written, so forgetting rejected tokens is keeping the old length.
+Each array of a cache is [B, K, S, H]. Heads come before positions, because XLA transposes the other
+order at the edge of the decode loop. The cache of a full layer holds every position. The cache of a
+sliding layer is a ring of R slots, in which position p is in slot p mod R. Nothing is ever erased.
+The number of written positions tells which position a slot holds. To roll back rejected tokens, the
+caller keeps the old length.
 
-A ring has `slack` more slots than its window: a pass may write up to `slack` tokens before it
-reads, and of those any may be rejected, without hiding a key that some later query still sees.
+A ring has at least `slack` more slots than its window. A pass may therefore write up to `slack`
+tokens before it reads, and any of these tokens may be rejected. No write hides a key that a later
+query still sees.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
 from pallas_kernels.attention import KVSegment
 from pallas_kernels.qkv import Destination, write_kv
 
-RING_MULTIPLE = 64  # ring sizes are rounded up to this, so that kernels can tile them
+RING_MULTIPLE = 64  # ring sizes are rounded up to a multiple of this, so that kernels can tile them
 
 
 class KVCache(struct.PyTreeNode):
-    """One layer's keys and values. `ring_slack` is None when slot s simply holds position s."""
+    """The keys and values of one layer.
+
+    Attributes:
+      ring_slack: the slots that a ring has beyond its window. None: slot s holds position s.
+    """
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S H"]
@@ -40,11 +46,11 @@ def init_cache(
     slack: int,
     dtype: DTypeLike,
 ) -> KVCache:
-    """Make an empty cache for `cache_length` positions, a ring where the window makes that smaller.
+    """Make an empty cache for `cache_length` positions. It is a ring if a ring takes fewer slots.
 
     Args:
-      window: keys a query sees (itself included), or None for all.
-      slack: most tokens that one pass writes before it reads.
+      window: how many keys a query sees, its own included. None: all.
+      slack: the most tokens that one pass writes before it reads.
     """
     size, ring_slack = cache_length, None
     if window is not None:
@@ -62,16 +68,16 @@ def destination(
     count: Int[Array, " b"],
     slots: Int[Array, " b"] | None = None,
 ) -> Destination:
-    """Return where positions start .. start + count - 1 of each row go.
+    """Return where in the cache positions start .. start + count - 1 of each row go.
 
     Args:
       tokens: how many tokens each row has.
-      count: how many of them count; the rest are dropped.
-      slots: cache row of each batch row; None when they are the same.
+      count: how many of these tokens are written. The rest are dropped.
+      slots: the cache row of each batch row. None: cache row i is batch row i.
     """
     size = cache.k.shape[2]
     offset = jnp.arange(tokens)[None, :]
-    # A chunk longer than a ring keeps its newest tokens; two writes to one slot would race.
+    # A chunk longer than a ring keeps only its newest tokens. Two writes to one slot would race.
     kept = (offset < count[:, None]) & (offset >= count[:, None] - size)
     position = start[:, None] + offset
     index = position % size if cache.ring_slack is not None else position
@@ -86,7 +92,10 @@ def write(
     count: Int[Array, " b"],
     slots: Int[Array, " b"] | None = None,
 ) -> KVCache:
-    """Write a pass, in place when the cache is donated. Arguments as in `destination`."""
+    """Write the keys and values of a pass. The write is in place if the cache is donated.
+
+    The other arguments are as in `destination`.
+    """
     k, v = write_kv(destination(cache, k.shape[2], start, count, slots), k, v)
     return cache.replace(k=k, v=v)
 
@@ -94,7 +103,7 @@ def write(
 def view(
     cache: KVCache, length: Int[Array, " b"], slots: Int[Array, " b"] | None = None
 ) -> KVSegment:
-    """Return what the cache holds once positions 0 .. length - 1 of each row have been written."""
+    """Return what a cache holds after positions 0 .. length - 1 of each row are written."""
     slot = jnp.arange(cache.k.shape[2])[None, :]
     if cache.ring_slack is None:
         positions = jnp.where(slot < length[:, None], slot, -1)
@@ -114,10 +123,10 @@ def early_destination(
     count: Int[Array, " b"],
     slots: Int[Array, " b"] | None = None,
 ) -> Destination | None:
-    """Return where a pass goes if it may be written before its queries attend, else None.
+    """Return where a pass goes if it may be written before its queries attend, otherwise None.
 
-    A chunk longer than a ring's slack would overwrite keys that its own first queries need.
-    Arguments as in `destination`.
+    A chunk longer than a ring's slack would overwrite keys that the chunk's first queries need. The
+    arguments are as in `destination`.
     """
     if cache.ring_slack is not None and tokens > cache.ring_slack:
         return None
@@ -133,11 +142,14 @@ def append_pass(
     count: Int[Array, " b"],
     slots: Int[Array, " b"] | None = None,
 ) -> tuple[KVCache, tuple[KVSegment, ...]]:
-    """Return the cache with a pass in it, and what the queries of that pass attend to.
+    """Return the cache with a pass in it, and the segments that the queries of the pass attend to.
 
     Args:
-      into: what `early_destination` returned. If that was a destination, k and v are the arrays of
-        the cache, written. Otherwise they are the pass's own, which are read beside the old ring.
+      into: the result of `early_destination`.
+      k: keys. If `into` is a destination, these are the keys of the whole cache, with the pass
+        already written. Otherwise they are the keys of the pass alone, which are read beside the
+        old ring.
+      v: values, as `k`.
     """
     if into is not None:
         new = cache.replace(k=k, v=v)
@@ -154,11 +166,11 @@ def pass_segment(
     count: Int[Array, " b"],
     seen_by: Bool[Array, "b T T"] | None = None,
 ) -> KVSegment:
-    """Return a pass's own keys and values as a segment, which is in no cache.
+    """Return the keys and values of a pass as a segment outside any cache.
 
     Args:
       count: how many tokens of each row are real.
-      seen_by: which queries may see each token; None: all that its position allows.
+      seen_by: which queries may see each token. None: all that the token's position allows.
     """
     real = jnp.arange(k.shape[2])[None, :] < count[:, None]
     positions = jnp.where(real, positions, -1)
@@ -172,11 +184,12 @@ def append_chosen(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
 ) -> KVCache:
-    """Write some tokens of a pass that was not written yet: the first `count` of `rows`.
+    """Write chosen tokens of a pass that is not in the cache yet.
 
     Args:
-      segment: the pass.
-      rows: which token of the pass comes to stand at position start, start + 1, ...
+      segment: the keys and values of the pass.
+      rows: the tokens of the pass that go to positions start, start + 1, ...
+      count: how many of `rows` are written. The rest are dropped.
     """
 
     def chosen(x: Array) -> Array:
@@ -186,5 +199,5 @@ def append_chosen(
 
 
 def cache_bytes(tree: object) -> int:
-    """Return the bytes that all arrays of a cache tree take."""
+    """Return the total size of the arrays in a cache tree, in bytes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,6 +1,6 @@
-"""Loading a model: from a directory of ours, from Hugging Face files, or from the hub.
+"""Load a model from a converted directory, from Hugging Face files, or from the hub.
 
-Read `load_target`. What a directory of ours holds is in `storage`.
+Read `load_target`. `storage` describes what a converted directory holds.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["CheckpointError", "LoadedModel", "load_drafter", "load_target"]
 
 @dataclass(frozen=True, repr=False)
 class LoadedModel:
-    """A model ready to run: its static half, its weights on the device, and where it came from."""
+    """A model ready to run: its graph, its weights on the devices, and its origin."""
 
     graph: Graph
     params: Params
     config: ModelConfig
     generation: GenerationDefaults | None  # None for drafters
-    directory: Path  # local; tokenizer files are here
-    source: str  # as it was asked for
+    directory: Path  # local, with the tokenizer files
+    source: str  # the `source` that was passed to the loader
 
     def __repr__(self) -> str:
-        """Return one line: weights would be pages."""
+        """Return one line. The weights are left out, because they would fill pages."""
         size = sum(array.size for array in self.params.values())
         name = f"{self.source}: {self.graph.module.__name__}"
         return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.dtype})"
@@ -54,14 +54,17 @@ def load_target(
     offline: bool = False,
     mesh: Mesh | None = None,
 ) -> LoadedModel:
-    """Load a target from a directory of ours, a Hugging Face directory, or a hub id.
+    """Load a target from a converted directory, a Hugging Face directory, or a hub id.
 
-    Arrays go to the default device one at a time, uncommitted like any that JAX places by itself, or to the
-    devices of `mesh`, each shard straight to its own. They are cast to `dtype`, "float32" or "bfloat16".
+    Without `mesh`, arrays go to the default device one at a time. They are uncommitted, like all
+    arrays that JAX places by itself. With `mesh`, each shard goes straight to its own device.
+
+    Args:
+      dtype: "float32" or "bfloat16". All arrays are cast to it.
 
     Raises:
-      CheckpointError, ConfigError: it is not there, not whole, or not a target.
-      DeviceMemoryError: its weights are larger than the devices.
+      CheckpointError, ConfigError: the model is missing, incomplete, or not a target.
+      DeviceMemoryError: the weights need more memory than the devices have.
     """
     return _load("target", source, dtype, revision, token, offline, mesh)
 
@@ -75,7 +78,7 @@ def load_drafter(
     offline: bool = False,
     mesh: Mesh | None = None,
 ) -> LoadedModel:
-    """Load a drafter of any family; everything else is as in `load_target`."""
+    """Load a drafter of any family. Arguments and errors are as in `load_target`."""
     return _load("drafter", source, dtype, revision, token, offline, mesh)
 
 

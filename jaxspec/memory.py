@@ -1,7 +1,8 @@
-"""What a run holds in device memory, from configs alone: known, and refused, before anything is allocated.
+"""Compute how much device memory a run needs, and refuse a run that cannot fit.
 
-Weights, caches and the logits of a step are counted, for the shards that one device holds. Activations are not: what
-is refused here cannot fit, and what is let through may still fail by a little.
+The numbers come from configs alone, before anything is allocated. They count weights, caches and
+the logits of a step, for the shards that one device holds. They do not count activations. A run
+that is refused here cannot fit. A run that is not refused may still run out of memory by a little.
 """
 
 from __future__ import annotations
@@ -25,29 +26,36 @@ from jaxspec.state import DecodeSpec
 
 
 class DeviceMemoryError(ValueError):
-    """A run that is larger than the devices; the message says by how much, and what fits."""
+    """Raised if a run needs more memory than a device has.
+
+    The message has both sizes and says what fits.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes on each device."""
+    """The memory that a run needs on each device, in bytes."""
 
     weights: int
-    caches: int  # those of the drafter too
-    logits: int  # float32, of all tokens that a step verifies
+    caches: int  # of target and drafter
+    logits: int  # float32, for all tokens that a step verifies
 
     @property
     def total(self) -> int:
         return self.weights + self.caches + self.logits
 
     def __str__(self) -> str:
-        """Return all of it in GiB."""
+        """Return the total and its parts in GiB."""
         parts = [f"{gib(getattr(self, f.name))} {f.name}" for f in dataclasses.fields(self)]
         return f"{gib(self.total)} GiB a device ({', '.join(parts)})"
 
 
 def footprint(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> Footprint:
-    """Return what decoding so many rows with caches of so many positions holds."""
+    """Return the memory that decoding needs on each device.
+
+    Args:
+      cache_length: how many positions each cache has room for.
+    """
     models = [spec.target] if spec.drafter is None else [spec.target, spec.drafter]
     state = jax.eval_shape(
         functools.partial(
@@ -70,22 +78,22 @@ def footprint(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> Foo
 
 
 def weight_bytes(graph: Graph, mesh: Mesh) -> int:
-    """Return what a model's weights take on each device."""
+    """Return the size of a model's weights on each device, in bytes."""
     shardings = graph.shardings(mesh)
     return _bytes((a, shardings[name]) for name, a in graph.abstract_params().items())
 
 
 def bytes_limit(mesh: Mesh) -> int | None:
-    """Return what a program may allocate on each device, or None where that is not known: on CPUs."""
+    """Return the bytes that a program may allocate on each device. None: not known, as on CPUs."""
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in mesh.local_devices]
     return min((limit for limit in limits if limit), default=None)
 
 
 def check_weights_fit(graph: Graph, mesh: Mesh) -> None:
-    """Refuse a model whose weights alone are larger than the devices.
+    """Raise an error if the weights of a model alone need more memory than a device has.
 
     Raises:
-      DeviceMemoryError: they are.
+      DeviceMemoryError: the weights do not fit.
     """
     limit = bytes_limit(mesh)
     if limit is not None and (needed := weight_bytes(graph, mesh)) > limit:
@@ -96,10 +104,11 @@ def check_weights_fit(graph: Graph, mesh: Mesh) -> None:
 
 
 def check_fits(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> None:
-    """Refuse a batch that is larger than the devices.
+    """Raise an error if decoding a batch needs more memory than a device has.
 
     Raises:
-      DeviceMemoryError: it is; the message has the most rows and the longest caches that fit.
+      DeviceMemoryError: the batch does not fit. The message has the most rows and the longest
+        caches that fit.
     """
     limit = bytes_limit(mesh)
     if limit is None:
@@ -125,7 +134,7 @@ def check_fits(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> No
 
 
 def gib(nbytes: float) -> str:
-    """Return bytes in GiB, with one decimal."""
+    """Format a number of bytes in GiB, with one decimal."""
     return f"{nbytes / 2**30:,.1f}"
 
 
@@ -134,7 +143,7 @@ def _bytes(shards: Iterable[tuple[Any, Any]]) -> int:
 
 
 def _most(below: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number from 0 to `below` that fits."""
+    """Return the largest number from 1 to `below` that fits, or 0 if none fits."""
     return bisect.bisect_left(range(1, below + 1), True, key=lambda n: not fits(n))
 
 

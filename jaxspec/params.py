@@ -1,8 +1,9 @@
-"""Modules and their weights, kept apart: a `Graph` is static and hashable, `Params` is a flat dict of arrays.
+"""Keep modules and their weights apart.
 
-Every jitted function takes a `Graph` as a static argument and `Params` as an ordinary one, and calls
-`graph.bind(params)` inside. Swapping weights therefore compiles nothing, and training code, conversion
-and decoding share one plain pytree.
+A `Graph` is static and hashable. `Params` is a flat dict of arrays. Every jitted function takes a
+`Graph` as a static argument and `Params` as an ordinary one, and calls `graph.bind(params)` inside.
+Swapping weights therefore compiles nothing. Training code, conversion and decoding share one plain
+pytree.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ def param(
     """Declare a weight.
 
     Args:
-      fan_in: the number of inputs of a matrix; None marks norms and scales.
-      axes: names of axes that a mesh may split, see `sharding.RULES`; without, it is whole everywhere.
-        "experts" also says that a token uses a few along this axis.
-      lookup: a table of which a pass reads the rows of its tokens alone. An embedding that is the head too
-        is none.
+      fan_in: the number of inputs of a matrix. None marks norms and scales.
+      axes: names of the axes that a mesh may split, see `sharding.RULES`. A weight without named
+        axes is whole on every device. "experts" also says that a token uses only a few entries of
+        the axis.
+      lookup: whether the weight is a table of which a pass reads only the rows of its tokens. False
+        for an embedding that is also the output head.
     """
     return nnx.Param(jnp.zeros(shape, dtype), fan_in=fan_in, axes=axes, lookup=lookup)
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What `param` was told about a weight, beside its shape."""
+    """The arguments of `param` for one weight, without its shape and dtype."""
 
     fan_in: int | None = None
     axes: tuple[str | None, ...] = ()
@@ -53,19 +55,19 @@ class Declared:
 
 @dataclass(frozen=True)
 class Graph:
-    """A module class with its config and weight dtype: everything about a model but its weights."""
+    """A module class with its config and weight dtype: all of a model except its weights."""
 
-    module: type[Any]  # an nnx.Module that is made with (config, dtype=dtype)
+    module: type[Any]  # an nnx.Module, constructed by (config, dtype=dtype)
     config: Any
     dtype: str  # "float32" or "bfloat16"
 
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return name, shape and dtype of every weight this graph binds."""
+        """Return the shape and dtype of every weight of this graph, by name."""
         _, variables = _abstract(self)
         return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in variables.items()}
 
     def shardings(self, mesh: Mesh | AbstractMesh) -> dict[str, NamedSharding]:
-        """Return where on a mesh every weight lives; it need not have devices yet."""
+        """Return where each weight lives on a mesh, by name. The mesh may be abstract."""
         _, variables = _abstract(self)
         return {
             name: NamedSharding(mesh, partition(v.get_metadata().get("axes", ()), v.shape, mesh))
@@ -73,17 +75,18 @@ class Graph:
         }
 
     def declared(self) -> dict[str, Declared]:
-        """Return what was declared of every weight."""
+        """Return what `param` declared for each weight, by name."""
         fields = [f.name for f in dataclasses.fields(Declared)]
         _, variables = _abstract(self)
         metadata = {name: v.get_metadata() for name, v in variables.items()}
         return {n: Declared(**{f: m[f] for f in fields if f in m}) for n, m in metadata.items()}
 
     def check(self, params: Params) -> None:
-        """Refuse weights that this graph cannot bind.
+        """Raise an error if this graph cannot bind these weights.
 
         Raises:
-          ValueError: names, shapes or dtypes differ from `abstract_params`; all differences are listed.
+          ValueError: names, shapes or dtypes differ from `abstract_params`. The message lists all
+            differences.
         """
         wanted = _wanted(self)
         wrong = [f"{n}: missing" for n in wanted if n not in params]
@@ -110,7 +113,10 @@ class Graph:
         return nnx.merge(graphdef, state)
 
     def bind_abstract(self) -> Any:
-        """Return the module with shapes in place of weights, for what depends on its config alone."""
+        """Return the module with abstract shapes in place of weights.
+
+        It serves callers that need only what depends on the config.
+        """
         return nnx.eval_shape(lambda: self.module(self.config, dtype=jnp.dtype(self.dtype)))
 
     def random_params(
@@ -118,11 +124,12 @@ class Graph:
     ) -> Params:
         """Return random weights: matrices with variance 1 / fan_in, norms and scales 1.
 
-        Each array is made by one compiled call, so that no more than one array beyond the result is ever
-        alive; the numbers do not depend on where it is made.
+        One compiled call makes each array. Memory therefore never holds more than one array beyond
+        the result. The numbers do not depend on the devices.
 
         Args:
-          shardings: where each weight lives, and each shard is made; None for the default device.
+          shardings: where each weight lives. Each shard is made on its own device. None: all
+            weights are made on the default device.
         """
         _, variables = _abstract(self)
         params = {}
@@ -138,17 +145,20 @@ class Graph:
 
 
 class KnownParams:
-    """The weights that a caller gives again and again: refuses those that do not fit, and is quick about it."""
+    """Checks the weights that a caller passes in every call. Unchanged shardings make it quick."""
 
     def __init__(self) -> None:
-        self._shardings: dict[str, Any] = {}  # of each model's params, as they came last
-        self._kinds: dict[str, list[str]] = {}  # a param of each different sharding among them
+        self._shardings: dict[str, Any] = {}  # by role: shardings of the last params
+        self._kinds: dict[str, list[str]] = {}  # by role: names of one param per sharding
 
     def check(self, role: str, graph: Graph, params: Any) -> Params:
-        """Refuse params that do not fit; return one of each sharding, for what looks at those alone.
+        """Raise an error if params do not fit; otherwise return one param of each sharding.
+
+        The result is for callers that need only the shardings.
 
         Raises:
-          ValueError: they are no arrays, do not fit the graph, or are placed otherwise than before.
+          ValueError: params are not jax.Arrays by name, do not fit the graph, or have other
+            shardings than in the call before.
         """
         if not (isinstance(params, dict) and _all_arrays(params)):
             raise ValueError(
@@ -157,9 +167,11 @@ class KnownParams:
             )
         shardings = {name: value.sharding for name, value in params.items()}
         known = self._shardings.get(role)
-        if shardings == known:  # takes a third of looking at each, and is so in nearly every call
+        # The shardings are equal in nearly every call. Comparing them takes a third of the
+        # time of a check of each param.
+        if shardings == known:
             return {name: params[name] for name in self._kinds[role]}
-        # Later, shapes and dtypes are looked at when they make JAX trace anew.
+        # In later calls, new shapes or dtypes make JAX trace again, and tracing checks them.
         if known is None or params.keys() != known.keys():
             graph.check(params)
             known = shardings
@@ -180,7 +192,11 @@ class KnownParams:
 
 
 def _all_arrays(params: Mapping[str, Any]) -> bool:
-    """Tell by the types alone: they are few, and to ask each array for its own takes most of a millisecond."""
+    """Tell whether all values are arrays.
+
+    Only the distinct types are checked. They are few, and to check every value takes most of a
+    millisecond.
+    """
     return all(issubclass(kind, Array) for kind in set(map(type, jax.tree.leaves(params))))
 
 
@@ -192,7 +208,10 @@ def _abstract(graph: Graph) -> tuple[Any, dict[str, Any]]:
 
 @functools.cache
 def _wanted(graph: Graph) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return plain shapes and dtypes: reading them off the variables takes 10 ms for a large model."""
+    """Return the shape and dtype of each weight, by name.
+
+    The result is cached, because reading it from the variables takes 10 ms for a large model.
+    """
     return {name: (v.shape, v.dtype) for name, v in graph.abstract_params().items()}
 
 

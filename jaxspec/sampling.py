@@ -1,17 +1,17 @@
-"""From logits to tokens: what shapes a distribution, row-wise randomness, and the draws themselves.
+"""Turn logits into tokens: shape the distribution, make each row's random keys, and draw.
 
-Raw logits become the distribution that is sampled in this order, renormalised once at the end:
+Raw logits become the sampled distribution in this order. They are renormalised once, at the end:
 
-    suppressed tokens -> biases -> penalties -> user function      `adjust` applies these to all rows,
-    -> temperature -> top-k -> top-p -> min-p                      `shape_logits` these to sampled ones
+    suppressed tokens -> biases -> penalties -> user function      `adjust`, for all rows
+    -> temperature -> top-k -> top-p -> min-p                      `shape_logits`, for sampled rows
 
-A greedy row takes the best of what the first line leaves.
+A greedy row takes the best token after the first line.
 
-Nothing here sorts the vocabulary: top-k and top-p each find a threshold by fixing the bits of a float
-from the highest down, one pass of comparing and adding a bit.
+Nothing here sorts the vocabulary. Top-k and top-p each find a threshold by fixing the bits of a
+float from the highest down. Each bit takes one pass, which compares and adds.
 
-Randomness belongs to rows. A draw is named by the row's key, the row's step number, the slot in the step
-and a stream; no name is used twice, and no draw depends on the rest of the batch.
+Every row has its own randomness. The row's key, the row's step number, the slot in the step and a
+stream identify a draw. No two draws share all four, and no draw depends on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from jaxspec.shapes import Array, Bool, Float, Int
 
 
 class Adjustments(struct.PyTreeNode):
-    """What each row changes about logits before temperature, in greedy rows too."""
+    """Changes to the logits of each row before temperature. They apply to greedy rows too."""
 
-    repetition_penalty: Float[Array, " B"]  # > 0, on tokens of prompt and output; 1: off
-    presence_penalty: Float[Array, " B"]  # on tokens of the output; 0: off
-    frequency_penalty: Float[Array, " B"]  # on each time a token is in the output; 0: off
+    repetition_penalty: Float[Array, " B"]  # > 0; for tokens of prompt and output; 1: off
+    presence_penalty: Float[Array, " B"]  # for tokens of the output; 0: off
+    frequency_penalty: Float[Array, " B"]  # per occurrence of a token in the output; 0: off
     bias_ids: Int[Array, "B N"]  # padded with -1
-    bias_values: Float[Array, "B N"]  # added to the logits of these; -inf bans
+    bias_values: Float[Array, "B N"]  # added to the logits of `bias_ids`; -inf bans
 
 
 class SamplingParams(struct.PyTreeNode):
-    """How each row samples. Plain values on the device: changing them compiles nothing."""
+    """How each row samples. The values are arrays on the device: changing them compiles nothing."""
 
     temperature: Float[Array, " B"]  # 0: greedy
     top_k: Int[Array, " B"]  # 0: off
     top_p: Float[Array, " B"]  # in (0, 1]; 1: off
     min_p: Float[Array, " B"]  # in [0, 1], relative to the best token; 0: off
-    adjustments: Adjustments | None = None  # there when the spec has penalties or biases
+    adjustments: Adjustments | None = None  # None when the spec has no penalties and no biases
 
     @classmethod
     def make(
@@ -66,10 +66,14 @@ class SamplingParams(struct.PyTreeNode):
         bias_ids: ArrayLike = -1,
         bias_values: ArrayLike = 0.0,
     ) -> SamplingParams:
-        """Return parameters of `batch` rows; a value is one for all rows or one a row.
+        """Make the sampling parameters of `batch` rows.
+
+        Each value is either one for all rows or one for each row.
 
         Args:
-          penalties: as in `DecodeSpec`; so is `num_biases`. Where both are off, what they rule is not read.
+          penalties: whether the spec was made with penalties, see `Extras`.
+          num_biases: how many biases a row may have in the spec, see `Extras`. With 0 and without
+            `penalties`, all penalties and biases are ignored.
         """
 
         def rows(value: ArrayLike, dtype: type, *shape: int) -> Array:
@@ -93,7 +97,7 @@ class SamplingParams(struct.PyTreeNode):
         )
 
     def only(self, rows: Bool[Array, " B"]) -> SamplingParams:
-        """Make all other rows greedy, so that nobody samples or filters for them."""
+        """Return a copy in which all other rows are greedy, so that they cost no sampling work."""
         return dataclasses.replace(
             self,
             temperature=jnp.where(rows, self.temperature, 0.0),
@@ -103,11 +107,11 @@ class SamplingParams(struct.PyTreeNode):
 
 
 class TokenCounts(struct.PyTreeNode):
-    """Which tokens a row has: what penalties look at.
+    """The tokens that each row has so far, which penalties depend on.
 
     Attributes:
-      prompt: is in the prompt.
-      output: how often it was generated.
+      prompt: whether the token is in the prompt.
+      output: how often the token was generated.
     """
 
     prompt: Bool[Array, "B V"]
@@ -116,33 +120,39 @@ class TokenCounts(struct.PyTreeNode):
     def with_prompt(
         self, tokens: Int[Array, "b T"], count: Int[Array, " b"], slots: Int[Array, " b"]
     ) -> TokenCounts:
-        """Add the first `count` tokens of some rows' prompts."""
+        """Return the counts after adding the first `count` prompt tokens of the rows in `slots`."""
         fed = jnp.arange(tokens.shape[1])[None, :] < count[:, None]
-        fed = jnp.where(fed, tokens, self.prompt.shape[1])  # else dropped
+        fed = jnp.where(fed, tokens, self.prompt.shape[1])  # an id of V is dropped
         prompt = self.prompt.at[slots[:, None], fed].set(True, mode="drop")
         return dataclasses.replace(self, prompt=prompt)
 
     def with_output(self, tokens: Int[Array, "B T"], kept: Bool[Array, "B T"]) -> TokenCounts:
-        """Add the tokens that a step emitted."""
-        emitted = jnp.where(kept, tokens, self.output.shape[1])  # else dropped
+        """Return the counts after adding the tokens of a step where `kept` is True."""
+        emitted = jnp.where(kept, tokens, self.output.shape[1])  # an id of V is dropped
         output = jax.vmap(lambda row, ids: row.at[ids].add(1, mode="drop"))(self.output, emitted)
         return dataclasses.replace(self, output=output)
 
 
 class Logprobs(struct.PyTreeNode):
-    """Natural logs of the probabilities of tokens."""
+    """Natural logs of token probabilities."""
 
-    target: Float[Array, "B M"]  # under the target as it is: nothing adjusted, nothing filtered
-    sampled: Float[Array, "B M"]  # under the distribution that was sampled from; 0 in greedy rows
-    top_ids: Int[Array, "B M K"] | None = None  # the target's best instead of each, best first
-    top_values: Float[Array, "B M K"] | None = None  # theirs, under the target as it is
+    target: Float[Array, "B M"]  # under the target, without adjustments or filters
+    sampled: Float[Array, "B M"]  # under the sampled distribution; 0 in greedy rows
+    top_ids: Int[Array, "B M K"] | None = None  # the target's K best at each token, best first
+    top_values: Float[Array, "B M K"] | None = None  # log-probs of `top_ids`, as in `target`
 
 
 class Stream(enum.IntEnum):
-    """What a draw is for."""
+    """The purpose of a draw.
+
+    Attributes:
+      ACCEPT: to accept or reject drafts.
+      TOKEN: to choose a target token. After a rejection it comes from the residual distribution.
+      DRAFT: to draw a draft.
+    """
 
     ACCEPT = 0
-    TOKEN = 1  # the bonus token: after a rejection from the residual distribution
+    TOKEN = 1
     DRAFT = 2
 
 
@@ -157,11 +167,11 @@ def adjust(
     suppress_tokens: tuple[int, ...],
     extras: Extras,
 ) -> Float[Array, "B T V"]:
-    """Apply all that comes before temperature, in the order above.
+    """Apply suppressed tokens, biases, penalties and the user function to logits, in this order.
 
     Args:
-      positions: of the tokens that these logits choose.
-      follows: which drafts of the block each row comes after.
+      positions: positions of the tokens that these logits choose.
+      follows: whether each row of the block comes after each draft.
     """
     with jax.named_scope("adjust"):
         logits = suppress(logits, suppress_tokens)
@@ -178,7 +188,7 @@ def adjust(
 
 
 def suppress(logits: Float[Array, "... V"], tokens: tuple[int, ...]) -> Float[Array, "... V"]:
-    """Make tokens impossible."""
+    """Set the logits of `tokens` to -inf."""
     if not tokens:
         return logits
     banned = np.zeros(logits.shape[-1], bool)
@@ -187,10 +197,10 @@ def suppress(logits: Float[Array, "... V"], tokens: tuple[int, ...]) -> Float[Ar
 
 
 def add_biases(logits: Float[Array, "B T V"], adjustments: Adjustments) -> Float[Array, "B T V"]:
-    """Add each row's biases; of an id that is named twice both count."""
+    """Add each row's biases. If a row names an id twice, both biases are added."""
     b, _, vocab = logits.shape
     ids, values = adjustments.bias_ids, adjustments.bias_values
-    ids = jnp.where(ids < 0, vocab, ids)  # dropped
+    ids = jnp.where(ids < 0, vocab, ids)  # an id of V is dropped
     bias = jnp.zeros((b, vocab), jnp.float32)
     return logits + bias.at[jnp.arange(b)[:, None], ids].add(values, mode="drop")[:, None]
 
@@ -202,14 +212,15 @@ def penalize(
     draft: Int[Array, "B G"],
     follows: Bool[Array, "#B T G"],
 ) -> Float[Array, "B T V"]:
-    """Apply the repetition penalty, then presence and frequency, to each row of a block.
+    """Apply the repetition, presence and frequency penalties to a block, in this order.
 
-    A row's output is what was committed and the drafts it follows: what plain decoding would have counted
-    had it come this way. The repetition penalty divides positive logits and multiplies negative ones; the
-    others are subtracted, presence once, frequency for each time.
+    The output of a block row is the committed tokens and the drafts that the row follows. Plain
+    decoding would count the same tokens. The repetition penalty divides positive logits and
+    multiplies negative ones. The presence penalty is subtracted once for a token of the output. The
+    frequency penalty is subtracted for each occurrence.
 
     Args:
-      follows: whether a row of the block comes after a draft, on the same branch.
+      follows: whether each row of the block comes after each draft, on the same branch.
     """
     vocab = lax.broadcasted_iota(jnp.int32, (1, 1, 1, logits.shape[-1]), 3)
     drafted = (draft[:, None, :, None] == vocab) & follows[..., None]
@@ -227,13 +238,13 @@ def penalize(
 
 
 def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Float[Array, "B T V"]:
-    """Apply temperature, then top-k, top-p and min-p; what is filtered out becomes -inf.
+    """Apply temperature, then top-k, top-p and min-p. Logits that are filtered out become -inf.
 
-    The softmax of the result is the distribution that decoding follows. Ties at a threshold all stay.
-    Rows of temperature 0 keep temperature 1 here; they never look at it.
+    The softmax of the result is the distribution that decoding follows. Tokens that tie at a
+    threshold are all kept. Rows of temperature 0 use temperature 1 here. Their result is not used.
     """
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    # Relative to the best: however small the temperature, nothing overflows but to -inf.
+    # Logits are made relative to the best one. A tiny temperature can then overflow only to -inf.
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     logits = logits / temperature[:, None, None]
     ordered = _ordered_bits(logits)
@@ -249,16 +260,16 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
 
     top_p = sampling.top_p[:, None]
     weights = jnp.where(kept, jnp.exp(logits), 0.0)
-    # The best token has weight 1 and stays, even when top-p is 0 in float32.
+    # The best token has weight 1, so it is kept even when top-p is 0 in float32.
     mass = jnp.maximum(jnp.sum(weights, axis=-1) * top_p, jnp.finfo(jnp.float32).tiny)
     at_least_p = _largest_threshold(
         lambda t: jnp.sum(jnp.where(ordered >= t[..., None], weights, 0.0), axis=-1) >= mass,
         logits.shape[:2],
         needed=jnp.any(top_p < 1),
     )
-    # Rounding in the sums must not cut anything where top-p is off.
+    # Where top-p is off, rounding in the sums must not filter out any token.
     kept &= (ordered >= at_least_p[..., None]) | (top_p >= 1)[..., None]
-    # The best has logit 0 by now, so these are already logs of ratios to it.
+    # The best token has logit 0, so each logit is the log of a token's ratio to the best.
     kept &= logits >= jnp.log(sampling.min_p)[:, None, None]
     return jnp.where(kept, logits, -jnp.inf)
 
@@ -271,12 +282,12 @@ def logprobs_of(
     *,
     top: int = 0,
 ) -> Logprobs:
-    """Return what each token's own row of logits says of it.
+    """Return the log-probability of each token under the row of logits that chose it.
 
     Args:
-      logits: the target's, as they are.
-      adjusted: the same with all that comes before temperature.
-      top: how many of the target's best tokens to tell too.
+      logits: the target's raw logits.
+      adjusted: the same logits after `adjust`.
+      top: how many of the target's best tokens to return too.
     """
 
     def of(logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
@@ -299,15 +310,19 @@ def logprobs_of(
 
 
 def _ordered_bits(x: Float[Array, "..."]) -> Array:
-    """Map float32 to uint32 so that order is kept."""
+    """Map float32 to uint32 and keep the order."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     return bits ^ jnp.where(bits >> 31 == 1, jnp.uint32(0xFFFFFFFF), jnp.uint32(0x80000000))
 
 
 def _largest_threshold(holds, shape: tuple[int, ...], *, needed: Array) -> Array:
-    """Return the largest uint32 t for which `holds(t)`, which must fall from true to false once.
+    """Return the largest uint32 t for which `holds(t)` is true.
 
-    Where no row needs it the loop does not run, and the answer is 0, which keeps everything.
+    `holds` must change from true to false once as t grows.
+
+    Args:
+      needed: whether any row needs the threshold. If not, the loop does not run, and the result is
+        0, which keeps every token.
     """
 
     def fix_bit(i: Array, t: Array) -> Array:
@@ -320,8 +335,9 @@ def _largest_threshold(holds, shape: tuple[int, ...], *, needed: Array) -> Array
 def argmax(x: Float[Array, "... V"]) -> Int[Array, "..."]:
     """Return the first index of the largest value.
 
-    On NVIDIA GPUs one reduction over pairs: the logits are read once, and what makes them (a soft cap) need
-    not be written. XLA's CPU backend does not vectorise that, and there are two plain ones instead.
+    On NVIDIA GPUs this is one reduction over pairs of value and index. It reads the logits once,
+    and XLA need not write out the result of the operation before it (a soft cap). XLA's CPU backend
+    does not vectorise such a reduction. Other platforms therefore use two plain reductions.
     """
 
     def in_two(x: Array) -> Array:
@@ -338,7 +354,7 @@ def argmax(x: Float[Array, "... V"]) -> Int[Array, "..."]:
 def fold_keys(
     keys: Array, steps: Int[Array, " B"], slots: Int[Array, "B R"], stream: Stream
 ) -> Array:
-    """Return a key for each row and slot of this step: [B, R] typed keys."""
+    """Return a key for each row and slot of this step, as [B, R] typed keys."""
 
     def one(key: Array, step: Array, slot: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), slot), stream)
@@ -347,7 +363,7 @@ def fold_keys(
 
 
 def sample(logits: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
-    """Draw a token from softmax(logits) for each row, with that row's key (Gumbel-max)."""
+    """Draw a token from softmax(logits) for each row, with the key of that row (Gumbel-max)."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
     return argmax(logits + noise)
 
@@ -355,11 +371,13 @@ def sample(logits: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
 def draw_drafts(
     logits: Float[Array, "B F V"], sampling: SamplingParams, keys: Array
 ) -> tuple[Int[Array, "B F"], Float[Array, "B F V"]]:
-    """Draw a token from each row of a drafter's logits, shaped by temperature and filters like the target's.
+    """Draw a token from each row of a drafter's logits.
+
+    Temperature and filters apply as for the target's logits. Greedy rows take the best token.
 
     Returns:
-      The tokens, and the log of the distributions that they were drawn from: of greedy rows, whose tokens
-      are the best, one-hot.
+      The tokens, and the log of the distribution that each was drawn from. That distribution is
+      one-hot in greedy rows.
     """
     best = argmax(logits)
     index = lax.broadcasted_iota(jnp.int32, logits.shape, 2)

@@ -1,8 +1,8 @@
-"""Array aliases and the letters that shapes are written in.
+"""Define aliases for array types, and the letters that stand for sizes in shapes.
 
 B batch, T query tokens in this pass, S cache length, N query heads, K key/value heads, G = N // K,
 H head dim, D model width, F MLP width, V vocabulary, E experts, L layers, P per-layer-input width,
-C context-feature width. Lower case in code are the unpacked sizes: `b, t, d = x.shape`.
+C context-feature width. In code, lower-case letters are the unpacked sizes: `b, t, d = x.shape`.
 """
 
 from __future__ import annotations

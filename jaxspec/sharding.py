@@ -1,12 +1,13 @@
-"""Where arrays live: a mesh of devices, and one table from what an axis means to an axis of the mesh.
+"""Place arrays on a mesh of devices. One table, `RULES`, maps named array axes to mesh axes.
 
-A mesh has the axes `data` (rows of the batch) and `model` (parts of every weight and cache); one device is
-a mesh of 1 x 1. Weights name their axes where they are declared (`params.param`), caches and states here.
-`RULES` says which of the named axes is split. Programs are compiled for arrays that are placed so, under
-`jax.set_mesh(mesh)`, and XLA adds the communication: two sums a layer, and a few for the embedding and
-the choice of tokens.
+A mesh has the axes `data` (rows of the batch) and `model` (parts of every weight and cache). One
+device is a mesh of 1 x 1. The axes of weights are named where the weights are declared
+(`params.param`). The axes of caches and states are named here. `RULES` says which of the named axes
+is split. Programs are compiled under `jax.set_mesh(mesh)` for arrays that are placed by these
+rules. XLA adds the communication: two sums per layer, and a few for the embedding and the choice of
+tokens.
 
-Read `RULES`, then `partition`. Models are not known here.
+Read `RULES`, then `partition`. This module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ RULES: tuple[tuple[str, str], ...] = (
     ("vocab", "model"),
     ("inputs", "model"),
 )
-"""Named axes of arrays, and the mesh axis that splits each: the first that can be split is, no other.
+"""Named axes of arrays, and the mesh axis that may split each, in order of preference.
 
-An axis can be split when it divides by the mesh axis. Where heads of keys and values do not (full layers
-have 1 to 4), keys and values are whole on every device, and the queries of each head are split instead.
-`inputs` is the last way out: what a matrix product sums over. It halves the reading like any other, and
-costs a sum over devices. Norms have no named axes, nor have small matrices, which take less time to read
-than such a sum: they are whole everywhere.
+A mesh axis splits at most one axis of an array: the first in this table that can be split. An axis
+can be split if its size is a multiple of the size of the mesh axis. Full layers have only 1 to 4
+heads of keys and values. If these heads cannot be split, keys and values are whole on every device,
+and the queries of each head are split instead.
+
+`inputs`, the axis that a matrix product sums over, is the last resort. Splitting it saves as much
+reading as any other split, but costs a sum over devices. Norms and small matrices have no named
+axes, so they are whole on every device. Reading a small matrix takes less time than such a sum.
 """
 
 CACHE_AXES = ("batch", "kv_heads", None, None)
@@ -49,10 +53,14 @@ T = TypeVar("T")
 
 
 def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """Return a mesh of `data` times `model` devices: all of `devices`, by default all there are.
+    """Return a mesh of `data` times `model` devices.
+
+    Args:
+      devices: the devices, all of which the mesh uses. None: all devices that JAX has.
 
     Raises:
-      ValueError: there are more or fewer devices than that.
+      ValueError: `data` or `model` is less than 1, or `data` times `model` is not the number of
+        devices.
     """
     devices = jax.devices() if devices is None else devices
     if data < 1 or model < 1:
@@ -68,10 +76,10 @@ def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[Any] | None = 
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Make the mesh that is written as "data=2,model=4"; an axis that is not named has size 1.
+    """Make a mesh from text like "data=2,model=4". An axis that is not named has size 1.
 
     Raises:
-      ValueError: it is not written so, or does not fit the devices.
+      ValueError: the text is malformed, or the mesh does not fit the devices.
     """
     sizes: dict[str, Any] = {}
     for part in text.split(","):
@@ -89,7 +97,11 @@ def parse_mesh(text: str) -> Mesh:
 def partition(
     axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Apply `RULES` to an array whose axes have these names; None and missing ones are not split."""
+    """Apply `RULES` to an array.
+
+    Args:
+      axes: the names of the array's axes. An axis that is None or missing is not split.
+    """
     split: dict[int, str] = {}
     for name, mesh_axis in RULES:
         if name not in axes or mesh_axis in split.values():
@@ -101,7 +113,7 @@ def partition(
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Tell XLA how an activation with these axes is split; nothing without a mesh of ours."""
+    """Tell XLA how an activation is split. Do nothing unless the current mesh has `MESH_AXES`."""
     mesh = jax.sharding.get_abstract_mesh()
     if set(mesh.axis_names) != set(MESH_AXES):
         return x
@@ -109,12 +121,18 @@ def constrain(x: Array, *axes: str | None) -> Array:
 
 
 def whole_rows(x: Array) -> Array:
-    """Tell XLA that each row of an activation is whole on one device: a sum over devices ends here."""
+    """Tell XLA that each row of an activation is whole on one device.
+
+    If the activation comes from a sum over devices, this call completes the sum.
+    """
     return constrain(x, "batch")
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
-    """Return where each array of a decoding state lives: rows over `data`, caches also by heads."""
+    """Return where each array of a decoding state lives.
+
+    Rows are split over `data`. Heads of caches are split over `model`, where `RULES` allows.
+    """
 
     def of(x: Any) -> Any:
         axes = CACHE_AXES if isinstance(x, KVCache) else ("batch",)
@@ -124,25 +142,31 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
 
 
 def place(array: Any, sharding: NamedSharding) -> Array:
-    """Put an array of the host where it belongs, each shard straight onto its device.
+    """Copy an array from the host to devices, each shard straight onto its own device.
 
-    Every process gives the whole array, and devices of other processes are theirs to fill.
+    Every process passes the whole array, and fills only its own devices.
     """
     if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return jax.device_put(array, sharding)  # has no form on the host
+        return jax.device_put(array, sharding)  # a key array has no form on the host
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def own_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a caller's `jax.set_mesh` does not count; nothing where there is none."""
+    """Return a context in which `mesh` replaces the mesh that a caller set by `jax.set_mesh`.
+
+    If the caller set none, the context does nothing.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.set_mesh(mesh)
 
 
 def place_rows(tree: T, mesh: Mesh) -> T:
-    """Put what the host knows about rows onto the mesh; arrays that are there already stay."""
+    """Place arrays of rows on the mesh, split over `data`.
+
+    Arrays that are already on the mesh are not moved.
+    """
     devices = set(mesh.devices.flat)
 
     def put(x: Any) -> Array:
@@ -156,7 +180,10 @@ def place_rows(tree: T, mesh: Mesh) -> T:
 
 
 def fetch(tree: T) -> T:
-    """Bring arrays to the host, whole; every process has to call it when some shards are not its own."""
+    """Copy whole arrays to the host.
+
+    If some shards are on devices of other processes, every process must call this function.
+    """
     leaves, structure = jax.tree.flatten(tree)
     for i, x in enumerate(leaves):
         if not x.is_fully_addressable:
@@ -166,11 +193,12 @@ def fetch(tree: T) -> T:
 
 
 def decoding_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh of `data` and `model` over the devices of another, for weights to be decoded with.
+    """Return a mesh for decoding, with axes `data` and `model`, over the devices of another mesh.
 
-    A mesh of a training program may have other axes (`fsdp`, say), and types of axes that decoding does not
-    use (`AxisType.Explicit`, which `jax.make_mesh` makes by default). `model` stays what it is, and all other
-    axes together become `data`. A mesh that is such a one already is returned as it is.
+    The mesh of a training program may have other axes, such as `fsdp`. Its axes may also be of a
+    type that decoding does not use, such as `AxisType.Explicit`, the default of `jax.make_mesh`.
+    The axis `model` keeps its size, and all other axes together become `data`. A mesh that already
+    suits decoding is returned unchanged.
     """
     if mesh.axis_names == MESH_AXES and set(mesh.axis_types) == {AxisType.Auto}:
         return mesh
@@ -181,20 +209,23 @@ def decoding_mesh(mesh: Mesh) -> Mesh:
 
 
 def place_params(params: Params, graph: Any, mesh: Mesh) -> Params:
-    """Put weights where decoding wants them, whatever mesh they come from.
+    """Move weights from any mesh to where decoding needs them.
 
-    Weights that are there already are not copied. What an axis like `fsdp` split is brought together:
-    decoding reads every weight in every step.
+    Weights that are already in place are not copied. Weights that an axis like `fsdp` split are
+    gathered, because decoding reads every weight in every step.
 
     Args:
-      graph: of the model whose weights these are: `LoadedModel.graph`.
+      graph: the graph of the model that the weights belong to, such as `LoadedModel.graph`.
       mesh: any mesh of the devices, such as that of a training program; see `decoding_mesh`.
     """
     return jax.device_put(params, graph.shardings(decoding_mesh(mesh)))
 
 
 def on_decoding_mesh(params: Params) -> Params:
-    """Name the mesh of weights as decoding does, see `mesh_of`; no weight moves or is copied."""
+    """Return the weights with `decoding_mesh` in place of the mesh they name.
+
+    No weight moves or is copied. `mesh_of` says which meshes can be replaced.
+    """
     moved = {}
     for name, x in params.items():
         sharding = x.sharding
@@ -208,7 +239,7 @@ def on_decoding_mesh(params: Params) -> Params:
 
 
 def _without_other_axes(spec: PartitionSpec) -> PartitionSpec:
-    """Leave out of a spec the axes that decoding does not know; they have size 1."""
+    """Remove the axes that decoding does not know from a spec. These axes have size 1."""
 
     def of(entry: Any) -> Any:
         names = entry if isinstance(entry, tuple) else (entry,)
@@ -219,13 +250,18 @@ def _without_other_axes(spec: PartitionSpec) -> PartitionSpec:
 
 
 def mesh_of(**params: Mapping[str, Array] | None) -> Mesh:
-    """Return the mesh that models' weights are on; weights on one device are on a mesh of 1 x 1.
+    """Return the decoding mesh that the weights of all models are on.
 
-    It has the axes `data` and `model`. An axis of another name is taken when its size is 1, and so is a mesh
-    whose axes are explicit: `decoding_mesh` stands for it.
+    The mesh has the axes `data` and `model`. Weights on one device are on a mesh of 1 x 1. The
+    weights may also be on a mesh with other axes of size 1, or with explicit axes. The result is
+    then the `decoding_mesh` of that mesh.
+
+    Args:
+      params: the weights of each model, by the name that error messages use. None: no such model.
 
     Raises:
-      ValueError: weights are on different devices, or split over an axis of another name.
+      ValueError: weights are on different devices, have a sharding that is not a `NamedSharding`,
+        or are on a mesh where an axis of another name has more than one device.
     """
     placed: dict[Any, str] = {}
     for model, weights in params.items():

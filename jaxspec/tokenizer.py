@@ -1,8 +1,8 @@
-"""Text in, token ids out, and back again while tokens are still coming.
+"""Turn text into token ids, and turn token ids into text while more tokens are generated.
 
-Read `Tokenizer`, then `TextStream`. The files are those of a Hugging Face checkpoint (`tokenizer.json`,
-`tokenizer_config.json`, `chat_template.jinja`), read as they are: no model config is consulted, and torch
-is not needed. Only chat templates import transformers, for its hardened template sandbox.
+Read `Tokenizer`, then `TextStream`. The files are those of a Hugging Face checkpoint:
+`tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`. Reading them needs neither a
+model config nor torch. Only chat templates import transformers, for its hardened template sandbox.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import tokenizers
 import tokenizers.models
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_INCOMPLETE = "\ufffd"  # what decoders put for bytes that are not, or not yet, a character
+_INCOMPLETE = "\ufffd"  # decoders emit this for bytes that are not (yet) a character
 
 
 class TokenizerError(ValueError):
-    """Tokenizer files or text that cannot be used: says what was expected and the way out."""
+    """Raised if tokenizer files or text cannot be used.
+
+    The message says what was expected and what to do.
+    """
 
 
 class Tokenizer:
@@ -40,9 +43,10 @@ class Tokenizer:
         """Wrap a backend.
 
         Args:
-          special_tokens: named tokens, as chat templates know them (`bos_token`, `eos_token`, ...).
-          add_bos: begin every text with the `bos_token`, if there is one.
-          chat_template: Jinja source.
+          special_tokens: special tokens by the names that chat templates use (`bos_token`,
+            `eos_token`, ...).
+          add_bos: whether to begin every text with the `bos_token`, if there is one.
+          chat_template: the Jinja source of the chat template.
         """
         self.backend = backend
         self._vocab_size = backend.get_vocab_size()
@@ -56,7 +60,7 @@ class Tokenizer:
         """Load the tokenizer files of a checkpoint directory.
 
         Raises:
-          TokenizerError: there is no tokenizer.json, or a file is not what its name says.
+          TokenizerError: there is no tokenizer.json, or the content of a file is invalid.
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
@@ -78,27 +82,27 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text, BOS first where the tokenizer has one."""
+        """Return the token ids of a text. BOS comes first if the tokenizer has one."""
         ids = self._encode(text, add_special_tokens=True)
-        # Some tokenizer.json files leave BOS to the loader.
+        # With some tokenizer.json files, the loader must add BOS.
         if self.bos_token_id is not None and ids[:1] != (self.bos_token_id,):
             ids = (self.bos_token_id, *ids)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens and ids outside the vocabulary left out."""
+        """Return the text of token ids, without special tokens and ids outside the vocabulary."""
         known = [i for i in ids if 0 <= i < self._vocab_size]
         return self.backend.decode(known, skip_special_tokens=True)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
-        """Return the text the checkpoint's chat template makes of a conversation, up to the model's turn.
+        """Render a conversation by the chat template, up to where the model's turn begins.
 
         Args:
-          messages: {"role": ..., "content": ...} each.
-          kwargs: for the template, such as `enable_thinking=True`.
+          messages: dicts of the form {"role": ..., "content": ...}.
+          kwargs: arguments of the template, such as `enable_thinking=True`.
 
         Raises:
-          TokenizerError: there is no template, or it refuses these messages.
+          TokenizerError: there is no chat template, or the template refuses these messages.
         """
         if self.chat_template is None:
             raise TokenizerError(
@@ -116,28 +120,29 @@ class Tokenizer:
         return text
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text from `render_chat`: the template has written BOS itself."""
+        """Return the ids of a text from `render_chat`. The template has written BOS already."""
         return self._encode(text, add_special_tokens=False)
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> tuple[int, ...]:
-        """Return the ids of a conversation, see `render_chat`."""
+        """Return the token ids of a conversation. The arguments are as in `render_chat`."""
         return self.encode_rendered(self.render_chat(messages, **kwargs))
 
     def ends_bytes(self, token_id: int) -> bool:
-        """Say whether no run of raw bytes goes on past this token.
+        """Tell whether a run of raw bytes ends at or before this token.
 
-        One does past a byte, and past a token without text: a special one, say.
+        A run may continue after a token that is a raw byte. It may also continue after a token
+        without text, such as a special token.
         """
         token = self.backend.id_to_token(token_id) if 0 <= token_id < self._vocab_size else None
         return not _BYTE_TOKEN.fullmatch(token or "<0x00>") and self.decode([token_id]) != ""
 
     @functools.cached_property
     def _chat_renderer(self) -> Any:
-        # Said once on import: that there is no torch, which is not needed here.
+        # On import, transformers warns that there is no torch. Torch is not needed here.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import PreTrainedTokenizerFast
 
-        # It renders text only, so an empty vocabulary will do; transformers would copy the real one.
+        # Rendering needs no vocabulary, and transformers would copy the real one.
         empty = tokenizers.Tokenizer(tokenizers.models.BPE())
         return PreTrainedTokenizerFast(
             tokenizer_object=empty, chat_template=self.chat_template, **self.special_tokens
@@ -146,16 +151,17 @@ class Tokenizer:
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         try:
             return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except TypeError:  # lone surrogates: arguments or JSON escapes that are not Unicode text
+        # Lone surrogates cause this: arguments or JSON escapes that are not Unicode text.
+        except TypeError:
             raise TokenizerError("the text is not valid Unicode; it must be UTF-8") from None
 
 
 class TextStream:
-    """Turns a growing list of tokens into text that is never taken back.
+    """Turns a growing list of tokens into pieces of text. No piece is changed later.
 
-    What is held back: characters whose bytes are not all there, runs of raw bytes (one wrong byte
-    changes how the whole run reads), and anything that may be the start of a stop text. All pieces
-    joined are exactly `completed_text` of all tokens.
+    The stream holds back characters whose bytes are incomplete. It holds back runs of raw bytes,
+    because one wrong byte changes how the whole run is decoded. It also holds back text that may be
+    the start of a stop text. The joined pieces are exactly `completed_text` of all tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_texts: Sequence[str] = ()):
@@ -164,11 +170,11 @@ class TextStream:
         # Text of tokens up to `_settled` is final. Decoding starts at `_window`, one piece earlier,
         # because decoders treat the first token of a text differently.
         self._window = self._settled = 0
-        self._text = ""  # final, of which the first `_emitted` characters have been handed out
+        self._text = ""  # final text, of which the first `_emitted` characters have been returned
         self._emitted = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take all tokens so far and return the text that became certain."""
+        """Take all tokens so far and return the text that became final."""
         if len(ids) > self._settled and self._tokenizer.ends_bytes(ids[-1]):
             before = self._tokenizer.decode(ids[self._window : self._settled])
             after = self._tokenizer.decode(ids[self._window :])
@@ -198,7 +204,10 @@ def completed_text(tokenizer: Tokenizer, ids: Sequence[int], stop_texts: Sequenc
 def stop_at_text(
     tokenizer: Tokenizer, stop_texts: Sequence[str]
 ) -> Callable[[Sequence[int]], int | None]:
-    """Return a function for `Request.stop_at`: the fewest tokens whose text contains a stop text, or None."""
+    """Return a function for `Request.stop_at` that ends a row at the first stop text.
+
+    That function returns the fewest tokens whose text contains a stop text, or None.
+    """
 
     def contains(ids: Sequence[int]) -> bool:
         return _first_stop(tokenizer.decode(ids), stop_texts) is not None
@@ -223,7 +232,7 @@ def _first_stop(text: str, stop_texts: Sequence[str]) -> int | None:
 
 
 def _safe_length(text: str, stop_texts: Sequence[str]) -> int:
-    """Return how much of a text no stop text can cut, whatever comes next."""
+    """Return how many characters of a text no stop text can cut, whatever follows the text."""
     found = _first_stop(text, stop_texts)
     if found is not None:
         return found
@@ -252,7 +261,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Read the named tokens; each is a string or an object with its text in `content`."""
+    """Return special tokens by name. Each is a string, or an object with its text in `content`."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     for extra in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(config.get(extra), dict):
@@ -266,6 +275,6 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates, each with a name
         template = {t.get("name"): t.get("template") for t in template}.get("default")
     return template if isinstance(template, str) else None

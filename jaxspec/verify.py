@@ -1,15 +1,18 @@
-"""Accepting a draft: pure arrays, no model.
+"""Decide which draft tokens to accept. Everything here works on arrays alone, without a model.
 
-Row t of `logits` is the target's distribution of the token after block slot t. In a chain it judges draft
-token t (slot t + 1), and the row after the last accepted draft gives the bonus token. With p the target's
-distribution and q the one that a draft was drawn from, what is emitted follows p exactly:
+Row t of `logits` is the target's distribution of the token after block slot t. In a chain, row t
+judges draft token t, which is in slot t + 1. The row after the last accepted draft gives the bonus
+token. Let p be the target's distribution, and q the distribution that a draft was drawn from. The
+emitted tokens follow p exactly under both rules:
 
-    standard   draft d is accepted with probability min(1, p(d) / q(d)), after all drafts before it; the
-               first rejection draws from max(0, p - q), normalised
-    block      drafts are accepted together, which keeps more of them; see `block_verify`
+    standard   Draft d is accepted with probability min(1, p(d) / q(d)), if all drafts before it
+               were accepted. After the first rejection, the bonus token is drawn from
+               max(0, p - q), normalised.
+    block      Drafts are accepted jointly, which keeps more of them. See `block_verify`.
 
-A draft that is a certain choice has a one-hot q, and nobody needs to write that down: p(d) decides, and a
-rejection draws from p without d. For trees, whose drafts are such choices, see `tree_verify`.
+A deterministic draft, such as an argmax, has a one-hot q, which callers do not pass. Such a draft
+is accepted with probability p(d), and a rejection draws from p without d. The drafts of a tree are
+always deterministic. See `tree_verify`.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from jaxspec.shapes import Array, Bool, Float, Int
 
 
 class Verdict(struct.PyTreeNode):
-    """What a verify step decided for each row."""
+    """The decision of a verify step for each row."""
 
-    accepted: Int[Array, " B"]  # draft tokens kept, 0 to G
+    accepted: Int[Array, " B"]  # draft tokens accepted, 0 to G
     bonus: Int[Array, " B"]  # the token after them, from the target
-    path: Int[Array, "B T"] | None = None  # trees: block rows that stay, the anchor first
+    path: Int[Array, "B T"] | None = None  # trees: block rows kept, the anchor first
 
 
 def verify(
@@ -41,13 +44,14 @@ def verify(
     log_q: Float[Array, "B G V"] | None = None,
     block: bool = False,
 ) -> Verdict:
-    """Judge G = T - 1 draft tokens a row; with G = 0 this is plain decoding's choice of the next token.
+    """Decide how many of the G = T - 1 drafts of each row to accept, and choose the bonus token.
 
-    Rows of temperature 0 compare with the argmax; a batch of such rows alone computes nothing else.
+    With G = 0, this chooses the next token as plain decoding does. Rows of temperature 0 compare
+    their drafts with the argmax. A batch of only such rows computes nothing else.
 
     Args:
-      logits: the target's with all that comes before temperature.
-      log_q: log of the distribution that each draft was drawn from; None when drafts are certain choices.
+      logits: the target's logits after `sampling.adjust`, before temperature.
+      log_q: log of the distribution that each draft was drawn from. None: drafts are deterministic.
       block: accept by `block_verify` instead of `rejection_verify`.
     """
     greedy = greedy_verify(logits, draft)
@@ -61,7 +65,7 @@ def verify(
 
 
 def greedy_verify(logits: Float[Array, "B T V"], draft: Int[Array, "B G"]) -> Verdict:
-    """Keep the drafts that equal the target's own choice, up to the first that does not."""
+    """Accept drafts up to the first one that differs from the target's argmax."""
     choice = argmax(logits)
     accepted = _leading(draft == choice[:, :-1])
     return Verdict(accepted, jnp.take_along_axis(choice, accepted[:, None], axis=1)[:, 0])
@@ -75,7 +79,10 @@ def rejection_verify(
     steps: Int[Array, " B"],
     log_q: Float[Array, "B G V"] | None = None,
 ) -> Verdict:
-    """Accept drafts one after the other, until one is rejected. Source: Leviathan et al. 2023, section 2.3."""
+    """Accept drafts one after the other, until one is rejected.
+
+    Source: Leviathan et al. 2023, section 2.3.
+    """
     log_p = jax.nn.log_softmax(shape_logits(logits, sampling))
     ratios = jnp.exp(_log_ratios(log_p, draft, log_q))
     accepted = _leading(_uniform(keys, steps, draft) < ratios)
@@ -91,13 +98,22 @@ def block_verify(
     steps: Int[Array, " B"],
     log_q: Float[Array, "B G V"] | None = None,
 ) -> Verdict:
-    """Accept the longest prefix of the draft, of one token or more, that passes a draw of its own.
+    """Accept the longest prefix of the draft that passes a random draw of its own.
 
-    The weight w of a prefix is that of the one before times p(d) / q(d), at most 1. It is the probability
-    that this prefix or a longer one is accepted, so that what one draft lacks another can make up. With m
-    the mass of max(0, w p - q) after the prefix, it passes with probability m / (m + 1 - w), the whole
-    draft with w; the next token then comes from max(0, w p - q). No lossless rule accepts more on average.
-    With certain choices this accepts as many as `rejection_verify`.
+    Every prefix of one token or more has its own draw. If none passes, no draft is accepted.
+
+    The empty prefix has weight 1. The weight w of a longer prefix is the weight of the prefix one
+    token shorter times p(d) / q(d), at most 1, where d is the last token of the longer prefix. w is
+    the probability that this prefix or a longer one is accepted. A likely draft can therefore make
+    up for an unlikely one.
+
+    Let m be the mass of max(0, w p - q) after the prefix. The prefix passes with probability
+    m / (m + 1 - w). The whole draft passes with probability w. After a shorter prefix, the bonus
+    token is drawn from max(0, w p - q), normalised. After the whole draft, the bonus token is drawn
+    from p.
+
+    No lossless rule accepts more drafts on average. If drafts are deterministic, this function
+    accepts as many drafts as `rejection_verify`.
 
     Source: Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2.
     """
@@ -107,15 +123,16 @@ def block_verify(
     weights = [jnp.ones(b, jnp.float32)]
     for i in range(g):
         weights.append(jnp.minimum(weights[-1] * ratios[:, i], 1.0))
-    weight = jnp.stack(weights, axis=1)  # of no draft, one draft, ...
-    inner = weight[:, 1:-1]  # what follows is a draft, so there is a q
+    weight = jnp.stack(weights, axis=1)  # column i: the prefix of i drafts
+    inner = weight[:, 1:-1]  # a draft follows these prefixes, so q is known
     if log_q is None:
         mass = inner * (1.0 - jnp.minimum(ratios[:, 1:], 1.0))
     else:
         excess = inner[:, :, None] * jnp.exp(log_p[:, 1:-1]) - jnp.exp(log_q[:, 1:])
         mass = jnp.sum(jnp.maximum(excess, 0.0), axis=-1)
     whole = mass + 1.0 - inner
-    # Nothing to stop for: w is 1 and p is q. Then more was accepted, or rounding alone refused it.
+    # `whole` is 0 only where w is 1 and p equals q. There a longer prefix passes too, unless
+    # rounding refuses it, so this prefix passes.
     passes = jnp.where(whole > 0, mass / jnp.where(whole > 0, whole, 1.0), 1.0)
     passes = jnp.concatenate([passes, weight[:, -1:]], axis=1)
     hits = _uniform(keys, steps, draft) < passes
@@ -135,17 +152,21 @@ def tree_verify(
     *,
     depth: int,
 ) -> Verdict:
-    """Follow the target's own choices through a draft tree, as deep as it has them.
+    """Accept the path through a draft tree that follows the target's own choices.
 
-    The target chooses a token after every row of the block: its best, or a draw from its distribution. From
-    the anchor on, a child that is the chosen token is accepted, and the choice after it is next; the first
-    choice that no child has is the bonus token. Every emitted token is thus the target's own choice after
-    what precedes it, and the draw at a row does not depend on how the row was reached: what is emitted
-    follows the target exactly, whatever the tree. A child d is accepted with probability p(d), the most
-    that any lossless rule allows for drafts that are certain choices.
+    The target chooses a token after every row of the block: the argmax in greedy rows of the batch,
+    otherwise a draw from its distribution. The path starts at the anchor. If a child holds the
+    chosen token, that child is accepted, and the path continues from the child. If no child holds
+    the chosen token, that token is the bonus token.
+
+    The emitted tokens follow the target exactly, whatever the tree. Every emitted token is the
+    target's own choice after the tokens before it, and the draw at a row does not depend on how the
+    row was reached. A child d is accepted with probability p(d). No lossless rule accepts a
+    deterministic draft with a higher probability.
 
     Args:
-      depth: most drafts that follow each other.
+      parents: the block row that each draft follows.
+      depth: the most drafts on one path.
     """
     b, t, _ = logits.shape
     greedy = argmax(logits)
@@ -161,7 +182,7 @@ def tree_verify(
     for _ in range(depth):
         wanted = jnp.take_along_axis(choice, row[:, None], axis=1)
         hit = (parents == row[:, None]) & (draft == wanted)
-        found = jnp.any(hit, axis=1)  # where not, the row stays: nothing is below it that fits
+        found = jnp.any(hit, axis=1)  # if False, the path ends at this row
         row = jnp.where(found, jnp.argmax(hit, axis=1).astype(jnp.int32) + 1, row)
         accepted += found.astype(jnp.int32)
         path.append(row)
@@ -177,17 +198,19 @@ def synthetic_verify(
     keys: Array,
     steps: Int[Array, " B"],
 ) -> Verdict:
-    """Do greedy verification's work, then decide by chance: benchmarks only, the output is meaningless.
+    """Do the work of greedy verification, then accept a random number of drafts.
+
+    This is for benchmarks only. The emitted tokens mean nothing.
 
     Args:
-      acceptance_length: mean tokens committed a step, in [1, G + 1].
+      acceptance_length: mean tokens committed per step, in [1, G + 1].
     """
     greedy = greedy_verify(logits, draft)
     whole = int(acceptance_length)
     slot = jnp.zeros((draft.shape[0], 1), jnp.int32)
     key = fold_keys(keys, steps, slot, Stream.ACCEPT)[:, 0]
     extra = jax.vmap(lambda k: jax.random.uniform(k, ()))(key) < acceptance_length - whole
-    # The real verdict stays in the data flow, so that none of its work is optimised away.
+    # The real verdict stays in the data flow, so that XLA does not remove its work.
     real = jnp.minimum(greedy.accepted, 0)
     return Verdict(whole - 1 + extra.astype(jnp.int32) + real, greedy.bonus)
 
@@ -199,7 +222,7 @@ def _leading(hits: Bool[Array, "B G"]) -> Int[Array, " B"]:
 def _log_ratios(
     log_p: Float[Array, "B T V"], draft: Int[Array, "B G"], log_q: Float[Array, "B G V"] | None
 ) -> Float[Array, "B G"]:
-    """Return log p(d) - log q(d) of each draft."""
+    """Return log p(d) - log q(d) for each draft d."""
 
     def of(x: Float[Array, "B G V"]) -> Float[Array, "B G"]:
         return jnp.take_along_axis(x, draft[:, :, None], axis=-1)[:, :, 0]
@@ -222,10 +245,10 @@ def _with_bonus(
     keys: Array,
     steps: Int[Array, " B"],
 ) -> Verdict:
-    """Draw the token after the accepted drafts: from max(0, scale p - q), or from p when all were accepted."""
+    """Draw the bonus token: from max(0, scale p - q), or from p where all drafts were accepted."""
     p = jnp.take_along_axis(log_p, accepted[:, None, None], axis=1)[:, 0]
     p += log_scale[:, None]
-    if draft.shape[1]:  # else nothing was rejected
+    if draft.shape[1]:  # without drafts, nothing was rejected
         p = _residual(p, accepted, draft, log_q)
     token_keys = fold_keys(keys, steps, accepted[:, None], Stream.TOKEN)[:, 0]
     return Verdict(accepted, sample(p, token_keys))
@@ -237,19 +260,24 @@ def _residual(
     draft: Int[Array, "B G"],
     log_q: Float[Array, "B G V"] | None,
 ) -> Float[Array, "B V"]:
-    """Return the log of max(0, p - q), with the q of the draft that was rejected, or p where none was."""
+    """Return log max(0, p - q), with the q of the rejected draft, or `p` where none was rejected.
+
+    The argument `p` is a log too.
+    """
     b, g = draft.shape
     if log_q is None:
         padded = jnp.concatenate([draft, jnp.full((b, 1), -1, draft.dtype)], axis=1)
-        rejected = jnp.take_along_axis(padded, accepted[:, None], axis=1)  # -1: nothing was
+        rejected = jnp.take_along_axis(padded, accepted[:, None], axis=1)  # -1: none was rejected
         q = jnp.where(jnp.arange(p.shape[-1])[None, :] == rejected, 0.0, -jnp.inf)
     else:
         row = jnp.minimum(accepted, g - 1)[:, None, None]
         q = jnp.take_along_axis(log_q, row, axis=1)[:, 0]
         q = jnp.where(accepted[:, None] < g, q, -jnp.inf)
-    # log(p - q) without leaving logs: nothing underflows, and without a q it is p to the bit.
+    # log(p - q) is computed from logs, so that nothing underflows. Where q is 0, the result is p to
+    # the bit.
     larger = p > q
     gap = jnp.where(larger, q - p, -jnp.inf)
     residual = jnp.where(larger, p + jnp.log1p(-jnp.exp(gap)), -jnp.inf)
-    # Rounding may leave nothing, where p is q or is all on the draft. Then p itself is right.
+    # Rounding may leave no token where p equals q, or where p is all on the draft.
+    # There p is right.
     return jnp.where(jnp.any(residual > -jnp.inf, axis=-1, keepdims=True), residual, p)

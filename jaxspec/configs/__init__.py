@@ -1,1 +1,1 @@
-"""Configs: what a model is, a module a family. Nothing here touches an array."""
+"""Configs, which describe models: one module for each family. Nothing here uses arrays."""

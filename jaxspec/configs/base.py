@@ -1,7 +1,8 @@
-"""What all configs share: the errors, what a target's layers are, what a checkpoint says of decoding, readers.
+"""What all configs share: errors, the layers of a target, defaults of decoding, and readers.
 
-Read `LayerSpec` and `TargetConfig`: caches, memory, costs and drafters know a target by these alone. Hugging
-Face field names appear only in `from_hf` functions. Nothing here touches an array or a weight file.
+Read `LayerSpec` and `TargetConfig`. Caches, memory, costs and drafters know a target only through
+these. Hugging Face field names appear only in `from_hf` functions and their helpers. Nothing here
+uses arrays or weight files.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _LAYER_TYPES: dict[str, LayerType] = {"sliding_attention": "sliding", "full_atte
 
 
 class ConfigError(ValueError):
-    """A config that is not one of ours: names the field, what was expected and what came."""
+    """A config is not supported. The message names the field, and what was expected and given."""
 
 
-# --- targets -----------------------------------------------------------------------------------------
+# --- targets -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class LayerSpec:
     """One layer of a target, as caches, costs and drafters see it.
 
     Attributes:
-      window: keys a query sees, itself included; None for all.
-      kv_owner: the layer whose keys and values it reads: its own number, or an earlier layer's.
+      window: the number of keys that a query sees, its own included; None for all keys.
+      kv_owner: the layer whose keys and values this layer reads: itself, or an earlier layer.
     """
 
     window: int | None
@@ -46,18 +47,22 @@ class LayerSpec:
 
 
 class TargetConfig(abc.ABC):
-    """What is known of a target outside its own module; a family's config is a frozen dataclass of it."""
+    """What other modules know of a target. Each family derives a frozen dataclass from this class.
+
+    Attributes:
+      num_experts: the number of experts of each layer; 0 for a dense model.
+    """
 
     vocab_size: int
     hidden_size: int
     max_positions: int
-    num_experts: int = 0  # of a layer; 0: dense
+    num_experts: int = 0
     num_experts_per_token: int = 0
 
     @property
     @abc.abstractmethod
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Describe every layer, the first one first."""
+        """All layers, in order."""
 
     @property
     def num_layers(self) -> int:
@@ -65,7 +70,7 @@ class TargetConfig(abc.ABC):
 
     @property
     def embedding_scale(self) -> float:
-        """What an embedding's row is multiplied by on its way in."""
+        """The factor by which embeddings are multiplied before the first layer."""
         return 1.0
 
     def owns_kv(self, layer: int) -> bool:
@@ -75,7 +80,7 @@ class TargetConfig(abc.ABC):
         """Return the last layer of a kind ("sliding" or "full") that has K/V of its own.
 
         Raises:
-          ValueError: there is none.
+          ValueError: no layer of that kind has K/V of its own.
         """
         owners = [
             i for i, layer in enumerate(self.layers) if layer.kind == kind and self.owns_kv(i)
@@ -87,7 +92,7 @@ class TargetConfig(abc.ABC):
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What a checkpoint's generation_config.json says about decoding it."""
+    """A checkpoint's defaults for decoding, from its generation_config.json."""
 
     eos_token_ids: tuple[int, ...] = ()
     suppress_tokens: tuple[int, ...] = ()  # never emitted, in draft and verify alike
@@ -101,7 +106,7 @@ class GenerationDefaults:
     def from_hf(
         cls, generation_config: Mapping[str, Any] | None, config: Mapping[str, Any]
     ) -> GenerationDefaults:
-        """Read generation_config.json; end-of-sequence ids fall back to config.json's."""
+        """Read generation_config.json. End-of-sequence ids fall back to those of config.json."""
         generation = generation_config or {}
         eos = generation.get("eos_token_id")
         if eos is None:
@@ -125,7 +130,11 @@ def to_json(config: Any) -> dict[str, Any]:
 
 
 def from_json(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Rebuild a config from `to_json` values; an unknown or missing field is a `ConfigError`."""
+    """Rebuild a config from the values of `to_json`.
+
+    Raises:
+      ConfigError: a field is unknown or missing.
+    """
     kind: Any = cls
     fields = {f.name: f for f in dataclasses.fields(kind)}
     required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
@@ -158,7 +167,10 @@ def layer_types_of(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
 
 
 def find_key(config: Mapping[str, Any], keys: Sequence[str]) -> tuple[str | None, Any]:
-    """Return the first of these keys that has a value, and that value; a dot goes into an object."""
+    """Return the first of these keys that has a value, and that value.
+
+    The key "a.b" stands for key "b" of object "a". Returns (None, None) if no key has a value.
+    """
     for key in keys:
         value: Any = config
         for part in key.split("."):

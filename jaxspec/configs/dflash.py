@@ -1,4 +1,4 @@
-"""DFlash block drafters of z-lab's layout: their config, its reader, the released drafters."""
+"""DFlash block drafters in z-lab's layout: their config, its reader, and the released drafters."""
 
 from __future__ import annotations
 
@@ -21,25 +21,34 @@ ARCHITECTURES = ("DFlashDraftModel",)
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """A block drafter of z-lab's layout: it fills a block of masks in one pass, from target features."""
+    """A block drafter in z-lab's layout, which fills a block of masks in one pass.
+
+    Its context is features of the target.
+
+    Attributes:
+      hidden_size: also the target's, because the drafter uses the target's embedding and head.
+      causal: for each layer, whether attention inside the block is causal.
+      block_size: the anchor and the masks together.
+      feature_layers: the target layers whose outputs are the context features, in order.
+      sliding_window: w, where position q of a sliding layer sees keys q - w < k <= q.
+      scale_embeddings: whether block embeddings are multiplied by the target's embedding scale.
+    """
 
     vocab_size: int
-    hidden_size: int  # also the target's: the drafter borrows its embedding and head
+    hidden_size: int
     layer_types: tuple[LayerType, ...]
-    causal: tuple[bool, ...]  # a layer, inside the block
+    causal: tuple[bool, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    block_size: int  # anchor + masks
+    block_size: int
     mask_token_id: int
-    feature_layers: tuple[
-        int, ...
-    ]  # target layers whose outputs are the context features, in order
+    feature_layers: tuple[int, ...]
     num_target_layers: int
     max_positions: int
-    sliding_window: int | None = None  # keys q - w < k <= q on sliding layers
-    scale_embeddings: bool = True  # block embeddings carry the target's embedding scale
+    sliding_window: int | None = None
+    scale_embeddings: bool = True
     final_logit_softcap: float | None = None
     rope_theta: float = 1_000_000.0
     rms_norm_eps: float = 1e-6
@@ -61,7 +70,7 @@ class DFlashConfig:
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ConfigError(f"mask_token_id {self.mask_token_id} is outside the vocabulary")
-        # The last layer's output is normed in some engines and raw in others; no known drafter uses it.
+        # Some engines norm the last layer's output and others do not. No known drafter uses it.
         bad = [i for i in self.feature_layers if not 0 <= i < self.num_target_layers - 1]
         if bad or not self.feature_layers:
             raise ConfigError(
@@ -75,13 +84,14 @@ class DFlashConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DFlashConfig:
-        """Read the config.json of a z-lab style DFlash drafter.
+        """Read the config.json of a DFlash drafter in z-lab's layout.
 
-        Causality follows `is_causal` (top level or in `dflash_config`, there also `causal`) when given; else
-        sliding layers are causal inside the block and full layers are not (sglang #34524, SpecForge masks).
+        `causal` or `is_causal` says which layers are causal inside the block (`KEYS` says where
+        they may stand). Without both, sliding layers are causal and full layers are not (sglang
+        #34524, SpecForge masks).
 
         Raises:
-          ConfigError: it is not such a drafter, or needs a feature that is not here.
+          ConfigError: it is not such a drafter, or it needs a feature that is not supported.
         """
         if not set(ARCHITECTURES) & set(config.get("architectures") or ()):
             raise ConfigError(
@@ -99,8 +109,8 @@ class DFlashConfig:
                 "config.json has use_sliding_window = True but no layer_types; say in layer_types "
                 "which layers are sliding_attention and which full_attention"
             )
-        # Where there are layer_types, they alone count. transformers also wants use_sliding_window,
-        # and without it drops the windows of a drafter that was trained with them.
+        # Only layer_types decides. transformers also requires use_sliding_window. Without that key
+        # transformers drops the windows of a drafter that was trained with windows.
         names = names or ["full_attention"] * layers
         layer_types = layer_types_of({**config, "layer_types": names})
         refuse_unless(config, "hidden_act", ("silu",), default="silu")
@@ -154,7 +164,11 @@ class DFlashConfig:
         )
 
     def check_fits(self, target: TargetConfig) -> None:
-        """Refuse a target this drafter was not made for, naming every number that differs."""
+        """Check that this drafter was made for a target.
+
+        Raises:
+          ConfigError: it was not; the message names every number that differs.
+        """
         wrong = [
             f"{name}: drafter {ours}, target {theirs}"
             for name, ours, theirs in (
@@ -187,11 +201,15 @@ KEYS: dict[str, tuple[str, ...]] = {
     "block_size": _nested("block_size"),
     "num_target_layers": _nested("num_target_layers"),
 }
-"""Where config.json may say what engines disagree on, by field; see `find_key`."""
+"""The keys of config.json that may set each field on which engines disagree. See `find_key`."""
 
 
 def default_feature_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Return z-lab's default feature layers, for files that name none (the count is the layer count)."""
+    """Return z-lab's default feature layers, for a config.json that names none.
+
+    Args:
+      count: the number of feature layers. z-lab's default is the drafter's number of layers.
+    """
     if count == 1:
         return (num_target_layers // 2,)
     last = num_target_layers - 4
@@ -219,7 +237,7 @@ def _zlab(hidden: int, heads: int, mlp: int, layers: int, ids: tuple[int, ...]) 
 
 
 def _b16(hidden: int, mlp: int) -> DFlashConfig:
-    """Return the drafter of a Qwen3 target of 36 layers: five such layers, but not causal."""
+    """Return the config of a drafter for a Qwen3 target of 36 layers: five layers, none causal."""
     return DFlashConfig(
         vocab_size=151_936,
         hidden_size=hidden,

@@ -1,4 +1,4 @@
-"""Gemma 4's text decoder: its config, its reader, the released sizes."""
+"""Gemma 4's text decoder: its config, its reader, and the released sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 class Gemma4Config(TargetConfig):
     """The text decoder of a Gemma 4 model.
 
-    `num_kv_heads` and `head_dim` are those of sliding layers; full layers have their own.
+    Attributes:
+      num_kv_heads, head_dim: of sliding layers. Full layers have values of their own.
+      sliding_window: the number of keys that a query of a sliding layer sees, its own included.
+      k_eq_v: whether the values of full layers are the raw key projection, with a norm of their
+        own.
+      double_wide_mlp: whether layers that share K/V have an MLP of twice the width.
+      num_kv_shared_layers: how many of the last layers read an earlier layer's K/V.
+      per_layer_input_size: 0 for a model without per-layer inputs.
+      num_experts: 0 for a dense model.
     """
 
     vocab_size: int
@@ -38,14 +46,14 @@ class Gemma4Config(TargetConfig):
     full_num_kv_heads: int
     full_head_dim: int
     intermediate_size: int
-    sliding_window: int  # keys a query sees on sliding layers, itself included
+    sliding_window: int
     max_positions: int
-    k_eq_v: bool = False  # full layers only: values are the raw key projection, normed apart
-    double_wide_mlp: bool = False  # layers that share K/V have an MLP of twice the width
-    num_kv_shared_layers: int = 0  # the last so many layers read an earlier layer's K/V
-    per_layer_input_size: int = 0  # 0: no per-layer inputs
+    k_eq_v: bool = False
+    double_wide_mlp: bool = False
+    num_kv_shared_layers: int = 0
+    per_layer_input_size: int = 0
     per_layer_vocab_size: int = 0
-    num_experts: int = 0  # 0: dense
+    num_experts: int = 0
     num_experts_per_token: int = 0
     expert_intermediate_size: int = 0
     final_logit_softcap: float | None = 30.0
@@ -106,13 +114,16 @@ class Gemma4Config(TargetConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
-        """Read a Hugging Face config.json, of the released shape or as transformers 5.17+ writes it.
+        """Read a Hugging Face config.json.
+
+        The file may be as released, or as transformers 5.17+ writes it.
 
         Args:
-          config: the parsed file; of a multimodal checkpoint only its text part is read.
+          config: the parsed file. Only the text part of a multimodal checkpoint is read.
 
         Raises:
-          ConfigError: it is not a Gemma 4 text decoder, or uses a feature no released target has.
+          ConfigError: it is not a Gemma 4 text decoder, or it uses a feature that no released
+            target has.
         """
         text = _gemma4_text_config(config)
         moe = bool(text.get("enable_moe_block", False))
@@ -156,9 +167,9 @@ def _gemma4_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def decoder_fields(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what targets and their assistants have in common."""
+    """Read the fields that targets and their assistants have in common."""
     layer_types = list(layer_types_of(text))
-    layer_types[-1] = "full"  # as transformers does, with a warning, when the file says otherwise
+    layer_types[-1] = "full"  # transformers does so too, with a warning
     kv_heads, head_dim = (
         whole_number(text, "num_key_value_heads"),
         whole_number(text, "head_dim", 256),
@@ -201,9 +212,10 @@ def decoder_fields(text: Mapping[str, Any]) -> dict[str, Any]:
 def _full_layer_values(
     text: Mapping[str, Any], layer_types: Sequence[LayerType], head_dim: int, kv_heads: int
 ) -> tuple[int, int]:
-    """Read head dim and kv heads of full layers from `per_layer_config`.
+    """Read the head dim and the number of kv heads of full layers from `per_layer_config`.
 
-    Its keys are layer indices as strings, zero-padded to the width of the last one: compare as integers.
+    Its keys are layer indices as strings. They are zero-padded to the width of the last index, so
+    they are compared as integers.
     """
     try:
         overrides = {int(k): dict(v) for k, v in (text["per_layer_config"] or {}).items()}

@@ -1,4 +1,4 @@
-"""Gemma 4's MTP assistants: their config, its reader, the released sizes."""
+"""Gemma 4's MTP assistants: their config, its reader, and the released sizes."""
 
 from __future__ import annotations
 
@@ -24,36 +24,50 @@ KEYS: dict[str, tuple[str, ...]] = {
     "query_position": ("query_position",),
     "num_window_keys": ("num_window_keys",),
 }
-"""Where config.json may say what engines disagree on, by field. Released files have neither key."""
+"""The keys of config.json that may set each field on which engines disagree. See `find_key`.
+
+Released files have none of them.
+"""
 
 
 @dataclass(frozen=True)
 class MTPConfig:
     """A Gemma 4 assistant: a few layers of queries over the target's own keys and values.
 
-    With n positions in the target's caches, and the newest token not among them, engines disagree on two
-    things. The query is rotated to position n - 1 (vLLM, SGLang) or n (transformers' generation): "last" or
-    "next". Its sliding layers see the last w keys (vLLM, SGLang) or w + 1 (transformers).
+    Engines disagree on the position of the query and on the window. Let the target's caches hold n
+    positions, without the newest token. vLLM and SGLang rotate the query to position n - 1, and
+    transformers' generation rotates it to n. On sliding layers the query sees the last w keys in
+    vLLM and SGLang, and w + 1 keys in transformers.
+
+    Attributes:
+      backbone_hidden_size: the target's hidden size.
+      num_kv_heads, head_dim, full_num_kv_heads, full_head_dim: the target's.
+      num_centroids: the number of token clusters; 0 for a dense head.
+      num_top_centroids: the number of clusters whose tokens a step scores.
+      num_draft_tokens: the default length of a chain.
+      suppress_tokens: never drafted. The target's own suppressed tokens are not drafted either.
+      query_position: "last" for position n - 1, "next" for n.
+      num_window_keys: w or w + 1, where w is `sliding_window`. A given 0 is replaced by w.
     """
 
     vocab_size: int
     hidden_size: int
-    backbone_hidden_size: int  # the target's
+    backbone_hidden_size: int
     layer_types: tuple[LayerType, ...]
     num_heads: int
-    num_kv_heads: int  # the target's, as are the head dims
+    num_kv_heads: int
     head_dim: int
     full_num_kv_heads: int
     full_head_dim: int
     intermediate_size: int
     sliding_window: int
     max_positions: int
-    num_centroids: int = 0  # 0: a dense head
-    num_top_centroids: int = 0  # clusters of tokens that a step looks into
-    num_draft_tokens: int = 5  # unless asked otherwise
-    suppress_tokens: tuple[int, ...] = ()  # beside the target's own
+    num_centroids: int = 0
+    num_top_centroids: int = 0
+    num_draft_tokens: int = 5
+    suppress_tokens: tuple[int, ...] = ()
     query_position: Literal["last", "next"] = "last"
-    num_window_keys: int = 0  # 0 in a file or call: sliding_window
+    num_window_keys: int = 0
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     full_rope_theta: float = 1_000_000.0
@@ -93,10 +107,11 @@ class MTPConfig:
     def from_hf(
         cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
     ) -> MTPConfig:
-        """Read an assistant's config.json, and what its generation_config.json says of drafting.
+        """Read an assistant's config.json, and the drafting defaults of its generation_config.json.
 
         Raises:
-          ConfigError: it is no assistant, or has what none has: experts, per-layer inputs, a wide MLP.
+          ConfigError: it is not an assistant, or it has a feature that no released assistant has,
+            such as experts, per-layer inputs, or a wide MLP.
         """
         if config.get("model_type") not in MODEL_TYPES:
             raise ConfigError(
@@ -136,7 +151,11 @@ class MTPConfig:
         )
 
     def check_fits(self, target: TargetConfig) -> None:
-        """Refuse a target this assistant was not made for, naming every number that differs."""
+        """Check that this assistant was made for a target.
+
+        Raises:
+          ConfigError: it was not; the message names every number that differs.
+        """
         pairs = [
             ("backbone_hidden_size", self.backbone_hidden_size, target.hidden_size),
             ("vocab_size", self.vocab_size, target.vocab_size),

@@ -1,4 +1,4 @@
-"""Qwen3's dense decoder: its config, its reader, the released sizes."""
+"""Qwen3's dense decoder: its config, its reader, and the released sizes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 @dataclass(frozen=True)
 class Qwen3Config(TargetConfig):
-    """A dense Qwen3 decoder. All its layers see every earlier token."""
+    """A dense Qwen3 decoder, whose layers all see every earlier token."""
 
     vocab_size: int
     hidden_size: int
     layer_count: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # num_heads x head_dim need not be hidden_size
+    head_dim: int  # num_heads x head_dim may differ from hidden_size
     intermediate_size: int
     max_positions: int
     tied_head: bool  # the head is the embedding
@@ -75,13 +75,15 @@ class Qwen3Config(TargetConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """Read a Hugging Face config.json, of the released shape or as transformers 5 writes it.
+        """Read a Hugging Face config.json.
+
+        The file may be as released, or as transformers 5 writes it.
 
         Args:
           config: the parsed file.
 
         Raises:
-          ConfigError: it is not a dense Qwen3 decoder, or uses a feature that no released one has.
+          ConfigError: it is not a dense Qwen3 decoder, or it uses a feature that no release has.
         """
         if config.get("model_type") not in MODEL_TYPES:
             raise ConfigError(
@@ -110,7 +112,7 @@ class Qwen3Config(TargetConfig):
             layer_count=whole_number(config, "num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=whole_number(config, "num_key_value_heads", heads),
-            head_dim=whole_number(config, "head_dim", 128),  # as transformers takes it
+            head_dim=whole_number(config, "head_dim", 128),  # transformers' default
             intermediate_size=whole_number(config, "intermediate_size"),
             max_positions=whole_number(config, "max_position_embeddings"),
             tied_head=bool(config.get("tie_word_embeddings", False)),
@@ -130,7 +132,7 @@ def _refuse_windows(config: Mapping[str, Any]) -> None:
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Read theta; refuse what stretches positions. `rope_parameters` wins over the older keys."""
+    """Read the rotary base. Refuse scaled positions. `rope_parameters` wins over older keys."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":

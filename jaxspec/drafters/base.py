@@ -1,10 +1,11 @@
-"""The drafter protocol: three verbs, which are all that the decode loop knows of a drafter.
+"""The drafter protocol: the three verbs by which the decode loop uses a drafter.
 
     init_state   an empty state, before prefill
     draft        anchor tokens and state -> draft tokens
     absorb       tokens that were kept, and what the target computed for them -> new state
 
-A new drafter is a module with a subclass of `Drafter`, a table of conversion rules and an entry in `families`.
+A new drafter needs a module with a subclass of `Drafter`, a table of conversion rules, and an
+entry in `families`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ StateT = TypeVar("StateT")
 
 
 class TargetView(struct.PyTreeNode):
-    """What a target lends a drafter for one call. A drafter never stores it."""
+    """What a target lends a drafter for one call. A drafter never stores the view."""
 
     target: Target
     caches: Caches
@@ -38,15 +39,18 @@ class TargetView(struct.PyTreeNode):
 
 
 class Kept(struct.PyTreeNode):
-    """Tokens that were kept, with what the target computed for them: what a drafter learns from.
+    """Tokens that were kept, with what the target computed for them. `Drafter.absorb` takes it.
 
-    The first `count` of the T tokens of a row count. They stand at positions start .. start + count - 1.
+    A row has T tokens, of which the first `count` are real. The real tokens stand at positions
+    start .. start + count - 1.
 
     Attributes:
-      tokens: of a prompt, or the anchor and the accepted drafts of a step.
-      hidden: after the target's final norm.
-      features: outputs of the drafter's `feature_layers`.
-      slots: state row of each row here; None when they are the same.
+      tokens: part of a prompt, or the anchor and the accepted drafts of a step.
+      hidden: the target's hidden states after its final norm.
+      features: the outputs of the drafter's `feature_layers`.
+      start: the position of each row's first token.
+      count: the number of real tokens of each row.
+      slots: the state row of each row; None when row i belongs to state row i.
     """
 
     tokens: Int[Array, "b T"]
@@ -65,23 +69,28 @@ class Kept(struct.PyTreeNode):
         count: Int[Array, " b"],
         slots: Int[Array, " b"] | None = None,
     ) -> Kept:
-        """Put tokens together with the target's pass over them."""
+        """Make a `Kept` of tokens and the target's output for them."""
         return cls(tokens, output.hidden, output.features, start, count, slots)
 
 
 class Draws(struct.PyTreeNode):
-    """How to draw drafts: shaped as the target's tokens are, with a key for each of them."""
+    """The sampling parameters of the target's tokens, and a random key for each draft."""
 
     sampling: SamplingParams
     keys: Array  # [B, G]
 
 
 class Draft(struct.PyTreeNode):
-    """Draft tokens a row.
+    """The draft tokens of each row of a batch.
 
-    Block row 0 is the anchor and row i + 1 is draft i. `parents` names for each draft the row it follows,
-    which comes before it; without it drafts follow each other, a chain. `log_q` is the log of the
-    distribution that each was drawn from, -inf where it has nothing; without it each is a certain choice.
+    The anchor and the drafts of a row form a block. Block row 0 is the anchor, and block row i + 1
+    is draft i.
+
+    Attributes:
+      parents: the block row that each draft follows, which comes before the draft's own; None for
+        a chain, where each draft follows the one before it.
+      log_q: the log-probabilities of the distribution that each draft was drawn from, -inf for
+        impossible tokens; None when each draft is a certain choice.
     """
 
     tokens: Int[Array, "B G"]
@@ -90,21 +99,21 @@ class Draft(struct.PyTreeNode):
 
 
 class Drafter(nnx.Module, Generic[StateT]):
-    """A small model that proposes tokens. Its state is a pytree with one row a slot of the batch."""
+    """A small model that proposes tokens. Its state is a pytree with one row for each slot."""
 
     @property
     @abc.abstractmethod
     def feature_layers(self) -> tuple[int, ...]:
-        """Target layers whose outputs `absorb` wants, in order."""
+        """Target layers whose outputs `absorb` reads, in order."""
 
     @property
     @abc.abstractmethod
     def max_draft_tokens(self) -> int:
-        """Most tokens that one `draft` can propose in a row."""
+        """The longest chain of tokens that one `draft` can propose."""
 
     @property
     def default_draft_tokens(self) -> int:
-        """Tokens to propose in a chain when nobody says how many."""
+        """The length of a chain when the caller does not give one."""
         return self.max_draft_tokens
 
     @abc.abstractmethod
@@ -126,14 +135,14 @@ class Drafter(nnx.Module, Generic[StateT]):
         """Propose the tokens after each row's anchor, which stands at position `lengths`.
 
         Args:
-          tree: propose the best nodes of such a tree instead of a chain.
-          draws: draw a chain's tokens from the drafter's own distribution, and tell it; without, each is
-            the best.
+          tree: the shape of the tree to propose nodes of; None proposes a chain.
+          draws: how to draw a chain's tokens from the drafter's own distribution, which the draft
+            then holds as `log_q`; None takes the most likely token each time.
         """
 
     @abc.abstractmethod
     def absorb(self, state: StateT, kept: Kept) -> StateT:
-        """Take in tokens that were kept: prompts chunk by chunk, then those of every step."""
+        """Update the state with kept tokens: chunks of a prompt, then the tokens of every step."""
 
 
 AnyDrafter = Drafter[Any]

@@ -1,9 +1,12 @@
 """DFlash: a block drafter that fills masked positions in one pass, from the target's own features.
 
-The context is not tokens but features: outputs of a few target layers, joined, fused by one matrix and
-normed. Each draft layer turns them into keys and values once, and caches those. A draft is one pass over
-[anchor, mask, mask, ...], whose queries see the cached context and the block itself. Source: z-lab/dflash
-`dflash/model.py`; SpecForge `specforge/modeling/draft/dflash.py` for the masks it was trained with.
+The drafter reads its context as features, not as tokens. Features are the outputs of a few target
+layers. They are concatenated, fused by one matrix, and normed. Each draft layer projects the
+context to keys and values once, and caches them. A draft is one pass over a block, which is
+[anchor, mask, mask, ...]. The queries of the block see the cached context and the block itself.
+
+Source: z-lab/dflash `dflash/model.py`. The attention masks of training are those of SpecForge
+`specforge/modeling/draft/dflash.py`.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ class DFlashDrafter(Drafter[DFlashState]):
         )
 
     def context(self, features: tuple[Float[Array, "B T D"], ...]) -> Float[Array, "B T D"]:
-        """Fuse target features into the context every layer reads."""
+        """Fuse target features into the context that every draft layer reads."""
         fused = project(whole_rows(jnp.concatenate(features, axis=-1)), self.fuse[...])
         return rms_norm(whole_rows(fused), self.context_norm[...], self.config.rms_norm_eps)
 
@@ -104,16 +107,15 @@ class DFlashDrafter(Drafter[DFlashState]):
         depth = num_draft_tokens if tree is None else tree.depth
         logits = self.block_logits(context, view.target, anchors, lengths, num_draft_tokens=depth)
         logits = suppress(logits, view.suppress_tokens)
-        if (
-            draws is not None
-        ):  # positions of a block are independent given the context and the anchor
+        # Given the context and the anchor, the positions of a block are independent.
+        if draws is not None:
             tokens, log_q = draw_drafts(logits, draws.sampling, draws.keys)
             return Draft(tokens, log_q=log_q)
         if tree is None:
             return Draft(argmax(logits))
 
         def expand(level: int, tokens: Array, origins: Array, topk: int) -> tuple[int, Children]:
-            # A block gives each position one distribution, whatever stands before it in the block.
+            # A position has one distribution, whichever tokens stand before it in the block.
             best = best_children(logits[:, level, None], topk)
             wide = (*tokens.shape, topk)
             return level + 1, Children(*(jnp.broadcast_to(x, wide) for x in best))
@@ -129,10 +131,11 @@ class DFlashDrafter(Drafter[DFlashState]):
         *,
         num_draft_tokens: int,
     ) -> Float[Array, "B G V"]:
-        """Return the logits of the masked slots of a block whose anchor stands at position `lengths`.
+        """Return the logits of the masked positions of a block.
 
         Args:
           context: each layer's keys and values at positions below `lengths`.
+          lengths: the position of each row's anchor.
         """
         c = self.config
         masks = jnp.full((anchors.shape[0], num_draft_tokens), c.mask_token_id, anchors.dtype)
@@ -153,8 +156,8 @@ class DFlashLayer(nnx.Module):
         d, k, h = config.hidden_size, config.num_kv_heads, config.head_dim
         g = config.num_heads // k
         self.input_norm = param(d, dtype=dtype)
-        # Queries apart from keys and values: the context needs only the latter, and a slice of a fused
-        # matrix would be copied in every step.
+        # The context needs keys and values but no queries, so queries have a matrix of their own.
+        # A slice of one fused matrix would be copied in every step.
         self.q = param(d, k, g, h, dtype=dtype, fan_in=d, axes=Q_WEIGHT_AXES)
         self.kv = param(d, k, 2, h, dtype=dtype, fan_in=d, axes=KV_WEIGHT_AXES)
         self.q_norm = param(h, dtype=dtype)
@@ -173,7 +176,12 @@ class DFlashLayer(nnx.Module):
         positions: Int[Array, "B T"],
         into: Destination | None = None,
     ) -> tuple[Float[Array, "_ K _ H"], Float[Array, "_ K _ H"]]:
-        """Project rows of the context (as they are) or of the block (normed)."""
+        """Project rows to keys and values.
+
+        Args:
+          x: rows of the context, as they are, or of the block, normed.
+          into: caches to write keys and values to, which are returned in their place.
+        """
         _, k, v = project_qkv(
             x,
             self.kv[...],

@@ -1,15 +1,15 @@
 """MTP: Gemma 4's assistants, which draft token by token from the target's own keys and values.
 
-An assistant has four layers of queries and no K/V of its own: its sliding layers read the cache of the
-target's last sliding layer that owns K/V, its full layer that of the last full one. Both stay as they are
-for a whole round, and so does the position of the query; what moves from one draft to the next is a state of
-the target's width. It begins as the target's hidden state of the last token that is in the caches, and each
-step makes the next:
+An assistant has four layers with queries but without K/V of their own. Its sliding layers read the
+cache of the target's last sliding layer that owns K/V. Its full layer reads the cache of the
+target's last full layer. These caches do not change during a round, nor does the position of the
+query. Only a state of the target's width passes from one draft to the next. The first state is the
+target's hidden state of the last token that is in the caches. Each step makes the next state:
 
     [embedding of the token, state] -> pre_projection -> layers -> norm -> logits
                                                                         -> post_projection -> state
 
-Source: transformers `models/gemma4_assistant`; where engines differ, see `MTPConfig`.
+Source: transformers `models/gemma4_assistant`. `MTPConfig` says where engines differ.
 """
 
 from __future__ import annotations
@@ -50,26 +50,38 @@ from pallas_kernels.lone_row import twice_if_alone
 MTPState = Float[Array, "B D"]
 """The target's post-norm hidden state of the last token that is in its caches."""
 
-MOST_RANKED = 4  # rows of scores that are not sorted: counting for 8 takes as long on an H200
-MAX_DRAFT_TOKENS = 15  # in a row: as many as a DFlash block; assistants themselves know no limit
+# At most so many rows of scores are ranked by counting instead of sorting. For 8 rows both take
+# equally long on an H200.
+MOST_RANKED = 4
+
+# The longest chain of drafts, which is that of a DFlash block. Assistants themselves have no limit.
+MAX_DRAFT_TOKENS = 15
 
 
 class Choices(NamedTuple):
-    """What a step may draft: logits, and the tokens they stand for (None: all, in order)."""
+    """What a step may draft.
+
+    Attributes:
+      tokens: the token of each logit; None when the logits are of all tokens, in order.
+    """
 
     logits: Float[Array, "B F C"]
     tokens: Int[Array, "B F C"] | None
 
 
 class FrozenKV(NamedTuple):
-    """The target's K/V and the place to read them from, the same for every step of a round."""
+    """The target's K/V and the last position to read of them. Both stay the same for a round.
+
+    Attributes:
+      last: the last position in the caches, n - 1; one for each row, or in training for each node.
+    """
 
     segments: dict[LayerType, KVSegment]
-    last: Int[Array, "B #F"]  # the last position in the caches, n - 1: training has one a node
+    last: Int[Array, "B #F"]
 
 
 class MTPDrafter(Drafter[MTPState]):
-    """An MTP assistant; it borrows the target's embedding and caches, and has a head of its own."""
+    """An MTP assistant. It uses the target's embedding and caches, and has a head of its own."""
 
     def __init__(self, config: MTPConfig, *, dtype: jnp.dtype):
         d, backbone, vocab = config.hidden_size, config.backbone_hidden_size, config.vocab_size
@@ -78,7 +90,8 @@ class MTPDrafter(Drafter[MTPState]):
         self.layers = nnx.List([MTPLayer(config, kind, dtype=dtype) for kind in config.layer_types])
         self.final_norm = param(d, dtype=dtype)
         self.post_projection = param(d, backbone, dtype=dtype, fan_in=d)
-        # With centroids only few of its rows are read, and a sum over devices would cost more than that.
+        # With centroids a step reads few rows of the head. A sum over devices would cost more than
+        # these reads, so the head is not split.
         head_axes = () if config.num_centroids else ("vocab", None)
         self.head = param(vocab, d, dtype=dtype, fan_in=d, axes=head_axes)
         if config.num_centroids:
@@ -107,7 +120,7 @@ class MTPDrafter(Drafter[MTPState]):
             hidden = jnp.take_along_axis(kept.hidden, last, axis=1)[:, 0].astype(state.dtype)
             if kept.slots is None:
                 return jnp.where(kept.count[:, None] > 0, hidden, state)
-            rows = jnp.where(kept.count > 0, kept.slots, state.shape[0])  # else dropped
+            rows = jnp.where(kept.count > 0, kept.slots, state.shape[0])  # past the end: dropped
             return state.at[rows].set(hidden, mode="drop")
 
     def draft(
@@ -167,10 +180,10 @@ class MTPDrafter(Drafter[MTPState]):
         states: Float[Array, "B F D"],
         frozen: FrozenKV,
     ) -> tuple[Float[Array, "B F H"], Float[Array, "B F D"]]:
-        """Take one step from F nodes a row at once; they do not see each other.
+        """Take one step from F nodes of each row at once. The nodes do not see each other.
 
         Returns:
-          The normed output that `choices` reads, and the states to go on from.
+          The normed output that `choices` reads, and the states for the next step.
         """
         return twice_if_alone(
             functools.partial(self._step, target),
@@ -205,9 +218,10 @@ class MTPDrafter(Drafter[MTPState]):
             return stream.normed, project(stream.normed, self.post_projection[...])
 
     def choices(self, hidden: Float[Array, "B F H"], suppressed: tuple[int, ...] = ()) -> Choices:
-        """Return what may follow, with float32 logits; suppressed tokens are impossible.
+        """Return the tokens that may come next and their float32 logits.
 
-        With centroids that is the tokens of the best few clusters, and no other logit is computed.
+        Suppressed tokens have a logit of -inf. With centroids, only the tokens of the best few
+        clusters are returned, and no other logit is computed.
         """
         c = self.config
         suppressed = tuple(sorted({*suppressed, *c.suppress_tokens}))
@@ -232,10 +246,11 @@ class MTPDrafter(Drafter[MTPState]):
 
 
 def _top_indices(scores: Float[Array, "B F C"], k: int) -> Int[Array, "B F K"]:
-    """Return where the k largest scores stand, the largest first and of equals the first.
+    """Return the indices of the k largest scores, the largest score first.
 
-    On GPUs `lax.top_k` sorts, and few rows wait for that: E4B with 5 drafts at batch 1 on an H200 takes 4.32 ms a
-    step with ranks instead of 4.39.
+    Of equal scores the lower index comes first. On GPUs `lax.top_k` sorts, which is slow for few
+    rows. E4B with 5 drafts at batch 1 on an H200 takes 4.32 ms a step with ranks, and 4.39 ms with
+    sorting.
     """
 
     def by_sorting(scores: Array) -> Array:
@@ -248,7 +263,7 @@ def _top_indices(scores: Float[Array, "B F C"], k: int) -> Int[Array, "B F K"]:
 
 
 def ranked_indices(scores: Float[Array, "B F C"], k: int) -> Int[Array, "B F K"]:
-    """Return what `lax.top_k` does, by counting how many scores are ahead of each."""
+    """Return the indices of `lax.top_k`, found by counting the scores that are ahead of each."""
     index = jnp.arange(scores.shape[-1])
     one, other = scores[..., :, None], scores[..., None, :]
     ahead = (other > one) | ((other == one) & (index < index[:, None]))
@@ -266,7 +281,7 @@ def _tokens_of(choices: Choices, index: Int[Array, "B F K"]) -> Int[Array, "B F 
 def _over_vocabulary(
     choices: Choices, log_q: Float[Array, "B F C"], vocab_size: int
 ) -> Float[Array, "B F V"]:
-    """Spread what is known of some tokens over all of them; the others are impossible."""
+    """Return log-probabilities of the whole vocabulary, -inf for tokens outside of `choices`."""
     if choices.tokens is None:
         return log_q
     b, f, _ = log_q.shape
@@ -295,9 +310,11 @@ class MTPLayer(nnx.Module):
         last: Int[Array, "B F"],
         segment: KVSegment,
     ) -> Sum:
-        """Return the output of a stream that is normed with `pre_attention_norm`.
+        """Return the layer's output.
 
-        Other arguments are as in `FrozenAttention`.
+        Args:
+          x: the residual stream, already normed with `pre_attention_norm`.
+          rotary, last, segment: as in `FrozenAttention`.
         """
         h = self.attention(x.normed, rotary, last, segment)
         x = x.add(h, self.post_attention_norm[...]).norm(self.pre_mlp_norm[...])
@@ -306,12 +323,12 @@ class MTPLayer(nnx.Module):
 
 @traced_once
 def run_layer(layer: MTPLayer, x: Residual, next_norm: Float[Array, " H"], *args: Any) -> Residual:
-    """Run a layer, and norm its output for the next layer, or for the head."""
+    """Run a layer, then norm its output for the next layer or for the head."""
     return layer(x, *args).norm(next_norm)
 
 
 class FrozenAttention(nnx.Module):
-    """Grouped-query attention without keys and values: only queries and the way out."""
+    """Grouped-query attention to the target's keys and values. It has none of its own."""
 
     def __init__(self, config: MTPConfig, kind: LayerType, *, dtype: jnp.dtype):
         sliding = kind == "sliding"
@@ -337,8 +354,8 @@ class FrozenAttention(nnx.Module):
         """Attend from some nodes to the target's keys and values.
 
         Args:
-          rotary: the position that the rotary embedding gives each query.
-          last: the position whose keys each query sees: those up to it, within the window.
+          rotary: the position of each query in the rotary embedding.
+          last: the last position that each query sees. A window counts back from it.
         """
         frequencies = rope_frequencies(self.q_norm.shape[0], self.theta, self.partial_factor)
         groups = self.out.shape[1]

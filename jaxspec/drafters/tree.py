@@ -1,6 +1,7 @@
-"""Draft trees: growing one from a drafter's probabilities, and what its shape says. Pure arrays, no model.
+"""Draft trees: grow a tree from a drafter's probabilities, and check its shape.
 
-A tree with G drafts is a block of T = G + 1 rows, the anchor first, and every row after the row it follows.
+Everything here works on arrays, without a model. A tree with G drafts is a block of T = G + 1 rows.
+The anchor is the first row, and every other row comes after its parent.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ class Children(NamedTuple):
 
 
 Expand = Callable[[CarryT, Int[Array, "B F"], Int[Array, "B F"], int], tuple[CarryT, Children]]
-"""`expand(carry, tokens, origins, topk)` gives the children of a frontier.
+"""`expand(carry, tokens, origins, topk)` returns the next carry and the children of a frontier.
 
-Node f has token `tokens[:, f]` and came from node `origins[:, f]` of the frontier before it, whose order a
-drafter's `carry` (its states, say) still has. The first frontier is the anchor alone.
+Node f has token `tokens[:, f]`. Its parent is node `origins[:, f]` of the previous frontier.
+`carry` is the drafter's own (its states, for example) and is in the order of the previous frontier.
+The first frontier is the anchor alone.
 """
 
 
@@ -42,17 +44,17 @@ def grow(
     tree: Tree,
     num_draft_tokens: int,
 ) -> Draft:
-    """Grow a tree level by level, then keep the `num_draft_tokens` nodes of the highest probability.
+    """Grow a tree level by level, then keep the `num_draft_tokens` most likely nodes.
 
-    A node's probability is the product of those on its way from the anchor, so a node is never kept without
-    its parent. Each level expands its `topk` best nodes only. Source: EAGLE-2 (Li et al. 2024), section 4.
+    A node's probability is the product of the probabilities on its path from the anchor. A node is
+    therefore never kept without its parent. Each level expands only its `topk` best nodes.
+
+    Source: EAGLE-2 (Li et al. 2024), section 4.
     """
     b, k = anchors.shape[0], tree.topk
     frontier, origins = anchors[:, None], jnp.zeros((b, 1), jnp.int32)
-    scores, rows = (
-        jnp.zeros((b, 1)),
-        jnp.zeros((b, 1), jnp.int32),
-    )  # rows: of the pool, 0 the anchor
+    # `rows` are the pool rows of the frontier. The pool holds all nodes; its row 0 is the anchor.
+    scores, rows = jnp.zeros((b, 1)), jnp.zeros((b, 1), jnp.int32)
     tokens, parents, pool_scores, size = [], [], [], 0
     for _ in range(tree.depth):
         carry, children = expand(carry, frontier, origins, k)
@@ -61,14 +63,15 @@ def grow(
         tokens.append(children.tokens.reshape(b, -1))
         parents.append(jnp.repeat(rows, k, axis=1))
         pool_scores.append(total.reshape(b, -1))
-        scores, best = lax.top_k(pool_scores[-1], k)  # of equals the first: parents before children
+        scores, best = lax.top_k(pool_scores[-1], k)
         frontier, origins = _take(tokens[-1], best), best // k
         rows = size + 1 + best
         size += pool_scores[-1].shape[1]
+    # Of equal scores `top_k` takes the first, and the pool has parents before children.
     _, kept = lax.top_k(jnp.concatenate(pool_scores, axis=1), num_draft_tokens)
     kept = jnp.sort(kept, axis=1)
     parent = _take(jnp.concatenate(parents, axis=1), kept)
-    # From rows of the pool to rows of the block: how many of the kept ones stand before, itself included.
+    # A parent's block row is the number of kept nodes whose pool row is at most the parent's.
     parent = jnp.sum(kept[:, None, :] + 1 <= parent[:, :, None], axis=-1, dtype=jnp.int32)
     return Draft(_take(jnp.concatenate(tokens, axis=1), kept), parent)
 
@@ -80,7 +83,7 @@ def best_children(logits: Float[Array, "B F V"], topk: int) -> Children:
 
 
 def ancestors(parents: Int[Array, "B G"]) -> Bool[Array, "B T T"]:
-    """Tell for each row of a block which rows it follows, itself included."""
+    """Return for each row of a block a mask of its ancestors, the row itself included."""
     b, g = parents.shape
     own = jnp.eye(g + 1, dtype=bool)
     seen = [jnp.broadcast_to(own[0], (b, g + 1))]
@@ -91,10 +94,14 @@ def ancestors(parents: Int[Array, "B G"]) -> Bool[Array, "B T T"]:
 
 
 def check_tree(tree: Tree, num_draft_tokens: int, max_depth: int) -> None:
-    """Refuse a tree that cannot hold `num_draft_tokens` nodes, or that they cannot fill.
+    """Check that a tree suits a drafter and a number of draft tokens.
+
+    Args:
+      max_depth: the longest chain that the drafter can propose.
 
     Raises:
-      FieldError: about the tree, or the number of draft tokens.
+      FieldError: the tree has no nodes or is deeper than `max_depth`; it has fewer nodes than
+        `num_draft_tokens`; or `num_draft_tokens` is less than its topk or its depth.
     """
     k, depth = tree.topk, tree.depth
     if k < 1 or depth < 1:

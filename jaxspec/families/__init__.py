@@ -1,8 +1,9 @@
-"""The registry of families: one entry a kind of model, which says all that is special about it.
+"""The registry of families. A family is one kind of model.
 
-The entries are `gemma4`, `qwen3`, `dflash` and `mtp`; `base` says what an entry is. To add a target or a drafter,
-write its module, its table of conversion rules and an entry, and call `register`. Nothing outside this
-folder asks which class a config has. To import it takes no JAX.
+An entry holds everything that is special to its family. The entries are `gemma4`, `qwen3`, `dflash`
+and `mtp`. `base` defines what an entry holds. To add a target or a drafter, write its module, its
+table of conversion rules and an entry, and call `register`. Nothing outside this folder checks the
+class of a config. Importing this package does not import JAX.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ _FAMILIES: dict[str, Family] = {}
 
 
 def register(family: Family) -> Family:
-    """Add an entry, and return it.
+    """Add an entry to the registry, and return it.
 
     Raises:
-      ValueError: its name, its config class or one of its presets is another entry's.
+      ValueError: another entry has its name, its config class or one of its presets.
     """
     for other in _FAMILIES.values():
         if other.name == family.name or other.config is family.config:
@@ -63,15 +64,15 @@ def register(family: Family) -> Family:
 
 
 def families(role: Literal["target", "drafter"] | None = None) -> tuple[Family, ...]:
-    """Return all entries, or those of targets or drafters, in the order they were registered in."""
+    """Return all entries, or only those of one role, in order of registration."""
     return tuple(f for f in _FAMILIES.values() if role in (None, f.role))
 
 
 def named(name: str) -> Family:
-    """Return the entry of that name.
+    """Return the entry with a name.
 
     Raises:
-      ValueError: there is none; it names those there are.
+      ValueError: no entry has that name; the message lists the known names.
     """
     if name not in _FAMILIES:
         raise ValueError(f"family {name!r} is not known; expected one of {', '.join(_FAMILIES)}")
@@ -95,10 +96,10 @@ def family_of(config: ModelConfig) -> Family:
 def recognise(config: Mapping[str, Any]) -> Family:
     """Return the family of a parsed config.json.
 
-    Drafters are asked first: some say the `model_type` of a target.
+    Drafters are tried first, because the files of some have the `model_type` of a target.
 
     Raises:
-      ConfigError: its words are no family's.
+      ConfigError: no family has this model type or one of these architectures.
     """
     for family in (*families("drafter"), *families("target")):
         if family.recognises(config):
@@ -113,7 +114,7 @@ def recognise(config: Mapping[str, Any]) -> Family:
 
 
 def graph_of(config: ModelConfig, dtype: str) -> Graph:
-    """Return the static half of the model that a config describes, with weights of `dtype`."""
+    """Return the `Graph` of the model that a config describes, with weights of `dtype`."""
     from jaxspec.params import Graph
 
     return Graph(family_of(config).module(), config, dtype)
@@ -125,10 +126,14 @@ def presets() -> dict[str, ModelConfig]:
 
 
 def random_drafter(preset: str, kind: str, dtype: str) -> tuple[Graph, str]:
-    """Return the drafter of a family that belongs to a target's preset, and what to call it.
+    """Return a drafter for a target's preset, and a description of the drafter for messages.
+
+    Args:
+      preset: the name of a target's preset.
+      kind: the name of the drafter's family.
 
     Raises:
-      ValueError: there is no such preset, no such family of drafters, or no drafter of it for the preset.
+      ValueError: there is no such preset or family, or the family has no drafter for the preset.
     """
     family, sizes = named(kind), presets()
     if preset not in sizes:

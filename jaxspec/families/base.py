@@ -1,6 +1,6 @@
-"""What an entry of the registry says about a kind of model. Read `Family`; `Conventions` is for drafters.
+"""What an entry of the registry holds. Read `Family` first. `Conventions` is for drafters.
 
-An entry is plain data and functions. Modules and tables of rules are imported when they are asked for.
+An entry is plain data and functions. Its functions import modules and tables of rules when called.
 """
 
 from __future__ import annotations
@@ -19,30 +19,37 @@ if TYPE_CHECKING:
     from jaxspec.state import DecodeSpec
 
 ModelConfig = Any
-"""A family's own config: a frozen dataclass. A target's is a `TargetConfig`; a drafter's has `check_fits`."""
+"""A family's own config, a frozen dataclass.
+
+A target's config is a `TargetConfig`. A drafter's config has a method `check_fits`.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One kind of model: everything about it that the rest of jaxspec does not know.
+    """One kind of model, with everything about it that the rest of jaxspec does not know.
 
     Attributes:
-      name: as manifests and `--drafter` say it.
-      title: what one is called in messages, with its article: "a DFlash drafter".
-      config: the class of its configs. No other family has it.
-      read: makes a config of the parsed config.json and generation_config.json (None: there is none).
-        It raises `ConfigError` where the files ask for what the module cannot do.
+      name: the family's name in manifests and in `--drafter`.
+      title: the name of such a model in messages, with its article: "a DFlash drafter".
+      config: the class of its configs. No other family has this class.
+      read: makes a config from the parsed config.json and generation_config.json. The latter is
+        None if the checkpoint has no such file. Raises `ConfigError` if the files need a feature
+        that the module does not have.
       module: imports and returns the class that `Graph` binds.
-      rules: imports and returns the table of its tensors, for a config and the names of its parameters.
-      architectures, model_types: the words in config.json that tell it, under these keys.
-      presets: configs of released sizes, by a name that no other target has.
-      usual_drafter: of a target: the family of the drafter that it is benchmarked with.
-      drafter_for: of a drafter: the config that belongs to a target's preset, and what to call it.
-        It raises ValueError where there is none.
-      cost: of a drafter: what drafting and absorbing cost in one step, for a spec, a number of rows and
-        the committed tokens of each. None: nothing that is worth counting.
-      conventions: of a drafter: what it takes for granted about its target.
-      randomise: makes random weights (which come with their seed) behave as real ones do.
+      rules: imports and returns the table of conversion rules, for a config and the names of its
+        parameters.
+      architectures, model_types: the values in config.json, under keys `architectures` and
+        `model_type`, that identify the family.
+      presets: configs of the released sizes, by name. No other target has these names.
+      usual_drafter: for a target, the family of the drafter that it is benchmarked with.
+      drafter_for: for a drafter, a function of a target's preset. It returns the drafter's config
+        and a description for messages. Raises ValueError if there is no drafter for the preset.
+      cost: for a drafter, the cost of drafting and absorbing in one step. It takes a spec, the
+        number of rows, and the committed tokens of each row. None if the cost is negligible.
+      conventions: for a drafter, what it assumes about its target.
+      randomise: makes random weights behave as real weights do. It takes the weights and their
+        seed.
     """
 
     name: str
@@ -62,26 +69,26 @@ class Family:
     randomise: Callable[[Params, int], Params] = lambda params, seed: params
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Tell whether a config.json has this family's words."""
+        """Return whether a config.json has a model type or an architecture of this family."""
         architectures = config.get("architectures") or ()
         return config.get("model_type") in self.model_types or any(
             word in self.architectures for word in architectures
         )
 
 
-# --- conventions -------------------------------------------------------------------------------------
+# --- conventions ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Assumption:
-    """One thing that a drafter takes for granted, and on which projects disagree.
+    """One convention that a drafter assumes, and on which projects disagree.
 
     Attributes:
-      value, shown: what holds, in JSON and in words.
-      field: the config field that holds it. `check` looks up what set it.
-      default: what holds where config.json is silent.
-      origin: without a field, what set it. `{config}` and `{generation}` stand for the file that has
-        what config.json and generation_config.json say.
+      value, shown: the convention in force, as a JSON value and in words.
+      field: the config field that holds the convention. `check` looks up what set this field.
+      default: the convention in force if config.json does not set the field.
+      origin: what set the convention if it has no field. `{config}` and `{generation}` stand for
+        the files that hold the contents of config.json and generation_config.json.
     """
 
     name: str
@@ -94,11 +101,11 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Change:
-    """Another value of a config field, which may have been meant.
+    """Another value of a config field, with which a drafter may have been trained instead.
 
     Attributes:
-      name: how a drafter that was trained with it differs.
-      needs_tokens: only a text of more tokens can show the difference. 0: every text can.
+      name: a description of the changed convention.
+      needs_tokens: only a text of more tokens than this shows a difference. 0 if every text does.
     """
 
     name: str
@@ -109,11 +116,12 @@ class Change:
 
 @dataclass(frozen=True)
 class WeightChange:
-    """Weights under another convention which no config field can express.
+    """Weights under another convention that no config field can express.
 
     Attributes:
-      weight: the parameter that differs.
-      fix: what to do to it. `{where}` stands for the parameter and the directory that holds it.
+      weight: the name of the parameter that differs.
+      fix: how to correct that parameter. `{where}` stands for the parameter and its directory.
+      params: the parameters after the change.
     """
 
     name: str
@@ -129,13 +137,14 @@ def _no_weight_changes(params: Params) -> Iterable[WeightChange]:
 
 @dataclass(frozen=True)
 class Conventions:
-    """What `check` prints of a pair's conventions, and what it tries instead.
+    """The conventions of a target and a drafter that `check` prints, and the alternatives it tries.
 
     Attributes:
-      keys: where config.json may say a field, by field; see `configs.base.find_key`.
-      in_force: what holds, for the graphs of target and drafter.
-      changes: other values that are as plausible, for the configs of target and drafter.
-      weight_changes: likewise, of weights.
+      keys: the keys of config.json that may set each field. See `configs.base.find_key`.
+      in_force: returns the conventions in force. It takes the graphs of target and drafter.
+      changes: returns other plausible values of config fields. It takes the configs of target and
+        drafter.
+      weight_changes: returns other plausible weights. It takes the drafter's parameters.
     """
 
     keys: Mapping[str, Sequence[str]]

@@ -1,6 +1,7 @@
 """The bytes and operations of a pass, counted from configs and shapes. Nothing is measured here.
 
-Read `StepCost`, then `target_cost`, which holds for every target. A drafter's cost is in its family's entry.
+Read `StepCost`, then `target_cost`, which applies to every target. The entry of a drafter's family
+has the drafter's cost.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What this device can do, measured: bytes that a reduction reads, arithmetic of a big product."""
+    """The measured speed limits of this device.
+
+    Attributes:
+      bytes_per_s: how fast a reduction reads memory.
+      flops_per_s: how fast a big matrix product computes.
+    """
 
     bytes_per_s: float
     flops_per_s: float
@@ -24,11 +30,12 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The least one decode step of a whole batch moves and computes.
+    """The least that one decode step of a whole batch must read and compute.
 
-    Each of its passes (target, every pass of the drafter, absorb) reads each weight that it uses once, and
-    each key and value that some query sees once. Of a table that is looked up it reads the rows. Of experts it
-    reads as many as uniform routing would reach.
+    A step has several passes: the target's, every pass of the drafter, and absorb. A pass reads
+    once each weight that it uses, and each key and value that some query sees. A pass that looks up
+    a table reads only the rows of its tokens. A pass with experts reads as many as uniform routing
+    reaches.
     """
 
     weight_bytes: float
@@ -52,14 +59,16 @@ NOTHING = StepCost(0, 0, 0)
 
 
 def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost:
-    """Return the cost of one target pass over `tokens` tokens a row, with logits for all of them.
+    """Return the cost of one target pass over `tokens` tokens of each row, with logits for all.
 
-    Parameters say what they are where they are declared (`params.param`): a table that is only looked up,
-    or weights of experts, by their axis. All others are read whole, and multiplied if they are matrices.
-    An embedding that is the head too is such a matrix.
+    The declaration of a parameter (`params.param`) says what kind it is. Of a `lookup` table a pass
+    reads some rows. Of a parameter with an "experts" axis a pass reads some experts. Every other
+    parameter is read whole, and a matrix is also multiplied. An embedding that is also the head
+    counts as such a matrix.
 
     Args:
-      context: committed tokens of each row.
+      batch: the number of rows.
+      context: the number of committed tokens of each row.
     """
     config: TargetConfig = graph.config
     rows = batch * tokens
@@ -85,18 +94,22 @@ def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost
 
 
 def expected_experts(config: TargetConfig, rows: int) -> float:
-    """Return how many experts of a layer uniform routing of `rows` tokens reaches on average."""
+    """Return the mean number of a layer's experts that uniform routing of `rows` tokens reaches."""
     share = config.num_experts_per_token / config.num_experts
     return config.num_experts * reached(share, rows)
 
 
 def reached(share: float, rows: int) -> float:
-    """Return the share of a set that `rows` uniform choices of a share each reach together on average."""
+    """Return the mean share of a set that `rows` choices reach together.
+
+    Args:
+      share: the share of the set that each choice takes, uniformly at random.
+    """
     return 1 - (1 - share) ** rows
 
 
 def itemsize(graph: Graph) -> int:
-    """Return the bytes of one number of a model."""
+    """Return the size in bytes of one number in a model's dtype."""
     import jax.numpy as jnp
 
     return jnp.dtype(graph.dtype).itemsize

@@ -1,4 +1,4 @@
-"""DFlash block drafters of z-lab's layout."""
+"""The family of DFlash block drafters in z-lab's layout."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def _rules(config: DFlashConfig, params: Iterable[str]) -> RuleSet:
 
 @dataclass(frozen=True)
 class _MadeUp:
-    """How a drafter is made for a preset that has no released one: in proportion to another.
+    """The proportions of a made-up drafter, for a preset that has no released drafter.
 
     Attributes:
-      like: the preset whose drafter it is like in all else.
-      heads, mlp: width of the heads together, and of the MLP, by the target's width.
-      features: how many feature layers, evenly spaced.
+      like: the preset whose released drafter gives everything else.
+      heads: the width of all heads together, divided by the target's width.
+      mlp: the width of the MLP, divided by the target's width.
+      features: the number of feature layers, which are evenly spaced.
     """
 
     like: str
@@ -62,10 +63,10 @@ _MADE_UP = (_MadeUp("26b-a4b", 1.5, 2, 6), _MadeUp("qwen3-8b", 1, 3, 5))
 
 
 def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlashConfig, str]:
-    """Return the DFlash drafter for a target preset and what to call it.
+    """Return the config of a DFlash drafter for a target's preset, and a description for messages.
 
-    There is no released drafter for some presets. Theirs is made by the proportions of one for a
-    target with the same vocabulary.
+    Some presets have no released drafter. For these a drafter is made up, with the proportions of a
+    released drafter whose target has the same vocabulary.
     """
     if preset in PRESETS:
         return PRESETS[preset], f"DFlash as for {preset}, random weights"
@@ -92,14 +93,14 @@ def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlashConfig, str]:
 
 
 def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
-    """Return the cost of drafting a block and of absorbing what the target made of it."""
+    """Return the cost of drafting one block and of absorbing the target's features of one block."""
     assert spec.drafter is not None
     config: DFlashConfig = spec.drafter.config
-    block = spec.depth + 1  # of a tree, too: its levels share the distributions of one block
+    block = spec.depth + 1  # a tree also takes one block, whose positions are its levels
     rows = batch * block
     weight_bytes = flops = kv_bytes = 0.0
     for name, a in spec.drafter.abstract_params().items():
-        # Keys and values are made twice: of the block that is drafted, of the context that is kept.
+        # Keys and values are computed twice: once for the drafted block, once for the kept context.
         uses = 2 if name.endswith(".kv") else 1
         weight_bytes += uses * a.size * a.dtype.itemsize
         flops += uses * 2.0 * a.size * rows if a.ndim > 1 else 0.0
@@ -148,7 +149,7 @@ def _changes(target: TargetConfig, c: DFlashConfig) -> Iterator[Change]:
     for offset, name in ((-1, "lower"), (1, "higher")):
         layers = [i + offset for i in c.feature_layers]
         yield Change(f"feature layers one {name}", "feature_layers", tuple(layers))
-    if target.embedding_scale != 1:  # else both are the same
+    if target.embedding_scale != 1:  # with a scale of 1 both are the same
         name = "embeddings not scaled" if c.scale_embeddings else "embeddings scaled"
         yield Change(name, "scale_embeddings", not c.scale_embeddings)
     seen = {c.causal}

@@ -1,4 +1,4 @@
-"""Gemma 4 targets, all five sizes."""
+"""The family of Gemma 4 targets, in five sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 4's MTP assistants."""
+"""The family of Gemma 4's MTP assistants."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _drafter_for(preset: str, target: TargetConfig) -> tuple[MTPConfig, str]:
 
 
 def _randomise(params: Params, seed: int) -> Params:
-    """Put tokens into a random order, so that a step gathers what a real one does."""
+    """Shuffle the token ordering, so that a step gathers scattered rows, as a real one does."""
     import jax
 
     if "token_ordering" not in params:
@@ -55,16 +55,20 @@ def _randomise(params: Params, seed: int) -> Params:
 
 
 def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
-    """Return the cost of drafting with an assistant, one pass a draft or a level of a tree.
+    """Return the cost of drafting with an assistant.
 
-    A pass waits for the token of the pass before it, so each reads everything again (no cache is assumed to
-    hold a gigabyte from one pass to the next):
+    There is one pass for each draft of a chain, or for each level of a tree. A pass needs the token
+    of the pass before it, so each pass reads everything again. No cache is assumed to hold a
+    gigabyte from one pass to the next. Bytes read are:
 
-        passes x (weights + head + embedding rows + K/V of the target's last sliding and last full layer)
+        passes x (weights + head + embedding rows
+                  + K/V of the target's last sliding and last full layer)
 
-    A pass has one row a sequence in a chain, `topk` rows in a tree (one in its first level). The head is the
-    whole table, or with centroids the rows of the clusters that uniform choices of all rows reach, and their
-    places in the order of tokens. The layers of a type share their keys and values, which count once a pass.
+    In a chain a pass has one row for each sequence. In a tree a pass has `topk` rows for each
+    sequence, and one row in the first level. A dense head is read whole. With centroids a pass
+    reads the head's rows for the clusters that uniform choices of all rows reach, and these
+    clusters' part of the token ordering. Layers of one type share their keys and values, which
+    therefore count once in each pass.
     """
     assert spec.drafter is not None
     config: MTPConfig = spec.drafter.config
@@ -77,7 +81,8 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     for level in levels:
         rows = batch * level
         for name, a in params.items():
-            share = used = 1.0  # of the table: read by all rows together, used by each
+            # Parts of a parameter: all rows together read `share` of it, each row uses `used`.
+            share = used = 1.0
             if config.num_centroids and name in ("head", "token_ordering"):
                 used = config.num_top_centroids / config.num_centroids
                 share = reached(used, rows)
@@ -140,7 +145,11 @@ def _changes(target: TargetConfig, c: MTPConfig) -> Iterator[Change]:
 
 
 def _weight_changes(params: Params) -> Iterator[WeightChange]:
-    """Yield what else the two inputs may have been: a linear layer takes their order and scale in itself."""
+    """Yield `pre_projection` for other orders and scales of its two inputs.
+
+    The weights of a linear layer absorb the order and the scale of its inputs, so a checkpoint may
+    have been trained with others.
+    """
     import jax.numpy as jnp
 
     weight = params["pre_projection"]

@@ -1,4 +1,4 @@
-"""Dense Qwen3 targets, all six sizes."""
+"""The family of dense Qwen3 targets, in six sizes."""
 
 from __future__ import annotations
 

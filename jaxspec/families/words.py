@@ -1,4 +1,4 @@
-"""Words that the conventions of several families need."""
+"""Descriptions that the conventions of several families share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 
 
 def shown_scale(target: Graph, *, scaled: bool) -> str:
-    """Say by what embeddings are multiplied that a drafter borrows: the factor is rounded as they are."""
+    """Describe the scale of the target's embeddings that a drafter uses.
+
+    The factor is rounded to the target's dtype, as the embeddings are.
+
+    Args:
+      scaled: whether the drafter uses scaled embeddings.
+    """
     import jax.numpy as jnp
 
     config: TargetConfig = target.config

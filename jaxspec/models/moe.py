@@ -14,9 +14,9 @@ from pallas_kernels.norms import router_norm
 
 
 class Experts(nnx.Module):
-    """Router and experts. Both read the residual, normed in two ways.
+    """Router and experts. Both read the residual, each with a norm of its own.
 
-    `gate_up` and `down` meet activations in `pallas_kernels.experts` alone.
+    Only `pallas_kernels.experts` multiplies activations by `gate_up` and `down`.
     """
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
@@ -30,17 +30,17 @@ class Experts(nnx.Module):
         self.eps = config.rms_norm_eps
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "S rows E"]:
-        """Return what the router says of each expert, in parts to be added up.
+        """Return the router's logits of all experts, in S parts whose sum they are.
 
         Args:
-          x: the residual as `router_norm` makes it.
+          x: the residual, normed by `router_norm`.
         """
         return router_logits(x.reshape(-1, x.shape[-1]), self.router[...])
 
     def route(
         self, residual: Float[Array, "B T D"]
     ) -> tuple[Int[Array, "B T topk"], Float[Array, "B T topk"]]:
-        """Return the experts that a call would choose, and their weights.
+        """Return the experts that a call would choose for each token, and their weights.
 
         The weights of a token need not sum to 1.
         """
@@ -51,11 +51,11 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], to_router: Float[Array, "B T D"]
     ) -> Float[Array, "B T D"]:
-        """Add up each token's experts, as their weights say.
+        """Return the weighted sum of each token's experts.
 
         Args:
-          x: what the experts read.
-          to_router: what the router reads.
+          x: the residual, normed for the experts.
+          to_router: the residual, normed for the router.
         """
         out = experts(
             whole_rows(x).reshape(-1, x.shape[-1]),

@@ -1,13 +1,14 @@
-"""Every workaround for the compiler, each behind one name, with its reason and its figures.
+"""All workarounds for XLA, each with a name, its reason and its figures.
 
-None of them changes what is computed. Programs are compiled with `COMPILER_OPTIONS`. In the models:
+No workaround changes what is computed. All programs are compiled with `COMPILER_OPTIONS`. Models
+use these:
 
-- `multiply_rows`: a product of one row goes by way of two. A whole pass over one token does the
-  same (`target.Target`, `mtp.MTPDrafter.step`) and so do references of kernels:
-  `pallas_kernels.lone_row` has the story for all of them.
-- `table_left_on_cpu`: which operand of a product the vocabulary's table is.
-- `materialize`: a value that XLA would make anew in each reader, or take apart.
-- `traced_once`: layers of one shape are traced and lowered once.
+- `multiply_rows`: compute a product of one row with two rows. `target.Target` and
+  `mtp.MTPDrafter.step` do the same for a whole pass over one token. References of kernels do too.
+  `pallas_kernels.lone_row` gives the reason for all of them.
+- `table_left_on_cpu`: choose whether the vocabulary's table is the left or the right operand.
+- `materialize`: compute a value once, where XLA would repeat it in each reader or take it apart.
+- `traced_once`: trace and lower layers of one shape once.
 
 Figures are from an H200, unless another machine is named.
 """
@@ -28,27 +29,27 @@ T = TypeVar("T")
 CallableT = TypeVar("CallableT", bound=Callable)
 
 COMPILER_OPTIONS = {
-    # XLA joins the weights of products that share an input into one matrix, and does so again in
-    # every step: a DFlash drafter's keys and values of all layers.
+    # XLA joins the weights of products that share an input into one matrix. It would do so again in
+    # every step. The keys and values of all layers of a DFlash drafter are such products.
     "xla_gpu_dot_merger_threshold_mb": 0,
-    # In a CUDA graph XLA puts one kernel after the other, also where neither needs the other:
-    # 26B-A4B's experts and its dense MLP, several norms of one residual. A plain step of one row
-    # takes 3.3 ms with this option, and 3.8 ms without.
+    # In a CUDA graph XLA runs kernels one after another, even when they are independent. Examples
+    # are the experts and the dense MLP of 26B-A4B, and several norms of one residual. A plain step
+    # of one row takes 3.3 ms with this option and 3.8 ms without.
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    # On a CPU XLA makes matrix-vector loops for vectors of 256 bits, also where there are wider
+    # On a CPU XLA makes matrix-vector loops for vectors of 256 bits, even when the CPU has wider
     # ones. A plain step of the bundled target takes 2.28 ms with this option and 2.59 ms without
     # (jax 0.10.2, 2 cores with AVX-512).
     "xla_cpu_prefer_vector_width": 512,
 }
-"""What all programs are compiled with, instead of XLA's defaults."""
+"""The compiler options of all programs, where they differ from XLA's defaults."""
 
 
 def multiply_rows(
     product: Callable[[Array], Array], rows: Float[Array, "R *D"]
 ) -> Float[Array, "R *F"]:
-    """Apply a product with weights to rows; on NVIDIA GPUs a row that is alone goes twice.
+    """Apply a product with weights to rows. On NVIDIA GPUs a single row is computed as two rows.
 
-    Why: `pallas_kernels.lone_row`.
+    `pallas_kernels.lone_row` gives the reason.
     """
     return twice_if_alone(
         product,
@@ -62,11 +63,11 @@ def multiply_rows(
 def table_left_on_cpu(
     product: Callable[[Array, Array], Array], rows: Float[Array, "R D"], table: Float[Array, "V D"]
 ) -> Float[Array, "R V"]:
-    """Return product(rows, table); on CPU, for a few rows, by way of product(table, rows).
+    """Return product(rows, table). On CPU, few rows are computed as product(table, rows) instead.
 
-    The right operand is transposed by XLA's CPU library in every call, and the table is the larger
-    one. From some hundred rows on it costs more to turn the result round. Milliseconds for a table
-    of 3072 x 192 (jax 0.10.2, one core):
+    XLA's CPU library transposes the right operand in every call, and the table is the larger
+    operand. With product(table, rows) the result must be transposed. From some hundred rows on,
+    that costs more. Milliseconds for a table of 3072 x 192 (jax 0.10.2, one core):
 
     | rows | table left | table right |
     |---|---|---|
@@ -75,11 +76,11 @@ def table_left_on_cpu(
     | 256 | 6.0 | 4.3 |
 
     Args:
-      product: [X, D] and [Y, D] to [X, Y].
+      product: takes [X, D] and [Y, D], and returns [X, Y].
     """
 
     def left(rows: Array, table: Array) -> Array:
-        # Otherwise XLA turns the product round to save the transpose of the result.
+        # Without `materialize` XLA swaps the operands back to avoid the transpose of the result.
         return materialize(product(table, rows)).T
 
     if rows.shape[0] == 1 or rows.shape[0] > 64:
@@ -88,18 +89,21 @@ def table_left_on_cpu(
 
 
 def materialize(x: T) -> T:
-    """Have XLA make a value here: neither anew in each reader nor joined with what reads it.
+    """Make XLA compute a value once, here. XLA then neither repeats nor fuses the computation.
 
-    Three values need it: Gemma 4's per-layer inputs, which XLA would norm anew in every layer; what
-    a layer multiplies its own of them with, of which it would need a copy beside; and the
-    transposed result of `table_left_on_cpu`.
+    Three values need this:
+
+    - Gemma 4's per-layer inputs. XLA would norm them again in every layer.
+    - The gated per-layer input of a Gemma 4 layer. XLA would make it part of the product that reads
+      it, and would need a copy of the layer's slice of the per-layer inputs.
+    - The result of `table_left_on_cpu` before its transpose. XLA would swap the operands back.
     """
     return lax.optimization_barrier(x)
 
 
 def traced_once(function: CallableT) -> CallableT:
-    """Compile a function through jit, so that calls of one shape, as of layers, are traced once.
+    """Wrap a function in jit, so that calls of one shape, such as those of layers, are traced once.
 
-    Inside of a program that is all jit does: XLA joins the calls with what is around them.
+    Inside a program jit does nothing else: XLA joins the calls with the code around them.
     """
     return jax.jit(function)  # type: ignore[return-value]

@@ -1,6 +1,6 @@
-"""The weights of a directory of ours: one Orbax tree, `params/`, a flat dict of arrays.
+"""The weights of a directory in jaxspec's format: the Orbax tree `params/`, a flat dict of arrays.
 
-Read `save_params`, then `restore_params`. Orbax is imported when one of them is called.
+Read `save_params`, then `restore_params`. Orbax is imported only when a function here needs it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from checkpoints_convert.hf_io import read_json
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
 
-_CHUNK_BYTES = 128 << 20  # of a stored array; bounds what a write holds beside the array
-_BATCH_BYTES = 256 << 20  # of arrays read together; a larger one is read alone
+# The size of a chunk of a stored array. It bounds the memory of a write beside the array itself.
+_CHUNK_BYTES = 128 << 20
+
+# The most bytes of arrays that are read together. A larger array is read alone.
+_BATCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class LazyArray:
-    """An array that is made when its turn to be written comes, and dropped after."""
+    """An array that is made just before it is written, and dropped afterwards."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -40,13 +43,13 @@ class LazyArray:
 
 
 def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
-    """Write arrays as one Orbax tree, one after the other.
+    """Write arrays as one Orbax tree, one array after another.
 
-    Peak memory is that of the largest array and of what making it takes, plus a few chunks, which
-    are not compressed: weights are noise to a compressor.
+    Peak memory is the largest array, what it takes to make that array, and a few chunks. Chunks are
+    not compressed, because weights hardly compress.
 
-    A thread of its own writes. In the main one asyncio, which Orbax writes by, would take Ctrl-C for itself and
-    cancel a task, which a task that waits for nothing does not notice.
+    A separate thread writes, so that Ctrl-C works. Orbax writes with asyncio. In the main thread
+    asyncio would catch Ctrl-C and cancel its task. A task that awaits nothing does not notice that.
     """
     import orbax.checkpoint as ocp
     from orbax.checkpoint import type_handlers
@@ -54,7 +57,7 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
     interrupted = threading.Event()
 
     class OneByOne(type_handlers.NumpyHandler):
-        """Orbax's own way to write numpy arrays, but waiting for each before the next is made."""
+        """Orbax's handler of numpy arrays, but it writes one array before it makes the next."""
 
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
             for value, info, arg in zip(values, infos, args, strict=True):
@@ -71,7 +74,7 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
     chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
     with _orbax_errors(f"{directory / 'params'} cannot be written"):
         handler = ocp.PyTreeCheckpointHandler(
-            use_ocdbt=False,  # a directory an array: data goes straight to its file
+            use_ocdbt=False,  # each array has a directory: data goes straight to its files
             use_compression=False,
             type_handler_registry=type_handlers.create_type_handler_registry(
                 (LazyArray, OneByOne(deepcopy_host_arrays=False))
@@ -88,7 +91,10 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
 
 
 def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> Params:
-    """Read a directory of ours onto the default device or a mesh, cast to the graph's dtype.
+    """Read the weights of a directory in jaxspec's format, cast to the graph's dtype.
+
+    Args:
+      mesh: where to place the weights; None is the default device.
 
     Raises:
       CheckpointError: names or shapes are not the graph's (all are listed), or a file is damaged.
@@ -98,7 +104,8 @@ def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> P
     expected = graph.abstract_params()
     check_tree(directory, {name: a.shape for name, a in expected.items()})
     if mesh is None:
-        # By way of the host: Orbax commits what it places, and so what is computed from it.
+        # Arrays go through the host. Orbax commits the arrays that it places to their device, and
+        # everything computed from them would be committed too.
         arrays = zip(expected.items(), read_params(directory, list(expected)), strict=True)
         return {n: jnp.asarray(x.astype(a.dtype, copy=False)) for (n, a), x in arrays}
     shardings = graph.shardings(mesh)
@@ -110,7 +117,7 @@ def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> P
 
 
 def read_params(directory: Path, names: Sequence[str]) -> Iterator[np.ndarray]:
-    """Yield arrays of a directory of ours in the order of `names`, in host memory and as stored."""
+    """Yield stored arrays in the order of `names`, in host memory and in their stored dtypes."""
     import orbax.checkpoint as ocp
 
     restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
@@ -118,9 +125,10 @@ def read_params(directory: Path, names: Sequence[str]) -> Iterator[np.ndarray]:
 
 
 def _restored(directory: Path, restore_args: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield arrays in the order of `restore_args`, read a batch at a time to bound memory.
+    """Yield arrays in the order of `restore_args`.
 
-    Not one at a time: every restore parses the metadata of the whole tree first.
+    Arrays are read in batches, which bounds memory. Reading them one at a time would be slow,
+    because every restore first parses the metadata of the whole tree.
     """
     import orbax.checkpoint as ocp
 
@@ -154,7 +162,11 @@ def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def check_tree(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Hold the stored names and shapes against a model's; differences are a `CheckpointError`."""
+    """Compare the stored names and shapes with a model's.
+
+    Raises:
+      CheckpointError: they differ; all differences are listed.
+    """
     stored = stored_arrays(directory)
     wrong = [f"{n}: missing" for n in expected if n not in stored]
     wrong += [f"{n}: not known" for n in stored if n not in expected]
@@ -168,10 +180,10 @@ def check_tree(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None
 
 
 def _check_chunks(directory: Path, names: Iterable[str]) -> None:
-    """Refuse files that are missing or cut short, before Orbax reads them.
+    """Refuse missing or truncated files before Orbax reads them.
 
-    When a read fails, Orbax abandons the others while they run, and they print tracebacks of their own
-    some time later. It also reads a missing chunk as zeros.
+    When a read fails, Orbax abandons the other reads while they run. These print tracebacks of
+    their own some time later. Orbax also reads a missing chunk as zeros.
     """
     wrong = []
     for name in names:
@@ -191,7 +203,7 @@ def _check_chunks(directory: Path, names: Iterable[str]) -> None:
 
 
 def stored_arrays(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return name, shape and dtype of every array in a directory of ours."""
+    """Return the shape and dtype of every stored array, by name."""
     try:
         folders = sorted(path for path in (directory / "params").iterdir() if path.is_dir())
     except OSError as error:
@@ -204,7 +216,10 @@ def stored_arrays(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _zarr_metadata(folder: Path) -> dict[str, Any]:
-    """Read what Zarr keeps beside the chunks of an array; Orbax would read all of a tree's, or fail on one."""
+    """Read the `.zarray` file of one array.
+
+    Orbax would read the metadata of the whole tree, and would fail if one file of it is bad.
+    """
     metadata = read_json(folder / ".zarray")
     if missing := [key for key in ("shape", "chunks", "dtype") if key not in metadata]:
         raise CheckpointError(f"{folder / '.zarray'} is damaged: it lacks {', '.join(missing)}")
@@ -213,7 +228,10 @@ def _zarr_metadata(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _orbax_errors(what: str) -> Iterator[None]:
-    """Give errors of Orbax one kind and one line, and keep its remarks on multi-host features quiet."""
+    """Turn every Orbax error into a `CheckpointError` of one line.
+
+    Orbax's log messages about multi-host features are silenced meanwhile.
+    """
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -223,7 +241,7 @@ def _orbax_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds for a bad file
         cause: BaseException = error
-        while cause.__cause__ is not None:  # the first of the chain names the file
+        while cause.__cause__ is not None:  # the first error of the chain names the file
             cause = cause.__cause__
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise CheckpointError(f"{what}: {reason}") from error

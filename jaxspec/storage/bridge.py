@@ -1,10 +1,10 @@
-"""Parameters under Hugging Face names, and back: pure functions on arrays, for bridges to other JAX trees.
+"""Rename parameters in memory to Hugging Face names and back, for bridges to other JAX trees.
 
     tensors = to_hf_names(params, config)
     params = from_hf_names(tensors, config)
 
-They read the same tables as the conversion of files, and run under `jax.jit`, where nothing is copied
-that the layouts do not force to be.
+Both are pure functions of arrays. They use the same tables as the conversion of files. Both run
+under `jax.jit`, which then copies only what the layouts require.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from jaxspec.storage.conversion import parameter_shapes, rule_set
 def to_hf_names(
     params: Params, config: ModelConfig, *, prefix: str | None = None
 ) -> dict[str, Array]:
-    """Return the tensors of a Hugging Face checkpoint that these parameters are, in their own dtypes.
+    """Turn parameters into the tensors of a Hugging Face checkpoint, by tensor name.
 
-    Token ids stay int32; a file has them as int64.
+    Dtypes do not change. Token ids therefore stay int32; a file has them as int64.
 
     Args:
-      params: of the target or drafter that `config` describes.
-      prefix: what stands before a target's names: "model." in text-only checkpoints of Gemma 4;
-        None for that of the releases, which for Gemma 4 is "model.language_model.". Drafters' names
-        have none.
+      params: the parameters of the target or drafter that `config` describes.
+      prefix: the prefix of a target's tensor names, such as "model." in text-only checkpoints of
+        Gemma 4. None is the prefix of the releases, which is "model.language_model." for Gemma 4.
+        Drafters' names have no prefix.
 
     Raises:
       ValueError: parameters are missing, not known, or of a wrong shape; all are listed.
@@ -40,17 +40,18 @@ def to_hf_names(
 
 
 def from_hf_names(tensors: Mapping[str, Array | np.ndarray], config: ModelConfig) -> Params:
-    """Return the parameters that these tensors of a Hugging Face checkpoint are, in their own dtypes.
+    """Turn the tensors of a Hugging Face checkpoint into parameters, in the tensors' dtypes.
 
-    What has no place in the model, such as a vision tower, is left out, as in the conversion of files.
+    Tensors without a place in the model, such as a vision tower, are left out. The conversion of
+    files does the same.
 
     Args:
-      tensors: by full name; the prefix is found.
-      config: of the target or drafter that they are.
+      tensors: the tensors by full name; their prefix is detected.
+      config: the config of the target or drafter that the tensors belong to.
 
     Raises:
-      CheckpointError: tensors are missing, not known, or of a wrong shape or dtype, all of which are
-        listed; or, outside of jit, a head differs from the embedding that it is tied to.
+      CheckpointError: tensors are missing, not known, or of a wrong shape or dtype (all are
+        listed). Outside of jit also: a head differs from the embedding that it is tied to.
     """
     shapes = parameter_shapes(config)
     return bridge.from_hf_names(tensors, rule_set(config, shapes), shapes)

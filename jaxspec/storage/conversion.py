@@ -1,9 +1,9 @@
-"""Conversion as a whole: Hugging Face files to a directory of ours, back, and straight into memory.
+"""Conversion of Hugging Face files: to a directory in jaxspec's format, back, and into memory.
 
-Weights stream. `convert` and `to_hf` hold one parameter at a time: peak memory is the largest
-parameter once (twice, if it is one that is joined or transposed) plus a few hundred MB. Everything
-is written aside and renamed at the end; until then there is nothing at the destination, and nothing
-that loads beside it. Read `convert`, then `Source`.
+Read `convert`, then `Source`. `convert` and `to_hf` hold one parameter at a time. Peak memory is
+the size of the largest parameter plus a few hundred MB. A parameter that is joined or transposed
+counts twice. Output goes to a temporary directory beside the destination, which is renamed at the
+end. Until then nothing is at the destination, and the temporary directory does not load.
 """
 
 from __future__ import annotations
@@ -41,25 +41,33 @@ from jaxspec.storage.arrays import LazyArray, check_tree, read_params, save_para
 from jaxspec.storage.manifest import MANIFEST, Manifest
 
 Progress = Callable[[str, int, int], None]
-"""Called after every parameter with its name, the bytes done so far, and the bytes in all."""
+"""Called after every parameter with its name, the bytes done so far, and the total bytes."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did."""
+    """What a conversion did.
 
-    kind: str  # the family's name
+    Attributes:
+      kind: the family's name.
+      tensors: the number of tensors in the Hugging Face checkpoint that were read or written.
+      parameters: the number of jaxspec's parameters.
+      nbytes: bytes read by `convert`, or written by `to_hf`.
+      skipped: the number of skipped tensors, by reason.
+    """
+
+    kind: str
     destination: Path
-    tensors: int  # of the Hugging Face side
+    tensors: int
     parameters: int
-    nbytes: int  # read, or written with --to-hf
+    nbytes: int
     seconds: float
-    skipped: dict[str, int]  # how many tensors, by reason
+    skipped: dict[str, int]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face checkpoint that was opened, recognised, and found to be whole."""
+    """A Hugging Face checkpoint that was opened and recognised. It lacks no tensor."""
 
     checkpoint: hf_io.HFCheckpoint
     family: Family
@@ -80,11 +88,11 @@ class Source:
 
 
 def open_source(directory: Path) -> Source:
-    """Open a Hugging Face directory and give every tensor its place.
+    """Open a Hugging Face directory and match its tensors with the model's parameters.
 
     Raises:
-      CheckpointError: a file is missing or damaged, or tensors do not fit; all are listed.
-      ConfigError: config.json is of no model that is known here.
+      CheckpointError: a file is missing or damaged, or tensors do not fit (all are listed).
+      ConfigError: config.json is malformed, or describes a model that is not supported.
     """
     checkpoint = hf_io.open_checkpoint(directory)
     generation = None
@@ -112,7 +120,7 @@ def open_source(directory: Path) -> Source:
 
 
 def _check_ordering(checkpoint: hf_io.HFCheckpoint, name: str, where: str) -> None:
-    """Refuse an order of tokens that leaves some out: reading one, nothing else would fail."""
+    """Refuse a token ordering that leaves out tokens. Nothing else would fail on it."""
     ids = checkpoint.read(name)
     absent = np.setdiff1d(np.arange(ids.size), ids)
     if absent.size:
@@ -123,16 +131,20 @@ def _check_ordering(checkpoint: hf_io.HFCheckpoint, name: str, where: str) -> No
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return name and shape of every parameter of the model that a config describes."""
+    """Return the shape of every parameter of the model that a config describes, by name."""
     return {n: tuple(a.shape) for n, a in graph_of(config, "bfloat16").abstract_params().items()}
 
 
 def rule_set(config: ModelConfig, params: Iterable[str]) -> RuleSet:
-    """Return the table of tensors of the model that a config describes, whose parameters are `params`."""
+    """Return the conversion rules of the model that a config describes.
+
+    Args:
+      params: the names of the model's parameters.
+    """
     return family_of(config).rules(config, params)
 
 
-# --- Hugging Face to ours ------------------------------------------------------------------------
+# --- from Hugging Face ---------------------------------------------------------------------------
 
 
 def convert(
@@ -145,22 +157,24 @@ def convert(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Convert a Hugging Face checkpoint into a directory of ours.
+    """Convert a Hugging Face checkpoint into a directory in jaxspec's format.
 
     Args:
       source: a directory or a hub id.
-      destination: must not exist.
-      dtype: "float32" or "bfloat16" to cast all parameters; None keeps the source's.
+      destination: the directory to write, which must not exist yet.
+      dtype: "float32" or "bfloat16" casts all parameters; None keeps the dtypes of the source.
 
     Raises:
-      CheckpointError, ConfigError: the source is not whole, or the destination cannot be written.
+      CheckpointError: the source is damaged or incomplete, or the destination cannot be written.
+      ConfigError: the source's config.json describes a model that is not supported.
+      ValueError: `dtype` is another word.
     """
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
     started = time.perf_counter()
     with _written_aside(Path(destination)) as aside:
         directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
-        if directory.parent.name == "snapshots":  # of the hub's cache, named by commit
+        if directory.parent.name == "snapshots":  # the hub's cache names it by commit
             revision = directory.name
         if (directory / MANIFEST).is_file():
             raise CheckpointError(f"{directory} is converted already; --to-hf is the way back")
@@ -208,22 +222,24 @@ def convert(
     )
 
 
-# --- ours to Hugging Face ------------------------------------------------------------------------
+# --- to Hugging Face -----------------------------------------------------------------------------
 
 
 def to_hf(
     source: str | Path, destination: str | Path, *, progress: Progress | None = None
 ) -> Report:
-    """Write a directory of ours in Hugging Face layout again, in the dtypes the tensors came in.
+    """Convert a directory in jaxspec's format back to Hugging Face layout and dtypes.
 
-    Every tensor that the manifest does not name as skipped is there again, bit for bit unless the
-    conversion narrowed its dtype.
+    All tensors of the original checkpoint are restored, except those that the manifest lists as
+    skipped. They are restored bit for bit, unless the conversion narrowed their dtype.
 
     Args:
-      destination: must not exist.
+      source: a directory that `convert` wrote.
+      destination: the directory to write, which must not exist yet.
 
     Raises:
-      CheckpointError: the source is damaged or not ours, or the destination cannot be written.
+      CheckpointError: the source is damaged or not in jaxspec's format, or the destination cannot
+        be written.
     """
     started = time.perf_counter()
     directory = Path(source)
@@ -263,10 +279,11 @@ def write_weights(
     prefix: str,
     dtype: str = "bfloat16",
 ) -> None:
-    """Write parameters as safetensors under Hugging Face names; config.json is the caller's.
+    """Write parameters as safetensors under Hugging Face names. The caller writes config.json.
 
     Args:
-      prefix: what stands before the names: "model." for a text-only target, "" for a drafter.
+      prefix: the prefix of the tensor names: "model." for a text-only target, "" for a drafter.
+      dtype: the dtype of all written tensors except integers, "float32" or "bfloat16".
     """
     shapes = parameter_shapes(config)
     stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
@@ -297,7 +314,10 @@ def _group(fill: Fill, dtypes: Mapping[str, str], load: Callable[[], np.ndarray]
 
 @contextlib.contextmanager
 def _written_aside(destination: Path) -> Iterator[Path]:
-    """Give a directory beside `destination` that becomes it at the end, or goes if that fails."""
+    """Yield a temporary directory beside `destination`.
+
+    The directory is renamed to `destination` at the end. It is removed if anything fails.
+    """
     aside = destination.with_name(f"{destination.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         if destination.exists() or destination.is_symlink():
@@ -315,7 +335,7 @@ def _written_aside(destination: Path) -> Iterator[Path]:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory, also while an interrupted write is still adding a last file to it."""
+    """Remove a directory, even while an interrupted write still adds a last file to it."""
     for _ in range(100):
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists():

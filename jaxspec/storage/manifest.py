@@ -1,4 +1,4 @@
-"""What a directory of ours says about itself: manifest.json."""
+"""manifest.json: what a directory in jaxspec's format contains, and where it came from."""
 
 from __future__ import annotations
 
@@ -16,24 +16,34 @@ from jaxspec.families import ModelConfig, named
 MANIFEST = "manifest.json"
 
 _FORMAT = 1
-_RENAMED = {"target": "gemma4"}  # families as they were called when there was one of targets
+# Old names of families. "target" dates from when there was one family of targets.
+_RENAMED = {"target": "gemma4"}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a directory of ours says about itself."""
+    """The contents of manifest.json.
 
-    kind: str  # the family's name
+    Attributes:
+      kind: the family's name.
+      source: the directory or hub id that was converted.
+      revision: the commit of the source in the hub's cache, or else the revision asked for.
+      dtype: the dtype of the stored parameters; "mixed" where the source mixes dtypes.
+      tensors: every source tensor that was used, with its dtype in the source.
+      skipped: the names of source tensors that were not used.
+    """
+
+    kind: str
     config: ModelConfig
     generation: GenerationDefaults | None
     source: str
     revision: str | None
-    dtype: str  # of the stored parameters; "mixed" where the source mixes them
-    tensors: dict[str, str]  # every source tensor that was used, with its dtype there
+    dtype: str
+    tensors: dict[str, str]
     skipped: list[str]
 
     def write(self, directory: Path) -> None:
-        """Write manifest.json, without which a directory does not load: the last file to write."""
+        """Write manifest.json. Write it last, because a directory without it does not load."""
         values = {
             "format": _FORMAT,
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
@@ -48,7 +58,7 @@ class Manifest:
         """Read a directory's manifest.json.
 
         Raises:
-          CheckpointError: it is not one of ours, or of another format.
+          CheckpointError: the file is missing, corrupt, or of another format.
         """
         file = directory / MANIFEST
         values = read_json(file)
