@@ -1,4 +1,4 @@
-"""`python -m checkpoints_convert SRC DST`."""
+"""Run the `jaxspec convert` command as `python -m checkpoints_convert SRC DST`."""
 
 import typer
 

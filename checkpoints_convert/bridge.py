@@ -1,7 +1,8 @@
-"""Parameters under Hugging Face names, and back: pure functions on arrays, for bridges to other JAX trees.
+"""Pure functions that rename arrays between our parameters and Hugging Face tensors.
 
-They read the same tables as the conversion of files, and run under `jax.jit`, where nothing is copied
-that the layouts do not force to be. `jaxspec.storage.bridge` calls them with the table of a config.
+They serve bridges to other JAX trees. They use the same tables as the conversion of files. They
+also run under `jax.jit`, which copies only what a change of layout forces it to copy.
+`jaxspec.storage.bridge` calls them with the table of a config.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ def to_hf_names(
     *,
     prefix: str | None = None,
 ) -> dict[str, jax.Array]:
-    """Return the tensors of a Hugging Face checkpoint that these parameters are, in their own dtypes.
+    """Convert parameters to the tensors of a Hugging Face checkpoint. Dtypes stay as they are.
 
-    Token ids stay int32; a file has them as int64.
+    Token ids stay int32, whereas a file stores them as int64.
 
     Args:
+      params: the parameters by name.
+      rules: the table of the model.
       shapes: name and shape of every parameter of the model.
-      prefix: what stands before every name; None for what the releases have there.
+      prefix: what stands before every tensor name; None for the prefix of the releases.
 
     Raises:
-      ValueError: parameters are missing, not known, or of a wrong shape; all are listed.
+      ValueError: parameters are missing, not known, or of a wrong shape. The message lists all of
+        them.
     """
     wrong = [f"{name}: missing" for name in shapes if name not in params]
     for name, param in params.items():
@@ -59,17 +63,20 @@ def to_hf_names(
 def from_hf_names(
     tensors: Mapping[str, jax.Array | np.ndarray], rules: RuleSet, shapes: Mapping[str, Shape]
 ) -> dict[str, jax.Array]:
-    """Return the parameters that these tensors of a Hugging Face checkpoint are, in their own dtypes.
+    """Convert tensors of a Hugging Face checkpoint to parameters. Floats keep their dtypes.
 
-    What has no place in the model, such as a vision tower, is left out, as in the conversion of files.
+    Token ids become int32. Tensors without a place in the model, such as a vision tower, are left
+    out, as in the conversion of files.
 
     Args:
-      tensors: by full name; the prefix is found.
+      tensors: the tensors by full name. Their prefix is detected.
+      rules: the table of the model.
       shapes: name and shape of every parameter of the model.
 
     Raises:
-      CheckpointError: tensors are missing, not known, or of a wrong shape or dtype, all of which are
-        listed; or, outside of jit, a head differs from the embedding that it is tied to.
+      CheckpointError: tensors are missing, not known, or of a wrong shape or dtype; the message
+        lists all of them. Outside of jit, also when a head differs from the embedding that it is
+        tied to.
     """
     specs = {n: TensorSpec(np.shape(t), _NAMES[np.dtype(t.dtype)]) for n, t in tensors.items()}
     plan = match(rules, shapes, specs, "the tree of tensors")

@@ -1,4 +1,4 @@
-"""The tensors of DFlash drafters in z-lab's layout, which has no embedding or head of its own."""
+"""Rules for DFlash drafters in z-lab's layout, which has no embedding and no head."""
 
 from __future__ import annotations
 
@@ -42,5 +42,10 @@ _SKIPS = (Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),)
 
 
 def rule_set(params: Iterable[str], *, num_layers: int) -> RuleSet:
-    """Return the table for one drafter, whose parameters are `params`."""
+    """Return the conversion table of one drafter with these layers and these parameters.
+
+    Args:
+      params: names of the parameters that the drafter has.
+      num_layers: number of its layers.
+    """
     return RuleSet(for_layers(_RULES, num_layers, params), ("", "model."), _SKIPS)

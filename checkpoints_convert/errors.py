@@ -1,5 +1,5 @@
-"""The one error of this package."""
+"""The only error class of this package."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message names the file or the tensors."""
+    """A checkpoint cannot be read or written. The message names the file or the tensors."""

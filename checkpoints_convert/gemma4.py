@@ -1,4 +1,4 @@
-"""The tensors of Gemma 4 checkpoints: the text decoder's, by rule, and the rest, by name."""
+"""Rules for the text decoder of Gemma 4 checkpoints, and patterns of the tensors to skip."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ DECODER_RULES = (
     Rule("layers.{i}.post_feedforward_layernorm.weight", "layers.{i}.post_mlp_norm", same),
     Rule("layers.{i}.layer_scalar", "layers.{i}.scalar", same),
 )
-"""What every layer has, and an assistant's too; q, k and v apart, whose fusion depends on the layer."""
+"""Rules that hold for targets and for MTP assistants.
+
+The rules of q, k and v are not among them, because their fusion depends on the layer.
+"""
 
 _RULES = (
     *DECODER_RULES,
@@ -53,7 +56,10 @@ _RULES = (
     Rule("layers.{i}.per_layer_projection.weight", "layers.{i}.per_layer_out", linear),
     Rule("layers.{i}.post_per_layer_input_norm.weight", "layers.{i}.per_layer_norm", same),
 )
-"""All but q, k and v. A model keeps the rules of what it has."""
+"""All rules of a target except those of q, k and v.
+
+A model keeps the rules of the parameters that it has.
+"""
 
 _PREFIXES = ("model.language_model.", "model.", "language_model.model.", "language_model.", "")
 
@@ -82,14 +88,17 @@ def rule_set(
     shared: Collection[int] = (),
     key_is_value: Collection[int] = (),
 ) -> RuleSet:
-    """Return the table for one target, whose parameters are `params`.
+    """Return the conversion table of one target with these layers and these parameters.
 
     Args:
-      shared: layers that read an earlier layer's keys and values.
-      key_is_value: layers whose raw keys are their values too.
+      params: names of the parameters that the target has.
+      num_layers: number of its layers.
+      shared: layers that read the keys and values of an earlier layer.
+      key_is_value: layers that use their raw keys as their values.
     """
     skips = _SKIPS
-    if shared:  # the release stores them, transformers does not
+    # The release stores keys and values of shared layers. transformers does not.
+    if shared:
         layers = "|".join(map(str, shared))
         unused = rf"(.+\.)?layers\.({layers})\.self_attn\.(k_proj|v_proj|k_norm)\.weight"
         skips = (*skips, Skip(unused, "keys and values of layers that share an earlier layer's"))

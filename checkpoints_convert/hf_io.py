@@ -1,8 +1,8 @@
-"""Hugging Face checkpoints on disk: finding them, reading their tensors, writing them.
+"""Find Hugging Face checkpoints on disk or on the hub, read their tensors, and write new ones.
 
-safetensors files are read and written here, by plain file reads and writes: the safetensors package
-maps files into memory, and mapped pages count as resident, which for one 5 GB tensor breaks the
-promise on peak memory. Nothing here knows what a tensor means.
+This module reads and writes safetensors files itself, with plain file reads and writes. The
+safetensors package maps files into memory, and mapped pages count as resident memory. For one 5 GB
+tensor that breaks the promise on peak memory. Nothing here knows what a tensor means.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SLAB_BYTES = 64 << 20  # what a cast reads at a time
+_SLAB_BYTES = 64 << 20  # read at a time by a cast
 _SHARD_BYTES = 5 << 30
 
 DTYPES: dict[str, np.dtype] = {
@@ -55,7 +55,7 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
-"""Dtypes by safetensors name. Most only occur in tensors that are skipped, or refused by name."""
+"""Dtypes by safetensors name. Most of them only occur in tensors that are skipped or refused."""
 
 
 # --- finding -------------------------------------------------------------------------------------
@@ -68,13 +68,19 @@ def resolve(
     token: str | None = None,
     offline: bool = False,
 ) -> Path:
-    """Return the local directory of a checkpoint: `source` itself, or a snapshot of that hub id.
+    """Return the local directory of a checkpoint; download it from the hub if necessary.
 
-    Of a hub repository only safetensors, configs and tokenizer files are downloaded, into
-    huggingface_hub's own cache, or found there.
+    A download fetches only safetensors, configs and tokenizer files. It goes to the cache of
+    huggingface_hub, and files that are already there are not fetched again.
+
+    Args:
+      source: a local directory, or a hub id.
+      revision: branch, tag or commit of the hub repository.
+      token: access token for the hub.
+      offline: whether to look in the cache only.
 
     Raises:
-      CheckpointError: there is no such directory or repository, or it cannot be had.
+      CheckpointError: there is no such directory or repository, or the hub does not deliver it.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -89,7 +95,7 @@ def resolve(
 
 
 def _snapshot(repo: str, revision: str | None, token: str | None, offline: bool) -> Path:
-    import huggingface_hub as hub  # takes a second to import, and most runs need no hub
+    import huggingface_hub as hub  # the import takes a second, and most runs need no hub
     from huggingface_hub import errors
 
     try:
@@ -124,7 +130,7 @@ def _snapshot(repo: str, revision: str | None, token: str | None, offline: bool)
 
 @dataclass(frozen=True)
 class StoredTensor(TensorSpec):
-    """A tensor and where its bytes are."""
+    """A tensor of a file, with the offset of its first byte in that file."""
 
     file: Path
     offset: int
@@ -136,7 +142,7 @@ class StoredTensor(TensorSpec):
 
 @dataclass(frozen=True)
 class HFCheckpoint:
-    """An opened Hugging Face directory: its configs are parsed and its file headers checked."""
+    """An opened Hugging Face directory, with parsed configs and checked file headers."""
 
     directory: Path
     config: dict[str, Any]
@@ -144,7 +150,10 @@ class HFCheckpoint:
     tensors: dict[str, StoredTensor]
 
     def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
-        """Read one tensor; a cast goes slab by slab, so that no second copy of it is ever alive."""
+        """Read one tensor, and cast it to `dtype` if one is given.
+
+        A cast works slab by slab, so that memory never holds a second copy of the whole tensor.
+        """
         tensor = self.tensors[name]
         out = np.empty(tensor.shape, dtype or DTYPES[tensor.dtype])
         flat, start = out.reshape(-1), 0
@@ -158,7 +167,7 @@ class HFCheckpoint:
         return out
 
     def slabs(self, name: str) -> Iterator[np.ndarray]:
-        """Yield a tensor's values in order, in flat pieces that share one buffer."""
+        """Yield the values of a tensor in order, in flat pieces. All pieces share one buffer."""
         tensor = self.tensors[name]
         buffer = np.empty(min(tensor.nbytes, _SLAB_BYTES), np.uint8)
         with _bytes_of(tensor) as read_into:
@@ -168,7 +177,7 @@ class HFCheckpoint:
                 yield piece.view(DTYPES[tensor.dtype])
 
     def equal(self, first: str, second: str) -> bool:
-        """Tell whether two tensors are the same, bit for bit."""
+        """Tell whether two tensors are equal bit for bit."""
         a, b = self.tensors[first], self.tensors[second]
         return (a.shape, a.dtype) == (b.shape, b.dtype) and all(
             np.array_equal(x.view(np.uint8), y.view(np.uint8))
@@ -177,10 +186,10 @@ class HFCheckpoint:
 
 
 def open_checkpoint(directory: Path) -> HFCheckpoint:
-    """Open a Hugging Face directory, reading headers only.
+    """Open a Hugging Face directory. Read its configs and the headers of its weights, no tensors.
 
     Raises:
-      CheckpointError: it is no checkpoint, or a file is missing, truncated or corrupt.
+      CheckpointError: the directory is no checkpoint, or a file is missing, truncated or corrupt.
     """
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} is not a model: it has no config.json")
@@ -203,7 +212,10 @@ def open_checkpoint(directory: Path) -> HFCheckpoint:
 
 
 def _weight_files(directory: Path) -> dict[Path, list[str] | None]:
-    """Return the safetensors files, each with the tensors that the index expects in it."""
+    """Return the safetensors files, each with the tensors that the index lists for it.
+
+    The list is None where the directory has a single file and no index.
+    """
     index = directory / _INDEX
     if not index.is_file():
         if not (directory / _SINGLE).is_file():
@@ -231,7 +243,7 @@ def _weight_files(directory: Path) -> dict[Path, list[str] | None]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Read and check one file's header: its tensors must fill the file without a gap."""
+    """Read and check the header of one file. Its tensors must fill the file without a gap."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
@@ -273,7 +285,7 @@ def _entry(entry: Mapping[str, Any], file: Path, data_start: int) -> StoredTenso
 
 @contextlib.contextmanager
 def _bytes_of(tensor: StoredTensor) -> Iterator[Callable[[np.ndarray], None]]:
-    """Open a tensor's file at its bytes, and give what fills an array with the next of them."""
+    """Open the file of a tensor, and yield a function that reads its next bytes into an array."""
 
     def read_into(array: np.ndarray) -> None:
         left = array.view(np.uint8).data
@@ -296,7 +308,7 @@ def _bytes_of(tensor: StoredTensor) -> Iterator[Callable[[np.ndarray], None]]:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are made together, from one parameter."""
+    """Tensors that one call makes together from one parameter."""
 
     specs: Mapping[str, TensorSpec]
     make: Callable[[], Sequence[np.ndarray]]
@@ -313,12 +325,15 @@ def write_tensors(
     *,
     shard_bytes: int = _SHARD_BYTES,
 ) -> int:
-    """Write tensors as model.safetensors, or as shards with an index; return their total bytes.
+    """Write tensors as model.safetensors, or as shards with an index. Return their total bytes.
 
-    Groups are made and written in their order, one at a time.
+    Groups are made and written in order, one at a time.
 
     Args:
-      shard_bytes: size at which a shard ends; a group larger than this has a shard of its own.
+      directory: where to write the files.
+      groups: the tensors.
+      progress: called after each tensor with its name, the bytes written so far, and all bytes.
+      shard_bytes: largest size of a shard. A group larger than this gets a shard of its own.
     """
     shards: list[list[Group]] = [[]]
     for group in groups:
@@ -347,7 +362,7 @@ def write_tensors(
 
 
 def _header(groups: Iterable[Group]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for group in groups:
         for name, spec in group.specs.items():
@@ -359,7 +374,7 @@ def _header(groups: Iterable[Group]) -> bytes:
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """Return the numpy dtype of "float32" or "bfloat16"."""
+    """Return the numpy dtype named "float32" or "bfloat16"."""
     return DTYPES[{"float32": "F32", "bfloat16": "BF16"}[name]]
 
 
@@ -368,7 +383,11 @@ def _nbytes(spec: TensorSpec) -> int:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; anything else in the file is a `CheckpointError`."""
+    """Read a JSON object from a file.
+
+    Raises:
+      CheckpointError: the file is not readable, or holds something other than a JSON object.
+    """
     try:
         values = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -1,4 +1,7 @@
-"""The tensors of Gemma 4's MTP assistants. Their decoder's names are the target's; see `gemma4`."""
+"""Rules for the tensors of Gemma 4's MTP assistants.
+
+The decoder of an assistant has the same tensor names as the decoder of a target; see `gemma4`.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +47,13 @@ _ADVICE = (
 
 
 def rule_set(params: Iterable[str], *, num_layers: int, centroids: bool) -> RuleSet:
-    """Return the table for one assistant, whose parameters are `params`.
+    """Return the conversion table of one assistant with these layers and these parameters.
 
     Args:
-      centroids: it drafts with them; those of an assistant that does not are skipped.
+      params: names of the parameters that the assistant has.
+      num_layers: number of its layers.
+      centroids: whether the assistant drafts with centroids. If not, those in a checkpoint are
+        skipped.
     """
     skips = _SKIPS
     if not centroids:

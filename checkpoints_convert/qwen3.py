@@ -1,4 +1,4 @@
-"""The tensors of dense Qwen3 checkpoints, by rule."""
+"""Rules for the tensors of dense Qwen3 checkpoints."""
 
 from __future__ import annotations
 
@@ -39,11 +39,16 @@ _RULES = (
 
 _SKIPS = (
     Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),
-    # An untied head is never skipped: a rule uses it.
+    # This never skips an untied head, because a rule uses it.
     Skip(r"lm_head\.weight", "tied head", copy_of="embed_tokens.weight"),
 )
 
 
 def rule_set(params: Iterable[str], *, num_layers: int) -> RuleSet:
-    """Return the table for one target, whose parameters are `params`."""
+    """Return the conversion table of one target with these layers and these parameters.
+
+    Args:
+      params: names of the parameters that the target has.
+      num_layers: number of its layers.
+    """
     return RuleSet(for_layers(_RULES, num_layers, params), ("model.", ""), _SKIPS)

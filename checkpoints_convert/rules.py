@@ -1,9 +1,9 @@
 """How the tensors of a Hugging Face checkpoint become our parameters, and back.
 
 A `Rule` names source tensors, the parameter they fill, and the transform between them. A `RuleSet`
-is a model's whole table; `match` holds it against the tensors of a checkpoint and gives a `Plan`,
-or one error that lists every offender. Read `Rule`, then the transforms, then `match`. Nothing here
-reads a file.
+is the whole table of a model. `match` compares the table with the tensors of a checkpoint. It
+returns a `Plan`, or raises one error that lists every problem. Read `Rule` first, then the
+transforms, then `match`. Nothing here reads a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from checkpoints_convert.errors import CheckpointError
 
 Shape = tuple[int, ...]
 
-_TILE = 512  # of 16-bit numbers: a tile and its transpose fit the second-level cache
+# Rows and columns of a tile. A tile of 16-bit numbers and its transpose fit the L2 cache.
+_TILE = 512
 
 
 # --- transforms ----------------------------------------------------------------------------------
@@ -31,17 +32,23 @@ _TILE = 512  # of 16-bit numbers: a tile and its transpose fit the second-level 
 
 @dataclass(frozen=True)
 class Transform:
-    """An exact way between source tensors and one parameter: it moves numbers and changes none.
+    """An exact conversion between source tensors and one parameter, in both directions.
 
-    Both ways take numpy arrays, which files are read into, and JAX's, traced ones too.
+    It moves numbers and changes none. Both directions take numpy arrays, which file reads return,
+    and JAX arrays, including traced ones.
+
+    Attributes:
+      name: name of the transform.
+      to_param: returns the parameter for the source tensors and the shape of the parameter.
+      to_sources: returns the source tensors for the parameter and the number of sources.
+      integers: whether the parameter holds integers. Such a parameter stays int32 in every dtype
+        that weights are cast to. Files store it as int64.
     """
 
     name: str
     to_param: Callable[[Sequence[Any], Shape], Any]
     to_sources: Callable[[Any, int], tuple[Any, ...]]
-    integers: bool = (
-        False  # kept as int32 in every dtype that weights are cast to; files have them as int64
-    )
+    integers: bool = False
 
 
 def _join(sources: Sequence[Any], axis: int = 0) -> Any:
@@ -52,7 +59,10 @@ def _join(sources: Sequence[Any], axis: int = 0) -> Any:
 
 
 def _transpose(x: Any) -> Any:
-    """Swap the last two axes, by tiles: numpy's own strided copy misses the cache at every element."""
+    """Swap the last two axes, tile by tile.
+
+    The strided copy of numpy would miss the cache at every element.
+    """
     if not isinstance(x, np.ndarray):
         return x.swapaxes(-1, -2)
     *rest, rows, columns = x.shape
@@ -86,7 +96,7 @@ def _from_heads(sources: Sequence[Any], shape: Shape) -> Any:
 def _to_heads(param: Any, count: int) -> tuple[Any, ...]:
     d, k, x, h = param.shape
     by_kv_head = _transpose(param.reshape(d, -1)).reshape(k, x, h, d)
-    starts = [0, *range(x - count + 1, x + 1)]  # all but the first source have one head a kv head
+    starts = [0, *range(x - count + 1, x + 1)]  # every later source has 1 head per kv head
     return tuple(by_kv_head[:, a:b].reshape(-1, d) for a, b in itertools.pairwise(starts))
 
 
@@ -99,28 +109,29 @@ def _to_experts(param: Any, _: int) -> tuple[Any, ...]:
 
 
 same = Transform("same", lambda sources, shape: sources[0].reshape(shape), lambda x, _: (x,))
-"""Embeddings, norms, scalars: as they are."""
+"""Copies embeddings, norms and scalars as they are."""
 
 integers = Transform("integers", same.to_param, same.to_sources, integers=True)
-"""Token ids: as they are."""
+"""Copies token ids as they are."""
 
 permutation = Transform("permutation", same.to_param, same.to_sources, integers=True)
-"""An order of all tokens, likewise. Conversion checks that none is left out."""
+"""Copies an ordering of all tokens as it is. Conversion checks that no token is left out."""
 
 linear = Transform("linear", _from_linear, _to_linear)
-"""[out, in] matrices, joined along out, become [in, *out]: one projection, or gate and up."""
+"""Joins [out, in] matrices along out into [in, *out]: one projection, or gate and up."""
 
 linear_out = Transform("linear_out", _from_linear, _to_output)
-"""One [out, in] matrix becomes [*in, out]: the projection that ends attention."""
+"""Turns one [out, in] matrix into [*in, out]: the output projection of attention."""
 
 heads = Transform("heads", _from_heads, _to_heads)
-"""q, k, v matrices [heads * H, D] become [D, K, G + 2, H]: each kv head's queries, key, value.
+"""Joins q, k and v matrices [heads * H, D] into [D, K, G + 2, H].
 
-With fewer sources the trailing ones are absent (k = v, shared K/V); k and v alone: [D, K, 2, H].
+Each kv head has its G queries, then its key, then its value. Layers with k = v have no value, and
+layers with shared K/V have queries only. k and v alone become [D, K, 2, H].
 """
 
 experts = Transform("experts", _from_experts, _to_experts)
-"""Stacked [E, out, in] matrices become [E, in, *out]; gate rows come before up rows."""
+"""Turns stacked [E, out, in] matrices into [E, in, *out]. Gate rows come before up rows."""
 
 
 # --- rules ---------------------------------------------------------------------------------------
@@ -128,10 +139,15 @@ experts = Transform("experts", _from_experts, _to_experts)
 
 @dataclass(frozen=True)
 class Rule:
-    """Source tensor name or names, without the checkpoint's prefix, and the parameter they fill.
+    """Names one or more source tensors, the parameter they fill, and the transform between them.
 
-    `{i}` stands for a layer number, in both. `outside`: a checkpoint has these names without the
-    prefix, as that of a head which stands beside the model.
+    Attributes:
+      pattern: name or names of the source tensors, without the prefix of the checkpoint. `{i}`
+        stands for a layer number.
+      path: name of the parameter. `{i}` stands for a layer number.
+      transform: the conversion between the source tensors and the parameter.
+      outside: whether a checkpoint has these names without the prefix. An example is an output head
+        that is stored beside the model.
     """
 
     pattern: str | tuple[str, ...]
@@ -144,7 +160,7 @@ class Rule:
         return (self.pattern,) if isinstance(self.pattern, str) else self.pattern
 
     def names(self, prefix: str) -> tuple[str, ...]:
-        """Return the full names of the source tensors, in a checkpoint with this prefix."""
+        """Return the full names of the source tensors in a checkpoint with this prefix."""
         return self.sources if self.outside else tuple(prefix + s for s in self.sources)
 
     def at(self, layer: int) -> Rule:
@@ -158,9 +174,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Skip:
-    """Tensors that are left out, by regular expression over whole names, and what they are.
+    """Names tensors that conversion leaves out.
 
-    With `copy_of` they are left out only where they equal that source tensor, bit for bit.
+    Attributes:
+      pattern: regular expression that matches the whole name of such a tensor.
+      reason: what the tensors are.
+      copy_of: a source tensor that the skipped tensor must equal bit for bit. None skips the tensor
+        whatever it holds.
     """
 
     pattern: str
@@ -170,19 +190,27 @@ class Skip:
 
 @dataclass(frozen=True)
 class RuleSet:
-    """Everything the conversion knows about one model."""
+    """Everything that the conversion knows about one model.
+
+    Attributes:
+      rules: one rule for every parameter.
+      prefixes: what may stand before every source name. The first is the prefix of the releases.
+      skips: tensors that are left out.
+      refused: layouts that are known but not supported. Each is a pattern of tensor names and the
+        message of the error.
+      advice: what to do about tensors that may be missing. Each is a pattern of source names and
+        the advice, which is added to the error.
+    """
 
     rules: tuple[Rule, ...]
-    prefixes: tuple[str, ...]  # what may stand before every source name, the releases' first
+    prefixes: tuple[str, ...]
     skips: tuple[Skip, ...] = ()
-    refused: tuple[
-        tuple[str, str], ...
-    ] = ()  # layouts known but not supported: pattern, what to say
-    advice: tuple[tuple[str, str], ...] = ()  # tensors that may be missing: pattern, the way out
+    refused: tuple[tuple[str, str], ...] = ()
+    advice: tuple[tuple[str, str], ...] = ()
 
 
 def for_layers(rules: Iterable[Rule], layers: int, params: Iterable[str]) -> tuple[Rule, ...]:
-    """Write `rules` out for every layer, keeping those whose parameter the model has."""
+    """Expand `rules` for every layer. Keep the rules whose parameter is in `params`."""
     names = set(params)
     written = [r.at(i) for r in rules for i in (range(layers) if "{i}" in r.path else (0,))]
     return tuple(r for r in written if r.path in names)
@@ -193,7 +221,7 @@ def for_layers(rules: Iterable[Rule], layers: int, params: Iterable[str]) -> tup
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape of a stored tensor and its dtype, in the names that safetensors uses."""
+    """Shape of a stored tensor, and its dtype under its safetensors name."""
 
     shape: Shape
     dtype: str
@@ -201,7 +229,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Fill:
-    """One parameter and the tensors, by full name, that fill it."""
+    """One parameter, and the full names of the tensors that fill it."""
 
     path: str
     shape: Shape
@@ -209,7 +237,7 @@ class Fill:
     transform: Transform
 
     def cast(self, dtype: np.dtype) -> np.dtype:
-        """Return what this parameter has where weights have `dtype`."""
+        """Return the dtype of this parameter when weights are cast to `dtype`."""
         return np.dtype(np.int32) if self.transform.integers else dtype
 
     def to_param(self, sources: Sequence[np.ndarray]) -> np.ndarray:
@@ -227,11 +255,17 @@ class Fill:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do with every tensor of a checkpoint."""
+    """What to do with every tensor of a checkpoint.
+
+    Attributes:
+      fills: the parameters and the tensors that fill them.
+      skipped: for each skipped tensor, the reason.
+      copies: for some skipped tensors, the name of the tensor that each must equal.
+    """
 
     fills: tuple[Fill, ...]
-    skipped: dict[str, str]  # name: why
-    copies: dict[str, str]  # skipped name: the tensor it must equal
+    skipped: dict[str, str]
+    copies: dict[str, str]
 
 
 FLOATS, INTEGERS = ("F32", "BF16", "F16"), ("I64", "I32")
@@ -246,7 +280,7 @@ def find_prefix(rules: RuleSet, names: Iterable[str]) -> str:
 
 
 def fills_for(rules: RuleSet, params: Mapping[str, Shape], prefix: str) -> tuple[Fill, ...]:
-    """Apply every rule: each parameter is filled exactly once, or the table is wrong."""
+    """Apply every rule. Assert that the rules fill each parameter exactly once."""
     paths = [r.path for r in rules.rules]
     assert sorted(paths) == sorted(params), sorted(set(paths) ^ set(params)) or "filled twice"
     return tuple(Fill(r.path, params[r.path], r.names(prefix), r.transform) for r in rules.rules)
@@ -255,15 +289,17 @@ def fills_for(rules: RuleSet, params: Mapping[str, Shape], prefix: str) -> tuple
 def match(
     rules: RuleSet, params: Mapping[str, Shape], tensors: Mapping[str, TensorSpec], where: str
 ) -> Plan:
-    """Give every tensor of a checkpoint its place.
+    """Plan what to do with every tensor of a checkpoint: fill a parameter, or be skipped.
 
     Args:
+      rules: the table of the model.
       params: name and shape of every parameter of the model.
       tensors: every tensor of the checkpoint.
-      where: the checkpoint's name, for messages.
+      where: the name of the checkpoint, for messages.
 
     Raises:
-      CheckpointError: tensors are missing, not known, or of a wrong shape or dtype; all are listed.
+      CheckpointError: the layout is refused. Or tensors are missing, not known, or of a wrong shape
+        or dtype; the message lists all of them.
     """
     for pattern, message in rules.refused:
         found = [n for n in tensors if re.fullmatch(pattern, n)]

@@ -1,8 +1,8 @@
-"""Which implementation of an operation runs: decided here, for all operations.
+"""Choose which implementation of an operation runs, for all operations.
 
-An operation has a plain reference, which runs anywhere, and kernels, which each need something. It
-lists the kernels as `Candidate`s, in order of preference, and calls `dispatch`. The choice falls
-when a program is compiled. Derivatives never take a kernel.
+An operation has a plain reference, which runs anywhere, and kernels, which have requirements. The
+operation lists its kernels as `Candidate`s, in order of preference, and calls `dispatch`. The
+choice is made when a program is compiled. Derivatives never use a kernel.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ class Candidate(Generic[T]):
     """A kernel that may stand in for the reference of an operation."""
 
     name: str
-    """What a caller passes as `implementation` to demand it."""
+    """Value of `implementation` that requests this kernel."""
     kernel: Callable[..., T]
-    """Takes the arrays that the reference takes."""
+    """The kernel; it takes the same arguments as the reference."""
     reason: str | None
-    """Why it cannot run these arrays on this machine; None if it can."""
+    """Why the kernel cannot take these arrays on this machine; None if it can."""
     worth_it: bool = True
-    """Whether "auto" should take it then."""
+    """Whether "auto" should take the kernel when it can run."""
 
 
 def dispatch(
     implementation: str, candidates: Sequence[Candidate[T]], reference: Callable[..., T], *args: Any
 ) -> T:
-    """Call the implementation that was asked for; "auto": the first that can and should run.
+    """Call the chosen implementation. "auto" takes the first candidate that can and should run.
 
-    An explicit choice never falls back. "auto" falls back to the reference: where no candidate can
-    run, in programs for other devices than NVIDIA GPUs, and for derivatives.
+    "auto" falls back to the reference where no candidate qualifies, in programs for devices other
+    than NVIDIA GPUs, and for derivatives. An explicit choice never falls back.
 
     Args:
       implementation: "auto", "reference", or the name of a candidate.
       candidates: the operation's kernels, in order of preference.
       reference: the operation in plain JAX.
-      args: arrays, or pytrees of them.
+      args: arguments of the operation: arrays, or pytrees of them.
 
     Raises:
       ValueError: there is no such implementation.
-      NotImplementedError: it is a candidate's name, and there is a reason against that candidate.
+      NotImplementedError: the chosen candidate cannot run; the message gives its reason.
     """
     names = ["auto", "reference", *(candidate.name for candidate in reversed(candidates))]
     if implementation not in names:
@@ -70,10 +70,10 @@ def dispatch(
 
 
 def _on_cuda(kernel: Callable[..., T], reference: Callable[..., T], *args: Any) -> T:
-    """Call the kernel in programs for NVIDIA GPUs; elsewhere, and for derivatives, the reference.
+    """Call the kernel in programs for NVIDIA GPUs. Call the reference elsewhere.
 
-    Kernels have no derivatives. JAX would refuse any program that asks for some, also one for a
-    CPU.
+    Derivatives are those of the reference, because kernels have none. Otherwise JAX would refuse
+    every program that takes a derivative, even one for a CPU.
     """
 
     @jax.custom_jvp
@@ -88,9 +88,10 @@ def _on_cuda(kernel: Callable[..., T], reference: Callable[..., T], *args: Any) 
 
 
 def why_not_triton(*arrays: Array, interpret: bool) -> str | None:
-    """Say why a Triton kernel cannot take these arrays on this machine's GPU, if it has one.
+    """Return why a Triton kernel cannot take these arrays on the GPU of this machine, or None.
 
-    Without one the reason is left to the compiler: programs may be compiled for a GPU elsewhere.
+    On a machine without a GPU the compute capability is not checked, because a program may be
+    compiled for a GPU elsewhere. The compiler then reports the problem.
     """
     for array in arrays:
         if not interpret and array.dtype not in (jnp.bfloat16, jnp.float16):
@@ -106,13 +107,16 @@ def why_not_triton(*arrays: Array, interpret: bool) -> str | None:
 
 
 def devices_of_mesh() -> int:
-    """Return how many devices of a mesh XLA spreads arrays over; 0 where it does not."""
+    """Return over how many devices of a mesh XLA spreads arrays, or 0 where it does not."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.size if mesh.size > 1 and not mesh.are_all_axes_manual else 0
 
 
 def capability() -> float | None:
-    """Return the compute capability of this machine's GPU; 0 of one not NVIDIA's, None of none."""
+    """Return the compute capability of the GPU of this machine.
+
+    The result is 0 for a GPU that is not from NVIDIA, and None for a machine without a GPU.
+    """
     if jax.default_backend() != "gpu":
         return None
     said = str(getattr(jax.devices()[0], "compute_capability", 0))

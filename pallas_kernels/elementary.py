@@ -1,7 +1,7 @@
-"""What the references are made of: norm, rotary embedding, activation, products summed in float32.
+"""Parts of the references: norm, rotary embedding, activation, products summed in float32.
 
-Models compute the same things outside of kernels too. They take them from here, through
-`jaxspec.models.layers`: arithmetic that must agree to the last bit is written once, and it is
+Models compute the same parts outside of kernels. They import these functions through
+`jaxspec.models.layers`, so that arithmetic which must agree to the last bit is written once. It is
 written here because nothing in this package may import `jaxspec`.
 """
 
@@ -20,10 +20,14 @@ gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 def rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: float
 ) -> Float[Array, "... D"]:
-    """Return x / sqrt(mean(x²) + eps) * scale over the last axis, in float32, rounded once.
+    """Return x / sqrt(mean(x²) + eps) * scale over the last axis.
+
+    The arithmetic is float32. The result is rounded once, to the dtype of x.
 
     Args:
-      scale: used as it is (no 1 + scale); None to leave it out.
+      x: rows to norm.
+      scale: the weight of the norm, used as it is (not as 1 + scale). None means no weight.
+      eps: added to the mean square.
     """
     x32 = x.astype(jnp.float32)
     y = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
@@ -35,11 +39,12 @@ def rms_norm(
 def rotate(
     x: Float[Array, "B T *heads H"], cos: Float[Array, "B T H2"], sin: Float[Array, "B T H2"]
 ) -> Float[Array, "B T *heads H"]:
-    """Turn the pair (x_j, x_{j + H/2}) of each head by the j-th angle of its token, in float32.
+    """Rotate the pair (x_j, x_{j + H/2}) of each head by the j-th angle of its token, in float32.
 
     Args:
-      cos: of each token's H/2 angles.
-      sin: of the same.
+      x: heads of each token.
+      cos: cosines of the H/2 angles of each token.
+      sin: sines of the same angles.
     """
     of_token = (*cos.shape[:2], *(1,) * (x.ndim - 3), cos.shape[2])
     cos, sin = cos.reshape(of_token), sin.reshape(of_token)
@@ -54,9 +59,9 @@ def contract(spec: str, x: Array, y: Array) -> Float[Array, "..."]:
 
 
 def precision_of(x: Array) -> lax.Precision | None:
-    """Return full float32 products for float32 operands.
+    """Return the precision of products of x: full float32 for float32, else the default.
 
-    On Hopper JAX's default for them is TF32, whose errors of 1e-3 are a thousand times larger: they
-    would break the promise that speculative and plain decoding agree.
+    On Hopper, JAX multiplies float32 operands in TF32 by default. Its errors of 1e-3 are a thousand
+    times larger. They would break the promise that speculative and plain decoding agree.
     """
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

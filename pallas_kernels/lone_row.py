@@ -1,19 +1,21 @@
-"""A row that is alone goes twice: the way round what XLA does to products and writes of one row.
+"""Run a single row as two equal rows, because XLA is slower for one row than for two.
 
-XLA has special forms for one row, and each of them is slower than the general form for two. One row
-occurs where a batch has one sequence and a pass one token. It is repeated, and one result is kept.
+XLA has special forms for products and writes of one row. Each of them is slower than the general
+form for two rows. A single row occurs where a batch has one sequence and a pass has one token. This
+module repeats the row and keeps one result.
 
-- A product on an NVIDIA GPU. XLA multiplies elements and adds them up. Above some million elements
-  it writes the products down in float32, twice the size of the weight. Measured on an H200, a plain
-  step of E2B: 2.8 ms with two rows, 3.5 ms with one.
-- A batched product, as of experts, on an NVIDIA GPU. The same: 26B-A4B, 13.0 ms instead of 16.4.
-- Cutting the second row off is a kernel of its own where another kernel reads the first. A whole
-  pass is therefore repeated, rather than each of its products: E2B, 664 kernels a step instead of
-  733.
-- A write to a cache on a CPU. XLA makes a slice update of one row, makes that twice, and then
+- A product on an NVIDIA GPU: XLA multiplies elements and adds them up. Above some million elements
+  it writes the products to memory in float32, which is twice the size of the weight. A plain step
+  of E2B on an H200 takes 2.8 ms with two rows and 3.5 ms with one.
+- A batched product on an NVIDIA GPU, such as that of the experts: XLA does the same. A step of
+  26B-A4B takes 13.0 ms with two rows and 16.4 ms with one.
+- A write to a cache on a CPU: XLA turns one row into a slice update, makes that update twice, and
   copies the whole cache three times in every step.
 
-No weight is read twice for that: equal tokens need the same weights, and the same experts.
+A whole pass is repeated rather than each of its products. Cutting off the second row takes a kernel
+of its own where another kernel reads the first row. On E2B a step has 664 kernels instead of 733.
+
+No weight is read twice: equal tokens need the same weights and the same experts.
 """
 
 from __future__ import annotations
@@ -34,13 +36,15 @@ def twice_if_alone(
     first: Callable[[T], T],
     platform: Literal["cpu", "cuda"] = "cuda",
 ) -> T:
-    """Return run(*args); on the platform where one row is slow, by way of two equal rows.
+    """Return `run(*args)`, computed with two equal rows where a single row would be slow.
 
     Args:
-      alone: whether there is one row only; with more nothing is changed.
-      repeat: makes of the arguments those with the row repeated.
-      first: cuts from the result what the second row added.
-      platform: where to do so; elsewhere `run` gets the arguments as they are.
+      run: the computation.
+      args: its arguments.
+      alone: whether there is only one row. If not, `run` gets the arguments as they are.
+      repeat: returns the arguments with the row repeated.
+      first: removes the part of the second row from the result.
+      platform: where to repeat the row. On other platforms `run` gets the arguments as they are.
     """
     if not alone:
         return run(*args)

@@ -1,4 +1,4 @@
-"""What Triton kernels share: loads and stores by indices of several shapes, masks, products."""
+"""Helpers of Triton kernels: loads and stores by indices of several shapes, masks, products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.elementary import precision_of
 
 
 def load(ref: Any, *index: Any, mask: Array | None = None) -> Array:
-    """Load what indices of some shapes name together; 0 where the mask is false."""
+    """Load the elements at these indices, broadcast together; 0 where the mask is false."""
     at, shape = _at(ref, index)
     if mask is None:
         return plgpu.load(at)
@@ -20,20 +20,23 @@ def load(ref: Any, *index: Any, mask: Array | None = None) -> Array:
 
 
 def store(ref: Any, *index: Any, value: Array, mask: Array | None = None) -> None:
-    """Store where indices point together and the mask is true, rounded to the array's dtype."""
+    """Store a value at these indices, broadcast together, where the mask is true.
+
+    The value is rounded to the dtype of the array.
+    """
     at, shape = _at(ref, index)
     mask = None if mask is None else jnp.broadcast_to(mask, shape)
     plgpu.store(at, value.astype(ref.dtype), mask=mask)
 
 
 def _at(ref: Any, index: tuple[Any, ...]) -> tuple[Any, tuple[int, ...]]:
-    # Pallas wants indices of one shape, and scalars as they are.
+    # Pallas takes index arrays of one shape only. Scalars stay as they are.
     shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
     return ref.at[tuple(jnp.broadcast_to(i, shape) if jnp.ndim(i) else i for i in index)], shape
 
 
 def below(index: Array, size: int) -> Array | None:
-    """Return a mask of the indices below size, or None where they cut the axis evenly."""
+    """Return a mask of the indices below size, or None where such blocks divide the axis evenly."""
     return None if size % index.size == 0 else index < size
 
 

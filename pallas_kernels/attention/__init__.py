@@ -1,8 +1,9 @@
 """Cached attention for few queries: new tokens against long caches, rings and each other.
 
-Read `reference.py` for what is computed, `triton.py` for how each key is read once for all queries,
-`mosaic_h512.py` for how Hopper does that at head dim 512, `mosaic_h128.py` at 128. Around them
-stand `spans.py` (which keys a tile of rows reads), `mosaic_launch.py` and `tuning.py` (tile sizes).
+`reference.py` shows what is computed. `triton.py` reads each key once for all queries.
+`mosaic_h512.py` does that on Hopper at head dim 512, and `mosaic_h128.py` at head dim 128.
+`spans.py` finds the keys that a tile of rows reads. `mosaic_launch.py` launches both Mosaic
+kernels. `tuning.py` has tile sizes.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ __all__ = ["KVSegment", "Tiling", "attention", "reference"]
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
 HOPPER = 9.0
-# "auto" takes a kernel for speed up to so many query tokens. More are prefill, which is not bound
-# by reading keys.
+# For speed, "auto" takes a kernel up to this many query tokens. More tokens are a prefill, whose
+# speed is not bound by reading keys.
 MOST_TOKENS = 64
-# "auto" takes a kernel for want of memory from so many bytes of float32 scores on: XLA writes them
-# all down. For 512 tokens of a prompt of 31B that is from 16384 slots on.
+# To save memory, "auto" takes a kernel from this many bytes of float32 scores on. XLA would write
+# all scores to memory. 512 tokens of a prompt of 31B have so many scores from 16384 slots on.
 MOST_SCORE_BYTES = 1 << 30
-# "auto" takes a kernel for few tokens from so many bytes of keys, values and scores on; the second
-# number is for the Triton kernel at head dims over 256. Microseconds of XLA and of the kernel on an
-# H200 (jax 0.11.2), without what the loop around them takes:
+# For few tokens, "auto" takes a kernel from this many bytes of keys, values and scores on.
+# FEWEST_BYTES_WIDE is for the Triton kernel at head dims over 256. The table has microseconds of
+# XLA and of the kernel on an H200 (jax 0.11.2), net of the loop around them:
 #
 #   head dim 256, one query   3 MB: 5, 6     28 MB: 17, 15   57 MB: 27, 22   110 MB: 58, 37
 #   draft blocks              3 MB: 9, 9     25 MB: 25, 14   134 MB: 152, 31
@@ -47,8 +48,8 @@ MOST_SCORE_BYTES = 1 << 30
 #   head dim 512, Mosaic      17 MB: 12, 17  31 MB: 24, 22   42 MB: 30, 27   63 MB: 44, 39
 #                             107 MB: 59, 51
 #
-# Scores of draft blocks are as large as their keys. Of Mosaic's times, 6 to 8 are spans of keys,
-# which are made once for all layers.
+# The scores of draft blocks take as many bytes as their keys. 6 to 8 microseconds of the times of
+# Mosaic are for the spans of keys, which are computed once for all layers.
 FEWEST_BYTES = 8 << 20
 FEWEST_BYTES_WIDE = 64 << 20
 
@@ -65,29 +66,31 @@ def attention(
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T K G H"]:
-    """Attend from each query to every key its position allows, over all segments at once.
+    """Attend from each query to every key that it may see, over all segments at once.
 
-    A key at position k is seen from q when it exists (k >= 0), k > q - window, if causal k <= q,
-    and if the segment says which queries see it, it is one of them. A query that sees nothing gives
-    finite rubbish.
+    A query at position q sees a key at position k when all of these hold: the key exists (k >= 0);
+    k > q - window, if there is a window; k <= q, if causal; `seen_by` of the segment allows it, if
+    given. For a query that sees no key the result is finite but meaningless.
 
     Args:
-      q: queries, of which G share a kv head.
-      q_positions: their positions.
-      segments: keys and values in any order. Slots behind a segment's last key may hold anything,
-        also NaN; the reference wants them finite.
-      scale: what scores are multiplied with.
-      window: keys a query sees, itself included; None for all.
+      q: queries. G of them share a kv head.
+      q_positions: positions of the queries.
+      segments: keys and values in any order. Slots behind the last key of a segment may hold
+        anything for the kernels, even NaN. The reference needs finite values there.
+      scale: factor of the scores.
+      window: number of positions that a query sees, its own included; None for all.
       causal: whether queries see no later keys.
-      implementation: "reference" runs anywhere. "triton" needs an NVIDIA GPU of compute capability
-        8.0 or newer (or `interpret`) and 16-bit keys. "mosaic" needs one of 9.0, 16-bit keys, a
-        multiple of 8 slots, no `seen_by`, and what one of its two kernels was cut for. At head dim
-        512 that is one segment and no window. At head dim 128 it is 8, 16, 32 or 64 query heads of
-        a kv head, and beside the first segment at most one, of at most 128 slots. "auto" takes
-        Mosaic, else Triton, where it can run and is faster (many keys for few tokens) or the scores
-        of the reference would fill memory. Elsewhere it takes the reference.
-      tiling: tile sizes of the Triton kernel, instead of the table's.
-      interpret: run the Triton kernel on any device, slowly, to test it.
+      implementation: "reference" runs anywhere. "triton" needs 16-bit keys and an NVIDIA GPU of
+        compute capability 8.0 or newer (or `interpret`). "mosaic" needs 16-bit keys, a GPU of
+        compute capability 9.0, a multiple of 8 slots, no `seen_by`, and head dim 512 or 128. At
+        head dim 512 it needs one segment and no window. At head dim 128 it needs 8, 16, 32 or 64
+        query heads per kv head, and at most one further segment, of at most 128 slots. "auto" takes
+        Mosaic, else Triton, where the kernel can run and one of two things holds: the kernel is
+        faster (many keys for few tokens), or the scores of the reference would fill memory.
+        Elsewhere "auto" takes the reference.
+      tiling: tile sizes of the Triton kernel; None takes them from the table in `tuning.py`.
+      interpret: whether to interpret the Triton kernel. It then runs on any device, slowly. For
+        tests.
 
     Raises:
       ValueError: shapes or dtypes do not fit together.
@@ -106,8 +109,8 @@ def attention(
         tiles = tiling or tiling_for(head_dim=h, rows=rows, heads=heads, longest=longest)
         return attention_triton(*args, **how, tiling=tiles, interpret=interpret)
 
-    # At head dim 128 only with over one tile of rows: with fewer the Mosaic kernel was not
-    # measured.
+    # At head dim 128 "auto" takes Mosaic only for more than one tile of rows. The kernel was not
+    # measured with fewer rows.
     on_hopper = capability() == HOPPER and (h == 512 or rows > 64)
     candidates = [
         Candidate(
@@ -128,7 +131,10 @@ def attention(
 
 
 def _worth_it(q: Array, segments: tuple[KVSegment, ...], fewest_bytes: int) -> bool:
-    """Tell whether "auto" should take a kernel: many keys, few tokens; or scores fill memory."""
+    """Tell whether "auto" should take a kernel.
+
+    It should for few tokens with many keys, and where the scores would fill memory.
+    """
     b, t, k, g, _ = q.shape
     score_bytes = 4 * b * t * k * g * sum(s.k.shape[2] for s in segments)
     read_bytes = score_bytes + sum(2 * s.k.size * s.k.dtype.itemsize for s in segments)
@@ -137,7 +143,7 @@ def _worth_it(q: Array, segments: tuple[KVSegment, ...], fewest_bytes: int) -> b
 
 
 def _mosaic_kernel(head_dim: int) -> Callable[..., Array]:
-    # Not imported before it is wanted: older jax misses what these files import.
+    # Imported only when used, because older versions of jax lack what these files import.
     if head_dim == 512:
         from pallas_kernels.attention.mosaic_h512 import attention_mosaic_h512
 
@@ -172,7 +178,7 @@ def _check(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Non
 
 
 def _why_not_triton(segments: tuple[KVSegment, ...], interpret: bool) -> str | None:
-    """Say why the Triton kernel cannot run for these keys on this machine's GPU, if it has one."""
+    """Return why the Triton kernel cannot take these keys on the GPU of this machine, or None."""
     if (h := segments[0].k.shape[3]) not in (16, 32, 64, 128, 256, 512):
         return f"the Triton kernel takes head dims that are a power of two from 16 to 512, not {h}"
     return why_not_triton(*(s.k for s in segments), interpret=interpret)
@@ -181,7 +187,7 @@ def _why_not_triton(segments: tuple[KVSegment, ...], interpret: bool) -> str | N
 def _why_not_mosaic(
     groups: int, segments: tuple[KVSegment, ...], window: int | None, interpret: bool
 ) -> str | None:
-    """Say why no Mosaic kernel can run for these keys on this machine's GPU, if it has one."""
+    """Return why no Mosaic kernel can take these keys on the GPU of this machine, or None."""
     keys, *more = (s.k for s in segments)
     if jax.__version_info__ < (0, 11, 2):
         return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"

@@ -1,4 +1,4 @@
-"""Shapes that tests and benchmarks share, and caches as decoding leaves them."""
+"""Shapes and inputs of `attention` that tests and benchmarks share, with caches as in decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pallas_kernels.attention.reference import KVSegment
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Heads of one layer, and what its queries see."""
+    """The heads of one layer, and which keys its queries see."""
 
     heads: int
     kv_heads: int
@@ -45,13 +45,13 @@ def cached(
     """Return a cache of `size` slots that holds positions below each row's length.
 
     Args:
-      shape: heads.
-      lengths: how many positions were written to each row.
-      size: slots.
-      dtype: of keys and values.
-      ring: position p is in slot p mod size, and of those the newest is there.
-      empty: what empty slots hold.
-      seed: of the rest.
+      shape: heads of the layer.
+      lengths: number of positions that were written to each row.
+      size: number of slots.
+      dtype: dtype of keys and values.
+      ring: whether position p is in slot p mod size. A slot then holds its newest position.
+      empty: the value in empty slots.
+      seed: seed of the other values.
     """
     slot, length = np.arange(size)[None, :], np.asarray(lengths)[:, None]
     positions = np.where(slot < length, slot, -1)
@@ -69,7 +69,7 @@ def cached(
 def queries(
     shape: Shape, lengths: Sequence[int], tokens: int, dtype: jnp.dtype, seed: int = 1
 ) -> tuple[Array, Array]:
-    """Return queries at the `tokens` positions that end before each length, and those positions."""
+    """Return queries at the last `tokens` positions before each length, and these positions."""
     groups = shape.heads // shape.kv_heads
     q_shape = (len(lengths), tokens, shape.kv_heads, groups, shape.head_dim)
     q = jax.random.normal(jax.random.key(seed), q_shape, dtype)
@@ -80,7 +80,11 @@ def queries(
 def fresh(
     shape: Shape, positions: Array, dtype: jnp.dtype, *, tree: bool = False, seed: int = 2
 ) -> KVSegment:
-    """Return the queries' own keys; in a tree, each sees those that random parents lead to."""
+    """Return the keys of the queries themselves.
+
+    With `tree`, each token has a random parent, and each query sees its own key and those of its
+    ancestors.
+    """
     b, t = positions.shape
     keys = jax.random.split(jax.random.key(seed))
     k, v = (jax.random.normal(key, (b, shape.kv_heads, t, shape.head_dim), dtype) for key in keys)

@@ -1,15 +1,15 @@
 """Cached attention at head dim 128 in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
 A block of threads attends from 64 rows (row = token * G + head, as in `triton.py`) to a share of
-the keys. One of its three warpgroups lets TMA load blocks of 128 keys and their values, which go
-round a ring. The other two take turns: each attends to every second block with results of its own,
-so that one multiplies while the other raises scores to powers, and at the end the first averages
-both. Two tiles of rows of one kv head form a cluster, each of whose blocks loads half of everything
-for both: 128 rows read keys once.
+the keys. It has three warpgroups. One lets TMA load blocks of 128 keys and their values into a ring
+in shared memory. The other two take turns: each attends to every second block and keeps its own
+results. One can then multiply while the other computes powers of scores. At the end the first
+averages the results of both. Two tiles of rows of one kv head form a cluster. Each block of a
+cluster loads half of everything for both, so that 128 rows read keys once.
 
 The fresh keys of a draft block, if there are any, are the first block of the first share. Queries
-and results stay where the model has them: TMA takes the heads of each token for themselves. As in
-`mosaic_h512.py` only blocks of keys that some query does not see whole are masked, and shares of
+and results stay in the layout of the model: TMA copies the heads of each token separately. As in
+`mosaic_h512.py`, a block of keys is masked only if some query does not see all of it, and shares of
 the keys are averaged at the end.
 """
 
@@ -35,8 +35,9 @@ from pallas_kernels.attention.spans import (
 )
 
 HEAD_DIM = 128
-KEYS = 128  # of a block, a piece of keys and one of values
-RING = 4  # pieces in shared memory, two of either warpgroup: a place keeps its user
+KEYS = 128  # keys of a block, which is a piece of keys and a piece of values
+# Pieces in shared memory: two for each warpgroup, so that a place always has the same user.
+RING = 4
 NOWHERE = 1 << 30  # a position that no key has
 
 
@@ -50,7 +51,7 @@ def _attend(
     cluster: int,
     scale: float,
 ):
-    """Attend from a tile of rows of one kv head to one share of its keys, and to `fresh` others."""
+    """Attend from a tile of rows of one kv head to a share of its keys and to `fresh` new keys."""
     sources, refs = refs[: 4 if fresh else 2], refs[4 if fresh else 2 :]
     out_ref, log_weight_ref, queries, ring, other, stats, *barriers = refs
     queries_there, there, free, scored, merged = barriers
@@ -99,8 +100,8 @@ def _attend(
                 if fresh:
                     pl.when(i < extra)(load_fresh)
 
-        # The cluster's other block loads into this one's memory and signals there: stay until it is
-        # done.
+        # The other block of the cluster loads into the memory of this block and signals there. Stay
+        # until it is done.
         @pl.loop(jnp.maximum(2 * count - RING, 0), 2 * count)
         def _(number):
             plgpu.barrier_wait(free.at[lax.rem(number, RING)])
@@ -129,7 +130,7 @@ def _attend(
             plgpu.barrier_arrive(free.at[places[0]])
 
             def masked(score):
-                # Behind the fresh ones, of which there is one block.
+                # Positions of cached keys follow those of the one block of fresh keys.
                 at = jnp.where(i < extra, 0, slot + KEYS) if fresh else slot
                 positions = positions_ref.at[b, pl.ds(at, KEYS)]
                 positions = plgpu.load(positions, layout=layout.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
@@ -145,8 +146,8 @@ def _attend(
             partly = (i < extra) | (slot < begin) | (slot + KEYS > end)
             partly |= (slot + KEYS > first_hidden) & (slot < last_hidden)
             score = lax.cond(partly, masked, lambda score: score, score)
-            # In base 2, which is what the GPU has; scaled beside the subtraction, which is then one
-            # instruction.
+            # The GPU has powers of base 2. The scale stands beside the subtraction, so that both
+            # are one instruction.
             new = jnp.maximum(most, jnp.max(score, axis=1) * factor)
             kept = jnp.exp2(most - new)
             p = jnp.exp2(score * factor - across(new, score.shape))
@@ -159,7 +160,7 @@ def _attend(
 
             @pl.when(rest < KEYS)
             def _():
-                # Behind the range stands anything, NaN too, which a weight of 0 would not stop.
+                # Slots behind the range may hold NaN, which a weight of 0 would not remove.
                 for half in range(2):
                     part = values.at[:, pl.ds(half * (HEAD_DIM // 2), HEAD_DIM // 2)]
                     value = plgpu.load(part, layout=layout)  # pyright: ignore[reportCallIssue]
@@ -266,7 +267,8 @@ def attention_mosaic_h128(
 ) -> Float[Array, "B T K G H"]:
     """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks them.
 
-    `splits` blocks, or clusters, share the keys of each kv head; fresh keys are the second segment.
+    The keys of each kv head are divided among `splits` blocks or clusters. Fresh keys are the
+    second segment.
     """
     cached, *own = segments
     t, g = q.shape[1], q.shape[3]
@@ -282,7 +284,7 @@ def attention_mosaic_h128(
         fresh_spans = visible_span(lowest, highest, s.positions, window=window, causal=causal)
         positions = jnp.concatenate([to_blocks(s.positions), positions], axis=1)
         sources += [jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 8), (0, 0))) for x in (s.k, s.v)]
-    # A row sees the positions after the one and until the other.
+    # A row sees the positions p with after < p <= until.
     after = jnp.full_like(q_positions, -1)
     after = after if window is None else jnp.maximum(q_positions - window, after)
     until = q_positions if causal else jnp.full_like(q_positions, NOWHERE)

@@ -1,15 +1,16 @@
 """Cached attention at head dim 512 in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
 A block of threads attends from 64 rows (row = token * G + head, as in `triton.py`) to a share of
-the keys. One of its three warpgroups lets TMA load keys and values: pieces of 64 keys and half of
-the columns, which go round a ring. The other two make half of the result's columns each, which is
-all that their registers hold. Both score every key for themselves: half as many products again, but
-nothing to hand over, and neither waits for the other. Two tiles of rows of one kv head form a
-cluster, each of whose blocks loads half of every piece for both: 128 rows read keys once.
+the keys. It has three warpgroups. One lets TMA load keys and values into a ring in shared memory,
+in pieces of 64 keys and half of the columns. The other two each compute half of the columns of the
+result, which is all that their registers hold. Both score every key themselves. That is half as
+many products again, but neither hands anything over or waits for the other. Two tiles of rows of
+one kv head form a cluster. Each block of a cluster loads half of every piece for both, so that 128
+rows read keys once.
 
-Only blocks of keys that some query does not see whole are masked. As in `triton.py` shares of the
-keys are averaged at the end, weighted by what they saw, and results do not depend on the order of
-blocks.
+A block of keys is masked only if some query does not see all of it. As in `triton.py`, shares of
+the keys are averaged at the end, weighted by the softmax weights of their keys, and results do not
+depend on the order of blocks.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from pallas_kernels.attention.reference import KVSegment
 from pallas_kernels.attention.spans import UNSEEN, average_shares, position_range, visible_span
 
 HEAD_DIM = 512
-COLUMNS = HEAD_DIM // 2  # of a piece, and of a warpgroup's results
-KEYS = 64  # of a piece
-PIECES = 4  # of a block of keys: two of keys, two of values
+COLUMNS = HEAD_DIM // 2  # columns of a piece, and of the results of a warpgroup
+KEYS = 64  # keys of a piece
+PIECES = 4  # pieces of a block: two of keys, two of values
 RING = 5  # pieces in shared memory: all that fit beside the queries
 NOWHERE = 1 << 30  # the position of an empty slot, which no query has reached
 
@@ -92,8 +93,8 @@ def _attend(
                     collective_axes=("tile",) if cluster > 1 else None,
                 )
 
-        # The cluster's other block loads into this one's memory and signals there: stay until it is
-        # done.
+        # The other block of the cluster loads into the memory of this block and signals there. Stay
+        # until it is done.
         @pl.loop(jnp.maximum(PIECES * count - RING, 0), PIECES * count)
         def _(number):
             plgpu.barrier_wait(free.at[lax.rem(number, RING)])
@@ -134,8 +135,8 @@ def _attend(
 
             partly = (slot < begin) | (slot + KEYS > clear)
             score = lax.cond(partly, masked, lambda score: score, score)
-            # In base 2, which is what the GPU has; scaled beside the subtraction, which is then one
-            # instruction.
+            # The GPU has powers of base 2. The scale stands beside the subtraction, so that both
+            # are one instruction.
             new = jnp.maximum(most, jnp.max(score, axis=1) * factor)
             kept = jnp.exp2(most - new)
             p = jnp.exp2(score * factor - lax.broadcast_in_dim(new, score.shape, [0]))
@@ -147,7 +148,7 @@ def _attend(
 
             @pl.when(slot + KEYS > end)
             def _():
-                # Behind the range stands anything, NaN too, which a weight of 0 would not stop.
+                # Slots behind the range may hold NaN, which a weight of 0 would not remove.
                 for begin in range(0, COLUMNS, 64):
                     part = values.at[:, pl.ds(begin, 64)]
                     value = plgpu.load(part, layout=layout)  # pyright: ignore[reportCallIssue]
@@ -232,7 +233,7 @@ def attention_mosaic_h512(
 ) -> Float[Array, "B T K G H"]:
     """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks them.
 
-    `splits` blocks, or clusters, share the keys of each kv head.
+    The keys of each kv head are divided among `splits` blocks or clusters.
     """
     (segment,) = segments
     b, t, k, g, _ = q.shape
@@ -249,7 +250,7 @@ def attention_mosaic_h512(
     positions = jnp.where(positions < 0, NOWHERE, positions)
     if not causal:
         lowest, by_row = (jnp.full_like(x, NOWHERE - 1) for x in (lowest, by_row))
-    # The first slot from there on that some query does not see.
+    # The first slot of each span that some query does not see.
     slot = jnp.arange(positions.shape[1], dtype=jnp.int32)
     hidden = (positions[:, None] > lowest[:, :, None]) & (slot >= spans[:, :, :1])
     clear = jnp.min(jnp.where(hidden, slot, slot.size), axis=2, keepdims=True)

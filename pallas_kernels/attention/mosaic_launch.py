@@ -1,4 +1,4 @@
-"""What both Mosaic kernels share: how they are launched, how shared memory is laid out."""
+"""The launch and the layout of shared memory of both Mosaic kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-ROWS = 64  # of a tile: what one wgmma multiplies
+ROWS = 64  # rows of a tile, which is what one wgmma multiplies
 
 
 def launch(
@@ -23,14 +23,20 @@ def launch(
     rows: int,
     scratch: tuple[Any, ...],
 ) -> tuple[Float[Array, "X *Q"], Float[Array, "X B K R"]]:
-    """Run a kernel of three warpgroups; return every share's results and the logs of its weights.
+    """Run a kernel of three warpgroups.
 
     Args:
-      body: the kernel; it gets `inputs`, both results and `scratch`.
-      q: what each share's results look like.
-      grid: groups of tiles, shares of the keys, kv heads, sequences.
-      cluster: blocks of a group, a tile of rows each, which load keys for each other.
-      rows: of each kv head, those that fill up a tile included.
+      body: the kernel. It gets references to `inputs`, to both results, and to `scratch`.
+      inputs: arrays in global memory.
+      q: an array with the shape and dtype of the results of one share of the keys.
+      grid: number of groups of tiles, shares of the keys, kv heads, sequences.
+      cluster: number of blocks of a group. Each block has a tile of rows, and the blocks load keys
+        for each other.
+      rows: rows of each kv head, including those that fill up a tile.
+      scratch: shared memory and barriers.
+
+    Returns:
+      The results of every share, and the logs (base 2) of their weights.
     """
     _, shares, kv_heads, sequences = grid
 
@@ -50,18 +56,22 @@ def launch(
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=scratch,
-        # No sum crosses warps; what is set aside for that by default does not fit.
+        # No sum crosses warps. The memory that is reserved for such sums by default does not fit.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(*inputs)
 
 
 def lines(numbers: int) -> tuple[Any, ...]:
-    """Return how wgmma wants a matrix in shared memory: lines of 128 bytes, so many numbers."""
+    """Return the layout of shared memory that wgmma needs: lines of 128 bytes.
+
+    Args:
+      numbers: how many numbers a line has.
+    """
     return plgpu.TilingTransform((8, numbers)), plgpu.SwizzleTransform(128)
 
 
 def free_barrier(cluster: int, *, num_barriers: int, num_arrivals: int = 1) -> Any:
-    """Return the barriers that say a piece of memory was read, by all blocks that load into it."""
+    """Return barriers that tell all blocks that load into a piece of memory that it was read."""
     if cluster > 1:
         return plgpu.ClusterBarrier(
             collective_axes=("tile",), num_arrivals=num_arrivals, num_barriers=num_barriers

@@ -1,4 +1,4 @@
-"""What the kernel computes, in plain JAX: all scores, one softmax. This is the oracle."""
+"""The operation in plain JAX: all scores, one softmax. Tests compare the kernels with it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pallas_kernels.elementary import contract
 
 
 class KVSegment(NamedTuple):
-    """Keys and values with the position of each; -1 marks an empty slot, which no query sees."""
+    """Keys and values, and the position of each; -1 marks an empty slot, which no query sees."""
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S H"]
     positions: Int[Array, "B S"]
     seen_by: Bool[Array, "B T S"] | None = None
-    """Queries that may see each key; None: all that its position allows."""
+    """Which queries may see each key; None for all queries that its position allows."""
 
 
 def reference(
@@ -30,10 +30,13 @@ def reference(
     window: int | None,
     causal: bool,
 ) -> Float[Array, "B T K G H"]:
-    """Score every key of every segment and let the mask decide. Scores and softmax are float32."""
+    """Score every key of every segment, and mask the keys that a query does not see.
+
+    Scores and softmax are float32. Arguments as in `pallas_kernels.attention.attention`.
+    """
     b, t, k, g, h = q.shape
-    # Query heads of one kv head become rows beside the tokens (R = G * T): both products are then
-    # plain batched ones in the caches' own layout. Any other order makes XLA transpose whole
+    # Query heads of one kv head and tokens become rows (R = G * T). Both products are then plain
+    # batched products in the layout of the caches. Any other order makes XLA transpose whole
     # caches.
     rows = q.transpose(0, 2, 3, 1, 4).reshape(b, k, g * t, h)
     scores = []

@@ -1,8 +1,8 @@
-"""Which keys a tile of rows reads, and how shares of the keys become one result.
+"""Find which keys a tile of rows reads, and average the results of shares of the keys.
 
-Plain JAX, which stands around all of the kernels.
+This is plain JAX that runs before and after the kernels.
 
-Rows are query heads beside tokens (row = token * G + head). Spans of keys are the same for all
+A row is one query head of one token (row = token * G + head). Spans of keys are the same for all
 layers of a kind, and XLA computes them once.
 """
 
@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 UNSEEN = -(2.0**100)
 """The score of a key that a query does not see.
 
-Minus infinity would make NaN of rows that see nothing.
-A power of two: its product with any scale is exact, so that a scale beside a subtraction (one
-instruction, which rounds once) still leaves 0.
+Minus infinity would give NaN in rows that see nothing. The score is a power of two, so that its
+product with any scale is exact. A scale and a subtraction in one instruction, which rounds once,
+then still give 0.
 """
 
 
@@ -31,12 +31,16 @@ def visible_span(
     window: int | None,
     causal: bool,
 ) -> Int[Array, "B R 2"]:
-    """Return the first slot that some query may see, and the one after the last; (S, 0): none.
+    """Return, for each tile of rows, the span of slots that some query may see.
+
+    A span is its first slot and the slot after its last. (S, 0) means that there is none.
 
     Args:
-      lowest: the first position of the queries of each tile of rows.
-      highest: the last one.
-      positions: of the keys.
+      lowest: lowest position of the queries of each tile of rows.
+      highest: highest position of the queries of each tile of rows.
+      positions: positions of the keys.
+      window: number of positions that a query sees; None for all.
+      causal: whether queries see no later keys.
     """
     useful = positions[:, None] >= 0
     if window is not None:
@@ -55,10 +59,10 @@ def masked_span(
     window: int | None,
     causal: bool,
 ) -> Int[Array, "B R 2"]:
-    """Return the first slot of a span that some query does not see, and the one after the last.
+    """Return the part of each span that needs a mask, because some query does not see all of it.
 
-    Blocks elsewhere in the span need no mask; (S, 0) if that is all of them. Arguments as in
-    `visible_span`, which returns `spans`.
+    The part is its first slot and the slot after its last. (S, 0) means that no slot needs a mask.
+    `spans` are the result of `visible_span`. The other arguments are as there.
     """
     unseen = positions[:, None] < 0
     if window is not None:
@@ -70,14 +74,14 @@ def masked_span(
 
 
 def _first_and_last(slots: Bool[Array, "B R S"]) -> Int[Array, "B R 2"]:
-    """Return the first of some slots, and the one after the last; (S, 0) if there is none."""
+    """Return the first true slot, and the slot after the last; (S, 0) if none is true."""
     slot, size = jnp.arange(slots.shape[2], dtype=jnp.int32), slots.shape[2]
     first = jnp.min(jnp.where(slots, slot, size), axis=2)
     return jnp.stack([first, jnp.max(jnp.where(slots, slot + 1, 0), axis=2)], axis=2)
 
 
 def position_range(positions: Int[Array, "B T"], groups: int, rows: int) -> tuple[Array, Array]:
-    """Return the lowest and the highest position of each tile of rows: [B, R] both."""
+    """Return the lowest and the highest position of each tile of `rows` rows, both [B, R]."""
     tokens = positions.shape[1]
     begin = np.arange(0, tokens * groups, rows)
     last = np.minimum((begin + rows - 1) // groups, tokens - 1)
@@ -90,7 +94,10 @@ def position_range(positions: Int[Array, "B T"], groups: int, rows: int) -> tupl
 def average_shares(
     shares: Float[Array, "X *R H"], log_weights: Float[Array, "X *R"]
 ) -> Float[Array, "*R H"]:
-    """Average the shares by what they saw: term by term, so that XLA adds them in one kernel."""
+    """Average the results of shares of the keys, weighted by the logs (base 2) of their weights.
+
+    The sum is written term by term, so that XLA adds the shares in one kernel.
+    """
     most = functools.reduce(jnp.maximum, log_weights)
     weights = [jnp.exp2(one - most) for one in log_weights]
     total = sum(weights)

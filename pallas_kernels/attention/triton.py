@@ -1,12 +1,14 @@
 """Attention of few queries to long caches in Pallas Triton: a program reads its keys once.
 
-The query heads of one kv head and the tokens are rows of one matrix (row = token * G + head), so
-that a block of keys is read once for all of them; rows beyond a tile are another program's, which
-finds the keys in L2. So many tokens are cut like few: a chunk of a prompt never has all of its
-scores anywhere. The keys that some query of a tile can see are a range of slots, which is shared
-out evenly over `splits` programs, whatever its length. In each, the softmax runs along the blocks;
-a second kernel averages the shares, weighted by what they saw. No atomics: results do not depend on
-the order of blocks.
+The query heads of one kv head and the tokens are rows of one matrix (row = token * G + head). A
+block of keys is read once for all rows of a tile. Each further tile belongs to another program,
+which finds the keys in L2. Many tokens are cut into tiles like few, so all scores of a chunk of a
+prompt are never in memory together.
+
+The keys that some query of a tile can see are a range of slots. The range is divided evenly among
+`splits` programs, whatever its length. Each program runs one softmax along its blocks. A second
+kernel averages the shares, weighted by the softmax weights of their keys. There are no atomics, so
+results do not depend on the order of blocks.
 """
 
 from __future__ import annotations
@@ -26,16 +28,21 @@ from pallas_kernels.attention.reference import KVSegment
 from pallas_kernels.attention.spans import UNSEEN, position_range, visible_span
 from pallas_kernels.triton import below, dot, load, store
 
-COMBINED_ROWS = 8  # of a program that adds up splits
+COMBINED_ROWS = 8  # rows of a program that averages splits
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How the work is cut.
+    """How the work is cut into programs and blocks.
 
-    Rows and keys of a block (powers of two, at least 16), warps, blocks loaded ahead, key splits.
-    With several `parts`, each makes its share of the values' columns and scores all keys for
-    itself: more arithmetic, but room for more rows, and so fewer reads.
+    Attributes:
+      rows: rows of a tile, a power of two and at least 16.
+      keys: keys of a block, a power of two and at least 16.
+      warps: warps of a program.
+      stages: blocks that are loaded ahead.
+      splits: programs among which the keys of a tile are divided.
+      parts: programs among which the columns of the values are divided. Each part scores all keys
+        itself. That is more arithmetic, but leaves room for more rows, and so for fewer reads.
     """
 
     rows: int
@@ -82,9 +89,8 @@ def _attend(
         k_ref, v_ref, positions_ref = (refs.pop(0) for _ in range(3))
         seen_ref = refs.pop(0) if has_mask else None
         size = k_ref.shape[2]
-        # A mask is wanted in shared memory too, which 128 rows of head dim 512 leave no room for
-        # beside 32 keys. Masked keys are a tree's, and so few that smaller blocks of them cost
-        # nothing.
+        # A mask also needs shared memory. 128 rows of head dim 512 leave no room for it beside 32
+        # keys. Masked keys are those of a tree, and so few that smaller blocks cost nothing.
         keys = min(16 if has_mask else tiling.keys, max(16, pl.next_power_of_2(size)))
         begin, end = spans_ref[b, tile, 2 * i], spans_ref[b, tile, 2 * i + 1]
         first = begin // keys
@@ -109,7 +115,7 @@ def _attend(
             k = load(
                 k_ref, b, head, slot[:, None], column, mask=None if real is None else real[:, None]
             )
-            # Behind the range stands anything, NaN too, which a weight of 0 would not stop.
+            # Slots behind the range may hold NaN, which a weight of 0 would not remove.
             v = load(v_ref, b, head, slot[:, None], made, mask=(slot < end)[:, None])
             position = load(positions_ref, b, slot, mask=real)
             visible = ((position >= 0) & (slot < end))[None, :]
@@ -121,7 +127,7 @@ def _attend(
                 mask = None if inside is None else inside[:, None]
                 mask = mask if real is None else real[None, :] & (True if mask is None else mask)
                 visible &= load(seen_ref, b, token[:, None], slot[None, :], mask=mask) != 0
-            # In base 2, which is what the GPU has.
+            # Scores are in base 2, because the GPU has powers of base 2.
             score = jnp.where(visible, dot(q, k.T) * (scale * math.log2(math.e)), UNSEEN)
             new = jnp.maximum(most, jnp.max(score, axis=1))
             kept, p = jnp.exp2(most - new), jnp.exp2(score - new[:, None])
@@ -144,12 +150,12 @@ def _attend(
 
 
 def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
-    """Average the splits of some rows by what they saw."""
+    """Average the splits of a block of rows, weighted by the softmax weights of their keys."""
     splits, size, width = parts_ref.shape
     row, column = pl.program_id(0) * rows + lax.iota(jnp.int32, rows), lax.iota(jnp.int32, width)
     inside = below(row, size)
     split = lax.iota(jnp.int32, pl.next_power_of_2(splits))[:, None]
-    # A split that is not there repeats the last one, which does not change the largest.
+    # Indices beyond the last split repeat it, which does not change the maximum.
     most = jnp.max(
         load(
             log_weights_ref,
@@ -183,7 +189,7 @@ def attention_triton(
     tiling: Tiling,
     interpret: bool = False,
 ) -> Float[Array, "B T K G H"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks."""
+    """Launch the kernels. `pallas_kernels.attention.attention` documents and checks arguments."""
     b, t, k, g, _ = q.shape
     ends = position_range(q_positions, g, tiling.rows)
     spans = [visible_span(*ends, s.positions, window=window, causal=causal) for s in segments]

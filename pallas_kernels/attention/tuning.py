@@ -1,8 +1,9 @@
-"""Tile sizes of the Triton kernel by head dim and rows, and shares of the keys of all kernels.
+"""Tile sizes of the Triton kernel by head dim and rows, and key splits of all kernels.
 
-Measured on an NVIDIA H200 (jax 0.11.2, bfloat16), the best of sweeps, 8 sequences of 16 queries
-unless said: what a profiler counts for the kernels alone, over keys that are not in L2, in us, and
-times what reading those takes at 4.3 TB/s.
+The sizes are the best of sweeps on an NVIDIA H200 (jax 0.11.2, bfloat16), with 8 sequences of 16
+queries unless stated. The table below has microseconds that a profiler counts for the kernels
+alone, with keys that are not in L2. The second number is the multiple of the time that reading
+the keys takes at 4.3 TB/s.
 
                                   31B                             26B-A4B
     head dim 256, ring of 1088    Triton 39, 1.2                  Triton 26, 1.6
@@ -14,28 +15,29 @@ times what reading those takes at 4.3 TB/s.
         32768 keys                Mosaic 266, 1.1 (Triton 407)    Triton 259, 1.0
         ring of 2112              Mosaic 27, 1.7                  Triton 29, 1.8
 
-31B's draft block, Mosaic and Triton, in short contexts: 1 sequence of 1024 keys 7 and 12, of 2048
-keys 9 and 15, 8 of 256 keys 10 and 12, of 512 keys 13 and 15.
+The draft block of 31B takes these times in short contexts, with Mosaic and with Triton: 1 sequence
+of 1024 keys 7 and 12, 1 of 2048 keys 9 and 15, 8 sequences of 256 keys 10 and 12, 8 of 512 keys 13
+and 15.
 
-With so many rows at head dim 512, twice the products of a large matrix product in bytes: 128 rows
-want 490 TFLOP/s to keep up with memory. In one Triton program they have no room beside their
-results; two that each make half of the columns (`parts`) take 359 us for 31B's 8192 keys, two of 64
-rows each 427 us, both net of a loop around them.
+At head dim 512 with so many rows, the products are many for the bytes that are read: 128 rows need
+490 TFLOP/s to keep up with memory. One Triton program has no room for 128 rows beside their
+results. Two programs that each make half of the columns (`parts`) take 359 us for the 8192 keys of
+31B. Two programs of 64 rows each take 427 us. Both times are net of a loop around the kernel.
 """
 
 from __future__ import annotations
 
 from pallas_kernels.attention.triton import Tiling
 
-# Programs that an H200 (132 multiprocessors) runs at once, at least. A few more of them than that,
-# and most of it waits for those: 5 splits instead of 4 of 26B-A4B's 32 programs at head dim 512
-# took 371 us instead of 244.
+# The least number of programs that an H200 (132 multiprocessors) runs at once. With a few programs
+# more, most of the GPU waits for these few. For the 32 programs of 26B-A4B at head dim 512, 5
+# splits took 371 us and 4 splits 244 us.
 FULL = 132
-# A split has at least so many keys, or it takes longer to start and to add up than to read.
+# Least number of keys of a split. With fewer, starting and adding up take longer than reading.
 FEWEST_KEYS = 128
 
 TABLE = (
-    # head dims up to, most rows: (keys, warps, stages, parts)
+    # Each row: largest head dim, most rows, (keys, warps, stages, parts).
     (128, 16, (64, 4, 3, 1)),
     (128, 64, (64, 4, 3, 1)),
     (128, 128, (64, 8, 3, 1)),
@@ -46,9 +48,10 @@ TABLE = (
     (512, 64, (32, 8, 2, 1)),
     (512, 128, (32, 8, 2, 2)),
 )
-# Chunks of prompts, by head dim: what lets no two warps do the same products (Triton gives each 16
-# rows). 512 tokens of 31B: 307 us against XLA's 723 at head dim 256 (4 sequences, ring of 1088),
-# 2507 against 1961 at 512 (1, 16384 keys).
+# Tilings for chunks of prompts, by largest head dim. With these, no two warps do the same products:
+# Triton gives 16 rows to each warp. 512 tokens of 31B take 307 us, and 723 us in XLA, at head dim
+# 256 (4 sequences, ring of 1088). At head dim 512 (1 sequence, 16384 keys) they take 2507 us, and
+# 1961 us in XLA.
 MANY_ROWS = 128
 CHUNKS = (
     (128, Tiling(MANY_ROWS, 64, 8, 3, 1)),
@@ -58,7 +61,10 @@ CHUNKS = (
 
 
 def tiling_for(*, head_dim: int, rows: int, heads: int, longest: int) -> Tiling:
-    """Return the tiling of the first row of the table that has room.
+    """Return the tiling of the Triton kernel for these sizes.
+
+    Chunks of prompts have tilings of their own. Otherwise it is the first row of the table with
+    room for these rows at this head dim.
 
     Args:
       head_dim: width of keys and values.
@@ -81,7 +87,7 @@ def tiling_for(*, head_dim: int, rows: int, heads: int, longest: int) -> Tiling:
 
 
 def splits_for(*, rows: int, heads: int, longest: int) -> int:
-    """Return how many blocks of a Mosaic kernel share the keys of a tile of 64 rows.
+    """Return among how many blocks a Mosaic kernel splits the keys of a tile of 64 rows.
 
     Args:
       rows: query heads of one kv head times tokens.

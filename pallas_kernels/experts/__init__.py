@@ -1,7 +1,7 @@
-"""Experts for few tokens: a router's choice, a gated MLP for each expert, their weighted sum.
+"""Experts for few tokens: the choice of a router, a gated MLP per expert, and a weighted sum.
 
-Read `reference.py` for what is computed, `triton.py` for how each expert in use is read once and
-the others never, `tuning.py` for tile sizes.
+`reference.py` shows what is computed. `triton.py` shows how the kernels read each expert in use
+once and the others never. `tuning.py` has tile sizes.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ def experts(
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
-    """Return sum over a token's experts of weight * (gelu_tanh(x @ gate) * (x @ up)) @ down.
+    """Run each token through the experts that the router chose, and return the weighted sum.
+
+    The result of a token is the sum over its experts of
+    weight * (gelu_tanh(x @ gate) * (x @ up)) @ down.
 
     Args:
       x: tokens, in the dtype of the experts.
-      logits: what the router says of each token, in float32, in any number of parts to be added up.
-        The sum is rounded to the tokens' dtype, as a product would be. Experts and weights are
-        `choose`'s.
-      expert_scale: a factor for the weights of each expert.
+      logits: float32 logits of the router, in S parts that are added up. The sum is rounded to the
+        dtype of x, as a product would be. `choose` says which experts and weights follow from it.
+      expert_scale: a factor of the weight of each expert.
       gate_up: gate and up matrices of each expert, side by side.
-      down: down matrices.
-      top_k: experts of a token.
-      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or
-        `interpret`) and 16-bit experts; "auto" takes it where it can run, and "reference"
-        elsewhere.
-      tiling: tile sizes of the kernel, instead of the table's.
-      interpret: run the kernel on any device, slowly, to test it.
+      down: down matrix of each expert.
+      top_k: number of experts of a token.
+      implementation: "triton" needs 16-bit experts and an NVIDIA GPU of compute capability 8.0 or
+        newer (or `interpret`). "auto" takes it where it can run, and takes "reference" elsewhere.
+      tiling: tile sizes of the kernels; None takes them from the table in `tuning.py`.
+      interpret: whether to interpret the kernels. They then run on any device, slowly. For tests.
 
     Raises:
       ValueError: shapes or dtypes do not fit together.

@@ -1,4 +1,4 @@
-"""Shapes that tests and benchmarks share, and the routings that hurt."""
+"""Shapes and inputs of `experts` that tests and benchmarks share, and difficult routings."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class Shape:
 
 
 GEMMA4_26B_A4B = Shape(experts=128, top_k=8, width=2816, hidden=704)
-# No power of two divides its width or its hidden size, and few of its experts are in use.
+# Width and hidden size are odd. Few of the experts are in use.
 SMALL = Shape(experts=24, top_k=3, width=81, hidden=43)
-# The routing of 26B-A4B, with experts small enough to be interpreted.
+# The routing of 26B-A4B, with experts that are small enough for the interpreter.
 NARROW = Shape(experts=128, top_k=8, width=48, hidden=24)
 
 ROUTINGS = ("random", "same", "spread", "skewed")
 
 
 def chosen_experts(shape: Shape, tokens: int, routing: str, seed: int = 0) -> np.ndarray:
-    """Return [tokens, top_k] different experts.
+    """Return `top_k` different experts for each token: [tokens, top_k].
 
     Args:
-      shape: sizes; only the number of experts and `top_k` count.
-      tokens: how many tokens.
-      routing: "random" is uniform; "same" gives all tokens the same experts; "spread" goes through
-        all experts in turn; "skewed" has one expert that every token wants.
-      seed: of the random ones.
+      shape: sizes. Only the number of experts and `top_k` matter.
+      tokens: number of tokens.
+      routing: "random" is uniform. "same" gives all tokens the same experts. "spread" goes through
+        all experts in turn. "skewed" gives one expert to every token.
+      seed: seed of the random choices.
     """
     rng = np.random.default_rng(seed)
     random = np.stack([rng.permutation(shape.experts)[: shape.top_k] for _ in range(tokens)])
@@ -58,7 +58,7 @@ def chosen_experts(shape: Shape, tokens: int, routing: str, seed: int = 0) -> np
 
 
 def logits_for(shape: Shape, chosen: np.ndarray, seed: int = 0) -> Array:
-    """Return float32 logits [tokens, experts], largest for the `chosen` experts."""
+    """Return random float32 logits [tokens, experts] that are largest for the `chosen` experts."""
     logits = np.random.default_rng(seed).normal(size=(len(chosen), shape.experts))
     np.put_along_axis(logits, chosen, np.take_along_axis(logits, chosen, axis=1) + 10, axis=1)
     return jnp.asarray(logits, jnp.float32)
@@ -67,7 +67,7 @@ def logits_for(shape: Shape, chosen: np.ndarray, seed: int = 0) -> Array:
 def inputs(
     shape: Shape, tokens: int, dtype: jnp.dtype, routing: str = "random", seed: int = 0
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Return x, logits, expert_scale, gate_up and down, so scaled that results are of order one."""
+    """Return x, logits, expert_scale, gate_up and down, scaled so that results are of order one."""
     e, d, f = shape.experts, shape.width, shape.hidden
     keys = jax.random.split(jax.random.key(seed), 4)
     return (

@@ -1,4 +1,4 @@
-"""What the kernel computes, in plain JAX: every expert on every token, and a mask."""
+"""The operation in plain JAX: every expert runs on every token, and a mask picks the chosen."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.elementary import contract, gelu_tanh
 from pallas_kernels.lone_row import twice_if_alone
 
-PART_INPUTS = 256
-MOST_IN_PARTS = 8  # tokens
+PART_INPUTS = 256  # inputs of the router that each part sums
+MOST_IN_PARTS = 8  # most tokens whose logits are computed in parts
 
 
 def router_logits(x: Float[Array, "T D"], weight: Float[Array, "D E"]) -> Float[Array, "S T E"]:
-    """Multiply tokens by the router, in float32; for few tokens in parts, to be added up.
+    """Multiply tokens by the router weight, in float32. Return S partial sums of the logits.
 
-    XLA too makes parts of so small a product, so that many processors read the weight, and adds
-    them up in a kernel of its own. `experts` does that where it reads them (8 tokens of 26B-A4B on
-    an H200: 5.5 us instead of 6.6 until all is routed; for 16 it takes as long).
+    S is above 1 only for up to 8 tokens. `experts` adds the parts up where it reads them, which
+    saves a kernel. XLA also cuts so small a product into parts, so that many processors read the
+    weight, but it adds them up in a separate kernel. For 8 tokens of 26B-A4B on an H200,
+    logits and routing take 5.5 us instead of 6.6 us. For 16 tokens both ways take equally long.
     """
     (t, d), e = x.shape, weight.shape[1]
     parts = d // PART_INPUTS if t <= MOST_IN_PARTS and d % PART_INPUTS == 0 else 1
@@ -28,17 +29,20 @@ def router_logits(x: Float[Array, "T D"], weight: Float[Array, "D E"]) -> Float[
 
 
 def add_up(logits: Float[Array, "S T E"], dtype: DTypeLike) -> Float[Array, "T E"]:
-    """Return the sum of all parts in float32, rounded as a product in this dtype would be."""
+    """Add up all parts in float32. Round the sum as a product in this dtype would be rounded."""
     return jnp.sum(logits, axis=0).astype(dtype).astype(jnp.float32)
 
 
 def choose(
     logits: Float[Array, "*T E"], expert_scale: Float[Array, " E"], top_k: int
 ) -> tuple[Int[Array, "*T topk"], Float[Array, "*T topk"]]:
-    """Choose the likeliest experts, the first of equals, and weigh them by their probabilities.
+    """Choose the `top_k` likeliest experts of each token, and weight them by their probabilities.
+
+    Of equally likely experts, the first is chosen.
 
     Returns:
-      The experts, and their weights: probabilities with the sum 1, times `expert_scale`.
+      The chosen experts, and their weights. A weight is the probability of the expert, normalized
+      so that the chosen ones sum to 1, times its `expert_scale`.
     """
     weights, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -54,20 +58,20 @@ def reference(
     *,
     top_k: int,
 ) -> Float[Array, "T D"]:
-    """Run every expert on every token and keep what the router chose.
+    """Run every expert on every token, and sum the results of the chosen experts.
 
-    All weights are read once: near the memory floor where tokens need nearly all of the experts,
-    and always right. Accumulates in float32.
+    All weights are read once. That is near the memory floor where tokens need nearly all of the
+    experts. Sums are accumulated in float32. Arguments as in `pallas_kernels.experts.experts`.
     """
     chosen, weights = choose(add_up(logits, x.dtype), expert_scale, top_k)
     e, d, _, f = gate_up.shape
     combine = jnp.zeros((x.shape[0], e), jnp.float32)
-    # Row by row, so that rows which stand on other devices stay there.
+    # Row by row, so that a row on another device stays there.
     combine = jax.vmap(lambda row, i, w: row.at[i].set(w))(combine, chosen, weights)
 
     def run(rows: Float[Array, "R D"], combine: Float[Array, "R E"]) -> Float[Array, "R D"]:
-        # A batched product, an expert each. With the rows not repeated, D would stand between two
-        # axes that are kept, and XLA transposes all of the weights in every step.
+        # A batched product with one batch entry per expert. If the rows were not repeated, D would
+        # lie between two axes that are kept, and XLA would transpose all weights in every step.
         repeated = jnp.broadcast_to(rows, (e, *rows.shape))
         both = contract("erd,edf->erf", repeated, gate_up.reshape(e, d, 2 * f)).astype(x.dtype)
         hidden = gelu_tanh(both[..., :f]) * both[..., f:]

@@ -1,14 +1,18 @@
 """A mixture of experts for few tokens in Pallas Triton: each expert in use is read once.
 
-`route` chooses experts and cuts the (token, choice) pairs into tiles: rows of one expert. It is one
-kernel for few tokens and two for more, where all blocks of tokens must have chosen before the first
-can be placed. `_gate_up` multiplies each tile by its expert's gate and up matrices and applies the
-activation, `_down` multiplies by its down matrix and by the pairs' weights and writes each row to
-its pair's place; the sum over a token's pairs is left to XLA. Tiles beyond the last one in use end
-at once, so experts that no token chose are never read. Columns are the fastest axis of both grids:
-blocks that run side by side read neighbours in memory (on an H200, for 512 tokens, 386 us instead
-of 424 with tiles as the fastest), and other tiles of the expert still find its weights in L2. No
-atomics: results do not depend on the order in which blocks run.
+`route` chooses experts. It sorts the pairs (token, choice) by expert and cuts them into tiles. All
+rows of a tile belong to one expert. Routing is one kernel for few tokens. For more tokens it is two
+kernels, because all blocks of tokens must have chosen before the first pair can be placed.
+
+`_gate_up` multiplies each tile by the gate and up matrices of its expert, and applies the
+activation. `_down` multiplies the tile by the down matrix and by the weights of the pairs, and
+writes each row to the place of its pair. XLA sums over the pairs of a token. Tiles beyond the last
+one in use end at once, so experts that no token chose are never read.
+
+Columns are the fastest axis of both grids. Blocks that run at the same time then read neighbours in
+memory, and other tiles of the expert still find its weights in L2. For 512 tokens on an H200 that
+takes 386 us, instead of 424 us with tiles as the fastest axis. There are no atomics, so results do
+not depend on the order in which blocks run.
 """
 
 from __future__ import annotations
@@ -27,25 +31,33 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton import below, dot, load, store
 
-BLOCK_TOKENS = 16  # of a program that routes; no more than the rows of any tile
+# Most tokens of a program that routes. It must not exceed the rows of any tile; see `_place`.
+BLOCK_TOKENS = 16
 
 
 class Routed(NamedTuple):
-    """Pairs (token * top_k + choice) by expert, and their weights."""
+    """The pairs (token * top_k + choice) in tiles by expert, and their weights."""
 
     expert: Int[Array, " tiles"]
     """The expert of each tile; undefined for a tile that is not used."""
     used: Int[Array, " tiles"]
-    """How many of a tile's rows are: the first ones, and 0 for a tile that is not used."""
+    """How many rows of each tile are used: its first ones; 0 for a tile that is not used."""
     pair: Int[Array, " padded"]
     """The pair of each row of each tile; undefined for a row that is not used."""
     weight: Float[Array, " pairs"]
-    """What each pair's result counts."""
+    """The weight of the result of each pair."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """How a product is cut: columns of a block, inputs of a step, warps, steps loaded ahead."""
+    """How a product is cut into blocks.
+
+    Attributes:
+      columns: columns of a block.
+      inputs: inputs that one step of a block sums over.
+      warps: warps of a program.
+      stages: steps that are loaded ahead.
+    """
 
     columns: int
     inputs: int
@@ -63,7 +75,7 @@ class Tiling:
 
 
 def num_tiles(pairs: int, num_experts: int, rows: int) -> int:
-    """Return the most tiles that a routing can need: each expert in use may leave one not full."""
+    """Return the most tiles that a routing can need. Each expert in use may leave one not full."""
     in_use = min(pairs, num_experts)
     return in_use + (pairs - in_use) // rows
 
@@ -71,12 +83,17 @@ def num_tiles(pairs: int, num_experts: int, rows: int) -> int:
 def _choose(
     logits_ref, scale_ref, weight_ref, *, block: int, top_k: int, dtype: DTypeLike
 ) -> Array:
-    """Return which of its choices each expert is to each token, or -1; write the weights."""
+    """Choose experts for a block of tokens, and write their weights.
+
+    Returns:
+      For each token and expert: the number of the choice that is this expert, or -1.
+    """
     parts, tokens, num_experts = logits_ref.shape
     token = pl.program_id(0) * block + lax.iota(jnp.int32, block)
     expert = lax.iota(jnp.int32, _power(num_experts))[None, :]
     inside = (token < tokens)[:, None] & (expert < num_experts)
-    # First of all, since it comes from memory: what was just written is in L2.
+    # The scale is loaded first, because it comes from memory. The logits were just written and are
+    # still in L2.
     scale = load(scale_ref, expert, mask=expert < num_experts).astype(jnp.float32)
     logits = jnp.zeros(inside.shape, jnp.float32)
     for part in range(parts):
@@ -84,10 +101,11 @@ def _choose(
     logits = jnp.where(inside, logits.astype(dtype).astype(jnp.float32), -jnp.inf)
     probs = jnp.exp(logits - jnp.max(logits, axis=1)[:, None])
     probs = probs / jnp.sum(probs, axis=1)[:, None]
-    # Where one is NaN all are: such a token gets the first experts, and NaN for weights.
+    # If one probability of a token is NaN, all are. Such a token gets the first experts, and NaN
+    # weights.
     left = jnp.where(probs == probs, probs, jnp.inf)
-    # As integers, bits of floats that are not negative are in the same order, and the largest
-    # integer of a warp is one instruction; an argmax is twenty, one after the other.
+    # The bits of nonnegative floats, read as integers, are in the same order as the floats. The
+    # largest integer of a warp takes one instruction. An argmax takes twenty, one after another.
     left = lax.bitcast_convert_type(left, jnp.int32)
     choice = jnp.full(left.shape, -1, jnp.int32)
     for j in range(top_k):
@@ -97,26 +115,27 @@ def _choose(
         choice, left = jnp.where(mine, j, choice), jnp.where(mine, -1, left)
     choice = jnp.where(inside, choice, -1)
     weights = probs / jnp.sum(jnp.where(choice >= 0, probs, 0), axis=1)[:, None] * scale
-    # An index that is not stored points outside: the interpreter writes old values back.
+    # An index that is not stored must point outside, because the interpreter writes old values back
+    # to it.
     pair = jnp.where(choice >= 0, token[:, None] * top_k + choice, weight_ref.shape[0])
     plgpu.store(weight_ref.at[pair], weights, mask=choice >= 0)
     return choice
 
 
 def _place(choice, before, counts, expert_ref, used_ref, pair_ref, *, top_k, rows, programs):
-    """Write the pairs of the program's tokens, and its share of what is known of the tiles.
+    """Write the pairs of the program's tokens into tiles, and write its share of the tiles' data.
 
     Args:
       choice: what `_choose` returned.
-      before: how many pairs of each expert earlier programs have.
-      counts: how many there are.
+      before: for each expert, the number of pairs in earlier programs.
+      counts: for each expert, the number of pairs in all programs.
     """
     me, (block, experts) = pl.program_id(0), choice.shape
     tiles = (counts + rows - 1) // rows
     end = jnp.cumsum(tiles)
     first = end - tiles
-    # The tile that comes as `me`-th among its expert's: with no more tokens than rows, programs
-    # suffice.
+    # Program `me` writes the `me`-th tile of every expert. A block has no more tokens than a tile
+    # has rows, so there are at least as many programs as tiles of one expert.
     owned = me < tiles
     tile = jnp.where(owned, first + me, expert_ref.shape[0])
     plgpu.store(expert_ref.at[tile], lax.iota(jnp.int32, experts), mask=owned)
@@ -136,7 +155,7 @@ def _place(choice, before, counts, expert_ref, used_ref, pair_ref, *, top_k, row
 def _route_few(
     logits_ref, scale_ref, expert_ref, used_ref, pair_ref, weight_ref, *, block, top_k, dtype, rows
 ):
-    """Choose and place the tokens of one block, when there are no others."""
+    """Choose experts and place the pairs, when there is only one block of tokens."""
     choice = _choose(logits_ref, scale_ref, weight_ref, block=block, top_k=top_k, dtype=dtype)
     counts = jnp.sum((choice >= 0).astype(jnp.int32), axis=0)
     refs = expert_ref, used_ref, pair_ref
@@ -144,7 +163,7 @@ def _route_few(
 
 
 def _choose_block(logits_ref, scale_ref, weight_ref, choice_ref, count_ref, *, block, top_k, dtype):
-    """Choose for the tokens of a block, and count how often each expert was."""
+    """Choose experts for the tokens of a block, and count how often each expert was chosen."""
     me = pl.program_id(0)
     choice = _choose(logits_ref, scale_ref, weight_ref, block=block, top_k=top_k, dtype=dtype)
     row = me * block + lax.iota(jnp.int32, block)[:, None]
@@ -156,7 +175,7 @@ def _choose_block(logits_ref, scale_ref, weight_ref, choice_ref, count_ref, *, b
 def _place_block(
     choice_ref, count_ref, expert_ref, used_ref, pair_ref, *, block: int, top_k: int, rows: int
 ):
-    """Place the tokens of a block behind those of all before it."""
+    """Place the pairs of a block of tokens behind those of all earlier blocks."""
     me, (programs, experts) = pl.program_id(0), count_ref.shape
     expert, some = lax.iota(jnp.int32, experts), min(_power(programs), 32)
 
@@ -177,7 +196,10 @@ def _place_block(
 def _gate_up(
     expert_ref, used_ref, pair_ref, x_ref, w_ref, hidden_ref, *, top_k: int, rows: int, block: Block
 ):
-    """hidden[tile] = gelu_tanh(x[tokens of tile] @ gate) * (x[...] @ up), for some columns."""
+    """Write hidden[tile] = gelu_tanh(x @ gate) * (x @ up) for a block of columns.
+
+    x are the tokens of the rows of the tile.
+    """
     tile = pl.program_id(1)
     expert, used = expert_ref[tile], used_ref[tile]
     d, f = x_ref.shape[1], w_ref.shape[3]
@@ -218,7 +240,7 @@ def _down(
     rows: int,
     block: Block,
 ):
-    """out[pairs of the tile] = weights * (hidden[tile] @ down), for a block of columns."""
+    """Write out[pairs of the tile] = weights * (hidden[tile] @ down) for a block of columns."""
     tile = pl.program_id(1)
     expert, used = expert_ref[tile], used_ref[tile]
     f, d = w_ref.shape[1:]
@@ -262,7 +284,16 @@ def route(
     rows: int,
     interpret: bool = False,
 ) -> Routed:
-    """Choose experts as `reference.choose` does, and sort the pairs into tiles of `rows` rows."""
+    """Choose experts as `reference.choose` does, and sort the pairs by expert into tiles of rows.
+
+    Args:
+      logits: float32 logits of the router, in parts.
+      expert_scale: a factor of the weight of each expert.
+      top_k: number of experts of a token.
+      dtype: the summed logits are rounded to this dtype.
+      rows: rows of a tile.
+      interpret: whether to interpret the kernels.
+    """
     _, tokens, num_experts = logits.shape
     pairs = tokens * top_k
     tiles = num_tiles(pairs, num_experts, rows)
@@ -277,8 +308,8 @@ def route(
     call = functools.partial(
         pl.pallas_call,
         grid=(programs,),
-        # A warp for each of up to 8 tokens (8 tokens on an H200: 3.1 us instead of 3.6 with half of
-        # them); more warps take longer to agree.
+        # One warp per token, for up to 8 tokens. 8 tokens on an H200 take 3.1 us, instead of 3.6 us
+        # with half as many warps. More than 8 warps take longer to synchronize.
         compiler_params=plgpu.CompilerParams(num_warps=min(block, 8), num_stages=1),
         interpret=interpret,
     )
@@ -311,7 +342,7 @@ def multiply_gate_up(
     block: Block,
     interpret: bool = False,
 ) -> Float[Array, "padded F"]:
-    """Return the activations of each row of each tile; undefined for a row that is not used."""
+    """Return the activations of each row of each tile. They are undefined for a row not in use."""
     f = gate_up.shape[3]
     return pl.pallas_call(
         functools.partial(_gate_up, top_k=top_k, rows=rows, block=block),
@@ -332,7 +363,10 @@ def multiply_down(
     block: Block,
     interpret: bool = False,
 ) -> Float[Array, "pairs D"]:
-    """Return each pair's result times its weight, rounded: float32 would be read twice as long."""
+    """Return the result of each pair times its weight.
+
+    Results are rounded to the dtype of `hidden`, because float32 would take twice as long to read.
+    """
     d = down.shape[2]
     return pl.pallas_call(
         functools.partial(_down, rows=rows, block=block),

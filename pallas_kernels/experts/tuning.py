@@ -1,17 +1,23 @@
-"""Tile sizes of the Triton kernel, by the mean number of tokens an expert has."""
+"""Tile sizes of the Triton kernels, by the mean number of tokens per expert."""
 
 from __future__ import annotations
 
 from pallas_kernels.experts.triton import Block, Tiling
 
-# Measured on an NVIDIA H200 (jax 0.11.2, bfloat16) for experts of 2816 x 704, 8 of 128 a token
-# (26B-A4B), with 2 equal tokens and 8, 16, 32, 64, 128, 256 and 512: the kernels of a layer take
-# 33, 146, 225, 308, 347, 357, 368 and 384 us, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0 and 1.1 times what
-# reading the experts in use once takes at 4.3 TB/s. Blocks of 32 columns are slower for all that
-# were tried (up to 32 tokens), and several programs for the inputs of one block no faster for 2. No
-# block needs more than the 163 KiB of shared memory that a program has on an A100.
+# Measured on an NVIDIA H200 (jax 0.11.2, bfloat16) with the experts of 26B-A4B: 2816 x 704, and 8
+# of 128 per token. The kernels of one layer take:
+#
+#   tokens                    2 (equal)    8   16   32   64  128  256  512
+#   microseconds                     33  146  225  308  347  357  368  384
+#   times the reading time          1.5  1.0  1.0  1.0  1.0  1.0  1.0  1.1
+#
+# The reading time is that of reading the experts in use once at 4.3 TB/s.
+#
+# Blocks of 32 columns were slower in every case tried (up to 32 tokens). Several programs for the
+# inputs of one block were no faster for 2 tokens. No block needs more than the 163 KiB of shared
+# memory that a program has on an A100.
 TABLE = (
-    # most tokens an expert, on average
+    # Each row: most tokens per expert (mean), tiling.
     (0.75, Tiling(16, Block(64, 128, warps=4, stages=4), Block(64, 64, warps=4, stages=4))),
     (4.0, Tiling(16, Block(64, 128, warps=4, stages=5), Block(128, 64, warps=4, stages=4))),
     (12.0, Tiling(16, Block(128, 64, warps=4, stages=5), Block(128, 64, warps=4, stages=4))),
@@ -24,5 +30,8 @@ TABLE = (
 
 
 def tiling_for(tokens_an_expert: float) -> Tiling:
-    """Return the tiling of the first row of the table that reaches so many tokens."""
+    """Return the tiling for this mean number of tokens per expert.
+
+    It is the first row of the table whose limit is not exceeded.
+    """
     return next(tiling for most, tiling in TABLE if tokens_an_expert <= most)

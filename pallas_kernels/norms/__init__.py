@@ -1,6 +1,6 @@
-"""What stands between two products of a layer: a norm, the sum with the residual, its norms.
+"""The operation between two products of a layer: a norm, the sum with the residual, its norms.
 
-Read `reference.py` for what is computed, `triton.py` for how one kernel does it.
+`reference.py` shows what is computed. `triton.py` shows how one kernel computes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from pallas_kernels.norms.triton import MAX_WIDTH, add_norm_triton
 
 __all__ = ["Branch", "RouterScale", "add_norm", "reference", "router_norm"]
 
-FEW_ROWS = 512  # on an H200 XLA is as fast from about 2048 on, and faster where parts are added up
+# "auto" takes the kernel for up to this many rows. On an H200 XLA is as fast from about 2048 rows
+# on, and faster where branches are added up.
+FEW_ROWS = 512
 
 
 def add_norm(
@@ -30,22 +32,23 @@ def add_norm(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> tuple[Float[Array, "*rows D"], tuple[Float[Array, "*rows D"], ...]]:
-    """Add h to the residual, normed, and norm the sum for all that read it.
+    """Add the norm of h to the residual, and norm the sum for each part that reads it.
+
+    Norms and sums are computed in float32. Each is rounded to the dtype of the residual.
 
     Args:
       x: the residual.
-      h: what a part of the layer made of it; or what several did, each normed before they are added
-        up.
+      h: the output of one part of the layer. Or a tuple of the outputs of several branches; each is
+        normed with its own weight before they are added up.
       scale: the weight of the norm of h.
-      next_norms: the weight of the sum's norm for each part that reads it next, or a router's
-        scale.
-      eps: of the norms. Each is computed in float32 and rounded to the residual's dtype, as are
-        sums.
-      factor: what the sum is multiplied by; None for nothing.
-      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or
-        `interpret`) and 16-bit numbers; "auto" takes it for up to 512 rows where it can run, and
+      next_norms: for each part that reads the sum, the weight of its norm or the scale of a
+        router.
+      eps: added to the mean square in each norm.
+      factor: multiplies the sum; None leaves it as it is.
+      implementation: "triton" needs 16-bit numbers and an NVIDIA GPU of compute capability 8.0 or
+        newer (or `interpret`). "auto" takes it for up to 512 rows where it can run, and takes
         "reference" elsewhere.
-      interpret: run the kernel on any device, slowly, to test it.
+      interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
     Returns:
       The new residual, and its norms.
@@ -77,7 +80,7 @@ def _check(x: Array, h: Array | tuple[Branch, ...], scales: list[Array]) -> None
 
 
 def _why_not(x: Array, interpret: bool) -> str | None:
-    """Say why the kernel cannot run for such rows on this machine's GPU, if it has one."""
+    """Return why the kernel cannot take such rows on the GPU of this machine, or None."""
     if x.shape[-1] > MAX_WIDTH:
         return f"the Triton kernel holds rows of up to {MAX_WIDTH} numbers, not {x.shape[-1]}"
     return why_not_triton(x, interpret=interpret)

@@ -1,4 +1,4 @@
-"""Shapes that tests and benchmarks share, and what layers have between their products."""
+"""Shapes and inputs of `add_norm` that tests and benchmarks share."""
 
 from __future__ import annotations
 
@@ -13,23 +13,32 @@ from pallas_kernels.norms.reference import Branch, RouterScale
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The width of a row, and what is done with it."""
+    """The width of a row, and what is done with it.
+
+    Attributes:
+      width: numbers in a row.
+      parts: branches of the layer. Several branches are normed one by one before they are added up.
+      next_norms: norms of the sum, without the norm of a router.
+      router: whether a router also reads the sum.
+      factor: whether the sum is multiplied by a factor.
+    """
 
     width: int
-    parts: int = 1  # that are normed one by one before they are added up, if there are several
-    next_norms: int = 1  # of the sum
-    router: bool = False  # whether a router reads it too
+    parts: int = 1
+    next_norms: int = 1
+    router: bool = False
     factor: bool = False
 
 
 ATTENTION_31B = Shape(5376)
 MLP_31B = Shape(5376, factor=True)
-# The MLP, the experts and their router read it.
+# The MLP, the experts and their router read the sum.
 ATTENTION_26B = Shape(2816, next_norms=2, router=True)
 MLP_26B = Shape(2816, parts=2, factor=True)
 ATTENTION_E4B = Shape(2560)
 ATTENTION_E2B = Shape(1536)
-MLP_E2B = Shape(1536, next_norms=0)  # the gate of the layer's own input reads it as it is
+# The gate of the per-layer input reads the sum without a norm.
+MLP_E2B = Shape(1536, next_norms=0)
 
 
 class Inputs(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the kernel computes, in plain JAX: norms and sums, each rounded. This is the oracle."""
+"""The operation in plain JAX: norms and sums, each rounded. Tests compare the kernel with it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from pallas_kernels.elementary import rms_norm
 
 
 class RouterScale(NamedTuple):
-    """Marks the norm for a router of experts: without a weight, then times this and D^-1/2."""
+    """Marks the norm for a router of experts.
+
+    Such a norm has no weight. Its result is multiplied by `scale` and by D^-1/2.
+    """
 
     scale: Float[Array, " D"]
 
 
 class Branch(NamedTuple):
-    """What one of several branches made of the residual, and the weight of its norm."""
+    """The output `x` of one of several branches of a layer, and the weight `scale` of its norm."""
 
     x: Float[Array, "*rows D"]
     scale: Float[Array, " D"]
@@ -34,7 +37,10 @@ def reference(
     *,
     eps: float,
 ) -> tuple[Float[Array, "*rows D"], tuple[Float[Array, "*rows D"], ...]]:
-    """Norm, add, multiply, and norm again."""
+    """Norm h, add it to x, multiply by the factor, and norm the sum for each reader.
+
+    Arguments as in `pallas_kernels.norms.add_norm`.
+    """
     if isinstance(h, tuple):
         h = functools.reduce(operator.add, (rms_norm(*part, eps) for part in h))
     x = x + rms_norm(h, scale, eps)
@@ -49,6 +55,6 @@ def reference(
 def router_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float
 ) -> Float[Array, "... D"]:
-    """Return what a router reads: each of both products is rounded."""
+    """Return what a router reads: rms_norm(x) * scale * D^-1/2, rounded after each product."""
     y = rms_norm(x, None, eps) * scale
     return (y.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)

@@ -1,6 +1,6 @@
-"""What stands between a projection and its attention: norms, rotary embedding, cache writes.
+"""The operation between a projection and its attention: norms, rotary embedding, cache writes.
 
-Read `reference.py` for what is computed, `triton.py` for how one kernel does it.
+`reference.py` shows what is computed. `triton.py` shows how one kernel computes it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ def qkv(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> QKV:
-    """Norm queries and keys and rotate them, norm values, and write keys and values.
+    """Norm and rotate queries and keys, norm values, and write keys and values to caches.
+
+    Each step is computed in float32 and rounded to the dtype of `projected`.
 
     Args:
-      projected: of each kv head its queries, then its key, then its value. Without the last, values
-        are the raw keys. Each step of what follows is computed in float32 and rounded to its dtype.
-      q_scale: the weight of the queries' norm; None where there are none.
-      k_scale: the weight of the keys' norm; None where there are none.
-      cos: of the angles by which the pairs (j, j + H/2) of each token turn.
-      sin: of the same.
-      into: caches to write keys and values to; they are returned in their place.
+      projected: for each kv head its queries, then its key, then its value. Without a value, values
+        are the raw keys.
+      q_scale: the weight of the norm of queries; None where there are no queries.
+      k_scale: the weight of the norm of keys; None where there are no keys.
+      cos: cosines of the angles by which the pairs (j, j + H/2) of each token turn.
+      sin: sines of the same angles.
+      into: caches to write keys and values to. The result then has these caches instead of the keys
+        and values. None writes nothing.
       groups: queries of each kv head.
-      eps: of the norms.
-      norm_values: whether values are normed, which is without a weight.
-      implementation: "triton" needs an NVIDIA GPU of compute capability 8.0 or newer (or
-        `interpret`) and 16-bit numbers; "auto" takes it where it can run, and "reference"
-        elsewhere.
-      interpret: run the kernel on any device, slowly, to test it.
+      eps: added to the mean square in each norm.
+      norm_values: whether values are normed. Their norm has no weight.
+      implementation: "triton" needs 16-bit numbers and an NVIDIA GPU of compute capability 8.0 or
+        newer (or `interpret`). "auto" takes it where it can run, and takes "reference" elsewhere.
+      interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
     Raises:
       ValueError: shapes do not fit together.
@@ -106,7 +108,7 @@ def _check(
 
 
 def _why_not(projected: Array, into: Destination | None, interpret: bool) -> str | None:
-    """Say why the kernel cannot run for these heads on this machine's GPU, if it has one."""
+    """Return why the kernel cannot take these heads on the GPU of this machine, or None."""
     if (h := projected.shape[4]) not in (16, 32, 64, 128, 256, 512):
         return f"the Triton kernel takes head dims that are a power of two from 16 to 512, not {h}"
     caches = () if into is None else (into.k, into.v)

@@ -1,4 +1,4 @@
-"""Shapes that tests and benchmarks share, and passes as decoding has them."""
+"""Shapes and inputs of `qkv` that tests and benchmarks share, as they occur in decoding."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from pallas_kernels.qkv.reference import Destination
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Heads of one layer, and what stands beside the queries."""
+    """The heads of one layer.
+
+    Attributes:
+      kv_heads: number of kv heads.
+      groups: queries of each kv head.
+      head_dim: width of a head.
+      extra: rows of each kv head beside its queries. 2 means a key and a value. 1 means that values
+        are the raw keys. 0 means that the layer reads the keys and values of another layer.
+      norm_values: whether values are normed.
+    """
 
     kv_heads: int
     groups: int
     head_dim: int
-    extra: int = 2  # a key and a value; 1: values are the raw keys; 0: another layer's are read
+    extra: int = 2
     norm_values: bool = True
 
 
@@ -37,7 +46,7 @@ DRAFT_CONTEXT = Shape(8, 0, 128, norm_values=False)
 def inputs(
     shape: Shape, batch: int, tokens: int, dtype: DTypeLike, seed: int = 0
 ) -> tuple[Array, Array | None, Array | None, Array, Array]:
-    """Return a projection, both norms' weights, and cosine and sine of some angles."""
+    """Return a random projection, the weights of both norms, and cosines and sines of angles."""
     keys = jax.random.split(jax.random.key(seed), 4)
     h, rows = shape.head_dim, shape.groups + shape.extra
     angles = jax.random.uniform(keys[3], (batch, tokens, h // 2), jnp.float32, 0, 1000)
@@ -62,18 +71,18 @@ def destination(
     cache_rows: int | None = None,
     seed: int = 1,
 ) -> Destination:
-    """Return rings of `size` slots and where in them some tokens go.
+    """Return ring caches with random contents, and the slots to which some tokens go.
 
     Args:
-      shape: heads.
-      starts: the position of each row's first token.
-      counts: how many tokens of each row count; the others are dropped.
-      tokens: of each row.
-      size: slots.
-      dtype: of the caches.
-      rows: cache row of each row; None when they are the same.
-      cache_rows: how many rows the caches have; by default those of the batch.
-      seed: of what the caches hold.
+      shape: heads of the layer.
+      starts: position of the first token of each row.
+      counts: number of tokens of each row that are written. The others are dropped.
+      tokens: number of tokens of each row.
+      size: slots of a ring.
+      dtype: dtype of the caches.
+      rows: cache row of each batch row; None when batch row b has cache row b.
+      cache_rows: number of rows of the caches; by default as many as the batch has.
+      seed: seed of the contents.
     """
     offset = np.arange(tokens)[None, :]
     index = (np.asarray(starts)[:, None] + offset) % size

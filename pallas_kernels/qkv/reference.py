@@ -1,4 +1,4 @@
-"""What the kernel computes, in plain JAX: norms, rotations, writes. This is the oracle."""
+"""The operation in plain JAX: norms, rotations, writes. Tests compare the kernel with it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,30 @@ from pallas_kernels.lone_row import twice_if_alone
 
 
 class Destination(NamedTuple):
-    """Caches, and where in them the keys and values of a pass go."""
+    """Caches, and the slots in them to which a pass writes its keys and values.
+
+    Attributes:
+      k: the cache of keys.
+      v: the cache of values.
+      index: the slot of each token. A token with slot S (the cache size) is dropped. The slots of a
+        row are all different.
+      rows: the cache row of each batch row. None means that batch row b has cache row b.
+    """
 
     k: Float[Array, "C K S H"]
     v: Float[Array, "C K S H"]
-    index: Int[Array, "B T"]  # slot of each token; S: dropped. No slot of a row is named twice
-    rows: Int[Array, " B"] | None = None  # cache row of each batch row; None: the same
+    index: Int[Array, "B T"]
+    rows: Int[Array, " B"] | None = None
 
 
 class QKV(NamedTuple):
-    """Queries, if there are any; keys and values of a pass, or the caches that hold them now."""
+    """The result of `qkv`.
+
+    Attributes:
+      q: the queries; None where there are none.
+      k: the keys of the pass, or the cache to which they were written; None where there are none.
+      v: the values, likewise.
+    """
 
     q: Float[Array, "B T K G H"] | None
     k: Float[Array, "C K S H"] | None
@@ -41,12 +55,15 @@ def reference(
     eps: float,
     norm_values: bool,
 ) -> QKV:
-    """Cut queries, keys and values out; norm and rotate them one by one; write."""
+    """Cut out queries, keys and values; norm and rotate them; write keys and values.
+
+    Arguments as in `pallas_kernels.qkv.qkv`.
+    """
     q = k = v = None
     if q_scale is not None:
         q = rotate(rms_norm(projected[:, :, :, :groups], q_scale, eps), cos, sin)
     if k_scale is not None:
-        raw_k, v = projected[:, :, :, groups], projected[:, :, :, -1]  # the same where k = v
+        raw_k, v = projected[:, :, :, groups], projected[:, :, :, -1]  # the same row where k = v
         k = rotate(rms_norm(raw_k, k_scale, eps), cos, sin)
         v = rms_norm(v, None, eps) if norm_values else v
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -58,7 +75,7 @@ def reference(
 def write_kv(
     into: Destination, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"]
 ) -> tuple[Float[Array, "C K S H"], Float[Array, "C K S H"]]:
-    """Write keys and values where they go, in place when the caches are donated."""
+    """Write keys and values to their slots. The write is in place when the caches are donated."""
 
     def one(old: Array, new: Array) -> Array:
         new = new.astype(old.dtype)
@@ -74,7 +91,7 @@ def write_kv(
 def _write_rows(
     old: Float[Array, "B K S H"], new: Float[Array, "B K T H"], index: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
-    """Write every row and head by itself, so that none is sent to another device."""
+    """Write every row and head separately, so that none is sent to another device."""
 
     def scatter(old: Array, new: Array, index: Array) -> Array:
         one_head = jax.vmap(lambda o, n, i: o.at[i].set(n, mode="drop"), in_axes=(0, 0, None))

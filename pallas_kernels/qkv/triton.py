@@ -1,10 +1,11 @@
-"""Norms, rotations and writes of queries, keys and values in one pass of Pallas Triton.
+"""Norms, rotations and writes of queries, keys and values in one Pallas Triton kernel.
 
-A program has one kv head of one token: its queries, its key, its value. Each is read once, as two
-halves that the rotation mixes, and goes where it is read next: keys and values into the caches,
-which are written in place, queries into rows of one matrix a kv head, as attention wants them.
-Roundings are those that the reference writes down; of these XLA on GPUs leaves out the one between
-norm and rotation of queries.
+A program handles one kv head of one token: its queries, its key and its value. It reads each once,
+as two halves, which the rotation mixes. It writes keys and values into the caches, in place. It
+writes queries as rows of one matrix per kv head, which is the layout that attention reads.
+
+The kernel rounds wherever the reference rounds. XLA on GPUs leaves out one of these roundings, the
+one between norm and rotation of queries.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pallas_kernels.qkv.reference import QKV, Destination
 from pallas_kernels.triton import load, store
 
 Halves = tuple[Array, Array]
-NUMBERS_OF_A_WARP = 512  # of the queries of a program
+NUMBERS_OF_A_WARP = 512  # how many numbers of the queries a warp handles
 
 
 def _split(
@@ -39,7 +40,7 @@ def _split(
     eps: float,
     norm_values: bool,
 ):
-    """Bring the queries, the key and the value of one kv head and token where they belong."""
+    """Norm, rotate and write the queries, the key and the value of one kv head of one token."""
     head, token, b = (pl.program_id(i) for i in range(3))
     half, dtype = cos_ref.shape[2], projected_ref.dtype
     columns = (lax.iota(jnp.int32, half), half + lax.iota(jnp.int32, half))
@@ -79,7 +80,7 @@ def _store_halves(ref, *index, columns: Halves, value: Halves, mask: Array) -> N
 
 
 def _norm(x: Halves, scale: Halves | None, eps: float, dtype: jnp.dtype) -> Halves:
-    """Norm heads, and round to the dtype that the reference has between norm and rotation."""
+    """Norm heads, and round to `dtype`, as the reference does between norm and rotation."""
     first, second = x
     squares = jnp.sum(first * first, axis=-1, keepdims=True)
     squares += jnp.sum(second * second, axis=-1, keepdims=True)
@@ -113,7 +114,7 @@ def qkv_triton(
     q = k = v = None
     aliases = {}
     if q_scale is not None:
-        # In this order the transposition below and that of attention are none.
+        # In this order, the transposition below and the one in attention cancel out.
         q = jax.ShapeDtypeStruct((b, kv_heads, groups, t, h), dtype)
     if into is not None:
         k, v = (jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (into.k, into.v))
