@@ -1,4 +1,4 @@
-"""Examples and the README's snippets run as written, on the bundled pair."""
+"""Examples run as written, on the bundled pair. Blocks of the README and the docs: `test_docs`."""
 
 from __future__ import annotations
 
@@ -89,13 +89,3 @@ def test_evaluation_resumes(tmp_path: Path):
 def test_examples_are_numbered_without_gaps():
     assert [path.stem[:2] for path in EXAMPLES] == [f"{i:02}" for i in range(1, len(EXAMPLES) + 1)]
     assert len(EXAMPLES) >= 5
-
-
-def test_readme_snippets(tmp_path: Path):
-    """One after the other, as a reader would paste them."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    snippets = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    assert len(snippets) >= 2
-    script = tmp_path / "snippets.py"
-    script.write_text("\n".join(snippets), encoding="utf-8")
-    assert run(script, tmp_path).strip()
