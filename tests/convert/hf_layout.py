@@ -319,10 +319,28 @@ def target_shapes(
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
-def drafter_shapes(c: dict[str, Any], prefix: str = "") -> Shapes:
-    """Return every tensor of a DFlash drafter."""
+def qwen3_layer_shapes(c: dict[str, Any]) -> Shapes:
+    """Return every tensor of a layer of Qwen3, which DFlash drafters have too."""
     d, h, f = c["hidden_size"], c["head_dim"], c["intermediate_size"]
     q, kv = c["num_attention_heads"] * h, c["num_key_value_heads"] * h
+    return {
+        "input_layernorm.weight": (d,),
+        "post_attention_layernorm.weight": (d,),
+        "self_attn.q_proj.weight": (q, d),
+        "self_attn.k_proj.weight": (kv, d),
+        "self_attn.v_proj.weight": (kv, d),
+        "self_attn.o_proj.weight": (d, q),
+        "self_attn.q_norm.weight": (h,),
+        "self_attn.k_norm.weight": (h,),
+        "mlp.gate_proj.weight": (f, d),
+        "mlp.up_proj.weight": (f, d),
+        "mlp.down_proj.weight": (d, f),
+    }
+
+
+def drafter_shapes(c: dict[str, Any], prefix: str = "") -> Shapes:
+    """Return every tensor of a DFlash drafter."""
+    d = c["hidden_size"]
     features = len(c["dflash_config"]["target_layer_ids"])
     shapes: Shapes = {
         "fc.weight": (d, features * d),
@@ -330,19 +348,7 @@ def drafter_shapes(c: dict[str, Any], prefix: str = "") -> Shapes:
         "norm.weight": (d,),
     }
     for i in range(c["num_hidden_layers"]):
-        layer: Shapes = {
-            "input_layernorm.weight": (d,),
-            "post_attention_layernorm.weight": (d,),
-            "self_attn.q_proj.weight": (q, d),
-            "self_attn.k_proj.weight": (kv, d),
-            "self_attn.v_proj.weight": (kv, d),
-            "self_attn.o_proj.weight": (d, q),
-            "self_attn.q_norm.weight": (h,),
-            "self_attn.k_norm.weight": (h,),
-            "mlp.gate_proj.weight": (f, d),
-            "mlp.up_proj.weight": (f, d),
-            "mlp.down_proj.weight": (d, f),
-        }
+        layer = qwen3_layer_shapes(c)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     return {prefix + name: shape for name, shape in shapes.items()}
 

@@ -104,25 +104,12 @@ def drafter_config(hidden: int, mlp: int, target_layers: int) -> dict[str, Any]:
 
 def shapes_of(c: dict[str, Any], *, head: bool | None = None) -> Shapes:
     """Return every tensor of a target. `head`: whether it stores one; None: unless it is tied."""
-    d, h, f = c["hidden_size"], c["head_dim"], c["intermediate_size"]
-    q, kv = c["num_attention_heads"] * h, c["num_key_value_heads"] * h
+    d = c["hidden_size"]
     shapes: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], d), "model.norm.weight": (d,)}
     if not c["tie_word_embeddings"] if head is None else head:
         shapes["lm_head.weight"] = (c["vocab_size"], d)
     for i in range(c["num_hidden_layers"]):
-        layer: Shapes = {
-            "input_layernorm.weight": (d,),
-            "post_attention_layernorm.weight": (d,),
-            "self_attn.q_proj.weight": (q, d),
-            "self_attn.k_proj.weight": (kv, d),
-            "self_attn.v_proj.weight": (kv, d),
-            "self_attn.o_proj.weight": (d, q),
-            "self_attn.q_norm.weight": (h,),
-            "self_attn.k_norm.weight": (h,),
-            "mlp.gate_proj.weight": (f, d),
-            "mlp.up_proj.weight": (f, d),
-            "mlp.down_proj.weight": (d, f),
-        }
+        layer = hf_layout.qwen3_layer_shapes(c)
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
