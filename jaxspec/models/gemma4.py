@@ -118,8 +118,7 @@ class Embedder(nnx.Module):
 
     def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Multiply by the table, in float32."""
-        b, t, d = x.shape
-        return table_logits(x.reshape(b * t, d), self.table[...]).reshape(b, t, -1)
+        return table_logits(x, self.table[...])
 
 
 class PerLayerInputs(nnx.Module):

@@ -70,13 +70,14 @@ def project(
     return out.reshape(*rows, *weight.shape[inputs:])
 
 
-def table_logits(rows: Float[Array, "R D"], table: Float[Array, "V D"]) -> Float[Array, "R V"]:
+def table_logits(x: Float[Array, "*rows D"], table: Float[Array, "V D"]) -> Float[Array, "*rows V"]:
     """Multiply rows by a table that holds a row a token, in float32: the head of a model."""
 
     def product(x: Array, y: Array) -> Array:
         return contract("xd,yd->xy", x, y)
 
-    return table_left_on_cpu(product, rows, table)
+    out = table_left_on_cpu(product, x.reshape(-1, x.shape[-1]), table)
+    return out.reshape(*x.shape[:-1], table.shape[0])
 
 
 def softcap(logits: Float[Array, "... V"], cap: float | None) -> Float[Array, "... V"]:

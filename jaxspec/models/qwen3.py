@@ -50,9 +50,8 @@ class Qwen3(Target):
         return whole_rows(self.table[tokens])
 
     def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        b, t, d = x.shape
         table = self.table if self.config.tied_head else self.head_table
-        return table_logits(x.reshape(b * t, d), table[...]).reshape(b, t, -1)
+        return table_logits(x, table[...])
 
     def run_layers(
         self,

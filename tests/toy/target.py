@@ -75,8 +75,7 @@ class Toy(Target):
         return self.embedding[tokens]
 
     def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        b, t, d = x.shape
-        return table_logits(x.reshape(b * t, d), self.table[...]).reshape(b, t, -1)
+        return table_logits(x, self.table[...])
 
     def run_layers(
         self,
