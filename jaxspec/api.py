@@ -14,7 +14,7 @@ import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxspec.engine import Engine
 from jaxspec.loading import CheckpointError, LoadedModel, load_drafter, load_target
 from jaxspec.records import Drafting, FieldError, Sampling
-from jaxspec.requests import Completion, Request, Update
+from jaxspec.requests import Completion, Reason, Request, Update
 from jaxspec.rows import check_ids
 from jaxspec.runtime import Programs
 from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError, completed_text, stop_at_text
@@ -47,8 +47,10 @@ class Generation:
     Attributes:
       prompt: as the model reads it, chat template included. None where the checkpoint has no tokenizer.
       text: of the new tokens, cut before a stop text. None without a tokenizer.
-      finish_reason: "stop" for an end-of-sequence id or a stop text, "length" for the limit.
+      finish_reason: "stop" for an end-of-sequence id or a stop text, "length" for the limit, "error" where the
+        target's logits were not finite: the tokens are those before, and `error` says where.
       acceptance_lengths: one number a verify step, the tokens it committed; prefill's token belongs to none.
+        Empty after an error.
       logprobs, sampled_logprobs, top_logprobs: of each token, where `Sampling` asks, see `requests.Completion`.
     """
 
@@ -56,11 +58,12 @@ class Generation:
     prompt_ids: tuple[int, ...]
     text: str | None
     token_ids: tuple[int, ...]
-    finish_reason: Literal["stop", "length", "cancelled"]
+    finish_reason: Reason
     acceptance_lengths: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
     sampled_logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    error: str | None = None
 
     @property
     def acceptance_length(self) -> float:
@@ -70,7 +73,12 @@ class Generation:
 
     @property
     def steps(self) -> list[tuple[int, ...]]:
-        """The tokens that came together: prefill's one, then those of each verify step."""
+        """The tokens that came together: prefill's one, then those of each verify step.
+
+        After an error all are one piece.
+        """
+        if self.error is not None:
+            return [self.token_ids]
         ends = np.cumsum([1, *self.acceptance_lengths]).tolist()
         return [self.token_ids[i:j] for i, j in zip([0, *ends], ends, strict=False)]
 
@@ -335,6 +343,7 @@ class Pair:
             done.logprobs,
             done.sampled_logprobs,
             done.top_logprobs,
+            done.error,
         )
 
 

@@ -231,7 +231,8 @@ def commit(
     """Write the accepted drafts and the bonus token of active rows, up to a stop id or the row's limit.
 
     Statistics count the whole step, cut or not; prefill's step, number 0, is not counted. A row that stops or
-    is full becomes inactive. Its lengths then stand past what it emitted, which nobody reads.
+    is full becomes inactive. Its lengths then stand past what it emitted, which nobody reads. So does a row
+    that fails: where the target's logits are not sound, no token follows, as in plain decoding.
 
     Args:
       logits: the target's, a row for each token that may be emitted: row t judged draft t.
@@ -242,7 +243,8 @@ def commit(
     offset = jnp.arange(t)[None, :]
     padded = jnp.concatenate([draft, jnp.zeros((b, 1), draft.dtype)], axis=1)
     new = jnp.where(offset < verdict.accepted[:, None], padded, verdict.bonus[:, None])
-    valid = (offset <= verdict.accepted[:, None]) & state.active[:, None]
+    num_new = jnp.where(state.active, verdict.accepted + 1 - verdict.fails.astype(jnp.int32), 0)
+    valid = offset < num_new[:, None]
     is_stop = jnp.any(new[:, :, None] == state.stop_ids[:, None, :], axis=-1) & valid
     stops_before = jnp.cumsum(is_stop, axis=1) - is_stop.astype(jnp.int32)
     left = (state.max_new_tokens - state.num_tokens)[:, None]
@@ -258,6 +260,7 @@ def commit(
     if counts is not None:
         counts = counts.with_output(new, kept)
     stopped = state.stopped | jnp.any(is_stop & kept, axis=1)
+    goes_on = state.active & ~stopped & (num_tokens < state.max_new_tokens)
     return dataclasses.replace(
         state,
         lengths=state.lengths + jnp.where(state.active, verdict.accepted + 1, 0),
@@ -268,10 +271,12 @@ def commit(
         num_tokens=num_tokens,
         num_steps=state.num_steps + state.active.astype(jnp.int32),
         acceptance_lengths=_set_columns(
-            state.acceptance_lengths, step_column[:, None], verdict.accepted[:, None] + 1
+            state.acceptance_lengths, step_column[:, None], num_new[:, None]
         ),
         stopped=stopped,
-        active=state.active & ~stopped & (num_tokens < state.max_new_tokens),
+        failed=state.failed | (goes_on & verdict.fails),
+        spoilt=state.spoilt | (state.active & (verdict.num_sound < t)),
+        active=goes_on & ~verdict.fails,
     )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 from jax.sharding import Mesh
@@ -25,11 +24,14 @@ from jaxspec.loading import LoadedModel
 from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.requests import (
     Completion,
+    Reason,
     Request,
     Seen,
     Update,
+    failed,
     positions,
     refusal,
+    refused,
     sampling_params,
 )
 from jaxspec.runtime import (
@@ -326,7 +328,7 @@ class Engine:
         try:
             for request in named:
                 if error := self.check(request):
-                    yield Completion(request.id, error=str(error))
+                    yield refused(request, error)
                 else:
                     self.add(request)
             while not self.is_idle:
@@ -390,13 +392,16 @@ class Engine:
                 events.append(Update(request.id, tokens))
             if keep is None and seen.active[slot]:
                 continue
-            stopped = keep is not None or bool(seen.stopped[slot])
-            events.append(self._completion(slot, tokens, "stop" if stopped else "length"))
+            stopped = keep is not None or seen.stopped[slot]
+            reason = "stop" if stopped else "error" if seen.failed[slot] else "length"
+            events.append(self._completion(slot, tokens, reason))
             self._live.discard(request.id)
             self.timings.decode_tokens += max(len(tokens) - 1, 0)
             finished[slot], self._slots[slot] = True, None
         if (finished & seen.active).any():  # the device still thinks these run
             self._retire(finished)
+        if (spoilt := finished & seen.spoilt).any():
+            self._state = self.runtime.clear(self._state, spoilt)
         return events
 
     def _retire(self, finished: np.ndarray) -> None:
@@ -413,12 +418,12 @@ class Engine:
         self,
         slot: int,
         tokens: tuple[int, ...],
-        reason: Literal["stop", "length", "cancelled"],
+        reason: Reason,
     ) -> Completion:
         request, seen = self._slots[slot], self._seen
         assert request is not None
         assert seen is not None
-        lengths = seen.acceptance_lengths_of(slot)
-        return Completion(
-            request.id, tokens, reason, lengths, **seen.logprobs_of(slot, len(tokens))
-        )
+        logprobs = seen.logprobs_of(slot, len(tokens))
+        if reason == "error":
+            return failed(request, tokens, **logprobs)
+        return Completion(request.id, tokens, reason, seen.acceptance_lengths_of(slot), **logprobs)

@@ -58,14 +58,21 @@ class Update:
     token_ids: tuple[int, ...]
 
 
+Reason = Literal["stop", "length", "cancelled", "error"]
+"""Why a request is done."""
+
+
 @dataclass(frozen=True)
 class Completion:
-    """A request is done. Or it was refused: then `error` says why, and nothing was generated.
+    """A request is done, or `error` says why it cannot be.
 
     Attributes:
       finish_reason: "stop": a stop id, or `Request.stop_at`. "length": the limit. "cancelled": `Engine.cancel`.
+        "error": it was refused, and nothing was generated; or the target's logits were not finite somewhere,
+        and `token_ids` are those before.
       acceptance_lengths: one number a verify step, the tokens it committed, bonus included, before any cut by a
-        stop or the limit. Prefill's token belongs to no step.
+        stop or the limit. Prefill's token belongs to no step. Empty after an error, so that no statistic
+        counts them.
       logprobs: one number a token, under the target as it is. None where the engine does not keep them.
       sampled_logprobs: the same under the distribution that was sampled from: after suppressed tokens,
         penalties, temperature and filters. 0 in greedy rows.
@@ -74,12 +81,27 @@ class Completion:
 
     id: Hashable
     token_ids: tuple[int, ...] = ()
-    finish_reason: Literal["stop", "length", "cancelled"] = "length"
+    finish_reason: Reason = "length"
     acceptance_lengths: tuple[int, ...] = ()
     error: str | None = None
     logprobs: tuple[float, ...] | None = None
     sampled_logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+
+
+def refused(request: Request, error: FieldError) -> Completion:
+    """Return the completion of a request that cannot run."""
+    return Completion(request.id, finish_reason="error", error=str(error))
+
+
+def failed(request: Request, token_ids: tuple[int, ...], **logprobs: Any) -> Completion:
+    """Return the completion of a row whose logits after these tokens were not sound."""
+    error = (
+        f"the target's logits at position {len(request.prompt_ids) + len(token_ids)} are not finite (NaN, "
+        "+inf, or no token is possible): the weights are damaged, a number overflowed, or biases, bans or "
+        "logits_fn leave no token; `jaxspec check` looks at the weights"
+    )
+    return Completion(request.id, token_ids, "error", error=error, **logprobs)
 
 
 def positions(spec: DecodeSpec, request: Request) -> int:
@@ -156,6 +178,8 @@ class Seen:
 
     active: np.ndarray
     stopped: np.ndarray
+    failed: np.ndarray
+    spoilt: np.ndarray
     num_tokens: np.ndarray
     tokens: np.ndarray
     num_steps: np.ndarray

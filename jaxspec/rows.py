@@ -45,6 +45,7 @@ class FinishReason(enum.IntEnum):
     UNFINISHED = 0  # in what a stream yields
     STOP = 1
     LENGTH = 2
+    ERROR = 3  # the target's logits were not finite; the tokens before them stay
 
 
 class Prompts(struct.PyTreeNode):
@@ -80,7 +81,7 @@ class Prompts(struct.PyTreeNode):
 class GenerateResult(struct.PyTreeNode):
     """What was generated. R rows: the samples of prompt i are rows i * num_samples and following.
 
-    Everything past a row's length is 0.
+    Everything past a row's length is 0. Rows that ended in an error count in no statistic.
     """
 
     tokens: Int[Array, "R M"]
@@ -93,14 +94,20 @@ class GenerateResult(struct.PyTreeNode):
 
     def accepted_per_depth(self) -> Float[Array, " depth"]:
         """Return the share of all verify steps that accepted at least 1, 2, ... drafts."""
-        accepted = self.acceptance_lengths - 1
-        steps = jnp.maximum(jnp.sum(self.num_steps), 1)
+        lengths, steps = self._counted()
         depths = jnp.arange(1, self.depth + 1)
-        return jnp.sum(accepted[:, :, None] >= depths, axis=(0, 1)) / steps
+        return jnp.sum(lengths[:, :, None] > depths, axis=(0, 1)) / steps
 
     def acceptance_length(self) -> Float[Array, ""]:
         """Return the mean tokens a verify step."""
-        return jnp.sum(self.acceptance_lengths) / jnp.maximum(jnp.sum(self.num_steps), 1)
+        lengths, steps = self._counted()
+        return jnp.sum(lengths) / steps
+
+    def _counted(self) -> tuple[Int[Array, "R M"], Int[Array, ""]]:
+        """Return the acceptance lengths of rows that did not fail, and their verify steps, at least 1."""
+        sound = self.finish_reasons != FinishReason.ERROR
+        steps = jnp.sum(jnp.where(sound, self.num_steps, 0))
+        return jnp.where(sound[:, None], self.acceptance_lengths, 0), jnp.maximum(steps, 1)
 
     def cut(self, lengths: Int[Array, " R"]) -> GenerateResult:
         """End rows earlier, as by a stop."""

@@ -47,7 +47,7 @@ SHARED_PREFILL = 256
 has as many rows as have `SHARED_PREFILL` tokens together: then a GPU reads the weights about as long as it
 computes on them. A row that comes alone pays for all."""
 
-Phase = Literal["admit", "prefill", "decode", "retire"]
+Phase = Literal["admit", "prefill", "decode", "retire", "clear"]
 
 
 # --- what is decoded ---------------------------------------------------------------------------------
@@ -271,6 +271,7 @@ _FUNCTIONS: dict[Phase, Callable[..., Any]] = {
     "prefill": decode.prefill,
     "decode": decode.decode_loop,
     "retire": states.retire,
+    "clear": states.clear,
 }
 
 
@@ -398,6 +399,11 @@ class Runtime:
         """End the rows of slots that the host found finished."""
         rows = self.place(finished)
         return self.program("retire", state, rows)(state, rows)
+
+    def clear(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
+        """Empty the caches of slots that are spoilt."""
+        rows = self.place(slots)
+        return self.program("clear", state, rows)(state, rows)
 
     def prefill_shape(self, left: int) -> tuple[int, int]:
         """Return the rows and tokens of the chunk that reads on where so many tokens of a prompt are left.

@@ -329,6 +329,7 @@ class Sampler:
     def _result_of(self, state: DecodeState) -> GenerateResult:
         m = self.max_new_tokens
         reasons = jnp.where(state.stopped, FinishReason.STOP, FinishReason.LENGTH)
+        reasons = jnp.where(state.failed, FinishReason.ERROR, reasons)
         steps = jnp.arange(m) < state.num_steps[:, None]
         result = GenerateResult(
             tokens=state.tokens[:, :m],

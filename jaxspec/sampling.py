@@ -333,20 +333,29 @@ def _largest_threshold(holds, shape: tuple[int, ...], *, needed: Array) -> Array
 
 
 def argmax(x: Float[Array, "... V"]) -> Int[Array, "..."]:
-    """Return the first index of the largest value.
+    """Return the first index of the largest value."""
+    return best(x)[0]
+
+
+def best(x: Float[Array, "... V"]) -> tuple[Int[Array, "..."], Float[Array, "..."]]:
+    """Return the first index of the largest value, and that value.
+
+    If any value is NaN, the value is NaN, and the index is some index.
 
     On NVIDIA GPUs this is one reduction over pairs of value and index. It reads the logits once,
     and XLA need not write out the result of the operation before it (a soft cap). XLA's CPU backend
     does not vectorise such a reduction. Other platforms therefore use two plain reductions.
     """
 
-    def in_two(x: Array) -> Array:
+    def in_two(x: Array) -> tuple[Array, Array]:
         largest = jnp.max(x, axis=-1, keepdims=True)
         index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-        return jnp.min(jnp.where(x == largest, index, x.shape[-1] - 1), axis=-1)
+        first = jnp.min(jnp.where(x == largest, index, x.shape[-1] - 1), axis=-1)
+        return first, largest[..., 0]
 
-    def in_one(x: Array) -> Array:
-        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+    def in_one(x: Array) -> tuple[Array, Array]:
+        first = jnp.argmax(x, axis=-1, keepdims=True).astype(jnp.int32)
+        return first[..., 0], jnp.take_along_axis(x, first, axis=-1)[..., 0]
 
     return lax.platform_dependent(x, cuda=in_one, default=in_two)
 

@@ -129,6 +129,9 @@ class DecodeState(struct.PyTreeNode):
       lengths: positions committed to the caches.
       anchors: the newest token, at position `lengths`.
       stopped: finished by a stop id.
+      failed: ended where the target's logits were not sound, see `verify.Verdict`.
+      spoilt: the caches may hold numbers that are not finite. `clear` has to follow before another row gets
+        the slot: a key that no query sees has weight 0, and 0 times NaN is NaN.
       tokens: what was generated, prefill's token first.
       num_steps: verify steps; -1 until the prompt is read, whose step is number 0.
       acceptance_lengths: tokens committed in each verify step, before any cut by a stop or limit.
@@ -144,6 +147,8 @@ class DecodeState(struct.PyTreeNode):
     anchors: Int[Array, " B"]
     active: Bool[Array, " B"]
     stopped: Bool[Array, " B"]
+    failed: Bool[Array, " B"]
+    spoilt: Bool[Array, " B"]
     tokens: Int[Array, "B M"]
     num_tokens: Int[Array, " B"]
     num_steps: Int[Array, " B"]
@@ -242,6 +247,8 @@ def _empty_state(
         anchors=zeros,
         active=zeros.astype(bool),
         stopped=zeros.astype(bool),
+        failed=zeros.astype(bool),
+        spoilt=zeros.astype(bool),
         tokens=jnp.zeros((batch, cache_length), jnp.int32),
         num_tokens=zeros,
         num_steps=zeros - 1,
@@ -267,6 +274,7 @@ def admit(state: DecodeState, new: Admission) -> DecodeState:
         num_steps=put("num_steps", -1),
         active=put("active", False),
         stopped=put("stopped", False),
+        failed=put("failed", False),
         max_new_tokens=put("max_new_tokens", new.max_new_tokens),
         stop_ids=put("stop_ids", new.stop_ids),
         keys=put("keys", new.keys),
@@ -284,6 +292,20 @@ def admit(state: DecodeState, new: Admission) -> DecodeState:
 def retire(state: DecodeState, finished: Bool[Array, " B"]) -> DecodeState:
     """Deactivate rows that the host found finished (a stop text, say)."""
     return dataclasses.replace(state, active=state.active & ~finished)
+
+
+def clear(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
+    """Empty the caches and the drafter's state of slots that are spoilt."""
+
+    def zeros(x: Array) -> Array:
+        return jnp.where(slots.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros((), x.dtype), x)
+
+    return dataclasses.replace(
+        state,
+        caches=jax.tree.map(zeros, state.caches),
+        drafter=jax.tree.map(zeros, state.drafter),
+        spoilt=state.spoilt & ~slots,
+    )
 
 
 def take_rows(state: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
@@ -308,6 +330,8 @@ _CHANGED = (
     "anchors",
     "active",
     "stopped",
+    "failed",
+    "spoilt",
     "tokens",
     "num_tokens",
     "num_steps",

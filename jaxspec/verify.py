@@ -17,21 +17,37 @@ always deterministic. See `tree_verify`.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.sampling import SamplingParams, Stream, argmax, fold_keys, sample, shape_logits
+from jaxspec.sampling import SamplingParams, Stream, best, fold_keys, sample, shape_logits
 from jaxspec.shapes import Array, Bool, Float, Int
 
 
 class Verdict(struct.PyTreeNode):
-    """The decision of a verify step for each row."""
+    """The decision of a verify step for each row.
 
-    accepted: Int[Array, " B"]  # draft tokens accepted, 0 to G
-    bonus: Int[Array, " B"]  # the token after them, from the target
-    path: Int[Array, "B T"] | None = None  # trees: block rows kept, the anchor first
+    Attributes:
+      accepted: draft tokens accepted, 0 to G, and at most `num_sound`.
+      bonus: the token after them, from the target. No token where `fails`.
+      path: for trees, the block rows kept, the anchor first.
+      num_sound: block rows before the first whose logits are not sound, along the path; T if all
+        are. Logits are sound if none is NaN or +inf and not all are -inf.
+    """
+
+    accepted: Int[Array, " B"]
+    bonus: Int[Array, " B"]
+    path: Int[Array, "B T"] | None = None
+    num_sound: Int[Array, " B"] | None = None
+
+    @property
+    def fails(self) -> Bool[Array, " B"]:
+        """Whether no token can follow the accepted drafts, because the logits there are not sound."""
+        return self.accepted >= self.num_sound
 
 
 def verify(
@@ -59,6 +75,7 @@ def verify(
     def mixed() -> Verdict:
         judge = block_verify if block else rejection_verify
         sampled = judge(logits, draft, sampling, keys, steps, log_q)
+        sampled = dataclasses.replace(sampled, num_sound=greedy.num_sound)
         return jax.tree.map(lambda g, s: jnp.where(sampling.temperature > 0, s, g), greedy, sampled)
 
     return lax.cond(jnp.any(sampling.temperature > 0), mixed, lambda: greedy)
@@ -66,9 +83,11 @@ def verify(
 
 def greedy_verify(logits: Float[Array, "B T V"], draft: Int[Array, "B G"]) -> Verdict:
     """Accept drafts up to the first one that differs from the target's argmax."""
-    choice = argmax(logits)
-    accepted = _leading(draft == choice[:, :-1])
-    return Verdict(accepted, jnp.take_along_axis(choice, accepted[:, None], axis=1)[:, 0])
+    choice, value = best(logits)
+    num_sound = _leading(jnp.isfinite(value))
+    accepted = jnp.minimum(_leading(draft == choice[:, :-1]), num_sound)
+    bonus = jnp.take_along_axis(choice, accepted[:, None], axis=1)[:, 0]
+    return Verdict(accepted, bonus, num_sound=num_sound)
 
 
 def rejection_verify(
@@ -134,6 +153,9 @@ def block_verify(
     # `whole` is 0 only where w is 1 and p equals q. There a longer prefix passes too, unless
     # rounding refuses it, so this prefix passes.
     passes = jnp.where(whole > 0, mass / jnp.where(whole > 0, whole, 1.0), 1.0)
+    # Where p or q of the next draft is NaN, that draft cannot be judged. The prefix is then all
+    # there is, and passes as a whole draft does.
+    passes = jnp.where(jnp.isnan(mass), inner, passes)
     passes = jnp.concatenate([passes, weight[:, -1:]], axis=1)
     hits = _uniform(keys, steps, draft) < passes
     lengths = jnp.where(hits, jnp.arange(1, g + 1), 0)
@@ -169,7 +191,8 @@ def tree_verify(
       depth: the most drafts on one path.
     """
     b, t, _ = logits.shape
-    greedy = argmax(logits)
+    greedy, value = best(logits)
+    sound = jnp.isfinite(value)
 
     def mixed() -> Int[Array, "B T"]:
         token_keys = fold_keys(keys, steps, jnp.broadcast_to(jnp.arange(t), (b, t)), Stream.TOKEN)
@@ -182,13 +205,16 @@ def tree_verify(
     for _ in range(depth):
         wanted = jnp.take_along_axis(choice, row[:, None], axis=1)
         hit = (parents == row[:, None]) & (draft == wanted)
+        hit &= jnp.take_along_axis(sound, row[:, None], axis=1)
         found = jnp.any(hit, axis=1)  # if False, the path ends at this row
         row = jnp.where(found, jnp.argmax(hit, axis=1).astype(jnp.int32) + 1, row)
         accepted += found.astype(jnp.int32)
         path.append(row)
     bonus = jnp.take_along_axis(choice, row[:, None], axis=1)[:, 0]
     path += [row] * (t - len(path))
-    return Verdict(accepted, bonus, jnp.stack(path, axis=1))
+    path = jnp.stack(path, axis=1)
+    num_sound = _leading(jnp.take_along_axis(sound, path, axis=1))
+    return Verdict(accepted, bonus, path, num_sound)
 
 
 def synthetic_verify(
@@ -212,7 +238,8 @@ def synthetic_verify(
     extra = jax.vmap(lambda k: jax.random.uniform(k, ()))(key) < acceptance_length - whole
     # The real verdict stays in the data flow, so that XLA does not remove its work.
     real = jnp.minimum(greedy.accepted, 0)
-    return Verdict(whole - 1 + extra.astype(jnp.int32) + real, greedy.bonus)
+    accepted = whole - 1 + extra.astype(jnp.int32) + real
+    return dataclasses.replace(greedy, accepted=jnp.minimum(accepted, greedy.num_sound))
 
 
 def _leading(hits: Bool[Array, "B G"]) -> Int[Array, " B"]:
