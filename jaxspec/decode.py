@@ -260,6 +260,7 @@ def commit(
     if counts is not None:
         counts = counts.with_output(new, kept)
     stopped = state.stopped | jnp.any(is_stop & kept, axis=1)
+    assert verdict.num_sound is not None
     goes_on = state.active & ~stopped & (num_tokens < state.max_new_tokens)
     return dataclasses.replace(
         state,

@@ -397,13 +397,11 @@ class Runtime:
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
         """End the rows of slots that the host found finished."""
-        rows = self.place(finished)
-        return self.program("retire", state, rows)(state, rows)
+        return self.program("retire", state, rows := self.place(finished))(state, rows)
 
     def clear(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
         """Empty the caches of slots that are spoilt."""
-        rows = self.place(slots)
-        return self.program("clear", state, rows)(state, rows)
+        return self.program("clear", state, rows := self.place(slots))(state, rows)
 
     def prefill_shape(self, left: int) -> tuple[int, int]:
         """Return the rows and tokens of the chunk that reads on where so many tokens of a prompt are left.

@@ -47,6 +47,7 @@ class Verdict(struct.PyTreeNode):
     @property
     def fails(self) -> Bool[Array, " B"]:
         """Whether no token can follow the accepted drafts, because the logits there are not sound."""
+        assert self.num_sound is not None
         return self.accepted >= self.num_sound
 
 
@@ -239,6 +240,7 @@ def synthetic_verify(
     # The real verdict stays in the data flow, so that XLA does not remove its work.
     real = jnp.minimum(greedy.accepted, 0)
     accepted = whole - 1 + extra.astype(jnp.int32) + real
+    assert greedy.num_sound is not None
     return dataclasses.replace(greedy, accepted=jnp.minimum(accepted, greedy.num_sound))
 
 
