@@ -27,7 +27,7 @@ from jax import lax
 from jaxspec.drafters.base import AnyDrafter, Draft, Draws, Kept, TargetView
 from jaxspec.drafters.tree import ancestors
 from jaxspec.models.target import Target, TargetOutput, keep_rows
-from jaxspec.sampling import Stream, adjust, fold_keys, logprobs_of
+from jaxspec.sampling import NO_TOKEN, Stream, adjust, fold_keys, logprobs_of
 from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk, put_rows, take_rows
 from jaxspec.verify import Verdict, synthetic_verify, tree_verify, verify
@@ -243,8 +243,9 @@ def commit(
     offset = jnp.arange(t)[None, :]
     padded = jnp.concatenate([draft, jnp.zeros((b, 1), draft.dtype)], axis=1)
     new = jnp.where(offset < verdict.accepted[:, None], padded, verdict.bonus[:, None])
-    num_new = jnp.where(state.active, verdict.accepted + 1 - verdict.fails.astype(jnp.int32), 0)
-    valid = offset < num_new[:, None]
+    fails = verdict.bonus == NO_TOKEN
+    num_new = verdict.accepted + jnp.where(fails, 0, 1)
+    valid = (offset < num_new[:, None]) & state.active[:, None]
     is_stop = jnp.any(new[:, :, None] == state.stop_ids[:, None, :], axis=-1) & valid
     stops_before = jnp.cumsum(is_stop, axis=1) - is_stop.astype(jnp.int32)
     left = (state.max_new_tokens - state.num_tokens)[:, None]
@@ -260,12 +261,12 @@ def commit(
     if counts is not None:
         counts = counts.with_output(new, kept)
     stopped = state.stopped | jnp.any(is_stop & kept, axis=1)
-    assert verdict.num_sound is not None
+    assert verdict.sound is not None
     goes_on = state.active & ~stopped & (num_tokens < state.max_new_tokens)
     return dataclasses.replace(
         state,
         lengths=state.lengths + jnp.where(state.active, verdict.accepted + 1, 0),
-        anchors=jnp.where(state.active, verdict.bonus, state.anchors),
+        anchors=jnp.where(state.active & ~fails, verdict.bonus, state.anchors),
         tokens=_set_columns(state.tokens, columns, new),
         logprobs=logprobs,
         counts=counts,
@@ -275,9 +276,9 @@ def commit(
             state.acceptance_lengths, step_column[:, None], num_new[:, None]
         ),
         stopped=stopped,
-        failed=state.failed | (goes_on & verdict.fails),
-        spoilt=state.spoilt | (state.active & (verdict.num_sound < t)),
-        active=goes_on & ~verdict.fails,
+        failed=state.failed | (goes_on & fails),
+        spoilt=state.spoilt | (state.active & ~verdict.sound),
+        active=goes_on & ~fails,
     )
 
 

@@ -188,12 +188,14 @@ def adjust(
 
 
 def suppress(logits: Float[Array, "... V"], tokens: tuple[int, ...]) -> Float[Array, "... V"]:
-    """Set the logits of `tokens` to -inf."""
+    """Set the logits of `tokens` to -inf. Of those that are not sound it makes NaN: nothing hides them."""
     if not tokens:
         return logits
-    banned = np.zeros(logits.shape[-1], bool)
-    banned[list(tokens)] = True
-    return jnp.where(banned, -jnp.inf, logits)
+    added = np.full(
+        logits.shape[-1], -0.0, np.float32
+    )  # which changes no number, nor the sign of 0
+    added[list(tokens)] = -np.inf
+    return logits + added
 
 
 def add_biases(logits: Float[Array, "B T V"], adjustments: Adjustments) -> Float[Array, "B T V"]:
@@ -333,25 +335,42 @@ def _largest_threshold(holds, shape: tuple[int, ...], *, needed: Array) -> Array
 
 
 def argmax(x: Float[Array, "... V"]) -> Int[Array, "..."]:
-    """Return the first index of the largest value."""
-    return best(x)[0]
+    """Return the first index of the largest value; some index where a value is NaN."""
+    return _best(x, of_nan=x.shape[-1] - 1)[0]
 
 
-def best(x: Float[Array, "... V"]) -> tuple[Int[Array, "..."], Float[Array, "..."]]:
+NO_TOKEN = -1
+"""In the place of a token: none can be chosen."""
+
+
+def choose(logits: Float[Array, "... V"]) -> Int[Array, "..."]:
+    """Return the best token of each row, or `NO_TOKEN` where the logits are not sound.
+
+    Logits are sound if none is NaN or +inf, and not all are -inf.
+    """
+    token, logit = _best(logits, of_nan=NO_TOKEN)
+    return jnp.where(jnp.isfinite(logit), token, NO_TOKEN)
+
+
+def _best(
+    x: Float[Array, "... V"], *, of_nan: int
+) -> tuple[Int[Array, "..."], Float[Array, "..."]]:
     """Return the first index of the largest value, and that value.
-
-    If any value is NaN, the value is NaN, and the index is some index.
 
     On NVIDIA GPUs this is one reduction over pairs of value and index. It reads the logits once,
     and XLA need not write out the result of the operation before it (a soft cap). XLA's CPU backend
     does not vectorise such a reduction. Other platforms therefore use two plain reductions.
+
+    Args:
+      of_nan: the index to return where a value is NaN, unless the returned value is NaN.
     """
 
     def in_two(x: Array) -> tuple[Array, Array]:
+        # The maximum of many values misses a NaN on a CPU, so the second reduction looks for it.
         largest = jnp.max(x, axis=-1, keepdims=True)
         index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-        first = jnp.min(jnp.where(x == largest, index, x.shape[-1] - 1), axis=-1)
-        return first, largest[..., 0]
+        other = jnp.where(jnp.isnan(x), of_nan, x.shape[-1] - 1)
+        return jnp.min(jnp.where(x == largest, index, other), axis=-1), largest[..., 0]
 
     def in_one(x: Array) -> tuple[Array, Array]:
         first = jnp.argmax(x, axis=-1, keepdims=True).astype(jnp.int32)

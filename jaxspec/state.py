@@ -129,7 +129,7 @@ class DecodeState(struct.PyTreeNode):
       lengths: positions committed to the caches.
       anchors: the newest token, at position `lengths`.
       stopped: finished by a stop id.
-      failed: ended where the target's logits were not sound, see `verify.Verdict`.
+      failed: ended where the target's logits were not sound, see `sampling.choose`.
       spoilt: the caches may hold numbers that are not finite. `clear` has to follow before another row gets
         the slot: a key that no query sees has weight 0, and 0 times NaN is NaN.
       tokens: what was generated, prefill's token first.

@@ -24,7 +24,15 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.sampling import SamplingParams, Stream, best, fold_keys, sample, shape_logits
+from jaxspec.sampling import (
+    NO_TOKEN,
+    SamplingParams,
+    Stream,
+    choose,
+    fold_keys,
+    sample,
+    shape_logits,
+)
 from jaxspec.shapes import Array, Bool, Float, Int
 
 
@@ -32,23 +40,17 @@ class Verdict(struct.PyTreeNode):
     """The decision of a verify step for each row.
 
     Attributes:
-      accepted: draft tokens accepted, 0 to G, and at most `num_sound`.
-      bonus: the token after them, from the target. No token where `fails`.
+      accepted: draft tokens accepted, 0 to G. The logits that accepted them are sound.
+      bonus: the token after them, from the target. `NO_TOKEN` where its logits are not sound.
       path: for trees, the block rows kept, the anchor first.
-      num_sound: block rows before the first whose logits are not sound, along the path; T if all
-        are. Logits are sound if none is NaN or +inf and not all are -inf.
+      sound: whether all logits of the block are sound, of rejected drafts too. See
+        `sampling.choose`.
     """
 
     accepted: Int[Array, " B"]
     bonus: Int[Array, " B"]
     path: Int[Array, "B T"] | None = None
-    num_sound: Int[Array, " B"] | None = None
-
-    @property
-    def fails(self) -> Bool[Array, " B"]:
-        """Whether no token can follow the accepted drafts, because the logits there are not sound."""
-        assert self.num_sound is not None
-        return self.accepted >= self.num_sound
+    sound: Bool[Array, " B"] | None = None
 
 
 def verify(
@@ -71,12 +73,15 @@ def verify(
       log_q: log of the distribution that each draft was drawn from. None: drafts are deterministic.
       block: accept by `block_verify` instead of `rejection_verify`.
     """
-    greedy = greedy_verify(logits, draft)
+    choice = choose(logits)
+    greedy = _follow(choice, draft)
 
     def mixed() -> Verdict:
         judge = block_verify if block else rejection_verify
         sampled = judge(logits, draft, sampling, keys, steps, log_q)
-        sampled = dataclasses.replace(sampled, num_sound=greedy.num_sound)
+        accepted = jnp.minimum(sampled.accepted, _leading(choice != NO_TOKEN))
+        bonus = jnp.where(_at(choice, accepted) != NO_TOKEN, sampled.bonus, NO_TOKEN)
+        sampled = Verdict(accepted, bonus, sound=greedy.sound)
         return jax.tree.map(lambda g, s: jnp.where(sampling.temperature > 0, s, g), greedy, sampled)
 
     return lax.cond(jnp.any(sampling.temperature > 0), mixed, lambda: greedy)
@@ -84,11 +89,16 @@ def verify(
 
 def greedy_verify(logits: Float[Array, "B T V"], draft: Int[Array, "B G"]) -> Verdict:
     """Accept drafts up to the first one that differs from the target's argmax."""
-    choice, value = best(logits)
-    num_sound = _leading(jnp.isfinite(value))
-    accepted = jnp.minimum(_leading(draft == choice[:, :-1]), num_sound)
-    bonus = jnp.take_along_axis(choice, accepted[:, None], axis=1)[:, 0]
-    return Verdict(accepted, bonus, num_sound=num_sound)
+    return _follow(choose(logits), draft)
+
+
+def _follow(choice: Int[Array, "B T"], draft: Int[Array, "B G"]) -> Verdict:
+    accepted = _leading(draft == choice[:, :-1])  # no draft is NO_TOKEN
+    return Verdict(accepted, _at(choice, accepted), sound=jnp.all(choice != NO_TOKEN, axis=1))
+
+
+def _at(choice: Int[Array, "B T"], row: Int[Array, " B"]) -> Int[Array, " B"]:
+    return jnp.take_along_axis(choice, row[:, None], axis=1)[:, 0]
 
 
 def rejection_verify(
@@ -192,30 +202,28 @@ def tree_verify(
       depth: the most drafts on one path.
     """
     b, t, _ = logits.shape
-    greedy, value = best(logits)
-    sound = jnp.isfinite(value)
+    greedy = choose(logits)
 
     def mixed() -> Int[Array, "B T"]:
         token_keys = fold_keys(keys, steps, jnp.broadcast_to(jnp.arange(t), (b, t)), Stream.TOKEN)
         drawn = jax.vmap(sample, in_axes=1, out_axes=1)(shape_logits(logits, sampling), token_keys)
-        return jnp.where(sampling.temperature[:, None] > 0, drawn, greedy)
+        is_drawn = (sampling.temperature[:, None] > 0) & (greedy != NO_TOKEN)
+        return jnp.where(is_drawn, drawn, greedy)
 
     choice = lax.cond(jnp.any(sampling.temperature > 0), mixed, lambda: greedy)
     row, accepted = jnp.zeros(b, jnp.int32), jnp.zeros(b, jnp.int32)
     path = [row]
     for _ in range(depth):
         wanted = jnp.take_along_axis(choice, row[:, None], axis=1)
-        hit = (parents == row[:, None]) & (draft == wanted)
-        hit &= jnp.take_along_axis(sound, row[:, None], axis=1)
+        hit = (parents == row[:, None]) & (draft == wanted)  # no draft is NO_TOKEN
         found = jnp.any(hit, axis=1)  # if False, the path ends at this row
         row = jnp.where(found, jnp.argmax(hit, axis=1).astype(jnp.int32) + 1, row)
         accepted += found.astype(jnp.int32)
         path.append(row)
-    bonus = jnp.take_along_axis(choice, row[:, None], axis=1)[:, 0]
+    bonus = _at(choice, row)
     path += [row] * (t - len(path))
-    path = jnp.stack(path, axis=1)
-    num_sound = _leading(jnp.take_along_axis(sound, path, axis=1))
-    return Verdict(accepted, bonus, path, num_sound)
+    sound = jnp.all(choice != NO_TOKEN, axis=1)
+    return Verdict(accepted, bonus, jnp.stack(path, axis=1), sound)
 
 
 def synthetic_verify(
@@ -239,9 +247,7 @@ def synthetic_verify(
     extra = jax.vmap(lambda k: jax.random.uniform(k, ()))(key) < acceptance_length - whole
     # The real verdict stays in the data flow, so that XLA does not remove its work.
     real = jnp.minimum(greedy.accepted, 0)
-    accepted = whole - 1 + extra.astype(jnp.int32) + real
-    assert greedy.num_sound is not None
-    return dataclasses.replace(greedy, accepted=jnp.minimum(accepted, greedy.num_sound))
+    return dataclasses.replace(greedy, accepted=whole - 1 + extra.astype(jnp.int32) + real)
 
 
 def _leading(hits: Bool[Array, "B G"]) -> Int[Array, " B"]:
