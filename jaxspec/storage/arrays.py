@@ -25,6 +25,7 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.hf_io import read_json
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
+from jaxspec.storage.finite import check_on_devices, checked
 
 # The size of a chunk of a stored array. It bounds the memory of a write beside the array itself.
 _CHUNK_BYTES = 128 << 20
@@ -97,7 +98,8 @@ def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> P
       mesh: where to place the weights; None is the default device.
 
     Raises:
-      CheckpointError: names or shapes are not the graph's (all are listed), or a file is damaged.
+      CheckpointError: names or shapes are not the graph's (all are listed), a file is damaged, or
+        weights are not finite.
     """
     import orbax.checkpoint as ocp
 
@@ -113,15 +115,24 @@ def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> P
         name: ocp.ArrayRestoreArgs(dtype=a.dtype, sharding=shardings[name], global_shape=a.shape)
         for name, a in expected.items()
     }
-    return dict(_restored(directory, restore_args))
+    params = dict(_restored(directory, restore_args))
+    check_on_devices(directory, params)
+    return params
 
 
 def read_params(directory: Path, names: Sequence[str]) -> Iterator[np.ndarray]:
-    """Yield stored arrays in the order of `names`, in host memory and in their stored dtypes."""
+    """Yield stored arrays in the order of `names`, in host memory and in their stored dtypes.
+
+    Raises:
+      CheckpointError: a file is damaged; or, at the end, weights are not finite.
+    """
     import orbax.checkpoint as ocp
 
     restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-    return (array for _, array in _restored(directory, restore_args))
+    with checked(directory) as see:
+        for name, array in _restored(directory, restore_args):
+            see(name, array)
+            yield array
 
 
 def _restored(directory: Path, restore_args: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

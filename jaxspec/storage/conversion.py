@@ -38,6 +38,7 @@ from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
 from jaxspec.shapes import Array
 from jaxspec.storage.arrays import LazyArray, check_tree, read_params, save_params
+from jaxspec.storage.finite import See, checked
 from jaxspec.storage.manifest import MANIFEST, Manifest
 
 Progress = Callable[[str, int, int], None]
@@ -78,13 +79,21 @@ class Source:
     def dtype_of(self, fill: Fill) -> np.dtype:
         return hf_io.DTYPES[self.checkpoint.tensors[fill.sources[0]].dtype]
 
-    def read(self, fill: Fill, dtype: np.dtype | None = None) -> np.ndarray:
-        return fill.to_param([self.checkpoint.read(name, dtype) for name in fill.sources])
+    def read(self, fill: Fill, dtype: np.dtype, see: See) -> np.ndarray:
+        sources = [self.checkpoint.read(name, dtype) for name in fill.sources]
+        for name, source in zip(fill.sources, sources, strict=True):
+            see(name, source)
+        return fill.to_param(sources)
 
     def arrays(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield every parameter by name, cast to `dtype`."""
-        for fill in self.plan.fills:
-            yield fill.path, self.read(fill, fill.cast(dtype))
+        """Yield every parameter by name, cast to `dtype`.
+
+        Raises:
+          CheckpointError: at the end, if weights are not finite.
+        """
+        with checked(self.checkpoint.directory) as see:
+            for fill in self.plan.fills:
+                yield fill.path, self.read(fill, fill.cast(dtype), see)
 
 
 def open_source(directory: Path) -> Source:
@@ -165,7 +174,8 @@ def convert(
       dtype: "float32" or "bfloat16" casts all parameters; None keeps the dtypes of the source.
 
     Raises:
-      CheckpointError: the source is damaged or incomplete, or the destination cannot be written.
+      CheckpointError: the source is damaged or incomplete, its weights are not finite, or the
+        destination cannot be written.
       ConfigError: the source's config.json describes a model that is not supported.
       ValueError: `dtype` is another word.
     """
@@ -189,7 +199,7 @@ def convert(
 
             def make() -> np.ndarray:
                 nonlocal done
-                array = opened.read(fill, stored)
+                array = opened.read(fill, stored, see)
                 done += sum(tensors[name].nbytes for name in fill.sources)
                 if progress is not None:
                     progress(fill.path, done, total)
@@ -198,7 +208,8 @@ def convert(
             return LazyArray(fill.shape, stored, make)
 
         arrays = {fill.path: lazily(fill) for fill in fills}
-        save_params(aside, arrays)
+        with checked(directory) as see:
+            save_params(aside, arrays)
         _copy_files(directory, aside)
         dtypes = {a.dtype.name for a in arrays.values() if a.dtype.kind != "i"}
         Manifest(
@@ -259,6 +270,8 @@ def to_hf(
             [_group(fill, manifest.tensors, lambda: next(arrays)) for fill in fills],
             progress,
         )
+        for _ in arrays:  # none is left: at its end the reader refuses what is not finite
+            pass
         _copy_files(directory, aside)
     return Report(
         manifest.kind,
