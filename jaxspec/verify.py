@@ -150,6 +150,10 @@ def block_verify(
     b, g = draft.shape
     log_p = jax.nn.log_softmax(shape_logits(logits, sampling))
     ratios = jnp.exp(_log_ratios(log_p, draft, log_q))
+    # Where p or q is NaN, a draft cannot be judged. The prefix before it is then all there is, and
+    # passes as a whole draft does.
+    unknown = jnp.isnan(ratios)
+    ratios = jnp.where(unknown, 0.0, ratios)
     weights = [jnp.ones(b, jnp.float32)]
     for i in range(g):
         weights.append(jnp.minimum(weights[-1] * ratios[:, i], 1.0))
@@ -164,9 +168,7 @@ def block_verify(
     # `whole` is 0 only where w is 1 and p equals q. There a longer prefix passes too, unless
     # rounding refuses it, so this prefix passes.
     passes = jnp.where(whole > 0, mass / jnp.where(whole > 0, whole, 1.0), 1.0)
-    # Where p or q of the next draft is NaN, that draft cannot be judged. The prefix is then all
-    # there is, and passes as a whole draft does.
-    passes = jnp.where(jnp.isnan(mass), inner, passes)
+    passes = jnp.where(unknown[:, 1:], inner, passes)
     passes = jnp.concatenate([passes, weight[:, -1:]], axis=1)
     hits = _uniform(keys, steps, draft) < passes
     lengths = jnp.where(hits, jnp.arange(1, g + 1), 0)
