@@ -73,7 +73,9 @@ class CasePrograms:
         admit = runtime.program("admit", state, admission)
         begin = time.perf_counter()
         if context is None:
-            fill = [feed(runtime, state, runtime.place(chunk)) for chunk in chunks_of(prompts)]
+            fill = [
+                feed(runtime, state, runtime.place(chunk)) for chunk in chunks_of(prompts, runtime)
+            ]
         else:
             state = with_random_caches(state, seed)
             anchors = runtime.place(prompts[:, 0])
