@@ -184,6 +184,11 @@ class Engine:
         return self.runtime.cache_length
 
     @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return sum(request is not None for request in self._slots)
+
+    @property
     def timings(self) -> Timings:
         """Seconds since it was made."""
         return self.runtime.timings
