@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,8 +83,8 @@ class Shapes:
 
     Attributes:
       slots: of the batch.
-      full: tokens of a pass that many waiting prompts share; see `full_pass`. With `SHARED_PREFILL` the shapes
-        that read a prompt follow from its own length alone, whoever waits beside it.
+      full: tokens of a pass that many waiting prompts share; see `full_pass`. Where it is `SHARED_PREFILL`, the
+        shapes that read a prompt follow from its own length alone, whoever waits beside it.
       longest: tokens of a pass of one row, where there is one slot.
     """
 
@@ -114,15 +114,39 @@ class Shapes:
         # Where less than three quarters would be used, two passes are quicker than one.
         return width // 2 if width > PREFILL_CHUNK and 4 * left <= 3 * width else width
 
-    def rows(self, width: int, waiting: int) -> int:
-        """Return the rows of the next pass of a width.
+    def small_rows(self, width: int) -> int:
+        """Return the rows of a pass for few prompts."""
+        return self._rows(SHARED_PREFILL // width)
+
+    def full_rows(self, width: int) -> int:
+        """Return the rows of a pass that fills the device."""
+        return self._rows(self.full // width)
+
+    def next_pass(self, waiting: Mapping[int, int]) -> tuple[int, int, list[int]]:
+        """Return the rows and the width of the next pass, and which of the chunks that wait it takes.
 
         Args:
-          waiting: chunks of that width that are to be read now.
+          waiting: the width of the next chunk of each slot.
         """
-        small, full = (self._rows(tokens // width) for tokens in (SHARED_PREFILL, self.full))
-        # A full pass of a mixture of experts takes two to three times as long as a small one.
-        return full if waiting > 2 * small else small
+        order = sorted(waiting, key=lambda slot: -waiting[slot])
+        width = waiting[order[0]]
+        rows = self.full_rows(width)
+        if self.full > SHARED_PREFILL:
+            apart = Counter(waiting[slot] for slot in order[:rows])
+            passes = {w: -(-count // self.small_rows(w)) for w, count in apart.items()}
+            if sum(n * self._cost(self.small_rows(w) * w) for w, n in passes.items()) > self._cost(
+                rows * width
+            ):
+                return rows, width, order[:rows]
+        rows = self.small_rows(width)
+        return rows, width, [slot for slot in order if waiting[slot] == width][:rows]
+
+    def _cost(self, tokens: int) -> float:
+        """Return what a pass takes, in units of what one more token takes.
+
+        Measured for 26B-A4B on an H200: 20 ms for 256 tokens, 53 ms for 2,048.
+        """
+        return 0.4 * self.full + tokens
 
     def worth_reading(self, waiting: Iterable[int]) -> int:
         """Return for how many free slots it is worth to stop decoding; 0 where no prompt waits.
@@ -146,8 +170,8 @@ class Shapes:
     def all(self) -> list[tuple[int, int]]:
         """List the rows and the width of every pass there is."""
         widths = {self.width(left) for left in range(1, max(self.longest, self.full) + 1)}
-        waiting = (1, self.slots) if self.slots > 1 else (1,)
-        return sorted({(self.rows(w, n), w) for w in widths for n in waiting})
+        rows = (self.small_rows, self.full_rows)
+        return sorted({(of(width), width) for width in widths for of in rows})
 
 
 def chunks(
@@ -155,25 +179,19 @@ def chunks(
 ) -> Iterator[PrefillChunk]:
     """Cut the prompts of slots into chunks, in the order in which they have to be fed.
 
-    Chunks of one width go together. Rows of a pass that nobody needs point past the last slot.
+    Rows of a pass that nobody needs point past the last slot.
     """
     begins = dict.fromkeys(prompts, 0)
     while begins:
-        groups: dict[int, list[int]] = {}
-        for slot, begin in begins.items():
-            groups.setdefault(shapes.width(len(prompts[slot]) - begin), []).append(slot)
-        for width, slots in groups.items():
-            while slots:
-                rows = shapes.rows(width, len(slots))
-                some = {slot: (prompts[slot], begins[slot]) for slot in slots[:rows]}
-                yield chunk_of(some, rows, width, shapes.slots)
-                slots = slots[rows:]
-        widths = {slot: width for width, slots in groups.items() for slot in slots}
-        begins = {
-            slot: begin + widths[slot]
-            for slot, begin in begins.items()
-            if begin + widths[slot] < len(prompts[slot])
-        }
+        waiting = {slot: shapes.width(len(prompts[slot]) - begin) for slot, begin in begins.items()}
+        while waiting:
+            rows, width, taken = shapes.next_pass(waiting)
+            some = {slot: (prompts[slot], begins[slot]) for slot in taken}
+            yield chunk_of(some, rows, width, shapes.slots)
+            for slot in taken:
+                del waiting[slot]
+                begins[slot] += width
+        begins = {slot: begin for slot, begin in begins.items() if begin < len(prompts[slot])}
 
 
 def chunk_of(

@@ -137,7 +137,7 @@ def test_shapes_of_prefill(batch_size, left, shape, monkeypatch):
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 512)
     shapes = case(NAME).engine(None, batch_size=batch_size).runtime.shapes
     width = shapes.width(left)
-    assert (shapes.rows(width, waiting=1), width) == shape
+    assert (shapes.small_rows(width), width) == shape
 
 
 def test_a_greedy_row_beside_sampled_rows(engine):

@@ -74,7 +74,8 @@ class CasePrograms:
         begin = time.perf_counter()
         if context is None:
             fill = [
-                feed(runtime, state, runtime.place(chunk)) for chunk in chunks_of(prompts, runtime)
+                feed(runtime, state, runtime.place(chunk))
+                for chunk in chunks_of(prompts, runtime.shapes.longest)
             ]
         else:
             state = with_random_caches(state, seed)

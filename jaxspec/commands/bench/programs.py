@@ -32,9 +32,13 @@ def admission_of(runtime: Runtime, max_new_tokens: int, seed: int) -> Admission:
     return runtime.admission(range(batch), limits, no_stop, SamplingParams.make(batch), seeds)
 
 
-def chunks_of(prompts: np.ndarray, runtime: Runtime) -> list[PrefillChunk]:
-    """Cut prompts of one length, one for each slot, into chunks without padding."""
-    (batch, length), longest = prompts.shape, runtime.shapes.longest
+def chunks_of(prompts: np.ndarray, longest: int) -> list[PrefillChunk]:
+    """Cut prompts of one length, one for each slot, into chunks without padding.
+
+    Args:
+      longest: tokens of a pass, where that is more than `PREFILL_CHUNK` of each row.
+    """
+    batch, length = prompts.shape
     width = max(PREFILL_CHUNK, longest // batch)
     return [
         chunk_of(
