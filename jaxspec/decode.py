@@ -111,13 +111,14 @@ def decode_loop(
     drafter_params: Params | None,
     state: DecodeState,
     max_steps: Int[Array, ""],
+    until_active: Int[Array, ""] | int = 0,
 ) -> DecodeState:
-    """Run up to `max_steps` steps on the device, fewer when every row has finished."""
+    """Run up to `max_steps` steps on the device, fewer when no more than `until_active` rows are active."""
     target, drafter = spec.bind(target_params, drafter_params)
 
     def alive(carry: tuple[Array, DecodeState]) -> Array:
         step, state = carry
-        return (step < max_steps) & jnp.any(state.active)
+        return (step < max_steps) & (jnp.sum(state.active, dtype=jnp.int32) > until_active)
 
     def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         step, state = carry

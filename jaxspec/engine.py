@@ -4,10 +4,9 @@ Read `Engine.step`. A step admits waiting requests to free slots and reads their
 admit, it runs the compiled decode loop for a few steps. Then it looks at what came. `Engine.run` decodes a list
 of requests by such steps. Which arrays and programs that takes is `runtime`'s business.
 
-No row depends on its neighbours, to the last bit. Matrix products of other shapes round otherwise, so the
-shapes of all passes that a row takes part in follow from its own prompt's length and what the engine was
-made with. Who shares the passes, in which order, and when a slot becomes free, changes nothing. A request's
-draws follow from its own seed and sample number.
+Prompts that wait together share passes, as many as fill the device. Other shapes round otherwise, so a row's last
+bits may depend on who waited beside it. With `invariant=True` they do not: then the shapes of all passes over a row
+follow from its own prompt's length alone. A request's draws follow from its own seed and sample number, always.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from jax.sharding import Mesh
 
 from jaxspec import memory
 from jaxspec.loading import LoadedModel
+from jaxspec.prefill import PromptReader, bucket, chunk_of, rows_bucket
 from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.requests import (
     Completion,
@@ -28,20 +28,18 @@ from jaxspec.requests import (
     Request,
     Seen,
     Update,
+    admission,
     failed,
     positions,
     refusal,
     refused,
-    sampling_params,
 )
 from jaxspec.runtime import (
     Programs,
     Runtime,
     Timings,
-    bucket,
     cache_bucket,
     make_spec,
-    rows_bucket,
 )
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, own_context
@@ -63,7 +61,10 @@ class Engine:
       batch_size: slots; rounded up to a power of two, times the mesh's data axis.
       cache_length: positions a slot holds; prompt, new tokens and one step's tokens must fit.
       num_stop_ids: most stop ids of a request; rounded up to a power of two, at least 4.
-      steps_per_return: decode steps between returns to the host.
+      steps_per_return: most decode steps between returns to the host.
+      max_prefill_tokens: prompt tokens, padding included, that are read before rows decode on; at least one pass.
+        None: all prompts that have slots are read first.
+      invariant: no row depends on its neighbours, to the last bit; prompts share small passes only.
       programs: compiled programs to share with other engines; None for its own.
 
     Raises:
@@ -82,14 +83,17 @@ class Engine:
         cache_length: int = 1024,
         num_stop_ids: int = STOP_IDS,
         steps_per_return: int = 16,
+        max_prefill_tokens: int | None = None,
+        invariant: bool = False,
         programs: Programs | None = None,
     ):
         for name, value in (
             ("batch_size", batch_size),
             ("cache_length", cache_length),
             ("steps_per_return", steps_per_return),
+            ("max_prefill_tokens", max_prefill_tokens),
         ):
-            if value < 1:
+            if value is not None and value < 1:
                 raise FieldError(name, f"is {value}; it must be 1 or more")
         self.target, self.drafter = target, drafter
         params, drafter_params = target.params, drafter.params if drafter else None
@@ -99,9 +103,11 @@ class Engine:
             drafter_params,
             batch_size=rows_bucket(batch_size, mesh_of(target=params, drafter=drafter_params)),
             cache_length=cache_length,
+            invariant=invariant,
             programs=programs,
         )
         self.steps_per_return = steps_per_return
+        self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
         self._names = 0  # ids that were made up
         self.reset()
@@ -118,6 +124,8 @@ class Engine:
         batch_size: int = 1,
         cache_length: int | None = None,
         steps_per_return: int = 16,
+        max_prefill_tokens: int | None = None,
+        invariant: bool = False,
         programs: Programs | None = None,
     ) -> Engine:
         """Make an engine that just holds these requests.
@@ -148,6 +156,8 @@ class Engine:
             cache_length=cache_length,
             num_stop_ids=max((r.num_stop_ids for r in requests), default=1),
             steps_per_return=steps_per_return,
+            max_prefill_tokens=max_prefill_tokens,
+            invariant=invariant,
             programs=programs,
         )
 
@@ -172,6 +182,11 @@ class Engine:
     def cache_length(self) -> int:
         """Positions that a slot holds."""
         return self.runtime.cache_length
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return sum(request is not None for request in self._slots)
 
     @property
     def timings(self) -> Timings:
@@ -207,7 +222,7 @@ class Engine:
         """Say what is wrong with a request and the way out, or None when it can run."""
         if error := refusal(self.spec, request):
             return error
-        needed = self.cache_length_for(request)
+        needed = positions(self.spec, request)
         if needed > self.cache_length:
             return FieldError(
                 "cache_length",
@@ -225,10 +240,6 @@ class Engine:
                 f"{self.num_stop_ids}; pass num_stop_ids={request.num_stop_ids}",
             )
         return None
-
-    def cache_length_for(self, request: Request) -> int:
-        """Return the positions a request needs in the cache."""
-        return positions(self.spec, request)
 
     def add(self, request: Request) -> Hashable:
         """Let a request wait for a slot, behind those that wait already; return its id.
@@ -267,9 +278,12 @@ class Engine:
                 return
         for slot, request in enumerate(self._slots):
             if request is not None and request.id == id:
-                assert self._seen is not None
-                tokens = self._seen.tokens_of(slot)[: self._reported[slot]]
-                self._end(self._completion(slot, tokens, "cancelled"))
+                if self._reported[slot]:
+                    assert self._seen is not None
+                    tokens = self._seen.tokens_of(slot)[: self._reported[slot]]
+                    self._end(self._completion(slot, tokens, "cancelled"))
+                else:  # its prompt is not read yet
+                    self._end(Completion(id, finish_reason="cancelled"))
                 self._slots[slot] = None
                 self._retire(np.arange(self.batch_size) == slot)
                 return
@@ -283,20 +297,48 @@ class Engine:
     def step(self) -> list[Update | Completion]:
         """Admit waiting requests and read their prompts, or else decode on; return what came of it.
 
+        Decoding returns after `steps_per_return` steps, or as soon as enough rows are done for those that wait.
         An engine that has nothing to do returns nothing.
         """
         events: list[Update | Completion] = [*self._ended]
         self._ended.clear()
         free = [slot for slot, request in enumerate(self._slots) if request is None]
+        active = self.batch_size - len(self._reader.slots.union(free))
+        lengths = (len(request.prompt_ids) for request in self._waiting)
+        wanted = self.runtime.shapes.worth_reading(lengths)  # free slots; 0: nobody waits
         with own_context(self.mesh):
-            if self._waiting and free:
+            if self._reader.is_done and wanted and free and (len(free) >= wanted or not active):
                 self._admit({slot: self._waiting.popleft() for slot in free[: len(self._waiting)]})
-            elif len(free) < self.batch_size:
+            if not self._reader.is_done and not (self._reader.is_over_turn and active):
                 assert self._state is not None
-                self._state = self.runtime.decode(self._state, self.steps_per_return)
+                self._state = self._reader.turn(self.runtime.feed, self._state)
+            elif active:
+                assert self._state is not None
+                until = active + len(free) - wanted if wanted and self._reader.is_done else 0
+                self._state = self.runtime.decode(self._state, self.steps_per_return, max(until, 0))
+                self._reader.is_over_turn = False
             else:
                 return events
             return events + self._look()
+
+    def warm_up(self) -> None:
+        """Compile every program, and run each once on no row at all; later requests compile nothing.
+
+        Raises:
+          ValueError: there are requests.
+        """
+        if not self.is_idle:
+            raise ValueError("warm_up needs an idle engine: call step until is_idle, or reset")
+        runtime, before = self.runtime, self.timings.prefill_s
+        with own_context(self.mesh):
+            state = self._state or runtime.init_state(self.num_stop_ids)
+            state = runtime.admit(state, admission(runtime, {}, self.num_stop_ids))
+            for rows, width in runtime.shapes.all():
+                state = runtime.feed(state, chunk_of({}, rows, width, self.batch_size))
+            state = runtime.decode(state, 1)
+            state = runtime.retire(state, np.zeros(self.batch_size, bool))
+            self._state = runtime.clear(state, np.zeros(self.batch_size, bool))
+        self.timings.prefill_s = before
 
     def run(self, requests: Sequence[Request]) -> Iterator[Update | Completion]:
         """Decode all requests, yielding updates as tokens come and one completion for each.
@@ -343,50 +385,34 @@ class Engine:
         self._slots: list[Request | None] = [None] * self.batch_size
         self._reported = [0] * self.batch_size  # tokens of each slot that were told
         self._ended: list[Completion] = []  # not told yet
+        self._reader = PromptReader(self.runtime.shapes, self.max_prefill_tokens)
         self._seen: Seen | None = None
         self._state: DecodeState | None = None
 
     # --- a step --------------------------------------------------------------------------------------
 
     def _admit(self, new: dict[int, Request]) -> None:
-        """Give slots to requests, and read their prompts."""
+        """Give slots to requests; their prompts are read next."""
         if self._state is None:
             self._state = self.runtime.init_state(self.num_stop_ids)
         for slot, request in new.items():
             self._slots[slot], self._reported[slot] = request, 0
-        b = self.batch_size
-        asked = [new.get(slot, Request((), 0)) for slot in range(b)]
-        stop_ids = np.full((b, self.num_stop_ids), -1, np.int32)
-        seeds = np.zeros((b, 2), np.uint32)
-        for slot, request in new.items():
-            unique = sorted(set(request.stop_ids))
-            stop_ids[slot, : len(unique)] = unique
-            seeds[slot] = request.seed % 2**32, request.sample or 0
-        admission = self.runtime.admission(
-            [slot if slot in new else b for slot in range(b)],
-            [r.max_new_tokens for r in asked],
-            stop_ids,
-            sampling_params(self.spec, [r.sampling for r in asked]),
-            seeds,
-        )
-        state = self.runtime.admit(self._state, admission)
-        prompts = {slot: request.prompt_ids for slot, request in new.items()}
-        self._state = self.runtime.prefill(state, prompts)
+        taken = admission(self.runtime, new, self.num_stop_ids)
+        self._state = self.runtime.admit(self._state, taken)
+        self._reader.start({slot: request.prompt_ids for slot, request in new.items()})
 
     def _look(self) -> list[Update | Completion]:
         """Tell what is new in each slot, and free those that are done."""
         assert self._state is not None
         seen = self._seen = Seen.fetch(self._state)
-        finished = np.zeros(self.batch_size, bool)
         events: list[Update | Completion] = []
         for slot, request in enumerate(self._slots):
-            if request is None:
+            if request is None or slot in self._reader.slots:
                 continue
             tokens = seen.tokens_of(slot)
             is_new = len(tokens) > self._reported[slot]
             keep = request.stop_at(tokens) if request.stop_at and is_new else None
-            if keep is not None:
-                tokens = tokens[:keep]
+            tokens = tokens[:keep]
             if len(tokens) > self._reported[slot]:
                 self._reported[slot] = len(tokens)
                 events.append(Update(request.id, tokens))
@@ -397,7 +423,8 @@ class Engine:
             events.append(self._completion(slot, tokens, reason))
             self._live.discard(request.id)
             self.timings.decode_tokens += max(len(tokens) - 1, 0)
-            finished[slot], self._slots[slot] = True, None
+            self._slots[slot] = None
+        finished = np.asarray([request is None for request in self._slots])
         if (finished & seen.active).any():  # the device still thinks these run
             self._retire(finished)
         if (spoilt := finished & seen.spoilt).any():
@@ -414,12 +441,7 @@ class Engine:
         self._ended.append(completion)
         self.timings.decode_tokens += max(len(completion.token_ids) - 1, 0)
 
-    def _completion(
-        self,
-        slot: int,
-        tokens: tuple[int, ...],
-        reason: Reason,
-    ) -> Completion:
+    def _completion(self, slot: int, tokens: tuple[int, ...], reason: Reason) -> Completion:
         request, seen = self._slots[slot], self._seen
         assert request is not None
         assert seen is not None

@@ -6,7 +6,7 @@ Read `Request`, then `Completion`. Nothing here runs anything.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from jaxspec.records import VALUES, FieldError, Sampling
-from jaxspec.runtime import cache_length_for
+from jaxspec.runtime import Runtime, cache_length_for
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.sharding import fetch
-from jaxspec.state import DecodeSpec, DecodeState
+from jaxspec.state import Admission, DecodeSpec, DecodeState
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,29 @@ def sampling_params(spec: DecodeSpec, rows: Sequence[Sampling]) -> SamplingParam
         ids[row, :count] = list(asked.logit_bias)
         biases[row, :count] = list(asked.logit_bias.values())
     return spec.sampling(len(rows), **values, bias_ids=ids, bias_values=biases)
+
+
+def admission(runtime: Runtime, new: Mapping[int, Request], num_stop_ids: int) -> Admission:
+    """Return requests as the program takes them that gives them their slots.
+
+    Args:
+      new: by slot.
+    """
+    b = runtime.batch_size
+    asked = [new.get(slot, Request((), 0)) for slot in range(b)]
+    stop_ids = np.full((b, num_stop_ids), -1, np.int32)
+    seeds = np.zeros((b, 2), np.uint32)
+    for slot, request in new.items():
+        unique = sorted(set(request.stop_ids))
+        stop_ids[slot, : len(unique)] = unique
+        seeds[slot] = request.seed % 2**32, request.sample or 0
+    return runtime.admission(
+        [slot if slot in new else b for slot in range(b)],
+        [r.max_new_tokens for r in asked],
+        stop_ids,
+        sampling_params(runtime.spec, [r.sampling for r in asked]),
+        seeds,
+    )
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from flax import struct
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jaxspec.prefill import SMALLEST_PREFILL, bucket
 from jaxspec.records import BIAS, PENALTIES, RANGES, VALUES, FieldError, Sampling
-from jaxspec.runtime import SMALLEST_PREFILL, bucket
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.state import DecodeSpec

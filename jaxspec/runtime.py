@@ -3,8 +3,8 @@
 `decode` says what happens to a batch of slots; this module decides in which shapes. Read `Runtime`: it has
 slots and knows no requests. Shapes are buckets, so that a handful of programs serves every prompt:
 
-    rows      powers of two, for every part of a mesh's data axis      `Runtime.prefill_shape`, `bucket`
-    chunks    prompts are fed in pieces of a few widths                `chunks`, `read_prompts`
+    rows      powers of two, for every part of a mesh's data axis      `prefill.rows_bucket`
+    chunks    prompts are fed in passes of a few shapes                `prefill.Shapes`
     caches    multiples of a step that grows with the length           `cache_bucket`, `cache_length_for`
 
 The engine, the sampler and the benchmark use it. Whoever wants to share programs passes a `Programs` on.
@@ -15,14 +15,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
@@ -31,21 +30,12 @@ from jaxspec import state as states
 from jaxspec.loading import LoadedModel
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
+from jaxspec.prefill import Shapes, chunks
 from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.sampling import SamplingParams
-from jaxspec.shapes import Array, Int, Params
+from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk, settle_num_draft_tokens
-
-PREFILL_CHUNK = 512
-"""Longer prompts are fed in pieces of this many tokens."""
-
-SMALLEST_PREFILL = 16
-SHARED_WIDTHS = (64, 256)
-SHARED_PREFILL = 256
-"""Where there are several slots, chunks have few widths, since each is a program to compile. A chunk of a width
-has as many rows as have `SHARED_PREFILL` tokens together: then a GPU reads the weights about as long as it
-computes on them. A row that comes alone pays for all."""
 
 Phase = Literal["admit", "prefill", "decode", "retire", "clear"]
 
@@ -92,17 +82,6 @@ def make_spec(
 # --- shapes ------------------------------------------------------------------------------------------
 
 
-def bucket(n: int, smallest: int = 1) -> int:
-    """Round up to a power of two, at least `smallest`."""
-    return max(smallest, 1 << (n - 1).bit_length() if n > 1 else 1)
-
-
-def rows_bucket(count: int, mesh: Mesh) -> int:
-    """Round rows up to a power of two for every part of the mesh's data axis."""
-    data = mesh.shape["data"]
-    return data * bucket(-(-count // data))
-
-
 def cache_bucket(length: int) -> int:
     """Round a cache length up to a multiple of 128, or of an eighth of the next power of two.
 
@@ -115,84 +94,6 @@ def cache_bucket(length: int) -> int:
 def cache_length_for(spec: DecodeSpec, positions: int, *, multiple: int = 1) -> int:
     """Return the length of caches for so many positions and one step's tokens, rounded up to a multiple."""
     return -(-(positions + spec.step_tokens) // multiple) * multiple
-
-
-def chunks(
-    prompts: Mapping[int, Sequence[int] | np.ndarray],
-    num_slots: int,
-    shape_of: Callable[[int], tuple[int, int]],
-) -> Iterator[PrefillChunk]:
-    """Cut the prompts of slots into chunks, in the order in which they have to be fed.
-
-    Chunks of one shape go together, as many as it has rows. Rows that are over point past the last slot.
-
-    Args:
-      prompts: the prompt of each slot.
-      shape_of: the rows and tokens of the chunk that reads on where so many tokens are left.
-    """
-    longest = max(map(len, prompts.values()))
-    for begin in range(0, longest, PREFILL_CHUNK):
-        groups: dict[tuple[int, int], list[int]] = {}
-        for slot, prompt in prompts.items():
-            if (left := len(prompt) - begin) > 0:
-                groups.setdefault(shape_of(left), []).append(slot)
-        for (rows, width), slots in groups.items():
-            for i in range(0, len(slots), rows):
-                some = {slot: prompts[slot] for slot in slots[i : i + rows]}
-                yield _chunk(some, begin, rows, width, num_slots)
-
-
-def _chunk(
-    prompts: Mapping[int, Sequence[int] | np.ndarray],
-    begin: int,
-    rows: int,
-    width: int,
-    num_slots: int,
-) -> PrefillChunk:
-    slots = np.full(rows, num_slots, np.int32)
-    tokens = np.zeros((rows, width), np.int32)
-    start, count = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-    is_last = np.zeros(rows, bool)
-    for row, (slot, prompt) in enumerate(prompts.items()):
-        piece = prompt[begin : begin + width]
-        slots[row], start[row], count[row] = slot, begin, len(piece)
-        tokens[row, : len(piece)] = piece
-        is_last[row] = begin + len(piece) == len(prompt)
-    return PrefillChunk(*map(jnp.asarray, (slots, tokens, start, count, is_last)))
-
-
-def read_prompts(
-    spec: DecodeSpec,
-    target_params: Params,
-    drafter_params: Params | None,
-    state: DecodeState,
-    tokens: Int[Array, "B T"],
-    counts: Int[Array, " B"],
-) -> DecodeState:
-    """Feed the first `counts` tokens of every row in chunks, inside a compiled program.
-
-    No prompt ends here: rows stay inactive, and a last chunk has to follow.
-    """
-    b, t = tokens.shape
-    width = min(t, PREFILL_CHUNK)
-    if not width:
-        return state
-
-    def feed(i: Array | int, state: DecodeState) -> DecodeState:
-        begin = i * width
-        chunk = PrefillChunk(
-            slots=jnp.arange(b),
-            tokens=lax.dynamic_slice(padded, (0, begin), (b, width)),
-            start=jnp.minimum(counts, begin),
-            count=jnp.clip(counts - begin, 0, width),
-            is_last=jnp.zeros(b, bool),
-        )
-        return decode.prefill(spec, target_params, drafter_params, state, chunk)
-
-    padded = jnp.pad(tokens, ((0, 0), (0, width)))
-    if t <= width:
-        return feed(0, state)
-    return lax.fori_loop(0, -(-jnp.max(counts) // width), feed, state)
 
 
 # --- programs ----------------------------------------------------------------------------------------
@@ -283,6 +184,7 @@ class Runtime:
     Args:
       batch_size: slots; a multiple of the mesh's data axis, see `rows_bucket`.
       cache_length: positions a slot holds: prompt, new tokens and one step's tokens.
+      invariant: whether the shapes of all passes over a row follow from its own prompt alone.
       programs: where compiled programs are kept; None for a place of its own.
     """
 
@@ -294,6 +196,7 @@ class Runtime:
         *,
         batch_size: int,
         cache_length: int,
+        invariant: bool = False,
         programs: Programs | None = None,
     ):
         self.spec = spec
@@ -301,6 +204,7 @@ class Runtime:
         self.target_params, self.drafter_params = target_params, drafter_params
         self.batch_size = batch_size
         self.cache_length = cache_length
+        self.shapes = Shapes.of(spec.target, batch_size, self.mesh, invariant=invariant)
         self.programs = Programs() if programs is None else programs
         self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
         self.timings = Timings()
@@ -374,24 +278,25 @@ class Runtime:
         self, state: DecodeState, prompts: Mapping[int, Sequence[int] | np.ndarray]
     ) -> DecodeState:
         """Read the prompts of slots, and choose the first token of each."""
-        for chunk in chunks(prompts, self.batch_size, self.prefill_shape):
-            state = self.feed(state, self.place(chunk))
+        for chunk in chunks(prompts, self.shapes):
+            state = self.feed(state, chunk)
         return state
 
     def feed(self, state: DecodeState, chunk: PrefillChunk) -> DecodeState:
         """Read one chunk, and wait for it."""
+        chunk = self.place(chunk)
         program = self.program("prefill", state, chunk)
         begin = time.perf_counter()
         state = jax.block_until_ready(program(state, chunk))
         self.timings.prefill_s += time.perf_counter() - begin
         return state
 
-    def decode(self, state: DecodeState, max_steps: int) -> DecodeState:
-        """Run up to so many steps, and wait for them."""
-        steps = self.place(np.int32(max_steps))
-        program = self.program("decode", state, steps)
+    def decode(self, state: DecodeState, max_steps: int, until_active: int = 0) -> DecodeState:
+        """Run up to so many steps, and wait for them; fewer when no more than `until_active` rows are active."""
+        limits = self.place((np.int32(max_steps), np.int32(until_active)))
+        program = self.program("decode", state, *limits)
         begin = time.perf_counter()
-        state = jax.block_until_ready(program(state, steps))
+        state = jax.block_until_ready(program(state, *limits))
         self.timings.decode_s += time.perf_counter() - begin
         return state
 
@@ -403,21 +308,10 @@ class Runtime:
         """Empty the caches of slots that are spoilt."""
         return self.program("clear", state, rows := self.place(slots))(state, rows)
 
-    def prefill_shape(self, left: int) -> tuple[int, int]:
-        """Return the rows and tokens of the chunk that reads on where so many tokens of a prompt are left.
-
-        They do not depend on who else is waiting: rows without a prompt are padding.
-        """
-        if self.batch_size == 1:
-            return 1, min(bucket(left, SMALLEST_PREFILL), PREFILL_CHUNK)
-        width = min(w for w in (*SHARED_WIDTHS, PREFILL_CHUNK) if w >= min(left, PREFILL_CHUNK))
-        rows = min(self.batch_size, max(1, SHARED_PREFILL // width))
-        return rows_bucket(rows, self.mesh), width
-
-    def program(self, phase: Phase, state: DecodeState, given: ArrayLike | Any) -> Bound:
+    def program(self, phase: Phase, state: DecodeState, *given: ArrayLike | Any) -> Bound:
         """Return the program of a phase for a state and what else it is given, compiled if it is new."""
         function = _FUNCTIONS[phase]
-        chunk = given.tokens.shape if isinstance(given, PrefillChunk) else ()
+        chunk = given[0].tokens.shape if isinstance(given[0], PrefillChunk) else ()
         key = (phase, *chunk, state.stop_ids.shape[1])
         runs_models = phase in ("prefill", "decode")
         weights = (self.target_params, self.drafter_params) if runs_models else ()
@@ -425,7 +319,7 @@ class Runtime:
             begin = time.perf_counter()
             self.used[key] = self.programs.get(
                 function,
-                (*weights, state, given),
+                (*weights, state, *given),
                 donate=len(weights),
                 mesh=self.mesh,
                 spec=self.spec if runs_models else None,

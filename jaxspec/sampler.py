@@ -32,9 +32,10 @@ from jaxspec import decode, memory
 from jaxspec import state as states
 from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph, KnownParams
+from jaxspec.prefill import read_prompts
 from jaxspec.records import Drafting, Extras, FieldError, Sampling
 from jaxspec.rows import FinishReason, GenerateResult, Prompts, same_for_all, sampling_values
-from jaxspec.runtime import cache_length_for, jit, make_spec, read_prompts
+from jaxspec.runtime import cache_length_for, jit, make_spec
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Int, Params, UInt32
 from jaxspec.sharding import fetch, mesh_of, on_decoding_mesh, place_rows

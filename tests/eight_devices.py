@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxspec import cache, runtime
+from jaxspec import cache, prefill
 from jaxspec.api import BUNDLED
 from jaxspec.engine import Engine, Request
 from jaxspec.loading import LoadedModel, load_drafter, load_target
@@ -341,7 +341,7 @@ def two(port: str, process: str, data: str, model: str) -> dict[str, Any]:
 def main() -> None:
     """Run the cases, under the small chunks and tight rings of `tests/decode`."""
     cache.RING_MULTIPLE = 1
-    runtime.PREFILL_CHUNK = 16
+    prefill.PREFILL_CHUNK = 16
     kinds = {
         f.__name__: f for f in (split, load, cli, errors, sampler, training_meshes, control, two)
     }

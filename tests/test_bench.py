@@ -519,7 +519,7 @@ def test_a_run_larger_than_the_device_is_refused_before_its_weights(
 
 def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
     prompts = np.arange(2 * 1100, dtype=np.int32).reshape(2, 1100)
-    chunks = programs.chunks_of(prompts)
+    chunks = programs.chunks_of(prompts, 512)
     assert [c.tokens.shape[1] for c in chunks] == [512, 512, 76]
     assert [c.start.tolist() for c in chunks] == [[0, 0], [512, 512], [1024, 1024]]
     assert [c.is_last.tolist() for c in chunks] == [[False] * 2, [False] * 2, [True] * 2]

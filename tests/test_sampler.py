@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import memory, runtime
+from jaxspec import memory, prefill
 from jaxspec.engine import Engine
 from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
@@ -164,7 +164,7 @@ def test_long_prompts_are_read_in_chunks(
     whole, chunked = (Sampler(target, None, max_new_tokens=4) for _ in range(2))
     given = (target.params, None, prompts, whole.sampling(3), range(3))
     expected = whole(*given)
-    monkeypatch.setattr(runtime, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 8)
     same(chunked(*given), expected)
 
 

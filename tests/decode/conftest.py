@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec import cache, runtime
+from jaxspec import cache, prefill
 
 
 @pytest.fixture(autouse=True)
@@ -14,4 +14,4 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> None:
     `cases.target` has a number of positions of its own, so that no state made with other rings is reused.
     """
     monkeypatch.setattr(cache, "RING_MULTIPLE", 1)
-    monkeypatch.setattr(runtime, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxspec import decode, runtime, verify
+from jaxspec import decode, prefill, verify
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
@@ -129,7 +129,7 @@ def drafters() -> dict[str, LoadedModel]:
 @pytest.fixture(autouse=True)
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill all rows at once: what is tested here comes after."""
-    monkeypatch.setattr(runtime, "SHARED_PREFILL", 16 * SLOTS)
+    monkeypatch.setattr(prefill, "SHARED_PREFILL", 16 * SLOTS)
 
 
 def sampled(

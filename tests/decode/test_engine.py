@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import runtime
+from jaxspec import prefill, runtime
 from jaxspec.engine import Completion, Engine, Request, Update
 from jaxspec.records import Sampling
+from jaxspec.requests import positions
 from tests.decode.cases import (
     CACHE_LENGTH,
     NEW_TOKENS,
@@ -84,8 +85,8 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
 
     Rows were prefilled with whoever came at the same time, and as wide as the longest of them.
     """
-    monkeypatch.setattr(runtime, "SHARED_WIDTHS", (8,))
-    monkeypatch.setattr(runtime, "SHARED_PREFILL", 64)
+    monkeypatch.setattr(prefill, "SHARED_WIDTHS", (8,))
+    monkeypatch.setattr(prefill, "SHARED_PREFILL", 64)
     c = case(NAME)
     engine = c.engine("mixed", **ADJUSTED)
     passes: dict[int, list[tuple[int, ...]]] = {}  # by the prompt's first token
@@ -134,8 +135,10 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
     ],
 )
 def test_shapes_of_prefill(batch_size, left, shape, monkeypatch):
-    monkeypatch.setattr(runtime, "PREFILL_CHUNK", 512)
-    assert case(NAME).engine(None, batch_size=batch_size).runtime.prefill_shape(left) == shape
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 512)
+    shapes = case(NAME).engine(None, batch_size=batch_size).runtime.shapes
+    width = shapes.width(left)
+    assert (shapes.small_rows(width), width) == shape
 
 
 def test_a_greedy_row_beside_sampled_rows(engine):
@@ -345,7 +348,7 @@ def test_a_request_that_just_fits(engine):
     prompt = c.prompts[3]
     most = CACHE_LENGTH - engine.spec.step_tokens - len(prompt)
     longest = Request(prompt, most)
-    assert engine.cache_length_for(longest) == CACHE_LENGTH
+    assert positions(engine.spec, longest) == CACHE_LENGTH
     assert engine.check(longest) is None
     assert engine.check(dataclasses.replace(longest, max_new_tokens=most + 1))
     (done,) = run(engine, [longest])

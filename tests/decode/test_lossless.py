@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import runtime
+from jaxspec import prefill
 from jaxspec.engine import Request
 from jaxspec.loading import load_drafter, load_target
 from tests import fakes
@@ -139,7 +139,7 @@ def test_fewer_draft_tokens_than_trained(drafter):
 @pytest.mark.parametrize("chunk", [32, 64])
 def test_prefill_chunk_does_not_matter(chunk, monkeypatch):
     """Chunks beyond a ring and its slack: their queries see the old ring and the chunk itself."""
-    monkeypatch.setattr(runtime, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", chunk)
     c = case("31b")
     done = run(c.engine("mixed"), requests(c))
     assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]

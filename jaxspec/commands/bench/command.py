@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from jaxspec.commands.bench.trace_options import TraceOptions
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, command, explained
 from jaxspec.commands.output import OutputOptions, write_line
@@ -72,6 +73,7 @@ def bench_command(
     options: Annotated[BenchOptions, Fields("Cases")],
     models: Annotated[ModelOptions, Fields("Models", without=("distributed",))],
     drafting: Annotated[Drafting, Fields("Drafting", without=("draft_sampling", "verification"))],
+    trace: Annotated[TraceOptions, Fields("A stream of requests")],
     output: Annotated[BenchOutput, Fields("Report")],
 ) -> None:
     """Measure prefill and decode steps, beside the least they could take.
@@ -90,6 +92,8 @@ def bench_command(
       jaxspec bench --random-weights e4b --drafter mtp --num-draft-tokens 5 --synthetic-acceptance 3.5
 
       jaxspec bench --random-weights 31b --drafter none --batch-size 4 --context-length 32768
+
+      jaxspec bench --random-weights 26b-a4b --synthetic-acceptance 7.7 --trace generated --slots 32
     """
     if options.context_length and not models.is_plain and drafting.synthetic_acceptance is None:
         raise UsageError(
@@ -112,6 +116,19 @@ def bench_command(
         if mesh is not None:
             check_rows(sizes, mesh.shape["data"])
         with output.opened() as file:
+            if trace.trace is not None:
+                report = run.run_trace(
+                    console,
+                    models,
+                    drafting,
+                    trace,
+                    options.random_weights,
+                    options.seed,
+                    output.plot_path,
+                )
+                if file is not None:
+                    write_line(file, report)
+                return
             begin = time.perf_counter()
             pair = make_pair(
                 models,

@@ -73,7 +73,10 @@ class CasePrograms:
         admit = runtime.program("admit", state, admission)
         begin = time.perf_counter()
         if context is None:
-            fill = [feed(runtime, state, runtime.place(chunk)) for chunk in chunks_of(prompts)]
+            fill = [
+                feed(runtime, state, runtime.place(chunk))
+                for chunk in chunks_of(prompts, runtime.shapes.longest)
+            ]
         else:
             state = with_random_caches(state, seed)
             anchors = runtime.place(prompts[:, 0])

@@ -7,6 +7,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,7 +19,9 @@ from jaxspec.commands.bench.programs import bench_cache_length
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import load_models, mesh_for
+from jaxspec.configs.base import GenerationDefaults
 from jaxspec.families import families, family_of, graph_of, presets, random_drafter
+from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph
 from jaxspec.records import Drafting
 from jaxspec.runtime import make_spec
@@ -66,6 +69,18 @@ class Pair:
         )
         tree = self.spec.tree
         return f"{drafts}, a tree of topk {tree.topk} and depth {tree.depth}" if tree else drafts
+
+    @property
+    def loaded(self) -> tuple[LoadedModel, LoadedModel | None]:
+        """The models as an engine takes them."""
+        target = _loaded(self.spec.target, self.target_params, self.target_name)
+        target = dataclasses.replace(
+            target, generation=GenerationDefaults(suppress_tokens=self.spec.suppress_tokens)
+        )
+        if self.spec.drafter is None:
+            return target, None
+        assert self.drafter_params is not None
+        return target, _loaded(self.spec.drafter, self.drafter_params, self.drafter_name or "")
 
     def plain(self) -> Pair:
         """Return the target alone."""
@@ -164,3 +179,7 @@ def _random_params(graph: Graph, seed: int, mesh: Mesh | None) -> Params:
     """Return random weights, which behave as real ones do where that takes more than numbers."""
     params = graph.random_params(seed, None if mesh is None else graph.shardings(mesh))
     return family_of(graph.config).randomise(params, seed)
+
+
+def _loaded(graph: Graph, params: Params, name: str) -> LoadedModel:
+    return LoadedModel(graph, params, graph.config, None, Path(), name)

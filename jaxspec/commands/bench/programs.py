@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache import RING_MULTIPLE
-from jaxspec.runtime import PREFILL_CHUNK, Runtime, cache_length_for, chunks
+from jaxspec.prefill import PREFILL_CHUNK, chunk_of
+from jaxspec.runtime import Runtime, cache_length_for
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
@@ -31,10 +32,20 @@ def admission_of(runtime: Runtime, max_new_tokens: int, seed: int) -> Admission:
     return runtime.admission(range(batch), limits, no_stop, SamplingParams.make(batch), seeds)
 
 
-def chunks_of(prompts: np.ndarray) -> list[PrefillChunk]:
-    """Cut prompts of one length, one for each slot, into chunks without padding."""
-    batch, every = len(prompts), dict(enumerate(prompts.tolist()))
-    return list(chunks(every, batch, lambda left: (batch, min(left, PREFILL_CHUNK))))
+def chunks_of(prompts: np.ndarray, longest: int) -> list[PrefillChunk]:
+    """Cut prompts of one length, one for each slot, into chunks without padding.
+
+    Args:
+      longest: tokens of a pass, where that is more than `PREFILL_CHUNK` of each row.
+    """
+    batch, length = prompts.shape
+    width = max(PREFILL_CHUNK, longest // batch)
+    return [
+        chunk_of(
+            {i: (p, begin) for i, p in enumerate(prompts)}, batch, min(width, length - begin), batch
+        )
+        for begin in range(0, length, width)
+    ]
 
 
 def feed(

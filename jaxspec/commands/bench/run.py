@@ -8,18 +8,26 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
-from jaxspec.commands.bench import tables
+from jaxspec import memory
+from jaxspec.commands.bench import tables, trace, trace_report
 from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost
 from jaxspec.commands.bench.measure import measure
-from jaxspec.commands.bench.pair import Pair
+from jaxspec.commands.bench.pair import Pair, make_pair
 from jaxspec.commands.bench.tables import Case
+from jaxspec.commands.bench.trace_options import GENERATED, TraceOptions
+from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.progress import Ticker
 from jaxspec.commands.startup import versions
+from jaxspec.engine import Engine
+from jaxspec.records import Drafting
+from jaxspec.runtime import cache_bucket
 
 
 def run(
@@ -75,6 +83,19 @@ def run(
 def _conditions(
     pair: Pair, prompts: np.ndarray, new_tokens: int, repeats: int, seed: int, ceiling: Ceiling
 ) -> dict[str, Any]:
+    return {
+        **_models_of(pair, seed),
+        "prompts": f"{'held-out' if pair.held_out else 'random'} prompts of {prompts.shape[1]} tokens",
+        "prompt_length": prompts.shape[1],
+        "new_tokens": new_tokens,
+        "temperature": 0.0,
+        "repeats": repeats,
+        "ceiling": dataclasses.asdict(ceiling),
+    }
+
+
+def _models_of(pair: Pair, seed: int) -> dict[str, Any]:
+    """Return what runs, and where."""
     device = jax.devices()[0]
     return {
         "target": pair.target_name,
@@ -88,13 +109,7 @@ def _conditions(
         "platform": device.platform,
         "nproc": os.environ.get("NPROC"),  # threads of programs on a CPU; else as many as cores
         "mesh": dict(pair.mesh.shape),
-        "prompts": f"{'held-out' if pair.held_out else 'random'} prompts of {prompts.shape[1]} tokens",
-        "prompt_length": prompts.shape[1],
-        "new_tokens": new_tokens,
-        "temperature": 0.0,
-        "repeats": repeats,
         "seed": seed,
-        "ceiling": dataclasses.asdict(ceiling),
         "versions": versions("jax", "jaxlib", "flax", "numpy"),
         "command": shlex.join(["jaxspec", *sys.argv[1:]]),
     }
@@ -131,3 +146,60 @@ def described_startup(startup: dict[str, Any]) -> str:
     kept = startup["compilation_cache"]
     where = f"in {kept}" if kept else "nowhere (set JAX_COMPILATION_CACHE_DIR)"
     return f"seconds: {', '.join(parts)}{to_first}; programs are kept {where}"
+
+
+def run_trace(
+    console: Console,
+    models: ModelOptions,
+    drafting: Drafting,
+    options: TraceOptions,
+    preset: str | None,
+    seed: int,
+    plot_path: Path | None,
+) -> dict[str, Any]:
+    """Send a trace through an engine, print what came of it, and return that as JSON values."""
+    given = options.trace
+    jobs = None if given in (None, GENERATED) else trace.read(Path(given))
+    most = max((job.prompt_tokens + job.new_tokens for job in jobs or ()), default=1)
+    pair = make_pair(models, drafting, preset, seed=seed, rows=options.slots, positions=most)
+    if jobs is None:
+        limit = pair.spec.target.config.max_positions
+        jobs = trace.generated(options.requests, options.trace_seed, options.rate, limit)
+        most = max(job.prompt_tokens + job.new_tokens for job in jobs)
+    engine = Engine(
+        *pair.loaded,
+        drafting=drafting,
+        batch_size=options.slots,
+        cache_length=cache_bucket(most + pair.spec.step_tokens),
+        steps_per_return=options.steps_per_return,
+        max_prefill_tokens=options.max_prefill_tokens,
+        invariant=options.invariant,
+    )
+    memory.check_fits(pair.spec, engine.batch_size, engine.cache_length, engine.mesh)
+    arrivals = "all at once" if not jobs[-1].arrival_s else f"over {jobs[-1].arrival_s:.1f} s"
+    device = jax.devices()[0].device_kind
+    console.print(
+        f"[bold]{pair.target_name}[/]{pair.title.removeprefix(pair.target_name)}\n"
+        f"{pair.spec.target.dtype} on {device} · jax {jax.__version__} · {len(jobs)} requests, {arrivals}"
+    )
+    rng = np.random.default_rng(seed)
+    size = pair.spec.target.config.vocab_size
+    ticker = Ticker(Console(stderr=True, highlight=False))
+    with ticker.console.status("[dim]compiling") as status:
+
+        def say(message: str) -> None:
+            status.update(f"[dim]{message}")
+            ticker.say(message)
+
+        report, moments = trace.run(
+            engine, jobs, lambda _, job: rng.integers(size, size=job.prompt_tokens).tolist(), say
+        )
+    console.print(trace_report.shown(report))
+    if plot_path is not None:
+        trace_report.draw(report, moments, f"{pair.title}, {device}", plot_path)
+    return {
+        **_models_of(pair, seed),
+        "trace": dataclasses.asdict(options),
+        "cache_length": engine.cache_length,
+        **trace_report.to_json(report, moments),
+    }
