@@ -95,7 +95,7 @@ class GenerateResult(struct.PyTreeNode):
         """Return the share of all verify steps that accepted at least 1, 2, ... drafts."""
         accepted = self.acceptance_lengths - 1
         steps = jnp.maximum(jnp.sum(self.num_steps), 1)
-        depths = jnp.arange(1, self.depth + 1)
+        depths = jnp.arange(1, self.depth + 1, dtype=jnp.int32)
         return jnp.sum(accepted[:, :, None] >= depths, axis=(0, 1)) / steps
 
     def acceptance_length(self) -> Float[Array, ""]:
@@ -104,7 +104,7 @@ class GenerateResult(struct.PyTreeNode):
 
     def cut(self, lengths: Int[Array, " R"]) -> GenerateResult:
         """End rows earlier, as by a stop."""
-        kept = jnp.arange(self.tokens.shape[1]) < lengths[:, None]
+        kept = jnp.arange(self.tokens.shape[1], dtype=jnp.int32) < lengths[:, None]
 
         def mask(x: Array) -> Array:
             return jnp.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, 0)
@@ -115,7 +115,7 @@ class GenerateResult(struct.PyTreeNode):
             tokens=mask(self.tokens),
             logprobs=jax.tree.map(mask, self.logprobs),
             lengths=jnp.minimum(self.lengths, lengths),
-            finish_reasons=jnp.where(stopped, FinishReason.STOP, self.finish_reasons),
+            finish_reasons=jnp.where(stopped, jnp.int32(FinishReason.STOP), self.finish_reasons),
         )
 
 

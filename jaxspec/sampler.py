@@ -299,7 +299,7 @@ class Sampler:
         models = (self.spec, target_params, drafter_params)
         head = prompts.lengths - 1  # all but the last token
         state = read_prompts(*models, state, prompts.tokens[:, : t - 1], head)
-        index = jnp.repeat(jnp.arange(b), self.num_samples)
+        index = jnp.repeat(jnp.arange(b, dtype=jnp.int32), self.num_samples)
         if self.num_samples > 1:
             state = jax.tree.map(lambda x: x[index], state)
         state = dataclasses.replace(
@@ -310,7 +310,7 @@ class Sampler:
             stop_ids=stop_ids,
         )
         last = PrefillChunk(
-            slots=jnp.arange(rows),
+            slots=jnp.arange(rows, dtype=jnp.int32),
             tokens=jnp.take_along_axis(prompts.tokens, head[:, None], axis=1)[index],
             start=head[index],
             count=jnp.ones(rows, jnp.int32),
@@ -328,8 +328,8 @@ class Sampler:
 
     def _result_of(self, state: DecodeState) -> GenerateResult:
         m = self.max_new_tokens
-        reasons = jnp.where(state.stopped, FinishReason.STOP, FinishReason.LENGTH)
-        steps = jnp.arange(m) < state.num_steps[:, None]
+        reasons = jnp.where(state.stopped, jnp.int32(FinishReason.STOP), FinishReason.LENGTH)
+        steps = jnp.arange(m, dtype=jnp.int32) < state.num_steps[:, None]
         result = GenerateResult(
             tokens=state.tokens[:, :m],
             lengths=state.num_tokens,
@@ -402,7 +402,9 @@ def _keys(seeds: Array, rows: int) -> Array:
     """Return the key of each row: of its own seed, or of its number under one seed for all."""
     if seeds.ndim:
         return jax.vmap(jax.random.key)(seeds)
-    return jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seeds)))(jnp.arange(rows))
+    return jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seeds)))(
+        jnp.arange(rows, dtype=jnp.int32)
+    )
 
 
 def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:

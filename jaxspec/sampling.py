@@ -121,7 +121,7 @@ class TokenCounts(struct.PyTreeNode):
         self, tokens: Int[Array, "b T"], count: Int[Array, " b"], slots: Int[Array, " b"]
     ) -> TokenCounts:
         """Return the counts after adding the first `count` prompt tokens of the rows in `slots`."""
-        fed = jnp.arange(tokens.shape[1])[None, :] < count[:, None]
+        fed = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < count[:, None]
         fed = jnp.where(fed, tokens, self.prompt.shape[1])  # an id of V is dropped
         prompt = self.prompt.at[slots[:, None], fed].set(True, mode="drop")
         return dataclasses.replace(self, prompt=prompt)
@@ -202,7 +202,10 @@ def add_biases(logits: Float[Array, "B T V"], adjustments: Adjustments) -> Float
     ids, values = adjustments.bias_ids, adjustments.bias_values
     ids = jnp.where(ids < 0, vocab, ids)  # an id of V is dropped
     bias = jnp.zeros((b, vocab), jnp.float32)
-    return logits + bias.at[jnp.arange(b)[:, None], ids].add(values, mode="drop")[:, None]
+    return (
+        logits
+        + bias.at[jnp.arange(b, dtype=jnp.int32)[:, None], ids].add(values, mode="drop")[:, None]
+    )
 
 
 def penalize(
@@ -252,7 +255,7 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
 
     k = jnp.where((sampling.top_k > 0) & (sampling.top_k < vocab), sampling.top_k, vocab)[:, None]
     at_least_k = _largest_threshold(
-        lambda t: jnp.sum(ordered >= t[..., None], axis=-1) >= k,
+        lambda t: jnp.sum(ordered >= t[..., None], axis=-1, dtype=jnp.int32) >= k,
         logits.shape[:2],
         needed=jnp.any(k < vocab),
     )
@@ -329,7 +332,9 @@ def _largest_threshold(holds, shape: tuple[int, ...], *, needed: Array) -> Array
         candidate = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         return jnp.where(holds(candidate), candidate, t)
 
-    return lax.fori_loop(0, jnp.where(needed, 32, 0), fix_bit, jnp.zeros(shape, jnp.uint32))
+    return lax.fori_loop(
+        0, jnp.where(needed, jnp.int32(32), 0), fix_bit, jnp.zeros(shape, jnp.uint32)
+    )
 
 
 def argmax(x: Float[Array, "... V"]) -> Int[Array, "..."]:
@@ -346,7 +351,7 @@ def argmax(x: Float[Array, "... V"]) -> Int[Array, "..."]:
         return jnp.min(jnp.where(x == largest, index, x.shape[-1] - 1), axis=-1)
 
     def in_one(x: Array) -> Array:
-        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+        return lax.argmax(x, x.ndim - 1, jnp.int32)
 
     return lax.platform_dependent(x, cuda=in_one, default=in_two)
 
@@ -381,7 +386,7 @@ def draw_drafts(
     """
     best = argmax(logits)
     index = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    certain = jnp.where(index == best[:, :, None], 0.0, -jnp.inf)
+    certain = jnp.where(index == best[:, :, None], jnp.float32(0), -jnp.inf)
 
     def drawn() -> tuple[Array, Array]:
         log_q = jax.nn.log_softmax(shape_logits(logits, sampling))
