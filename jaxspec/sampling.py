@@ -256,7 +256,7 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
     k = jnp.where((sampling.top_k > 0) & (sampling.top_k < vocab), sampling.top_k, vocab)[:, None]
     at_least_k = _largest_threshold(
         lambda t: jnp.sum(ordered >= t[..., None], axis=-1, dtype=jnp.int32) >= k,
-        logits.shape[:2],
+        ordered,
         needed=jnp.any(k < vocab),
     )
     kept = ordered >= at_least_k[..., None]
@@ -267,7 +267,7 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
     mass = jnp.maximum(jnp.sum(weights, axis=-1) * top_p, jnp.finfo(jnp.float32).tiny)
     at_least_p = _largest_threshold(
         lambda t: jnp.sum(jnp.where(ordered >= t[..., None], weights, 0.0), axis=-1) >= mass,
-        logits.shape[:2],
+        ordered,
         needed=jnp.any(top_p < 1),
     )
     # Where top-p is off, rounding in the sums must not filter out any token.
@@ -318,12 +318,13 @@ def _ordered_bits(x: Float[Array, "..."]) -> Array:
     return bits ^ jnp.where(bits >> 31 == 1, jnp.uint32(0xFFFFFFFF), jnp.uint32(0x80000000))
 
 
-def _largest_threshold(holds, shape: tuple[int, ...], *, needed: Array) -> Array:
-    """Return the largest uint32 t for which `holds(t)` is true.
+def _largest_threshold(holds, ordered: Array, *, needed: Array) -> Array:
+    """Return the largest uint32 t of each row for which `holds(t)` is true.
 
     `holds` must change from true to false once as t grows.
 
     Args:
+      ordered: the rows [B, T, V] that t is a threshold of.
       needed: whether any row needs the threshold. If not, the loop does not run, and the result is
         0, which keeps every token.
     """
@@ -332,9 +333,9 @@ def _largest_threshold(holds, shape: tuple[int, ...], *, needed: Array) -> Array
         candidate = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         return jnp.where(holds(candidate), candidate, t)
 
-    return lax.fori_loop(
-        0, jnp.where(needed, jnp.int32(32), 0), fix_bit, jnp.zeros(shape, jnp.uint32)
-    )
+    # As `ordered` varies by device under `shard_map`, so does t, and its first value has to.
+    first = lax.full_like(ordered, 0, shape=ordered.shape[:-1])
+    return lax.fori_loop(0, jnp.where(needed, jnp.int32(32), 0), fix_bit, first)
 
 
 def argmax(x: Float[Array, "... V"]) -> Int[Array, "..."]:
