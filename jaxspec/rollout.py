@@ -57,7 +57,7 @@ class Given(struct.PyTreeNode):
     """What a call is given beside weights, in the one form that programs take.
 
     Attributes:
-      seeds: uint32 or typed PRNG keys. One for all rows, or one for each.
+      seeds: uint32 or typed PRNG keys, one for all rows or one for each, see `row_keys`.
     """
 
     prompts: Prompts
@@ -112,7 +112,7 @@ def prefill(
     state = dataclasses.replace(
         state,
         sampling=given.sampling,
-        keys=_keys(given.seeds, rows),
+        keys=row_keys(given.seeds, rows),
         max_new_tokens=given.max_new_tokens,
         stop_ids=given.stop_ids,
     )
@@ -159,8 +159,13 @@ def result_of(plan: Plan, state: DecodeState, given: Given) -> GenerateResult:
     return result.cut(state.num_tokens)
 
 
-def _keys(seeds: Array, rows: int) -> Array:
-    """Return the key of each row: of its own seed, or of its number under one seed for all."""
+@functools.partial(jax.jit, static_argnums=1)
+def row_keys(seeds: Array, rows: int) -> Array:
+    """Return the key of each row: of its own seed, or of its number under one seed for all.
+
+    A program of its own, so that the large ones need not be compiled for each kind of seeds. Keys of rows
+    are returned as they are.
+    """
     is_key = jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key)
     if seeds.ndim:
         return seeds if is_key else jax.vmap(jax.random.key)(seeds)
@@ -234,10 +239,11 @@ class PlanPrograms:
             places by itself: were they committed, programs of the caller would compile twice, the second
             time for weights that an update had made committed.
         """
+        alone = mesh.size == 1
         leaves, tree = jax.tree.flatten(given)
-        key = (name, mesh, tree, tuple((x.shape, x.dtype) for x in leaves))
+        places = None if alone else tuple(x.sharding for x in leaves)
+        key = (name, mesh, tree, tuple((x.shape, x.dtype) for x in leaves), places)
         if key not in self.compiled:
-            alone = mesh.size == 1
             (device,) = mesh.devices.flat if alone else (None,)
             is_default = alone and device == _default_device()
 

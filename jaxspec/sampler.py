@@ -15,6 +15,7 @@ requests of many kinds through few slots.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -28,7 +29,17 @@ from jaxspec.arguments import is_inside_jit, is_traced, padded, read
 from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph, KnownParams
 from jaxspec.records import Drafting, Extras, FieldError, Sampling
-from jaxspec.rollout import Given, Plan, first_rows, inside, look, on, programs_of, retire
+from jaxspec.rollout import (
+    Given,
+    Plan,
+    first_rows,
+    inside,
+    look,
+    on,
+    programs_of,
+    retire,
+    row_keys,
+)
 from jaxspec.rows import GenerateResult, Prompts, sampling_values
 from jaxspec.runtime import make_spec
 from jaxspec.sampling import SamplingParams
@@ -250,7 +261,10 @@ class Sampler:
                 self.spec, self.plan.rows(given.prompts), self.plan.cache_length(t), mesh
             )
             self._fitting.add(shape)
-        return mesh, weights, _placed(given, mesh), rows
+        given = _placed(given, mesh)
+        with on(mesh):
+            keys = row_keys(given.seeds, self.plan.rows(given.prompts))
+        return mesh, weights, dataclasses.replace(given, seeds=keys), rows
 
     def _run(
         self, name: str, mesh: Mesh, weights: tuple[Params, Params | None], *given: Any

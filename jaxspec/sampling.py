@@ -26,7 +26,7 @@ from flax import struct
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxspec.records import Extras
+from jaxspec.records import Extras, FieldError
 from jaxspec.shapes import Array, Bool, Float, Int
 
 
@@ -183,7 +183,14 @@ def adjust(
             assert counts is not None
             logits = penalize(logits, sampling.adjustments, counts, draft, follows)
         if extras.logits_fn is not None:
-            logits = extras.logits_fn(logits, positions)
+            changed = extras.logits_fn(logits, positions)
+            if (changed.shape, changed.dtype) != (logits.shape, logits.dtype):
+                raise FieldError(
+                    "logits_fn",
+                    f"returns {changed.dtype}{list(changed.shape)}; it was given, and has to return, "
+                    f"{logits.dtype}{list(logits.shape)}",
+                )
+            logits = changed
         return logits
 
 
@@ -303,7 +310,7 @@ def logprobs_of(
         )
 
     any_samples = jnp.any(sampling.temperature > 0)
-    none = jnp.zeros(tokens.shape, jnp.float32)
+    none = lax.full_like(logits, 0, shape=tokens.shape)
     result = Logprobs(of(logits), lax.cond(any_samples, shaped, lambda: none))
     if not top:
         return result
