@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxspec.records import FieldError, Sampling
 from jaxspec.rollout import Given, Plan
 from jaxspec.rows import Prompts, padded_on_host, same_for_all, width_bucket
-from jaxspec.runtime import rows_bucket
+from jaxspec.runtime import bucket
 from jaxspec.sampling import SamplingParams
 
 Value = Any
@@ -75,7 +75,7 @@ def padded(plan: Plan, given: Given, mesh: Mesh) -> Given:
     prompts = given.prompts
     b, t = prompts.tokens.shape
     width = max(t, min(width_bucket(t), plan.most_positions))
-    more = prompts_bucket(b, mesh) - b
+    more = prompts_bucket(b, mesh.shape["data"]) - b
     if width > t:
         given = dataclasses.replace(given, prompts=prompts.widened(width))
     if not more:
@@ -96,18 +96,17 @@ def padded(plan: Plan, given: Given, mesh: Mesh) -> Given:
     )
 
 
-def prompts_bucket(count: int, mesh: Mesh) -> int:
-    """Round a number of prompts up, for every part of the mesh's data axis.
+def prompts_bucket(count: int, parts: int) -> int:
+    """Round a number of prompts up, for every part of a mesh's data axis.
 
     To a power of two up to 8, and then to a multiple of 8 or of a quarter of the next power of two: at most
     a third of the rows of a large batch are padding.
     """
-    data = mesh.shape["data"]
-    each = -(-count // data)
+    each = -(-count // parts)
     if each <= 8:
-        return rows_bucket(count, mesh)
-    step = max(8, (1 << (each - 1).bit_length()) // 4)
-    return data * step * -(-each // step)
+        return parts * bucket(each)
+    step = max(8, bucket(each) // 4)
+    return parts * step * -(-each // step)
 
 
 # --- each argument -----------------------------------------------------------------------------------
