@@ -76,7 +76,7 @@ def destination(
       slots: the cache row of each batch row. None: cache row i is batch row i.
     """
     size = cache.k.shape[2]
-    offset = jnp.arange(tokens)[None, :]
+    offset = jnp.arange(tokens, dtype=jnp.int32)[None, :]
     # A chunk longer than a ring keeps only its newest tokens. Two writes to one slot would race.
     kept = (offset < count[:, None]) & (offset >= count[:, None] - size)
     position = start[:, None] + offset
@@ -104,7 +104,7 @@ def view(
     cache: KVCache, length: Int[Array, " b"], slots: Int[Array, " b"] | None = None
 ) -> KVSegment:
     """Return what a cache holds after positions 0 .. length - 1 of each row are written."""
-    slot = jnp.arange(cache.k.shape[2])[None, :]
+    slot = jnp.arange(cache.k.shape[2], dtype=jnp.int32)[None, :]
     if cache.ring_slack is None:
         positions = jnp.where(slot < length[:, None], slot, -1)
     else:
@@ -154,7 +154,7 @@ def append_pass(
     if into is not None:
         new = cache.replace(k=k, v=v)
         return new, (view(new, start + count, slots),)
-    positions = start[:, None] + jnp.arange(k.shape[2])[None, :]
+    positions = start[:, None] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, :]
     segments = view(cache, start, slots), pass_segment(k, v, positions, count)
     return write(cache, k, v, start, count, slots), segments
 
@@ -172,7 +172,7 @@ def pass_segment(
       count: how many tokens of each row are real.
       seen_by: which queries may see each token. None: all that the token's position allows.
     """
-    real = jnp.arange(k.shape[2])[None, :] < count[:, None]
+    real = jnp.arange(k.shape[2], dtype=jnp.int32)[None, :] < count[:, None]
     positions = jnp.where(real, positions, -1)
     return KVSegment(k, v, positions, seen_by)
 

@@ -141,7 +141,7 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
     draws = None
     if spec.drafting.draft_sampling:
         shape = state.anchors.shape[0], spec.num_draft_tokens
-        slots = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+        slots = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
         keys = fold_keys(state.keys, state.num_steps + 1, slots, Stream.DRAFT)
         draws = Draws(state.sampling.only(state.active), keys)
     draft = drafter.draft(
@@ -170,7 +170,7 @@ def target_pass(
         return target(
             tokens,
             state.lengths,
-            jnp.where(state.active, tokens.shape[1], 0),
+            jnp.where(state.active, jnp.int32(tokens.shape[1]), 0),
             state.caches,
             feature_layers=feature_layers,
             ancestors=None if draft.parents is None else ancestors(draft.parents),
@@ -191,7 +191,7 @@ def judge(
     with jax.named_scope("accept"):
         sees = _sees(draft)
         # A row that sees n rows of its block, itself included, chooses the n-th token after `lengths`.
-        positions = state.lengths[:, None] + jnp.sum(sees, axis=-1)
+        positions = state.lengths[:, None] + jnp.sum(sees, axis=-1, dtype=jnp.int32)
         sampling, step = state.sampling.only(state.active), state.num_steps + 1
         adjusted = adjust(
             logits,
@@ -218,7 +218,8 @@ def _sees(draft: Draft) -> Bool[Array, "#B T T"]:
     """Tell which rows of its block each row follows, itself included."""
     if draft.parents is not None:
         return ancestors(draft.parents)
-    return jnp.tri(draft.tokens.shape[1] + 1, dtype=bool)[None]
+    rows = jnp.arange(draft.tokens.shape[1] + 1, dtype=jnp.int32)
+    return (rows[:, None] >= rows)[None]
 
 
 def commit(
@@ -241,19 +242,19 @@ def commit(
     """
     b, t = draft.shape[0], draft.shape[1] + 1
     nowhere = state.tokens.shape[1]  # a column past the last, where writes are dropped
-    offset = jnp.arange(t)[None, :]
+    offset = jnp.arange(t, dtype=jnp.int32)[None, :]
     padded = jnp.concatenate([draft, jnp.zeros((b, 1), draft.dtype)], axis=1)
     new = jnp.where(offset < verdict.accepted[:, None], padded, verdict.bonus[:, None])
     fails = verdict.bonus == NO_TOKEN
     num_new = verdict.accepted + jnp.where(fails, 0, 1)
     valid = (offset < num_new[:, None]) & state.active[:, None]
     is_stop = jnp.any(new[:, :, None] == state.stop_ids[:, None, :], axis=-1) & valid
-    stops_before = jnp.cumsum(is_stop, axis=1) - is_stop.astype(jnp.int32)
+    stops_before = jnp.cumsum(is_stop, axis=1, dtype=jnp.int32) - is_stop.astype(jnp.int32)
     left = (state.max_new_tokens - state.num_tokens)[:, None]
     kept = valid & (stops_before == 0) & (offset < left)
     columns = jnp.where(kept, state.num_tokens[:, None] + offset, nowhere)
     step_column = jnp.where(state.active & (state.num_steps >= 0), state.num_steps, nowhere)
-    num_tokens = state.num_tokens + jnp.sum(kept, axis=1)
+    num_tokens = state.num_tokens + jnp.sum(kept, axis=1, dtype=jnp.int32)
     logprobs, counts = state.logprobs, state.counts
     if logprobs is not None:
         sampling = state.sampling.only(state.active)

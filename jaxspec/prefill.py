@@ -272,8 +272,8 @@ def read_prompts(
     def feed(i: Array | int, state: DecodeState) -> DecodeState:
         begin = i * width
         chunk = PrefillChunk(
-            slots=jnp.arange(b),
-            tokens=lax.dynamic_slice(padded, (0, begin), (b, width)),
+            slots=jnp.arange(b, dtype=jnp.int32),
+            tokens=lax.dynamic_slice_in_dim(padded, begin, width, axis=1),
             start=jnp.minimum(counts, begin),
             count=jnp.clip(counts - begin, 0, width),
             is_last=jnp.zeros(b, bool),

@@ -16,13 +16,14 @@ from jax.typing import ArrayLike
 
 from jaxspec.prefill import SMALLEST_PREFILL, bucket
 from jaxspec.records import BIAS, PENALTIES, RANGES, VALUES, FieldError, Sampling
+from jaxspec.runtime import cache_bucket
 from jaxspec.sampling import Logprobs, SamplingParams
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.state import DecodeSpec
 
 
 def check_ids(name: str, ids: Sequence[Any] | np.ndarray | Array) -> None:
-    """Refuse ids that are not whole numbers: an array of floats, say, would be cut to whole ones silently.
+    """Refuse ids that are not whole numbers of 32 bits: others would be cut to such silently.
 
     Raises:
       ValueError: naming the prompt and the first such id.
@@ -37,6 +38,10 @@ def check_ids(name: str, ids: Sequence[Any] | np.ndarray | Array) -> None:
         raise ValueError(
             f"{name} has the id {wrong[0]!r}; expected whole numbers, as a tokenizer gives"
         )
+    numbers = np.asarray(ids)
+    far = numbers[(numbers < -(2**31)) | (numbers >= 2**31)]
+    if far.size:
+        raise ValueError(f"{name} has the id {far[0]}; expected whole numbers of 32 bits")
 
 
 class FinishReason(enum.IntEnum):
@@ -48,34 +53,156 @@ class FinishReason(enum.IntEnum):
     ERROR = 3  # the target's logits were not finite; the tokens before them stay
 
 
+class Past(struct.PyTreeNode):
+    """What rows did before the call that goes on with them.
+
+    Attributes:
+      steps: how many numbers of steps their draws have used up, prefill's included.
+      generated: which tokens of their prompts were generated; penalties of the output count them.
+      finished: the `FinishReason` of rows that are over, which get no more tokens; 0 for the others.
+    """
+
+    steps: Int[Array, " B"]
+    generated: Bool[Array, "B T"]
+    finished: Int[Array, " B"]
+
+
 class Prompts(struct.PyTreeNode):
-    """Prompt ids, padded on the right with anything."""
+    """Prompt ids, padded on the right with anything.
+
+    Attributes:
+      past: of rows that go on, see `after`. They have a row for each sample.
+    """
 
     tokens: Int[Array, "B T"]
     lengths: Int[Array, " B"]  # 1 to T
+    past: Past | None = None
 
     @classmethod
     def padded(cls, prompts: Sequence[Sequence[int]]) -> Prompts:
-        """Pad prompts to a common width, a power of two, so that few widths mean few programs.
+        """Pad prompts to a common width, see `width_bucket`: few widths mean few programs.
 
         Raises:
           ValueError: there is no prompt, or one is empty or has an id that is no whole number.
         """
-        empty = [i for i, prompt in enumerate(prompts) if not len(prompt)]
-        if empty or not len(prompts):
-            where = f"prompt {empty[0]} is empty" if empty else "there are no prompts"
-            raise ValueError(f"{where}; give at least one token of at least one prompt")
-        for i, prompt in enumerate(prompts):
-            check_ids(f"prompt {i}", prompt)
-        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-        tokens = np.zeros((len(prompts), bucket(int(lengths.max()), SMALLEST_PREFILL)), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        return cls(jnp.asarray(tokens), jnp.asarray(lengths))
+        return jax.tree.map(jnp.asarray, padded_on_host(prompts))
 
     def take(self, rows: ArrayLike | Sequence[int]) -> Prompts:
         """Return some of the prompts, as wide as before: batches of one width share a program."""
         return jax.tree.map(lambda x: x[jnp.asarray(rows)], self)
+
+    def after(
+        self,
+        result: GenerateResult,
+        appended: Sequence[Sequence[int]] | Prompts | None = None,
+    ) -> Prompts:
+        """Return these prompts with what was generated after them: a call goes on from there.
+
+        The call needs the seeds and the sampling of the first one. It draws what one long call would
+        draw next. Rows that a stop ended get no more tokens, unless something is appended to them.
+
+        Args:
+          result: of a call with these prompts, a row for each sample.
+          appended: ids that follow in each row, such as a tool's answer; a row's may be none. Inside of
+            jit: `Prompts`, whose lengths may be 0.
+
+        Raises:
+          ValueError: the rows of the result, or of what is appended, are not those of the prompts.
+        """
+        rows, b = result.tokens.shape[0], self.tokens.shape[0]
+        if rows % b or (self.past is not None and rows != b):
+            raise FieldError("result", f"has {rows} rows, which are not samples of {b} prompts")
+        if appended is None:
+            appended = _on_host([()] * rows, 1)
+        elif not isinstance(appended, Prompts):
+            appended = _on_host(appended, max([1, *map(len, appended)]))
+        if appended.tokens.shape[0] != rows:
+            raise FieldError(
+                "appended", f"has {appended.tokens.shape[0]} rows; expected {rows}, as the result"
+            )
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self, result, appended)))
+        if not is_traced:
+            given = jax.tree.map(np.asarray, (self, result, appended))
+            longer = _after(np, *given)
+            width = width_bucket(int(longer.lengths.max()))
+            longer = longer.widened(width, np)
+            return jax.tree.map(jnp.asarray, longer)
+        return _after(jnp, self, result, appended)
+
+    def widened(self, width: int, xnp: Any = jnp) -> Prompts:
+        """Return them padded, or cut, to a width.
+
+        Args:
+          xnp: numpy, where it is not to be done by the device.
+        """
+
+        def of(x: Any) -> Any:
+            more = max(0, width - x.shape[1])
+            return xnp.pad(x[:, :width], ((0, 0), (0, more)))
+
+        past = self.past
+        if past is not None:
+            past = dataclasses.replace(past, generated=of(past.generated))
+        return dataclasses.replace(self, tokens=of(self.tokens), past=past)
+
+
+def width_bucket(length: int) -> int:
+    """Round a width of prompts up: to a power of two up to 128, and then as caches are.
+
+    So at most a quarter of a long cache is for padding.
+    """
+    return bucket(length, SMALLEST_PREFILL) if length <= 128 else cache_bucket(length)
+
+
+def padded_on_host(prompts: Sequence[Sequence[int]]) -> Prompts:
+    """Return `Prompts.padded` as arrays of numpy."""
+    empty = [i for i, prompt in enumerate(prompts) if not len(prompt)]
+    if empty or not len(prompts):
+        where = f"prompt {empty[0]} is empty" if empty else "there are no prompts"
+        raise ValueError(f"{where}; give at least one token of at least one prompt")
+    return _on_host(prompts, width_bucket(max(map(len, prompts))))
+
+
+def _on_host(rows: Sequence[Sequence[int]], width: int) -> Prompts:
+    """Return rows of ids, padded to a width, as arrays of numpy."""
+    tokens: Any = np.zeros((len(rows), width), np.int32)
+    lengths: Any = np.asarray([len(ids) for ids in rows], np.int32)
+    for i, (row, ids) in enumerate(zip(tokens, rows, strict=True)):
+        check_ids(f"prompt {i}", ids)
+        row[: len(ids)] = ids
+    return Prompts(tokens, lengths)
+
+
+def _after(xnp: Any, prompts: Prompts, result: GenerateResult, appended: Prompts) -> Prompts:
+    """Return prompts, what was generated and what is appended, one after the other, with padding."""
+    index = np.repeat(np.arange(len(prompts.tokens)), len(result.tokens) // len(prompts.tokens))
+    past, lengths = prompts.past, prompts.lengths[index]
+    was_generated = xnp.zeros(prompts.tokens.shape, bool) if past is None else past.generated
+    parts = (
+        (prompts.tokens[index], was_generated[index], lengths),
+        (result.tokens, xnp.ones(result.tokens.shape, bool), result.lengths),
+        (appended.tokens, xnp.zeros(appended.tokens.shape, bool), appended.lengths),
+    )
+    width = sum(ids.shape[1] for ids, _, _ in parts)
+    column = np.arange(width, dtype=np.int32)[None, :]
+    tokens = xnp.zeros((len(index), width), np.int32)
+    generated, begin = tokens.astype(bool), xnp.zeros(len(index), np.int32)
+    for ids, flags, counts in parts:
+        at = column - begin[:, None]
+        here = (at >= 0) & (at < counts[:, None])
+        at = xnp.clip(at, 0, ids.shape[1] - 1)
+        tokens = xnp.where(here, xnp.take_along_axis(ids, at, axis=1), tokens)
+        generated = xnp.where(here, xnp.take_along_axis(flags, at, axis=1), generated)
+        begin = begin + counts
+    reasons = result.finish_reasons
+    is_over = (reasons != FinishReason.LENGTH) & (appended.lengths == 0)
+    used = 0 if past is None else past.steps
+    past = Past(
+        steps=used + xnp.maximum(result.num_steps, 0) + 1,
+        generated=generated,
+        finished=xnp.where(is_over, reasons, xnp.zeros_like(reasons)),
+    )
+    return Prompts(tokens, begin, past)
 
 
 class GenerateResult(struct.PyTreeNode):
@@ -95,7 +222,7 @@ class GenerateResult(struct.PyTreeNode):
     def accepted_per_depth(self) -> Float[Array, " depth"]:
         """Return the share of all verify steps that accepted at least 1, 2, ... drafts."""
         lengths, steps = self._counted()
-        depths = jnp.arange(1, self.depth + 1)
+        depths = jnp.arange(1, self.depth + 1, dtype=jnp.int32)
         return jnp.sum(lengths[:, :, None] > depths, axis=(0, 1)) / steps
 
     def acceptance_length(self) -> Float[Array, ""]:
@@ -111,7 +238,7 @@ class GenerateResult(struct.PyTreeNode):
 
     def cut(self, lengths: Int[Array, " R"]) -> GenerateResult:
         """End rows earlier, as by a stop."""
-        kept = jnp.arange(self.tokens.shape[1]) < lengths[:, None]
+        kept = jnp.arange(self.tokens.shape[1], dtype=jnp.int32) < lengths[:, None]
 
         def mask(x: Array) -> Array:
             return jnp.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, 0)
@@ -122,7 +249,7 @@ class GenerateResult(struct.PyTreeNode):
             tokens=mask(self.tokens),
             logprobs=jax.tree.map(mask, self.logprobs),
             lengths=jnp.minimum(self.lengths, lengths),
-            finish_reasons=jnp.where(stopped, FinishReason.STOP, self.finish_reasons),
+            finish_reasons=jnp.where(stopped, jnp.int32(FinishReason.STOP), self.finish_reasons),
         )
 
 

@@ -15,31 +15,37 @@ requests of many kinds through few slots.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jaxspec import decode, memory
-from jaxspec import state as states
+from jaxspec import memory
+from jaxspec.arguments import is_inside_jit, is_traced, padded, read
 from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph, KnownParams
-from jaxspec.prefill import read_prompts
 from jaxspec.records import Drafting, Extras, FieldError, Sampling
-from jaxspec.rows import FinishReason, GenerateResult, Prompts, same_for_all, sampling_values
-from jaxspec.runtime import cache_length_for, jit, make_spec
+from jaxspec.rollout import (
+    Given,
+    Plan,
+    first_rows,
+    inside,
+    look,
+    on,
+    programs_of,
+    retire,
+    row_keys,
+)
+from jaxspec.rows import GenerateResult, Prompts, sampling_values
+from jaxspec.runtime import make_spec
 from jaxspec.sampling import SamplingParams
-from jaxspec.shapes import Array, Int, Params, UInt32
+from jaxspec.shapes import Params
 from jaxspec.sharding import fetch, mesh_of, on_decoding_mesh, place_rows
-from jaxspec.state import DecodeState, PrefillChunk
+from jaxspec.state import DecodeSpec
 
 T = TypeVar("T")
 Models = Iterable[Any]
@@ -85,24 +91,42 @@ class Sampler:
             if drafter is not None:
                 raise ValueError("the pair has its own drafter; give pair.target to use another")
             target, drafter = cast(tuple[LoadedModel, LoadedModel | None], tuple(target))
-        self.spec = make_spec(target, drafter, drafting, extras)
+        self.plan = Plan(make_spec(target, drafter, drafting, extras), max_new_tokens, num_samples)
+        if max_new_tokens >= (most := self.plan.most_positions):
+            raise FieldError(
+                "max_new_tokens",
+                f"is {max_new_tokens}; the model has {most} positions, prompt included",
+            )
         if stop_ids is None:
             generation = target.generation if isinstance(target, LoadedModel) else None
             stop_ids = generation.eos_token_ids if generation else ()
         self.stop_ids = tuple(stop_ids)
-        self.max_new_tokens, self.num_samples = max_new_tokens, num_samples
-        self._generate = jit(self._traced, static_argnums=0)
-        self._begin = jit(self._prefilled, static_argnums=0)
-        self._advance = jit(functools.partial(decode.decode_loop, self.spec), donate_argnums=2)
-        self._retire = jax.jit(states.retire, donate_argnums=0)
-        self._result = jax.jit(self._result_of)
+        self._programs = programs_of(self.plan)
         self._known = KnownParams()
         self._fitting: set[Any] = set()  # shapes of prompts for which there is memory
 
     @property
+    def spec(self) -> DecodeSpec:
+        """What is decoded, and how."""
+        return self.plan.spec
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens of a row."""
+        return self.plan.max_new_tokens
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of each prompt."""
+        return self.plan.num_samples
+
+    @property
     def num_compilations(self) -> int:
-        """How many programs calls have compiled: one for every number and width of prompts."""
-        return self._generate._cache_size()  # type: ignore[attr-defined]
+        """How many programs calls have compiled: one for each bucket of rows and of widths of prompts.
+
+        Samplers of the same models and options share their programs, and this number.
+        """
+        return self._programs.num_generate
 
     def sampling(self, rows: int, **values: ArrayLike | Sequence[Any]) -> SamplingParams:
         """Return sampling parameters for `rows` rows: one value for all of them, or one a row.
@@ -147,14 +171,15 @@ class Sampler:
         Raises:
           ValueError: params, prompts, sampling or seeds do not fit; every difference in params is named.
         """
-        if _is_traced((target_params, drafter_params, prompts, sampling, seeds, max_new_tokens)):
+        asked = (prompts, sampling, seeds, max_new_tokens, stop_ids)
+        if is_traced((target_params, drafter_params, *asked)) or is_inside_jit():
             if stop_at is not None:
                 raise ValueError(
                     "stop_at needs the host; inside jit use stop_ids, or cut the result"
                 )
-            given = self._inputs(prompts, sampling, seeds, max_new_tokens, stop_ids)
-            given = jax.tree.map(jnp.asarray, given)
-            return self._traced(None, target_params, drafter_params, *given)
+            self._check_drafter(drafter_params)
+            given = read(self.plan, *asked, default_stop_ids=self.stop_ids)
+            return inside(self.plan, target_params, drafter_params, given)
         if stop_at is not None:
             *_, result = self.stream(
                 target_params,
@@ -167,11 +192,8 @@ class Sampler:
                 stop_at=stop_at,
             )
             return result
-        given = self._inputs(prompts, sampling, seeds, max_new_tokens, stop_ids)
-        mesh, *weights = self._check(target_params, drafter_params, given[0])
-        with _on(mesh):
-            given = _placed(given, mesh)
-            return self._generate(mesh, *weights, *given)
+        mesh, weights, given, rows = self._ready(target_params, drafter_params, asked)
+        return self._first(self._run("generate", mesh, weights, given), rows)
 
     def stream(
         self,
@@ -191,246 +213,95 @@ class Sampler:
         Raises:
           ValueError: as in a call; or this is inside of jit.
         """
-        if _is_traced((target_params, drafter_params, prompts, sampling, seeds, max_new_tokens)):
+        asked = (prompts, sampling, seeds, max_new_tokens, stop_ids)
+        if is_traced((target_params, drafter_params, *asked)) or is_inside_jit():
             raise ValueError("streaming needs the host; inside jit call the sampler itself")
         if steps_per_return < 1:
             raise ValueError(f"steps_per_return is {steps_per_return}; it must be 1 or more")
-        given = self._inputs(prompts, sampling, seeds, max_new_tokens, stop_ids)
-        mesh, *weights = self._check(target_params, drafter_params, given[0])
-        rows = given[2].shape[0]
+        mesh, weights, given, rows = self._ready(target_params, drafter_params, asked)
         stops = [stop_at] * rows if stop_at is None or callable(stop_at) else list(stop_at)
         if len(stops) != rows:
             raise ValueError(
                 f"stop_at has {len(stops)} entries; expected one for each of {rows} rows"
             )
-        lengths = np.full(rows, self.max_new_tokens, np.int32)  # where the host ended rows
-        with _on(mesh):
-            given = _placed(given, mesh)
-            state = self._begin(mesh, *weights, *given)
+        stops += [None] * (len(given.max_new_tokens) - rows)  # rows of padding
+        lengths = np.full(len(stops), self.max_new_tokens, np.int32)  # where the host ended rows
+        state = self._run("prefill", mesh, weights, given)
         steps = _placed(np.int32(steps_per_return), mesh)
         while True:
-            result = self._result(state)
+            with on(mesh):
+                result = look(self.plan, state, given)
             active, tokens, counts = fetch((state.active, result.tokens, result.lengths))
             if any(stops):
                 for row, stop in enumerate(stops):
                     ended = lengths[row] < self.max_new_tokens
                     keep = stop(tokens[row, : counts[row]].tolist()) if stop and not ended else None
                     lengths[row] = lengths[row] if keep is None else keep
-                state = self._retire(state, _placed(lengths < counts, mesh))
+                state = retire(state, _placed(lengths < counts, mesh))
                 result = result.cut(_placed(jnp.asarray(lengths), mesh))
-            yield result
+            yield self._first(result, rows)
             if not (active & (lengths >= counts)).any():
                 return
-            with _on(mesh):
-                state = self._advance(*weights, state, steps)
+            state = self._run("advance", mesh, weights, state, steps)
 
-    def _inputs(
-        self, prompts: Any, sampling: Any, seeds: Any, max_new_tokens: Any, stop_ids: Any
-    ) -> tuple[Prompts, SamplingParams, Any, Any, Any]:
-        """Bring arguments into the one form that the program takes; shapes are checked, values are not."""
-        if not isinstance(prompts, Prompts):
-            if hasattr(prompts, "ndim"):
-                b, t = _shape("prompts", prompts, 2)
-                if not np.issubdtype(prompts.dtype, np.integer):
-                    raise ValueError(f"prompts are {prompts.dtype}; expected whole numbers")
-                prompts = Prompts(jnp.asarray(prompts), jnp.full(b, t, jnp.int32))
-            else:
-                prompts = Prompts.padded(prompts)
-        b, t = _shape("prompts.tokens", prompts.tokens, 2)
-        rows = b * self.num_samples
-        expected = f"expected {rows}: {b} prompts, {self.num_samples} of num_samples"
-        if _shape("prompts.lengths", prompts.lengths, 1) != (b,):
-            raise ValueError(
-                f"prompts.lengths has {len(prompts.lengths)} rows, its tokens have {b}"
+    def _ready(
+        self, target_params: Params, drafter_params: Params | None, asked: tuple[Any, ...]
+    ) -> tuple[Mesh, tuple[Params, Params | None], Given, int]:
+        """Check a call, and return where it runs, weights and arguments there, and how many rows it has.
+
+        The arguments have rows of padding besides.
+        """
+        given = read(self.plan, *asked, default_stop_ids=self.stop_ids)
+        mesh, weights = self._check(target_params, drafter_params)
+        rows = self.plan.rows(given.prompts)
+        given = padded(self.plan, given, mesh)
+        b, t = given.prompts.tokens.shape
+        if (shape := (b, t, mesh)) not in self._fitting:
+            memory.check_fits(
+                self.spec, self.plan.rows(given.prompts), self.plan.cache_length(t), mesh
             )
-        most = self.spec.target.config.max_positions
-        if t + self.max_new_tokens > most:
-            raise ValueError(
-                f"prompts of width {t} + max_new_tokens ({self.max_new_tokens}) need "
-                f"{t + self.max_new_tokens} positions; the model has {most}"
-            )
-        if np.shape(seeds) not in ((), (rows,)):
-            raise ValueError(f"seeds have shape {np.shape(seeds)}; {expected}, or one integer")
-        if sampling is None or isinstance(sampling, Sampling):
-            sampling = same_for_all(self.spec, rows, sampling or Sampling())
-        if sampling.temperature.shape != (rows,):
-            raise ValueError(f"sampling has {sampling.temperature.shape[0]} rows; {expected}")
-        adjusts, biases = (
-            sampling.adjustments,
-            bool(self.spec.extras.penalties or self.spec.extras.num_biases),
-        )
-        if (adjusts is not None) != biases or (
-            adjusts is not None and adjusts.bias_ids.shape != (rows, self.spec.extras.num_biases)
-        ):
-            raise ValueError(
-                "sampling was made for another sampler: penalties or num_biases differ; make it with "
-                "this sampler's `sampling`"
-            )
-        limits = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        stops = self.stop_ids or (-1,) if stop_ids is None else stop_ids
-        given = (seeds, limits, stops)
-        xnp: Any = (
-            jnp if _is_traced(given) else np
-        )  # numpy where it can: each jax call costs 0.1 ms
-        limits = xnp.clip(xnp.asarray(limits, np.int32), 1, self.max_new_tokens)
-        stops = xnp.asarray(stops, np.int32)
-        return (
-            prompts,
-            sampling,
-            xnp.asarray(seeds).astype(np.uint32),
-            xnp.broadcast_to(limits, (rows,)),
-            xnp.broadcast_to(stops, (rows, stops.shape[-1])),
-        )
+            self._fitting.add(shape)
+        given = _placed(given, mesh)
+        with on(mesh):
+            keys = row_keys(given.seeds, self.plan.rows(given.prompts))
+        return mesh, weights, dataclasses.replace(given, seeds=keys), rows
 
-    def _prefilled(
-        self,
-        mesh: Mesh | None,
-        target_params: Params,
-        drafter_params: Params | None,
-        prompts: Prompts,
-        sampling: SamplingParams,
-        seeds: UInt32[Array, " #R"] | UInt32[Array, ""],
-        max_new_tokens: Int[Array, " R"],
-        stop_ids: Int[Array, "R I"],
-    ) -> DecodeState:
-        """Read every prompt once, and let each sample choose its first token."""
-        b, t = prompts.tokens.shape
-        rows = b * self.num_samples
-        state = self._init_state(b, t, stop_ids.shape[1], mesh)
-        models = (self.spec, target_params, drafter_params)
-        head = prompts.lengths - 1  # all but the last token
-        state = read_prompts(*models, state, prompts.tokens[:, : t - 1], head)
-        index = jnp.repeat(jnp.arange(b), self.num_samples)
-        if self.num_samples > 1:
-            state = jax.tree.map(lambda x: x[index], state)
-        state = dataclasses.replace(
-            state,
-            sampling=sampling,
-            keys=_keys(seeds, rows),
-            max_new_tokens=max_new_tokens,
-            stop_ids=stop_ids,
-        )
-        last = PrefillChunk(
-            slots=jnp.arange(rows),
-            tokens=jnp.take_along_axis(prompts.tokens, head[:, None], axis=1)[index],
-            start=head[index],
-            count=jnp.ones(rows, jnp.int32),
-            is_last=jnp.ones(rows, bool),
-        )
-        return decode.prefill(*models, state, last)
+    def _run(
+        self, name: str, mesh: Mesh, weights: tuple[Params, Params | None], *given: Any
+    ) -> Any:
+        """Call a program."""
+        program = self._programs.get(name, mesh, weights, *given)
+        try:
+            return program(*weights, *given)
+        except TypeError:
+            # Weights of other shapes than the program's. `_check` looks at shapes only in the first call.
+            self.spec.bind(*weights)
+            raise
 
-    def _traced(
-        self, mesh: Mesh | None, target_params: Params, drafter_params: Params | None, *given: Any
-    ) -> GenerateResult:
-        state = self._prefilled(mesh, target_params, drafter_params, *given)
-        steps = jnp.int32(self.max_new_tokens)
-        state = decode.decode_loop(self.spec, target_params, drafter_params, state, steps)
-        return self._result_of(state)
-
-    def _result_of(self, state: DecodeState) -> GenerateResult:
-        m = self.max_new_tokens
-        reasons = jnp.where(state.stopped, FinishReason.STOP, FinishReason.LENGTH)
-        reasons = jnp.where(state.failed, FinishReason.ERROR, reasons)
-        steps = jnp.arange(m) < state.num_steps[:, None]
-        result = GenerateResult(
-            tokens=state.tokens[:, :m],
-            lengths=state.num_tokens,
-            finish_reasons=jnp.where(state.active, FinishReason.UNFINISHED, reasons),
-            logprobs=jax.tree.map(lambda x: x[:, :m], state.logprobs),
-            num_steps=state.num_steps,
-            acceptance_lengths=jnp.where(steps, state.acceptance_lengths[:, :m], 0),
-            depth=self.spec.depth,
-        )
-        return result.cut(state.num_tokens)
-
-    def _init_state(
-        self, batch: int, width: int, num_stop_ids: int, mesh: Mesh | None
-    ) -> DecodeState:
-        return states.init_state(
-            self.spec,
-            batch,
-            cache_length=self._cache_length(width),
-            num_stop_ids=num_stop_ids,
-            cache_dtype=jnp.dtype(self.spec.target.dtype),
-            mesh=mesh,
-        )
-
-    def _cache_length(self, width: int) -> int:
-        # Attention's kernels want a multiple of 8.
-        return cache_length_for(self.spec, width + self.max_new_tokens, multiple=8)
+    def _first(self, result: GenerateResult, rows: int) -> GenerateResult:
+        """Cut off rows of padding."""
+        return result if len(result.tokens) == rows else first_rows(result, rows)
 
     def _check(
-        self, target_params: Params, drafter_params: Params | None, prompts: Prompts
-    ) -> tuple[Mesh | None, Params, Params | None]:
-        """Refuse params that do not fit, prompts out of range and states that no memory holds.
-
-        Returns:
-          The mesh that the params are on, None for one device, which its own arrays need not name; and the
-          params, on that mesh.
-        """
+        self, target_params: Params, drafter_params: Params | None
+    ) -> tuple[Mesh, tuple[Params, Params | None]]:
+        """Refuse params that do not fit; return the mesh that they are on, and the params on that mesh."""
         some = dict(target=self._known.check("target", self.spec.target, target_params))
-        if (self.spec.drafter is None) != (drafter_params is None):
-            has, given = ("no", "were") if self.spec.drafter is None else ("a", "were not")
-            raise ValueError(f"drafter_params {given} given, but this sampler has {has} drafter")
+        self._check_drafter(drafter_params)
         if self.spec.drafter is not None:
             some["drafter"] = self._known.check("drafter", self.spec.drafter, drafter_params)
         mesh = mesh_of(**some)
         if any(on_decoding_mesh(params) is not params for params in some.values()):
             target_params = on_decoding_mesh(target_params)
             drafter_params = None if drafter_params is None else on_decoding_mesh(drafter_params)
-        rows, data = len(prompts.tokens), mesh.shape["data"]
-        if rows % data:
-            raise ValueError(f"{rows} prompts do not divide by the mesh's data axis of {data}")
-        tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
-        t = tokens.shape[1]
-        if lengths.min() < 1 or lengths.max() > t:
-            raise ValueError(
-                f"prompts.lengths must lie between 1 and {t}, the width of prompts.tokens"
-            )
-        size = self.spec.target.config.vocab_size
-        bad = ((tokens < 0) | (tokens >= size)) & (np.arange(t) < lengths[:, None])
-        if bad.any():
-            raise ValueError(
-                f"prompt ids {tokens[bad][:5].tolist()} are outside the vocabulary; expected 0 to {size - 1}"
-            )
-        if (shape := (len(tokens), t, mesh)) not in self._fitting:
-            positions = self._cache_length(t)
-            memory.check_fits(self.spec, rows * self.num_samples, positions, mesh)
-            self._fitting.add(shape)
-        return (mesh if mesh.size > 1 else None), target_params, drafter_params
+        return mesh, (target_params, drafter_params)
+
+    def _check_drafter(self, drafter_params: Params | None) -> None:
+        if (self.spec.drafter is None) != (drafter_params is None):
+            has, given = ("no", "were") if self.spec.drafter is None else ("a", "were not")
+            raise ValueError(f"drafter_params {given} given, but this sampler has {has} drafter")
 
 
-def _keys(seeds: Array, rows: int) -> Array:
-    """Return the key of each row: of its own seed, or of its number under one seed for all."""
-    if seeds.ndim:
-        return jax.vmap(jax.random.key)(seeds)
-    return jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seeds)))(jnp.arange(rows))
-
-
-def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
-
-
-def _placed(tree: T, mesh: Mesh | None) -> T:
-    """Put what the host knows about rows onto the mesh.
-
-    For one device nothing is done: what JAX places by itself it calls uncommitted, and so are results then.
-    A result that were committed would make the caller's own programs compile twice, the second time for
-    weights that an update had made committed.
-    """
-    return tree if mesh is None else place_rows(tree, mesh)
-
-
-def _is_traced(tree: Any) -> bool:
-    return any(issubclass(kind, Tracer) for kind in _kinds(tree))
-
-
-def _kinds(tree: Any) -> set[type]:
-    """Return the types of leaves: few, and to ask each array for its own takes most of a millisecond."""
-    return set(map(type, jax.tree.leaves(tree)))
-
-
-def _shape(name: str, value: Any, ndim: int) -> tuple[int, ...]:
-    if np.ndim(value) != ndim:
-        raise ValueError(f"{name} has shape {np.shape(value)}; expected {ndim} axes")
-    return np.shape(value)
+def _placed(tree: T, mesh: Mesh) -> T:
+    """Put what the host knows about rows onto the mesh. Programs of one device take it as it is."""
+    return tree if mesh.size == 1 else place_rows(tree, mesh)

@@ -26,7 +26,7 @@ from flax import struct
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxspec.records import Extras
+from jaxspec.records import Extras, FieldError
 from jaxspec.shapes import Array, Bool, Float, Int
 
 
@@ -121,7 +121,7 @@ class TokenCounts(struct.PyTreeNode):
         self, tokens: Int[Array, "b T"], count: Int[Array, " b"], slots: Int[Array, " b"]
     ) -> TokenCounts:
         """Return the counts after adding the first `count` prompt tokens of the rows in `slots`."""
-        fed = jnp.arange(tokens.shape[1])[None, :] < count[:, None]
+        fed = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < count[:, None]
         fed = jnp.where(fed, tokens, self.prompt.shape[1])  # an id of V is dropped
         prompt = self.prompt.at[slots[:, None], fed].set(True, mode="drop")
         return dataclasses.replace(self, prompt=prompt)
@@ -183,7 +183,14 @@ def adjust(
             assert counts is not None
             logits = penalize(logits, sampling.adjustments, counts, draft, follows)
         if extras.logits_fn is not None:
-            logits = extras.logits_fn(logits, positions)
+            changed = extras.logits_fn(logits, positions)
+            if (changed.shape, changed.dtype) != (logits.shape, logits.dtype):
+                raise FieldError(
+                    "logits_fn",
+                    f"returns {changed.dtype}{list(changed.shape)}; it was given, and has to return, "
+                    f"{logits.dtype}{list(logits.shape)}",
+                )
+            logits = changed
         return logits
 
 
@@ -204,7 +211,10 @@ def add_biases(logits: Float[Array, "B T V"], adjustments: Adjustments) -> Float
     ids, values = adjustments.bias_ids, adjustments.bias_values
     ids = jnp.where(ids < 0, vocab, ids)  # an id of V is dropped
     bias = jnp.zeros((b, vocab), jnp.float32)
-    return logits + bias.at[jnp.arange(b)[:, None], ids].add(values, mode="drop")[:, None]
+    return (
+        logits
+        + bias.at[jnp.arange(b, dtype=jnp.int32)[:, None], ids].add(values, mode="drop")[:, None]
+    )
 
 
 def penalize(
@@ -254,8 +264,8 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
 
     k = jnp.where((sampling.top_k > 0) & (sampling.top_k < vocab), sampling.top_k, vocab)[:, None]
     at_least_k = _largest_threshold(
-        lambda t: jnp.sum(ordered >= t[..., None], axis=-1) >= k,
-        logits.shape[:2],
+        lambda t: jnp.sum(ordered >= t[..., None], axis=-1, dtype=jnp.int32) >= k,
+        ordered,
         needed=jnp.any(k < vocab),
     )
     kept = ordered >= at_least_k[..., None]
@@ -266,7 +276,7 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
     mass = jnp.maximum(jnp.sum(weights, axis=-1) * top_p, jnp.finfo(jnp.float32).tiny)
     at_least_p = _largest_threshold(
         lambda t: jnp.sum(jnp.where(ordered >= t[..., None], weights, 0.0), axis=-1) >= mass,
-        logits.shape[:2],
+        ordered,
         needed=jnp.any(top_p < 1),
     )
     # Where top-p is off, rounding in the sums must not filter out any token.
@@ -302,7 +312,7 @@ def logprobs_of(
         )
 
     any_samples = jnp.any(sampling.temperature > 0)
-    none = jnp.zeros(tokens.shape, jnp.float32)
+    none = lax.full_like(logits, 0, shape=tokens.shape)
     result = Logprobs(of(logits), lax.cond(any_samples, shaped, lambda: none))
     if not top:
         return result
@@ -317,12 +327,13 @@ def _ordered_bits(x: Float[Array, "..."]) -> Array:
     return bits ^ jnp.where(bits >> 31 == 1, jnp.uint32(0xFFFFFFFF), jnp.uint32(0x80000000))
 
 
-def _largest_threshold(holds, shape: tuple[int, ...], *, needed: Array) -> Array:
-    """Return the largest uint32 t for which `holds(t)` is true.
+def _largest_threshold(holds, ordered: Array, *, needed: Array) -> Array:
+    """Return the largest uint32 t of each row for which `holds(t)` is true.
 
     `holds` must change from true to false once as t grows.
 
     Args:
+      ordered: the rows [B, T, V] that t is a threshold of.
       needed: whether any row needs the threshold. If not, the loop does not run, and the result is
         0, which keeps every token.
     """
@@ -331,7 +342,9 @@ def _largest_threshold(holds, shape: tuple[int, ...], *, needed: Array) -> Array
         candidate = t | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         return jnp.where(holds(candidate), candidate, t)
 
-    return lax.fori_loop(0, jnp.where(needed, 32, 0), fix_bit, jnp.zeros(shape, jnp.uint32))
+    # As `ordered` varies by device under `shard_map`, so does t, and its first value has to.
+    first = lax.full_like(ordered, 0, shape=ordered.shape[:-1])
+    return lax.fori_loop(0, jnp.where(needed, jnp.int32(32), 0), fix_bit, first)
 
 
 def argmax(x: Float[Array, "... V"]) -> Int[Array, "..."]:
@@ -373,8 +386,8 @@ def _best(
         return jnp.min(jnp.where(x == largest, index, other), axis=-1), largest[..., 0]
 
     def in_one(x: Array) -> tuple[Array, Array]:
-        first = jnp.argmax(x, axis=-1, keepdims=True).astype(jnp.int32)
-        return first[..., 0], jnp.take_along_axis(x, first, axis=-1)[..., 0]
+        first = lax.argmax(x, x.ndim - 1, jnp.int32)
+        return first, jnp.take_along_axis(x, first[..., None], axis=-1)[..., 0]
 
     return lax.platform_dependent(x, cuda=in_one, default=in_two)
 
@@ -409,7 +422,7 @@ def draw_drafts(
     """
     best = argmax(logits)
     index = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    certain = jnp.where(index == best[:, :, None], 0.0, -jnp.inf)
+    certain = jnp.where(index == best[:, :, None], jnp.float32(0), -jnp.inf)
 
     def drawn() -> tuple[Array, Array]:
         log_q = jax.nn.log_softmax(shape_logits(logits, sampling))

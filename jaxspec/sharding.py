@@ -13,7 +13,9 @@ Read `RULES`, then `partition`. This module knows nothing of models.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -99,25 +101,78 @@ def partition(
 ) -> PartitionSpec:
     """Apply `RULES` to an array.
 
+    On a mesh with other axes than `MESH_AXES`, all axes but `model` together are `data`.
+
     Args:
       axes: the names of the array's axes. An axis that is None or missing is not split.
     """
-    split: dict[int, str] = {}
+    split: dict[int, tuple[str, ...]] = {}
     for name, mesh_axis in RULES:
-        if name not in axes or mesh_axis in split.values():
+        parts = tuple(a for a in mesh.axis_names if (a == "model") == (mesh_axis == "model"))
+        if name not in axes or not parts or parts in split.values():
             continue
         axis = axes.index(name)
-        if shape[axis] % mesh.shape[mesh_axis] == 0:
-            split[axis] = mesh_axis
-    return PartitionSpec(*(split.get(i) for i in range(len(shape))))
+        if shape[axis] % math.prod(mesh.shape[part] for part in parts) == 0:
+            split[axis] = parts
+    entries = (split.get(i, ()) for i in range(len(shape)))
+    return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
+
+
+def _mesh_left_to_xla() -> AbstractMesh | None:
+    """Return the current mesh, or None where there is none or some of its axes are not XLA's.
+
+    A function under `shard_map` has axes of type Manual: there every device has its own arrays.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if set(mesh.axis_types) == {AxisType.Auto} else None
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Tell XLA how an activation is split. Do nothing unless the current mesh has `MESH_AXES`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if set(mesh.axis_names) != set(MESH_AXES):
+    """Tell XLA how an activation is split. Do nothing where no mesh is left to XLA."""
+    if (mesh := _mesh_left_to_xla()) is None:
         return x
     return lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+
+
+def constrain_params(params: Params, graph: Any) -> Params:
+    """Tell XLA, inside a jitted function, to bring weights to where decoding wants them.
+
+    What another axis than `model` splits, such as `fsdp`, is brought together once and not in every
+    step. Do nothing where no mesh is left to XLA.
+    """
+    if (mesh := _mesh_left_to_xla()) is None:
+        return params
+    specs = {name: sharding.spec for name, sharding in graph.shardings(mesh).items()}
+    return lax.with_sharding_constraint(params, specs)
+
+
+def left_to_xla(run: Callable[..., T], *args: Any) -> T:
+    """Call a function inside `jax.jit` with the axes of the mesh left to XLA.
+
+    On a mesh with explicit axes every operation would have to say where its result lives. There the
+    result of this call is whole on every device.
+    """
+    types = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args))
+    meshes = (jax.sharding.get_abstract_mesh(), *types)
+    mesh = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
+    if mesh is None:
+        return run(*args)
+    with jax.sharding.use_abstract_mesh(mesh):
+        decide: Any = jax.sharding.auto_axes(run, out_sharding=PartitionSpec())
+        return decide(*args)
+
+
+def varying_as(tree: T, *inputs: Any) -> T:
+    """Give constants the type of what is computed from inputs: under `shard_map` it varies by device.
+
+    A loop whose state starts with constants would have another type after its first step. Nothing is
+    computed. Do nothing outside of `shard_map`.
+    """
+    if AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
+        return tree
+    zeros = [lax.full_like(x, 0, jnp.int32, shape=()) for x in jax.tree.leaves(inputs)]
+    zero = functools.reduce(lax.add, zeros)
+    return jax.tree.map(lambda x: jnp.where(zero == 0, x, x), tree)
 
 
 def whole_rows(x: Array) -> Array:

@@ -171,7 +171,7 @@ def block_verify(
     passes = jnp.where(unknown[:, 1:], inner, passes)
     passes = jnp.concatenate([passes, weight[:, -1:]], axis=1)
     hits = _uniform(keys, steps, draft) < passes
-    lengths = jnp.where(hits, jnp.arange(1, g + 1), 0)
+    lengths = jnp.where(hits, jnp.arange(1, g + 1, dtype=jnp.int32), 0)
     accepted = jnp.max(lengths, axis=1)
     log_scale = jnp.log(jnp.take_along_axis(weight, accepted[:, None], axis=1)[:, 0])
     return _with_bonus(accepted, log_scale, log_p, draft, log_q, keys, steps)
@@ -207,7 +207,9 @@ def tree_verify(
     greedy = choose(logits)
 
     def mixed() -> Int[Array, "B T"]:
-        token_keys = fold_keys(keys, steps, jnp.broadcast_to(jnp.arange(t), (b, t)), Stream.TOKEN)
+        token_keys = fold_keys(
+            keys, steps, jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)), Stream.TOKEN
+        )
         drawn = jax.vmap(sample, in_axes=1, out_axes=1)(shape_logits(logits, sampling), token_keys)
         is_drawn = (sampling.temperature[:, None] > 0) & (greedy != NO_TOKEN)
         return jnp.where(is_drawn, drawn, greedy)
@@ -219,7 +221,7 @@ def tree_verify(
         wanted = jnp.take_along_axis(choice, row[:, None], axis=1)
         hit = (parents == row[:, None]) & (draft == wanted)  # no draft is NO_TOKEN
         found = jnp.any(hit, axis=1)  # if False, the path ends at this row
-        row = jnp.where(found, jnp.argmax(hit, axis=1).astype(jnp.int32) + 1, row)
+        row = jnp.where(found, lax.argmax(hit, 1, jnp.int32) + 1, row)
         accepted += found.astype(jnp.int32)
         path.append(row)
     bonus = _at(choice, row)
@@ -246,14 +248,16 @@ def synthetic_verify(
     whole = int(acceptance_length)
     slot = jnp.zeros((draft.shape[0], 1), jnp.int32)
     key = fold_keys(keys, steps, slot, Stream.ACCEPT)[:, 0]
-    extra = jax.vmap(lambda k: jax.random.uniform(k, ()))(key) < acceptance_length - whole
+    extra = (
+        jax.vmap(lambda k: jax.random.uniform(k, (), jnp.float32))(key) < acceptance_length - whole
+    )
     # The real verdict stays in the data flow, so that XLA does not remove its work.
     real = jnp.minimum(greedy.accepted, 0)
     return dataclasses.replace(greedy, accepted=whole - 1 + extra.astype(jnp.int32) + real)
 
 
 def _leading(hits: Bool[Array, "B G"]) -> Int[Array, " B"]:
-    return jnp.sum(jnp.cumprod(hits.astype(jnp.int32), axis=-1), axis=-1)
+    return jnp.sum(jnp.cumprod(hits.astype(jnp.int32), axis=-1), axis=-1, dtype=jnp.int32)
 
 
 def _log_ratios(
@@ -268,8 +272,8 @@ def _log_ratios(
 
 
 def _uniform(keys: Array, steps: Int[Array, " B"], draft: Int[Array, "B G"]) -> Float[Array, "B G"]:
-    slots = jnp.broadcast_to(jnp.arange(draft.shape[1]), draft.shape)
-    uniform = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, ())))
+    slots = jnp.broadcast_to(jnp.arange(draft.shape[1], dtype=jnp.int32), draft.shape)
+    uniform = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32)))
     return uniform(fold_keys(keys, steps, slots, Stream.ACCEPT))
 
 
@@ -305,7 +309,8 @@ def _residual(
     if log_q is None:
         padded = jnp.concatenate([draft, jnp.full((b, 1), -1, draft.dtype)], axis=1)
         rejected = jnp.take_along_axis(padded, accepted[:, None], axis=1)  # -1: none was rejected
-        q = jnp.where(jnp.arange(p.shape[-1])[None, :] == rejected, 0.0, -jnp.inf)
+        ids = jnp.arange(p.shape[-1], dtype=jnp.int32)[None, :]
+        q = jnp.where(ids == rejected, jnp.float32(0), -jnp.inf)
     else:
         row = jnp.minimum(accepted, g - 1)[:, None, None]
         q = jnp.take_along_axis(log_q, row, axis=1)[:, 0]

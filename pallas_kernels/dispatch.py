@@ -63,10 +63,23 @@ def dispatch(
                 raise NotImplementedError(
                     f"{candidate.reason}; pass implementation='auto' or 'reference'"
                 )
-            return candidate.kernel(*args)
+            return _in_32_bits(candidate.kernel)(*args)
         if implementation == "auto" and candidate.worth_it and not candidate.reason:
-            return _on_cuda(candidate.kernel, reference, *args)
+            return _on_cuda(_in_32_bits(candidate.kernel), reference, *args)
     return reference(*args)
+
+
+def _in_32_bits(kernel: Callable[..., T]) -> Callable[..., T]:
+    """Return a kernel whose own numbers have 32 bits under `jax_enable_x64` too.
+
+    Kernels are cut for offsets of 32 bits, and their literals have no dtype of their own.
+    """
+
+    def call(*args: Any) -> T:
+        with jax.enable_x64(False):
+            return kernel(*args)
+
+    return call
 
 
 def _on_cuda(kernel: Callable[..., T], reference: Callable[..., T], *args: Any) -> T:

@@ -57,8 +57,10 @@ def forget_programs() -> Iterator[None]:
     process, and then the compiler aborts it.
     """
     yield
+    from jaxspec import rollout
     from tests.decode import cases
 
+    rollout.programs_of.cache_clear()
     cases.PROGRAMS.compiled.clear()
     cases.PROGRAMS.state_makers.clear()
     jax.clear_caches()

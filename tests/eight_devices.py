@@ -8,6 +8,7 @@ and sets the number of devices.
     cli                             the command with and without --mesh, and its errors
     errors                          weights that are not on one mesh
     sampler                         the in-process sampler on a mesh
+    inside                          the sampler inside jitted functions, on meshes and under shard_map
     training_meshes                 weights on meshes as training programs make them
     control                         a product that has to gather its weight
     two:PORT:PROCESS:DATA:MODEL     decode on two processes with four devices each
@@ -34,7 +35,9 @@ from jaxspec.engine import Engine, Request
 from jaxspec.loading import LoadedModel, load_drafter, load_target
 from jaxspec.models.layers import project
 from jaxspec.records import Drafting, Extras, Sampling
+from jaxspec.rows import GenerateResult, Prompts
 from jaxspec.sampler import Sampler
+from jaxspec.shapes import Array, Params
 from jaxspec.sharding import make_mesh, place, place_params, state_shardings
 from tests.cli import pair
 from tests.decode.cases import PROMPT_LENGTHS, Case, case, engine_of, target
@@ -261,6 +264,37 @@ def sampler() -> dict[str, Any]:
     }
 
 
+def inside() -> dict[str, Any]:
+    """Call a sampler inside jitted functions: on an explicit mesh with an axis of its own, and mapped."""
+    c = a_case("31b", "dflash")
+    models = c.target, c.drafter("dflash")
+    ask = Sampler(*models, max_new_tokens=NEW_TOKENS, drafting=Drafting(DRAFTS))
+    prompts, sampling = Prompts.padded(c.prompts), Sampling(temperature=1.0)
+
+    def run(target: Params, drafter: Params, prompts: Prompts, seeds: Array) -> GenerateResult:
+        return ask(target, drafter, prompts, sampling, seeds)
+
+    seeds = np.arange(len(c.prompts))
+    expected = run(*(m.params for m in models), prompts, seeds).tokens.tolist()
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "model"))
+    with jax.set_mesh(mesh):
+        weights = [as_trained(m, mesh, fully_sharded=True).params for m in models]
+        explicit = jax.jit(run)(*weights, prompts, seeds)
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    mapped = jax.shard_map(
+        run,
+        mesh=make_mesh(data=8),
+        in_specs=(whole, whole, rows, rows),
+        out_specs=rows,
+    )
+    parts = jax.jit(mapped)(*(m.params for m in models), prompts, seeds)
+    return {
+        "explicit": explicit.tokens.tolist() == expected,
+        "mapped": parts.tokens.tolist() == expected,
+        "spread": len({shard.index for shard in parts.tokens.addressable_shards}),
+    }
+
+
 def training_meshes() -> dict[str, Any]:
     """Decode weights as training programs hold them: on explicit meshes, and with an axis of their own."""
     c = a_case("31b", "dflash")
@@ -343,7 +377,8 @@ def main() -> None:
     cache.RING_MULTIPLE = 1
     prefill.PREFILL_CHUNK = 16
     kinds = {
-        f.__name__: f for f in (split, load, cli, errors, sampler, training_meshes, control, two)
+        f.__name__: f
+        for f in (split, load, cli, errors, sampler, inside, training_meshes, control, two)
     }
     for text in sys.argv[1:]:
         kind, *values = text.split(":")

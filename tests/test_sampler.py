@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxspec import memory, prefill
+from jaxspec import memory, prefill, rollout
 from jaxspec.engine import Engine
 from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
-from jaxspec.records import Drafting, Extras, Sampling
+from jaxspec.records import Drafting, Extras, FieldError, Sampling
 from jaxspec.requests import Completion, Request
 from jaxspec.rows import FinishReason, GenerateResult, Prompts, check_ids
 from jaxspec.sampler import Sampler
@@ -161,11 +162,13 @@ def test_long_prompts_are_read_in_chunks(
 ) -> None:
     """Rows end in different chunks, and one has nothing but its last token."""
     prompts = [[2, *range(5, 33)], [2], [2, *range(40, 53)]]
-    whole, chunked = (Sampler(target, None, max_new_tokens=4) for _ in range(2))
+    whole = Sampler(target, None, max_new_tokens=4)
     given = (target.params, None, prompts, whole.sampling(3), range(3))
     expected = whole(*given)
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 8)
-    same(chunked(*given), expected)
+    rollout.programs_of.cache_clear()  # or the other sampler would share the program
+    same(Sampler(target, None, max_new_tokens=4)(*given), expected)
+    rollout.programs_of.cache_clear()
 
 
 def test_new_weights_compile_nothing_and_take_no_memory(
@@ -208,6 +211,68 @@ def test_an_update_between_calls_compiles_once(
         params, count = update(params, count, ask(target_params=params))
     assert update._cache_size() == 1
     assert sampler.num_compilations == programs
+
+
+def test_a_few_programs_serve_all_calls(
+    sampler: Sampler, target: LoadedModel, drafter: LoadedModel, ask: Any
+) -> None:
+    """Other numbers of prompts, other kinds of seeds, committed weights and an identical sampler compile nothing.
+
+    Each of these compiled a program of its own. Results have the rows that were asked for, and no padding.
+    """
+    expected = ask(seeds=7)
+    programs = sampler.num_compilations
+    fewer = ask(PROMPTS[:3], sampling=Sampling(repetition_penalty=1.2), seeds=7)
+    assert fewer.tokens.shape == (3, NEW_TOKENS)
+    again = ask(sampling=Sampling(repetition_penalty=1.2), seeds=7)
+    same(fewer, jax.tree.map(lambda x: x[:3], again))
+    same(ask(seeds=jax.random.key(7)), expected)
+    each = ask(seeds=range(4))
+    same(ask(seeds=jax.vmap(jax.random.key)(jnp.arange(4))), each)
+    device = jax.devices()[0]
+    restored = jax.device_put(target.params, device)
+    assert next(iter(restored.values())).committed
+    twin = Sampler(target, drafter, max_new_tokens=NEW_TOKENS, extras=EXTRAS)
+    result = twin(restored, drafter.params, PROMPTS, sampling(sampler), 7)
+    same(result, expected)
+    assert not result.tokens.committed  # or programs of the caller would compile twice
+    assert sampler.num_compilations == twin.num_compilations == programs
+
+
+def test_a_rollout_goes_on_as_if_it_had_not_stopped(ask: Any) -> None:
+    """Twelve tokens are seven and then five; equal seeds once drew the same numbers again.
+
+    Tokens of a greedy row are the same. A sampled row's are the same without a drafter, or where no step was
+    cut, as by this drafter, which is always wrong: a step that was cut is drawn again with new numbers.
+    """
+    whole, prompts = ask(), Prompts.padded(PROMPTS)
+    begun = ask(max_new_tokens=7)
+    rest = ask(prompts.after(begun), max_new_tokens=5)
+    assert rest.acceptance_lengths.max() == 1
+    joined = np.concatenate([begun.tokens[:, :7], rest.tokens[:, :5]], axis=1)
+    same(joined, whole.tokens)  # penalties count what was generated before
+    assert rest.lengths.tolist() == [5] * 4
+    assert rest.num_steps.tolist() == [4] * 4  # the first token belongs to none
+    assert begun.logprobs is not None
+    assert rest.logprobs is not None
+    for kind in ("target", "sampled"):
+        parts = getattr(begun.logprobs, kind)[:, :7], getattr(rest.logprobs, kind)[:, :5]
+        expected = getattr(whole.logprobs, kind)
+        np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=1e-4)
+
+
+def test_rows_that_a_stop_ended_do_not_go_on_unless_told_more(ask: Any) -> None:
+    whole = ask()
+    stops = [[int(whole.tokens[0, 2])], [-1], [-1], [-1]]
+    begun = ask(stop_ids=stops, max_new_tokens=5)
+    prompts = Prompts.padded(PROMPTS)
+    rest = ask(prompts.after(begun), stop_ids=stops)
+    assert rest.lengths.tolist() == [0, NEW_TOKENS, NEW_TOKENS, NEW_TOKENS]
+    assert rest.finish_reasons.tolist() == [FinishReason.STOP, *[FinishReason.LENGTH] * 3]
+    assert rest.num_steps.tolist()[0] == 0
+    told = ask(prompts.after(begun, [[9, 9], [], [], []]))
+    assert told.lengths.tolist() == [NEW_TOKENS] * 4
+    same(told.tokens[1:], rest.tokens[1:])
 
 
 def test_rows_have_their_own_limits_and_stops(ask: Any) -> None:
@@ -308,6 +373,70 @@ def test_params_of_other_kinds_are_refused(sampler: Sampler, target: LoadedModel
             sampler._known.check("target", target.graph, params)
 
 
+def test_inside_jit_anything_may_be_traced(
+    sampler: Sampler, target: LoadedModel, drafter: LoadedModel
+) -> None:
+    """Nothing, or the stop ids alone: JAX once refused both, naming a compiler option."""
+    given = (target.params, drafter.params, PROMPTS, sampling(sampler), range(4))
+    traced = jax.eval_shape(lambda: sampler(*given))
+    assert traced.tokens.shape == (4, NEW_TOKENS)
+    stops = jnp.full((4, 2), -1)
+    traced = jax.eval_shape(lambda stops: sampler(*given, stop_ids=stops), stops)
+    assert traced.lengths.dtype == jnp.int32
+
+
+def test_there_is_no_gradient(target: LoadedModel) -> None:
+    """What to do instead is said. Tokens are numbers like others, inside of a loss too."""
+    sampler = Sampler(target, None, max_new_tokens=2, extras=Extras(logprobs=True))
+
+    def loss(params: Any, of: str) -> Any:
+        result = sampler(params, None, PROMPTS)
+        used = result.tokens.astype(jnp.float32) if of == "tokens" else result.logprobs.target
+        return jnp.sum(used) + jnp.sum(params["final_norm"])
+
+    for gradient in (jax.grad(loss), jax.grad(jax.jit(loss, static_argnums=1))):
+        with pytest.raises(ValueError, match=r"recompute .* with jaxspec\.score\(params"):
+            jax.eval_shape(lambda params, of=gradient: of(params, "logprobs"), target.params)
+    found = jax.eval_shape(lambda params: jax.grad(loss)(params, "tokens"), target.params)
+    assert found.keys() == target.params.keys()
+
+
+@pytest.mark.parametrize("axes", [("data", "model"), ("data", "fsdp", "model")])
+def test_a_mesh_of_any_kind_may_be_around_it(
+    sampler: Sampler, target: LoadedModel, drafter: LoadedModel, axes: tuple[str, ...]
+) -> None:
+    """Types alone, for which one device is enough: `test_sharding` runs it on eight."""
+    mesh = jax.make_mesh((1,) * len(axes), axes)  # of explicit axes, as JAX makes it
+    whole, rows = PartitionSpec(), PartitionSpec("data")
+    spread = NamedSharding(mesh, PartitionSpec(axes[-2]))
+    params = jax.device_put((target.params, drafter.params), spread)
+    values = sampling(sampler)
+
+    def run(params: Any, prompts: Prompts, seeds: Any) -> GenerateResult:
+        return sampler(*params, prompts, values, seeds)
+
+    given = (Prompts.padded(PROMPTS), jnp.arange(4))
+    with jax.set_mesh(mesh):
+        result = jax.eval_shape(run, params, *given)
+    mesh = jax.make_mesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(whole, rows, rows), out_specs=rows)
+    again = jax.eval_shape(mapped, (target.params, drafter.params), *given)
+    assert result.tokens.shape == again.tokens.shape == (4, NEW_TOKENS)
+
+
+def test_a_logits_fn_has_to_keep_the_shape(target: LoadedModel) -> None:
+    for wrong, message in (
+        (
+            lambda logits, positions: logits[..., :9],
+            r"returns float32\[4, 1, 9\]; .* float32\[4, 1, 160\]",
+        ),
+        (lambda logits, positions: logits.astype("bfloat16"), "returns bfloat16"),
+    ):
+        sampler = Sampler(target, None, max_new_tokens=2, extras=Extras(logits_fn=wrong))
+        with pytest.raises(FieldError, match=message):
+            sampler(target.params, None, PROMPTS)
+
+
 def test_what_needs_the_host_is_refused_in_jit(sampler: Sampler, target: LoadedModel) -> None:
     given = (None, Prompts.padded(PROMPTS), sampler.sampling(4), jnp.arange(4))
     with pytest.raises(ValueError, match="stop_at needs the host"):
@@ -342,6 +471,7 @@ def test_options_that_cannot_be_meant_are_refused(
 ) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         (dict(max_new_tokens=0), "max_new_tokens is 0"),
+        (dict(max_new_tokens=4096), "max_new_tokens is 4096; the model has 4096 positions"),
         (dict(max_new_tokens=4, num_samples=0), "num_samples is 0"),
         (dict(max_new_tokens=4, drafting=Drafting(9)), "proposes 1 to 3 tokens"),
     ]

@@ -142,9 +142,9 @@ def results(cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 def result(case: str) -> dict[str, Any]:
     if case in REST:
         return results(tuple(c for c in REST if c.split(":")[1] == case.split(":")[1]))[case]
-    return results((*DEFAULT, "load", "cli", "errors", "sampler", "training_meshes", "control"))[
-        case
-    ]
+    return results(
+        (*DEFAULT, "load", "cli", "errors", "sampler", "inside", "training_meshes", "control")
+    )[case]
 
 
 @pytest.mark.parametrize("case", [*DEFAULT, *slow(*REST, "split:26b-a4b:mixed:2:4")])
@@ -198,6 +198,11 @@ def test_generate_on_a_mesh():
 
 def test_a_sampler_runs_where_the_weights_are():
     assert result("sampler") == {"equal": True, "near": True, "devices": 8}
+
+
+def test_a_sampler_runs_inside_programs_of_any_mesh():
+    """Explicit axes were refused by JAX deep inside the model, and so were loops under shard_map."""
+    assert result("inside") == {"explicit": True, "mapped": True, "spread": 8}
 
 
 def test_weights_on_meshes_of_training_programs():

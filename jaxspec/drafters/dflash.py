@@ -84,7 +84,7 @@ class DFlashDrafter(Drafter[DFlashState]):
     def absorb(self, state: DFlashState, kept: Kept) -> DFlashState:
         with jax.named_scope("dflash_absorb"):
             context = self.context(kept.features)
-            positions = kept.start[:, None] + jnp.arange(context.shape[1])[None, :]
+            positions = kept.start[:, None] + jnp.arange(context.shape[1], dtype=jnp.int32)[None, :]
             new = []
             for layer, cache in zip(self.layers, state, strict=True):
                 into = kv.destination(cache, positions.shape[1], kept.start, kept.count, kept.slots)
@@ -140,7 +140,7 @@ class DFlashDrafter(Drafter[DFlashState]):
         c = self.config
         masks = jnp.full((anchors.shape[0], num_draft_tokens), c.mask_token_id, anchors.dtype)
         tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
-        positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None, :]
+        positions = lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         with jax.named_scope("dflash_draft"):
             x = target.embed(tokens, scaled=c.scale_embeddings)
             for layer, segment in zip(self.layers, context, strict=True):

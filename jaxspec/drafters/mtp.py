@@ -239,7 +239,7 @@ class MTPDrafter(Drafter[MTPState]):
                 logits = multiply_rows(lambda r: table_logits(r, self.head[...]), rows)
                 logits = logits.reshape(b, f, -1)
             if suppressed:
-                ids = jnp.arange(c.vocab_size) if tokens is None else tokens
+                ids = jnp.arange(c.vocab_size, dtype=jnp.int32) if tokens is None else tokens
                 banned = jnp.any(ids[..., None] == jnp.asarray(suppressed), axis=-1)
                 logits = jnp.where(banned, -jnp.inf, logits)
             return Choices(logits, tokens)
@@ -264,11 +264,11 @@ def _top_indices(scores: Float[Array, "B F C"], k: int) -> Int[Array, "B F K"]:
 
 def ranked_indices(scores: Float[Array, "B F C"], k: int) -> Int[Array, "B F K"]:
     """Return the indices of `lax.top_k`, found by counting the scores that are ahead of each."""
-    index = jnp.arange(scores.shape[-1])
+    index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     one, other = scores[..., :, None], scores[..., None, :]
     ahead = (other > one) | ((other == one) & (index < index[:, None]))
     rank = jnp.sum(ahead, axis=-1, dtype=jnp.int32)
-    placed = rank[..., None, :] == jnp.arange(k)[:, None]
+    placed = rank[..., None, :] == jnp.arange(k, dtype=jnp.int32)[:, None]
     return jnp.max(jnp.where(placed, index, 0), axis=-1)
 
 
@@ -285,7 +285,10 @@ def _over_vocabulary(
     if choices.tokens is None:
         return log_q
     b, f, _ = log_q.shape
-    rows, nodes = jnp.arange(b)[:, None, None], jnp.arange(f)[None, :, None]
+    rows, nodes = (
+        jnp.arange(b, dtype=jnp.int32)[:, None, None],
+        jnp.arange(f, dtype=jnp.int32)[None, :, None],
+    )
     nothing = jnp.full((b, f, vocab_size), -jnp.inf, log_q.dtype)
     return nothing.at[rows, nodes, choices.tokens].set(log_q)
 

@@ -54,7 +54,7 @@ def grow(
     b, k = anchors.shape[0], tree.topk
     frontier, origins = anchors[:, None], jnp.zeros((b, 1), jnp.int32)
     # `rows` are the pool rows of the frontier. The pool holds all nodes; its row 0 is the anchor.
-    scores, rows = jnp.zeros((b, 1)), jnp.zeros((b, 1), jnp.int32)
+    scores, rows = jnp.zeros((b, 1), jnp.float32), jnp.zeros((b, 1), jnp.int32)
     tokens, parents, pool_scores, size = [], [], [], 0
     for _ in range(tree.depth):
         carry, children = expand(carry, frontier, origins, k)
@@ -85,7 +85,8 @@ def best_children(logits: Float[Array, "B F V"], topk: int) -> Children:
 def ancestors(parents: Int[Array, "B G"]) -> Bool[Array, "B T T"]:
     """Return for each row of a block a mask of its ancestors, the row itself included."""
     b, g = parents.shape
-    own = jnp.eye(g + 1, dtype=bool)
+    rows = jnp.arange(g + 1, dtype=jnp.int32)
+    own = rows[:, None] == rows
     seen = [jnp.broadcast_to(own[0], (b, g + 1))]
     for i in range(g):
         above = jnp.take_along_axis(jnp.stack(seen, axis=1), parents[:, i, None, None], axis=1)

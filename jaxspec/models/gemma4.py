@@ -98,7 +98,7 @@ class Gemma4(Target):
             behind_attention, _, _ = layer.attention_block(stream, where, cache, None)
             chosen, _ = layer.experts.route(behind_attention.value)
             used = jnp.zeros(self.config.num_experts, jnp.int32).at[chosen].set(1)
-            counts.append(jnp.sum(used))
+            counts.append(jnp.sum(used, dtype=jnp.int32))
             # The norm of what follows does not matter here.
             stream = run_layer(layer, stream, norm, where, cache, None, None)[0]
         return jnp.stack(counts)

@@ -121,7 +121,7 @@ def rope_frequencies(
     half = head_dim // 2
     live = int(partial_factor * head_dim // 2)
     exponent = jnp.arange(half, dtype=jnp.float32) * (2.0 / head_dim)
-    return jnp.where(jnp.arange(half) < live, theta**-exponent, 0.0)
+    return jnp.where(jnp.arange(half, dtype=jnp.int32) < live, theta**-exponent, 0.0)
 
 
 def rope_cos_sin(

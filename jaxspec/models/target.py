@@ -186,9 +186,9 @@ def place(
     ancestors: Bool[Array, "B T T"] | None = None,
 ) -> Placement:
     """Return where the tokens of a pass stand; arguments as in a target's call."""
-    offset = jnp.arange(tokens.shape[1])[None, :]
+    offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     if ancestors is not None:
-        offset = jnp.sum(ancestors, axis=-1) - 1
+        offset = jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
     return Placement(start[:, None] + offset, start, count, slots, ancestors)
 
 

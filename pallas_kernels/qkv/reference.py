@@ -81,7 +81,7 @@ def write_kv(
         new = new.astype(old.dtype)
         if into.rows is None:
             return _write_rows(old, new, into.index)
-        heads = jnp.arange(new.shape[1])[None, :, None]
+        heads = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :, None]
         where = (into.rows[:, None, None], heads, into.index[:, None, :])
         return old.at[where].set(new, mode="drop")
 

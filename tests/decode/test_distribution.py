@@ -27,6 +27,8 @@ from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
 from jaxspec.records import Sampling, Tree
+from jaxspec.rows import Prompts
+from jaxspec.sampler import Sampler
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
 from jaxspec.verify import Verdict
 from tests import fakes, tiny
@@ -210,6 +212,25 @@ def test_sampling_with_trees_follows_the_target(drafter, filters):
 def test_plain_sampling_follows_the_target(filters):
     tokens, _ = sampled(None, filters, seed=2)
     assert min(p_values(tokens, filters)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("noise", ["new", "used"])
+def test_a_rollout_that_goes_on_follows_the_target(noise):
+    """Also where a step was cut, whose last drafts are drawn again. With used noise it would not, which is found."""
+    ask = Sampler(target(), drafters()["likely"], max_new_tokens=3)
+    weights = target().params, drafters()["likely"].params
+    asked = (Sampling(temperature=1.0), 1)
+    prompts = Prompts.padded([PROMPT] * ROWS)
+    begun = ask(*weights, prompts, *asked, max_new_tokens=2)
+    assert int(begun.acceptance_lengths.max()) > 1  # past the limit
+    on = prompts.after(begun)
+    if noise == "used":
+        assert on.past is not None
+        on = dataclasses.replace(on, past=on.past.replace(steps=jnp.zeros_like(on.past.steps)))
+    rest = ask(*weights, on, *asked)
+    tokens = np.concatenate([begun.tokens[:, :2], rest.tokens], axis=1)
+    p = min(p_values(tokens, "temperature 1"))
+    assert p > FALSE_ALARM if noise == "new" else p < FALSE_ALARM / 1000
 
 
 def residual_of_all(logits, draft, sampling, keys, steps, log_q) -> Verdict:
