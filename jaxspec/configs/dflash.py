@@ -193,10 +193,12 @@ def _nested(*keys: str) -> tuple[str, ...]:
 
 KEYS: dict[str, tuple[str, ...]] = {
     "feature_layers": _nested("target_layer_ids"),
+    "layer_types": ("layer_types",),
     "causal": _nested("causal", "is_causal"),
     "scale_embeddings": _nested("scale_embeddings"),
     "final_logit_softcap": _nested("final_logit_softcapping"),
     "sliding_window": ("sliding_window",),
+    "rope_theta": ("rope_theta", "rope_parameters.rope_theta", "rope_scaling.rope_theta"),
     "mask_token_id": _nested("mask_token_id"),
     "block_size": _nested("block_size"),
     "num_target_layers": _nested("num_target_layers"),

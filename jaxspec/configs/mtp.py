@@ -20,13 +20,18 @@ from jaxspec.configs.gemma4 import decoder_fields
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
+_ROPE = "text_config.rope_parameters"
+
 KEYS: dict[str, tuple[str, ...]] = {
     "query_position": ("query_position",),
     "num_window_keys": ("num_window_keys",),
+    "rope_theta": (f"{_ROPE}.sliding_attention.rope_theta",),
+    "full_rope_theta": (f"{_ROPE}.full_attention.rope_theta",),
+    "full_partial_rotary_factor": (f"{_ROPE}.full_attention.partial_rotary_factor",),
 }
 """The keys of config.json that may set each field on which engines disagree. See `find_key`.
 
-Released files have none of them.
+Released files have neither of the first two.
 """
 
 

@@ -11,6 +11,7 @@ entry in `families`.
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from flax import nnx, struct
@@ -115,6 +116,17 @@ class Drafter(nnx.Module, Generic[StateT]):
     def default_draft_tokens(self) -> int:
         """The length of a chain when the caller does not give one."""
         return self.max_draft_tokens
+
+    def assume(self, values: Mapping[str, Array]) -> None:
+        """Use other values of config fields from now on, which may be traced.
+
+        `check` calls it on a model that it has just bound, to try many values in one program.
+
+        Args:
+          values: scalars by the name of their field: the numbers among the fields that the
+            family's `Conventions.traced` names. None in a config is infinity here.
+        """
+        assert not values, f"{type(self).__name__} takes no other values of {list(values)}"
 
     @abc.abstractmethod
     def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> StateT:

@@ -11,6 +11,8 @@ Source: z-lab/dflash `dflash/model.py`. The attention masks of training are thos
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -39,6 +41,8 @@ from pallas_kernels.qkv import Destination
 DFlashState = tuple[KVCache, ...]
 """Context keys and values of every draft layer. Draft blocks never enter it."""
 
+_NO_SOFTCAP = 1e6  # so high a cap bends no logit, and unlike infinity it can be multiplied with
+
 
 class DFlashDrafter(Drafter[DFlashState]):
     """A DFlash drafter; it borrows the target's embedding and head."""
@@ -46,6 +50,8 @@ class DFlashDrafter(Drafter[DFlashState]):
     def __init__(self, config: DFlashConfig, *, dtype: jnp.dtype):
         d, c = config.hidden_size, config.hidden_size * len(config.feature_layers)
         self.config = config
+        self.mask_token_id: int | Array = config.mask_token_id
+        self.softcap: float | Array | None = config.final_logit_softcap
         self.fuse = param(c, d, dtype=dtype, fan_in=c, axes=("inputs", None))
         self.context_norm = param(d, dtype=dtype)
         self.layers = nnx.List(
@@ -60,6 +66,12 @@ class DFlashDrafter(Drafter[DFlashState]):
     @property
     def max_draft_tokens(self) -> int:
         return self.config.block_size - 1
+
+    def assume(self, values: Mapping[str, Array]) -> None:
+        self.mask_token_id = nnx.data(values["mask_token_id"])
+        self.softcap = nnx.data(jnp.minimum(values["final_logit_softcap"], _NO_SOFTCAP))
+        for layer in self.layers:
+            layer.theta = nnx.data(values["rope_theta"])
 
     def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> DFlashState:
         c = self.config
@@ -138,7 +150,7 @@ class DFlashDrafter(Drafter[DFlashState]):
           lengths: the position of each row's anchor.
         """
         c = self.config
-        masks = jnp.full((anchors.shape[0], num_draft_tokens), c.mask_token_id, anchors.dtype)
+        masks = jnp.full((anchors.shape[0], num_draft_tokens), self.mask_token_id, anchors.dtype)
         tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
         positions = lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         with jax.named_scope("dflash_draft"):
@@ -146,7 +158,7 @@ class DFlashDrafter(Drafter[DFlashState]):
             for layer, segment in zip(self.layers, context, strict=True):
                 x = layer(x, positions, segment)
             x = rms_norm(x[:, 1:], self.final_norm[...], c.rms_norm_eps)
-            return softcap(target.head(x), c.final_logit_softcap)
+            return softcap(target.head(x), self.softcap)
 
 
 class DFlashLayer(nnx.Module):
@@ -167,7 +179,7 @@ class DFlashLayer(nnx.Module):
         self.mlp = GatedMLP(d, config.intermediate_size, activation=jax.nn.silu, dtype=dtype)
         self.causal = config.causal[index]
         self.window = config.sliding_window if config.layer_types[index] == "sliding" else None
-        self.theta = config.rope_theta
+        self.theta: float | Array = config.rope_theta
         self.eps = config.rms_norm_eps
 
     def keys_and_values(

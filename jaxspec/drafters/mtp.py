@@ -15,6 +15,7 @@ Source: transformers `models/gemma4_assistant`. `MTPConfig` says where engines d
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -109,6 +110,11 @@ class MTPDrafter(Drafter[MTPState]):
     @property
     def default_draft_tokens(self) -> int:
         return min(self.config.num_draft_tokens, MAX_DRAFT_TOKENS)
+
+    def assume(self, values: Mapping[str, Array]) -> None:
+        thetas = {"sliding": values["rope_theta"], "full": values["full_rope_theta"]}
+        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+            layer.attention.theta = nnx.data(thetas[kind])
 
     def init_state(self, batch: int, *, cache_length: int, dtype: DTypeLike) -> MTPState:
         del cache_length
@@ -343,7 +349,7 @@ class FrozenAttention(nnx.Module):
         self.q_norm = param(h, dtype=dtype)
         self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h, axes=OUT_WEIGHT_AXES)
         self.window = config.num_window_keys if sliding else None
-        self.theta = config.rope_theta if sliding else config.full_rope_theta
+        self.theta: float | Array = config.rope_theta if sliding else config.full_rope_theta
         self.partial_factor = 1.0 if sliding else config.full_partial_rotary_factor
         self.eps = config.rms_norm_eps
 

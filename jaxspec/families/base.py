@@ -5,8 +5,9 @@ An entry is plain data and functions. Its functions import modules and tables of
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.configs.base import TargetConfig
@@ -61,7 +62,7 @@ class Family:
     rules: Callable[[ModelConfig, Iterable[str]], RuleSet]
     architectures: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
-    presets: Mapping[str, ModelConfig] = field(default_factory=dict)
+    presets: Mapping[str, ModelConfig] = dataclasses.field(default_factory=dict)
     usual_drafter: str | None = None
     drafter_for: Callable[[str, TargetConfig], tuple[ModelConfig, str]] | None = None
     cost: Callable[[DecodeSpec, int, int], StepCost] | None = None
@@ -106,12 +107,19 @@ class Change:
     Attributes:
       name: a description of the changed convention.
       needs_tokens: only a text of more tokens than this shows a difference. 0 if every text does.
+      derived: values of other fields, which the reader of config.json derives from this one where
+        the file is silent. They change with it there.
+      in_file: the value as config.json writes it; None if that is `value` itself.
+      num_draft_tokens: how many tokens a draft has under it; 0 for as many as before.
     """
 
     name: str
     field: str
     value: Any
     needs_tokens: int = 0
+    derived: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    in_file: Any = None
+    num_draft_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,19 +127,20 @@ class WeightChange:
     """Weights under another convention that no config field can express.
 
     Attributes:
-      weight: the name of the parameter that differs.
-      fix: how to correct that parameter. `{where}` stands for the parameter and its directory.
-      params: the parameters after the change.
+      weight: the names of the parameters that differ.
+      fix: how to correct them. `{where}` stands for the parameters and their directory.
+      apply: returns the parameters after the change. The change is made when it is needed, so that
+        only one changed copy of a parameter is in memory.
     """
 
     name: str
     weight: str
     fix: str
-    params: Params
+    apply: Callable[[Params], Params]
 
 
-def _no_weight_changes(params: Params) -> Iterable[WeightChange]:
-    del params
+def _no_weight_changes(target: TargetConfig, params: Params) -> Iterable[WeightChange]:
+    del target, params
     return ()
 
 
@@ -139,15 +148,27 @@ def _no_weight_changes(params: Params) -> Iterable[WeightChange]:
 class Conventions:
     """The conventions of a target and a drafter that `check` prints, and the alternatives it tries.
 
+    Of alternatives that do equally well, `check` names the first. Put the most usual first.
+
     Attributes:
       keys: the keys of config.json that may set each field. See `configs.base.find_key`.
       in_force: returns the conventions in force. It takes the graphs of target and drafter.
       changes: returns other plausible values of config fields. It takes the configs of target and
-        drafter.
-      weight_changes: returns other plausible weights. It takes the drafter's parameters.
+        drafter, and the special ids of the target's tokenizer.
+      weight_changes: returns other plausible weights. It takes the target's config and the
+        drafter's parameters, of which it may look at names and shapes.
+      traced: returns valid values for the fields of a config that shape no program, always the same
+        ones. A program is compiled for these, and the drafter's `assume` gives it the real numbers.
+        Feature layers need not even that: they are the order in which `absorb` gets features.
+      later_only: the parameter that only drafts after the first depend on; "" if there is none.
+      shortened: the key of config.json that holds how many tokens a block has that was trained, its
+        anchor included; "" for drafters without blocks.
     """
 
     keys: Mapping[str, Sequence[str]]
     in_force: Callable[[Graph, Graph], Iterable[Assumption]]
-    changes: Callable[[TargetConfig, ModelConfig], Iterable[Change]]
-    weight_changes: Callable[[Params], Iterable[WeightChange]] = _no_weight_changes
+    changes: Callable[[TargetConfig, ModelConfig, Sequence[int]], Iterable[Change]]
+    weight_changes: Callable[[TargetConfig, Params], Iterable[WeightChange]] = _no_weight_changes
+    traced: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}
+    later_only: str = ""
+    shortened: str = ""

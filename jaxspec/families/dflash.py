@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,15 @@ from jaxspec.configs.dflash import (
     DFlashConfig,
     default_feature_layers,
 )
-from jaxspec.families.base import Assumption, Change, Conventions, Family
+from jaxspec.families.base import Assumption, Change, Conventions, Family, WeightChange
 from jaxspec.families.costs import StepCost, itemsize
+from jaxspec.families.weights import changed, common_changes
 from jaxspec.families.words import shown_scale
 
 if TYPE_CHECKING:
     from checkpoints_convert.rules import RuleSet
     from jaxspec.params import Graph
+    from jaxspec.shapes import Params
     from jaxspec.state import DecodeSpec
 
 
@@ -124,6 +126,8 @@ def _in_force(target: Graph, drafter: Graph) -> Iterator[Assumption]:
 
     shown = f"outputs of {', '.join(map(str, c.feature_layers))} of 0-{c.num_target_layers - 1}"
     yield assumption("feature layers", "feature_layers", shown, "evenly spaced")
+    shown = ", ".join(c.layer_types)
+    yield assumption("layer types", "layer_types", shown, "all full")
     layers = (
         f"{i} {kind} {'causal' if causal else 'bidirectional'}"
         for i, (kind, causal) in enumerate(zip(c.layer_types, c.causal, strict=True))
@@ -138,6 +142,7 @@ def _in_force(target: Graph, drafter: Graph) -> Iterator[Assumption]:
     if "sliding" in c.layer_types:
         shown = f"{c.sliding_window} keys on sliding layers, the query's own included"
         yield assumption("window", "sliding_window", shown)
+    yield assumption("rope theta", "rope_theta", f"{c.rope_theta:g}")
     yield assumption("mask id", "mask_token_id", str(c.mask_token_id))
     shown = f"{c.block_size}: anchor + {c.block_size - 1} drafts"
     yield assumption("block size", "block_size", shown)
@@ -145,13 +150,76 @@ def _in_force(target: Graph, drafter: Graph) -> Iterator[Assumption]:
     yield Assumption("positions", "n", shown)
 
 
-def _changes(target: TargetConfig, c: DFlashConfig) -> Iterator[Change]:
-    for offset, name in ((-1, "lower"), (1, "higher")):
-        layers = [i + offset for i in c.feature_layers]
-        yield Change(f"feature layers one {name}", "feature_layers", tuple(layers))
+def _traced(c: DFlashConfig) -> Mapping[str, Any]:
+    return dict(
+        feature_layers=tuple(range(len(c.feature_layers))),
+        mask_token_id=0,
+        rope_theta=1.0,
+        final_logit_softcap=None,
+    )
+
+
+_USUAL_THETAS = (1e6, 1e4, 5e5, 5e6, 1e7)
+_USUAL_SOFTCAPS = (None, 30.0, 15.0, 50.0)
+
+
+def _changes(target: TargetConfig, c: DFlashConfig, special_ids: Sequence[int]) -> Iterator[Change]:
+    """Yield changes, the usual ones before others that may do as well on a short text."""
+    yield from _feature_changes(c)
     if target.embedding_scale != 1:  # with a scale of 1 both are the same
         name = "embeddings not scaled" if c.scale_embeddings else "embeddings scaled"
         yield Change(name, "scale_embeddings", not c.scale_embeddings)
+    yield from _attention_changes(target, c)
+    for token in dict.fromkeys((*special_ids, 0)):
+        if token != c.mask_token_id and token < c.vocab_size:
+            yield Change(f"mask id {token}", "mask_token_id", token)
+    for theta in _USUAL_THETAS:
+        if theta != c.rope_theta:
+            yield Change(f"rope theta {theta:g}", "rope_theta", theta)
+    for cap in _USUAL_SOFTCAPS:
+        if cap != c.final_logit_softcap:
+            name = "no logit soft cap" if cap is None else f"logit soft cap {cap:g}"
+            yield Change(name, "final_logit_softcap", cap)
+    longer = 2 * c.block_size
+    yield Change(f"blocks of {longer}", "block_size", longer, num_draft_tokens=longer - 1)
+
+
+def _feature_changes(c: DFlashConfig) -> Iterator[Change]:
+    """Yield the layers above and below, and other orders."""
+    layers = c.feature_layers
+    for offset, name in ((-1, "lower"), (1, "higher")):
+        shifted = tuple(i + offset for i in layers)
+        yield Change(f"feature layers one {name}", "feature_layers", shifted)
+    orders = {"increasing": tuple(sorted(layers)), "reversed": layers[::-1]}
+    orders["rotated left"] = (*layers[1:], layers[0])
+    orders["rotated right"] = (layers[-1], *layers[:-1])
+    for i in range(len(layers) - 1):
+        pair = (layers[i + 1], layers[i])
+        orders[f"with {i} and {i + 1} exchanged"] = (*layers[:i], *pair, *layers[i + 2 :])
+    seen = {layers}
+    for name, order in orders.items():
+        if order not in seen:
+            seen.add(order)
+            yield Change(f"feature layers {name}", "feature_layers", order)
+
+
+def _attention_changes(target: TargetConfig, c: DFlashConfig) -> Iterator[Change]:
+    """Yield other layer types, causality inside the block, and windows."""
+    swapped = tuple("full" if kind == "sliding" else "sliding" for kind in c.layer_types)
+    windows = sorted({layer.window for layer in target.layers if layer.window is not None})
+    window = c.sliding_window or max(windows, default=None)
+
+    def of_types(name: str, kinds: tuple[str, ...]) -> Iterator[Change]:
+        if kinds == c.layer_types or ("sliding" in kinds and window is None):
+            return
+        derived: dict[str, Any] = {"causal": tuple(kind == "sliding" for kind in kinds)}
+        if "sliding" in kinds:
+            derived["sliding_window"] = window
+        in_file = [f"{kind}_attention" for kind in kinds]
+        yield Change(f"layer types {name}", "layer_types", kinds, derived=derived, in_file=in_file)
+
+    if len(set(swapped)) > 1:
+        yield from of_types("swapped", swapped)
     seen = {c.causal}
     for name, causal in (
         ("sliding layers causal, full ones not", tuple(k == "sliding" for k in c.layer_types)),
@@ -161,6 +229,38 @@ def _changes(target: TargetConfig, c: DFlashConfig) -> Iterator[Change]:
         if causal not in seen:
             seen.add(causal)
             yield Change(name, "causal", causal)
+    mixed = ("sliding",) * (c.num_layers - 1) + ("full",)
+    yield from of_types("all sliding but the last", mixed)
+    yield from of_types("all full", ("full",) * c.num_layers)
+    yield from of_types("all sliding", ("sliding",) * c.num_layers)
+    if "sliding" in c.layer_types:
+        assert c.sliding_window is not None
+        for other in dict.fromkeys((*windows, 2 * c.sliding_window)):
+            if other != c.sliding_window:
+                least = min(other, c.sliding_window)
+                yield Change(f"window of {other} keys", "sliding_window", other, least)
+
+
+def _weight_changes(target: TargetConfig, params: Params) -> Iterator[WeightChange]:
+    scale = target.embedding_scale
+    added = [name for name in params if name.endswith((".out", ".down"))]
+    if scale != 1:
+        # What layers add to the embeddings is smaller beside larger embeddings, and norms undo the rest.
+        yield WeightChange(
+            "embeddings scaled twice",
+            "every out and down",
+            f"divide {{where}} by {scale:.5g}",
+            lambda params: changed(params, added, lambda x: (x / scale).astype(x.dtype)),
+        )
+
+    def exchanged(params: Params) -> Params:
+        twins = {n: n.replace("q_norm", "k_norm") for n in params if n.endswith("q_norm")}
+        back = {twin: params[name] for name, twin in twins.items()}
+        return {**params, **{name: params[twin] for name, twin in twins.items()}, **back}
+
+    where = "every q_norm and its k_norm"
+    yield WeightChange("norms of queries and keys exchanged", where, "exchange {where}", exchanged)
+    yield from common_changes(params)
 
 
 FAMILY = Family(
@@ -175,5 +275,12 @@ FAMILY = Family(
     presets=PRESETS,
     drafter_for=_drafter_for,
     cost=_cost,
-    conventions=Conventions(KEYS, _in_force, _changes),
+    conventions=Conventions(
+        KEYS,
+        _in_force,
+        _changes,
+        _weight_changes,
+        traced=_traced,
+        shortened="block_size",
+    ),
 )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxspec.configs.base import TargetConfig
+from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import KEYS, MODEL_TYPES, PRESETS, MTPConfig
 from jaxspec.families.base import Assumption, Change, Conventions, Family, WeightChange
 from jaxspec.families.costs import StepCost, itemsize, reached
+from jaxspec.families.weights import common_changes
 from jaxspec.families.words import shown_scale
 
 if TYPE_CHECKING:
@@ -113,6 +114,13 @@ def _in_force(target: Graph, drafter: Graph) -> Iterator[Assumption]:
     yield Assumption(
         "window", c.num_window_keys, shown, "num_window_keys", "as many as sliding_window"
     )
+    if "sliding" in c.layer_types:
+        shown = f"{c.rope_theta:g} on sliding layers"
+        yield Assumption("rope theta", c.rope_theta, shown, "rope_theta", "10,000")
+    shown = f"{c.full_rope_theta:g} on full layers, on {c.full_partial_rotary_factor:g} of a head"
+    yield Assumption(
+        "rope of full layers", c.full_rope_theta, shown, "full_rope_theta", "1,000,000"
+    )
     order = "[embedding, state]; state: after the final norm"
     yield Assumption("inputs", ["embedding", "state"], order)
     yield Assumption("embedding scale", True, shown_scale(target, scaled=True))
@@ -133,8 +141,8 @@ def _in_force(target: Graph, drafter: Graph) -> Iterator[Assumption]:
         )
 
 
-def _changes(target: TargetConfig, c: MTPConfig) -> Iterator[Change]:
-    del target
+def _changes(target: TargetConfig, c: MTPConfig, special_ids: Sequence[int]) -> Iterator[Change]:
+    del special_ids  # no mask is read
     if c.query_position == "last":
         yield Change("query position n", "query_position", "next")
     else:
@@ -142,34 +150,49 @@ def _changes(target: TargetConfig, c: MTPConfig) -> Iterator[Change]:
     w = c.sliding_window
     keys = w + 1 if c.num_window_keys == w else w
     yield Change(f"window of {keys} keys", "num_window_keys", keys, needs_tokens=w)
+    # The assistant's queries meet keys that the target has turned, so the target's values come first.
+    own = target if isinstance(target, Gemma4Config) else None
+    for name, field, usual in (
+        ("rope theta of sliding layers", "rope_theta", (1e4, 1e6)),
+        ("rope theta of full layers", "full_rope_theta", (1e6, 1e4)),
+        ("rotary part of full layers", "full_partial_rotary_factor", (0.25, 1.0)),
+    ):
+        values = usual if own is None else (getattr(own, field), *usual)
+        for value in dict.fromkeys(values):
+            if value != getattr(c, field):
+                whose = ", the target's" if own and value == getattr(own, field) else ""
+                yield Change(f"{name} {value:g}{whose}", field, value)
 
 
-def _weight_changes(params: Params) -> Iterator[WeightChange]:
-    """Yield `pre_projection` for other orders and scales of its two inputs.
+def _weight_changes(target: TargetConfig, params: Params) -> Iterator[WeightChange]:
+    """Yield other orders and scales of the two inputs, and what may be wrong with any drafter.
 
     The weights of a linear layer absorb the order and the scale of its inputs, so a checkpoint may
     have been trained with others.
     """
     import jax.numpy as jnp
 
-    weight = params["pre_projection"]
-    backbone = weight.shape[0] // 2
-    embedding, state = weight[:backbone], weight[backbone:]
-    scale = jnp.asarray(math.sqrt(backbone), weight.dtype)
-    for name, rows, fix in (
-        (
-            "inputs swapped: [state, embedding]",
-            (state, embedding),
-            "swap the halves of {where}",
-        ),
-        (
-            "embeddings not scaled",
-            (embedding / scale, state),
-            f"divide the embedding's half of {{where}} by {float(scale):.5g}",
-        ),
-    ):
-        changed = {**params, "pre_projection": jnp.concatenate(rows)}
-        yield WeightChange(name, "pre_projection", fix, changed)
+    def halves(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Params], Params]:
+        def apply(params: Params) -> Params:
+            weight = params["pre_projection"]
+            rows = change(*jnp.split(weight, 2))
+            return {**params, "pre_projection": jnp.concatenate(rows).astype(weight.dtype)}
+
+        return apply
+
+    scale = target.embedding_scale
+    name = "inputs swapped: [state, embedding]"
+    swap = halves(lambda embedding, state: (state, embedding))
+    yield WeightChange(name, "pre_projection", "swap the halves of {where}", swap)
+    if scale != 1:
+        for name, word, factor in (
+            ("embeddings not scaled", "divide", 1 / scale),
+            ("embeddings scaled twice", "multiply", scale),
+        ):
+            fix = f"{word} the embedding's half of {{where}} by {scale:.5g}"
+            apply = halves(lambda embedding, state, f=factor: (embedding * f, state))
+            yield WeightChange(name, "pre_projection", fix, apply)
+    yield from common_changes(params)
 
 
 FAMILY = Family(
@@ -184,6 +207,13 @@ FAMILY = Family(
     presets=PRESETS,
     drafter_for=_drafter_for,
     cost=_cost,
-    conventions=Conventions(KEYS, _in_force, _changes, _weight_changes),
+    conventions=Conventions(
+        KEYS,
+        _in_force,
+        _changes,
+        _weight_changes,
+        traced=lambda c: dict(rope_theta=1.0, full_rope_theta=1.0),
+        later_only="post_projection",
+    ),
     randomise=_randomise,
 )

@@ -80,7 +80,7 @@ def table_logits(x: Float[Array, "*rows D"], table: Float[Array, "V D"]) -> Floa
     return out.reshape(*x.shape[:-1], table.shape[0])
 
 
-def softcap(logits: Float[Array, "... V"], cap: float | None) -> Float[Array, "... V"]:
+def softcap(logits: Float[Array, "... V"], cap: float | Array | None) -> Float[Array, "... V"]:
     """Bend logits so that they stay within +-`cap`; None leaves them as they are."""
     return logits if cap is None else jnp.tanh(logits / cap) * cap
 
@@ -111,7 +111,7 @@ def rope(
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, partial_factor: float = 1.0
+    head_dim: int, theta: float | Array, partial_factor: float = 1.0
 ) -> Float[Array, " H2"]:
     """Return head_dim // 2 inverse frequencies, zero beyond `partial_factor` of them.
 

@@ -37,6 +37,7 @@ from checkpoints_convert.rules import (
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
 from jaxspec.shapes import Array
+from jaxspec.storage.acceptance import FIELD, read_acceptance, write_acceptance
 from jaxspec.storage.arrays import LazyArray, check_tree, read_params, save_params
 from jaxspec.storage.finite import See, checked
 from jaxspec.storage.manifest import MANIFEST, Manifest
@@ -221,6 +222,7 @@ def convert(
             dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
             tensors={name: tensors[name].dtype for fill in fills for name in fill.sources},
             skipped=sorted(opened.plan.skipped),
+            measured_acceptance=opened.checkpoint.config.get(FIELD),
         ).write(aside)
     return Report(
         opened.family.name,
@@ -273,6 +275,8 @@ def to_hf(
         for _ in arrays:  # none is left: at its end the reader refuses what is not finite
             pass
         _copy_files(directory, aside)
+        if manifest.measured_acceptance not in (None, read_acceptance(aside)):  # recorded since
+            write_acceptance(aside, manifest.measured_acceptance)
     return Report(
         manifest.kind,
         Path(destination),

@@ -6,12 +6,14 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.hf_io import read_json
 from jaxspec import __version__
 from jaxspec.configs.base import GenerationDefaults, from_json, to_json
 from jaxspec.families import ModelConfig, named
+from jaxspec.storage.acceptance import FIELD
 
 MANIFEST = "manifest.json"
 
@@ -31,6 +33,7 @@ class Manifest:
       dtype: the dtype of the stored parameters; "mixed" where the source mixes dtypes.
       tensors: every source tensor that was used, with its dtype in the source.
       skipped: the names of source tensors that were not used.
+      measured_acceptance: what a drafter's maker measured (`acceptance`); None if nothing was.
     """
 
     kind: str
@@ -41,6 +44,7 @@ class Manifest:
     dtype: str
     tensors: dict[str, str]
     skipped: list[str]
+    measured_acceptance: Any = None
 
     def write(self, directory: Path) -> None:
         """Write manifest.json. Write it last, because a directory without it does not load."""
@@ -51,6 +55,8 @@ class Manifest:
             "generation": None if self.generation is None else to_json(self.generation),
             "jaxspec_version": __version__,
         }
+        if self.measured_acceptance is None:
+            del values[FIELD]
         (directory / MANIFEST).write_text(json.dumps(values, indent=1) + "\n")
 
     @classmethod

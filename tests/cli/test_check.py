@@ -129,13 +129,22 @@ def test_the_bundled_pair_is_sound(check):
     assert report["verdict"] in outcome.stderr.replace("\n", " ")
     assert report["differing"] == []
     (round_,) = report["rounds"]
-    assert {c["name"]: c["better"] for c in round_["comparisons"]} == {
-        "feature layers one lower": False,
-        "embeddings not scaled": False,
-        "all layers causal": False,
-        "no layer causal": False,
+    found = {c["name"]: c["found"] for c in round_["comparisons"]}
+    assert len(found) == report["tried"] > 25
+    assert "better" not in found.values()
+    assert {n for n, f in found.items() if f == "worse"} >= {
+        "feature layers reversed",
+        "layer types swapped",
+        "embeddings not scaled",
+        "no layer causal",
+        "rope theta 10000",
+        "layers 0 and 1 exchanged",
     }
-    assert [r.split(":")[0] for r in round_["left_out"]] == ["feature layers one higher"]
+    assert found["no logit soft cap"] == "no measurable difference", "drafts are the best tokens"
+    assert [r.split(":")[0] for r in round_["left_out"]] == [
+        "feature layers one higher",
+        "window of 256 keys",
+    ]
     shares = [p["mean"] for p in report["by_position"]]
     assert len(shares) == report["num_draft_tokens"] == 7
     assert shares == sorted(shares, reverse=True)
@@ -259,10 +268,14 @@ def test_the_bundled_assistant_is_sound(check):
     assert outcome.code == 0
     assert report["problems"] == report["differing"] == []
     (round_,) = report["rounds"]
-    assert {c["name"]: c["better"] for c in round_["comparisons"]} == {
-        "query position n": False,
-        "inputs swapped: [state, embedding]": False,
-        "embeddings not scaled": False,
+    found = {c["name"]: c["better"] for c in round_["comparisons"]}
+    assert not any(found.values())
+    assert found.keys() >= {
+        "query position n",
+        "inputs swapped: [state, embedding]",
+        "embeddings not scaled",
+        "rope theta of sliding layers 1e+06",
+        "layers.0.attention.qkv, layers.1.attention.qkv, layers.2.attention.qkv transposed",
     }
     assert round_["left_out"] == [
         "window of 129 keys: no row is longer than the window of 128 tokens"
@@ -309,13 +322,20 @@ def test_origins_of_a_converted_pair(checkpoints: Path) -> None:
     assert found["suppressed ids"] == ([], "target's manifest.json: generation.suppress_tokens")
     reading = Reading("", "", "", drafter.graph, drafter.params)
     readings, left_out = alternatives(target, drafter, reading, 100)
-    assert [r.field for r in readings] == ["scale_embeddings", "causal", "causal"]
+    named = {r.name: r for r in readings}
     assert [reason.split(":")[0] for reason in left_out] == [
         "feature layers one lower",
         "feature layers one higher",
     ]
     manifest = checkpoints / "drafter" / "manifest.json"
-    assert readings[0].fix == f"set config.scale_embeddings to false in {manifest}"
+    scale = named["embeddings not scaled"]
+    assert scale.field == "scale_embeddings"
+    assert scale.fix == f"set config.scale_embeddings to false in {manifest}"
+    swapped = named["layer types swapped"].fix
+    assert swapped == (
+        'set config.layer_types to ["full", "sliding"] and config.causal to [false, true] in '
+        f"{manifest}"
+    ), "a manifest says everything, so all that belongs together is to be changed"
 
 
 def test_conventions_of_an_assistant(tmp_path: Path) -> None:
@@ -334,7 +354,9 @@ def test_conventions_of_an_assistant(tmp_path: Path) -> None:
     reading = Reading("", "", "", assistant, weights)
     readings, left_out = alternatives(target, drafter, reading, config.sliding_window + 1)
     assert left_out == []
-    position, window, swapped, _ = readings
+    named = {r.name: r for r in readings}
+    position, window = readings[:2]
+    swapped = named["inputs swapped: [state, embedding]"]
     assert position.graph.config.query_position == "last"
     assert window.graph.config.num_window_keys == config.sliding_window + 1
     half = config.backbone_hidden_size

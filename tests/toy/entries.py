@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxspec.configs.base import TargetConfig
 from jaxspec.families import Assumption, Change, Conventions, Family, WeightChange
@@ -43,14 +43,18 @@ def _in_force(target: Graph, drafter: Graph) -> Iterator[Assumption]:
     yield Assumption("positions", None, f"none of the target's {target.config.max_positions}")
 
 
-def _changes(target: TargetConfig, c: RecallConfig) -> Iterator[Change]:
-    del target
+def _changes(target: TargetConfig, c: RecallConfig, special_ids: Sequence[int]) -> Iterator[Change]:
+    del target, special_ids
     yield Change("the other recall", "recall", not c.recall)
     yield Change("a long one", "num_draft_tokens", 8, needs_tokens=1000)
 
 
-def _weight_changes(params: Params) -> Iterator[WeightChange]:
-    turned = {**params, "bigrams": params["bigrams"].T}
+def _weight_changes(target: TargetConfig, params: Params) -> Iterator[WeightChange]:
+    del target, params
+
+    def turned(params: Params) -> Params:
+        return {**params, "bigrams": params["bigrams"].T}
+
     yield WeightChange("bigrams turned", "bigrams", "transpose {where}", turned)
 
 

@@ -14,6 +14,7 @@ from jaxspec.commands.check import FEWEST_ROWS
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, command, explained
 from jaxspec.commands.output import OutputOptions, write_line
+from jaxspec.commands.progress import Ticker
 from jaxspec.records import Drafting, Range, at_least, option
 
 FLOOR = 0.3
@@ -36,19 +37,21 @@ class CheckOptions:
     new_tokens: int = option(64, "Tokens that the target adds to each.", range=at_least(2))
     floor: float = option(
         FLOOR,
-        "Least share of first drafts that must be accepted.",
+        "Least share of first drafts that must be accepted; of later ones too, where all before them were.",
         range=Range("in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
     )
     batch_size: int = option(8, "Rows at a time.", range=at_least(1))
+    record: bool = option(
+        False,
+        "Write what was measured into the drafter's config, if the pair is sound. Later checks compare with it.",
+    )
 
 
 @command
 def check_command(
     checking: Annotated[CheckOptions, Fields("Check")],
     drafting: Annotated[Drafting, Fields("Check", only=("num_draft_tokens",))],
-    models: Annotated[
-        ModelOptions, Fields("Models", without=("target", "drafter", "mesh", "distributed"))
-    ],
+    models: Annotated[ModelOptions, Fields("Models", without=("target", "drafter", "distributed"))],
     output: Annotated[OutputOptions, Fields("Report")],
     target: Annotated[
         str,
@@ -66,9 +69,10 @@ def check_command(
     """Find out whether a drafter fits a target, and why not.
 
     Shows every convention in force and where it came from, how many drafts
-    are accepted at each position, whether another convention does better, and
-    whether the output equals plain decoding. Exit code 0: sound; 1: not; 2: a
-    mistake, nothing was checked.
+    are accepted at each position, whether another convention does better,
+    which weights are odd, what the drafter's maker measured, and whether the
+    output equals plain decoding. Exit code 0: sound; 1: not; 2: a mistake,
+    nothing was checked.
 
       jaxspec check
 
@@ -79,8 +83,10 @@ def check_command(
     if models.is_plain:
         raise UsageError("check needs a drafter: jaxspec check TARGET DRAFTER")
     errors = Console(stderr=True, highlight=False)
+    ticker = Ticker(errors)
 
     from jaxspec.commands import startup
+    from jaxspec.commands.check.reference import record, reference_of
     from jaxspec.commands.check.report import shown
     from jaxspec.commands.check.run import run
     from jaxspec.commands.check.text import prompts_for
@@ -93,21 +99,32 @@ def check_command(
         startup.set_compilation_cache(None, errors)
         if models.target is None:
             startup.use_one_thread()
-        with errors.status("[dim]loading the models"):
+        with errors.status("[dim]loading the models") as status:
+
+            def say(message: str) -> None:
+                status.update(f"[dim]{message}")
+                ticker.say(message)
+
             loaded, loaded_drafter = startup.load_models(models)
             assert loaded_drafter is not None
             loaded_drafter.config.check_fits(loaded.config)
-        with errors.status("[dim]encoding") as status:
+            reference = None if checking.record else reference_of(loaded_drafter.directory)
+            say("encoding")
+            measured_on = "" if reference is None else reference.text
             found = run(
                 loaded,
                 loaded_drafter,
-                prompts_for(loaded, checking.text, checking.rows),
+                prompts_for(loaded, checking.text, checking.rows, measured_on),
                 new_tokens=checking.new_tokens,
                 num_draft_tokens=drafting.num_draft_tokens,
                 floor=checking.floor,
                 batch_size=checking.batch_size,
-                say=lambda message: status.update(f"[dim]{message}"),
+                reference=reference,
+                say=say,
             )
+        if checking.record and not found.problems:
+            written = record(loaded_drafter.directory, found.measured)
+            found = dataclasses.replace(found, recorded=str(written))
         output.console.print(shown(found))
         if file is not None:
             write_line(file, found.to_json())

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.configs.base import ConfigError, find_key
-from jaxspec.families import Assumption, Conventions, family_of
+from jaxspec.families import Assumption, Conventions, WeightChange, family_of
 from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
@@ -38,18 +39,28 @@ class Reading:
       name: how it differs from the reading it was derived from.
       field: the convention that differs.
       fix: what to change, and in which file, for it to be in force.
+      loaded: the weights as they came.
+      change: what is done to them; None for nothing.
+      num_draft_tokens: the tokens of a draft under it; 0 for as many as in force.
     """
 
     name: str
     field: str
     fix: str
     graph: Graph
-    params: Params
+    loaded: Params
+    change: WeightChange | None = None
+    num_draft_tokens: int = 0
 
     @property
-    def key(self) -> tuple[Graph, int]:
-        """What tells it from others, as long as they live."""
-        return self.graph, id(self.params)
+    def params(self) -> Params:
+        """The weights under these conventions, made anew each time."""
+        return self.loaded if self.change is None else self.change.apply(self.loaded)
+
+    @property
+    def key(self) -> tuple[Graph, str]:
+        """What tells it from others of one drafter."""
+        return self.graph, "" if self.change is None else self.change.name
 
 
 class Origins:
@@ -80,12 +91,19 @@ class Origins:
         generation = MANIFEST if self.converted else "generation_config.json"
         return assumption.origin.format(config=self.file, generation=generation)
 
-    def fix(self, field: str, value: Any) -> str:
-        """Say how to set a field."""
-        key = f"config.{field}"
-        if not self.converted:
-            key = find_key(self.values, self.keys[field])[0] or self.keys[field][0]
-        return f"set {key} to {json.dumps(value)} in {self.directory / self.file}"
+    def says(self, field: str) -> bool:
+        """Tell whether the file itself sets a field."""
+        return self.converted or find_key(self.values, self.keys[field])[0] is not None
+
+    def fix(self, values: Mapping[str, Any]) -> str:
+        """Say how to set fields."""
+        parts = [f"{self._key(field)} to {json.dumps(value)}" for field, value in values.items()]
+        return f"set {' and '.join(parts)} in {self.directory / self.file}"
+
+    def _key(self, field: str) -> str:
+        if self.converted:
+            return f"config.{field}"
+        return find_key(self.values, self.keys[field])[0] or self.keys[field][0]
 
 
 def in_force(target: LoadedModel, drafter: LoadedModel) -> list[Convention]:
@@ -100,12 +118,17 @@ def in_force(target: LoadedModel, drafter: LoadedModel) -> list[Convention]:
 
 
 def alternatives(
-    target: LoadedModel, drafter: LoadedModel, reading: Reading, longest_row: int
+    target: LoadedModel,
+    drafter: LoadedModel,
+    reading: Reading,
+    longest_row: int,
+    special_ids: Sequence[int] = (),
 ) -> tuple[list[Reading], list[str]]:
     """Return the readings that differ from this one in one convention.
 
     Args:
       longest_row: tokens of the longest text they will be compared on.
+      special_ids: of the target's tokenizer.
 
     Returns:
       The readings, and why others are left out.
@@ -115,29 +138,62 @@ def alternatives(
         return [], []
     config, origins = reading.graph.config, Origins(drafter, conventions.keys)
     readings, left_out = [], []
-    for change in conventions.changes(target.config, config):
+    for change in conventions.changes(target.config, config, special_ids):
         if longest_row <= change.needs_tokens:
             left_out.append(
                 f"{change.name}: no row is longer than the window of {change.needs_tokens} tokens"
             )
             continue
+        values = {change.field: change.value}
+        shown = dict(values)
+        if change.in_file is not None and not origins.converted:
+            shown[change.field] = change.in_file
+        for field, value in change.derived.items():
+            if origins.converted or not origins.says(field):
+                values[field] = value
+            if origins.converted and value != getattr(config, field):
+                shown[field] = value
         try:
-            changed = dataclasses.replace(config, **{change.field: change.value})
+            changed = dataclasses.replace(config, **values)
         except ConfigError as error:
             left_out.append(f"{change.name}: {error}")
             continue
-        graph = dataclasses.replace(reading.graph, config=changed)
-        fix = origins.fix(change.field, change.value)
-        readings.append(Reading(change.name, change.field, fix, graph, reading.params))
-    if reading.params is drafter.params:
-        for changed in conventions.weight_changes(reading.params):
-            fix = changed.fix.format(
-                where=f"{changed.weight} in the weights of {drafter.directory}"
+        readings.append(
+            dataclasses.replace(
+                reading,
+                name=change.name,
+                field=change.field,
+                fix=origins.fix(shown),
+                graph=dataclasses.replace(reading.graph, config=changed),
+                num_draft_tokens=change.num_draft_tokens,
             )
-            readings.append(
-                Reading(changed.name, changed.weight, fix, reading.graph, changed.params)
-            )
+        )
+    if reading.change is None:
+        for changed in conventions.weight_changes(target.config, reading.loaded):
+            where = f"{changed.weight} in the weights of {drafter.directory}"
+            fix = changed.fix.format(where=where)
+            named = dict(name=changed.name, field=changed.weight, fix=fix)
+            readings.append(dataclasses.replace(reading, **named, change=changed))
     return readings, left_out
+
+
+def traced_values(reading: Reading) -> tuple[Graph, dict[str, float]]:
+    """Tell what of a reading shapes its program, and what the program takes as numbers.
+
+    Returns:
+      The reading's graph with fixed values of all traced fields, and the reading's own numbers.
+    """
+    config = reading.graph.config
+    conventions = family_of(config).conventions
+    fixed = {} if conventions is None else conventions.traced(config)
+    own = {field: getattr(config, field) for field in fixed}
+    numbers = {
+        field: math.inf if value is None else value
+        for field, value in own.items()
+        if value is None or isinstance(value, int | float)
+    }
+    shared = dataclasses.replace(config, **fixed)
+    return dataclasses.replace(reading.graph, config=shared), numbers
 
 
 def _of(drafter: LoadedModel) -> Conventions | None:

@@ -7,18 +7,22 @@ readings against each other (`statistics`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxspec.cache import cache_bytes
-from jaxspec.commands.check.conventions import Reading, alternatives
+from jaxspec.commands.check import FEWEST_ROWS
+from jaxspec.commands.check.conventions import Reading, alternatives, traced_values
 from jaxspec.commands.check.statistics import Comparison, Round, compare
 from jaxspec.drafters.base import AnyDrafter, Kept, TargetView
 from jaxspec.loading import LoadedModel
@@ -27,8 +31,15 @@ from jaxspec.params import Graph
 from jaxspec.requests import Completion
 from jaxspec.runtime import jit
 from jaxspec.shapes import Array, Int, Params
+from jaxspec.sharding import fetch, mesh_of, place_rows
 
 MOST_ROUNDS = 3  # conventions that may be wrong at once
+
+HOPELESS = 0.5
+"""A reading that has less than this share of the best one's accepted drafts on the first rows is not replayed
+on the others. This can only hide a better reading, and never make one up."""
+
+SCREENED_ROWS = 8  # how many the first rows are, at least
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,7 @@ def replay(
     drafter: Graph,
     target_params: Params,
     drafter_params: Params,
+    values: Mapping[str, Array],
     tokens: Int[Array, "B T"],
     starts: Int[Array, " B"],
     output: TargetOutput,
@@ -96,10 +108,13 @@ def replay(
     The drafter is called as by the decode loop, but one token is committed between drafts, the text's own.
 
     Args:
+      values: see `Drafter.assume`.
       output: what the target gave for these rows, with features in the drafter's order.
     """
     model: Target = target.bind(target_params)
     draft_model: AnyDrafter = drafter.bind(drafter_params)
+    if values:
+        draft_model.assume(values)
     b, t = tokens.shape
     assert output.caches is not None
     view = TargetView(model, output.caches, suppress_tokens)
@@ -136,9 +151,13 @@ def replay(
 
 @dataclass(frozen=True)
 class Replayed:
-    """Accepted drafts at every anchor of every row, for some readings, and what came by the way."""
+    """Accepted drafts at every anchor of every row, for some readings, and what came by the way.
 
-    accepted: list[np.ndarray]  # a reading: [R, A]
+    Attributes:
+      accepted: for each reading, [R, A]; for one that is hopeless, of the first rows alone.
+    """
+
+    accepted: list[np.ndarray]
     logits: np.ndarray  # [R, V], at the row asked for
     nbytes: int  # that a batch's K/V and features took
 
@@ -152,8 +171,20 @@ def replay_all(
     num_draft_tokens: int,
     batch_size: int,
     say: Callable[[str], None],
+    against: np.ndarray | None = None,
 ) -> Replayed:
-    """Replay all rows for all readings, a batch of rows at a time; the target reads each batch once."""
+    """Replay all rows for all readings, a batch of rows at a time; the target reads each batch once.
+
+    Readings that differ in traced values, in the order of features or in weights share a program. The
+    reading in force is replayed on all rows, others while they are not `HOPELESS`.
+
+    Args:
+      batch_size: rows at a time, rounded up to a multiple of the mesh's data axis.
+      against: what is known of the reading in force, [R, A]; None if it is the first of these.
+    """
+    mesh = mesh_of(target=target.params, drafter=readings[0].loaded)
+    data, going = mesh.shape["data"], list(range(len(readings)))
+    batch_size = -(-batch_size // data) * data
     layers_of = [reading.graph.bind_abstract().feature_layers for reading in readings]
     union = tuple(sorted({layer for layers in layers_of for layer in layers}))
     anchors = text.anchors(num_draft_tokens).shape[1]
@@ -165,30 +196,54 @@ def replay_all(
         # The last batch is filled up with a row it has, so that it needs no programs of its own.
         rows = np.minimum(np.arange(begin, begin + batch_size), count - 1)
         kept = min(batch_size, count - begin)
-        tokens = jnp.asarray(text.tokens[rows])
-        starts = jnp.asarray(text.starts[rows], jnp.int32)
+        given = (text.tokens[rows], text.starts[rows], logit_rows[rows])
         say(f"reading rows {begin + 1} to {begin + kept} of {count}")
-        at = jnp.asarray(logit_rows[rows], jnp.int32)
-        output = read(target.graph, union, target.params, tokens, at)
-        logits.append(np.asarray(output.logits[:kept, 0]))
-        nbytes = cache_bytes(output)
-        for i, reading in enumerate(readings):
-            say(f"rows {begin + 1} to {begin + kept} of {count}: {reading.name}")
-            features = tuple(output.features[union.index(layer)] for layer in layers_of[i])
-            drafts = replay(
-                target.graph,
-                reading.graph,
-                target.params,
-                reading.params,
-                tokens,
-                starts,
-                dataclasses.replace(output, features=features),
-                anchors=anchors,
-                num_draft_tokens=num_draft_tokens,
-                suppress_tokens=suppress_tokens,
+        with _on(mesh):
+            tokens, starts, at = _placed(given, mesh)
+            output = read(target.graph, union, target.params, tokens, at)
+            logits.append(fetch(output.logits)[:kept, 0])
+            nbytes = cache_bytes(output)
+            for i in going:
+                reading = readings[i]
+                say(f"rows {begin + 1} to {begin + kept} of {count}: {reading.name}")
+                features = tuple(output.features[union.index(layer)] for layer in layers_of[i])
+                graph, values = traced_values(reading)
+                drafts = replay(
+                    target.graph,
+                    graph,
+                    target.params,
+                    reading.params,
+                    {name: jnp.asarray(value) for name, value in values.items()},
+                    tokens,
+                    starts,
+                    dataclasses.replace(output, features=features),
+                    anchors=anchors,
+                    num_draft_tokens=reading.num_draft_tokens or num_draft_tokens,
+                    suppress_tokens=suppress_tokens,
+                )
+                accepted[i].append(fetch(drafts)[:kept])
+        if begin + kept >= SCREENED_ROWS:
+            mask = text.anchors(num_draft_tokens)[: begin + kept]
+            sums = {i: int((np.concatenate(accepted[i]) * mask).sum()) for i in going}
+            known = (
+                0
+                if against is None
+                else int((against[: begin + kept] * mask[: len(against)]).sum())
             )
-            accepted[i].append(np.asarray(drafts)[:kept])
+            enough = HOPELESS * max(known, *sums.values())
+            going = [i for i in going if sums[i] >= enough or (i == 0 and against is None)]
     return Replayed([np.concatenate(a) for a in accepted], np.concatenate(logits), nbytes)
+
+
+def _on(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which programs for weights on a mesh are compiled."""
+    return contextlib.nullcontext() if mesh.size == 1 else jax.set_mesh(mesh)
+
+
+def _placed(rows: Sequence[np.ndarray], mesh: Mesh) -> Any:
+    """Put rows of whole numbers where the weights are; on one device they stay uncommitted, as those are."""
+    whole = [np.asarray(x, np.int32) for x in rows]
+    return [jnp.asarray(x) for x in whole] if mesh.size == 1 else place_rows(whole, mesh)
 
 
 # --- readings against each other ---------------------------------------------------------------------
@@ -221,20 +276,23 @@ def search(
     num_draft_tokens: int,
     batch_size: int,
     say: Callable[[str], None],
+    special_ids: Sequence[int] = (),
 ) -> Found:
     """Compare the reading in force with its alternatives; go on from the best while one is better.
 
     Args:
       anchors: of the first rows of the text; the others are read for their logits alone.
+      special_ids: of the target's tokenizer.
     """
     reading = Reading("as configured", "", "", drafter.graph, drafter.params)
     readings = [reading]
-    accepted: dict[tuple[Graph, int], np.ndarray] = {}
+    accepted: dict[Any, np.ndarray] = {}
     rounds: list[Round] = []
     replays: list[Replayed] = []
     changes: dict[str, Comparison] = {}  # a later change of a field takes the place of an earlier
     while len(rounds) < MOST_ROUNDS:
-        others, left_out = alternatives(target, drafter, reading, text.tokens.shape[1])
+        others, left_out = alternatives(target, drafter, reading, text.tokens.shape[1], special_ids)
+        others = [r for r in others if enough_anchors(text, anchors, r, left_out)]
         readings += others
         new = [r for r in (reading, *others) if r.key not in accepted]
         replay = replay_all(
@@ -245,13 +303,17 @@ def search(
             num_draft_tokens=num_draft_tokens,
             batch_size=batch_size,
             say=say,
+            against=accepted.get(reading.key),
         )
         replays.append(replay)
         for r, drafts in zip(new, replay.accepted, strict=True):
             accepted[r.key] = drafts[: len(anchors)]
-        rounds.append(compare(reading, others, accepted, anchors, left_out))
+        masks = [anchors_of(text, anchors, r) for r in others]
+        rounds.append(compare(reading, others, accepted, anchors, masks, left_out))
         best = rounds[-1].best
-        if best is None:
+        if best is None or others[best].num_draft_tokens:  # longer drafts would be another text
+            if best is not None:
+                changes[others[best].field] = rounds[-1].comparisons[best]
             break
         reading = others[best]
         changes[reading.field] = rounds[-1].comparisons[best]
@@ -262,3 +324,19 @@ def search(
         accepted[reading.key],
         list(changes.values()),
     )
+
+
+def anchors_of(text: Text, anchors: np.ndarray, reading: Reading) -> np.ndarray:
+    """Return the anchors after which a reading's drafts have room."""
+    if not reading.num_draft_tokens:
+        return anchors
+    counts = (text.ends - text.starts - reading.num_draft_tokens)[: len(anchors)]
+    return anchors & (np.arange(anchors.shape[1])[None, :] < counts[:, None])
+
+
+def enough_anchors(text: Text, anchors: np.ndarray, reading: Reading, left_out: list[str]) -> bool:
+    """Tell whether a reading can be compared; if not, say so."""
+    rows = int(anchors_of(text, anchors, reading).any(axis=1).sum())
+    if rows < FEWEST_ROWS:
+        left_out.append(f"{reading.name}: {rows} rows are long enough; {FEWEST_ROWS} are needed")
+    return rows >= FEWEST_ROWS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,9 @@ from rich.text import Text as Line
 
 from jaxspec.commands.check.conventions import Convention
 from jaxspec.commands.check.lossless import Differing
+from jaxspec.commands.check.reference import Reference
 from jaxspec.commands.check.statistics import LEVEL, MATERIAL, Estimate, Round
+from jaxspec.commands.check.verdict import Evidence, Finding
 from jaxspec.commands.startup import versions
 
 _BAR_WIDTH = 32
@@ -28,18 +32,13 @@ class Findings:
       by_position: share of anchors whose drafts 1 to j were all accepted, for j = 1, 2, ...
       accepted: drafts accepted an anchor, each position of the text being one.
       acceptance_length: tokens a verify step of decoding itself, over all steps.
-      problems: what is wrong and what to change; none when the pair is sound.
+      measured: what `--record` writes, and where it was measured.
+      findings: what is wrong and what to change, then what is worth knowing.
+      recorded: the file that the measurement was written to; None for none.
     """
 
     target: str
     drafter: str
-    dtype: str
-    device: str
-    text: str
-    rows: int
-    anchors: int
-    new_tokens: int
-    num_draft_tokens: int
     batch_size: int
     replay_bytes: int
     conventions: list[Convention]
@@ -47,9 +46,15 @@ class Findings:
     accepted: Estimate
     acceptance_length: float
     rounds: list[Round]
-    differing: list[Differing]
-    floor: float
-    problems: list[str]
+    evidence: Evidence
+    measured: Reference
+    findings: list[Finding]
+    recorded: str | None = None
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong; nothing when the pair is sound."""
+        return [f.text for f in self.findings if not f.sound]
 
     @property
     def verdict(self) -> str:
@@ -57,14 +62,31 @@ class Findings:
             return f"not sound: {'; '.join(self.problems)}"
         return (
             f"sound: {self.by_position[0].mean:.0%} of first drafts are accepted, "
-            f"{self.acceptance_length:.2f} tokens a step, no other convention does better, and the output "
-            "is that of plain decoding"
+            f"{self.acceptance_length:.2f} tokens a step, no other convention does better "
+            f"({self.evidence.tried} tried), and the output is that of plain decoding"
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return all values, and what they depend on."""
-        return {
-            **dataclasses.asdict(self),
+        e, m = self.evidence, self.measured
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del own["evidence"]
+        values = {
+            **own,
+            "dtype": m.dtype,
+            "device": m.device,
+            "text": m.text,
+            "rows": m.rows,
+            "anchors": m.positions,
+            "new_tokens": m.new_tokens,
+            "num_draft_tokens": m.num_draft_tokens,
+            "by_depth": e.depths,
+            "tried": e.tried,
+            "oddities": e.oddities,
+            "reference": e.against,
+            "differing": e.differing,
+            "floor": e.floor,
+            "problems": self.problems,
             "confidence": LEVEL,
             "correction": "Bonferroni, over the comparisons of a round",
             "material": MATERIAL,
@@ -72,6 +94,18 @@ class Findings:
             "verdict": self.verdict,
             "versions": versions("jax", "jaxlib", "flax", "numpy"),
         }
+        return _as_json(values)
+
+
+def _as_json(value: Any) -> Any:
+    """Return records as objects. A number that is not finite has no form in JSON, and becomes null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _as_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _as_json(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- on the terminal ---------------------------------------------------------------------------------
@@ -79,22 +113,25 @@ class Findings:
 
 def shown(found: Findings) -> Group:
     """Return the report for a terminal, 80 columns wide, the verdict last."""
+    differing, m = found.evidence.differing, found.measured
     lossless = "greedy speculative decoding wrote every row as plain decoding did"
-    if found.differing:
-        lossless = f"rows that differ from plain decoding: {len(found.differing)}"
+    if differing:
+        lossless = f"rows that differ from plain decoding: {len(differing)}"
     verdict = Line(found.verdict, "bold red" if found.problems else "bold green")
     return Group(
-        Line(f"{found.target} + {found.drafter} · {found.dtype} on {found.device}", "bold"),
+        Line(f"{found.target} + {found.drafter} · {m.dtype} on {m.device}", "bold"),
         _conventions_table(found),
         _acceptance_chart(found),
         *(_comparisons_table(r, found) for r in found.rounds),
-        Line(f"{lossless} ({found.dtype})", "" if found.differing else "green"),
-        *(Line(f"  {_difference(d)}") for d in found.differing),
+        Line(f"{lossless} ({m.dtype})", "" if differing else "green"),
+        *(Line(f"  {_difference(d)}") for d in differing),
         Line(
             f"held beside the weights while reading: {decimal(found.replay_bytes)} of K/V and features for "
-            f"a batch of {min(found.batch_size, found.rows)} rows",
+            f"a batch of {min(found.batch_size, m.rows)} rows",
             "dim",
         ),
+        *(Line(f"note: {f.text}") for f in found.findings if f.sound),
+        *([] if found.recorded is None else [Line(f"recorded in {found.recorded}")]),
         "",
         verdict,
     )
@@ -110,20 +147,21 @@ def _conventions_table(found: Findings) -> Table:
 
 
 def _acceptance_chart(found: Findings) -> Group:
-    """Draw the share of anchors at which drafts 1 to j were all accepted, for each j."""
+    """Draw the share of anchors at which drafts 1 to j were all accepted, for each j; then draft j's own."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", justify="right")
-    for j, share in enumerate(found.by_position, 1):
+    for share, d in zip(found.by_position, found.evidence.depths, strict=True):
         interval = f" {share.mean:4.0%}  ({share.low:.0%}-{share.high:.0%})"
-        rows.add_row(f"draft {j}", Line(bar(share), "green").append(interval, ""))
-    a = found.accepted
+        own = Line(f"{d.share.mean:4.0%}  ({d.share.low:.0%}-{d.share.high:.0%})", "dim")
+        rows.add_row(f"draft {d.depth}", Line(bar(share), "green").append(interval, ""), own)
+    a, m = found.accepted, found.measured
     text = (
         f"[bold]{a.mean:.2f}[/] drafts accepted a position ({a.low:.2f}-{a.high:.2f}), "
         f"[bold]{found.acceptance_length:.2f}[/] tokens a step in decoding\n"
-        f"[dim]{found.text}, continued by the target: {found.rows} rows, {found.anchors:,} positions; "
-        f"{LEVEL:.0%} intervals over rows; floor of draft 1: {found.floor:.0%}[/]"
+        f"[dim]{m.text}, continued by the target: {m.rows} rows, {m.positions:,} positions; "
+        f"{LEVEL:.0%} intervals over rows; floor of draft 1: {found.evidence.floor:.0%}[/]"
     )
-    return Group("accepted up to this draft", rows, text)
+    return Group("accepted up to this draft; [dim]this one, if all before it were[/]", rows, text)
 
 
 def bar(share: Estimate) -> str:
@@ -134,11 +172,13 @@ def bar(share: Estimate) -> str:
 
 def _comparisons_table(r: Round, found: Findings) -> Table:
     better = [c.name for c in r.comparisons if c.better]
+    worse = [c for c in r.comparisons if c.found == "worse"]
     lines = [
         (f"better: {', '.join(better)}" if better else "no other convention does better")
-        + f". Drafts accepted a position; intervals are paired over {found.rows} rows and hold together "
-        f"at {LEVEL:.0%} (Bonferroni: {r.level:.1%} each); better: all above 0, and {MATERIAL:.0%} more "
-        "tokens a step.",
+        + f"; {len(r.comparisons)} tried. Drafts accepted a position; intervals are paired over "
+        f"{found.measured.rows} rows and hold together at {LEVEL:.0%} (Bonferroni: {r.level:.2%} each); "
+        f"better: all above 0, and {MATERIAL:.0%} more tokens a step.",
+        f"worse, and not shown: {len(worse)}",
         *(f"left out: {reason}" for reason in r.left_out),
     ]
     table = Table(
@@ -150,12 +190,10 @@ def _comparisons_table(r: Round, found: Findings) -> Table:
     )
     for name in ("convention", "accepted", "difference", "interval", ""):
         table.add_column(name, justify="right" if name in ("accepted", "difference") else "left")
-    for c in r.comparisons:
+    for c in (c for c in r.comparisons if c not in worse):
         d = c.difference
-        word = "better" if c.better else "worse" if d.high < 0 else "no difference"
-        word = "higher" if d.low > 0 and not c.better else word
-        style = {"better": "bold red", "worse": "dim"}.get(word, "")
-        values = (f"{c.accepted:.2f}", f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", word)
+        style = "bold red" if c.better else ""
+        values = (f"{c.accepted:.2f}", f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", c.found)
         table.add_row(Line(c.name), *values, style=style)
     return table
 

@@ -9,6 +9,7 @@ readings of the drafter are held against the one in force on the same positions 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,13 +20,25 @@ from jaxspec import runtime
 from jaxspec.commands.check import FEWEST_ROWS
 from jaxspec.commands.check.conventions import in_force
 from jaxspec.commands.check.lossless import Differing, first_differences
+from jaxspec.commands.check.reference import (
+    Looks,
+    Reference,
+    compared,
+    plain_config,
+    rows_of,
+    text_digest,
+    weights_record,
+)
 from jaxspec.commands.check.replay import Text, search
 from jaxspec.commands.check.report import Findings
-from jaxspec.commands.check.statistics import Comparison, Estimate, row_means
-from jaxspec.commands.check.text import PromptSet
+from jaxspec.commands.check.statistics import Estimate, by_depth, row_means
+from jaxspec.commands.check.text import PromptSet, special_ids
+from jaxspec.commands.check.verdict import Evidence, findings
+from jaxspec.commands.check.weights import look_at, oddities
 from jaxspec.commands.options import UsageError, told
 from jaxspec.commands.startup import shorten
 from jaxspec.engine import Engine
+from jaxspec.families import family_of
 from jaxspec.loading import LoadedModel
 from jaxspec.records import Drafting
 from jaxspec.requests import Completion, Request
@@ -63,18 +76,22 @@ def run(
     num_draft_tokens: int | None,
     floor: float,
     batch_size: int,
+    reference: Reference | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Findings:
     """Check a pair.
 
     Args:
       prompts: at least `FEWEST_ROWS`.
+      reference: what the drafter's maker measured.
       say: called with what is being done.
 
     Raises:
       UsageError: the pair or the text cannot be checked.
     """
     batch_size = min(batch_size, len(prompts.ids))
+    say("looking at the weights")
+    looks = Looks(look_at(target.params), look_at(drafter.params))
     say("the target continues the text, with drafts")
     shared: dict[str, Any] = dict(batch_size=batch_size, programs=runtime.Programs())
     drafting = Drafting(num_draft_tokens)
@@ -84,20 +101,15 @@ def run(
     say("the same, without")
     plain = decode_greedily(target, None, prompts.ids, new_tokens, **shared)
     drafts = num_draft_tokens or drafter.graph.bind_abstract().default_draft_tokens
-
-    enough = [i for i, c in enumerate(plain) if len(c.token_ids) > drafts]
-    if len(enough) < FEWEST_ROWS:
-        raise UsageError(
-            f"{len(enough)} of {len(plain)} rows go on for more than the {drafts} tokens of a draft; check "
-            f"needs {FEWEST_ROWS}: raise --new-tokens, or give other text with --text"
-        )
+    enough = _long_enough(plain, drafts)
     differences = first_differences(plain, speculative)
     kept = [*enough, *(i for i in differences if i not in enough)]
     text = Text.of([prompts.ids[i] for i in kept], [plain[i] for i in kept])
     judged = np.asarray([text.starts[n] - 1 + differences.get(i, 0) for n, i in enumerate(kept)])
     anchors = text.anchors(drafts)[: len(enough)]
     reading: dict[str, Any] = dict(num_draft_tokens=drafts, batch_size=batch_size, say=say)
-    found = search(target, drafter, text, anchors, judged, **reading)
+    ids = special_ids(target)
+    found = search(target, drafter, text, anchors, judged, **reading, special_ids=ids)
     differing = []
     for n, i in enumerate(kept):
         if i in differences:
@@ -105,63 +117,67 @@ def run(
             tokens = (plain[i].token_ids[at], speculative[i].token_ids[at])
             where, logits = int(text.starts[n]) + at, found.replayed.logits[n]
             differing.append(Differing.of(i, where, tokens, logits, target.graph.dtype))
-    by_position = [
-        Estimate.of(row_means(found.accepted >= j, anchors)).within(0, 1)
-        for j in range(1, drafts + 1)
-    ]
-    best_first = float(row_means(found.best_accepted >= 1, anchors).mean())
+    depths = by_depth(found.accepted, anchors, drafts)
+    shares = [row_means(found.accepted >= j, anchors) for j in range(1, drafts + 1)]
+    length = float(np.mean([n for c in speculative for n in c.acceptance_lengths]))
+    measured = Reference(
+        text=prompts.origin,
+        text_digest=text_digest(prompts, new_tokens),
+        rows=len(enough),
+        new_tokens=new_tokens,
+        num_draft_tokens=drafts,
+        positions=int(anchors.sum()),
+        dtype=target.graph.dtype,
+        device=jax.devices()[0].device_kind,
+        accepted=round(float(np.sum(shares, axis=0).mean()), 4),
+        acceptance_length=round(length, 4),
+        by_depth=[round(d.share.mean, 4) for d in depths],
+        by_row=rows_of(np.asarray(shares).T, enough, len(prompts.ids)),
+        target=shorten(target.source),
+        target_config=plain_config(target),
+        target_weights=weights_record(target, looks.target),
+        drafter_config=plain_config(drafter),
+        drafter_weights=weights_record(drafter, looks.drafter),
+    )
+    evidence = Evidence(
+        depths=depths,
+        best_first=float(row_means(found.best_accepted >= 1, anchors).mean()),
+        found=found,
+        oddities=[
+            dataclasses.replace(o, text=f"{whose}: {o.text}")
+            for whose, seen in (("target", looks.target), ("drafter", looks.drafter))
+            for o in oddities(seen)
+        ],
+        against=None if reference is None else compared(reference, measured, looks),
+        differing=differing,
+        floor=floor,
+    )
     return Findings(
         target=shorten(target.source),
         drafter=shorten(drafter.source),
-        dtype=target.graph.dtype,
-        device=jax.devices()[0].device_kind,
-        text=prompts.origin,
-        rows=len(enough),
-        anchors=int(anchors.sum()),
-        new_tokens=new_tokens,
-        num_draft_tokens=drafts,
         batch_size=batch_size,
         replay_bytes=found.replayed.nbytes,
         conventions=in_force(target, drafter),
-        by_position=by_position,
+        by_position=[Estimate.of(share).within(0, 1) for share in shares],
         accepted=Estimate.of(row_means(found.accepted, anchors)).within(0, drafts),
-        acceptance_length=float(np.mean([n for c in speculative for n in c.acceptance_lengths])),
+        acceptance_length=length,
         rounds=found.rounds,
-        differing=differing,
-        floor=floor,
-        problems=problems(by_position[0].mean, best_first, floor, found.changes, differing),
+        evidence=evidence,
+        measured=measured,
+        findings=findings(evidence, family_of(drafter.config).conventions),
     )
 
 
-def problems(
-    first: float,
-    best_first: float,
-    floor: float,
-    changes: Sequence[Comparison],
-    differing: Sequence[Differing],
-) -> list[str]:
-    """Say what is wrong with a pair, and what to do.
+def _long_enough(plain: Sequence[Completion], drafts: int) -> list[int]:
+    """Return the rows that go on for more than one draft.
 
-    Args:
-      first: share of first drafts that are accepted.
-      best_first: the same after all `changes`.
+    Raises:
+      UsageError: they are too few.
     """
-    found = []
-    if first < floor:
-        found.append(f"{first:.0%} of first drafts are accepted, below the floor of {floor:.0%}")
-    if changes and best_first >= min(first, floor):
-        found += [f"{c.name}: {c.difference.mean:+.2f} drafts a step; {c.fix}" for c in changes]
-    elif found:
-        found.append(
-            "no other convention explains it: the drafter is another target's, its weights are damaged, or "
-            "it was not trained for such text (give other text with --text)"
+    enough = [i for i, c in enumerate(plain) if len(c.token_ids) > drafts]
+    if len(enough) < FEWEST_ROWS:
+        raise UsageError(
+            f"{len(enough)} of {len(plain)} rows go on for more than the {drafts} tokens of a draft; check "
+            f"needs {FEWEST_ROWS}: raise --new-tokens, or give other text with --text"
         )
-    wrong = [d for d in differing if not d.near_tie]
-    if wrong:
-        d = wrong[0]
-        found.append(
-            f"rows that differ from plain decoding by more than a near-tie: {len(wrong)}, the first at "
-            f"position {d.position} of row {d.row}; this is a bug of ours or of the device, whatever the drafter; "
-            "please report it"
-        )
-    return found
+    return enough

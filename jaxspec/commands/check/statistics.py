@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxspec.commands.check.conventions import Reading
-from jaxspec.params import Graph
 
 LEVEL = 0.95  # of confidence, for all comparisons of a round together
 
@@ -57,6 +57,60 @@ def row_means(values: np.ndarray, anchors: np.ndarray) -> np.ndarray:
     return (values * anchors).sum(axis=1) / anchors.sum(axis=1)
 
 
+def conditional(accepted: np.ndarray, anchors: np.ndarray, depth: int, level: float) -> Depth:
+    """Estimate the share of drafts at a depth that are accepted where all before them were.
+
+    Rows reach a depth unequally often, so this is the ratio of two sums over rows; its error is that
+    of each row's distance from the common ratio.
+
+    Args:
+      accepted: drafts accepted at each anchor, [R, A].
+      depth: 1 for first drafts.
+    """
+    reached = ((accepted >= depth - 1) & anchors).sum(axis=1)
+    passed = ((accepted >= depth) & anchors).sum(axis=1)
+    rows, total = int((reached > 0).sum()), int(reached.sum())
+    if rows < 2:
+        return Depth(depth, total, rows, Estimate(passed.sum() / max(total, 1), 0.0, 1.0))
+    share = float(passed.sum() / total)
+    scatter = float(np.square(passed - share * reached).sum()) * rows / (rows - 1)
+    reach = student_t(level, rows - 1) * math.sqrt(scatter) / total
+    return Depth(depth, total, rows, Estimate(share, share - reach, share + reach).within(0, 1))
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How drafts fare at one depth, where all drafts before them were accepted.
+
+    Attributes:
+      positions, rows: how many positions of the text, and rows of it, reached this depth.
+    """
+
+    depth: int
+    positions: int
+    rows: int
+    share: Estimate
+
+
+def by_depth(accepted: np.ndarray, anchors: np.ndarray, num_draft_tokens: int) -> list[Depth]:
+    """Estimate every depth; all intervals hold together at `LEVEL`."""
+    level = 1 - (1 - LEVEL) / num_draft_tokens
+    depths = range(1, num_draft_tokens + 1)
+    return [conditional(accepted, anchors, depth, level) for depth in depths]
+
+
+FEWEST_POSITIONS = 20  # that must reach a depth before anything is said of it
+
+
+def collapse(depths: Sequence[Depth], floor: float) -> Depth | None:
+    """Return the first depth past 1 at which drafts are below the floor for sure, and far below the first."""
+    first = depths[0].share.mean
+    for d in depths[1:]:
+        if d.positions >= FEWEST_POSITIONS and d.share.high < min(floor, first / 2):
+            return d
+    return None
+
+
 # --- readings against each other ---------------------------------------------------------------------
 
 
@@ -67,7 +121,10 @@ class Comparison:
     Attributes:
       accepted: drafts a step under it.
       difference: of these, to the reading in force.
+      rows: how many both were replayed on.
       better: the difference is above zero for sure, and large enough to matter.
+      found: "better"; "higher", but not enough to matter; "worse"; "no measurable difference": less than
+        what matters for sure; "undecided".
     """
 
     name: str
@@ -76,7 +133,9 @@ class Comparison:
     accepted: float
     first_accepted: float
     difference: Estimate
+    rows: int
     better: bool
+    found: str
 
 
 @dataclass(frozen=True)
@@ -92,26 +151,39 @@ class Round:
     @property
     def best(self) -> int | None:
         """The best of the better ones; of near-equals the first, which is the most usual."""
+        return next(iter(self.as_good), None)
+
+    @property
+    def as_good(self) -> list[int]:
+        """The better ones that are as good as the best, the most usual first."""
         better = {i: c.difference.mean for i, c in enumerate(self.comparisons) if c.better}
         enough = max(better.values(), default=0.0) - self.material
-        return next((i for i, gain in better.items() if gain >= enough), None)
+        return [i for i, gain in better.items() if gain >= enough]
 
 
 def compare(
     reading: Reading,
     others: Sequence[Reading],
-    accepted: Mapping[tuple[Graph, int], np.ndarray],
+    accepted: Mapping[Any, np.ndarray],
     anchors: np.ndarray,
+    masks: Sequence[np.ndarray],
     left_out: list[str],
 ) -> Round:
-    """Hold other readings against one, row by row."""
+    """Hold other readings against one, row by row.
+
+    Args:
+      masks: the anchors that each of the others can be compared at.
+    """
     level = 1 - (1 - LEVEL) / max(len(others), 1)
-    here = row_means(accepted[reading.key], anchors)
-    material = float(MATERIAL * (1 + here.mean()))
+    material = float(MATERIAL * (1 + row_means(accepted[reading.key], anchors).mean()))
     comparisons = []
-    for other in others:
-        drafts = accepted[other.key]
-        there = row_means(drafts, anchors)
+    for other, mask in zip(others, masks, strict=True):
+        drafts, base = accepted[other.key], accepted[reading.key]
+        count = min(len(drafts), len(base))
+        hopeless = count < len(anchors)
+        rows = mask[:count].any(axis=1)
+        drafts, base, at = drafts[:count][rows], base[:count][rows], mask[:count][rows]
+        there, here = row_means(drafts, at), row_means(base, at)
         difference = Estimate.of(there - here, level)
         comparisons.append(
             Comparison(
@@ -119,9 +191,22 @@ def compare(
                 other.field,
                 other.fix,
                 float(there.mean()),
-                float(row_means(drafts >= 1, anchors).mean()),
+                float(row_means(drafts >= 1, at).mean()),
                 difference,
-                better=difference.low > 0 and difference.mean >= material,
+                len(there),
+                better=not hopeless and difference.low > 0 and difference.mean >= material,
+                found="worse" if hopeless else worded(difference, material),
             )
         )
     return Round(reading.name, comparisons, left_out, level, material)
+
+
+def worded(difference: Estimate, material: float) -> str:
+    """Put a difference into words; see `Comparison.found`."""
+    if difference.low > 0 and difference.mean >= material:
+        return "better"
+    if max(abs(difference.low), abs(difference.high)) < material:
+        return "no measurable difference"
+    if difference.low > 0:
+        return "higher"
+    return "worse" if difference.high < 0 else "undecided"

@@ -13,10 +13,12 @@ from jaxspec.api import BUNDLED
 from jaxspec.commands.check import FEWEST_ROWS
 from jaxspec.commands.options import UsageError
 from jaxspec.loading import LoadedModel
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.tokenizer import Tokenizer, TokenizerError
 
 PROMPT_TOKENS = 64  # of a row cut from a text
 FEWEST_TOKENS = 8  # of a row's text
+MOST_SPECIAL_IDS = 64
+HELD_OUT = "held-out prompts"
 
 PROMPTS = (
     "Explain how a binary search finds an item in a sorted list.",
@@ -46,15 +48,20 @@ class PromptSet:
     ids: Sequence[tuple[int, ...]]
 
 
-def prompts_for(target: LoadedModel, text: Path | None, rows: int) -> PromptSet:
+def prompts_for(
+    target: LoadedModel, text: Path | None, rows: int, measured_on: str = ""
+) -> PromptSet:
     """Choose prompts: pieces of the text given, else held-out ones, else our own.
+
+    Args:
+      measured_on: the text of the drafter's record, which is taken again if it is in the package.
 
     Raises:
       UsageError, TokenizerError: the text cannot be read, or is too short.
     """
-    if text is None and target.directory == BUNDLED / "target":
+    if text is None and (target.directory == BUNDLED / "target" or measured_on == HELD_OUT):
         held_out = json.loads((BUNDLED / "held_out.json").read_text())["prompts"]
-        return PromptSet("held-out prompts", [tuple(p["ids"]) for p in held_out[:rows]])
+        return PromptSet(HELD_OUT, [tuple(p["ids"]) for p in held_out[:rows]])
     tokenizer = Tokenizer.load(target.directory)
     if text is not None:
         try:
@@ -84,3 +91,18 @@ def cut(ids: Sequence[int], bos: int | None, rows: int) -> list[tuple[int, ...]]
     length = min(PROMPT_TOKENS - len(head), len(body) // rows)
     starts = np.linspace(0, len(body) - length, rows).astype(int)
     return [(*head, *body[i : i + length]) for i in starts]
+
+
+def special_ids(target: LoadedModel) -> tuple[int, ...]:
+    """Return ids that a drafter's mask may be: the special tokens of the tokenizer, and the id after its last.
+
+    Tokens that are there to be used by somebody ("<unused7>") are left out, and of the others all after the
+    first `MOST_SPECIAL_IDS`. None where there is no tokenizer.
+    """
+    try:
+        backend = Tokenizer.load(target.directory).backend
+    except TokenizerError:
+        return ()
+    added = sorted(backend.get_added_tokens_decoder().items())
+    ids = [i for i, token in added if token.special and "unused" not in token.content]
+    return (*ids[:MOST_SPECIAL_IDS], max(backend.get_vocab().values()) + 1)
