@@ -19,6 +19,7 @@ from rich.console import Console
 
 from jaxspec.commands import startup
 from jaxspec.commands.generate import job as jobs
+from jaxspec.commands.generate import plain
 from jaxspec.commands.generate import run as generation
 from jaxspec.commands.generate.options import DecodingOptions
 from jaxspec.engine import Engine
@@ -301,6 +302,29 @@ def test_samples_are_different_and_one_after_the_other(generate: Run) -> None:
     shown = generate("a", "--num-samples", "2")
     assert shown.stdout.startswith("── 1/2 ── a\n")
     assert "2 in 1 prompt, 2 samples of each" in shown.stderr
+
+
+def test_a_long_run_is_compared_with_plain_decoding(
+    generate: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = ("a b", "the", "a", "--temperature", "1", "--json", "-")
+    short = generate(*sampled)
+    assert short.summary["plain_tokens_per_s"] is None
+    assert "plain" not in short.stderr
+    monkeypatch.setattr(plain, "LONG_ENOUGH_S", 0)
+    monkeypatch.setattr(plain, "TIMES_COMPILING", 0)
+    long = generate(*sampled)
+    assert long.rows == short.rows
+    summary = long.summary
+    assert summary["plain_tokens_per_s"] > 0
+    assert summary["plain_measured_s"] > 0
+    assert (
+        summary["decode_tokens"] == short.summary["decode_tokens"]
+    )  # the measurement's do not count
+    assert f"{summary['plain_tokens_per_s']:,.1f} tok/s without the drafter" in long.stderr
+    assert "measured after the run, in" in long.stderr
+    without = generate("a b", "the", "--drafter", "none", "--json", "-").summary
+    assert without["plain_tokens_per_s"] is None
 
 
 # --- mistakes ----------------------------------------------------------------------------------------

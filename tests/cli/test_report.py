@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import json
 import math
 import os
+import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from jaxspec.commands import output, progress
 from jaxspec.commands.generate import report
+from jaxspec.records import Drafting, Sampling
 
 
 def test_acceptance_by_position_counts_the_steps_that_got_that_far() -> None:
@@ -102,3 +106,37 @@ def test_a_run_without_a_terminal_says_where_it_is(monkeypatch: pytest.MonkeyPat
     shown.update("a", 4, finished=True)
     shown.close()
     assert screen.getvalue() == "0/2 prompts, compiling\n1/2 prompts, 4 tokens\n"
+
+
+def described(**changes: Any) -> str:
+    """Return the table of a run with the figures of the bundled pair at batch 8 on a CPU, and changes."""
+    values: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(report.Summary)}
+    values |= dict.fromkeys(("target", "drafter", "dtype", "platform", "device"), "some")
+    values |= dict(drafting=Drafting(), sampling=Sampling(), mesh={}, versions={}, ban_tokens=())
+    values |= dict(acceptance_length=None, acceptance_by_position=())
+    values |= dict(decode_tokens_per_s=1631.0, plain_tokens_per_s=3560.0, plain_measured_s=1.2)
+    values |= dict(num_draft_tokens=7, batch_size=8)
+    screen = io.StringIO()
+    summary = report.Summary(**{**values, **changes})
+    Console(file=screen, width=120).print(report.summary_table(summary))
+    return re.sub(r"\s+", " ", screen.getvalue())
+
+
+def test_a_drafter_that_loses_is_said_with_what_helps() -> None:
+    text = described()
+    assert "1,631.0 tok/s decoding" in text
+    assert "3,560.0 tok/s without the drafter" in text
+    assert (
+        "speculation loses here: add --drafter none; fewer --num-draft-tokens or a smaller --batch-size may "
+        "help, too" in text
+    )
+    assert "or a smaller" not in described(batch_size=1)
+    assert described(batch_size=1, num_draft_tokens=1).count("add --drafter none measured") == 1
+
+
+def test_a_drafter_that_wins_or_draws_is_not_blamed() -> None:
+    assert "loses" not in described(plain_tokens_per_s=900.0)
+    assert "loses" not in described(
+        plain_tokens_per_s=1650.0
+    )  # within what such a measurement is wrong
+    assert "without the drafter" not in described(plain_tokens_per_s=None)

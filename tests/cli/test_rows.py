@@ -33,6 +33,9 @@ KEPT_PROGRAMS = {CACHE: os.environ[CACHE]} if CACHE in os.environ else {}
 TEXTS = ("a", "b", "c", "a b", "the")
 
 
+SPOILT = 9  # a prompt that ends with this token comes to nothing while it is decoded
+
+
 class Broken(Exception):
     """What ends a run in these tests."""
 
@@ -52,12 +55,15 @@ class FakeEngine(Engine):
             if error is not None:
                 yield Completion(request.id, error=str(error))
                 continue
+            if request.prompt_ids[-1] == SPOILT:
+                yield Completion(request.id, error="the logits are not finite")
+                continue
             tokens = (263 + request.prompt_ids[-1] % 5, 264)
             yield Completion(request.id, tokens, "length", (1, 1))
 
 
 @pytest.fixture
-def fake(generate: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def fake(generate: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run `generate` with the fake engine."""
     monkeypatch.setattr(generation, "Engine", FakeEngine)
     monkeypatch.setattr(FakeEngine, "most", 10**6)
@@ -133,6 +139,20 @@ def test_rows_with_an_error_are_done_again(fake: Run, tmp_path: Path) -> None:
     assert (done.code, FakeEngine.asked) == (0, 1)
     assert ["error" in row for row in lines_of(out)] == [False] * 4
     assert lines_of(out)[-1]["summary"]["errors"] == 0
+
+
+def test_an_error_while_decoding_is_a_row_and_an_exit_code(fake: Run, tmp_path: Path) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text(f'{{"prompt": "a"}}\n{{"prompt": [2, {SPOILT}], "id": "x"}}\n')
+    for _ in range(2):
+        done = fake("--prompts", str(file), "--json", str(out))
+        assert done.code == 1
+        assert f"error: {file}:2: the logits are not finite" in done.stderr
+        _, spoilt, last = lines_of(out)
+        assert (spoilt["id"], spoilt["finish_reason"]) == ("x", "error")
+        assert spoilt["error"] == "the logits are not finite"
+        assert last["summary"]["errors"] == 1
+    assert FakeEngine.asked == 1  # it may come to something the second time
 
 
 @pytest.mark.parametrize("cut", [1, 8, 30, 150])

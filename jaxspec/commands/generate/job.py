@@ -229,4 +229,9 @@ def refuse(job: Job, engine: Engine, console: Console) -> None:
     if len(named) == len(job.prompts):
         raise UsageError("\n".join(named))
     for message in named:
-        console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+        say_error(message, console)
+
+
+def say_error(message: str, console: Console) -> None:
+    """Say what is wrong with a prompt; the others go on."""
+    console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from jaxspec.api import MOST_SLOTS
 from jaxspec.commands.generate import plain
-from jaxspec.commands.generate.job import Job, make_job, refuse
+from jaxspec.commands.generate.job import Job, make_job, refuse, say_error
 from jaxspec.commands.generate.jsonl import Prompt
 from jaxspec.commands.generate.options import GenerateOptions
 from jaxspec.commands.generate.report import (
@@ -200,6 +200,9 @@ def show_many(
             result = job.result(event)
             values = result.to_json()
             tally.add(values)
+            if result.error is not None and result.index not in job.errors:
+                with progress.aside():
+                    say_error(f"{job.prompts[result.index].origin}: {result.error}", console)
             if rows is not None:
                 rows.write(values)
             else:
