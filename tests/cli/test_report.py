@@ -131,7 +131,7 @@ def test_a_drafter_that_loses_is_said_with_what_helps() -> None:
         "help, too" in text
     )
     assert "or a smaller" not in described(batch_size=1)
-    assert described(batch_size=1, num_draft_tokens=1).count("add --drafter none measured") == 1
+    assert "may help" not in described(batch_size=1, num_draft_tokens=1)
 
 
 def test_a_drafter_that_wins_or_draws_is_not_blamed() -> None:

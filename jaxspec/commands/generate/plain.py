@@ -24,7 +24,7 @@ from jaxspec.state import DecodeState
 
 LONG_ENOUGH_S = 10.0
 """Seconds of decoding from which on a run is worth a measurement. It takes about one with the bundled pair."""
-TIMES_COMPILING = 4
+TIMES_COMPILING = 2
 """And so many times what the run compiled for: a large model's loop takes long to compile."""
 ROUNDS = 4  # the first one warms up, the quickest counts
 STEPS = 4  # of a round

@@ -233,14 +233,14 @@ def summary_table(summary: Summary) -> Group:
 
 def _compared(summary: Summary, plain: float) -> Text:
     """Say how fast plain decoding is, and what to do where it is faster."""
-    found = Text(f"{plain:,.1f} tok/s without the drafter, on this device and with this batch")
+    found = Text(f"{plain:,.1f} tok/s without the drafter")
+    found.append(f" (measured in {summary.plain_measured_s:.1f} s)", "dim")
     if summary.plain_is_faster:
         others = ["fewer --num-draft-tokens"] * (summary.num_draft_tokens > 1)
         others += ["a smaller --batch-size"] * (summary.batch_size > 1)
         found.append("\nspeculation loses here: add --drafter none", "yellow")
         if others:
             found.append(f"; {' or '.join(others)} may help, too", "yellow")
-    found.append(f"\nmeasured after the run, in {summary.plain_measured_s:.1f} s", "dim")
     return found
 
 
