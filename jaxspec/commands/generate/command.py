@@ -46,18 +46,26 @@ def generate(
     console = Console(stderr=True, highlight=False)
 
     # The tokenizer's module takes a while, and JAX longer: only now are both sure to be needed.
-    from jaxspec.commands.generate.prompts import PromptError, read_prompts
+    from jaxspec.commands.generate.jsonl import PromptError
+    from jaxspec.commands.generate.prompts import read_prompts
+    from jaxspec.commands.generate.rows import stays
 
     with explained(PromptError):
         stdin = None if sys.stdin.isatty() else sys.stdin.buffer.read
         given = read_prompts(
-            prompts or (), text.prompt_ids, text.prompts_file, stdin, chat=text.chat
+            prompts or (),
+            text.prompt_ids,
+            text.prompts_file,
+            stdin,
+            chat=text.chat,
+            writes_json=text.json_path is not None,
         )
 
     with console.status("[dim]starting JAX"):
         from jaxspec.commands.generate import run
 
-    with explained(*run.USER_ERRORS):
+    left = f"{text.json_path} keeps what is done, and the same command goes on from there"
+    with explained(*run.USER_ERRORS, interrupted=left if stays(text.json_path) else ""):
         refused = run.run(given, options, console)
     if refused:
         raise typer.Exit(1)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Given, UsageError
+from jaxspec.commands.output import same_file
 from jaxspec.records import Drafting, Range, Sampling, at_least, option
 
 SEEDS = Range("0 to 4294967295", lambda x: (x >= 0) & (x < 2**32), 0, 2**32 - 1)
@@ -21,7 +22,8 @@ class TextOptions:
 
     prompts_file: Path | None = option(
         None,
-        'Lines of {"prompt": text}, {"prompt_ids": \\[...]} or, with --chat, {"messages": \\[...]}.',
+        'Lines of {"prompt": text or ids} or, with --chat, {"messages": \\[...]}. A line may have an id, and '
+        "sampling values, seed, max_new_tokens and stop of its own.",
         metavar="FILE.jsonl",
         flag="--prompts",
     )
@@ -35,11 +37,13 @@ class TextOptions:
     stop: tuple[str, ...] = option((), "End before this text. Repeatable.", metavar="TEXT")
     json_path: str | None = option(
         None,
-        "Write one line of JSON a prompt and a summary line, and nothing else to stdout. "
+        "Write one line of JSON a prompt and a summary line, and nothing else to stdout. A file gets each "
+        "line when it is done, and the same command goes on with what is missing. "
         "Log-probabilities are written here alone.",
         metavar="PATH|-",
         flag="--json",
     )
+    overwrite: bool = option(False, "With --json PATH: start anew, whatever the file holds.")
 
     def __post_init__(self) -> None:
         """Refuse options that make no sense.
@@ -51,6 +55,13 @@ class TextOptions:
             raise UsageError("--stop: expected some text, got none")
         if self.chat_template_kwargs is not None and not self.chat:
             raise UsageError("--chat-template-kwargs needs --chat")
+        if self.overwrite and self.json_path in (None, "-"):
+            raise UsageError("--overwrite needs --json PATH: the file to start anew")
+        for name, source in (("--prompts", self.prompts_file), ("standard input", 0)):
+            if self.json_path and source is not None and same_file(self.json_path, source):
+                raise UsageError(
+                    f"--json {self.json_path} is the file of {name}, which would be lost; name another one"
+                )
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
-"""What a run gives back: a line of JSON a prompt, text on the terminal, a table at the end.
+"""What a run gives back: a line of JSON a completion, text on the terminal, a table at the end.
 
-`PromptResult` is one prompt's outcome and `Summary` the whole run's; everything else here shows those two.
-Results go to standard output or a file, everything about the run to standard error.
+`PromptResult` is one completion, `Tally` adds them up, and `Summary` is the whole run; everything else here shows
+those. Results go to standard output or a file, everything about the run to standard error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, Group
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from jaxspec.commands.progress import Ticker
 from jaxspec.records import Drafting, Sampling
 
 _BAR_WIDTH = 24
@@ -25,9 +27,9 @@ _BAR_WIDTH = 24
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One prompt and what came of it; with `error`, nothing did. Logprobs are there where asked for."""
+    """One completion of a prompt; with `error`, nothing came of it. Logprobs are there where asked for."""
 
-    index: int
+    index: int  # of the prompt
     prompt: str | None
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...] = ()
@@ -36,19 +38,28 @@ class PromptResult:
     acceptance_lengths: tuple[int, ...] = ()
     error: str | None = None
     sample: int | None = None  # which of its prompt's, where there are several
+    digest: str | None = None  # see `identity`
+    id: str | int | None = None
+    seed: int = 0
     logprobs: tuple[float, ...] | None = None
     sampled_logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values of this prompt's line."""
-        values = {"prompt": self.prompt, "prompt_ids": self.prompt_ids}
-        if self.sample is not None:
-            values["sample"] = self.sample
+        """Return the values of this completion's line. The first two are how `rows` knows it again."""
+        optional = ("sample", "logprobs", "sampled_logprobs", "top_logprobs")
+        there = {name: value for name in optional if (value := getattr(self, name)) is not None}
+        values: dict[str, Any] = {"index": self.index, "digest": self.digest}
+        if self.id is not None:
+            values["id"] = self.id
+        values["seed"] = self.seed
+        if "sample" in there:
+            values["sample"] = there.pop("sample")
+        values |= {"prompt": self.prompt, "prompt_ids": self.prompt_ids}
+        extra = {"extra": self.extra} if self.extra else {}
         if self.error is not None:
-            return {**values, "error": self.error}
-        names = ("logprobs", "sampled_logprobs", "top_logprobs")
-        logprobs = {n: value for n in names if (value := getattr(self, n)) is not None}
+            return {**values, "finish_reason": "error", "error": self.error, **extra}
         return {
             **values,
             "token_ids": self.token_ids,
@@ -56,19 +67,51 @@ class PromptResult:
             "finish_reason": self.finish_reason,
             "verify_steps": len(self.acceptance_lengths),
             "acceptance_lengths": self.acceptance_lengths,
-            "acceptance_length": _mean(self.acceptance_lengths),
-            **logprobs,
+            "acceptance_length": mean(Counter(self.acceptance_lengths)),
+            **there,
+            **extra,
         }
+
+
+@dataclass
+class Tally:
+    """Adds up rows, and keeps none of them: those of a run, and those that it takes over.
+
+    Attributes:
+      steps: how many verify steps committed how many tokens.
+      errors: prompts without a completion, by index.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    steps: Counter[int] = field(default_factory=Counter)
+    errors: set[int] = field(default_factory=set)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add the values of a line."""
+        if "error" in row:
+            self.errors.add(row["index"])
+            return
+        self.new_tokens += len(row["token_ids"])
+        self.steps.update(row["acceptance_lengths"])
+        if not row.get("sample"):
+            self.prompt_tokens += len(row["prompt_ids"])
 
 
 @dataclass(frozen=True)
 class Summary:
     """A run's totals and the conditions they were reached under.
 
+    Counts are of all rows, those that were taken over included. Seconds, `decode_tokens` and speeds are of this run.
+
     Attributes:
+      errors: prompts without a completion.
+      taken_over: rows that an earlier run had finished.
       prompt_tokens: of each prompt once, however many samples it has.
       new_tokens: returned tokens, those of prefill included.
       decode_tokens: returned tokens without those of prefill: what `decode_s` was spent on.
+      plain_tokens_per_s: what plain decoding would have made of the same rows, see `plain`; None: not measured.
+      plain_measured_s: what it took to find that out.
       acceptance_length: mean over all verify steps of all prompts.
       acceptance_by_position: share of verify steps in which draft token 1, 2, ... was accepted.
       compile_s: in none of the other two.
@@ -79,10 +122,13 @@ class Summary:
     prompts: int
     num_samples: int  # of each prompt
     errors: int
+    taken_over: int
     prompt_tokens: int
     new_tokens: int
     decode_tokens: int
     decode_tokens_per_s: float | None
+    plain_tokens_per_s: float | None
+    plain_measured_s: float | None
     verify_steps: int
     acceptance_length: float | None
     acceptance_by_position: tuple[float, ...]
@@ -107,6 +153,12 @@ class Summary:
     mesh: dict[str, int]
     versions: dict[str, str]
 
+    @property
+    def plain_is_faster(self) -> bool:
+        """Whether plain decoding was measured to be faster, by more than such a measurement is wrong."""
+        plain, own = self.plain_tokens_per_s, self.decode_tokens_per_s
+        return plain is not None and own is not None and plain > own * 1.05
+
     def to_json(self) -> dict[str, Any]:
         """Return the values of the last line, those of the two records among them."""
         values: dict[str, Any] = {}
@@ -116,18 +168,21 @@ class Summary:
         return {"summary": values}
 
 
-def acceptance_by_position(acceptance_lengths: Sequence[int], depth: int) -> tuple[float, ...]:
+def acceptance_by_position(steps: Counter[int], depth: int) -> tuple[float, ...]:
     """Return the share of verify steps that accepted the first, second, ... draft token."""
-    if not acceptance_lengths:
+    total = steps.total()
+    if not total:
         return ()
     return tuple(
-        sum(length > position for length in acceptance_lengths) / len(acceptance_lengths)
+        sum(count for length, count in steps.items() if length > position) / total
         for position in range(1, depth + 1)
     )
 
 
-def _mean(values: Sequence[int]) -> float | None:
-    return sum(values) / len(values) if values else None
+def mean(steps: Counter[int]) -> float | None:
+    """Return the mean tokens a verify step; None without a step."""
+    total = steps.total()
+    return sum(length * count for length, count in steps.items()) / total if total else None
 
 
 # --- terminal ----------------------------------------------------------------------------------------
@@ -138,15 +193,21 @@ def summary_table(summary: Summary) -> Group:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", justify="right")
     rows.add_column()
-    errors = f", [red]{summary.errors} refused[/]" if summary.errors else ""
+    errors = f", [red]{summary.errors} with an error[/]" if summary.errors else ""
     samples = f", {summary.num_samples} samples of each" if summary.num_samples > 1 else ""
     prompts = _count(summary.prompts - summary.errors, "prompt") + samples + errors
     rows.add_row(
         "tokens",
         f"[bold]{summary.new_tokens:,}[/] new, {summary.prompt_tokens:,} in {prompts}",
     )
+    if summary.taken_over:
+        rows.add_row(
+            "", f"[dim]{_count(summary.taken_over, 'row')} of an earlier run among them[/]"
+        )
     if summary.decode_tokens_per_s is not None:
         rows.add_row("speed", f"[bold]{summary.decode_tokens_per_s:,.1f}[/] tok/s decoding")
+    if summary.plain_tokens_per_s is not None:
+        rows.add_row("plain", _compared(summary, summary.plain_tokens_per_s))
     if summary.drafter is None:
         rows.add_row("drafter", f"none: {_count(summary.verify_steps, 'plain decode step')}")
     elif summary.acceptance_length is not None:
@@ -170,6 +231,19 @@ def summary_table(summary: Summary) -> Group:
     return Group("", Padding(rows, (0, 0, 0, 1)), Padding(conditions, (0, 0, 0, 1)))
 
 
+def _compared(summary: Summary, plain: float) -> Text:
+    """Say how fast plain decoding is, and what to do where it is faster."""
+    found = Text(f"{plain:,.1f} tok/s without the drafter")
+    found.append(f" (measured in {summary.plain_measured_s:.1f} s)", "dim")
+    if summary.plain_is_faster:
+        others = ["fewer --num-draft-tokens"] * (summary.num_draft_tokens > 1)
+        others += ["a smaller --batch-size"] * (summary.batch_size > 1)
+        found.append("\nspeculation loses here: add --drafter none", "yellow")
+        if others:
+            found.append(f"; {' or '.join(others)} may help, too", "yellow")
+    return found
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
@@ -182,11 +256,11 @@ def _bar(share: float) -> str:
     return bar + "·" * (_BAR_WIDTH - len(bar))
 
 
-def header(result: PromptResult, total: int) -> str:
+def header(result: PromptResult, number: int, total: int) -> str:
     """Return the line above one of many completions."""
     shown = result.prompt if result.prompt is not None else _ids(result.prompt_ids)
     shown = shown.replace("\n", "\\n")
-    return f"── {result.index + 1}/{total} ── {shown if len(shown) <= 60 else shown[:59] + '…'}"
+    return f"── {number}/{total} ── {shown if len(shown) <= 60 else shown[:59] + '…'}"
 
 
 def body(result: PromptResult) -> str:
@@ -201,18 +275,20 @@ def _ids(ids: Sequence[int]) -> str:
 class RunProgress:
     """A bar for many prompts on standard error, which steps aside while results are printed.
 
-    It counts tokens, since rows of a batch finish in bursts. Without a terminal it shows nothing.
+    It counts tokens, since rows of a batch finish in bursts. Without a terminal it prints a line now and then.
     """
 
-    def __init__(self, console: Console, budgets: Sequence[int]):
+    def __init__(self, console: Console, budgets: Mapping[Hashable, int]):
         """Start the bar.
 
         Args:
-          budgets: most new tokens of each prompt; what an early stop leaves over counts as done.
+          budgets: most new tokens of each row, by its name; what an early stop leaves over counts as done.
         """
         self._budgets = budgets
-        self._tokens = [0] * len(budgets)
-        self._finished = [False] * len(budgets)
+        self._tokens = dict.fromkeys(budgets, 0)
+        self._total, self._left_over, self._finished = 0, 0, 0
+        self._compiling = True
+        self._ticker = Ticker(console)
         self._progress = Progress(
             TextColumn("[dim]{task.fields[prompts]}"),
             BarColumn(),
@@ -225,25 +301,28 @@ class RunProgress:
             redirect_stderr=False,
         )
         self._task = self._progress.add_task(
-            "", total=sum(budgets), tokens="compiling", prompts=f"0/{len(budgets)} prompts"
+            "",
+            total=sum(budgets.values()),
+            tokens="compiling",
+            prompts=f"0/{len(budgets)} prompts",
         )
         self._progress.start()
 
-    def update(self, index: int, tokens: int, *, finished: bool = False) -> None:
-        """Note how many tokens a prompt has."""
-        self._tokens[index], self._finished[index] = tokens, finished
-        done = sum(
-            budget if over else count
-            for budget, count, over in zip(self._budgets, self._tokens, self._finished, strict=True)
-        )
+    def update(self, name: Hashable, tokens: int, *, finished: bool = False) -> None:
+        """Note how many tokens a row has."""
+        self._total += tokens - self._tokens[name]
+        self._tokens[name] = tokens
+        if finished:
+            self._finished += 1
+            self._left_over += self._budgets[name] - tokens
         # Prefill gives one token; then the loop itself is compiled, which may take longest of all.
-        compiling = max(self._tokens) <= 1 and not all(self._finished)
+        self._compiling &= tokens <= 1 and self._finished < len(self._budgets)
+        shown = "compiling" if self._compiling else f"{self._total:,} tokens"
+        prompts = f"{self._finished}/{len(self._budgets)} prompts"
         self._progress.update(
-            self._task,
-            completed=done,
-            tokens="compiling" if compiling else f"{sum(self._tokens):,} tokens",
-            prompts=f"{sum(self._finished)}/{len(self._budgets)} prompts",
+            self._task, completed=self._total + self._left_over, tokens=shown, prompts=prompts
         )
+        self._ticker.say(f"{prompts}, {shown}")
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

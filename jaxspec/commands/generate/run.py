@@ -1,8 +1,8 @@
 """One run of `jaxspec generate`: load, encode, decode, show.
 
-Read `run`. Prompts keep their place in the list throughout: it is part of their seed, and results come
-out in that order. A prompt that cannot be used becomes a result with an error; a mistake that concerns
-the whole run is one of `USER_ERRORS`, raised before anything is written.
+Read `run`. Prompts keep their place in the list throughout: it is part of their seed. A prompt that cannot be used
+becomes a row with an error; a mistake that concerns the whole run is one of `USER_ERRORS`. What is decoded is
+made in `job`, where rows go is in `rows`, and what is shown of them in `report`.
 """
 
 from __future__ import annotations
@@ -11,32 +11,36 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import IO, Any
+from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.text import Text
 
 from jaxspec.api import MOST_SLOTS
-from jaxspec.commands.generate.options import DecodingOptions, GenerateOptions
-from jaxspec.commands.generate.prompts import Prompt, encode
+from jaxspec.commands.generate import plain
+from jaxspec.commands.generate.job import Job, make_job, refuse, say_error
+from jaxspec.commands.generate.jsonl import Prompt
+from jaxspec.commands.generate.options import GenerateOptions
 from jaxspec.commands.generate.report import (
     PromptResult,
     RunProgress,
     Summary,
+    Tally,
     acceptance_by_position,
     body,
     header,
+    mean,
     summary_table,
 )
-from jaxspec.commands.options import UsageError, as_flag, note, told
-from jaxspec.commands.output import OutputError, json_lines, write_line
+from jaxspec.commands.generate.rows import Key, RowsFile, RowsStream, open_rows
+from jaxspec.commands.options import note
+from jaxspec.commands.output import OutputError
 from jaxspec.commands.startup import (
     join_processes,
     load_models,
@@ -50,75 +54,38 @@ from jaxspec.configs.base import ConfigError
 from jaxspec.engine import Engine
 from jaxspec.loading import CheckpointError, LoadedModel
 from jaxspec.memory import DeviceMemoryError
-from jaxspec.records import DEFAULTS, FieldError, Sampling
 from jaxspec.requests import Completion, Request, Update
-from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError, completed_text, stop_at_text
+from jaxspec.tokenizer import TextStream, TokenizerError
 
 STREAMING_STEPS = 4  # steps between returns for one prompt: each return is a piece of text
 BATCH_STEPS = 16
-FILTERS = ("top_k", "top_p", "min_p")  # what greedy decoding does not look at
 
 USER_ERRORS = (CheckpointError, ConfigError, DeviceMemoryError, TokenizerError, OutputError)
 
 
-@dataclass(frozen=True)
-class Job:
-    """The prompts, ready to decode. Lists have one entry a prompt; refused ones have empty requests.
-
-    Samples of a prompt are requests of their own, one after the other: the place of each in the list makes
-    it another one, and it needs a slot when there is one, not when there are as many as samples.
-    """
-
-    prompts: Sequence[Prompt]
-    texts: list[str | None]  # as the model reads them
-    requests: list[Request]  # `num_samples` a prompt
-    errors: dict[int, str]  # by prompt
-    tokenizer: Tokenizer | None
-    sampling: Sampling
-    stop_texts: tuple[str, ...]
-    num_samples: int
-
-    def result(self, done: Completion) -> PromptResult:
-        """Put a completion together with its prompt."""
-        text = None
-        if self.tokenizer is not None:
-            text = completed_text(self.tokenizer, done.token_ids, self.stop_texts)
-        assert isinstance(done.id, int)
-        prompt, sample = divmod(done.id, self.num_samples)
-        return PromptResult(
-            index=done.id,
-            prompt=self.texts[prompt],
-            prompt_ids=self.requests[done.id].prompt_ids,
-            token_ids=done.token_ids,
-            text=text,
-            finish_reason=done.finish_reason,
-            acceptance_lengths=done.acceptance_lengths,
-            error=self.errors.get(prompt),
-            sample=sample if self.num_samples > 1 else None,
-            logprobs=done.logprobs,
-            sampled_logprobs=done.sampled_logprobs,
-            top_logprobs=done.top_logprobs,
-        )
-
-
 def run(prompts: Sequence[Prompt], options: GenerateOptions, console: Console) -> int:
-    """Generate for all prompts, show results and summary, and return how many prompts were refused.
+    """Generate for all prompts, show results and summary, and return how many prompts have an error.
 
     Args:
       console: standard error; results go to standard output or to `options.text.json_path`.
 
     Raises:
-      USER_ERRORS: the run cannot go on; no file is left behind.
+      USER_ERRORS: the run cannot go on. Rows that are finished stay in their file.
     """
     begin = time.perf_counter()
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory_explained("--batch-size", "--cache-length"))
-        models, json_path = options.models, options.text.json_path
+        models, text = options.models, options.text
+        json_path = text.json_path
         if models.distributed and not join_processes():
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             json_path = json_path and os.devnull
             console = Console(quiet=True)  # errors are raised, and told by each process
-        lines = stack.enter_context(json_lines(json_path)) if json_path else None
+        rows, tally = None, Tally()
+        if json_path:
+            rows = stack.enter_context(open_rows(json_path, overwrite=text.overwrite))
+            for row in rows.read():
+                tally.add(row)
         set_compilation_cache(options.running.compilation_cache, console)
         if models.target is None and models.mesh is None:
             use_one_thread()
@@ -130,127 +97,36 @@ def run(prompts: Sequence[Prompt], options: GenerateOptions, console: Console) -
         job = make_job(prompts, options, target, console)
         engine = make_engine(job, options, target, drafter)
         refuse(job, engine, console)
-        if len(job.requests) == 1 and lines is None:
-            results = show_stream(job, engine, console)
-        else:
-            results = show_many(job, engine, lines, console)
-        summary = summarise(results, job, options, engine, load_s, time.perf_counter() - begin)
-        if lines is not None:
-            write_line(lines, summary.to_json())
+        done = set() if rows is None else take_over(rows, job, engine, console)
+        if models.distributed:
+            done = agreed(done, job)
+        requests = [request for key, request in job.requests.items() if key not in done]
+        if len(job.requests) == 1 and rows is None:
+            show_stream(job, engine, tally, console)
+        elif requests:
+            show_many(job, requests, engine, rows, tally, console)
+        tally.errors.update(job.errors)
+        compared = compare(requests, engine, tally, console)
+        total_s = time.perf_counter() - begin
+        summary = summarise(tally, job, options, engine, compared, len(done), load_s, total_s)
+        if rows is not None and (requests or not rows.is_complete):
+            rows.finish(summary.to_json())
     console.print(summary_table(summary))
     return summary.errors
-
-
-# --- before decoding ---------------------------------------------------------------------------------
-
-
-def make_job(
-    prompts: Sequence[Prompt], options: GenerateOptions, target: LoadedModel, console: Console
-) -> Job:
-    """Encode prompts and settle how to decode them."""
-    text, decoding = options.text, options.decoding
-    tokenizer = None
-    if any(p.ids is None for p in prompts) or text.stop:
-        tokenizer = Tokenizer.load(target.directory)
-    else:  # ids alone need none, but are shown as text where there is one
-        with contextlib.suppress(TokenizerError):
-            tokenizer = Tokenizer.load(target.directory)
-    if text.chat and tokenizer is not None and tokenizer.chat_template is None:
-        raise TokenizerError(
-            f"--chat: {target.source} has no chat template; use an instruction-tuned checkpoint"
-        )
-    stop_at = None
-    if text.stop and tokenizer is not None:
-        stop_at = stop_at_text(tokenizer, text.stop)
-    sampling = sampling_for(options, target, console)
-    shared: dict[str, Any] = dict(
-        max_new_tokens=decoding.max_new_tokens,
-        sampling=sampling,
-        stop_ids=stop_ids(decoding, target),
-        seed=decoding.seed,
-        stop_at=stop_at,
-    )
-    texts: list[str | None] = []
-    requests, errors = [], {}
-    for index, prompt in enumerate(prompts):
-        shown, ids = prompt.text, ()
-        try:
-            shown, ids = encode(
-                prompt, tokenizer, chat=text.chat, chat_template_kwargs=text.chat_template_kwargs
-            )
-        except TokenizerError as error:
-            errors[index] = str(error)
-        texts.append(shown)
-        requests += [Request(prompt_ids=ids, **shared)] * decoding.num_samples
-    return Job(
-        prompts, texts, requests, errors, tokenizer, sampling, text.stop, decoding.num_samples
-    )
-
-
-def sampling_for(options: GenerateOptions, target: LoadedModel, console: Console) -> Sampling:
-    """Settle what rules sampling: as given, else the checkpoint's if asked for, else greedy and nothing.
-
-    A ban counts more than a bias.
-    """
-    refuse_outside("--logit-bias", options.biases, target)
-    refuse_outside("--ban-token", options.banned, target)
-    biases = {**options.biases, **dict.fromkeys(options.banned, -math.inf)}
-    own = sampling_of(target) if options.decoding.sampling == "model" else {}
-    sampling = dataclasses.replace(options.sampling.over(own), logit_bias=biases)
-    given = options.sampling.values
-    idle = [(name,) for name in FILTERS if given.get(name, DEFAULTS[name]) != DEFAULTS[name]]
-    idle += [(field,) for field, _ in options.drafting.changes_acceptance]
-    if sampling.temperature == 0 and idle:
-        flags = ", ".join(as_flag(*shown) for shown in idle)
-        note(console, f"{flags}: without effect at temperature 0; add --temperature 1")
-    return sampling
-
-
-def sampling_of(target: LoadedModel) -> dict[str, Any]:
-    """Return what the checkpoint itself says of sampling.
-
-    Raises:
-      UsageError: it says nothing, or something that cannot be.
-    """
-    if target.generation is None:
-        raise UsageError(f"--sampling model: {target.source} has no generation config of its own")
-    names = {f.name for f in dataclasses.fields(Sampling)}
-    own = dataclasses.asdict(target.generation)
-    own = {name: value for name, value in own.items() if name in names}
-    try:
-        Sampling(**own)
-    except FieldError as error:
-        raise UsageError(
-            f"--sampling model: in {target.source}'s generation config {error}; give the values as flags "
-            "instead"
-        ) from None
-    return own
-
-
-def stop_ids(options: DecodingOptions, target: LoadedModel) -> tuple[int, ...]:
-    """Return the ids that end a row: the checkpoint's own, unless ignored, and those given."""
-    refuse_outside("--stop-id", options.stop_ids, target)
-    own = () if options.ignore_eos or target.generation is None else target.generation.eos_token_ids
-    return (*own, *options.stop_ids)
-
-
-def refuse_outside(flag: str, ids: Iterable[int], target: LoadedModel) -> None:
-    """Refuse ids that are not tokens of the target."""
-    size = target.config.vocab_size
-    bad = [i for i in ids if not 0 <= i < size]
-    if bad:
-        raise UsageError(f"{flag} {bad[0]} is outside the vocabulary; expected 0 to {size - 1}")
 
 
 def make_engine(
     job: Job, options: GenerateOptions, target: LoadedModel, drafter: LoadedModel | None
 ) -> Engine:
-    """Make an engine that fits the job: as many rows and positions as it needs, in buckets."""
+    """Make an engine that fits the job: as many rows and positions as it needs, in buckets.
+
+    Rows that are done already count: a run that goes on has the shapes, and so the rounding, of the first one.
+    """
     running = options.running
     return Engine.fitting(
         target,
         drafter,
-        job.requests,
+        list(job.requests.values()),
         cache_length=running.cache_length,
         batch_size=running.batch_size or min(len(job.requests), MOST_SLOTS),
         drafting=options.drafting,
@@ -258,97 +134,152 @@ def make_engine(
     )
 
 
-def refuse(job: Job, engine: Engine, console: Console) -> None:
-    """Note and report the prompts that cannot be decoded; when that is all of them, there is no run."""
-    for index, request in enumerate(job.requests[:: job.num_samples]):
-        error = job.errors.get(index) or engine.check(request)
-        if error is not None:
-            job.errors[index] = told(error)
-    named = [f"{job.prompts[i].origin}: {error}" for i, error in sorted(job.errors.items())]
-    if len(named) == len(job.prompts):
-        raise UsageError("\n".join(named))
-    for message in named:
-        console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+def take_over(rows: RowsFile | RowsStream, job: Job, engine: Engine, console: Console) -> set[Key]:
+    """Return the rows that an earlier run has finished, and say how many they are."""
+    refused = {key for key in job.requests if key[0] in job.errors}
+    done = rows.take_over(job.identify(engine), refused)
+    if rows.is_torn:
+        note(console, f"the last line of {rows.name} was cut short; that row is done again")
+    if done:
+        note(
+            console,
+            f"{len(done):,} of {len(job.requests):,} rows are in {rows.name} already"
+            + (", and not done again" if len(done) < len(job.requests) else ": nothing to do"),
+        )
+    return done
+
+
+def agreed(done: set[Key], job: Job) -> set[Key]:
+    """Return what the first of several processes found to be done: they decode the same rows, together."""
+    found = np.asarray([key in done for key in job.requests])
+    found = multihost_utils.broadcast_one_to_all(found)
+    return {key for key, is_done in zip(job.requests, found.tolist(), strict=True) if is_done}
 
 
 # --- decoding ----------------------------------------------------------------------------------------
 
 
-def show_stream(job: Job, engine: Engine, console: Console) -> list[PromptResult]:
+def show_stream(job: Job, engine: Engine, tally: Tally, console: Console) -> None:
     """Decode one prompt, printing its text as it becomes certain; on a terminal, after the prompt itself."""
-    stream = None if job.tokenizer is None else TextStream(job.tokenizer, job.stop_texts)
+    stream = None if job.tokenizer is None else TextStream(job.tokenizer, job.stops[0])
     given = job.prompts[0].text
-    events = engine.run(job.requests)
+    events = engine.run(list(job.requests.values()))
     with console.status("[dim]compiling"):
         first = next(events)
     if sys.stdout.isatty() and given == job.texts[0]:  # not what a chat template wraps it in
         Console().print(Text(given or "", "dim", end=""), end="", soft_wrap=True)
-    results = []
     for event in itertools.chain([first], events):
         if isinstance(event, Update):
             piece = "" if stream is None else stream.push(event.token_ids)
         else:
-            results.append(job.result(event))
-            rest = body(results[0]) if stream is None else stream.finish(event.token_ids)
+            result = job.result(event)
+            tally.add(result.to_json())
+            rest = body(result) if stream is None else stream.finish(event.token_ids)
             piece = rest + "\n"
         sys.stdout.write(piece)
         sys.stdout.flush()
-    return results
 
 
 def show_many(
-    job: Job, engine: Engine, lines: IO[str] | None, console: Console
-) -> list[PromptResult]:
-    """Decode prompts, printing each result in the order of the prompts, as soon as its turn comes."""
-    results: list[PromptResult] = []
-    early: dict[int, PromptResult] = {}
-    progress = RunProgress(console, [r.max_new_tokens for r in job.requests])
+    job: Job,
+    requests: Sequence[Request],
+    engine: Engine,
+    rows: RowsFile | RowsStream | None,
+    tally: Tally,
+    console: Console,
+) -> None:
+    """Decode prompts. Each result is written, or printed when its turn comes."""
+    progress = RunProgress(console, {r.id: r.max_new_tokens for r in requests})
+    show = printer(job, progress)
     with contextlib.closing(progress):
-        for event in engine.run(job.requests):
+        for event in engine.run(requests):
             finished = isinstance(event, Completion)
-            assert isinstance(event.id, int)
             progress.update(event.id, len(event.token_ids), finished=finished)
             if not isinstance(event, Completion):
                 continue
-            early[event.id] = job.result(event)
-            with progress.aside():
-                while len(results) in early:
-                    results.append(early.pop(len(results)))
-                    if lines is not None:
-                        write_line(lines, results[-1].to_json())
-                    elif results[-1].error is None:
-                        print(
-                            header(results[-1], len(job.requests)), body(results[-1]), "", sep="\n"
-                        )
-                        sys.stdout.flush()
-    return results
+            result = job.result(event)
+            values = result.to_json()
+            tally.add(values)
+            if result.error is not None and result.index not in job.errors:
+                with progress.aside():
+                    say_error(f"{job.prompts[result.index].origin}: {result.error}", console)
+            if rows is not None:
+                rows.write(values)
+            else:
+                show(result)
+
+
+def printer(job: Job, progress: RunProgress) -> Callable[[PromptResult], None]:
+    """Return what prints results in the order of the prompts, those with an error left out."""
+    due = enumerate(job.requests, 1)
+    early: dict[Key, PromptResult] = {}
+    number, key = next(due)
+
+    def show(result: PromptResult) -> None:
+        nonlocal number, key
+        early[result.index, result.sample] = result
+        if key not in early:
+            return
+        with progress.aside():
+            while key in early:
+                turn = early.pop(key)
+                if turn.error is None:
+                    print(header(turn, number, len(job.requests)), body(turn), "", sep="\n")
+                number, key = next(due, (0, (-1, None)))
+            sys.stdout.flush()
+
+    return show
+
+
+# --- after decoding ----------------------------------------------------------------------------------
+
+
+def compare(
+    requests: Sequence[Request], engine: Engine, tally: Tally, console: Console
+) -> plain.PlainSpeed | None:
+    """Measure plain decoding beside a run that was long enough."""
+    decoded = [r for r in requests if isinstance(r.id, tuple) and r.id[0] not in tally.errors]
+    acceptance = mean(tally.steps)
+    if not decoded or acceptance is None or not plain.is_worth_it(engine):
+        return None
+    with console.status("[dim]measuring plain decoding"):
+        try:
+            return plain.measure(engine, decoded, acceptance)
+        except jax.errors.JaxRuntimeError as error:
+            first = str(error).splitlines()[0]
+            note(console, f"plain decoding could not be measured beside it: {first}")
+            return None
 
 
 def summarise(
-    results: Sequence[PromptResult],
+    tally: Tally,
     job: Job,
     options: GenerateOptions,
     engine: Engine,
+    compared: plain.PlainSpeed | None,
+    taken_over: int,
     load_s: float,
     total_s: float,
 ) -> Summary:
-    """Add up a run."""
-    lengths = [length for r in results for length in r.acceptance_lengths]
-    timings, device = engine.timings, jax.devices()[0]
-    drafter = engine.drafter
+    """Put together what is said of a run."""
+    timings, device, drafter = engine.timings, jax.devices()[0], engine.drafter
+    steps = tally.steps
+    speed = timings.decode_tokens / timings.decode_s if timings.decode_s else None
+    samples = {sample for _, sample in job.requests}
     return Summary(
         prompts=len(job.prompts),
-        num_samples=job.num_samples,
-        errors=len(job.errors),
-        prompt_tokens=sum(
-            len(r.prompt_ids) for r in results[:: job.num_samples] if r.error is None
-        ),
-        new_tokens=sum(len(r.token_ids) for r in results),
+        num_samples=len(samples),
+        errors=len(tally.errors),
+        taken_over=taken_over,
+        prompt_tokens=tally.prompt_tokens,
+        new_tokens=tally.new_tokens,
         decode_tokens=timings.decode_tokens,
-        decode_tokens_per_s=timings.decode_tokens / timings.decode_s if timings.decode_s else None,
-        verify_steps=len(lengths),
-        acceptance_length=sum(lengths) / len(lengths) if lengths else None,
-        acceptance_by_position=acceptance_by_position(lengths, engine.spec.depth),
+        decode_tokens_per_s=speed,
+        plain_tokens_per_s=speed * compared.ratio if speed and compared else None,
+        plain_measured_s=compared.measured_s if compared else None,
+        verify_steps=steps.total(),
+        acceptance_length=mean(steps),
+        acceptance_by_position=acceptance_by_position(steps, engine.spec.depth),
         prefill_s=timings.prefill_s,
         decode_s=timings.decode_s,
         compile_s=timings.compile_s,

@@ -1,0 +1,98 @@
+"""How fast plain decoding is on this device, with a run's batch and cache length: a few steps of it after the run.
+
+Read `measure`. It reads the first prompts of the run again, times a few speculative steps, drops the drafter's state,
+and times a few plain ones: what a step takes is compared on the same rows. The plain loop is the one program that
+has to be compiled. No result depends on any of this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxspec.engine import Engine
+from jaxspec.requests import Request, sampling_params
+from jaxspec.runtime import Runtime, make_spec
+from jaxspec.sharding import fetch, own_context
+from jaxspec.state import DecodeState
+
+LONG_ENOUGH_S = 10.0
+"""Seconds of decoding from which on a run is worth a measurement. It takes about one with the bundled pair."""
+TIMES_COMPILING = 2
+"""And so many times what the run compiled for: a large model's loop takes long to compile."""
+ROUNDS = 4  # the first one warms up, the quickest counts
+STEPS = 4  # of a round
+
+
+@dataclass(frozen=True)
+class PlainSpeed:
+    """What was found.
+
+    Attributes:
+      ratio: tokens a second of plain decoding, for each one of the run.
+      measured_s: what it took, compiling included.
+    """
+
+    ratio: float
+    measured_s: float
+
+
+def is_worth_it(engine: Engine) -> bool:
+    """Tell whether a run was long enough to be compared with plain decoding."""
+    timings = engine.timings
+    least = max(LONG_ENOUGH_S, TIMES_COMPILING * timings.compile_s)
+    return engine.drafter is not None and timings.decode_s >= least and jax.process_count() == 1
+
+
+def measure(
+    engine: Engine, requests: Sequence[Request], acceptance_length: float
+) -> PlainSpeed | None:
+    """Compare plain steps with the run's own; None where the cache has no room for these.
+
+    Args:
+      engine: what has run and is idle. It shares its programs, and is not changed.
+      requests: some that it has decoded.
+      acceptance_length: tokens that the run committed a step.
+    """
+    begin = time.perf_counter()
+    spec, batch, length = engine.spec, engine.batch_size, engine.cache_length
+    sizes = dict(batch_size=batch, cache_length=length)
+    weights = engine.target_params
+    fast = Runtime(spec, weights, engine.drafter_params, **sizes, programs=engine.runtime.programs)
+    plain_spec = make_spec(engine.target, None, extras=spec.extras)
+    plain = Runtime(plain_spec, weights, None, **sizes, programs=engine.runtime.programs)
+    rows = list(itertools.islice(itertools.cycle(requests), batch))
+    with own_context(engine.mesh):
+        state = fast.init_state(engine.num_stop_ids)
+        admission = fast.admission(
+            range(batch),
+            [length - spec.step_tokens - len(row.prompt_ids) for row in rows],
+            np.full((batch, engine.num_stop_ids), -1, np.int32),  # none stops
+            sampling_params(spec, [row.sampling for row in rows]),
+            np.zeros((batch, 2), np.uint32),
+        )
+        state = fast.admit(state, admission)
+        state = fast.prefill(state, {slot: row.prompt_ids for slot, row in enumerate(rows)})
+        state, speculative_s = _step_seconds(fast, state)
+        state, plain_s = _step_seconds(plain, dataclasses.replace(state, drafter=None))
+    if speculative_s is None or plain_s is None:
+        return None
+    ratio = speculative_s / (plain_s * acceptance_length)
+    return PlainSpeed(ratio, time.perf_counter() - begin)
+
+
+def _step_seconds(runtime: Runtime, state: DecodeState) -> tuple[DecodeState, float | None]:
+    """Return what a step takes at least; None if rows ended before a round was timed."""
+    found = []
+    for _ in range(ROUNDS):
+        before, decoded_s = int(fetch(state.num_steps).max()), runtime.timings.decode_s
+        state = runtime.decode(state, STEPS)
+        if int(fetch(state.num_steps).max()) - before == STEPS:
+            found.append((runtime.timings.decode_s - decoded_s) / STEPS)
+    return state, min(found[1:], default=None)
