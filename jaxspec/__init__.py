@@ -17,6 +17,7 @@ _HOMES = {
     "rows": ("GenerateResult", "Prompts"),
     "runtime": ("Programs",),
     "sampler": ("Sampler",),
+    "scoring": ("Sequences", "score"),
     "sharding": ("make_mesh", "place_params"),
 }
 __all__ = [
@@ -33,12 +34,14 @@ __all__ = [
     "Request",
     "Sampler",
     "Sampling",
+    "Sequences",
     "Tree",
     "Update",
     "generate",
     "load",
     "make_mesh",
     "place_params",
+    "score",
 ]
 
 if TYPE_CHECKING:
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from jaxspec.rows import GenerateResult, Prompts
     from jaxspec.runtime import Programs
     from jaxspec.sampler import Sampler
+    from jaxspec.scoring import Sequences, score
     from jaxspec.sharding import make_mesh, place_params
 
 

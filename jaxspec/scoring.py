@@ -61,7 +61,7 @@ class Sequences(struct.PyTreeNode):
     @classmethod
     def padded(
         cls,
-        tokens: ArrayLike,
+        tokens: ArrayLike | Sequence[Sequence[int]],
         prompt_lengths: ArrayLike | Sequence[int],
         lengths: ArrayLike | Sequence[int],
     ) -> Sequences:
@@ -289,9 +289,7 @@ def _score(
     count = places.shape[1]
     each = count if chunk is None else min(count, max(1, chunk // rows))  # places of a row
     pieces = -(-count // each)
-    places = jnp.pad(
-        places, ((0, 0), (0, pieces * each - count)), constant_values=width
-    )
+    places = jnp.pad(places, ((0, 0), (0, pieces * each - count)), constant_values=width)
 
     def run(places: Int[Array, "R C"]) -> Logprobs:
         return _score_places(spec, target, hidden, sequences, sampling, places)

@@ -116,4 +116,4 @@ def forgotten(function: CallableT, remat: bool) -> CallableT:
     Each layer is wrapped by itself. XLA then computes it again when its gradient is due, and not
     all layers at once. Without a backward pass this changes nothing.
     """
-    return jax.checkpoint(function) if remat else function
+    return jax.checkpoint(function) if remat else function  # type: ignore[return-value]
