@@ -19,6 +19,7 @@ _HOMES = {
     "sampler": ("Sampler",),
     "scoring": ("Sequences", "score"),
     "sharding": ("make_mesh", "place_params"),
+    "storage.saving": ("save", "save_hf"),
 }
 __all__ = [
     "Completion",
@@ -41,6 +42,8 @@ __all__ = [
     "load",
     "make_mesh",
     "place_params",
+    "save",
+    "save_hf",
     "score",
 ]
 
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
     from jaxspec.sampler import Sampler
     from jaxspec.scoring import Sequences, score
     from jaxspec.sharding import make_mesh, place_params
+    from jaxspec.storage.saving import save, save_hf
 
 
 def __getattr__(name: str) -> Any:

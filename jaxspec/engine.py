@@ -187,7 +187,7 @@ class Engine:
         return self.runtime.target_params
 
     @target_params.setter
-    def target_params(self, params: Params) -> None:
+    def target_params(self, params: Any) -> None:
         self.runtime.target_params = params
 
     @property
@@ -196,7 +196,7 @@ class Engine:
         return self.runtime.drafter_params
 
     @drafter_params.setter
-    def drafter_params(self, params: Params | None) -> None:
+    def drafter_params(self, params: Any) -> None:
         self.runtime.drafter_params = params
 
     # --- requests ------------------------------------------------------------------------------------

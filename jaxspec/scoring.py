@@ -33,6 +33,7 @@ from jaxspec.sampler import Models, Sampler
 from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts, adjust, logprobs_of
 from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.state import DecodeSpec
+from jaxspec.trees import flat_params
 
 CHUNK = 512
 """Tokens whose logits are in memory at once: 0.5 GB in float32, for a vocabulary of 262,144."""
@@ -170,7 +171,7 @@ class Sequences(struct.PyTreeNode):
 
 def score(
     model: Sampler | Models | LoadedModel | Graph,
-    params: Params,
+    params: Any,
     sequences: Sequences | tuple[Any, GenerateResult],
     sampling: Sampling | SamplingParams | None = None,
     *,
@@ -186,7 +187,7 @@ def score(
     Args:
       model: the sampler that generated, for the same suppressed tokens and extras. Or a pair, a loaded
         target, or a graph, which suppresses nothing.
-      params: the target's.
+      params: the target's, as `trees.flat_params` takes them.
       sequences: what to score; or the prompts and the result of a sampler's call.
       sampling: what all texts asked; or values of one row for each text, as `Sampler.sampling` returns
         them. None is greedy.
@@ -217,7 +218,7 @@ def score(
             f"sampling has {sampling.temperature.shape[0]} rows; expected one for each of {rows} texts"
         )
     _check_values(spec, sequences, sampling)
-    return _score(spec, remat, chunk, params, sequences, sampling)
+    return _score(spec, remat, chunk, flat_params(params), sequences, sampling)
 
 
 def _spec_of(model: Any, sampling: Any, extras: Extras | None) -> DecodeSpec:
