@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
