@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 from jaxspec import decode, memory
 from jaxspec import state as states
 from jaxspec.loading import LoadedModel
-from jaxspec.params import Graph, KnownParams
+from jaxspec.params import Graph, KnownParams, cast_params
 from jaxspec.records import Drafting, Extras, FieldError, Sampling
 from jaxspec.rows import FinishReason, GenerateResult, Prompts, same_for_all, sampling_values
 from jaxspec.runtime import cache_length_for, jit, make_spec, read_prompts
@@ -39,6 +39,7 @@ from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Int, Params, UInt32
 from jaxspec.sharding import fetch, mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import DecodeState, PrefillChunk
+from jaxspec.trees import flat_params
 
 T = TypeVar("T")
 Models = Iterable[Any]
@@ -60,6 +61,8 @@ class Sampler:
       stop_ids: generation ends with (and keeps) the first of these; None for the checkpoint's own.
       drafting: how to draft and to judge drafts.
       extras: what rows may ask for beyond the least, such as penalties and log-probabilities.
+      dtype: "float32" or "bfloat16" to decode in, whatever the dtype of the params: each call casts them
+        first, and holds the copy while it runs. None: params must have the dtype of the graphs.
 
     Raises:
       ConfigError: the drafter does not fit the target.
@@ -76,6 +79,7 @@ class Sampler:
         stop_ids: Sequence[int] | None = None,
         drafting: Drafting = Drafting(),
         extras: Extras = Extras(),
+        dtype: str | None = None,
     ):
         for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
             if value < 1:
@@ -84,7 +88,8 @@ class Sampler:
             if drafter is not None:
                 raise ValueError("the pair has its own drafter; give pair.target to use another")
             target, drafter = cast(tuple[LoadedModel, LoadedModel | None], tuple(target))
-        self.spec = make_spec(target, drafter, drafting, extras)
+        self.spec = make_spec(target, drafter, drafting, extras).of_dtype(dtype)
+        self.dtype = dtype
         if stop_ids is None:
             generation = target.generation if isinstance(target, LoadedModel) else None
             stop_ids = generation.eos_token_ids if generation else ()
@@ -119,8 +124,8 @@ class Sampler:
 
     def __call__(
         self,
-        target_params: Params,
-        drafter_params: Params | None,
+        target_params: Any,
+        drafter_params: Any,
         prompts: Prompts | ArrayLike | Sequence[Sequence[int]],
         sampling: Sampling | SamplingParams | None = None,
         seeds: ArrayLike | Sequence[int] = 0,
@@ -132,7 +137,8 @@ class Sampler:
         """Generate R = B * num_samples rows.
 
         Args:
-          target_params, drafter_params: what `load` or a training step returns; never changed.
+          target_params, drafter_params: what `load` or a training step returns, as `trees.flat_params` takes
+            it; never changed.
           prompts: padded ids and their lengths; an array whose rows are all prompt; or, outside of jit,
             sequences of ids.
           sampling: what all rows ask; or values of R rows, see `sampling`. None is greedy.
@@ -146,6 +152,7 @@ class Sampler:
         Raises:
           ValueError: params, prompts, sampling or seeds do not fit; every difference in params is named.
         """
+        target_params, drafter_params = self._flat(target_params, drafter_params)
         if _is_traced((target_params, drafter_params, prompts, sampling, seeds, max_new_tokens)):
             if stop_at is not None:
                 raise ValueError(
@@ -174,8 +181,8 @@ class Sampler:
 
     def stream(
         self,
-        target_params: Params,
-        drafter_params: Params | None,
+        target_params: Any,
+        drafter_params: Any,
         prompts: Prompts | ArrayLike | Sequence[Sequence[int]],
         sampling: Sampling | SamplingParams | None = None,
         seeds: ArrayLike | Sequence[int] = 0,
@@ -190,6 +197,7 @@ class Sampler:
         Raises:
           ValueError: as in a call; or this is inside of jit.
         """
+        target_params, drafter_params = self._flat(target_params, drafter_params)
         if _is_traced((target_params, drafter_params, prompts, sampling, seeds, max_new_tokens)):
             raise ValueError("streaming needs the host; inside jit call the sampler itself")
         if steps_per_return < 1:
@@ -222,6 +230,16 @@ class Sampler:
                 return
             with _on(mesh):
                 state = self._advance(*weights, state, steps)
+
+    def _flat(self, target_params: Any, drafter_params: Any) -> tuple[Params, Params | None]:
+        """Return weights as programs take them: flat, and in the sampler's dtype if it has one."""
+        target_params = flat_params(target_params)
+        drafter_params = None if drafter_params is None else flat_params(drafter_params)
+        if self.dtype is not None:
+            target_params = cast_params(self.spec.target, target_params)
+            if self.spec.drafter is not None and drafter_params is not None:
+                drafter_params = cast_params(self.spec.drafter, drafter_params)
+        return target_params, drafter_params
 
     def _inputs(
         self, prompts: Any, sampling: Any, seeds: Any, max_new_tokens: Any, stop_ids: Any

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 
 from jaxspec.loading import LoadedModel
 from jaxspec.models.target import Placement, Target
-from jaxspec.params import Graph
+from jaxspec.params import Graph, cast_params
 from jaxspec.records import Extras, Sampling
 from jaxspec.rows import GenerateResult, Prompts, check_ids, same_for_all
 from jaxspec.runtime import make_spec
@@ -35,8 +35,8 @@ from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.state import DecodeSpec
 from jaxspec.trees import flat_params
 
-CHUNK = 512
-"""Tokens whose logits are in memory at once: 0.5 GB in float32, for a vocabulary of 262,144."""
+CHUNK = 256
+"""Tokens whose logits are in memory at once: 0.27 GB in float32, for a vocabulary of 262,144."""
 
 
 class Sequences(struct.PyTreeNode):
@@ -176,6 +176,7 @@ def score(
     sampling: Sampling | SamplingParams | None = None,
     *,
     extras: Extras | None = None,
+    dtype: str | None = None,
     remat: bool = True,
     chunk: int | None = CHUNK,
 ) -> Logprobs:
@@ -192,6 +193,8 @@ def score(
       sampling: what all texts asked; or values of one row for each text, as `Sampler.sampling` returns
         them. None is greedy.
       extras: of a model that is no sampler; None for what `sampling` needs. A `logits_fn` stands here.
+      dtype: "float32" or "bfloat16" to compute in. Params are cast to it, and gradients come in the
+        params' own. None is the sampler's `dtype`; without one, params must have the model's dtype.
       remat: whether a backward pass computes each layer again. That is a third more work, and the memory
         of one layer instead of all.
       chunk: tokens whose logits are in memory at once; None for all.
@@ -218,7 +221,13 @@ def score(
             f"sampling has {sampling.temperature.shape[0]} rows; expected one for each of {rows} texts"
         )
     _check_values(spec, sequences, sampling)
-    return _score(spec, remat, chunk, flat_params(params), sequences, sampling)
+    params = flat_params(params)
+    if dtype is None and isinstance(model, Sampler):
+        dtype = model.dtype
+    if dtype is not None:
+        spec = dataclasses.replace(spec, target=spec.target.of_dtype(dtype))
+        params = cast_params(spec.target, params)
+    return _score(spec, remat, chunk, params, sequences, sampling)
 
 
 def _spec_of(model: Any, sampling: Any, extras: Extras | None) -> DecodeSpec:

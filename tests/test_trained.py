@@ -96,6 +96,33 @@ def test_models_and_engines_take_trees(model: LoadedModel):
     same(engine.target_params, doubled)
 
 
+def test_samplers_take_trees_and_cast_them(model: LoadedModel):
+    """Rollouts in bfloat16 of float32 weights; their scores are near, and gradients come in float32."""
+    sampler = jaxspec.Sampler(
+        model, None, max_new_tokens=6, extras=jaxspec.Extras(logprobs=True), dtype="bfloat16"
+    )
+    cast = {name: x.astype("bfloat16") for name, x in model.params.items()}
+    prompts = jnp.asarray([[2, 17, 80, 33], [2, 99, 4, 7]])
+    sampling = jaxspec.Sampling(temperature=1.0)
+    result = sampler(nested(model.params), None, prompts, sampling)
+    again = sampler(cast, None, prompts, sampling)  # what is bfloat16 already stays as it is
+    np.testing.assert_array_equal(result.tokens, again.tokens)
+    assert sampler.num_compilations == 1
+
+    def loss(params: Any, dtype: str | None) -> jax.Array:
+        found = jaxspec.score(sampler, params, (prompts, result), sampling, dtype=dtype)
+        return jnp.sum(found.sampled)
+
+    assert result.logprobs is not None
+    expected = float(jnp.sum(result.logprobs.sampled))
+    for dtype in (None, "float32"):
+        value, slopes = jax.value_and_grad(loss)(nested(model.params), dtype)
+        assert {str(x.dtype) for x in jax.tree.leaves(slopes)} == {"float32"}
+        assert value == pytest.approx(expected, abs=1.0)
+    with pytest.raises(ValueError, match="dtype must be float32 or bfloat16, not 'int8'"):
+        jaxspec.Sampler(model, None, dtype="int8")
+
+
 @pytest.mark.parametrize(
     ("tree", "say"),
     [
