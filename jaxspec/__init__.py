@@ -17,7 +17,9 @@ _HOMES = {
     "rows": ("GenerateResult", "Prompts"),
     "runtime": ("Programs",),
     "sampler": ("Sampler",),
+    "scoring": ("Sequences", "score"),
     "sharding": ("make_mesh", "place_params"),
+    "storage.saving": ("save", "save_hf"),
 }
 __all__ = [
     "Completion",
@@ -33,12 +35,16 @@ __all__ = [
     "Request",
     "Sampler",
     "Sampling",
+    "Sequences",
     "Tree",
     "Update",
     "generate",
     "load",
     "make_mesh",
     "place_params",
+    "save",
+    "save_hf",
+    "score",
 ]
 
 if TYPE_CHECKING:
@@ -49,7 +55,9 @@ if TYPE_CHECKING:
     from jaxspec.rows import GenerateResult, Prompts
     from jaxspec.runtime import Programs
     from jaxspec.sampler import Sampler
+    from jaxspec.scoring import Sequences, score
     from jaxspec.sharding import make_mesh, place_params
+    from jaxspec.storage.saving import save, save_hf
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,24 @@ class Pair:
     def plain(self) -> Pair:
         """Return the same target without its drafter: what speculation is compared with."""
         return Pair(self.target, None, self.programs)
+
+    def with_params(self, target: Any = None, drafter: Any = None) -> Pair:
+        """Return the pair with other weights, such as trained ones; None keeps those it has.
+
+        Args:
+          target, drafter: as `trees.flat_params` takes them.
+
+        Raises:
+          ValueError: they do not fit; every difference is named.
+        """
+        changed: dict[str, Any] = {}
+        if target is not None:
+            changed["target"] = self.target.with_params(target)
+        if drafter is not None:
+            if self.drafter is None:
+                raise ValueError("the pair has no drafter to give weights to")
+            changed["drafter"] = self.drafter.with_params(drafter)
+        return replace(self, **changed)
 
     def generate(
         self,

@@ -17,10 +17,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jaxspec.prefill import bucket
 from jaxspec.records import FieldError, Sampling
 from jaxspec.rollout import Given, Plan
 from jaxspec.rows import Prompts, padded_on_host, same_for_all, width_bucket
-from jaxspec.runtime import bucket
 from jaxspec.sampling import SamplingParams
 
 Value = Any

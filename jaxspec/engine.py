@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -204,7 +205,7 @@ class Engine:
         return self.runtime.target_params
 
     @target_params.setter
-    def target_params(self, params: Params) -> None:
+    def target_params(self, params: Any) -> None:
         self.runtime.target_params = params
 
     @property
@@ -213,7 +214,7 @@ class Engine:
         return self.runtime.drafter_params
 
     @drafter_params.setter
-    def drafter_params(self, params: Params | None) -> None:
+    def drafter_params(self, params: Any) -> None:
         self.runtime.drafter_params = params
 
     # --- requests ------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ Read `load_target`. `storage` describes what a converted directory holds.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -23,6 +24,7 @@ from jaxspec.sharding import make_mesh, place
 from jaxspec.storage.arrays import restore_params
 from jaxspec.storage.conversion import open_source
 from jaxspec.storage.manifest import MANIFEST, Manifest
+from jaxspec.trees import flat_params
 
 __all__ = ["CheckpointError", "LoadedModel", "load_drafter", "load_target"]
 
@@ -43,6 +45,16 @@ class LoadedModel:
         size = sum(array.size for array in self.params.values())
         name = f"{self.source}: {self.graph.module.__name__}"
         return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.dtype})"
+
+    def with_params(self, params: Any) -> LoadedModel:
+        """Return the model with other weights, such as trained ones, as `trees.flat_params` takes them.
+
+        Raises:
+          ValueError: they do not fit the graph; every difference is named.
+        """
+        params = flat_params(params)
+        self.graph.check(params)
+        return dataclasses.replace(self, params=params)
 
 
 def load_target(

@@ -61,6 +61,16 @@ class Graph:
     config: Any
     dtype: str  # "float32" or "bfloat16"
 
+    def of_dtype(self, dtype: str) -> Graph:
+        """Return the same model with weights of another dtype.
+
+        Raises:
+          ValueError: it is neither "float32" nor "bfloat16".
+        """
+        if dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
+        return dataclasses.replace(self, dtype=dtype)
+
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape and dtype of every weight of this graph, by name."""
         _, variables = _abstract(self)
@@ -142,6 +152,23 @@ class Graph:
             )
             params[name] = make(seed, i)
         return params
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def cast_params(graph: Graph, params: Params) -> Params:
+    """Return weights in the dtypes of a graph. It is compiled, so outside of jit a call is one program.
+
+    Only floats are cast. What does not fit otherwise stays as it is, for `Graph.check` to find.
+    """
+    wanted = _wanted(graph)
+
+    def cast(name: str, x: Array) -> Array:
+        floats = name in wanted and jnp.issubdtype(wanted[name][1], jnp.floating)
+        if not floats or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x.astype(wanted[name][1])
+
+    return {name: cast(name, x) for name, x in params.items()}
 
 
 class KnownParams:

@@ -36,6 +36,7 @@ from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk, settle_num_draft_tokens
+from jaxspec.trees import flat_params
 
 Phase = Literal["admit", "prefill", "decode", "retire", "clear"]
 
@@ -216,12 +217,12 @@ class Runtime:
 
     @property
     def target_params(self) -> Params:
-        """The target's weights; others of the same shapes compile nothing."""
+        """The target's weights; others of the same shapes compile nothing. Set them as any `flat_params`."""
         return self._target_params
 
     @target_params.setter
-    def target_params(self, params: Params) -> None:
-        self._target_params = on_decoding_mesh(params)
+    def target_params(self, params: Any) -> None:
+        self._target_params = on_decoding_mesh(flat_params(params))
 
     @property
     def drafter_params(self) -> Params | None:
@@ -229,8 +230,8 @@ class Runtime:
         return self._drafter_params
 
     @drafter_params.setter
-    def drafter_params(self, params: Params | None) -> None:
-        self._drafter_params = None if params is None else on_decoding_mesh(params)
+    def drafter_params(self, params: Any) -> None:
+        self._drafter_params = None if params is None else on_decoding_mesh(flat_params(params))
 
     def place(self, rows: Any) -> Any:
         """Put what the host knows about rows onto the mesh."""

@@ -27,7 +27,7 @@ from jax.typing import ArrayLike
 from jaxspec import memory
 from jaxspec.arguments import is_inside_jit, is_traced, padded, read
 from jaxspec.loading import LoadedModel
-from jaxspec.params import Graph, KnownParams
+from jaxspec.params import Graph, KnownParams, cast_params
 from jaxspec.records import Drafting, Extras, FieldError, Sampling
 from jaxspec.rollout import (
     Given,
@@ -46,6 +46,7 @@ from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Params
 from jaxspec.sharding import fetch, mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import DecodeSpec
+from jaxspec.trees import flat_params
 
 T = TypeVar("T")
 Models = Iterable[Any]
@@ -67,6 +68,8 @@ class Sampler:
       stop_ids: generation ends with (and keeps) the first of these; None for the checkpoint's own.
       drafting: how to draft and to judge drafts.
       extras: what rows may ask for beyond the least, such as penalties and log-probabilities.
+      dtype: "float32" or "bfloat16" to decode in, whatever the dtype of the params: each call casts them
+        first, and holds the copy while it runs. None: params must have the dtype of the graphs.
 
     Raises:
       ConfigError: the drafter does not fit the target.
@@ -83,6 +86,7 @@ class Sampler:
         stop_ids: Sequence[int] | None = None,
         drafting: Drafting = Drafting(),
         extras: Extras = Extras(),
+        dtype: str | None = None,
     ):
         for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
             if value < 1:
@@ -91,7 +95,9 @@ class Sampler:
             if drafter is not None:
                 raise ValueError("the pair has its own drafter; give pair.target to use another")
             target, drafter = cast(tuple[LoadedModel, LoadedModel | None], tuple(target))
-        self.plan = Plan(make_spec(target, drafter, drafting, extras), max_new_tokens, num_samples)
+        spec = make_spec(target, drafter, drafting, extras).of_dtype(dtype)
+        self.plan = Plan(spec, max_new_tokens, num_samples)
+        self.dtype = dtype
         if max_new_tokens >= (most := self.plan.most_positions):
             raise FieldError(
                 "max_new_tokens",
@@ -144,8 +150,8 @@ class Sampler:
 
     def __call__(
         self,
-        target_params: Params,
-        drafter_params: Params | None,
+        target_params: Any,
+        drafter_params: Any,
         prompts: Prompts | ArrayLike | Sequence[Sequence[int]],
         sampling: Sampling | SamplingParams | None = None,
         seeds: ArrayLike | Sequence[int] = 0,
@@ -157,7 +163,8 @@ class Sampler:
         """Generate R = B * num_samples rows.
 
         Args:
-          target_params, drafter_params: what `load` or a training step returns; never changed.
+          target_params, drafter_params: what `load` or a training step returns, as `trees.flat_params` takes
+            it; never changed.
           prompts: padded ids and their lengths; an array whose rows are all prompt; or, outside of jit,
             sequences of ids.
           sampling: what all rows ask; or values of R rows, see `sampling`. None is greedy.
@@ -171,6 +178,7 @@ class Sampler:
         Raises:
           ValueError: params, prompts, sampling or seeds do not fit; every difference in params is named.
         """
+        target_params, drafter_params = self._flat(target_params, drafter_params)
         asked = (prompts, sampling, seeds, max_new_tokens, stop_ids)
         if is_traced((target_params, drafter_params, *asked)) or is_inside_jit():
             if stop_at is not None:
@@ -197,8 +205,8 @@ class Sampler:
 
     def stream(
         self,
-        target_params: Params,
-        drafter_params: Params | None,
+        target_params: Any,
+        drafter_params: Any,
         prompts: Prompts | ArrayLike | Sequence[Sequence[int]],
         sampling: Sampling | SamplingParams | None = None,
         seeds: ArrayLike | Sequence[int] = 0,
@@ -213,6 +221,7 @@ class Sampler:
         Raises:
           ValueError: as in a call; or this is inside of jit.
         """
+        target_params, drafter_params = self._flat(target_params, drafter_params)
         asked = (prompts, sampling, seeds, max_new_tokens, stop_ids)
         if is_traced((target_params, drafter_params, *asked)) or is_inside_jit():
             raise ValueError("streaming needs the host; inside jit call the sampler itself")
@@ -243,6 +252,16 @@ class Sampler:
             if not (active & (lengths >= counts)).any():
                 return
             state = self._run("advance", mesh, weights, state, steps)
+
+    def _flat(self, target_params: Any, drafter_params: Any) -> tuple[Params, Params | None]:
+        """Return weights as programs take them: flat, and in the sampler's dtype if it has one."""
+        target_params = flat_params(target_params)
+        drafter_params = None if drafter_params is None else flat_params(drafter_params)
+        if self.dtype is not None:
+            target_params = cast_params(self.spec.target, target_params)
+            if self.spec.drafter is not None and drafter_params is not None:
+                drafter_params = cast_params(self.spec.drafter, drafter_params)
+        return target_params, drafter_params
 
     def _ready(
         self, target_params: Params, drafter_params: Params | None, asked: tuple[Any, ...]

@@ -254,12 +254,15 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
 
     The softmax of the result is the distribution that decoding follows. Tokens that tie at a
     threshold are all kept. Rows of temperature 0 use temperature 1 here. Their result is not used.
+
+    Which tokens the filters keep has no gradient: for a derivative, filters are constant masks.
     """
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     # Logits are made relative to the best one. A tiny temperature can then overflow only to -inf.
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     logits = logits / temperature[:, None, None]
-    ordered = _ordered_bits(logits)
+    constant = lax.stop_gradient(logits)
+    ordered = _ordered_bits(constant)
     vocab = logits.shape[-1]
 
     k = jnp.where((sampling.top_k > 0) & (sampling.top_k < vocab), sampling.top_k, vocab)[:, None]
@@ -271,7 +274,7 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
     kept = ordered >= at_least_k[..., None]
 
     top_p = sampling.top_p[:, None]
-    weights = jnp.where(kept, jnp.exp(logits), 0.0)
+    weights = jnp.where(kept, jnp.exp(constant), 0.0)
     # The best token has weight 1, so it is kept even when top-p is 0 in float32.
     mass = jnp.maximum(jnp.sum(weights, axis=-1) * top_p, jnp.finfo(jnp.float32).tiny)
     at_least_p = _largest_threshold(
@@ -282,7 +285,7 @@ def shape_logits(logits: Float[Array, "B T V"], sampling: SamplingParams) -> Flo
     # Where top-p is off, rounding in the sums must not filter out any token.
     kept &= (ordered >= at_least_p[..., None]) | (top_p >= 1)[..., None]
     # The best token has logit 0, so each logit is the log of a token's ratio to the best.
-    kept &= logits >= jnp.log(sampling.min_p)[:, None, None]
+    kept &= constant >= jnp.log(sampling.min_p)[:, None, None]
     return jnp.where(kept, logits, -jnp.inf)
 
 

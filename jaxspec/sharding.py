@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxspec.cache import KVCache
 from jaxspec.shapes import Array, Params
+from jaxspec.trees import flat_params
 
 MESH_AXES = ("data", "model")
 
@@ -263,17 +264,19 @@ def decoding_mesh(mesh: Mesh) -> Mesh:
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def place_params(params: Params, graph: Any, mesh: Mesh) -> Params:
+def place_params(params: Any, graph: Any, mesh: Mesh) -> Params:
     """Move weights from any mesh to where decoding needs them.
 
     Weights that are already in place are not copied. Weights that an axis like `fsdp` split are
     gathered, because decoding reads every weight in every step.
 
     Args:
+      params: the weights, as `trees.flat_params` takes them.
       graph: the graph of the model that the weights belong to, such as `LoadedModel.graph`.
-      mesh: any mesh of the devices, such as that of a training program; see `decoding_mesh`.
+      mesh: any mesh of the devices, such as that of a training program; see `decoding_mesh`. Where its
+        axis for parts of weights is not named `model`, pass `make_mesh(data=..., model=...)`.
     """
-    return jax.device_put(params, graph.shardings(decoding_mesh(mesh)))
+    return jax.device_put(flat_params(params), graph.shardings(decoding_mesh(mesh)))
 
 
 def on_decoding_mesh(params: Params) -> Params:

@@ -89,6 +89,17 @@ class DecodeSpec:
         """Tokens a row that one target pass of a step writes: the anchor and the drafts."""
         return self.num_draft_tokens + 1
 
+    def of_dtype(self, dtype: str | None) -> DecodeSpec:
+        """Return the same for models with weights of another dtype; None for those they have.
+
+        Raises:
+          ValueError: it is neither "float32" nor "bfloat16".
+        """
+        if dtype is None:
+            return self
+        drafter = None if self.drafter is None else self.drafter.of_dtype(dtype)
+        return dataclasses.replace(self, target=self.target.of_dtype(dtype), drafter=drafter)
+
     def bind(
         self, target_params: Params, drafter_params: Params | None
     ) -> tuple[Target, AnyDrafter | None]:

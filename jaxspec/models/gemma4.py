@@ -21,7 +21,7 @@ from jaxspec.models.layers import GatedMLP, gelu_tanh, project, rms_norm, softca
 from jaxspec.models.moe import Experts
 from jaxspec.models.residual import Residual, Sum
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
-from jaxspec.models.xla import materialize, traced_once
+from jaxspec.models.xla import forgotten, materialize, traced_once
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole_rows
@@ -66,8 +66,9 @@ class Gemma4(Target):
         features: dict[int, Array] = {}
         norms = [*(layer.pre_attention_norm[...] for layer in self.layers), self.final_norm[...]]
         stream = Residual(x, self.config.rms_norm_eps).norm(norms[0])
+        run = forgotten(run_layer, where.remat)
         for i, (layer, spec) in enumerate(zip(self.layers, self.config.layers, strict=True)):
-            stream, new_cache, seen = run_layer(
+            stream, new_cache, seen = run(
                 layer,
                 stream,
                 norms[i + 1],

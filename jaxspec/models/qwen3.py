@@ -18,7 +18,7 @@ from jaxspec.configs.qwen3 import Qwen3Config
 from jaxspec.models.attention import Attention
 from jaxspec.models.layers import GatedMLP, rms_norm, table_logits
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
-from jaxspec.models.xla import traced_once
+from jaxspec.models.xla import forgotten, traced_once
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole_rows
@@ -65,9 +65,10 @@ class Qwen3(Target):
         new_caches: list[KVCache | None] = []
         segments: list[tuple[KVSegment, ...]] = []
         features: dict[int, Array] = {}
+        run = forgotten(run_layer, where.remat)
         for i, layer in enumerate(self.layers):
             cache = None if caches is None else caches[i]
-            x, new_cache, seen = run_layer(layer, x, where, cache)
+            x, new_cache, seen = run(layer, x, where, cache)
             new_caches.append(new_cache)
             segments.append(seen)
             if i in feature_layers:

@@ -31,7 +31,9 @@ class Placement(struct.PyTreeNode):
       start: positions below it are in the caches.
       count: tokens of a row that are real.
       slots: cache row of each batch row; None when they are the same.
-      ancestors: of a draft tree, the rows that each row sees, itself included; None for a chain.
+      ancestors: the rows that each row may see, itself included: of a draft tree, or of several texts in
+        one row. None for a chain.
+      remat: whether a backward pass computes each layer again, instead of keeping what it needs of it.
     """
 
     positions: Int[Array, "B T"]
@@ -39,6 +41,7 @@ class Placement(struct.PyTreeNode):
     count: Int[Array, " B"]
     slots: Int[Array, " B"] | None = None
     ancestors: Bool[Array, "B T T"] | None = None
+    remat: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def written(self) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"] | None]:

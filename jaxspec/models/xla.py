@@ -9,6 +9,7 @@ use these:
 - `table_left_on_cpu`: choose whether the vocabulary's table is the left or the right operand.
 - `materialize`: compute a value once, where XLA would repeat it in each reader or take it apart.
 - `traced_once`: trace and lower layers of one shape once.
+- `forgotten`: in a backward pass, compute a layer again instead of keeping its activations.
 
 Figures are from an H200, unless another machine is named.
 """
@@ -107,3 +108,12 @@ def traced_once(function: CallableT) -> CallableT:
     Inside a program jit does nothing else: XLA joins the calls with the code around them.
     """
     return jax.jit(function)  # type: ignore[return-value]
+
+
+def forgotten(function: CallableT, remat: bool) -> CallableT:
+    """Return a layer's function, of which a backward pass keeps only the inputs if `remat`.
+
+    Each layer is wrapped by itself. XLA then computes it again when its gradient is due, and not
+    all layers at once. Without a backward pass this changes nothing.
+    """
+    return jax.checkpoint(function) if remat else function  # type: ignore[return-value]

@@ -1,0 +1,122 @@
+"""Save trained weights: as a directory in jaxspec's format, or as a Hugging Face checkpoint.
+
+    jaxspec.save("tuned", pair.target, params)
+    jaxspec.save_hf("tuned-hf", pair.target, params)
+
+Both write beside the destination and rename at the end, so that nothing half written is ever found
+there. Both hold one parameter at a time in host memory.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.rules import fills_for
+from jaxspec.families import family_of, graph_of
+from jaxspec.loading import LoadedModel
+from jaxspec.shapes import Array, Params
+from jaxspec.storage.arrays import LazyArray, save_params
+from jaxspec.storage.bridge import checkpoint_prefix
+from jaxspec.storage.conversion import (
+    _copy_files,
+    _written_aside,
+    parameter_shapes,
+    rule_set,
+    write_weights,
+)
+from jaxspec.storage.manifest import Manifest
+from jaxspec.trees import flat_params
+
+_STORED = {"float32": "F32", "bfloat16": "BF16"}
+
+
+def save(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
+    """Write weights as a directory in jaxspec's format, which `load` takes.
+
+    Args:
+      directory: must not exist yet.
+      model: the loaded target or drafter that the weights belong to. Its config and tokenizer
+        files are copied.
+      params: the weights, as `trees.flat_params` takes them; None for the model's own. They are
+        stored in the dtype they have, which is float32 or bfloat16.
+
+    Raises:
+      CheckpointError: the directory exists, or cannot be written.
+      ValueError: the weights do not fit the model; every difference is named.
+    """
+    params, dtype = _checked(model, params)
+    config = model.config
+    shapes = parameter_shapes(config)
+    fills = fills_for(rule_set(config, shapes), shapes, checkpoint_prefix(model))
+    with _written_aside(Path(directory)) as aside:
+        save_params(aside, {name: _lazily(x) for name, x in params.items()})
+        _copy_files(model.directory, aside)
+        Manifest(
+            kind=family_of(config).name,
+            config=config,
+            generation=model.generation,
+            source=model.source,
+            revision=None,
+            dtype=dtype,
+            tensors={
+                name: "I64" if fill.transform.integers else _STORED[dtype]
+                for fill in fills
+                for name in fill.sources
+            },
+            skipped=[],
+        ).write(aside)
+
+
+def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
+    """Write weights as a Hugging Face checkpoint, under the names of the one that the model came from.
+
+    Of a multimodal checkpoint only the text decoder is written, since nothing else was loaded.
+    Arguments and errors are as in `save`. The dtype in config.json becomes that of the weights.
+
+    Raises:
+      CheckpointError: also if the model came without a config.json.
+    """
+    params, dtype = _checked(model, params)
+    if not (model.directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{model.directory} has no config.json, which a Hugging Face checkpoint needs; `save` writes "
+            "a directory that needs none"
+        )
+    prefix = checkpoint_prefix(model)
+    with _written_aside(Path(directory)) as aside:
+        write_weights(model.config, params, aside, prefix=prefix, dtype=dtype)
+        _copy_files(model.directory, aside)
+        file = aside / "config.json"
+        values = _with_dtype(json.loads(file.read_bytes()), dtype)
+        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _checked(model: LoadedModel, params: Any) -> tuple[Params, str]:
+    """Return weights that fit the model, and their dtype, which need not be the one it was loaded in."""
+    params = model.params if params is None else flat_params(params)
+    dtypes = {str(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, jnp.floating)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else model.graph.dtype
+    graph_of(model.config, dtype if dtype in _STORED else model.graph.dtype).check(params)
+    return params, dtype
+
+
+def _lazily(x: Array) -> LazyArray:
+    return LazyArray(x.shape, np.dtype(x.dtype), lambda: np.asarray(x))
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config.json that says this dtype wherever it says one."""
+    return {
+        key: dtype
+        if key in ("dtype", "torch_dtype") and isinstance(value, str)
+        else _with_dtype(value, dtype)
+        if isinstance(value, dict)
+        else value
+        for key, value in config.items()
+    }
