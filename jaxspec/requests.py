@@ -87,6 +87,23 @@ def positions(spec: DecodeSpec, request: Request) -> int:
     return cache_length_for(spec, len(request.prompt_ids) + request.max_new_tokens)
 
 
+def check_cache_length(spec: DecodeSpec, cache_length: int) -> None:
+    """Refuse caches of more positions than any request can use.
+
+    Raises:
+      FieldError: naming it.
+    """
+    most = cache_length_for(spec, spec.target.config.max_positions)
+    if cache_length > most:
+        raise FieldError(
+            "cache_length",
+            lambda say: (
+                f"{say('cache_length', cache_length)}: the target has {spec.target.config.max_positions} "
+                f"positions, and one step takes {spec.step_tokens} more; pass at most {most}"
+            ),
+        )
+
+
 def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
     """Say why programs of this spec cannot decode a request, whatever their shapes; None when they can."""
     config, sampling, extras = spec.target.config, request.sampling, spec.extras

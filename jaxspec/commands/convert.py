@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from jaxspec.commands.options import UsageError, command, explained
+from jaxspec.commands.progress import Ticker
 from jaxspec.families import named
 from jaxspec.records import option
 
@@ -85,7 +86,16 @@ def convert_command(
     """
     from jaxspec.configs.base import ConfigError
     from jaxspec.loading import CheckpointError
+    from jaxspec.memory import DeviceMemoryError
+    from jaxspec.storage.aside import partial
     from jaxspec.storage.conversion import convert, to_hf
+
+    def left() -> str:
+        if destination.exists():
+            return f"{destination} is complete"
+        if partial(destination).exists():
+            return f"{destination} was not written; the next conversion to it removes {partial(destination)}"
+        return f"{destination} was not written"
 
     console = Console(stderr=True)
     columns = (
@@ -97,13 +107,15 @@ def convert_command(
     )
     quiet = not console.is_terminal
     with (
-        explained(CheckpointError, ConfigError, interrupted=f"{destination} was not written"),
+        explained(CheckpointError, ConfigError, DeviceMemoryError, interrupted=left),
         Progress(*columns, console=console, transient=True, disable=quiet) as bars,
     ):
-        task = bars.add_task("writing" if options.to_hf else "converting", total=None)
+        doing = "writing" if options.to_hf else "converting"
+        task, ticker = bars.add_task(doing, total=None), Ticker(console)
 
         def show(name: str, done: int, total: int) -> None:
             bars.update(task, completed=done, total=total)
+            ticker.say(f"{doing}: {decimal(done)} of {decimal(total)}")
 
         if options.to_hf:
             report = to_hf(source, destination, progress=show)
@@ -127,5 +139,9 @@ def _summarise(console: Console, report: Report) -> None:
         f"{report.tensors} tensors, {report.parameters} parameters, {decimal(report.nbytes)} "
         f"in {report.seconds:.1f} s ({report.nbytes / 1e9 / report.seconds:.3f} GB/s)",
     ]
+    if report.left_behind:
+        lines.append(
+            f"removed what an interrupted conversion had left: {decimal(report.left_behind)}"
+        )
     lines += [f"skipped {count} tensors: {reason}" for reason, count in report.skipped.items()]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

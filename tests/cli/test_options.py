@@ -18,7 +18,7 @@ from jaxspec.commands.check.command import check_command
 from jaxspec.commands.generate.command import generate
 from jaxspec.commands.options import Fields, Given, as_flag, command, explained, told
 from jaxspec.loading import CheckpointError
-from jaxspec.records import Drafting, FieldError, Range, Sampling, Tree, at_least, option
+from jaxspec.records import VALUES, Drafting, FieldError, Range, Sampling, Tree, at_least, option
 from tests.cli.conftest import Run
 
 
@@ -139,8 +139,9 @@ def test_commands_have_an_option_for_every_field() -> None:
     assert names_of(Sampling) | drafting <= options
     assert "synthetic_acceptance" not in options
     options = set(inspect.signature(bench_command).parameters)
-    assert names_of(Drafting, "tree", "draft_sampling", "verification") | tree <= options
-    assert not options & (names_of(Sampling) | {"draft_sampling", "verification"})
+    assert names_of(Drafting, "tree") | tree <= options
+    assert set(VALUES) <= options
+    assert not options & (names_of(Sampling) - set(VALUES))
     options = set(inspect.signature(check_command).parameters)
     assert options & names_of(Drafting) == {"num_draft_tokens"}
 

@@ -388,7 +388,7 @@ typer.run(convert_command)
     assert process.stdout is not None
     for _ in range(3):
         assert process.stdout.readline() == "reading\n"
-    assert any(".partial-" in p.name for p in tmp_path.iterdir())
+    assert any(p.name == "ours.partial" for p in tmp_path.iterdir())
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -7,7 +7,7 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxspec.commands.bench.measure import measure
 from jaxspec.commands.bench.pair import Pair
 from jaxspec.commands.bench.tables import Case
 from jaxspec.commands.startup import versions
+from jaxspec.records import DEFAULTS, VALUES, Sampling
 
 
 def run(
@@ -31,12 +32,15 @@ def run(
     new_tokens: int,
     repeats: int,
     seed: int,
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Print the ceiling, measure every case, print the results; return all of it as JSON values.
 
     Args:
       contexts: lengths to start from, with random caches; without any, the prompts are prefilled.
+      say: called with what is being done.
     """
+    say("measuring the device")
     ceiling = measure_ceiling(
         pair.spec.target.dtype, step_cost(pair.spec, 1, prompts.shape[1]).weight_bytes
     )
@@ -48,14 +52,15 @@ def run(
     console.print(
         f"[bold]{pair.target_name}[/]{pair.title.removeprefix(pair.target_name)}\n"
         f"{conditions['dtype']} on {device} · jax {conditions['versions']['jax']} · "
-        f"{conditions['prompts']} · {new_tokens} new tokens a row, greedy, no stop ids"
+        f"{conditions['prompts']} · {new_tokens} new tokens a row, {_described(pair.sampling)}, no stop ids"
     )
     modes = [pair] if pair.spec.drafter is None else [pair.plain(), pair]
     starts = contexts or [prompts.shape[1]]
     cases = [Case(*case) for case in itertools.product(batch_sizes, starts, modes)]
     console.print(*tables.floors(cases, new_tokens, ceiling), sep="\n")
     results = []
-    for case in cases:
+    for number, case in enumerate(cases, 1):
+        name = f"case {number} of {len(cases)}, batch {case.batch}, {case.pair.label}"
         result = measure(
             case.pair,
             prompts[: case.batch],
@@ -64,6 +69,7 @@ def run(
             repeats=repeats,
             seed=seed,
             context=case.start if contexts else None,
+            say=lambda doing, name=name: say(f"{name}: {doing}"),
         )
         results.append(result)
         speed = f"{result.step_ms} ms a step, {result.tokens_per_s} tok/s"
@@ -91,13 +97,26 @@ def _conditions(
         "prompts": f"{'held-out' if pair.held_out else 'random'} prompts of {prompts.shape[1]} tokens",
         "prompt_length": prompts.shape[1],
         "new_tokens": new_tokens,
-        "temperature": 0.0,
+        **{name: getattr(pair.sampling, name) for name in VALUES},
+        "draft_sampling": pair.spec.drafting.draft_sampling,
+        "verification": pair.spec.drafting.verification,
         "repeats": repeats,
         "seed": seed,
         "ceiling": dataclasses.asdict(ceiling),
         "versions": versions("jax", "jaxlib", "flax", "numpy"),
         "command": shlex.join(["jaxspec", *sys.argv[1:]]),
     }
+
+
+def _described(sampling: Sampling) -> str:
+    """Say how tokens are chosen: "greedy", or what is not the default."""
+    given = [n for n in VALUES if getattr(sampling, n) != DEFAULTS[n]]
+    if sampling.temperature == 0:
+        given.insert(0, "greedy")
+    words = [
+        n if n == "greedy" else f"{n.replace('_', '-')} {getattr(sampling, n):g}" for n in given
+    ]
+    return ", ".join(words)
 
 
 def startup_of(first: dict[str, Any], import_s: float | None, load_s: float) -> dict[str, Any]:
