@@ -15,9 +15,10 @@ from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, as_flag, command, explained
 from jaxspec.commands.output import OutputOptions, write_line
 from jaxspec.commands.progress import ticking
-from jaxspec.families import presets
+from jaxspec.families import families, presets
 from jaxspec.records import DEFAULTS, VALUES, Drafting, Sampling, at_least, option
 
+KINDS = tuple(f.name for f in families("drafter") if f.drafter_for)
 FILTERS = ("top_k", "top_p", "min_p")  # what greedy decoding does not look at
 
 
@@ -27,8 +28,8 @@ class BenchOptions:
 
     random_weights: str | None = option(
         None,
-        "Random weights of this target's shape, and of its drafter's: --drafter then names a kind. "
-        f"One of {', '.join(presets())}.",
+        "Random weights of this target's shape, and of its drafter's: --drafter then names a kind, "
+        f"{', '.join(KINDS)} or none. One of {', '.join(presets())}.",
         metavar="PRESET",
     )
     batch_size: tuple[int, ...] = option(

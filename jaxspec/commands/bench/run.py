@@ -52,7 +52,7 @@ def run(
     console.print(
         f"[bold]{pair.target_name}[/]{pair.title.removeprefix(pair.target_name)}\n"
         f"{conditions['dtype']} on {device} · jax {conditions['versions']['jax']} · "
-        f"{conditions['prompts']} · {new_tokens} new tokens a row, {_described(pair.sampling)}, no stop ids"
+        f"{conditions['prompts']} · {new_tokens} new tokens a row, {described(pair.sampling)}, no stop ids"
     )
     modes = [pair] if pair.spec.drafter is None else [pair.plain(), pair]
     starts = contexts or [prompts.shape[1]]
@@ -108,7 +108,7 @@ def _conditions(
     }
 
 
-def _described(sampling: Sampling) -> str:
+def described(sampling: Sampling) -> str:
     """Say how tokens are chosen: "greedy", or what is not the default."""
     given = [n for n in VALUES if getattr(sampling, n) != DEFAULTS[n]]
     if sampling.temperature == 0:
