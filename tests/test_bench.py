@@ -562,6 +562,7 @@ def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
     [
         (["--random-weights", "e2b", "--target", "x"], "give no --target"),
         (["--random-weights", "e2b", "--drafter", "x"], "only mtp, dflash or none"),
+        (["--random-weights", "e2b", "--revision", "main"], "no options of the hub"),
         (["--tree-topk", "3", "--num-draft-tokens", "11"], "--tree-depth"),
         (
             ["--tree-topk", "3", "--tree-depth", "5", "--num-draft-tokens", "99"],

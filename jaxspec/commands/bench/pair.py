@@ -120,12 +120,13 @@ def make_pair(
       ValueError: the options do not fit each other, a model cannot be loaded, or memory is too small.
     """
     kinds = [f.name for f in reversed(families("drafter")) if f.drafter_for]
+    of_files = (models.target, models.revision, models.drafter_revision, models.token)
     if preset is not None and (
-        models.target is not None or models.drafter not in (None, *kinds, "none")
+        any(of_files) or models.offline or models.drafter not in (None, *kinds, "none")
     ):
         raise UsageError(
-            "--random-weights makes both models itself: give no --target, and as --drafter only "
-            f"{', '.join(kinds)} or none"
+            "--random-weights makes both models itself: give no --target and no options of the hub, and as "
+            f"--drafter only {', '.join(kinds)} or none"
         )
     if preset is not None and preset not in presets():
         raise UsageError(
