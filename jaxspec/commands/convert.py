@@ -18,6 +18,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from jaxspec.commands import interruption
 from jaxspec.commands.options import UsageError, command, explained
 from jaxspec.commands.progress import Ticker
 from jaxspec.families import named
@@ -87,7 +88,7 @@ def convert_command(
     from jaxspec.configs.base import ConfigError
     from jaxspec.loading import CheckpointError
     from jaxspec.memory import DeviceMemoryError
-    from jaxspec.storage.aside import partial
+    from jaxspec.storage.aside import abandon, partial
     from jaxspec.storage.conversion import convert, to_hf
 
     def left() -> str:
@@ -108,6 +109,7 @@ def convert_command(
     quiet = not console.is_terminal
     with (
         explained(CheckpointError, ConfigError, DeviceMemoryError, interrupted=left),
+        interruption.leaving(tidy=abandon),
         Progress(*columns, console=console, transient=True, disable=quiet) as bars,
     ):
         doing = "writing" if options.to_hf else "converting"

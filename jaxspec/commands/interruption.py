@@ -1,12 +1,13 @@
 """Ctrl-C and SIGTERM end a command within two seconds, whatever it is doing.
 
 Read `run`, then `_watch`. Python runs a handler of signals in the main thread only, between two of its
-instructions. A compilation by XLA is one instruction of many seconds. So a thread watches for signals too. A command
-that has something to tidy up says so with `unwinding`. It then gets a KeyboardInterrupt and a short grace. Without
-such a block, and after the grace, the watching thread ends the process.
+instructions. A compilation by XLA is one instruction of many seconds. So a thread watches for signals, and ends the
+process. The command is not asked: a KeyboardInterrupt within JAX frees arrays and programs that are in use, and that
+ends in a segmentation fault. What a command leaves must therefore be in order at every moment. A block of `leaving`
+says what that is, and may have something to tidy up.
 
 Every end is `os._exit`, after the streams were flushed. Otherwise Python and XLA would be taken apart under threads
-that still compile, and that ends in a segmentation fault.
+that still compile.
 
 The first imports of a command are here, so nothing large is imported. Only the commands' own processes call `run`:
 who imports jaxspec as a library keeps its own handlers.
@@ -22,6 +23,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -42,9 +44,7 @@ class _Ending:
         self.number = 0  # the first signal that came; 0 if none did
         self.taken: list[int] = []  # the signals that end this process
         self.watched = False  # a thread watches for signals
-        self.unwound = False  # a KeyboardInterrupt was raised
-        self.blocks: list[Left] = []  # the blocks of `unwinding` that are entered
-        self.speaker = threading.Lock()  # whoever takes it says why the process ends
+        self.blocks: list[tuple[Left, Callable[[], None] | None]] = []  # of `leaving`, entered
 
 
 _ending = _Ending()
@@ -54,22 +54,24 @@ _ending = _Ending()
 
 
 @contextlib.contextmanager
-def unwinding(left: Left = "") -> Iterator[None]:
-    """In this block an interruption is a KeyboardInterrupt, so that the block can tidy up.
+def leaving(left: Left = "", tidy: Callable[[], None] | None = None) -> Iterator[None]:
+    """Say what an interruption of this block leaves.
 
     Args:
-      left: what an interruption leaves, if the watching thread has to say so.
+      left: in words, for the message; asked after `tidy`.
+      tidy: removes what should not be left. It has a second. Another thread calls it while the block goes on.
     """
-    _ending.blocks.append(left)
+    _ending.blocks.append((left, tidy))
     try:
         yield
     finally:
         _ending.blocks.pop()
 
 
-def received() -> bool:
-    """Tell whether a signal came that ends this process. Whatever fails afterwards may be its doing."""
-    return _ending.number != 0
+def await_end_if_interrupted() -> None:
+    """Do not return if a signal came that ends this process. Whatever failed after it may be its doing."""
+    while _ending.number:
+        time.sleep(1)
 
 
 def message(left: Left = "") -> str:
@@ -77,16 +79,6 @@ def message(left: Left = "") -> str:
     words = _WORDS.get(_ending.number, _WORDS[signal.SIGINT])
     after = left() if callable(left) else left
     return f"{words}; {after}" if after else words
-
-
-def exit_code() -> int:
-    """Return 130 after Ctrl-C, and 143 after SIGTERM."""
-    return 128 + (_ending.number or signal.SIGINT)
-
-
-def may_speak() -> bool:
-    """Tell whether the caller is the first who wants to say why this process ends."""
-    return not _ending.watched or _ending.speaker.acquire(blocking=False)
 
 
 # --- the process -------------------------------------------------------------------------------------
@@ -103,14 +95,14 @@ def run(command_line: Callable[[], None]) -> NoReturn:
     except BrokenPipeError:
         code = CLOSED_PIPE
     except BaseException as error:
+        await_end_if_interrupted()
         code = 1
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             code = _cannot_write(error)
-        elif not received():
+        else:
             sys.excepthook(type(error), error, error.__traceback__)
-    if received():
-        _end_interrupted()
-    atexit._run_exitfuncs()  # such as leaving a group of processes
+    await_end_if_interrupted()
+    atexit._run_exitfuncs()  # such as leaving the processes of a mesh
     os._exit(_flushed(code))
 
 
@@ -125,7 +117,6 @@ def install() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    sys.unraisablehook = _say_unless_interrupted
     threading.Thread(target=_watch, args=(reading,), name="interruption", daemon=True).start()
     _ending.watched = True
 
@@ -137,22 +128,23 @@ def take_back() -> None:
 
 
 def _handle(number: int, frame: Any) -> None:
-    """Unwind the stack if a block wants that. Python calls this in the main thread, as soon as it can."""
+    """Note the signal. Python calls this in the main thread, as soon as it can; the watching thread is told at once."""
     _ending.number = _ending.number or number
     if not _ending.watched:
         _end_interrupted()
-    if _ending.blocks and not _ending.unwound:
-        _ending.unwound = True
-        raise KeyboardInterrupt
 
 
 def _watch(reading: int) -> None:
-    """Wait for a signal, give a block time to tidy up, and end the process. A second signal ends the grace."""
+    """Wait for a signal, tidy up, and end the process. A second signal ends it without more tidying."""
     number = _next_signal(reading, None)
     assert number is not None
     _ending.number = _ending.number or number
-    if _ending.blocks or _ending.unwound:
-        _next_signal(reading, GRACE_S)
+    tidying = threading.Thread(target=_tidy, daemon=True)
+    tidying.start()
+    end = time.monotonic() + GRACE_S
+    while tidying.is_alive() and time.monotonic() < end:
+        if _next_signal(reading, 0.01) is not None:
+            break
     _end_interrupted()
 
 
@@ -165,25 +157,30 @@ def _next_signal(reading: int, timeout_s: float | None) -> int | None:
     return None
 
 
+def _tidy() -> None:
+    for _, tidy in reversed(_ending.blocks):
+        if tidy is not None:
+            with contextlib.suppress(OSError):
+                tidy()
+
+
 def _end_interrupted() -> NoReturn:
-    """Say what happened, unless that was said, and end the process."""
+    """Say what happened, and end the process."""
     words = threading.Thread(target=_say_last_words, daemon=True)
     words.start()
     words.join(LAST_WORDS_S)
-    os._exit(exit_code())
+    os._exit(128 + _ending.number)
 
 
 def _say_last_words() -> None:
-    with contextlib.suppress(OSError, ValueError):  # closed, or full
-        sys.stdout.flush()
-        sys.stderr.flush()
-    if not may_speak():
-        return
-    left = _ending.blocks[-1] if _ending.blocks else ""
+    left = next((left for left, _ in reversed(_ending.blocks) if left), "")
     # A spinner hides the cursor of a terminal, and its line is still there.
     tidied = "\r\x1b[2K\x1b[?25h" if os.isatty(2) else ""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # closed, or full
+        sys.stderr.flush()
         os.write(2, f"{tidied}{message(left)}\n".encode())
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
 
 
 def _flushed(code: int) -> int:
@@ -204,9 +201,3 @@ def _cannot_write(error: OSError) -> int:
     with contextlib.suppress(OSError):
         os.write(2, f"error: cannot write the output: {error.strerror}\n".encode())
     return 2
-
-
-def _say_unless_interrupted(unraisable: Any) -> None:
-    """Let a KeyboardInterrupt in a destructor or a callback be silent. The watching thread ends the process."""
-    if not (received() and issubclass(unraisable.exc_type, KeyboardInterrupt)):
-        sys.__unraisablehook__(unraisable)

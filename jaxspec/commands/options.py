@@ -103,7 +103,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
-        with _mistakes_told():
+        with explained():
             made = {name: _put_together(*of, values) for name, of in records.items()}
             taken = {o.parameter.name for _, options in records.values() for o in options}
             function(**made, **{n: v for n, v in values.items() if n not in taken})
@@ -319,40 +319,25 @@ def told(error: Exception | str) -> str:
 def explained(*mistakes: type[Exception], interrupted: Left = "") -> Iterator[None]:
     """End a command with one message and no traceback, on a mistake of the user's (2) or on Ctrl-C (130).
 
-    In the block an interruption is a KeyboardInterrupt, so that the block can tidy up. It has a second.
-
     Args:
       mistakes: what else is one, beside `UsageError` and `FieldError`.
       interrupted: what Ctrl-C leaves, in words, or a function that returns them.
     """
-    with _mistakes_told(*mistakes, interrupted=interrupted), interruption.unwinding(interrupted):
-        yield
-
-
-@contextlib.contextmanager
-def _mistakes_told(*mistakes: type[Exception], interrupted: Left = "") -> Iterator[None]:
-    """Do as `explained`, for a block that has nothing to tidy up: Ctrl-C ends it at once."""
     try:
-        yield
+        with interruption.leaving(interrupted):
+            yield
     except BrokenPipeError:
-        if not interruption.received():
-            raise typer.Exit(interruption.CLOSED_PIPE) from None
+        raise typer.Exit(interruption.CLOSED_PIPE) from None
     except (UsageError, FieldError, *mistakes) as error:
-        if not interruption.received():  # which may be why it failed
-            _say(f"error: {told(error)}")
-            raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        pass
+        interruption.await_end_if_interrupted()
+        message, code = f"error: {told(error)}", 2
+    except KeyboardInterrupt:  # in a process that is not the command's own
+        message, code = interruption.message(interrupted), 130
     else:
         return
-    if interruption.may_speak():
-        _say(interruption.message(interrupted))
-    raise typer.Exit(interruption.exit_code())
-
-
-def _say(message: str) -> None:
     console = Console(stderr=True, highlight=False)
     console.print(message, style="red", markup=False, soft_wrap=True)
+    raise typer.Exit(code)
 
 
 def note(console: Console, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.metadata
 import os
@@ -60,6 +61,9 @@ def join_processes() -> bool:
             "--distributed: this process finds no others; start it by Slurm, Open MPI or Kubernetes "
             f"({error})"
         ) from None
+    atexit.register(
+        jax.distributed.shutdown
+    )  # it waits for the others: the first process serves them
     interruption.take_back()  # JAX's notice of preemption takes SIGTERM, and nothing here reads that notice
     return jax.process_index() == 0
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from checkpoints_convert.errors import CheckpointError
+
+_being_written: list[Path] = []
+_renaming = threading.Lock()  # a directory is either renamed or abandoned
 
 
 def partial(destination: Path) -> Path:
@@ -27,6 +31,7 @@ def written_aside(destination: Path) -> Iterator[tuple[Path, int]]:
     """Yield an empty directory beside `destination`, which is renamed to `destination` at the end.
 
     It is removed if anything fails. What a killed process left is removed first: the bytes of it are yielded too.
+    `abandon` ends it from another thread.
 
     Raises:
       CheckpointError: the destination exists, cannot be written, or is being written by another process.
@@ -41,14 +46,30 @@ def written_aside(destination: Path) -> Iterator[tuple[Path, int]]:
             left_behind = _size(aside)
             _remove(aside)
             aside.mkdir()
+            _being_written.append(aside)
             try:
                 yield aside, left_behind
                 _refuse_existing(destination)
-                os.rename(aside, destination)
+                with _renaming:
+                    if aside not in _being_written:
+                        raise CheckpointError(f"{destination} was abandoned")
+                    _being_written.remove(aside)
+                    os.rename(aside, destination)
             finally:
+                with _renaming, contextlib.suppress(ValueError):
+                    _being_written.remove(aside)
                 _remove(aside)
     except OSError as error:
         raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
+
+
+def abandon() -> None:
+    """Remove all directories that this process is writing, whatever thread writes them. None is renamed any more."""
+    with _renaming:
+        asides, _being_written[:] = [*_being_written], []
+    for aside in asides:
+        _remove(aside)
+        _lock_of(aside).unlink(missing_ok=True)
 
 
 def _refuse_existing(destination: Path) -> None:
@@ -62,7 +83,7 @@ def _locked(aside: Path) -> Iterator[None]:
 
     Some network file systems have no locks. There the file itself is the lock, and stays after a kill.
     """
-    path = aside.with_name(f"{aside.name}.lock")
+    path = _lock_of(aside)
     while True:
         made = _make(path)
         with contextlib.closing(path.open("r+")) as file:
@@ -83,6 +104,10 @@ def _locked(aside: Path) -> Iterator[None]:
             finally:
                 path.unlink(missing_ok=True)
             return
+
+
+def _lock_of(aside: Path) -> Path:
+    return aside.with_name(f"{aside.name}.lock")
 
 
 def _make(path: Path) -> bool:

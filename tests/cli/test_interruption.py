@@ -79,8 +79,28 @@ def test_a_signal_ends_what_python_cannot_interrupt(number: int, code: int, word
     assert seconds < LIMIT_S
 
 
-def test_a_block_that_cannot_tidy_up_has_a_second() -> None:
-    body = f"with interruption.unwinding(lambda: 'x is left'):\n    {READY}\n    {BUSY}"
+def test_what_is_left_is_tidied_and_told(tmp_path: Path) -> None:
+    """The main thread is in a call of C all the while; another one removes the file."""
+    file = tmp_path / "half"
+    file.touch()
+    body = f"""
+import os, pathlib
+file = pathlib.Path({str(file)!r})
+with interruption.leaving(lambda: f'the file is there: {{file.exists()}}', tidy=file.unlink):
+    {READY}
+    {BUSY}
+"""
+    code, seconds, stderr = ended(run_in(body), "ready", signal.SIGINT)
+    assert (code, stderr) == (130, "interrupted; the file is there: False\n")
+    assert seconds < interruption.GRACE_S
+
+
+def test_tidying_has_a_second_and_no_more() -> None:
+    body = f"""
+with interruption.leaving('x is left', tidy=lambda: time.sleep(60)):
+    {READY}
+    {BUSY}
+"""
     code, seconds, stderr = ended(run_in(body), "ready", signal.SIGINT)
     assert (code, stderr) == (130, "interrupted; x is left\n")
     assert interruption.GRACE_S <= seconds < LIMIT_S
@@ -89,30 +109,15 @@ def test_a_block_that_cannot_tidy_up_has_a_second() -> None:
     assert seconds < interruption.GRACE_S  # the second one ends it at once
 
 
-def test_a_block_tidies_up() -> None:
+def test_what_fails_after_an_interruption_is_not_told() -> None:
+    """The command goes on while another thread tidies, and may fail because of that."""
     body = f"""
-with interruption.unwinding():
-    try:
-        {READY}
-        time.sleep(60)
-    finally:
-        print('tidied', file=sys.stderr)
-"""
-    code, seconds, stderr = ended(run_in(body), "ready", signal.SIGINT)
-    assert (code, stderr) == (130, "tidied\ninterrupted\n")
-    assert seconds < interruption.GRACE_S
-
-
-def test_an_interruption_that_something_swallows_still_ends_the_command() -> None:
-    """Imports and callbacks of libraries swallow a KeyboardInterrupt, or make another error of it."""
-    body = f"""
-with interruption.unwinding():
-    try:
-        {READY}
-        time.sleep(60)
-    except BaseException:
-        pass
-    raise RuntimeError("of the interruption")
+gone = []
+with interruption.leaving('x is left', tidy=lambda: (gone.append(1), time.sleep(0.3))):
+    {READY}
+    while not gone:
+        time.sleep(0.01)
+    raise RuntimeError('it is gone')
 """
     code, _, stderr = ended(run_in(body), "ready", signal.SIGINT)
     assert (code, stderr) == (130, "interrupted\n")
@@ -145,14 +150,13 @@ def chain(x):
         x = jnp.sin(x @ x + i)
     return x
 lowered = jax.jit(chain).lower(jnp.ones((8, 8)))
-with interruption.unwinding():
+with interruption.leaving('nothing'):
     {READY}
     lowered.compile()
     print('compiled', file=sys.stderr)
 """
     code, seconds, stderr = ended(run_in(body), "ready", signal.SIGINT)
-    assert code == 130
-    assert stderr == "interrupted\n"
+    assert (code, stderr) == (130, "interrupted; nothing\n")
     assert seconds < LIMIT_S
 
 

@@ -87,6 +87,21 @@ def test_a_destination_that_appears_meanwhile_is_not_replaced(tmp_path: Path) ->
     assert names(tmp_path) == ["ours"]
 
 
+def test_an_abandoned_directory_is_not_put_in_its_place(tmp_path: Path) -> None:
+    """Ctrl-C removes what another thread is writing, and that thread may just have finished."""
+    place = tmp_path / "ours"
+
+    def interrupted() -> None:
+        with written_aside(place):
+            aside.abandon()
+            assert names(tmp_path) == []
+            aside.partial(place).mkdir()  # it writes on
+
+    with pytest.raises(CheckpointError, match="was abandoned"):
+        interrupted()
+    assert names(tmp_path) == []
+
+
 def test_where_there_are_no_locks_the_file_is_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
