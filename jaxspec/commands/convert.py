@@ -20,7 +20,7 @@ from rich.progress import (
 
 from jaxspec.commands import interruption
 from jaxspec.commands.options import UsageError, command, explained
-from jaxspec.commands.progress import Ticker
+from jaxspec.commands.progress import ticking
 from jaxspec.families import named
 from jaxspec.records import option
 
@@ -111,13 +111,15 @@ def convert_command(
         explained(CheckpointError, ConfigError, DeviceMemoryError, interrupted=left),
         interruption.leaving(tidy=abandon),
         Progress(*columns, console=console, transient=True, disable=quiet) as bars,
+        ticking(console) as say,
     ):
         doing = "writing" if options.to_hf else "converting"
-        task, ticker = bars.add_task(doing, total=None), Ticker(console)
+        task = bars.add_task(doing, total=None)
+        say("reading the source")
 
         def show(name: str, done: int, total: int) -> None:
             bars.update(task, completed=done, total=total)
-            ticker.say(f"{doing}: {decimal(done)} of {decimal(total)}")
+            say(f"{doing}, {decimal(done)} of {decimal(total)}")
 
         if options.to_hf:
             report = to_hf(source, destination, progress=show)
