@@ -93,7 +93,7 @@ def convert_command(
 
     def left() -> str:
         if destination.exists():
-            return f"{destination} is complete"
+            return f"{destination} is there"
         if partial(destination).exists():
             return f"{destination} was not written; the next conversion to it removes {partial(destination)}"
         return f"{destination} was not written"
