@@ -82,11 +82,6 @@ class Completion:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
 
-def positions(spec: DecodeSpec, request: Request) -> int:
-    """Return the positions that a request needs in a cache."""
-    return cache_length_for(spec, len(request.prompt_ids) + request.max_new_tokens)
-
-
 def check_cache_length(spec: DecodeSpec, cache_length: int) -> None:
     """Refuse caches of more positions than any request can use.
 
@@ -102,6 +97,11 @@ def check_cache_length(spec: DecodeSpec, cache_length: int) -> None:
                 f"positions, and one step takes {spec.step_tokens} more; pass at most {most}"
             ),
         )
+
+
+def positions(spec: DecodeSpec, request: Request) -> int:
+    """Return the positions that a request needs in a cache."""
+    return cache_length_for(spec, len(request.prompt_ids) + request.max_new_tokens)
 
 
 def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:

@@ -36,13 +36,7 @@ from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
 from jaxspec.memory import check_host_fits
 from jaxspec.shapes import Array
-from jaxspec.storage.arrays import (
-    LazyArray,
-    check_tree,
-    read_params,
-    save_params,
-    stored_arrays,
-)
+from jaxspec.storage.arrays import LazyArray, check_tree, read_params, save_params, stored_arrays
 from jaxspec.storage.aside import written_aside
 from jaxspec.storage.manifest import MANIFEST, Manifest
 
