@@ -148,8 +148,10 @@ def untidy(name: str, directory: Path) -> list[str]:
     return wrong
 
 
-def interrupt_often(name: str, times: int, seed: int, window_s: float) -> dict[str, Any]:
-    """Interrupt one command at so many random moments, and return what is worth knowing."""
+def interrupt_often(
+    name: str, times: int, seed: int, window_s: tuple[float, float]
+) -> dict[str, Any]:
+    """Interrupt one command at so many random moments of a window, and return what is worth knowing."""
     drawn = random.Random(f"{seed} {name}")
     tries: list[Try] = []
     too_early: list[Try] = []
@@ -170,7 +172,7 @@ def interrupt_often(name: str, times: int, seed: int, window_s: float) -> dict[s
         untidy(name, directory)
         while len(tries) < times:
             environment = drawn.choice([warm | keep_all, cold])
-            done = interrupt(command, drawn.uniform(0, window_s), environment=environment)
+            done = interrupt(command, drawn.uniform(*window_s), environment=environment)
             wrong += untidy(name, directory)
             if done is None:
                 too_late += 1
@@ -208,10 +210,12 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=["generate", "check", "bench", "convert"])
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--window", type=float, default=15.0, help="seconds of a command to cover")
+    parser.add_argument(
+        "--window", type=float, nargs=2, default=(0.0, 15.0), help="seconds of a command to cover"
+    )
     given = parser.parse_args()
     for name in given.names:
-        found = interrupt_often(name, given.times, given.seed, given.window)
+        found = interrupt_often(name, given.times, given.seed, tuple(given.window))
         print(json.dumps(found), flush=True)
 
 

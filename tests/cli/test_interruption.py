@@ -198,6 +198,6 @@ def test_a_library_leaves_signals_alone() -> None:
 @pytest.mark.parametrize("name", ["generate", "check", "bench", "convert"])
 def test_every_command_at_random_moments(name: str) -> None:
     """Twelve tries each; `python -m tests.cli.interrupts` makes more."""
-    found = interrupt_often(name, 12, seed=1, window_s=12)
+    found = interrupt_often(name, 12, seed=1, window_s=(0, 12))
     assert found["good"] == 12, found
     assert found["untidy"] == []
