@@ -1,8 +1,15 @@
 """Run the `jaxspec convert` command as `python -m checkpoints_convert SRC DST`."""
 
-import typer
+from jaxspec.commands import interruption
 
-from jaxspec.commands.convert import convert_command
+
+def _command_line() -> None:
+    import typer
+
+    from jaxspec.commands.convert import convert_command
+
+    typer.run(convert_command)
+
 
 if __name__ == "__main__":
-    typer.run(convert_command)
+    interruption.run(_command_line)

@@ -30,6 +30,7 @@ from jaxspec.requests import (
     Seen,
     Update,
     admission,
+    check_cache_length,
     failed,
     positions,
     refusal,
@@ -139,6 +140,7 @@ class Engine:
 
         Raises:
           DeviceMemoryError: the devices cannot hold so many rows of that length.
+          FieldError: the caches would have more positions than the model.
         """
         if extras is None:
             extras = Extras.wanted_by([r.sampling for r in requests])
@@ -146,6 +148,8 @@ class Engine:
         if cache_length is None:
             needed = [positions(spec, r) for r in requests if refusal(spec, r) is None]
             cache_length = cache_bucket(max(needed, default=1))
+        else:
+            check_cache_length(spec, cache_length)
         mesh = mesh_of(target=target.params, drafter=drafter.params if drafter else None)
         memory.check_fits(spec, rows_bucket(batch_size, mesh), cache_length, mesh)
         return cls(

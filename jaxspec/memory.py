@@ -3,6 +3,9 @@
 The numbers come from configs alone, before anything is allocated. They count weights, caches and
 the logits of a step, for the shards that one device holds. They do not count activations. A run
 that is refused here cannot fit. A run that is not refused may still run out of memory by a little.
+
+A GPU knows its memory. A CPU's is what `host_memory` finds, so it is limited by control groups and
+`ulimit` too.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxspec import host_memory
 from jaxspec import state as states
 from jaxspec.cache import RING_MULTIPLE
 from jaxspec.params import Graph
@@ -26,7 +30,7 @@ from jaxspec.state import DecodeSpec
 
 
 class DeviceMemoryError(ValueError):
-    """Raised if a run needs more memory than a device has.
+    """Raised if a run needs more memory than a device has, or a conversion more than the machine.
 
     The message has both sizes and says what fits.
     """
@@ -84,9 +88,19 @@ def weight_bytes(graph: Graph, mesh: Mesh) -> int:
 
 
 def bytes_limit(mesh: Mesh) -> int | None:
-    """Return the bytes that a program may allocate on each device. None: not known, as on CPUs."""
+    """Return the bytes that the arrays of a program may have on each device. None: not known.
+
+    CPU devices share the memory of their machine: what this process can still take, and what the
+    arrays have that are there already.
+    """
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in mesh.local_devices]
-    return min((limit for limit in limits if limit), default=None)
+    if any(limits):
+        return min(limit for limit in limits if limit)
+    room = _room(mesh)
+    if room is None:
+        return None
+    held = sum(_local_bytes(a) for a in jax.live_arrays("cpu"))
+    return (room.nbytes + held) // max(1, len(mesh.local_devices))
 
 
 def check_weights_fit(graph: Graph, mesh: Mesh) -> None:
@@ -99,7 +113,7 @@ def check_weights_fit(graph: Graph, mesh: Mesh) -> None:
     if limit is not None and (needed := weight_bytes(graph, mesh)) > limit:
         raise DeviceMemoryError(
             f"the weights need {gib(needed)} GiB a device in {graph.dtype}, and {_device(mesh)} has "
-            f"{gib(limit)} GiB: {_split(graph.dtype)}"
+            f"{gib(limit)} GiB: {_way_out(graph.dtype, mesh)}"
         )
 
 
@@ -129,8 +143,24 @@ def check_fits(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> No
     ways += [f"{rows} rows of {longest} positions fit"] if longest else []
     raise DeviceMemoryError(
         f"{rows} rows with caches of {cache_length} positions need {need}, and {_device(mesh)} has "
-        f"{gib(limit)} GiB: {' or '.join(ways) or 'not one row fits; ' + _split(spec.target.dtype)}"
+        f"{gib(limit)} GiB: {' or '.join(ways) or 'not one row fits; ' + _way_out(spec.target.dtype, mesh)}"
     )
+
+
+def check_host_fits(nbytes: int, what: str) -> None:
+    """Raise an error if this process cannot take so many bytes of its machine's memory.
+
+    Args:
+      what: what needs them, as the subject of a sentence.
+
+    Raises:
+      DeviceMemoryError: it cannot.
+    """
+    room = host_memory.room()
+    if room is not None and nbytes > room.nbytes:
+        raise DeviceMemoryError(
+            f"{what} needs {gib(nbytes)} GiB, and {room.where} has {gib(room.nbytes)} GiB: {room.way_out}"
+        )
 
 
 def gib(nbytes: float) -> str:
@@ -142,15 +172,29 @@ def _bytes(shards: Iterable[tuple[Any, Any]]) -> int:
     return sum(math.prod(s.shard_shape(a.shape)) * a.dtype.itemsize for a, s in shards)
 
 
+def _local_bytes(array: jax.Array) -> int:
+    """Return the bytes that an array has on all devices of this process."""
+    shard = math.prod(array.sharding.shard_shape(array.shape))
+    return shard * array.dtype.itemsize * len(array.sharding.addressable_devices)
+
+
 def _most(below: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number from 1 to `below` that fits, or 0 if none fits."""
     return bisect.bisect_left(range(1, below + 1), True, key=lambda n: not fits(n))
 
 
+def _room(mesh: Mesh) -> host_memory.Room | None:
+    """Return what the machine of a mesh of CPUs has left, and None for other devices."""
+    return host_memory.room() if mesh.devices.flat[0].platform == "cpu" else None
+
+
 def _device(mesh: Mesh) -> str:
-    return mesh.devices.flat[0].device_kind
+    room = _room(mesh)
+    return mesh.devices.flat[0].device_kind if room is None else room.where
 
 
-def _split(dtype: str) -> str:
+def _way_out(dtype: str, mesh: Mesh) -> str:
+    room = _room(mesh)
     half = "bfloat16 halves this; " if dtype == "float32" else ""
-    return f"{half}a mesh with a larger model axis splits it over more devices"
+    split = "a mesh with a larger model axis splits it over more devices"
+    return half + (split if room is None else room.way_out)

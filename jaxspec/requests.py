@@ -104,6 +104,23 @@ def failed(request: Request, token_ids: tuple[int, ...], **logprobs: Any) -> Com
     return Completion(request.id, token_ids, "error", error=error, **logprobs)
 
 
+def check_cache_length(spec: DecodeSpec, cache_length: int) -> None:
+    """Refuse caches of more positions than any request can use.
+
+    Raises:
+      FieldError: naming it.
+    """
+    most = cache_length_for(spec, spec.target.config.max_positions)
+    if cache_length > most:
+        raise FieldError(
+            "cache_length",
+            lambda say: (
+                f"{say('cache_length', cache_length)}: the target has {spec.target.config.max_positions} "
+                f"positions, and one step takes {spec.step_tokens} more; pass at most {most}"
+            ),
+        )
+
+
 def positions(spec: DecodeSpec, request: Request) -> int:
     """Return the positions that a request needs in a cache."""
     return cache_length_for(spec, len(request.prompt_ids) + request.max_new_tokens)

@@ -28,6 +28,7 @@ from jaxspec.commands.bench.floor import Ceiling, StepCost
 from jaxspec.commands.bench.measure import measure, of_a_group
 from jaxspec.commands.bench.pair import Pair, make_pair
 from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.options import UsageError
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
@@ -38,7 +39,8 @@ from jaxspec.families import random_drafter
 from jaxspec.families.costs import expected_experts
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
-from jaxspec.records import Drafting, Tree
+from jaxspec.records import Drafting, Extras, Sampling, Tree
+from jaxspec.runtime import Runtime
 from jaxspec.shapes import Params
 from jaxspec.sharding import MESH_AXES, make_mesh
 from jaxspec.state import DecodeSpec
@@ -388,8 +390,35 @@ def test_kernels_and_round_trips_of_a_loop() -> None:
     """A library call, a copy, seven rounds of a fusion, the smaller branch, a loop that the host follows."""
     counts = profile.loop_counts(A_LOOP)
     assert counts == profile.LoopCounts(kernels=1 + 1 + 7 + 1 + 1, host_round_trips=2)
+    sampled = profile.loop_counts(A_LOOP, sampled=True)
+    assert sampled.kernels == 1 + 1 + 7 + 2 + 1  # the branch that has a loop in a loop
     with pytest.raises(ValueError, match="no loop"):
         profile.loop_counts(A_LOOP.replace("while(", "call("))
+
+
+def test_rows_sample_as_asked_and_the_report_says_so() -> None:
+    asked = Sampling(temperature=0.8, top_k=40, repetition_penalty=1.1)
+    extras = Extras.wanted_by([asked])
+    pair = tiny_pair(synthetic_acceptance=None)
+    spec = dataclasses.replace(pair.spec, extras=extras, drafter=None, drafting=Drafting())
+    runtime = Runtime(spec, pair.target_params, None, batch_size=2, cache_length=64)
+    rows = programs.admission_of(runtime, 9, 0, asked).sampling
+    assert rows.temperature.tolist() == pytest.approx([0.8, 0.8])
+    assert rows.top_k.tolist() == [40, 40]
+    assert rows.adjustments is not None
+    assert run.described(asked) == "temperature 0.8, top-k 40, repetition-penalty 1.1"
+    assert run.described(Sampling()) == "greedy"
+
+
+def test_prompts_have_the_length_that_was_asked_for() -> None:
+    """A longer one than the held-out prompts was clipped without a word."""
+    held_out = ((2, 5, 6, 7), (2, 8, 9))
+    pair = dataclasses.replace(tiny_pair(synthetic_acceptance=None), held_out=held_out)
+    assert pair.prompts(2, None, 0).tolist() == [[2, 5, 6], [2, 8, 9]]
+    assert pair.prompts(1, 2, 0).tolist() == [[2, 5]]
+    with pytest.raises(UsageError, match=r"--prompt-length 4: .* have 3 tokens"):
+        pair.prompts(2, 4, 0)
+    assert tiny_pair(synthetic_acceptance=None).prompts(1, None, 0).shape == (1, 256)
 
 
 def mtp_tree() -> Pair:
@@ -397,11 +426,13 @@ def mtp_tree() -> Pair:
     config = MTPConfig.from_hf(tiny.hf_assistant_config("26b-a4b"))
     drafter = Graph(MTPDrafter, config, "float32")
     spec = DecodeSpec(target, drafter, Drafting(5, Tree(2, 3)))
-    return Pair(spec, target_params, tiny.random_params(drafter, 1), "tiny", "tiny MTP")
+    sampling = Sampling(temperature=0.7, top_k=3)
+    params = tiny.random_params(drafter, 1)
+    return Pair(spec, target_params, params, "tiny", "tiny MTP", sampling=sampling)
 
 
 def test_a_case_starts_within_a_context_that_was_never_prefilled() -> None:
-    """With a tree: experts are counted over all of its nodes, and acceptance is real unless asked."""
+    """With a tree, sampled: experts are counted over all its nodes, and acceptance is real unless asked."""
     pair = mtp_tree()
     result = measure(pair, pair.prompts(1, 1, 0), H200, new_tokens=6, repeats=1, seed=0, context=90)
     assert (result.context_length, result.ttft_ms, result.cache_length) == (90, None, 128)
@@ -531,6 +562,7 @@ def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
     [
         (["--random-weights", "e2b", "--target", "x"], "give no --target"),
         (["--random-weights", "e2b", "--drafter", "x"], "only mtp, dflash or none"),
+        (["--random-weights", "e2b", "--revision", "main"], "no options of the hub"),
         (["--tree-topk", "3", "--num-draft-tokens", "11"], "--tree-depth"),
         (
             ["--tree-topk", "3", "--tree-depth", "5", "--num-draft-tokens", "99"],
@@ -542,6 +574,20 @@ def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
         (["--context-length", "99"], "which no drafter can follow"),
         (["--random-weights", "e4b", "--new-tokens", "200000"], "need 200257 positions; e4b"),
         (["--plot", "steps.txt"], "expected a file that ends in"),
+        (
+            ["--prompt-length", "65"],
+            "--prompt-length 65: the prompts of the bundled target have 64",
+        ),
+        (
+            ["--drafter", "none", "--context-length", "9", "--prompt-length", "9"],
+            "exclude each other",
+        ),
+        (["--top-k", "5"], "--top-k changes nothing at temperature 0"),
+        (["--draft-sampling"], "--draft-sampling changes nothing at temperature 0"),
+        (
+            ["--temperature", "1", "--synthetic-acceptance", "2"],
+            "--temperature: with --synthetic-acceptance",
+        ),
     ],
 )
 def test_options_that_cannot_be_meant(options: list[str], message: str, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: zipfile.
 
 def test_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile):
     info = f"jaxspec_decoding-{jaxspec.__version__}.dist-info"
-    assert "jaxspec = jaxspec.commands.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "jaxspec = jaxspec.__main__:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
 
 

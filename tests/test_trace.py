@@ -14,6 +14,7 @@ from jaxspec.commands.bench.trace import Job
 from jaxspec.commands.options import UsageError
 from jaxspec.engine import Engine
 from jaxspec.records import Drafting
+from jaxspec.requests import Request
 from tests.test_bench import tiny_pair
 
 
@@ -70,7 +71,10 @@ def test_what_a_run_of_a_trace_reports(tmp_path: Path) -> None:
         steps_per_return=2,
     )
     jobs = [Job(5, 9), Job(20, 1), Job(7, 12), Job(3, 6, 0.2), Job(40, 8, 0.3)]
-    report, moments = trace.run(engine, jobs, lambda i, job: [i + 5] * job.prompt_tokens)
+    requests = [
+        Request((i + 5,) * job.prompt_tokens, job.new_tokens, id=i) for i, job in enumerate(jobs)
+    ]
+    report, moments = trace.run(engine, jobs, requests)
     assert report.new_tokens == sum(job.new_tokens for job in jobs)
     assert report.prompt_tokens == 75
     assert report.late_compilations == 0

@@ -2,7 +2,8 @@
 
 JAX and all that needs it are imported only once a command is sure to need them, so that help and mistakes
 cost no start-up. Exit codes: 0, all is done; 1, some prompts were refused and the rest is done; 2, a
-mistake, one message, nothing done; 130, interrupted.
+mistake, one message, nothing done; 130, Ctrl-C; 143, SIGTERM; 141, the reader of standard output left.
+`jaxspec.__main__` runs this.
 """
 
 from __future__ import annotations
@@ -26,11 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a traceback of ours is a bug report: plain, and without locals
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def main() -> None:
-    """Run the command line."""
-    app()
 
 
 def _print_version(wanted: bool) -> bool:

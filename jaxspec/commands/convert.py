@@ -18,7 +18,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from jaxspec.commands import interruption
 from jaxspec.commands.options import UsageError, command, explained
+from jaxspec.commands.progress import ticking
 from jaxspec.families import named
 from jaxspec.records import option
 
@@ -85,7 +87,16 @@ def convert_command(
     """
     from jaxspec.configs.base import ConfigError
     from jaxspec.loading import CheckpointError
+    from jaxspec.memory import DeviceMemoryError
+    from jaxspec.storage.aside import abandon, partial
     from jaxspec.storage.conversion import convert, to_hf
+
+    def left() -> str:
+        if destination.exists():
+            return f"{destination} is there"
+        if partial(destination).exists():
+            return f"{destination} was not written; the next conversion to it removes {partial(destination)}"
+        return f"{destination} was not written"
 
     console = Console(stderr=True)
     columns = (
@@ -97,13 +108,18 @@ def convert_command(
     )
     quiet = not console.is_terminal
     with (
-        explained(CheckpointError, ConfigError, interrupted=f"{destination} was not written"),
+        explained(CheckpointError, ConfigError, DeviceMemoryError, interrupted=left),
+        interruption.leaving(tidy=abandon),
         Progress(*columns, console=console, transient=True, disable=quiet) as bars,
+        ticking(console) as say,
     ):
-        task = bars.add_task("writing" if options.to_hf else "converting", total=None)
+        doing = "writing" if options.to_hf else "converting"
+        task = bars.add_task(doing, total=None)
+        say("reading the source")
 
         def show(name: str, done: int, total: int) -> None:
             bars.update(task, completed=done, total=total)
+            say(f"{doing}, {decimal(done)} of {decimal(total)}")
 
         if options.to_hf:
             report = to_hf(source, destination, progress=show)
@@ -127,5 +143,9 @@ def _summarise(console: Console, report: Report) -> None:
         f"{report.tensors} tensors, {report.parameters} parameters, {decimal(report.nbytes)} "
         f"in {report.seconds:.1f} s ({report.nbytes / 1e9 / report.seconds:.3f} GB/s)",
     ]
+    if report.left_behind:
+        lines.append(
+            f"removed what an interrupted conversion had left: {decimal(report.left_behind)}"
+        )
     lines += [f"skipped {count} tensors: {reason}" for reason, count in report.skipped.items()]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

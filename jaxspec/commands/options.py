@@ -24,6 +24,8 @@ from typing import Annotated, Any, Generic, TypeVar
 import typer
 from rich.console import Console
 
+from jaxspec.commands import interruption
+from jaxspec.commands.interruption import Left
 from jaxspec.records import BIAS, Drafting, FieldError, Range, Sampling, check_ranges
 
 RecordT = TypeVar("RecordT")
@@ -314,19 +316,23 @@ def told(error: Exception | str) -> str:
 
 
 @contextlib.contextmanager
-def explained(*mistakes: type[Exception], interrupted: str = "") -> Iterator[None]:
+def explained(*mistakes: type[Exception], interrupted: Left = "") -> Iterator[None]:
     """End a command with one message and no traceback, on a mistake of the user's (2) or on Ctrl-C (130).
 
     Args:
       mistakes: what else is one, beside `UsageError` and `FieldError`.
-      interrupted: what Ctrl-C leaves.
+      interrupted: what Ctrl-C leaves, in words, or a function that returns them.
     """
     try:
-        yield
+        with interruption.leaving(interrupted):
+            yield
+    except BrokenPipeError:
+        raise typer.Exit(interruption.CLOSED_PIPE) from None
     except (UsageError, FieldError, *mistakes) as error:
+        interruption.await_end_if_interrupted()
         message, code = f"error: {told(error)}", 2
-    except KeyboardInterrupt:
-        message, code = f"interrupted{interrupted and '; '}{interrupted}", 130
+    except KeyboardInterrupt:  # in a process that is not the command's own
+        message, code = interruption.message(interrupted), 130
     else:
         return
     console = Console(stderr=True, highlight=False)

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from jaxspec.commands import interruption
 from jaxspec.records import option
 
 
@@ -69,7 +70,10 @@ def json_lines(destination: str) -> Iterator[IO[str]]:
         raise OutputError(f"cannot write {destination}: {error.strerror}") from None
     try:
         try:
-            yield file
+            with interruption.leaving(
+                tidy=lambda: None if special else aside.unlink(missing_ok=True)
+            ):
+                yield file
         finally:
             _close(file, destination)
         if not special:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
@@ -27,3 +30,29 @@ class Ticker:
             return
         self._last = now
         self.console.print(message, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def ticking(console: Console, *, every_s: float = EVERY_S) -> Iterator[Callable[[str], None]]:
+    """Print now and then what is being done and for how long, also while nothing returns to Python.
+
+    Yields:
+      A function that takes what is being done from now on, such as "compiling".
+    """
+    begin, doing, ended = time.monotonic(), ["starting"], threading.Event()
+    ticker = Ticker(console, every_s=every_s)
+
+    def watch() -> None:
+        while not ended.wait(min(1.0, every_s)):
+            ticker.say(f"{doing[0]} ({time.monotonic() - begin:.0f} s since the start)")
+
+    def say(message: str) -> None:
+        doing[0] = message
+
+    thread = threading.Thread(target=watch, name="ticking", daemon=True)
+    thread.start()
+    try:
+        yield say
+    finally:
+        ended.set()
+        thread.join()

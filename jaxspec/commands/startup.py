@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.metadata
 import os
@@ -16,6 +17,7 @@ from rich.console import Console
 
 import jaxspec
 from jaxspec.api import BUNDLED, load
+from jaxspec.commands import interruption
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError, note
 from jaxspec.loading import LoadedModel
@@ -24,7 +26,7 @@ from jaxspec.sharding import parse_mesh
 
 @contextlib.contextmanager
 def out_of_memory_explained(*lower: str) -> Iterator[None]:
-    """Say what would help when the device runs out of memory.
+    """Say what would help when the device or the machine runs out of memory.
 
     Args:
       lower: options of the command that take less when they are lower.
@@ -34,12 +36,13 @@ def out_of_memory_explained(*lower: str) -> Iterator[None]:
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UsageError(
             f"the device has not enough memory; lower {' or '.join(lower)}, use --dtype bfloat16, or a smaller "
-            f"model ({str(error).splitlines()[0]})"
+            f"model ({reason})"
         ) from None
 
 
@@ -58,6 +61,10 @@ def join_processes() -> bool:
             "--distributed: this process finds no others; start it by Slurm, Open MPI or Kubernetes "
             f"({error})"
         ) from None
+    atexit.register(
+        jax.distributed.shutdown
+    )  # it waits for the others: the first process serves them
+    interruption.take_back()  # JAX's notice of preemption takes SIGTERM, and nothing here reads that notice
     return jax.process_index() == 0
 
 

@@ -2,17 +2,15 @@
 
 Read `convert`, then `Source`. `convert` and `to_hf` hold one parameter at a time. Peak memory is
 the size of the largest parameter plus a few hundred MB. A parameter that is joined or transposed
-counts twice. Output goes to a temporary directory beside the destination, which is renamed at the
-end. Until then nothing is at the destination, and the temporary directory does not load.
+counts twice. Output goes to a directory beside the destination, which is renamed at the end, see
+`storage.aside`. Until then nothing is at the destination, and the directory does not load.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import math
 import shutil
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,9 +34,11 @@ from checkpoints_convert.rules import (
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
+from jaxspec.memory import check_host_fits
 from jaxspec.shapes import Array
 from jaxspec.storage.acceptance import FIELD, read_acceptance, write_acceptance
-from jaxspec.storage.arrays import LazyArray, check_tree, read_params, save_params
+from jaxspec.storage.arrays import LazyArray, check_tree, read_params, save_params, stored_arrays
+from jaxspec.storage.aside import written_aside
 from jaxspec.storage.finite import See, checked
 from jaxspec.storage.manifest import MANIFEST, Manifest
 
@@ -56,6 +56,7 @@ class Report:
       parameters: the number of jaxspec's parameters.
       nbytes: bytes read by `convert`, or written by `to_hf`.
       skipped: the number of skipped tensors, by reason.
+      left_behind: bytes that an interrupted conversion had left, and that were removed.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Report:
     nbytes: int
     seconds: float
     skipped: dict[str, int]
+    left_behind: int
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,13 @@ def convert(
       CheckpointError: the source is damaged or incomplete, its weights are not finite, or the
         destination cannot be written.
       ConfigError: the source's config.json describes a model that is not supported.
+      DeviceMemoryError: the largest parameter does not fit into memory.
       ValueError: `dtype` is another word.
     """
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
     started = time.perf_counter()
-    with _written_aside(Path(destination)) as aside:
+    with written_aside(Path(destination)) as (aside, left_behind):
         directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
         if directory.parent.name == "snapshots":  # the hub's cache names it by commit
             revision = directory.name
@@ -208,6 +211,7 @@ def convert(
 
             return LazyArray(fill.shape, stored, make)
 
+        _check_memory(fills, opened.dtype_of)
         arrays = {fill.path: lazily(fill) for fill in fills}
         with checked(directory) as see:
             save_params(aside, arrays)
@@ -232,6 +236,7 @@ def convert(
         total,
         time.perf_counter() - started,
         dict(Counter(opened.plan.skipped.values())),
+        left_behind,
     )
 
 
@@ -265,8 +270,10 @@ def to_hf(
     fills = fills_for(rules, shapes, find_prefix(rules, manifest.tensors))
     if {name for fill in fills for name in fill.sources} != set(manifest.tensors):
         raise CheckpointError(f"{directory}: the manifest's tensors are not those of its config")
+    stored = stored_arrays(directory)
+    _check_memory(fills, lambda fill: stored[fill.path].dtype)
     arrays = read_params(directory, [fill.path for fill in fills])
-    with _written_aside(Path(destination)) as aside:
+    with written_aside(Path(destination)) as (aside, left_behind):
         total = hf_io.write_tensors(
             aside,
             [_group(fill, manifest.tensors, lambda: next(arrays)) for fill in fills],
@@ -285,6 +292,7 @@ def to_hf(
         total,
         time.perf_counter() - started,
         {"not kept by the conversion": len(manifest.skipped)} if manifest.skipped else {},
+        left_behind,
     )
 
 
@@ -326,41 +334,23 @@ def _group(fill: Fill, dtypes: Mapping[str, str], load: Callable[[], np.ndarray]
     return hf_io.Group(specs, lambda: fill.to_sources(load()))
 
 
-# --- destinations --------------------------------------------------------------------------------
+def _check_memory(fills: Iterable[Fill], dtype_of: Callable[[Fill], np.dtype]) -> None:
+    """Refuse a conversion whose largest parameter alone is larger than memory.
 
-
-@contextlib.contextmanager
-def _written_aside(destination: Path) -> Iterator[Path]:
-    """Yield a temporary directory beside `destination`.
-
-    The directory is renamed to `destination` at the end. It is removed if anything fails.
+    Raises:
+      DeviceMemoryError: it is.
     """
-    aside = destination.with_name(f"{destination.name}.partial-{uuid.uuid4().hex[:8]}")
-    try:
-        if destination.exists() or destination.is_symlink():
-            raise CheckpointError(f"{destination} exists; name a destination that does not")
-        aside.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from None
-    try:
-        yield aside
-        os.rename(aside, destination)
-    except OSError as error:
-        raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
-    finally:
-        _remove(aside)
 
+    def nbytes(fill: Fill) -> int:
+        copies = 1 if fill.transform.name in ("same", "integers", "permutation") else 2
+        return copies * math.prod(fill.shape) * dtype_of(fill).itemsize
 
-def _remove(directory: Path) -> None:
-    """Remove a directory, even while an interrupted write still adds a last file to it."""
-    for _ in range(100):
-        shutil.rmtree(directory, ignore_errors=True)
-        if not directory.exists():
-            return
-        time.sleep(0.05)
+    largest = max(fills, key=nbytes)
+    check_host_fits(nbytes(largest), f"converting the largest parameter, {largest.path},")
 
 
 def _copy_files(source: Path, destination: Path) -> None:
-    for name in (*CONFIG_FILES, *TOKENIZER_FILES):
+    """Copy config and tokenizer files. config.json is the last: a directory without it does not load."""
+    for name in (*TOKENIZER_FILES, *reversed(CONFIG_FILES)):
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)

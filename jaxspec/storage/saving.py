@@ -22,10 +22,10 @@ from jaxspec.families import family_of, graph_of
 from jaxspec.loading import LoadedModel
 from jaxspec.shapes import Array, Params
 from jaxspec.storage.arrays import LazyArray, save_params
+from jaxspec.storage.aside import written_aside
 from jaxspec.storage.bridge import checkpoint_prefix
 from jaxspec.storage.conversion import (
     _copy_files,
-    _written_aside,
     parameter_shapes,
     rule_set,
     write_weights,
@@ -54,7 +54,7 @@ def save(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
     config = model.config
     shapes = parameter_shapes(config)
     fills = fills_for(rule_set(config, shapes), shapes, checkpoint_prefix(model))
-    with _written_aside(Path(directory)) as aside:
+    with written_aside(Path(directory)) as (aside, _):
         save_params(aside, {name: _lazily(x) for name, x in params.items()})
         _copy_files(model.directory, aside)
         Manifest(
@@ -89,7 +89,7 @@ def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> No
             "a directory that needs none"
         )
     prefix = checkpoint_prefix(model)
-    with _written_aside(Path(directory)) as aside:
+    with written_aside(Path(directory)) as (aside, _):
         write_weights(model.config, params, aside, prefix=prefix, dtype=dtype)
         _copy_files(model.directory, aside)
         file = aside / "config.json"

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from jaxspec.commands import startup
 from jaxspec.commands.bench.command import bench_command
 from jaxspec.commands.check.command import check_command
+from jaxspec.commands.cli import app
 from jaxspec.commands.generate.command import generate
 from jaxspec.commands.options import Fields, Given, as_flag, command, explained, told
+from jaxspec.commands.progress import ticking
+from jaxspec.families import presets
 from jaxspec.loading import CheckpointError
-from jaxspec.records import Drafting, FieldError, Range, Sampling, Tree, at_least, option
+from jaxspec.records import VALUES, Drafting, FieldError, Range, Sampling, Tree, at_least, option
 from tests.cli.conftest import Run
 
 
@@ -139,9 +145,13 @@ def test_commands_have_an_option_for_every_field() -> None:
     assert names_of(Sampling) | drafting <= options
     assert "synthetic_acceptance" not in options
     options = set(inspect.signature(bench_command).parameters)
-    assert names_of(Drafting, "tree", "draft_sampling", "verification") | tree <= options
-    assert not options & (names_of(Sampling) | {"draft_sampling", "verification"})
+    assert names_of(Drafting, "tree") | tree <= options
+    assert set(VALUES) <= options
+    assert not options & (names_of(Sampling) - set(VALUES))
+    hub = {"revision", "drafter_revision", "token", "offline"}
+    assert hub <= options
     options = set(inspect.signature(check_command).parameters)
+    assert hub <= options
     assert options & names_of(Drafting) == {"num_draft_tokens"}
 
 
@@ -203,3 +213,38 @@ def test_an_interrupt_ends_every_command_alike(capsys: pytest.CaptureFixture[str
         raise KeyboardInterrupt
     assert ended.value.exit_code == 130
     assert capsys.readouterr().err == "interrupted; x was not written\n"
+
+
+def test_help_names_every_choice() -> None:
+    """What an option can be is in its help, not in a refusal."""
+    for name, choices in {
+        "generate": ["<float32|bfloat16>", "<standard|block>", "dflash|mtp|none", "DIR|off"],
+        "check": ["<float32|bfloat16>", "bundled", "dflash", "mtp"],
+        "bench": ["<float32|bfloat16>", "<standard|block>", *presets(), "dflash, mtp or none"],
+        "convert": ["float32|bfloat16"],
+    }.items():
+        shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "400"}).output
+        missing = [choice for choice in choices if choice not in shown]
+        assert not missing, name
+
+
+def test_long_work_says_what_it_does_while_nothing_returns() -> None:
+    """A compilation takes minutes in one call, and where standard error is no terminal no spinner turns."""
+    text = io.StringIO()
+    with ticking(Console(file=text, width=80), every_s=0.01) as say:
+        say("compiling")
+        time.sleep(0.3)
+    assert text.getvalue().startswith("compiling (0 s since the start)\n")
+    on_a_terminal = io.StringIO()
+    with ticking(Console(file=on_a_terminal, force_terminal=True), every_s=0.01) as say:
+        say("compiling")
+        time.sleep(0.1)
+    assert on_a_terminal.getvalue() == ""
+
+
+def test_caches_longer_than_the_model_has_positions_are_refused(invoke: Run) -> None:
+    longer = ("--prompt-ids", "2,5", "--cache-length", "99999")
+    done = invoke("generate", "--target", "target", *longer)
+    assert done.code == 2
+    assert "--cache-length 99999: the target has " in done.stderr
+    assert "pass at most " in done.stderr

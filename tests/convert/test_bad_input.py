@@ -369,6 +369,7 @@ def test_interrupted_by_a_signal(target: Path, tmp_path: Path):
     """Ctrl-C while arrays are being written: one line, exit code 130, and a clean directory."""
     script = f"""
 import signal, time, typer
+from jaxspec.commands import interruption
 from jaxspec.storage import conversion
 from jaxspec.commands.convert import convert_command
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in a shell's background have not
@@ -380,7 +381,7 @@ def slowly(self, fill, dtype=None):
 conversion.Source.read = slowly
 import sys
 sys.argv = ["convert", {str(target)!r}, {str(tmp_path / "ours")!r}]
-typer.run(convert_command)
+interruption.run(lambda: typer.run(convert_command))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -388,12 +389,12 @@ typer.run(convert_command)
     assert process.stdout is not None
     for _ in range(3):
         assert process.stdout.readline() == "reading\n"
-    assert any(".partial-" in p.name for p in tmp_path.iterdir())
+    assert any(p.name == "ours.partial" for p in tmp_path.iterdir())
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    assert "interrupted" in stderr
+    assert stderr == f"interrupted; {tmp_path / 'ours'} was not written\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 

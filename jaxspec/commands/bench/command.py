@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from rich.console import Console
+
+from jaxspec.commands.bench import PROMPT_LENGTH
 from jaxspec.commands.bench.trace_options import TraceOptions
 from jaxspec.commands.models import ModelOptions
-from jaxspec.commands.options import Fields, UsageError, command, explained
+from jaxspec.commands.options import Fields, UsageError, as_flag, command, explained
 from jaxspec.commands.output import OutputOptions, write_line
-from jaxspec.families import presets
-from jaxspec.records import Drafting, at_least, option
+from jaxspec.commands.progress import ticking
+from jaxspec.families import families, presets
+from jaxspec.records import DEFAULTS, VALUES, Drafting, Sampling, at_least, option
+
+KINDS = tuple(f.name for f in families("drafter") if f.drafter_for)
+FILTERS = ("top_k", "top_p", "min_p")  # what greedy decoding does not look at
 
 
 @dataclass(frozen=True)
@@ -22,15 +29,17 @@ class BenchOptions:
 
     random_weights: str | None = option(
         None,
-        "Random weights of this target's shape, and of its drafter's: --drafter then names a kind. "
-        f"One of {', '.join(presets())}.",
+        "Random weights of this target's shape, and of its drafter's: --drafter then names a kind, "
+        f"{', '.join(KINDS)} or none. One of {', '.join(presets())}.",
         metavar="PRESET",
     )
     batch_size: tuple[int, ...] = option(
         (), "Rows. Repeatable. Default: 1, 8 and 32.", range=at_least(1)
     )
-    prompt_length: int = option(
-        256, "Tokens of each prompt; at most 64 with the bundled target.", range=at_least(1)
+    prompt_length: int | None = option(
+        None,
+        "Tokens of each prompt. Default: 256; with the bundled target 64, as its prompts have no more.",
+        range=at_least(1),
     )
     context_length: tuple[int, ...] = option(
         (),
@@ -52,7 +61,19 @@ class BenchOptions:
     @property
     def positions(self) -> int:
         """Positions that the longest case needs, a step's own tokens not counted."""
-        return max(self.context_length or (self.prompt_length,)) + self.new_tokens + 1
+        starts = self.context_length or (self.prompt_length or PROMPT_LENGTH,)
+        return max(starts) + self.new_tokens + 1
+
+    def __post_init__(self) -> None:
+        """Refuse options that exclude each other.
+
+        Raises:
+          UsageError: naming them.
+        """
+        if self.context_length and self.prompt_length is not None:
+            raise UsageError(
+                "--prompt-length and --context-length exclude each other; leave one out"
+            )
 
 
 @dataclass(frozen=True)
@@ -72,7 +93,8 @@ class BenchOutput(OutputOptions):
 def bench_command(
     options: Annotated[BenchOptions, Fields("Cases")],
     models: Annotated[ModelOptions, Fields("Models", without=("distributed",))],
-    drafting: Annotated[Drafting, Fields("Drafting", without=("draft_sampling", "verification"))],
+    drafting: Annotated[Drafting, Fields("Drafting")],
+    sampling: Annotated[Sampling, Fields("Sampling", only=VALUES)],
     trace: Annotated[TraceOptions, Fields("A stream of requests")],
     output: Annotated[BenchOutput, Fields("Report")],
 ) -> None:
@@ -91,10 +113,13 @@ def bench_command(
 
       jaxspec bench --random-weights e4b --drafter mtp --num-draft-tokens 5 --synthetic-acceptance 3.5
 
+      jaxspec bench --temperature 0.8 --top-k 40 --draft-sampling
+
       jaxspec bench --random-weights 31b --drafter none --batch-size 4 --context-length 32768
 
       jaxspec bench --random-weights 26b-a4b --synthetic-acceptance 7.7 --trace generated --slots 32
     """
+    check_sampling(sampling, drafting)
     if options.context_length and not models.is_plain and drafting.synthetic_acceptance is None:
         raise UsageError(
             "--context-length fills caches with random numbers, which no drafter can follow: add "
@@ -115,16 +140,19 @@ def bench_command(
         mesh = startup.mesh_for(models)
         if mesh is not None:
             check_rows(sizes, mesh.shape["data"])
-        with output.opened() as file:
+        with output.opened() as file, ticking(Console(stderr=True, highlight=False)) as say:
+            say("making random weights" if options.random_weights else "loading the models")
             if trace.trace is not None:
                 report = run.run_trace(
                     console,
                     models,
                     drafting,
+                    sampling,
                     trace,
                     options.random_weights,
                     options.seed,
                     output.plot_path,
+                    say,
                 )
                 if file is not None:
                     write_line(file, report)
@@ -134,6 +162,7 @@ def bench_command(
                 models,
                 drafting,
                 options.random_weights,
+                sampling=sampling,
                 seed=options.seed,
                 rows=max(sizes),
                 positions=options.positions,
@@ -149,6 +178,7 @@ def bench_command(
                 options.new_tokens,
                 options.repeats,
                 options.seed,
+                say,
             )
             first = report["results"][0]
             report["startup"] = run.startup_of(first, import_s, load_s)
@@ -157,6 +187,26 @@ def bench_command(
                 write_line(file, report)
             if output.plot_path is not None:
                 plot.draw(report, output.plot_path)
+
+
+def check_sampling(sampling: Sampling, drafting: Drafting) -> None:
+    """Refuse sampling that would change nothing, or that would not be measured.
+
+    Raises:
+      UsageError: naming the option.
+    """
+    given = [name for name in VALUES if getattr(sampling, name) != DEFAULTS[name]]
+    if given and drafting.synthetic_acceptance is not None:
+        raise UsageError(
+            f"{as_flag(given[0])}: with --synthetic-acceptance a step does the work of greedy decoding; leave "
+            "one out"
+        )
+    idle = [(name,) for name in FILTERS if name in given]
+    idle += [shown for _, shown in drafting.changes_acceptance]
+    if sampling.temperature == 0 and idle:
+        raise UsageError(
+            f"{as_flag(*idle[0])} changes nothing at temperature 0; add --temperature 1"
+        )
 
 
 def process_age_s() -> float | None:

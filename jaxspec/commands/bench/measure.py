@@ -69,7 +69,7 @@ class CasePrograms:
         weights = (pair.target_params, pair.drafter_params)
         runtime = Runtime(pair.spec, *weights, batch_size=len(prompts), cache_length=cache_length)
         state = runtime.init_state(num_stop_ids=1)
-        admission = admission_of(runtime, new_tokens + 1, seed)
+        admission = admission_of(runtime, new_tokens + 1, seed, pair.sampling)
         admit = runtime.program("admit", state, admission)
         begin = time.perf_counter()
         if context is None:
@@ -113,18 +113,21 @@ def measure(
     repeats: int,
     seed: int,
     context: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> CaseResult:
     """Prefill and decode one batch of prompts, `repeats` times after a warm-up.
 
     Args:
       ceiling: of one device; floors and rates are of the devices that share the same rows.
       context: prefill nothing; rows stand after so many tokens, and their first prompt token follows.
+      say: called with what is being done.
     """
     mesh = pair.mesh
     spec, (batch, prompt_length) = pair.spec, prompts.shape
     start = prompt_length if context is None else context
     cache_length = bench_cache_length(spec, start + new_tokens + 1)
     weights = (pair.target_params, pair.drafter_params)
+    say("compiling")
     programs, state = CasePrograms.compile(
         pair,
         prompts,
@@ -133,9 +136,11 @@ def measure(
         context=context,
         cache_length=cache_length,
     )
+    say("warming up")
     state = programs.run(state, WARM_UP_STEPS)[0]
     prefill_s, step_s, token_s, tokens_per_s, lengths, steps = [], [], [], [], [], 0
-    for _ in range(repeats):
+    for repeat in range(repeats):
+        say(f"run {repeat + 1} of {repeats}")
         state, filling_s, decode_s = programs.run(state, new_tokens)
         num_steps, num_tokens = fetch((state.num_steps, state.num_tokens))
         steps = int(num_steps.max())
@@ -149,6 +154,7 @@ def measure(
     if spec.target.config.num_experts:
         with jax.set_mesh(mesh):
             experts = fetch(jax.jit(distinct_experts, static_argnums=0)(spec, *weights, state))
+    say("the models by themselves")
     state = programs.run(state, steps // 2)[0]
     draft_s, verify_s = _part_seconds(programs.runtime, state, repeats)
     rows, together = of_a_group(mesh, batch, ceiling)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxspec import memory
 from jaxspec.api import BUNDLED, default_dtype
+from jaxspec.commands.bench import PROMPT_LENGTH
 from jaxspec.commands.bench.programs import bench_cache_length
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
@@ -23,7 +24,7 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.families import families, family_of, graph_of, presets, random_drafter
 from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph
-from jaxspec.records import Drafting
+from jaxspec.records import Drafting, Extras, Sampling
 from jaxspec.runtime import make_spec
 from jaxspec.shapes import Params
 from jaxspec.sharding import make_mesh, mesh_of
@@ -40,6 +41,7 @@ class Pair:
     target_name: str
     drafter_name: str | None
     held_out: tuple[tuple[int, ...], ...] = ()  # prompts the bundled pair was not trained on
+    sampling: Sampling = Sampling()
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -87,13 +89,26 @@ class Pair:
         spec = dataclasses.replace(self.spec, drafter=None, drafting=Drafting())
         return dataclasses.replace(self, spec=spec, drafter_params=None)
 
-    def prompts(self, count: int, length: int, seed: int) -> np.ndarray:
-        """Return [count, length] prompt ids: held-out ones where there are any, else random."""
+    def prompts(self, count: int, length: int | None, seed: int) -> np.ndarray:
+        """Return [count, length] prompt ids: held-out ones where there are any, else random.
+
+        Args:
+          length: None for `PROMPT_LENGTH`, or for all that the held-out prompts have.
+
+        Raises:
+          UsageError: the held-out prompts are shorter.
+        """
         if self.held_out:
-            length = min(length, min(map(len, self.held_out)))
+            most = min(map(len, self.held_out))
+            if length is not None and length > most:
+                raise UsageError(
+                    f"--prompt-length {length}: the prompts of the bundled target have {most} tokens; give at "
+                    "most that, or leave it out"
+                )
+            length = most if length is None else length
             rows = [self.held_out[i % len(self.held_out)][:length] for i in range(count)]
             return np.asarray(rows, np.int32)
-        rng = np.random.default_rng(seed)
+        length, rng = length or PROMPT_LENGTH, np.random.default_rng(seed)
         return rng.integers(
             self.spec.target.config.vocab_size, size=(count, length), dtype=np.int32
         )
@@ -104,6 +119,7 @@ def make_pair(
     drafting: Drafting,
     preset: str | None = None,
     *,
+    sampling: Sampling = Sampling(),
     seed: int = 0,
     rows: int = 1,
     positions: int = 1,
@@ -119,12 +135,13 @@ def make_pair(
       ValueError: the options do not fit each other, a model cannot be loaded, or memory is too small.
     """
     kinds = [f.name for f in reversed(families("drafter")) if f.drafter_for]
+    of_files = (models.target, models.revision, models.drafter_revision, models.token)
     if preset is not None and (
-        models.target is not None or models.drafter not in (None, *kinds, "none")
+        any(of_files) or models.offline or models.drafter not in (None, *kinds, "none")
     ):
         raise UsageError(
-            "--random-weights makes both models itself: give no --target, and as --drafter only "
-            f"{', '.join(kinds)} or none"
+            "--random-weights makes both models itself: give no --target and no options of the hub, and as "
+            f"--drafter only {', '.join(kinds)} or none"
         )
     if preset is not None and preset not in presets():
         raise UsageError(
@@ -151,7 +168,8 @@ def make_pair(
         if drafter_model is not None:
             drafter_graph, drafter_params = drafter_model.graph, drafter_model.params
             drafter_name = models.drafter or "dflash"
-    spec = make_spec(model or target_graph, drafter_graph, drafting)
+    extras = Extras.wanted_by([sampling])
+    spec = make_spec(model or target_graph, drafter_graph, drafting, extras)
     if positions > target_graph.config.max_positions:
         raise UsageError(
             f"prompt or context and --new-tokens need {positions} positions; {target_name} has "
@@ -163,7 +181,8 @@ def make_pair(
         target_params = _random_params(target_graph, seed, mesh)
         if drafter_graph is not None:
             drafter_params = _random_params(drafter_graph, seed + 1, mesh)
-    return Pair(spec, target_params, drafter_params, target_name, drafter_name, held_out)
+    names = target_name, drafter_name
+    return Pair(spec, target_params, drafter_params, *names, held_out, sampling)
 
 
 def check_rows(batch_sizes: Sequence[int], data: int) -> None:

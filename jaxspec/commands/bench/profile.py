@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -98,9 +98,7 @@ def verify_loop(
 
 @dataclass(frozen=True)
 class LoopCounts:
-    """What one round of a compiled loop starts; of branches, the one with fewest kernels.
-
-    Sampling stands in a branch that greedy steps, such as the benchmark's, do not take.
+    """What one round of a compiled loop starts. Sampling stands in a branch that greedy steps do not take.
 
     Attributes:
       kernels: fusions, library calls, custom kernels, copies; a library call counts once, whatever it starts.
@@ -117,8 +115,11 @@ _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", 
 _NO_KERNEL |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "domain"}
 
 
-def loop_counts(hlo: str) -> LoopCounts:
+def loop_counts(hlo: str, *, sampled: bool = False) -> LoopCounts:
     """Count in optimized HLO what a round of its largest outermost loop starts.
+
+    Args:
+      sampled: of branches, count the one with most kernels. Otherwise the one with fewest.
 
     Raises:
       ValueError: it has no loop.
@@ -134,12 +135,14 @@ def loop_counts(hlo: str) -> LoopCounts:
     loops = [_called(rest, "body") for op, rest in bodies.get(entry, []) if op == "while"]
     if not loops:
         raise ValueError("the program has no loop")
-    rounds = [_counts(bodies, body) for body in loops]
+    rounds = [_counts(bodies, body, max if sampled else min) for body in loops]
     largest = max(rounds, key=lambda counts: counts.kernels)
     return LoopCounts(largest.kernels, largest.host_round_trips + 1)
 
 
-def _counts(bodies: Mapping[str, list[tuple[str, str]]], name: str) -> LoopCounts:
+def _counts(
+    bodies: Mapping[str, list[tuple[str, str]]], name: str, choose: Callable[..., LoopCounts]
+) -> LoopCounts:
     kernels = round_trips = 0
     for op, rest in bodies.get(name, []):
         if op in _NO_KERNEL or op.endswith(("-done", "-update")):
@@ -147,18 +150,21 @@ def _counts(bodies: Mapping[str, list[tuple[str, str]]], name: str) -> LoopCount
         times, inner = 1, [LoopCounts(1, 0)]
         if op == "while":
             known = re.search(r'known_trip_count":\{"n":"(\d+)"', rest)
-            times, inner = int(known[1]) if known else 1, [_counts(bodies, _called(rest, "body"))]
+            times, inner = (
+                int(known[1]) if known else 1,
+                [_counts(bodies, _called(rest, "body"), choose)],
+            )
             round_trips += 0 if known else 1
         elif op == "conditional":
             branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
             names = re.findall(r"%?([\w.-]+)", branches[1]) if branches else []
             names += re.findall(r"(?:true|false)_computation=%?([\w.-]+)", rest)
-            inner = [_counts(bodies, name) for name in names]
+            inner = [_counts(bodies, name, choose) for name in names]
         elif op in ("call", "async-start"):
-            inner = [_counts(bodies, _called(rest, "to_apply|calls"))]
-        fewest = min(inner, key=lambda counts: counts.kernels)
-        kernels += times * fewest.kernels
-        round_trips += times * fewest.host_round_trips
+            inner = [_counts(bodies, _called(rest, "to_apply|calls"), choose)]
+        chosen = choose(inner, key=lambda counts: counts.kernels)
+        kernels += times * chosen.kernels
+        round_trips += times * chosen.host_round_trips
     return LoopCounts(kernels, round_trips)
 
 

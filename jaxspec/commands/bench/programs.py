@@ -13,8 +13,9 @@ import numpy as np
 
 from jaxspec.cache import RING_MULTIPLE
 from jaxspec.prefill import PREFILL_CHUNK, chunk_of
+from jaxspec.records import Sampling
+from jaxspec.requests import sampling_params
 from jaxspec.runtime import Runtime, cache_length_for
-from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Int
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
 
@@ -24,12 +25,13 @@ def bench_cache_length(spec: DecodeSpec, positions: int) -> int:
     return cache_length_for(spec, positions, multiple=RING_MULTIPLE)
 
 
-def admission_of(runtime: Runtime, max_new_tokens: int, seed: int) -> Admission:
-    """Admit a greedy request without stop ids to every slot."""
+def admission_of(runtime: Runtime, max_new_tokens: int, seed: int, sampling: Sampling) -> Admission:
+    """Admit a request without stop ids to every slot."""
     batch = runtime.batch_size
     seeds = np.stack([np.full(batch, seed), np.arange(batch)], axis=1)
     limits, no_stop = [max_new_tokens] * batch, np.full((batch, 1), -1)
-    return runtime.admission(range(batch), limits, no_stop, SamplingParams.make(batch), seeds)
+    asked = sampling_params(runtime.spec, [sampling] * batch)
+    return runtime.admission(range(batch), limits, no_stop, asked, seeds)
 
 
 def chunks_of(prompts: np.ndarray, longest: int) -> list[PrefillChunk]:

@@ -91,7 +91,7 @@ class Observed:
     @functools.cached_property
     def loop_counts(self) -> LoopCounts:
         """What a step starts."""
-        return loop_counts(self.loop.as_text())
+        return loop_counts(self.loop.as_text(), sampled=self.pair.sampling.temperature > 0)
 
     @property
     def rest_s(self) -> float:

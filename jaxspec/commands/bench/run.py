@@ -7,7 +7,7 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from jaxspec.commands.bench.pair import Pair, make_pair
 from jaxspec.commands.bench.tables import Case
 from jaxspec.commands.bench.trace_options import GENERATED, TraceOptions
 from jaxspec.commands.models import ModelOptions
-from jaxspec.commands.progress import Ticker
 from jaxspec.commands.startup import versions
 from jaxspec.engine import Engine
-from jaxspec.records import Drafting
+from jaxspec.records import DEFAULTS, VALUES, Drafting, Sampling
+from jaxspec.requests import Request
 from jaxspec.runtime import cache_bucket
 
 
@@ -39,12 +39,15 @@ def run(
     new_tokens: int,
     repeats: int,
     seed: int,
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Print the ceiling, measure every case, print the results; return all of it as JSON values.
 
     Args:
       contexts: lengths to start from, with random caches; without any, the prompts are prefilled.
+      say: called with what is being done.
     """
+    say("measuring the device")
     ceiling = measure_ceiling(
         pair.spec.target.dtype, step_cost(pair.spec, 1, prompts.shape[1]).weight_bytes
     )
@@ -56,14 +59,15 @@ def run(
     console.print(
         f"[bold]{pair.target_name}[/]{pair.title.removeprefix(pair.target_name)}\n"
         f"{conditions['dtype']} on {device} · jax {conditions['versions']['jax']} · "
-        f"{conditions['prompts']} · {new_tokens} new tokens a row, greedy, no stop ids"
+        f"{conditions['prompts']} · {new_tokens} new tokens a row, {described(pair.sampling)}, no stop ids"
     )
     modes = [pair] if pair.spec.drafter is None else [pair.plain(), pair]
     starts = contexts or [prompts.shape[1]]
     cases = [Case(*case) for case in itertools.product(batch_sizes, starts, modes)]
     console.print(*tables.floors(cases, new_tokens, ceiling), sep="\n")
     results = []
-    for case in cases:
+    for number, case in enumerate(cases, 1):
+        name = f"case {number} of {len(cases)}, batch {case.batch}, {case.pair.label}"
         result = measure(
             case.pair,
             prompts[: case.batch],
@@ -72,6 +76,7 @@ def run(
             repeats=repeats,
             seed=seed,
             context=case.start if contexts else None,
+            say=lambda doing, name=name: say(f"{name}: {doing}"),
         )
         results.append(result)
         speed = f"{result.step_ms} ms a step, {result.tokens_per_s} tok/s"
@@ -88,7 +93,9 @@ def _conditions(
         "prompts": f"{'held-out' if pair.held_out else 'random'} prompts of {prompts.shape[1]} tokens",
         "prompt_length": prompts.shape[1],
         "new_tokens": new_tokens,
-        "temperature": 0.0,
+        **{name: getattr(pair.sampling, name) for name in VALUES},
+        "draft_sampling": pair.spec.drafting.draft_sampling,
+        "verification": pair.spec.drafting.verification,
         "repeats": repeats,
         "ceiling": dataclasses.asdict(ceiling),
     }
@@ -113,6 +120,17 @@ def _models_of(pair: Pair, seed: int) -> dict[str, Any]:
         "versions": versions("jax", "jaxlib", "flax", "numpy"),
         "command": shlex.join(["jaxspec", *sys.argv[1:]]),
     }
+
+
+def described(sampling: Sampling) -> str:
+    """Say how tokens are chosen: "greedy", or what is not the default."""
+    given = [n for n in VALUES if getattr(sampling, n) != DEFAULTS[n]]
+    if sampling.temperature == 0:
+        given.insert(0, "greedy")
+    words = [
+        n if n == "greedy" else f"{n.replace('_', '-')} {getattr(sampling, n):g}" for n in given
+    ]
+    return ", ".join(words)
 
 
 def startup_of(first: dict[str, Any], import_s: float | None, load_s: float) -> dict[str, Any]:
@@ -152,16 +170,19 @@ def run_trace(
     console: Console,
     models: ModelOptions,
     drafting: Drafting,
+    sampling: Sampling,
     options: TraceOptions,
     preset: str | None,
     seed: int,
     plot_path: Path | None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Send a trace through an engine, print what came of it, and return that as JSON values."""
     given = options.trace
     jobs = None if given in (None, GENERATED) else trace.read(Path(given))
     most = max((job.prompt_tokens + job.new_tokens for job in jobs or ()), default=1)
-    pair = make_pair(models, drafting, preset, seed=seed, rows=options.slots, positions=most)
+    asked: dict[str, Any] = dict(rows=options.slots, positions=most, sampling=sampling)
+    pair = make_pair(models, drafting, preset, seed=seed, **asked)
     if jobs is None:
         limit = pair.spec.target.config.max_positions
         jobs = trace.generated(options.requests, options.trace_seed, options.rate, limit)
@@ -169,6 +190,7 @@ def run_trace(
     engine = Engine(
         *pair.loaded,
         drafting=drafting,
+        extras=pair.spec.extras,
         batch_size=options.slots,
         cache_length=cache_bucket(most + pair.spec.step_tokens),
         steps_per_return=options.steps_per_return,
@@ -184,16 +206,24 @@ def run_trace(
     )
     rng = np.random.default_rng(seed)
     size = pair.spec.target.config.vocab_size
-    ticker = Ticker(Console(stderr=True, highlight=False))
-    with ticker.console.status("[dim]compiling") as status:
-
-        def say(message: str) -> None:
-            status.update(f"[dim]{message}")
-            ticker.say(message)
-
-        report, moments = trace.run(
-            engine, jobs, lambda _, job: rng.integers(size, size=job.prompt_tokens).tolist(), say
+    requests = [
+        Request(
+            tuple(rng.integers(size, size=job.prompt_tokens).tolist()),
+            job.new_tokens,
+            sampling,
+            seed=seed,
+            sample=place,
+            id=place,
         )
+        for place, job in enumerate(jobs)
+    ]
+    with Console(stderr=True, highlight=False).status("[dim]compiling") as status:
+
+        def tell(message: str) -> None:
+            status.update(f"[dim]{message}")
+            say(message)
+
+        report, moments = trace.run(engine, jobs, requests, tell)
     console.print(trace_report.shown(report))
     if plot_path is not None:
         trace_report.draw(report, moments, f"{pair.title}, {device}", plot_path)

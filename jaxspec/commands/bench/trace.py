@@ -137,19 +137,18 @@ class Moment:
 def replay(
     engine: Engine,
     jobs: Sequence[Job],
-    prompts: Callable[[int, Job], Sequence[int]],
+    requests: Sequence[Request],
     say: Callable[[str], None] = lambda message: None,
 ) -> tuple[list[Seen], list[Moment], float]:
     """Send a trace through an engine.
 
     Args:
-      prompts: makes the prompt of a job, given its place.
+      requests: one for each job, with its place as id.
       say: is told how far it is.
 
     Returns:
       What was seen of each request, the engine after each step, and the seconds without anything to do.
     """
-    requests = [Request(tuple(prompts(i, job)), job.new_tokens, id=i) for i, job in enumerate(jobs)]
     seen = [Seen(job) for job in jobs]
     moments: list[Moment] = []
     coming, done, idle_s, total = 0, 0, 0.0, 0
@@ -218,13 +217,14 @@ class TraceReport:
 def run(
     engine: Engine,
     jobs: Sequence[Job],
-    prompts: Callable[[int, Job], Sequence[int]],
+    requests: Sequence[Request],
     say: Callable[[str], None] = lambda message: None,
 ) -> tuple[TraceReport, list[Moment]]:
     """Compile all programs, send a trace through an engine, and add up what came of it."""
+    say("compiling")
     engine.warm_up()
     programs, timings = engine.num_compilations, dataclasses.replace(engine.timings)
-    seen, moments, idle_s = replay(engine, jobs, prompts, say)
+    seen, moments, idle_s = replay(engine, jobs, requests, say)
     wall_s = moments[-1].at_s
     prefill_s = engine.timings.prefill_s - timings.prefill_s
     decode_s = engine.timings.decode_s - timings.decode_s

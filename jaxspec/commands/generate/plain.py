@@ -62,7 +62,7 @@ def measure(
     """
     begin = time.perf_counter()
     spec, batch, length = engine.spec, engine.batch_size, engine.cache_length
-    sizes = dict(batch_size=batch, cache_length=length)
+    sizes: Any = dict(batch_size=batch, cache_length=length)
     weights = engine.target_params
     fast = Runtime(spec, weights, engine.drafter_params, **sizes, programs=engine.runtime.programs)
     plain_spec = make_spec(engine.target, None, extras=spec.extras)

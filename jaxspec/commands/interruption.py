@@ -1,0 +1,203 @@
+"""Ctrl-C and SIGTERM end a command within two seconds, whatever it is doing.
+
+Read `run`, then `_watch`. Python runs a handler of signals in the main thread only, between two of its
+instructions. A compilation by XLA is one instruction of many seconds. So a thread watches for signals, and ends the
+process. The command is not asked: a KeyboardInterrupt within JAX frees arrays and programs that are in use, and that
+ends in a segmentation fault. What a command leaves must therefore be in order at every moment. A block of `leaving`
+says what that is, and may have something to tidy up.
+
+Every end is `os._exit`, after the streams were flushed. Otherwise Python and XLA would be taken apart under threads
+that still compile.
+
+The first imports of a command are here, so nothing large is imported. Only the commands' own processes call `run`:
+who imports jaxspec as a library keeps its own handlers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+GRACE_S = 1.0  # for tidying up
+LAST_WORDS_S = 0.3  # for the message and for flushing: whoever reads a pipe may have stopped
+CLOSED_PIPE = 128 + signal.SIGPIPE  # the exit code of programs that write to a closed pipe
+
+_WORDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+Left = str | Callable[[], str]
+"""What an interruption leaves, in words, or a function that returns them."""
+
+
+class _Ending:
+    """What is known of the end of this process."""
+
+    def __init__(self) -> None:
+        self.number = 0  # the first signal that came; 0 if none did
+        self.taken: list[int] = []  # the signals that end this process
+        self.watched = False  # a thread watches for signals
+        self.blocks: list[tuple[Left, Callable[[], None] | None]] = []  # of `leaving`, entered
+
+
+_ending = _Ending()
+
+
+# --- for commands ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def leaving(left: Left = "", tidy: Callable[[], None] | None = None) -> Iterator[None]:
+    """Say what an interruption of this block leaves.
+
+    Args:
+      left: in words, for the message; asked after `tidy`.
+      tidy: removes what should not be left. It has a second. Another thread calls it while the block goes on.
+    """
+    _ending.blocks.append((left, tidy))
+    try:
+        yield
+    finally:
+        _ending.blocks.pop()
+
+
+def await_end_if_interrupted() -> None:
+    """Do not return if a signal came that ends this process. Whatever failed after it may be its doing."""
+    while _ending.number:
+        time.sleep(1)
+
+
+def message(left: Left = "") -> str:
+    """Say that this process was interrupted, and what that leaves."""
+    words = _WORDS.get(_ending.number, _WORDS[signal.SIGINT])
+    after = left() if callable(left) else left
+    return f"{words}; {after}" if after else words
+
+
+# --- the process -------------------------------------------------------------------------------------
+
+
+def run(command_line: Callable[[], None]) -> NoReturn:
+    """Run a command line, and end the process with its exit code."""
+    install()
+    code = 0
+    try:
+        command_line()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BrokenPipeError:
+        code = CLOSED_PIPE
+    except BaseException as error:
+        await_end_if_interrupted()
+        code = 1
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            code = _cannot_write(error)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+    await_end_if_interrupted()
+    atexit._run_exitfuncs()  # such as leaving the processes of a mesh
+    os._exit(_flushed(code))
+
+
+def install() -> None:
+    """End this process on Ctrl-C and on SIGTERM from now on.
+
+    A signal that this process was started to ignore stays ignored, as `nohup` and a shell's background jobs
+    want it.
+    """
+    _ending.taken = [n for n in _WORDS if signal.getsignal(n) is not signal.SIG_IGN]
+    take_back()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reading,), name="interruption", daemon=True).start()
+    _ending.watched = True
+
+
+def take_back() -> None:
+    """Set the handlers again, after a library may have set its own."""
+    for number in _ending.taken:
+        signal.signal(number, _handle)
+
+
+def _handle(number: int, frame: Any) -> None:
+    """Note the signal. Python calls this in the main thread, as soon as it can; the watching thread is told at once."""
+    _ending.number = _ending.number or number
+    if not _ending.watched:
+        _end_interrupted()
+
+
+def _watch(reading: int) -> None:
+    """Wait for a signal, tidy up, and end the process. A second signal ends it without more tidying."""
+    number = _next_signal(reading, None)
+    assert number is not None
+    _ending.number = _ending.number or number
+    tidying = threading.Thread(target=_tidy, daemon=True)
+    tidying.start()
+    end = time.monotonic() + GRACE_S
+    while tidying.is_alive() and time.monotonic() < end:
+        if _next_signal(reading, 0.01) is not None:
+            break
+    _end_interrupted()
+
+
+def _next_signal(reading: int, timeout_s: float | None) -> int | None:
+    """Return the next signal that ends this process, or None if none came in time."""
+    while select.select([reading], [], [], timeout_s)[0]:
+        number = os.read(reading, 1)[0]  # signals with handlers of others come here too
+        if number in _WORDS:
+            return number
+    return None
+
+
+def _tidy() -> None:
+    for _, tidy in reversed(_ending.blocks):
+        if tidy is not None:
+            with contextlib.suppress(OSError):
+                tidy()
+
+
+def _end_interrupted() -> NoReturn:
+    """Say what happened, and end the process."""
+    words = threading.Thread(target=_say_last_words, daemon=True)
+    words.start()
+    words.join(LAST_WORDS_S)
+    os._exit(128 + _ending.number)
+
+
+def _say_last_words() -> None:
+    left = next((left for left, _ in reversed(_ending.blocks) if left), "")
+    # A spinner hides the cursor of a terminal, and its line is still there.
+    tidied = "\r\x1b[2K\x1b[?25h" if os.isatty(2) else ""
+    with contextlib.suppress(OSError, ValueError):  # closed, or full
+        sys.stderr.flush()
+        os.write(2, f"{tidied}{message(left)}\n".encode())
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+
+
+def _flushed(code: int) -> int:
+    """Flush the streams. Return the exit code, which is another one if results could not be written."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or CLOSED_PIPE
+    except OSError as error:
+        code = code or _cannot_write(error)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    return code
+
+
+def _cannot_write(error: OSError) -> int:
+    """Say that results could not be written, and return the exit code."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: cannot write the output: {error.strerror}\n".encode())
+    return 2
