@@ -19,7 +19,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.errors import CheckpointError, listed
+from checkpoints_convert.files import MOST_BYTES, parse_json, read_json, refuse_pointer
 from checkpoints_convert.rules import TensorSpec
 
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -191,23 +192,22 @@ def open_checkpoint(directory: Path) -> HFCheckpoint:
     Raises:
       CheckpointError: the directory is no checkpoint, or a file is missing, truncated or corrupt.
     """
-    if not (directory / "config.json").is_file():
+    if not _is_file(directory / "config.json"):
         raise CheckpointError(f"{directory} is not a model: it has no config.json")
     config = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     tensors: dict[str, StoredTensor] = {}
-    for file, listed in _weight_files(directory).items():
+    for file, indexed in _weight_files(directory).items():
         held = read_header(file)
-        if listed is not None and (absent := sorted(set(listed) - set(held))):
+        if indexed is not None and (absent := sorted(set(indexed) - set(held))):
             raise CheckpointError(
-                f"{file} lacks {len(absent)} tensors that {_INDEX} says it holds: "
-                + ", ".join(absent)
+                f"{file} lacks {len(absent)} tensors that {_INDEX} says it holds: {listed(absent)}"
             )
         if twice := sorted(set(held) & set(tensors)):
-            raise CheckpointError(f"{file} repeats tensors of another shard: " + ", ".join(twice))
+            raise CheckpointError(f"{file} repeats tensors of another shard: {listed(twice)}")
         tensors |= held
     return HFCheckpoint(
-        directory, config, read_json(generation) if generation.is_file() else None, tensors
+        directory, config, read_json(generation) if _is_file(generation) else None, tensors
     )
 
 
@@ -217,8 +217,8 @@ def _weight_files(directory: Path) -> dict[Path, list[str] | None]:
     The list is None where the directory has a single file and no index.
     """
     index = directory / _INDEX
-    if not index.is_file():
-        if not (directory / _SINGLE).is_file():
+    if not _is_file(index):
+        if not _is_file(directory / _SINGLE):
             raise CheckpointError(
                 f"{directory} is not a model: it has no {_SINGLE} and no {_INDEX}"
             )
@@ -230,38 +230,42 @@ def _weight_files(directory: Path) -> dict[Path, list[str] | None]:
         or not all(isinstance(f, str) for f in names.values())
     ):
         raise CheckpointError(f"{index} is corrupt: it has no weight_map from tensors to files")
-    files: dict[Path, list[str] | None] = {}
+    files: dict[Path, list[str]] = {}
     for name, file in names.items():
         if Path(file).name != file:
             raise CheckpointError(
-                f"{index} is corrupt: it names {file!r}, which is not a file beside it"
+                f"{index} is corrupt: for {listed([name])} it names {listed([repr(file)])}, which is "
+                "not a file beside it"
             )
-        files[directory / file] = [*(files.get(directory / file) or ()), name]
-    if absent := sorted(f.name for f in files if not f.is_file()):
-        raise CheckpointError(f"{directory} lacks files that {_INDEX} names: " + ", ".join(absent))
-    return files
+        files.setdefault(directory / file, []).append(name)
+    if absent := sorted(f.name for f in files if not _is_file(f)):
+        raise CheckpointError(f"{directory} lacks files that {_INDEX} names: {listed(absent)}")
+    return {**files}
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, say
+        return False
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Read and check the header of one file. Its tensors must fill the file without a gap."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > size - 8:
-            raise CheckpointError(f"{file} is corrupt or truncated: no whole safetensors header")
-        raw = opened.read(length)
+    """Read and check the header of one file. Its tensors must fill the file without a gap.
+
+    Raises:
+      CheckpointError: the file cannot be read, is cut off, or is no safetensors file.
+    """
+    raw, size = _header_of(file)
     try:
-        entries = json.loads(raw)
-        entries.pop("__metadata__", None)
-        tensors = {n: _entry(e, file, 8 + length) for n, e in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        tensors = _entries(parse_json(raw), file, 8 + len(raw))
+    except ValueError as error:
         raise CheckpointError(f"{file} is corrupt: its header is not readable ({error})") from None
-    end = 8 + length
+    end = 8 + len(raw)
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != end:
             raise CheckpointError(
-                f"{file} is corrupt: {name} begins at byte {tensor.offset}, not {end}"
+                f"{file} is corrupt: {listed([name])} begins at byte {tensor.offset}, not {end}"
             )
         end += tensor.nbytes
     if end != size:
@@ -270,17 +274,72 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _entry(entry: Mapping[str, Any], file: Path, data_start: int) -> StoredTensor:
-    start, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not all(isinstance(n, int) and n >= 0 for n in (start, end, *shape)):
-        raise ValueError("negative or fractional sizes")
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"unknown dtype {entry['dtype']!r}")
-    tensor = StoredTensor(shape, entry["dtype"], file, data_start + start)
+def _header_of(file: Path) -> tuple[bytes, int]:
+    """Return the header of a file, and the size of the whole file."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            start = opened.read(64)
+            refuse_pointer(file, start)
+            length = int.from_bytes(start[:8], "little")
+            if len(start) < 8 or length > size - 8:
+                raise CheckpointError(
+                    f"{file} is corrupt or truncated: no whole safetensors header"
+                )
+            if length > MOST_BYTES:
+                raise CheckpointError(
+                    f"{file} is corrupt: its header has {length:,} bytes, and the format allows "
+                    f"{MOST_BYTES:,}"
+                )
+            opened.seek(8)
+            return opened.read(length), size
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _entries(header: Any, file: Path, data_start: int) -> dict[str, StoredTensor]:
+    """Return the tensors that a parsed header describes.
+
+    Raises:
+      ValueError: it is no header; the message names the tensor.
+    """
+    if not isinstance(header, dict):
+        raise ValueError(f"it holds a {type(header).__name__}, expected an object")
+    metadata = header.pop("__metadata__", None)
+    is_text = isinstance(metadata, dict) and all(isinstance(x, str) for x in metadata.values())
+    if metadata is not None and not is_text:
+        raise ValueError("__metadata__ must be an object of texts")
+    tensors = {}
+    for name, entry in header.items():
+        try:
+            tensors[name] = _entry(entry, file, data_start)
+        except ValueError as error:
+            raise ValueError(f"{listed([name])}: {error}") from None
+    return tensors
+
+
+def _entry(entry: Any, file: Path, data_start: int) -> StoredTensor:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
+        raise ValueError("expected an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"its dtype {listed([repr(dtype)])} is not known")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError("its shape and its two data_offsets must be lists of sizes")
+    start, end = offsets
+    tensor = StoredTensor(tuple(shape), dtype, file, data_start + start)
     if tensor.nbytes != end - start:
-        raise ValueError(f"{end - start} bytes for {entry['dtype']}{list(shape)}")
+        raise ValueError(f"it has {end - start} bytes for {dtype}{shape}")
     return tensor
+
+
+def _are_sizes(values: Any) -> bool:
+    """Tell whether values are a list of sizes, of 63 bits as the format has them."""
+    return (
+        isinstance(values, list)
+        and len(values) <= 16
+        and all(type(n) is int and 0 <= n < 2**63 for n in values)
+    )
 
 
 @contextlib.contextmanager
@@ -380,21 +439,6 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def _nbytes(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-      CheckpointError: the file is not readable, or holds something other than a JSON object.
-    """
-    try:
-        values = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not readable JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a {type(values).__name__}, expected a JSON object")
-    return values
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.errors import CheckpointError, listed
 
 Shape = tuple[int, ...]
 
@@ -341,8 +341,8 @@ def match(
             )
     if wrong:
         raise CheckpointError(
-            f"{where} does not fit its config.json, {len(wrong)} problems:\n  "
-            + "\n  ".join([*sorted(wrong), *_advice(rules, prefix, tensors)])
+            f"{where} does not fit its config.json, {len(wrong):,} problems:\n  "
+            + "\n  ".join([listed(sorted(wrong), "\n  "), *_advice(rules, prefix, tensors)])
         )
     return Plan(fills, skipped, copies)
 

@@ -21,6 +21,7 @@ from jaxspec.families.base import (
     ModelConfig,
     WeightChange,
 )
+from jaxspec.records import shown
 
 if TYPE_CHECKING:
     from jaxspec.params import Graph
@@ -107,8 +108,8 @@ def recognise(config: Mapping[str, Any]) -> Family:
     architectures = [word for family in families() for word in family.architectures]
     model_types = [word for family in families() for word in family.model_types]
     raise ConfigError(
-        f"config.json has model_type {config.get('model_type')!r} (architectures "
-        f"{config.get('architectures')}); a model must have one of the types {', '.join(model_types)} "
+        f"config.json has model_type {shown(config.get('model_type'))} (architectures "
+        f"{shown(config.get('architectures'))}); a model must have one of the types {', '.join(model_types)} "
         f"or one of the architectures {', '.join(architectures)}"
     )
 

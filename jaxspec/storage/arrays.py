@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.hf_io import read_json
+from checkpoints_convert.errors import CheckpointError, listed
+from checkpoints_convert.files import read_json
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
 
@@ -176,7 +176,7 @@ def check_tree(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None
         if n in stored and tuple(stored[n].shape) != tuple(shape)
     ]
     if wrong:
-        raise CheckpointError(f"{directory} does not fit its manifest:\n  " + "\n  ".join(wrong))
+        raise CheckpointError(f"{directory} does not fit its manifest:\n  " + listed(wrong, "\n  "))
 
 
 def _check_chunks(directory: Path, names: Iterable[str]) -> None:
@@ -198,7 +198,8 @@ def _check_chunks(directory: Path, names: Iterable[str]) -> None:
                 wrong.append(f"{file.relative_to(directory)}: {size} bytes, expected {expected}")
     if wrong:
         raise CheckpointError(
-            f"{directory / 'params'} is damaged; copy or convert it again:\n  " + "\n  ".join(wrong)
+            f"{directory / 'params'} is damaged; copy or convert it again:\n  "
+            + listed(wrong, "\n  ")
         )
 
 

@@ -16,7 +16,7 @@ from jaxspec.configs.mtp import MTPConfig
 from tests.convert.hf_layout import ASSISTANTS, DRAFTERS, RELEASED, multimodal
 
 
-def _as_transformers_saves(text: dict[str, Any]) -> dict[str, Any]:
+def as_transformers_saves(text: dict[str, Any]) -> dict[str, Any]:
     """Rewrite a released text config: overrides by layer index, padded to the width of the last."""
     saved = dict(text)
     head_dim, kv_heads = saved.pop("global_head_dim"), saved.pop("num_global_key_value_heads")
@@ -40,7 +40,7 @@ def test_presets_are_the_released_files(size: str):
 
 @pytest.mark.parametrize("size", RELEASED)
 def test_both_shapes_are_the_same_model(size: str):
-    saved = _as_transformers_saves(RELEASED[size])
+    saved = as_transformers_saves(RELEASED[size])
     assert any(key.startswith("0") for key in saved["per_layer_config"])
     assert Gemma4Config.from_hf(saved) == TARGET_PRESETS[size]
 
@@ -75,7 +75,7 @@ def test_qwen_drafter_loads_all_full_and_not_causal():
 def test_assistants_are_presets_in_both_shapes(size: str):
     released = ASSISTANTS[size]
     generation = {"suppress_tokens": [258883, 258882]} if size == "12b" else None
-    saved = released | {"text_config": _as_transformers_saves(released["text_config"])}
+    saved = released | {"text_config": as_transformers_saves(released["text_config"])}
     assert set(saved["text_config"]["per_layer_config"]) == {"3"}
     for config in (released, saved):
         assert MTPConfig.from_hf(config, generation) == MTP_PRESETS[size]

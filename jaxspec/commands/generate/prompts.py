@@ -129,6 +129,8 @@ def _parse_line(origin: str, line: str) -> Prompt:
         value = json.loads(line)
     except ValueError as error:
         raise PromptError(f"{origin}: not JSON: {error}") from None
+    except RecursionError:
+        raise PromptError(f"{origin}: not JSON that can be read: nested too deeply") from None
     given = [kind for kind in _KINDS if kind in value] if isinstance(value, dict) else []
     if len(given) != 1:
         raise PromptError(
