@@ -61,7 +61,8 @@ class Range:
     Attributes:
       words: what they are, as in "must be ...".
       allows: tells of a number, or of each number of an array; never true of nan.
-      low, high: the least and the greatest whole number, where the field is one and has them.
+      low, high: the least and the greatest whole number, where the field is one and has them. All others are
+        below 2**31.
       kind: the type of the values. No number is read from a text, and no whole number is cut from another one.
     """
 

@@ -12,22 +12,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.records import REQUIRED, Range, shown, whole
+from jaxspec.records import REQUIRED, Range, at_least, shown, whole
 
-MOST = 2**31 - 1  # what an index of 32 bits reaches
 MOST_LAYERS = 1000
 MOST_DRAFTS = 1000
 
-SIZES = whole(1, MOST)
-COUNTS = whole(0, MOST)
+SIZES = at_least(1)  # and below 2**31, as all whole numbers
+COUNTS = at_least(0)
 LAYERS = whole(1, MOST_LAYERS)
 DRAFTS = whole(1, MOST_DRAFTS)
 IDS = COUNTS
 FLAGS = Range("true or false", lambda _: True, kind="true or false")
 WORDS = Range("a word", lambda _: True, kind="a word")
-EVEN = Range(
-    f"even, from 2 to {MOST:,}", lambda x: x % 2 == 0 and 2 <= x <= MOST, kind="a whole number"
-)
+EVEN = Range("even, 2 or more", lambda x: x >= 2 and x % 2 == 0, kind="a whole number")
 # Beyond these, float32 makes zeros, infinities or NaN of them.
 EPS = Range("from 1e-30 to 1", lambda x: 1e-30 <= x <= 1)
 THETAS = Range("from 1 to 1e20", lambda x: 1 <= x <= 1e20)
@@ -66,7 +63,7 @@ def flag(default: Any = REQUIRED) -> Any:
     return limited(FLAGS, default)
 
 
-def several(range: Range, default: Any = REQUIRED, *, least: int = 1, most: int = MOST) -> Any:
+def several(range: Range, default: Any = REQUIRED, *, least: int = 1, most: int = 2**31) -> Any:
     """Declare a tuple, each entry of it in a range.
 
     Args:

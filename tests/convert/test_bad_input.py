@@ -125,7 +125,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     ),
     "malformed values": (
         lambda d: _edit_config(d, rope_parameters=["default"]),
-        r"hf: its config files are malformed",
+        r"hf: config\.json has rope_parameters = \['default'\]; it must be an object",
     ),
     "quantised": (
         lambda d: _edit_config(d, quantization_config={"quant_method": "fp8"}),
