@@ -14,6 +14,7 @@ import dataclasses
 import math
 import numbers
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -90,7 +91,11 @@ def is_a(kind: Kind, value: Any) -> bool:
         value = value.item()
     if kind == "true or false" or isinstance(value, bool):
         return kind == "true or false" and isinstance(value, bool)
-    return isinstance(value, numbers.Integral if kind == "a whole number" else numbers.Real)
+    if kind == "a whole number":
+        return isinstance(value, numbers.Integral)
+    if isinstance(value, numbers.Integral):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, numbers.Real)
 
 
 def shown(value: Any) -> str:

@@ -20,10 +20,12 @@ from jaxspec.configs.fields import (
     MOST_LAYERS,
     ConfigError,
     check_fields,
+    entries,
     find_key,
     limited,
     read,
     read_fields,
+    refusal,
     refuse_unless,
     several,
     words_of,
@@ -188,7 +190,7 @@ def to_json(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def from_json(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+def from_json(cls: type[ConfigT], values: Any) -> ConfigT:
     """Rebuild a config from the values of `to_json`.
 
     Raises:
@@ -202,10 +204,15 @@ def from_json(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     wrong = sorted(set(values) - set(fields)) + sorted(required - set(values))
     if wrong:
         raise ConfigError(f"stored {cls.__name__} has unknown or missing fields: {shown(wrong)}")
-    arguments: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
-    }
-    return kind(**arguments)
+    made = {}
+    for name, value in values.items():
+        if "entries" in fields[name].metadata:
+            made[name] = entries(fields[name], name, value)
+            continue
+        if said := refusal(fields[name], name, value):
+            raise ConfigError(said)
+        made[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**made)
 
 
 # --- what several readers need -------------------------------------------------------------------

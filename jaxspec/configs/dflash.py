@@ -186,7 +186,7 @@ def _causal(config: Mapping[str, Any], layer_types: tuple[LayerType, ...]) -> tu
     if isinstance(causal, bool):
         return (causal,) * len(layer_types)
     field = DFlashConfig.__dataclass_fields__["causal"]
-    return entries(field, key, causal)
+    return entries(field, f"config.json: {key}", causal)
 
 
 def _nested(*keys: str) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ EVEN = Range("even, 2 or more", lambda x: x >= 2 and x % 2 == 0, kind="a whole n
 EPS = Range("from 1e-30 to 1", lambda x: 1e-30 <= x <= 1)
 THETAS = Range("from 1 to 1e20", lambda x: 1 <= x <= 1e20)
 SOFTCAPS = Range("from 0.001 to 1e20; null: none", lambda x: 1e-3 <= x <= 1e20)
-SHARES = Range("above 0, and at most 1", lambda x: 0 < x <= 1)
+SHARES = Range("from 0.001 to 1", lambda x: 1e-3 <= x <= 1)
 
 
 class ConfigError(ValueError):
@@ -212,22 +212,23 @@ def read_fields(
         key, found = find_key(config, places)
         if key is None and default is REQUIRED:
             raise ConfigError(f"{file} has no {' or '.join(places)}")
-        values[name] = default if key is None else entries(field, key, found, file)
+        values[name] = default if key is None else entries(field, f"{file}: {key}", found)
     return values
 
 
-def entries(
-    field: dataclasses.Field[Any], key: str, value: Any, file: str = "config.json"
-) -> tuple[Any, ...]:
-    """Return the list at a key as the tuple that a field holds.
+def entries(field: dataclasses.Field[Any], name: str, value: Any) -> tuple[Any, ...]:
+    """Return a list of a file as the tuple that a field holds.
+
+    Args:
+      name: what the message calls it.
 
     Raises:
       ConfigError: it is no list, or an entry is out of range.
     """
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{file}: {key} is {shown(value)}; it must be a list")
-    if wrong := refusal(field, key, tuple(value)):
-        raise ConfigError(f"{file}: {wrong}")
+        raise ConfigError(f"{name} is {shown(value)}; it must be a list")
+    if wrong := refusal(field, name, tuple(value)):
+        raise ConfigError(wrong)
     return tuple(value)
 
 

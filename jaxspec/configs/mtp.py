@@ -117,8 +117,8 @@ class MTPConfig:
                 )
             if not 1 <= self.num_top_centroids <= self.num_centroids:
                 raise ConfigError(
-                    f"centroid_intermediate_top_k is {self.num_top_centroids}; expected 1 to "
-                    f"{self.num_centroids}, the number of centroids"
+                    f"num_top_centroids is {self.num_top_centroids}; expected 1 to "
+                    f"{self.num_centroids}, the num_centroids"
                 )
         check_ids("suppress_tokens", self.suppress_tokens, self.vocab_size)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxspec.configs.base import ConfigError
+from jaxspec.configs.fields import WORDS, ConfigError, read
 from jaxspec.families import dflash, gemma4, mtp, qwen3
 from jaxspec.families.base import (
     Assumption,
@@ -102,6 +102,7 @@ def recognise(config: Mapping[str, Any]) -> Family:
     Raises:
       ConfigError: no family has this model type or one of these architectures.
     """
+    read(config, "model_type", WORDS, None)
     for family in (*families("drafter"), *families("target")):
         if family.recognises(config):
             return family

@@ -66,7 +66,8 @@ class Manifest:
         """
         file = directory / MANIFEST
         values = read_json(file)
-        if values.pop("format", None) != _FORMAT:
+        number = values.pop("format", None)
+        if type(number) is not int or number != _FORMAT:
             raise CheckpointError(
                 f"{file} is not a jaxspec manifest of format {_FORMAT}; convert again"
             )

@@ -43,7 +43,10 @@ TARGET_GENERATION = {
     "repetition_penalty": 1.0,
 }
 EITHER = ("eos_token_id", "causal", "is_causal", "rope_theta")  # of either type
-NO_FIELDS = ("model_type", "architectures", "source", "skipped", "num_kv_shared_layers")
+NO_FIELDS = (  # read, but of no field of a config; or 0 says what the file would say without it
+    *("model_type", "architectures", "source", "revision", "skipped"),
+    *("num_kv_shared_layers", "num_window_keys"),
+)
 ALIASES = {  # what a message may call a key
     "num_hidden_layers": ("layer_types",),
     "num_attention_heads": ("num_heads",),
@@ -54,11 +57,12 @@ ALIASES = {  # what a message may call a key
     "num_target_layers": ("feature layers", "feature_layers"),
     "architectures": ("model_type", "Qwen3"),
     "attention_k_eq_v": ("num_global_key_value_heads",),
-    "layer_types": ("sliding_window",),
+    "layer_types": ("sliding_window", "layers"),
     "enable_moe_block": ("num_experts",),
     "use_ordered_embeddings": ("centroids",),
     "text_config": ("vocab_size",),
     "num_kv_heads": ("kv heads",),
+    "centroid_intermediate_top_k": ("num_top_centroids",),
     "vocab_size": ("vocabulary",),
 }
 
@@ -100,11 +104,11 @@ def _case(base: Base, mutation: mutate.Mutation, number: int) -> Case:
     what = f"{number} {base.directory.name}/{base.file}: {mutation.words}"
     places = (str(base.directory), base.file)
     names = [str(part) for part in mutation.path if isinstance(part, str)]
-    names = names if mutation.kind == "gone" else names[-1:]
+    names = names if mutation.kind == "gone" else names[-2:]
     names = [n for name in names for n in (name, *ALIASES.get(name, ()))] or [base.file]
     names.append("nested too deeply")
-    if mutation.kind == "text":
-        names.append(base.file)  # it is no document
+    if not mutation.path or mutation.kind == "text":
+        names += [base.file, "has no", "has model_type"]
     if mutation.text == mutate.LFS.encode():
         names = ["Git LFS"]
     if mutation.path and isinstance(base_value(base, mutation.path), dict):
@@ -165,7 +169,8 @@ def check(
     for made, kind in ((config, type(config)), (generation, GenerationDefaults)):
         if made is not None and from_json(kind, json.loads(json.dumps(to_json(made)))) != made:
             raise Fault(Outcome.MISREAD, "it does not survive a manifest")
-    if mutation.kind == "value" and isinstance(mutation.value, int | float | str):
+    value = mutation.value
+    if isinstance(value, int | float | str) and mutation.kind == "value" and value is not True:
         changes = {**changed(base.config, config), **changed(base.generation, generation)}
         old = base_value(base, mutation.path)
         same = old == mutation.value

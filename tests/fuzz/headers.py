@@ -127,7 +127,7 @@ def _of_tensors(rng: random.Random, file: Path) -> tuple[str, list[str]]:
         mutation, about = _of_json(rng, header)
         text = mutation[1]
         file.write_bytes(len(text).to_bytes(8, "little") + text + data)
-        return mutation[0], about
+        return f"header: {mutation[0]}", about
     text = json.dumps(header).encode("utf-8", "surrogatepass")
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return words, [name]

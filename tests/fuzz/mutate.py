@@ -34,7 +34,7 @@ class Mutation:
       path: what was changed; () for the whole text.
       value: the new value there.
       kind: "type" for a value of another type, "value" for another value of the same type, "gone" for a key or an
-        entry that was removed or null, "text" where the file is no JSON document any more, or another one.
+        entry that was removed or null, or for another document; "text" where the file is no JSON object any more.
     """
 
     words: str
@@ -87,7 +87,7 @@ def mutated(rng: random.Random, document: Any, read: Collection[Path]) -> Mutati
     new = _list_mutation(rng, old) if isinstance(old, list) and rng.random() < 0.6 else _value(rng)
     parent[key] = new
     kind = "gone" if new is None else "value" if _kind(new) == _kind(old) else "type"
-    if _kind(old) == "number" and isinstance(new, int):
+    if old is None or (_kind(old) == "number" and isinstance(new, int)):
         kind = "value"  # 1 is a good 1.0
     if isinstance(old, list) and isinstance(new, list):
         entries = {_kind(x) for x in old}
@@ -137,7 +137,7 @@ def _text_mutation(rng: random.Random, document: Any, read: Collection[Path]) ->
     if which == 2:
         depth = rng.choice((200, 3000, 200_000))
         deep = b'{"a":' * depth + b"1" + b"}" * depth
-        return _whole(f"{depth} objects", deep)
+        return _whole(f"{depth} objects", deep, "text" if depth > 200 else "gone")
     if which == 3:
         again = {str(path[-1]): _value(rng)}
         one = json.dumps({path[-1]: lookup(document, path)}).encode()[1:-1]
@@ -150,7 +150,8 @@ def _text_mutation(rng: random.Random, document: Any, read: Collection[Path]) ->
     if which == 5:
         return _whole("empty", b"")
     if which == 6:
-        return _whole("another document", rng.choice((b"[]", b"5", b"null", b'"a"', b"NaN", b"{}")))
+        other = rng.choice((b"[]", b"5", b"null", b'"a"', b"NaN", b"{}"))
+        return _whole("another document", other, "gone" if other == b"{}" else "text")
     if which == 7:
         i = rng.randrange(len(text))
         return _whole("a byte that is no UTF-8", text[:i] + b"\xff" + text[i:])
@@ -166,8 +167,8 @@ def _text_mutation(rng: random.Random, document: Any, read: Collection[Path]) ->
     )
 
 
-def _whole(words: str, text: bytes) -> Mutation:
-    return Mutation(words, text, (), None, "text")
+def _whole(words: str, text: bytes, kind: str = "text") -> Mutation:
+    return Mutation(words, text, (), None, kind)
 
 
 def _has(document: Any, path: Path) -> bool:
