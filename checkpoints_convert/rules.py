@@ -299,7 +299,7 @@ def match(
 
     Raises:
       CheckpointError: the layout is refused. Or tensors are missing, not known, or of a wrong shape
-        or dtype; the message lists all of them.
+        or dtype; the message lists the first of them and counts the others.
     """
     for pattern, message in rules.refused:
         found = [n for n in tensors if re.fullmatch(pattern, n)]

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxspec import memory
 from jaxspec.loading import LoadedModel
-from jaxspec.records import Drafting, Extras, FieldError
+from jaxspec.records import Drafting, Extras, FieldError, at_least
 from jaxspec.requests import (
     Completion,
     Request,
@@ -87,8 +87,8 @@ class Engine:
             ("cache_length", cache_length),
             ("steps_per_return", steps_per_return),
         ):
-            if value < 1:
-                raise FieldError(name, f"is {value}; it must be 1 or more")
+            if wrong := at_least(1).refusal(value):
+                raise FieldError(name, wrong)
         self.target, self.drafter = target, drafter
         params, drafter_params = target.params, drafter.params if drafter else None
         self.runtime = Runtime(
@@ -359,7 +359,7 @@ class Engine:
         for slot, request in new.items():
             unique = sorted(set(request.stop_ids))
             stop_ids[slot, : len(unique)] = unique
-            seeds[slot] = request.seed % 2**32, request.sample or 0
+            seeds[slot] = request.seed, request.sample or 0
         admission = self.runtime.admission(
             [slot if slot in new else b for slot in range(b)],
             [r.max_new_tokens for r in asked],

@@ -77,7 +77,7 @@ class Range:
         """Say what is wrong with a value, or None when it is allowed."""
         if not is_a(self.kind, value):
             more = f", {self.words}" if self.words != self.kind else ""
-            return f"is {shown(value)}; it must be {self.kind}{more}"
+            return f"is {_REPR.repr(value)}; it must be {self.kind}{more}"
         if self.kind == "a whole number" and value >= 2**31 and self.high is None:
             return f"is {shown(value)}; it must be {self.words}, and below 2**31"
         return None if self.allows(value) else f"is {shown(value)}; it must be {self.words}"
@@ -247,7 +247,7 @@ class Sampling:
         check_ranges(self)
         for token, bias in self.logit_bias.items():
             if not is_a("a whole number", token):
-                raise FieldError("logit_bias", f"has the id {shown(token)}; expected whole numbers")
+                raise FieldError("logit_bias", f"has the id {token!r}; expected whole numbers")
             if wrong := BIAS.refusal(bias):
                 raise FieldError("logit_bias", f"of {token} {wrong}")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxspec.records import REQUIRED, Range, at_least, shown, whole
 
-MOST_LAYERS = 1000
+MOST_LAYERS = 512  # the shapes of so many are known within seconds
 MOST_DRAFTS = 1000
 
 SIZES = at_least(1)  # and below 2**31, as all whole numbers

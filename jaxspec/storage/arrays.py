@@ -97,7 +97,7 @@ def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> P
       mesh: where to place the weights; None is the default device.
 
     Raises:
-      CheckpointError: names or shapes are not the graph's (all are listed), or a file is damaged.
+      CheckpointError: names or shapes are not the graph's (they are listed), or a file is damaged.
     """
     import orbax.checkpoint as ocp
 
@@ -165,7 +165,7 @@ def check_tree(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None
     """Compare the stored names and shapes with a model's.
 
     Raises:
-      CheckpointError: they differ; all differences are listed.
+      CheckpointError: they differ; the differences are listed.
     """
     stored = stored_arrays(directory)
     wrong = [f"{n}: missing" for n in expected if n not in stored]

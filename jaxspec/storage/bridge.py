@@ -33,7 +33,7 @@ def to_hf_names(
         Drafters' names have no prefix.
 
     Raises:
-      ValueError: parameters are missing, not known, or of a wrong shape; all are listed.
+      ValueError: parameters are missing, not known, or of a wrong shape; they are listed.
     """
     shapes = parameter_shapes(config)
     return bridge.to_hf_names(params, rule_set(config, shapes), shapes, prefix=prefix)
@@ -50,7 +50,7 @@ def from_hf_names(tensors: Mapping[str, Array | np.ndarray], config: ModelConfig
       config: the config of the target or drafter that the tensors belong to.
 
     Raises:
-      CheckpointError: tensors are missing, not known, or of a wrong shape or dtype (all are
+      CheckpointError: tensors are missing, not known, or of a wrong shape or dtype (they are
         listed). Outside of jit also: a head differs from the embedding that it is tied to.
     """
     shapes = parameter_shapes(config)
