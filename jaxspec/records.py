@@ -93,7 +93,7 @@ def is_a(kind: Kind, value: Any) -> bool:
         return kind == "true or false" and isinstance(value, bool)
     if kind == "a whole number":
         return isinstance(value, numbers.Integral)
-    if isinstance(value, numbers.Integral):
+    if isinstance(value, int):
         return abs(value) <= sys.float_info.max
     return isinstance(value, numbers.Real)
 

@@ -80,7 +80,8 @@ class DFlashConfig:
     rope_theta: float = limited(THETAS, 1_000_000.0)
     rms_norm_eps: float = limited(EPS, 1e-6)
 
-    __repr__ = short_repr
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -93,17 +93,19 @@ def refusal(field: dataclasses.Field[Any], name: str, value: Any) -> str | None:
     Args:
       name: what the message calls the field.
     """
-    allowed: Range | None = field.metadata.get("range")
-    if allowed is None or (value is None and (field.metadata.get("none") or field.default is None)):
+    about = field.metadata
+    may_be_none = about.get("none") or field.default is None
+    if "range" not in about or (value is None and may_be_none):
         return None
-    if "entries" not in field.metadata:
+    allowed: Range = about["range"]
+    if "entries" not in about:
         wrong = allowed.refusal(value)
         return f"{name} {wrong}" if wrong else None
-    least, most = field.metadata["entries"]
+    least, most = about["entries"]
     if not least <= len(value) <= most:
         expected = f"{least:,} or more" if len(value) < least else f"at most {most:,}"
         return f"{name} has {len(value):,} entries; expected {expected}"
-    said = ((i, allowed.refusal(entry)) for i, entry in enumerate(value))
+    said = ((i, allowed.refusal(value[i])) for i in range(len(value)))
     return next((f"{name}[{i}] {wrong}" for i, wrong in said if wrong), None)
 
 

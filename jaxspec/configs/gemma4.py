@@ -82,7 +82,8 @@ class Gemma4Config(TargetConfig):
     full_rope_theta: float = limited(THETAS, 1_000_000.0)
     full_partial_rotary_factor: float = limited(SHARES, 0.25)
 
-    __repr__ = short_repr
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __post_init__(self) -> None:
         check_fields(self)

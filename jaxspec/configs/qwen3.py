@@ -102,7 +102,9 @@ class Qwen3Config(TargetConfig):
         _refuse_windows(config)
         _refuse_scaled_positions(config)
         heads = read(config, _KEYS["num_heads"], SIZES)
-        absent = dict(head_dim=128, num_kv_heads=heads, tied_head=False)  # as in transformers
+        absent: dict[str, Any] = dict(
+            head_dim=128, num_kv_heads=heads, tied_head=False
+        )  # as in transformers
         return cls(**read_fields(cls, config, _KEYS, **absent, rope_theta=REQUIRED))
 
 

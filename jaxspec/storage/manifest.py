@@ -87,13 +87,14 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     expected = {f.name for f in dataclasses.fields(Manifest)}
     if wrong := sorted(expected ^ set(values)):
         raise ValueError(f"it has unknown or missing fields: {shown(wrong)}")
-    for name, allowed in _WORDS.items():
-        if not allowed(values[name]):
+    for name, is_allowed in _KINDS.items():
+        if not is_allowed(values[name]):
             raise ValueError(f"{name} is {shown(values[name])}, which no conversion writes")
     for name, dtype in values["tensors"].items():
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise ValueError(f"tensors: {listed([name])} has the dtype {shown(dtype)}")
-    family = named(_RENAMED.get(values["kind"], values["kind"]))
+    kind: str = values["kind"]
+    family = named(_RENAMED.get(kind, kind))
     config, generation = _config(family.config, values, "config"), None
     if values["generation"] is not None:
         generation = _config(GenerationDefaults, values, "generation")
@@ -112,7 +113,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_WORDS: dict[str, Callable[[Any], bool]] = {
+_KINDS: dict[str, Callable[[Any], bool]] = {
     "kind": _is_text,
     "source": _is_text,
     "revision": lambda value: value is None or _is_text(value),

@@ -206,7 +206,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"head_dim": 127}, "head_dim is 127; it must be even"),
         ({"vocab_size": None}, "config.json has no vocab_size"),
         ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be a whole number"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be from 1 to 1,000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be from 1 to 512"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be from 1e-30 to 1"),
         ({"rope_theta": -1.0}, "rope_theta is -1; it must be from 1 to 1e20"),
     ],
