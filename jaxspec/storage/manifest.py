@@ -11,7 +11,7 @@ from typing import Any
 
 from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.files import read_json
-from checkpoints_convert.hf_io import DTYPES
+from checkpoints_convert.headers import DTYPES
 from jaxspec import __version__
 from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
 from jaxspec.families import ModelConfig, named
