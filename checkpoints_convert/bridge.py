@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.hf_io import DTYPES
 from checkpoints_convert.rules import RuleSet, Shape, TensorSpec, fills_for, match
 
@@ -39,7 +39,7 @@ def to_hf_names(
       prefix: what stands before every tensor name; None for the prefix of the releases.
 
     Raises:
-      ValueError: parameters are missing, not known, or of a wrong shape. The message lists all of
+      ValueError: parameters are missing, not known, or of a wrong shape. The message lists
         them.
     """
     wrong = [f"{name}: missing" for name in shapes if name not in params]
@@ -50,8 +50,8 @@ def to_hf_names(
             wrong.append(f"{name}: shape {list(param.shape)}, expected {list(shapes[name])}")
     if wrong:
         raise ValueError(
-            f"params do not fit their config, {len(wrong)} problems:\n  "
-            + "\n  ".join(sorted(wrong))
+            f"params do not fit their config, {len(wrong):,} problems:\n  "
+            + listed(sorted(wrong), "\n  ")
         )
     tensors: dict[str, jax.Array] = {}
     for fill in fills_for(rules, shapes, rules.prefixes[0] if prefix is None else prefix):
@@ -75,7 +75,7 @@ def from_hf_names(
 
     Raises:
       CheckpointError: tensors are missing, not known, or of a wrong shape or dtype; the message
-        lists all of them. Outside of jit, also when a head differs from the embedding that it is
+        lists them. Outside of jit, also when a head differs from the embedding that it is
         tied to.
     """
     specs = {n: TensorSpec(np.shape(t), _NAMES[np.dtype(t.dtype)]) for n, t in tensors.items()}

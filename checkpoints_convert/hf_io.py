@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.errors import CheckpointError, listed
+from checkpoints_convert.files import read_json
+from checkpoints_convert.headers import DTYPES, StoredTensor, nbytes_of, read_header
 from checkpoints_convert.rules import TensorSpec
 
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -37,25 +37,6 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SLAB_BYTES = 64 << 20  # read at a time by a cast
 _SHARD_BYTES = 5 << 30
-
-DTYPES: dict[str, np.dtype] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U64": np.dtype(np.uint64),
-    "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-}
-"""Dtypes by safetensors name. Most of them only occur in tensors that are skipped or refused."""
 
 
 # --- finding -------------------------------------------------------------------------------------
@@ -129,18 +110,6 @@ def _snapshot(repo: str, revision: str | None, token: str | None, offline: bool)
 
 
 @dataclass(frozen=True)
-class StoredTensor(TensorSpec):
-    """A tensor of a file, with the offset of its first byte in that file."""
-
-    file: Path
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return _nbytes(self)
-
-
-@dataclass(frozen=True)
 class HFCheckpoint:
     """An opened Hugging Face directory, with parsed configs and checked file headers."""
 
@@ -191,23 +160,22 @@ def open_checkpoint(directory: Path) -> HFCheckpoint:
     Raises:
       CheckpointError: the directory is no checkpoint, or a file is missing, truncated or corrupt.
     """
-    if not (directory / "config.json").is_file():
+    if not _is_file(directory / "config.json"):
         raise CheckpointError(f"{directory} is not a model: it has no config.json")
     config = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     tensors: dict[str, StoredTensor] = {}
-    for file, listed in _weight_files(directory).items():
+    for file, indexed in _weight_files(directory).items():
         held = read_header(file)
-        if listed is not None and (absent := sorted(set(listed) - set(held))):
+        if indexed is not None and (absent := sorted(set(indexed) - set(held))):
             raise CheckpointError(
-                f"{file} lacks {len(absent)} tensors that {_INDEX} says it holds: "
-                + ", ".join(absent)
+                f"{file} lacks {len(absent)} tensors that {_INDEX} says it holds: {listed(absent)}"
             )
         if twice := sorted(set(held) & set(tensors)):
-            raise CheckpointError(f"{file} repeats tensors of another shard: " + ", ".join(twice))
+            raise CheckpointError(f"{file} repeats tensors of another shard: {listed(twice)}")
         tensors |= held
     return HFCheckpoint(
-        directory, config, read_json(generation) if generation.is_file() else None, tensors
+        directory, config, read_json(generation) if _is_file(generation) else None, tensors
     )
 
 
@@ -217,8 +185,8 @@ def _weight_files(directory: Path) -> dict[Path, list[str] | None]:
     The list is None where the directory has a single file and no index.
     """
     index = directory / _INDEX
-    if not index.is_file():
-        if not (directory / _SINGLE).is_file():
+    if not _is_file(index):
+        if not _is_file(directory / _SINGLE):
             raise CheckpointError(
                 f"{directory} is not a model: it has no {_SINGLE} and no {_INDEX}"
             )
@@ -230,57 +198,24 @@ def _weight_files(directory: Path) -> dict[Path, list[str] | None]:
         or not all(isinstance(f, str) for f in names.values())
     ):
         raise CheckpointError(f"{index} is corrupt: it has no weight_map from tensors to files")
-    files: dict[Path, list[str] | None] = {}
+    files: dict[Path, list[str]] = {}
     for name, file in names.items():
         if Path(file).name != file:
             raise CheckpointError(
-                f"{index} is corrupt: it names {file!r}, which is not a file beside it"
+                f"{index} is corrupt: for {listed([name])} it names {listed([repr(file)])}, which is "
+                "not a file beside it"
             )
-        files[directory / file] = [*(files.get(directory / file) or ()), name]
-    if absent := sorted(f.name for f in files if not f.is_file()):
-        raise CheckpointError(f"{directory} lacks files that {_INDEX} names: " + ", ".join(absent))
-    return files
+        files.setdefault(directory / file, []).append(name)
+    if absent := sorted(f.name for f in files if not _is_file(f)):
+        raise CheckpointError(f"{directory} lacks files that {_INDEX} names: {listed(absent)}")
+    return {**files}
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Read and check the header of one file. Its tensors must fill the file without a gap."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > size - 8:
-            raise CheckpointError(f"{file} is corrupt or truncated: no whole safetensors header")
-        raw = opened.read(length)
+def _is_file(path: Path) -> bool:
     try:
-        entries = json.loads(raw)
-        entries.pop("__metadata__", None)
-        tensors = {n: _entry(e, file, 8 + length) for n, e in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is corrupt: its header is not readable ({error})") from None
-    end = 8 + length
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if tensor.offset != end:
-            raise CheckpointError(
-                f"{file} is corrupt: {name} begins at byte {tensor.offset}, not {end}"
-            )
-        end += tensor.nbytes
-    if end != size:
-        kind = "truncated" if end > size else "corrupt"
-        raise CheckpointError(f"{file} is {kind}: its header describes {end} bytes, it has {size}")
-    return tensors
-
-
-def _entry(entry: Mapping[str, Any], file: Path, data_start: int) -> StoredTensor:
-    start, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not all(isinstance(n, int) and n >= 0 for n in (start, end, *shape)):
-        raise ValueError("negative or fractional sizes")
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"unknown dtype {entry['dtype']!r}")
-    tensor = StoredTensor(shape, entry["dtype"], file, data_start + start)
-    if tensor.nbytes != end - start:
-        raise ValueError(f"{end - start} bytes for {entry['dtype']}{list(shape)}")
-    return tensor
+        return path.is_file()
+    except OSError:  # a name that is too long, say
+        return False
 
 
 @contextlib.contextmanager
@@ -315,7 +250,7 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        return sum(_nbytes(spec) for spec in self.specs.values())
+        return sum(nbytes_of(spec) for spec in self.specs.values())
 
 
 def write_tensors(
@@ -366,7 +301,7 @@ def _header(groups: Iterable[Group]) -> bytes:
     end = 0
     for group in groups:
         for name, spec in group.specs.items():
-            start, end = end, end + _nbytes(spec)
+            start, end = end, end + nbytes_of(spec)
             entries[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, end]}
     raw = json.dumps(entries, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
@@ -376,25 +311,6 @@ def _header(groups: Iterable[Group]) -> bytes:
 def numpy_dtype(name: str) -> np.dtype:
     """Return the numpy dtype named "float32" or "bfloat16"."""
     return DTYPES[{"float32": "F32", "bfloat16": "BF16"}[name]]
-
-
-def _nbytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-      CheckpointError: the file is not readable, or holds something other than a JSON object.
-    """
-    try:
-        values = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not readable JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a {type(values).__name__}, expected a JSON object")
-    return values
 
 
 def _first_line(error: BaseException) -> str:

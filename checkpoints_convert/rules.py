@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.errors import CheckpointError, listed
 
 Shape = tuple[int, ...]
 
@@ -299,7 +299,7 @@ def match(
 
     Raises:
       CheckpointError: the layout is refused. Or tensors are missing, not known, or of a wrong shape
-        or dtype; the message lists all of them.
+        or dtype; the message lists the first of them and counts the others.
     """
     for pattern, message in rules.refused:
         found = [n for n in tensors if re.fullmatch(pattern, n)]
@@ -341,8 +341,8 @@ def match(
             )
     if wrong:
         raise CheckpointError(
-            f"{where} does not fit its config.json, {len(wrong)} problems:\n  "
-            + "\n  ".join([*sorted(wrong), *_advice(rules, prefix, tensors)])
+            f"{where} does not fit its config.json, {len(wrong):,} problems:\n  "
+            + "\n  ".join([listed(sorted(wrong), "\n  "), *_advice(rules, prefix, tensors)])
         )
     return Plan(fills, skipped, copies)
 

@@ -22,11 +22,18 @@ from jax.sharding import Mesh
 
 from jaxspec.engine import Engine
 from jaxspec.loading import CheckpointError, LoadedModel, load_drafter, load_target
-from jaxspec.records import Drafting, FieldError, Sampling
+from jaxspec.records import Drafting, FieldError, Sampling, at_least
 from jaxspec.requests import Completion, Reason, Request, Update
 from jaxspec.rows import check_ids
 from jaxspec.runtime import Programs
-from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError, completed_text, stop_at_text
+from jaxspec.tokenizer import (
+    TextStream,
+    Tokenizer,
+    TokenizerError,
+    completed_text,
+    refuse_empty,
+    stop_at_text,
+)
 
 BUNDLED = Path(__file__).parent / "bundled"
 BUNDLED_DRAFTERS = ("dflash", "mtp")
@@ -161,7 +168,7 @@ class Pair:
             {"role": ..., "content": ...} each, and goes through the checkpoint's chat template.
           sampling: what each prompt asks; the default is greedy.
           drafting: how to draft and to judge drafts.
-          seed: with a completion's place in the list it names that completion's random draws.
+          seed: 0 to 2**32 - 1. With a completion's place in the list it names that completion's random draws.
           num_samples: completions of each prompt, one after the other; each reads the prompt for itself.
             `Sampler` reads it once for all.
           chat: a text is a user's turn, and goes through the chat template.
@@ -178,8 +185,8 @@ class Pair:
         Raises:
           ValueError: a prompt or an option cannot be used; nothing was generated.
         """
-        if num_samples < 1:
-            raise FieldError("num_samples", f"is {num_samples}; it must be 1 or more")
+        if wrong := at_least(1).refusal(num_samples):
+            raise FieldError("num_samples", wrong)
         is_one = _is_one(prompts)
         given: Sequence[Any] = [prompts] if is_one else list(prompts)
         names = ["the prompt"] if is_one else [f"prompt {i}" for i in range(len(given))]
@@ -302,8 +309,8 @@ class Pair:
         chat_options: Mapping[str, Any] | None,
     ) -> tuple[str | None, tuple[int, ...]]:
         """Return a prompt's text, as the model reads it, and its ids."""
-        if isinstance(prompt, str) and not prompt:
-            raise TokenizerError(f"{name} is empty; give at least one character")
+        if isinstance(prompt, str):
+            refuse_empty(name, prompt)
         if isinstance(prompt, str) and not chat:
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, str):

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxspec import memory
 from jaxspec.loading import LoadedModel
 from jaxspec.prefill import PromptReader, bucket, chunk_of, rows_bucket
-from jaxspec.records import Drafting, Extras, FieldError
+from jaxspec.records import Drafting, Extras, FieldError, at_least
 from jaxspec.requests import (
     Completion,
     Reason,
@@ -95,8 +95,8 @@ class Engine:
             ("steps_per_return", steps_per_return),
             ("max_prefill_tokens", max_prefill_tokens),
         ):
-            if value is not None and value < 1:
-                raise FieldError(name, f"is {value}; it must be 1 or more")
+            if value is not None and (wrong := at_least(1).refusal(value)):
+                raise FieldError(name, wrong)
         self.target, self.drafter = target, drafter
         params, drafter_params = target.params, drafter.params if drafter else None
         self.runtime = Runtime(

@@ -53,7 +53,7 @@ class Declared:
     lookup: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph:
     """A module class with its config and weight dtype: all of a model except its weights."""
 
@@ -70,6 +70,10 @@ class Graph:
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
         return dataclasses.replace(self, dtype=dtype)
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        return f"Graph({self.module.__name__}, {self.config}, {self.dtype})"
 
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape and dtype of every weight of this graph, by name."""
@@ -95,8 +99,8 @@ class Graph:
         """Raise an error if this graph cannot bind these weights.
 
         Raises:
-          ValueError: names, shapes or dtypes differ from `abstract_params`. The message lists all
-            differences.
+          ValueError: names, shapes or dtypes differ from `abstract_params`. The message lists the
+            first differences and counts the others.
         """
         wanted = _wanted(self)
         wrong = [f"{n}: missing" for n in wanted if n not in params]
@@ -107,7 +111,7 @@ class Graph:
             if n in params and (params[n].shape != shape or params[n].dtype != dtype)
         ]
         if wrong:
-            raise ValueError(f"params do not fit {self.module.__name__}:\n  " + "\n  ".join(wrong))
+            raise ValueError(f"params do not fit {self.module.__name__}:\n  {_some(wrong)}")
 
     def bind(self, params: Params) -> Any:
         """Return the module with these weights in place.
@@ -208,14 +212,19 @@ class KnownParams:
             if not s.is_equivalent_to(known[name], params[name].ndim)
         ]
         if wrong:
-            more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise ValueError(
                 f"the {role}'s params are sharded otherwise than in the first call; put them back with "
-                "jax.device_put, or make another Sampler:\n  " + "\n  ".join(wrong[:5]) + more
+                f"jax.device_put, or make another Sampler:\n  {_some(wrong, 5)}"
             )
         kinds = {sharding: name for name, sharding in shardings.items()}
         self._shardings[role], self._kinds[role] = shardings, list(kinds.values())
         return {name: params[name] for name in self._kinds[role]}
+
+
+def _some(names: list[str], most: int = 20) -> str:
+    """Return names line by line. Of many, the first are shown and the others counted."""
+    more = [f"and {len(names) - most:,} more"] if len(names) > most else []
+    return "\n  ".join([*names[:most], *more])
 
 
 def _all_arrays(params: Mapping[str, Any]) -> bool:

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+import numbers
+import reprlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -49,6 +52,9 @@ class FieldError(ValueError):
         super().__init__(self.say(in_python))
 
 
+Kind = Literal["a number", "a whole number", "true or false", "a word"]
+
+
 @dataclass(frozen=True)
 class Range:
     """The values that a field may have.
@@ -56,24 +62,68 @@ class Range:
     Attributes:
       words: what they are, as in "must be ...".
       allows: tells of a number, or of each number of an array; never true of nan.
-      low, high: the least and the greatest whole number, where the field is one and has them.
+      low, high: the least and the greatest whole number, where the field is one and has them. All others are
+        below 2**31.
+      kind: the type of the values. No number is read from a text, and no whole number is cut from another one.
     """
 
     words: str
     allows: Callable[[Any], Any]
     low: int | None = None
     high: int | None = None
+    kind: Kind = "a number"
 
-    def refusal(self, value: float) -> str | None:
+    def refusal(self, value: Any) -> str | None:
         """Say what is wrong with a value, or None when it is allowed."""
-        return None if self.allows(value) else f"is {value:g}; it must be {self.words}"
+        if not is_a(self.kind, value):
+            more = f", {self.words}" if self.words != self.kind else ""
+            return f"is {_REPR.repr(value)}; it must be {self.kind}{more}"
+        if self.kind == "a whole number" and value >= 2**31 and self.high is None:
+            return f"is {shown(value)}; it must be {self.words}, and below 2**31"
+        return None if self.allows(value) else f"is {shown(value)}; it must be {self.words}"
+
+
+def is_a(kind: Kind, value: Any) -> bool:
+    """Tell whether a value is of a kind. Scalars of numpy and JAX are numbers; true and false are not."""
+    if kind == "a word":
+        return isinstance(value, str)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if kind == "true or false" or isinstance(value, bool):
+        return kind == "true or false" and isinstance(value, bool)
+    if kind == "a whole number":
+        return isinstance(value, numbers.Integral)
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, numbers.Real)
+
+
+def shown(value: Any) -> str:
+    """Show a value in a message, in few characters."""
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        return f"{value:g}"
+    return _REPR.repr(value)
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+_REPR.maxlevel = 3
 
 
 def at_least(low: int, off: str = "") -> Range:
     """Return the range of whole numbers from `low` on; `off` says what the least one means."""
     more = f"; {low}: {off}" if off else ""
-    return Range(f"{low} or more{more}", lambda x: x >= low, low)
+    return Range(f"{low} or more{more}", lambda x: x >= low, low, kind="a whole number")
 
+
+def whole(low: int, high: int) -> Range:
+    """Return the range of whole numbers from `low` to `high`."""
+    words = f"from {low} to {high:,}"
+    return Range(words, lambda x: (x >= low) & (x <= high), low, high, "a whole number")
+
+
+SEEDS = whole(0, 2**32 - 1)
+"""What names random draws: 32 bits. A seed beyond them is refused, because it would be another one's twin."""
 
 BIAS = Range("a number, or -inf to ban", lambda x: x < math.inf)
 
@@ -115,14 +165,24 @@ def check_ranges(record: Any) -> None:
     Raises:
       FieldError: naming the first such field.
     """
+    for name, wrong in out_of_range(record):
+        raise FieldError(name, wrong)
+
+
+def out_of_range(record: Any) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a record that are out of their ranges, each with what is wrong.
+
+    None is allowed where it is the default. Of a tuple every entry has to be in range.
+    """
     for f in dataclasses.fields(record):
         allowed: Range | None = f.metadata.get("range")
         value = getattr(record, f.name)
-        if allowed is None or value is None:
+        if allowed is None or (value is None and f.default is None):
             continue
-        for number in value if isinstance(value, tuple) else (value,):
-            if wrong := allowed.refusal(number):
-                raise FieldError(f.name, wrong)
+        for entry in value if isinstance(value, tuple) else (value,):
+            if wrong := allowed.refusal(entry):
+                yield f.name, wrong
+                break
 
 
 @dataclass(frozen=True)
@@ -186,6 +246,8 @@ class Sampling:
         """
         check_ranges(self)
         for token, bias in self.logit_bias.items():
+            if not is_a("a whole number", token):
+                raise FieldError("logit_bias", f"has the id {token!r}; expected whole numbers")
             if wrong := BIAS.refusal(bias):
                 raise FieldError("logit_bias", f"of {token} {wrong}")
 

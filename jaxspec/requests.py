@@ -6,14 +6,14 @@ Read `Request`, then `Completion`. Nothing here runs anything.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from jaxspec.records import VALUES, FieldError, Sampling
+from jaxspec.records import SEEDS, VALUES, FieldError, Sampling, at_least, is_a, shown
 from jaxspec.runtime import Runtime, cache_length_for
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.sharding import fetch
@@ -27,7 +27,7 @@ class Request:
     Attributes:
       prompt_ids: token ids, BOS included where the model wants one.
       stop_ids: generation ends with (and keeps) the first of these.
-      seed: with `sample`, it names the request's random draws; nothing else does.
+      seed: 0 to 2**32 - 1. With `sample`, it names the request's random draws; nothing else does.
       sample: which of the draws of that seed. None: 0, or the request's place in the list that `run` is given.
       id: what updates and the completion are called. None: a number that the engine chooses, or the place in
         the list that `run` is given.
@@ -126,22 +126,38 @@ def positions(spec: DecodeSpec, request: Request) -> int:
     return cache_length_for(spec, len(request.prompt_ids) + request.max_new_tokens)
 
 
+def ids_refusal(ids: Iterable[Any], vocab_size: int) -> str | None:
+    """Say which of some token ids are none of a vocabulary, or None where all are.
+
+    A number that is not whole is refused, because to cut it would make another token of it.
+    """
+    is_plain = set(map(type, ids)) <= {int}  # nearly always, and quickly told of a long prompt
+    if odd := [] if is_plain else [i for i in ids if not is_a("a whole number", i)]:
+        return f"{shown(odd)} are not whole numbers; expected ids, as a tokenizer gives"
+    if bad := [i for i in ids if not 0 <= i < vocab_size]:
+        return f"{shown(bad)} are outside the vocabulary; expected 0 to {vocab_size - 1}"
+    return None
+
+
 def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
     """Say why programs of this spec cannot decode a request, whatever their shapes; None when they can."""
     config, sampling, extras = spec.target.config, request.sampling, spec.extras
     count, most, size = len(request.prompt_ids), request.max_new_tokens, config.vocab_size
     if count == 0:
         return FieldError("prompt_ids", lambda _: "the prompt is empty; give at least one token")
-    bad = [i for i in request.prompt_ids if not 0 <= i < size]
-    if bad:
-        return FieldError(
-            "prompt_ids",
-            lambda _: f"prompt ids {bad[:5]} are outside the vocabulary; expected 0 to {size - 1}",
-        )
-    if most < 1:
-        return FieldError("max_new_tokens", f"is {most}; it must be 1 or more")
-    if not 0 <= (request.sample or 0) < 2**32:
-        return FieldError("sample", f"is {request.sample}; it must be between 0 and 2**32 - 1")
+    for name, words, ids in (
+        ("prompt_ids", "prompt ids", request.prompt_ids),
+        ("stop_ids", "stop ids", request.stop_ids),
+    ):
+        if wrong := ids_refusal(ids, size):
+            return FieldError(name, lambda _, words=words, wrong=wrong: f"{words} {wrong}")
+    for name, allowed, value in (
+        ("max_new_tokens", at_least(1), most),
+        ("seed", SEEDS, request.seed),
+        ("sample", SEEDS, request.sample or 0),
+    ):
+        if wrong := allowed.refusal(value):
+            return FieldError(name, wrong)
     if sampling.penalties and not extras.penalties:
         name = sampling.penalties[0]
         return FieldError(
@@ -202,7 +218,7 @@ def admission(runtime: Runtime, new: Mapping[int, Request], num_stop_ids: int) -
     for slot, request in new.items():
         unique = sorted(set(request.stop_ids))
         stop_ids[slot, : len(unique)] = unique
-        seeds[slot] = request.seed % 2**32, request.sample or 0
+        seeds[slot] = request.seed, request.sample or 0
     return runtime.admission(
         [slot if slot in new else b for slot in range(b)],
         [r.max_new_tokens for r in asked],

@@ -8,7 +8,6 @@ model config nor torch. Only chat templates import transformers, for its hardene
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,9 @@ from typing import Any
 
 import tokenizers
 import tokenizers.models
+
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.files import read_json, refuse_pointer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _INCOMPLETE = "\ufffd"  # decoders emit this for bytes that are not (yet) a character
@@ -27,6 +29,23 @@ class TokenizerError(ValueError):
 
     The message says what was expected and what to do.
     """
+
+
+def refuse_empty(name: str, text: str) -> None:
+    """Refuse a text without a character, wherever it is given, with a chat template or without.
+
+    It is nearly always a variable that was not set. With some tokenizers it would be no token at all.
+
+    Args:
+      name: what the message calls it.
+
+    Raises:
+      TokenizerError: the text is empty.
+    """
+    if not text:
+        raise TokenizerError(
+            f"{name} is empty; give at least one character, or token ids, such as that of BOS"
+        )
 
 
 class Tokenizer:
@@ -64,6 +83,7 @@ class Tokenizer:
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
+        _refuse_pointer(path)
         if not path.is_file():
             raise TokenizerError(
                 f"{directory} has no tokenizer.json, so text cannot become tokens; copy the checkpoint's "
@@ -252,12 +272,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} must hold a JSON object")
-    return value
+        return read_json(path)
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from None
+
+
+def _refuse_pointer(path: Path) -> None:
+    """Refuse a file that Git LFS has not downloaded."""
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            refuse_pointer(path, file.read(64))
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror}") from None
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -273,8 +303,13 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        _refuse_pointer(path)
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"{path} cannot be read: {error}") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several templates, each with a name
-        template = {t.get("name"): t.get("template") for t in template}.get("default")
+        objects = [t for t in template if isinstance(t, dict)]
+        template = next((t.get("template") for t in objects if t.get("name") == "default"), None)
     return template if isinstance(template, str) else None

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import Drafting, FieldError, Generation, Pair, Sampling
+from jaxspec import Drafting, Engine, FieldError, Generation, Pair, Sampler, Sampling
+from jaxspec.commands.generate.prompts import Prompt, encode
+from jaxspec.families import graph_of, presets
+from jaxspec.tokenizer import TokenizerError
 
 TEXT = "def f(x):\n"
 NEW = 12
@@ -106,6 +109,8 @@ def test_a_second_call_compiles_nothing(pair: Pair, done: Generation) -> None:
         ([[2], [-1]], r"prompt 1: prompt ids \[-1\] are outside the vocabulary"),
         ([[2], 5], "prompt 1 is 5; expected text, a list of messages, or a list of token ids"),
         (None, "the prompt is None; expected text"),
+        ([2, True], r"the prompt has the id True; expected whole numbers"),
+        ([2, 2**32 + 5], r"prompt ids \[4294967301\] are outside the vocabulary"),
     ],
 )
 def test_prompts_that_cannot_be_meant(pair: Pair, prompts: Any, message: str) -> None:
@@ -119,6 +124,8 @@ def test_errors_carry_their_field(pair: Pair) -> None:
     for options, field in (
         (dict(max_new_tokens=0), "max_new_tokens"),
         (dict(num_samples=0), "num_samples"),
+        (dict(seed=2**32), "seed"),
+        (dict(seed=-1), "seed"),
         (dict(stop_texts=[""]), "stop_texts"),
         (dict(drafting=Drafting(99)), "num_draft_tokens"),
     ):
@@ -129,11 +136,38 @@ def test_errors_carry_their_field(pair: Pair) -> None:
         pair.plain().generate(TEXT, drafting=Drafting(3))
 
 
+def test_an_empty_text_is_refused_wherever_it_is_given(pair: Pair) -> None:
+    """Also as a user's turn, which the command used to send through the chat template."""
+    chat = Pair(pair.target, pair.drafter, pair.programs)
+    chat.tokenizer.chat_template = CHAT
+    calls = (
+        lambda: pair.generate(""),
+        lambda: pair.generate("", chat=True),
+        lambda: pair.stream(""),
+        lambda: pair.encode(""),
+        lambda: encode(Prompt("argument 1", text=""), pair.tokenizer),
+        lambda: encode(Prompt("argument 1", text=""), chat.tokenizer, chat=True),
+    )
+    for call in calls:
+        with pytest.raises(
+            TokenizerError, match="the prompt is empty; give at least one character"
+        ):
+            call()
+    # A conversation is the template's business, and the ids of BOS alone are a prompt.
+    assert chat.encode([{"role": "user", "content": ""}])
+    assert pair.generate([pair.tokenizer.bos_token_id], max_new_tokens=2).token_ids
+
+
 def test_what_is_shown_is_short(pair: Pair) -> None:
-    for shown in (repr(pair), repr(pair.target)):
+    big = graph_of(presets()["31b"], "bfloat16")
+    engine, sampler = Engine(*pair, cache_length=64), Sampler(pair)
+    for thing in (pair, pair.target, pair.drafter, pair.target.graph, big, engine, sampler):
+        shown = repr(thing)
         assert "\n" not in shown
         assert len(shown) < 400
+    assert "60 layers" in repr(big) or "50 sliding + 10 full" in repr(big)
     assert "float32" in repr(pair.target)
     target, drafter = pair
     assert (target, drafter) == (pair.target, pair.drafter)
-    assert {"Pair", "Sampling", "load"} <= set(dir(jaxspec))
+    assert set(dir(jaxspec)) == {*jaxspec.__all__, "__version__"}
+    assert all(hasattr(jaxspec, name) for name in dir(jaxspec))

@@ -1,26 +1,54 @@
-"""What all configs share: errors, the layers of a target, defaults of decoding, and readers.
+"""What all configs share: the layers of a target, defaults of decoding, and readers.
 
 Read `LayerSpec` and `TargetConfig`. Caches, memory, costs and drafters know a target only through
 these. Hugging Face field names appear only in `from_hf` functions and their helpers. Nothing here
-uses arrays or weight files.
+uses arrays or weight files. `fields` says what a field may hold.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+
+from jaxspec.configs.fields import (
+    FLAGS,
+    IDS,
+    LAYERS,
+    MOST_LAYERS,
+    ConfigError,
+    check_fields,
+    entries,
+    find_key,
+    limited,
+    read,
+    read_fields,
+    refusal,
+    refuse_unless,
+    several,
+    words_of,
+)
+from jaxspec.records import RANGES, Range, shown
+
+__all__ = [
+    "ConfigError",
+    "GenerationDefaults",
+    "LayerSpec",
+    "LayerType",
+    "TargetConfig",
+    "find_key",
+    "from_json",
+    "refuse_unless",
+    "to_json",
+]
 
 LayerType = Literal["sliding", "full"]
 ConfigT = TypeVar("ConfigT")
 
 _LAYER_TYPES: dict[str, LayerType] = {"sliding_attention": "sliding", "full_attention": "full"}
-
-
-class ConfigError(ValueError):
-    """A config is not supported. The message names the field, and what was expected and given."""
+_LAYER_TYPE = Range("sliding or full", lambda x: x in ("sliding", "full"), kind="a word")
 
 
 # --- targets -------------------------------------------------------------------------------------
@@ -92,36 +120,69 @@ class TargetConfig(abc.ABC):
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """A checkpoint's defaults for decoding, from its generation_config.json."""
+    """A checkpoint's defaults for decoding, from its generation_config.json.
 
-    eos_token_ids: tuple[int, ...] = ()
-    suppress_tokens: tuple[int, ...] = ()  # never emitted, in draft and verify alike
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0  # 0: off
-    repetition_penalty: float = 1.0  # 1: off
+    `suppress_tokens` are never emitted, in draft and verify alike.
+    """
+
+    eos_token_ids: tuple[int, ...] = several(IDS, (), least=0)
+    suppress_tokens: tuple[int, ...] = several(IDS, (), least=0)
+    temperature: float = limited(RANGES["temperature"], 1.0)
+    top_k: int = limited(RANGES["top_k"], 0)  # 0: off
+    top_p: float = limited(RANGES["top_p"], 1.0)
+    min_p: float = limited(RANGES["min_p"], 0.0)  # 0: off
+    repetition_penalty: float = limited(RANGES["repetition_penalty"], 1.0)  # 1: off
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def from_hf(
         cls, generation_config: Mapping[str, Any] | None, config: Mapping[str, Any]
     ) -> GenerationDefaults:
-        """Read generation_config.json. End-of-sequence ids fall back to those of config.json."""
-        generation = generation_config or {}
-        eos = generation.get("eos_token_id")
-        if eos is None:
+        """Read generation_config.json. End-of-sequence ids fall back to those of config.json.
+
+        Raises:
+          ConfigError: naming the key that is wrong.
+        """
+        generation, file = generation_config or {}, "generation_config.json"
+        if (eos := generation.get("eos_token_id")) is None:
             eos = text_part(config).get("eos_token_id", config.get("eos_token_id"))
-        eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
-        sample = bool(generation.get("do_sample", "temperature" in generation))
-        return cls(
-            eos_token_ids=tuple(int(i) for i in eos),
-            suppress_tokens=tuple(int(i) for i in generation.get("suppress_tokens") or ()),
-            temperature=float(generation.get("temperature") or 1.0) if sample else 0.0,
-            top_k=int(generation.get("top_k") or 0),
-            top_p=float(generation.get("top_p") or 1.0),
-            min_p=float(generation.get("min_p") or 0.0),
-            repetition_penalty=float(generation.get("repetition_penalty") or 1.0),
+            origin = "config.json"
+        else:
+            origin = file
+        eos = {"eos_token_id": [eos] if isinstance(eos, int) else eos}
+        keys = {"eos_token_ids": ("eos_token_id",)}
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in keys]
+        values = read_fields(cls, eos, keys, origin)
+        values |= read_fields(cls, generation, {name: (name,) for name in names}, file)
+        if not read(generation, "do_sample", FLAGS, "temperature" in generation, file):
+            values["temperature"] = 0.0
+        return cls(**values)
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Check that all ids are in a vocabulary.
+
+        Raises:
+          ConfigError: naming the ids that are not.
+        """
+        for name, key in (("eos_token_ids", "eos_token_id"), ("suppress_tokens",) * 2):
+            check_ids(key, getattr(self, name), vocab_size)
+
+
+def check_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    """Check that ids are in a vocabulary.
+
+    Raises:
+      ConfigError: naming those that are not.
+    """
+    if beyond := [i for i in ids if i >= vocab_size]:
+        raise ConfigError(
+            f"{name} has {shown(beyond)}, outside the vocabulary; expected 0 to {vocab_size - 1}"
         )
+
+
+# --- manifests -----------------------------------------------------------------------------------
 
 
 def to_json(config: Any) -> dict[str, Any]:
@@ -129,71 +190,60 @@ def to_json(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def from_json(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+def from_json(cls: type[ConfigT], values: Any) -> ConfigT:
     """Rebuild a config from the values of `to_json`.
 
     Raises:
-      ConfigError: a field is unknown or missing.
+      ConfigError: a field is unknown, missing, or out of its range.
     """
     kind: Any = cls
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"stored {cls.__name__} is {shown(values)}; it must be an object")
     fields = {f.name: f for f in dataclasses.fields(kind)}
     required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
     wrong = sorted(set(values) - set(fields)) + sorted(required - set(values))
     if wrong:
-        raise ConfigError(f"stored {cls.__name__} has unknown or missing fields: {wrong}")
-    arguments: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
-    }
-    return kind(**arguments)
+        raise ConfigError(f"stored {cls.__name__} has unknown or missing fields: {shown(wrong)}")
+    made = {}
+    for name, value in values.items():
+        if "entries" in fields[name].metadata:
+            made[name] = entries(fields[name], name, value)
+            continue
+        if said := refusal(fields[name], name, value):
+            raise ConfigError(said)
+        made[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**made)
+
+
+# --- what several readers need -------------------------------------------------------------------
+
+
+def layer_types(*, least: int = 1) -> Any:
+    """Declare a field that has the type of each layer."""
+    return several(_LAYER_TYPE, least=least, most=MOST_LAYERS)
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the text part of a config.json, or all of it where it has no parts."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
-def layer_types_of(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
-    names, count = text.get("layer_types"), whole_number(text, "num_hidden_layers")
-    if names is None:  # the default of early files: every sixth layer is full
-        names = [
-            "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)
-        ]
-    if len(names) != count:
-        raise ConfigError(f"layer_types lists {len(names)} layers, num_hidden_layers says {count}")
-    unknown = sorted(set(names) - set(_LAYER_TYPES))
-    if unknown:
-        raise ConfigError(f"layer_types has {unknown}; expected {sorted(_LAYER_TYPES)}")
-    return tuple(_LAYER_TYPES[name] for name in names)
+def layer_types_of(config: Mapping[str, Any], full_every: int = 6) -> tuple[LayerType, ...]:
+    """Read the types of all layers.
 
+    Args:
+      full_every: which layers are full where the file does not say.
 
-def find_key(config: Mapping[str, Any], keys: Sequence[str]) -> tuple[str | None, Any]:
-    """Return the first of these keys that has a value, and that value.
-
-    The key "a.b" stands for key "b" of object "a". Returns (None, None) if no key has a value.
+    Raises:
+      ConfigError: a type is not known, or there are not as many as layers.
     """
-    for key in keys:
-        value: Any = config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None:
-            return key, value
-    return None, None
-
-
-def whole_number(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise ConfigError(f"config.json has no {key}")
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"config.json has {key} = {value!r}; expected a whole number")
-    return value
-
-
-def refuse_unless(
-    config: Mapping[str, Any], key: str, allowed: Sequence[Any], default: Any = None
-) -> None:
-    value = config.get(key, default)
-    if value not in allowed:
-        raise ConfigError(f"config.json has {key} = {value!r}; only {list(allowed)} is supported")
+    total = read(config, "num_hidden_layers", LAYERS)
+    if config.get("layer_types") is None:
+        return tuple("sliding" if (i + 1) % full_every else "full" for i in range(total))
+    names = words_of(config, "layer_types")
+    if len(names) != total:
+        raise ConfigError(f"layer_types lists {len(names)} layers, num_hidden_layers says {total}")
+    if unknown := sorted(set(names) - set(_LAYER_TYPES)):
+        raise ConfigError(f"layer_types has {shown(unknown)}; expected {sorted(_LAYER_TYPES)}")
+    return tuple(_LAYER_TYPES[name] for name in names)

@@ -7,19 +7,46 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.configs.base import (
-    ConfigError,
     LayerType,
     TargetConfig,
-    find_key,
+    check_ids,
+    layer_types,
     layer_types_of,
-    refuse_unless,
-    whole_number,
 )
+from jaxspec.configs.fields import (
+    EPS,
+    EVEN,
+    FLAGS,
+    IDS,
+    LAYERS,
+    MOST_DRAFTS,
+    MOST_LAYERS,
+    SIZES,
+    SOFTCAPS,
+    THETAS,
+    ConfigError,
+    check_fields,
+    entries,
+    find_key,
+    flag,
+    limited,
+    object_of,
+    read,
+    read_fields,
+    refuse_unless,
+    several,
+    short_repr,
+    size,
+    words_of,
+)
+from jaxspec.records import REQUIRED, shown, whole
 
 ARCHITECTURES = ("DFlashDraftModel",)
+BLOCKS = whole(2, MOST_DRAFTS)  # the anchor, and a slot to draft
+LAYER_IDS = whole(0, MOST_LAYERS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DFlashConfig:
     """A block drafter in z-lab's layout, which fills a block of masks in one pass.
 
@@ -34,47 +61,45 @@ class DFlashConfig:
       scale_embeddings: whether block embeddings are multiplied by the target's embedding scale.
     """
 
-    vocab_size: int
-    hidden_size: int
-    layer_types: tuple[LayerType, ...]
-    causal: tuple[bool, ...]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    block_size: int
-    mask_token_id: int
-    feature_layers: tuple[int, ...]
-    num_target_layers: int
-    max_positions: int
-    sliding_window: int | None = None
-    scale_embeddings: bool = True
-    final_logit_softcap: float | None = None
-    rope_theta: float = 1_000_000.0
-    rms_norm_eps: float = 1e-6
+    vocab_size: int = size()
+    hidden_size: int = size()
+    layer_types: tuple[LayerType, ...] = layer_types()
+    causal: tuple[bool, ...] = several(FLAGS, most=MOST_LAYERS)
+    num_heads: int = size()
+    num_kv_heads: int = size()
+    head_dim: int = limited(EVEN)
+    intermediate_size: int = size()
+    block_size: int = limited(BLOCKS)
+    mask_token_id: int = limited(IDS)
+    feature_layers: tuple[int, ...] = several(LAYER_IDS, most=MOST_LAYERS)
+    num_target_layers: int = limited(LAYERS)
+    max_positions: int = size()
+    sliding_window: int | None = limited(SIZES, None)
+    scale_embeddings: bool = flag(True)
+    final_logit_softcap: float | None = limited(SOFTCAPS, None)
+    rope_theta: float = limited(THETAS, 1_000_000.0)
+    rms_norm_eps: float = limited(EPS, 1e-6)
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if len(self.causal) != len(self.layer_types):
             raise ConfigError(
                 f"causal names {len(self.causal)} layers, layer_types {len(self.layer_types)}; they must agree"
             )
-        if "sliding" in self.layer_types and not self.sliding_window:
+        if "sliding" in self.layer_types and self.sliding_window is None:
             raise ConfigError("the drafter has sliding layers but no sliding_window")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads {self.num_heads} is not a multiple of {self.num_kv_heads} kv heads"
             )
-        if self.block_size < 2:
-            raise ConfigError(
-                f"block_size {self.block_size} leaves no slot to draft; it must be 2 or more"
-            )
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ConfigError(f"mask_token_id {self.mask_token_id} is outside the vocabulary")
+        check_ids("mask_token_id", (self.mask_token_id,), self.vocab_size)
         # Some engines norm the last layer's output and others do not. No known drafter uses it.
-        bad = [i for i in self.feature_layers if not 0 <= i < self.num_target_layers - 1]
-        if bad or not self.feature_layers:
+        if max(self.feature_layers) >= self.num_target_layers - 1:
             raise ConfigError(
-                f"feature layers {list(self.feature_layers)} do not fit a target of "
+                f"feature_layers {shown(list(self.feature_layers))} do not fit a target of "
                 f"{self.num_target_layers} layers: expected numbers from 0 to {self.num_target_layers - 2}"
             )
 
@@ -93,75 +118,42 @@ class DFlashConfig:
         Raises:
           ConfigError: it is not such a drafter, or it needs a feature that is not supported.
         """
-        if not set(ARCHITECTURES) & set(config.get("architectures") or ()):
+        architectures = words_of(config, "architectures")
+        if not set(ARCHITECTURES) & set(architectures):
             raise ConfigError(
-                f"config.json has architectures {config.get('architectures')}; a DFlash drafter has "
+                f"config.json has architectures {shown(list(architectures))}; a DFlash drafter has "
                 "DFlashDraftModel"
             )
-
-        def disputed(field: str) -> Any:
-            return find_key(config, KEYS[field])[1]
-
-        layers = whole_number(config, "num_hidden_layers")
-        names = config.get("layer_types")
-        if names is None and config.get("use_sliding_window"):
+        if config.get("layer_types") is None and read(config, "use_sliding_window", FLAGS, False):
             raise ConfigError(
                 "config.json has use_sliding_window = True but no layer_types; say in layer_types "
                 "which layers are sliding_attention and which full_attention"
             )
         # Only layer_types decides. transformers also requires use_sliding_window. Without that key
         # transformers drops the windows of a drafter that was trained with windows.
-        names = names or ["full_attention"] * layers
-        layer_types = layer_types_of({**config, "layer_types": names})
+        layer_types = layer_types_of(config, full_every=1)
         refuse_unless(config, "hidden_act", ("silu",), default="silu")
         refuse_unless(config, "attention_bias", (False, None), default=False)
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope = object_of(config, "rope_parameters") or object_of(config, "rope_scaling")
         kind = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
         refuse_unless({"rope_type": kind}, "rope_type", ("default",))
-        theta = config.get("rope_theta") or rope.get("rope_theta")
-        if theta is None:
-            raise ConfigError(
-                "config.json has no rope_theta, neither at the top nor in rope_parameters"
-            )
-        causal = disputed("causal")
-        if causal is None:
-            causal = [kind == "sliding" for kind in layer_types]
-        elif isinstance(causal, bool):
-            causal = [causal] * layers
-        num_target_layers = disputed("num_target_layers")
-        if num_target_layers is None:
-            raise ConfigError("config.json has no num_target_layers")
-        ids = disputed("feature_layers")
-        if ids is None:
-            ids = default_feature_layers(int(num_target_layers), layers)
-        mask_token_id, block_size = disputed("mask_token_id"), disputed("block_size")
-        if mask_token_id is None or block_size is None:
-            missing = "mask_token_id" if mask_token_id is None else "block_size"
-            raise ConfigError(f"config.json has no {missing}")
-        heads = whole_number(config, "num_attention_heads")
-        scale = disputed("scale_embeddings")
-        return cls(
-            vocab_size=whole_number(config, "vocab_size"),
-            hidden_size=whole_number(config, "hidden_size"),
-            layer_types=layer_types,
-            causal=tuple(bool(c) for c in causal),
-            num_heads=heads,
-            num_kv_heads=whole_number(config, "num_key_value_heads"),
-            head_dim=whole_number(config, "head_dim", whole_number(config, "hidden_size") // heads),
-            intermediate_size=whole_number(config, "intermediate_size"),
-            block_size=int(block_size),
-            mask_token_id=int(mask_token_id),
-            feature_layers=tuple(int(i) for i in ids),
-            num_target_layers=int(num_target_layers),
-            max_positions=whole_number(config, "max_position_embeddings", 262144),
-            sliding_window=whole_number(config, "sliding_window")
-            if "sliding" in layer_types
-            else None,
-            scale_embeddings=True if scale is None else bool(scale),
-            final_logit_softcap=disputed("final_logit_softcap"),
-            rope_theta=float(theta),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        keys = dict(_KEYS)
+        if "sliding" not in layer_types:
+            del keys["sliding_window"]
+        heads = read(config, _KEYS["num_heads"], SIZES)
+        values = read_fields(
+            cls,
+            config,
+            keys,
+            head_dim=read(config, "hidden_size", SIZES) // heads,
+            max_positions=262_144,
+            sliding_window=REQUIRED,
+            rope_theta=REQUIRED,
+            feature_layers=default_feature_layers(
+                read(config, _KEYS["num_target_layers"], LAYERS), len(layer_types)
+            ),
         )
+        return cls(**values, layer_types=layer_types, causal=_causal(config, layer_types))
 
     def check_fits(self, target: TargetConfig) -> None:
         """Check that this drafter was made for a target.
@@ -187,6 +179,17 @@ class DFlashConfig:
             raise ConfigError(f"the drafter does not fit the target: {'; '.join(wrong)}")
 
 
+def _causal(config: Mapping[str, Any], layer_types: tuple[LayerType, ...]) -> tuple[bool, ...]:
+    """Read which layers are causal inside the block: one answer for all, or one for each."""
+    key, causal = find_key(config, KEYS["causal"])
+    if key is None:
+        return tuple(kind == "sliding" for kind in layer_types)
+    if isinstance(causal, bool):
+        return (causal,) * len(layer_types)
+    field = DFlashConfig.__dataclass_fields__["causal"]
+    return entries(field, f"config.json: {key}", causal)
+
+
 def _nested(*keys: str) -> tuple[str, ...]:
     return tuple(place for key in keys for place in (f"dflash_config.{key}", key))
 
@@ -204,6 +207,19 @@ KEYS: dict[str, tuple[str, ...]] = {
     "num_target_layers": _nested("num_target_layers"),
 }
 """The keys of config.json that may set each field on which engines disagree. See `find_key`."""
+
+_KEYS: dict[str, tuple[str, ...]] = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size",),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size",),
+    "max_positions": ("max_position_embeddings",),
+    "rope_theta": ("rope_theta", "rope_parameters.rope_theta", "rope_scaling.rope_theta"),
+    "rms_norm_eps": ("rms_norm_eps",),
+    **{field: keys for field, keys in KEYS.items() if field != "causal"},
+}
 
 
 def default_feature_layers(num_target_layers: int, count: int) -> tuple[int, ...]:

@@ -9,20 +9,40 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.configs.base import (
-    ConfigError,
     LayerSpec,
     LayerType,
     TargetConfig,
+    layer_types,
     layer_types_of,
-    refuse_unless,
     text_part,
-    whole_number,
 )
+from jaxspec.configs.fields import (
+    COUNTS,
+    EPS,
+    EVEN,
+    FLAGS,
+    SHARES,
+    SIZES,
+    SOFTCAPS,
+    THETAS,
+    ConfigError,
+    check_fields,
+    count,
+    flag,
+    limited,
+    object_of,
+    read,
+    read_fields,
+    refuse_unless,
+    short_repr,
+    size,
+)
+from jaxspec.records import shown
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Gemma4Config(TargetConfig):
     """The text decoder of a Gemma 4 model.
 
@@ -37,49 +57,65 @@ class Gemma4Config(TargetConfig):
       num_experts: 0 for a dense model.
     """
 
-    vocab_size: int
-    hidden_size: int
-    layer_types: tuple[LayerType, ...]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    full_num_kv_heads: int
-    full_head_dim: int
-    intermediate_size: int
-    sliding_window: int
-    max_positions: int
-    k_eq_v: bool = False
-    double_wide_mlp: bool = False
-    num_kv_shared_layers: int = 0
-    per_layer_input_size: int = 0
-    per_layer_vocab_size: int = 0
-    num_experts: int = 0
-    num_experts_per_token: int = 0
-    expert_intermediate_size: int = 0
-    final_logit_softcap: float | None = 30.0
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    full_rope_theta: float = 1_000_000.0
-    full_partial_rotary_factor: float = 0.25
+    vocab_size: int = size()
+    hidden_size: int = size()
+    layer_types: tuple[LayerType, ...] = layer_types()
+    num_heads: int = size()
+    num_kv_heads: int = size()
+    head_dim: int = limited(EVEN)
+    full_num_kv_heads: int = size()
+    full_head_dim: int = limited(EVEN)
+    intermediate_size: int = size()
+    sliding_window: int = size()
+    max_positions: int = size()
+    k_eq_v: bool = flag(False)
+    double_wide_mlp: bool = flag(False)
+    num_kv_shared_layers: int = count()
+    per_layer_input_size: int = count()
+    per_layer_vocab_size: int = count()
+    num_experts: int = count()
+    num_experts_per_token: int = count()
+    expert_intermediate_size: int = count()
+    final_logit_softcap: float | None = limited(SOFTCAPS, 30.0, none=True)
+    rms_norm_eps: float = limited(EPS, 1e-6)
+    rope_theta: float = limited(THETAS, 10_000.0)
+    full_rope_theta: float = limited(THETAS, 1_000_000.0)
+    full_partial_rotary_factor: float = limited(SHARES, 0.25)
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for kind, heads in (("sliding", self.num_kv_heads), ("full", self.full_num_kv_heads)):
-            if heads < 1 or self.num_heads % heads:
+            if self.num_heads % heads:
                 raise ConfigError(
                     f"num_heads {self.num_heads} is not a multiple of the {heads} kv heads of {kind} layers"
                 )
-        if not self.layer_types or self.layer_types[-1] != "full":
-            raise ConfigError("the last layer of a Gemma 4 target is always a full-attention layer")
+        if self.layer_types[-1] != "full":
+            raise ConfigError(
+                "layer_types: the last layer of a Gemma 4 target is always a full-attention layer"
+            )
+        if self.num_kv_shared_layers >= len(self.layer_types):
+            raise ConfigError(
+                f"num_kv_shared_layers is {self.num_kv_shared_layers}; it must be below the "
+                f"{len(self.layer_types)} layers, because one has to own what others share"
+            )
         owners = self.layer_types[: self.first_shared_layer]
         for kind in set(self.layer_types[self.first_shared_layer :]):
             if kind not in owners:
                 raise ConfigError(
-                    f"layers from {self.first_shared_layer} on share K/V, but no earlier {kind} layer owns any"
+                    f"num_kv_shared_layers is {self.num_kv_shared_layers}: layers from "
+                    f"{self.first_shared_layer} on share K/V, but no earlier {kind} layer owns any"
                 )
+        if self.per_layer_input_size and not self.per_layer_vocab_size:
+            raise ConfigError("per_layer_vocab_size is 0; per-layer inputs need a vocabulary")
         if self.num_experts and not 0 < self.num_experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"num_experts_per_token {self.num_experts_per_token} does not fit {self.num_experts} experts"
             )
+        if self.num_experts and not self.expert_intermediate_size:
+            raise ConfigError("expert_intermediate_size is 0; experts need a width")
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -126,37 +162,59 @@ class Gemma4Config(TargetConfig):
             target has.
         """
         text = _gemma4_text_config(config)
-        moe = bool(text.get("enable_moe_block", False))
-        return cls(
-            **decoder_fields(text),
-            k_eq_v=bool(text.get("attention_k_eq_v", False)),
-            double_wide_mlp=bool(text.get("use_double_wide_mlp", False)),
-            num_kv_shared_layers=whole_number(text, "num_kv_shared_layers", 0),
-            per_layer_input_size=whole_number(text, "hidden_size_per_layer_input", 0),
-            per_layer_vocab_size=(
-                whole_number(text, "vocab_size_per_layer_input", whole_number(text, "vocab_size"))
-                if text.get("hidden_size_per_layer_input")
-                else 0
-            ),
-            num_experts=whole_number(text, "num_experts") if moe else 0,
-            num_experts_per_token=whole_number(text, "top_k_experts") if moe else 0,
-            expert_intermediate_size=whole_number(text, "moe_intermediate_size") if moe else 0,
-            final_logit_softcap=text.get("final_logit_softcapping"),
-        )
+        values = decoder_fields(cls, text)
+        keys = dict(_TARGET_KEYS)
+        if read(text, "enable_moe_block", FLAGS, False):
+            keys |= _EXPERT_KEYS
+            for name in _EXPERT_KEYS.values():
+                read(text, name, SIZES)
+        if read(text, "hidden_size_per_layer_input", COUNTS, 0):
+            keys["per_layer_vocab_size"] = ("vocab_size_per_layer_input", "vocab_size")
+        more = read_fields(cls, text, keys, final_logit_softcap=None)
+        return cls(**values, **more)
+
+
+_DECODER_KEYS: dict[str, tuple[str, ...]] = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size",),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size",),
+    "sliding_window": ("sliding_window",),
+    "max_positions": ("max_position_embeddings",),
+    "rms_norm_eps": ("rms_norm_eps",),
+    "rope_theta": ("rope_parameters.sliding_attention.rope_theta",),
+    "full_rope_theta": ("rope_parameters.full_attention.rope_theta",),
+    "full_partial_rotary_factor": ("rope_parameters.full_attention.partial_rotary_factor",),
+}
+_TARGET_KEYS: dict[str, tuple[str, ...]] = {
+    "k_eq_v": ("attention_k_eq_v",),
+    "double_wide_mlp": ("use_double_wide_mlp",),
+    "num_kv_shared_layers": ("num_kv_shared_layers",),
+    "per_layer_input_size": ("hidden_size_per_layer_input",),
+    "final_logit_softcap": ("final_logit_softcapping",),
+}
+_EXPERT_KEYS: dict[str, tuple[str, ...]] = {
+    "num_experts": ("num_experts",),
+    "num_experts_per_token": ("top_k_experts",),
+    "expert_intermediate_size": ("moe_intermediate_size",),
+}
 
 
 def _gemma4_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     outer, text = config.get("model_type"), text_part(config)
     if str(outer).endswith("_assistant"):
         raise ConfigError(
-            f"config.json has model_type {outer!r}: that is an assistant, a drafter, not a target"
+            f"config.json has model_type {shown(outer)}: that is an assistant, a drafter, not a target"
         )
     if outer not in MODEL_TYPES:
         raise ConfigError(
-            f"config.json has model_type {outer!r} (architectures {config.get('architectures')}); a target "
+            f"config.json has model_type {shown(outer)} (architectures "
+            f"{shown(config.get('architectures'))}); a target "
             f"must be one of {', '.join(MODEL_TYPES)}"
         )
-    if outer in ("gemma4", "gemma4_unified") and text is config:
+    if outer in ("gemma4", "gemma4_unified") and not object_of(config, "text_config"):
         raise ConfigError(f"config.json has model_type {outer!r} but no text_config")
     if config.get("quantization_config"):
         raise ConfigError(
@@ -166,46 +224,36 @@ def _gemma4_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
-def decoder_fields(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields that targets and their assistants have in common."""
+def decoder_fields(kind: type[Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields that targets and their assistants have in common.
+
+    Args:
+      kind: the class of the config.
+    """
     layer_types = list(layer_types_of(text))
     layer_types[-1] = "full"  # transformers does so too, with a warning
-    kv_heads, head_dim = (
-        whole_number(text, "num_key_value_heads"),
-        whole_number(text, "head_dim", 256),
-    )
+    for name, supported in (("sliding_attention", "default"), ("full_attention", "proportional")):
+        rope = object_of(object_of(text, "rope_parameters"), name)
+        refuse_unless(rope, "rope_type", (supported,), default=supported)
+    values = read_fields(kind, text, _DECODER_KEYS, head_dim=256, max_positions=131_072)
+    head_dim, kv_heads = values["head_dim"], values["num_kv_heads"]
     if "per_layer_config" in text:  # wins over both released keys, even when empty
         full_head_dim, full_kv_heads = _full_layer_values(text, layer_types, head_dim, kv_heads)
     else:
-        full_head_dim = whole_number(text, "global_head_dim", 512)
+        full_head_dim = read(text, "global_head_dim", EVEN, 512)
         full_kv_heads = kv_heads
-        if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads") is not None:
-            full_kv_heads = whole_number(text, "num_global_key_value_heads")
+        if read(text, "attention_k_eq_v", FLAGS, False):
+            full_kv_heads = read(text, "num_global_key_value_heads", SIZES, kv_heads)
     refuse_unless(text, "hidden_activation", ("gelu_pytorch_tanh",), default="gelu_pytorch_tanh")
     refuse_unless(text, "attention_bias", (False, None), default=False)
     refuse_unless(text, "tie_word_embeddings", (True,), default=True)
     refuse_unless(text, "attn_logit_softcapping", (None,), default=None)
     refuse_unless(text, "use_bidirectional_attention", (None, "vision"), default=None)
-    rope = text.get("rope_parameters") or {}
-    sliding_rope, full_rope = rope.get("sliding_attention", {}), rope.get("full_attention", {})
-    refuse_unless(sliding_rope, "rope_type", ("default",), default="default")
-    refuse_unless(full_rope, "rope_type", ("proportional",), default="proportional")
     return dict(
-        vocab_size=whole_number(text, "vocab_size"),
-        hidden_size=whole_number(text, "hidden_size"),
+        **values,
         layer_types=tuple(layer_types),
-        num_heads=whole_number(text, "num_attention_heads"),
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
         full_num_kv_heads=full_kv_heads,
         full_head_dim=full_head_dim,
-        intermediate_size=whole_number(text, "intermediate_size"),
-        sliding_window=whole_number(text, "sliding_window"),
-        max_positions=whole_number(text, "max_position_embeddings", 131072),
-        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(sliding_rope.get("rope_theta", 10_000.0)),
-        full_rope_theta=float(full_rope.get("rope_theta", 1_000_000.0)),
-        full_partial_rotary_factor=float(full_rope.get("partial_rotary_factor", 0.25)),
     )
 
 
@@ -217,21 +265,19 @@ def _full_layer_values(
     Its keys are layer indices as strings. They are zero-padded to the width of the last index, so
     they are compared as integers.
     """
-    try:
-        overrides = {int(k): dict(v) for k, v in (text["per_layer_config"] or {}).items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"per_layer_config does not map layer indices to values: {error}"
-        ) from None
+    overrides = {}
+    for key in (given := object_of(text, "per_layer_config")):
+        if not (key.isascii() and key.isdigit()):
+            raise ConfigError(f"per_layer_config has {shown(key)}; its keys must be layer numbers")
+        overrides[int(key)] = dict(object_of(given, key))
     values: dict[LayerType, set[tuple[int, int]]] = {"sliding": set(), "full": set()}
     for i, kind in enumerate(layer_types):
         override = overrides.pop(i, {})
-        values[kind].add(
-            (
-                int(override.pop("head_dim", head_dim)),
-                int(override.pop("num_key_value_heads", kv_heads)),
-            )
-        )
+        where = f"config.json: per_layer_config of layer {i}"
+        heads = read(override, "head_dim", EVEN, head_dim, where)
+        kv = read(override, "num_key_value_heads", SIZES, kv_heads, where)
+        values[kind].add((heads, kv))
+        override = set(override) - {"head_dim", "num_key_value_heads"}
         if override:
             raise ConfigError(
                 f"per_layer_config of layer {i} overrides {sorted(override)}, which is not known"

@@ -7,16 +7,31 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxspec.configs import gemma4
-from jaxspec.configs.base import (
+from jaxspec.configs.base import LayerType, TargetConfig, check_ids, layer_types
+from jaxspec.configs.fields import (
+    COUNTS,
+    DRAFTS,
+    EPS,
+    EVEN,
+    FLAGS,
+    IDS,
+    SHARES,
+    SIZES,
+    THETAS,
     ConfigError,
-    LayerType,
-    TargetConfig,
-    find_key,
+    check_fields,
+    count,
+    limited,
+    object_of,
+    read,
+    read_fields,
     refuse_unless,
-    text_part,
-    whole_number,
+    several,
+    short_repr,
+    size,
 )
 from jaxspec.configs.gemma4 import decoder_fields
+from jaxspec.records import Range, shown
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
@@ -34,8 +49,14 @@ KEYS: dict[str, tuple[str, ...]] = {
 Released files have neither of the first two.
 """
 
+_GENERATION_KEYS: dict[str, tuple[str, ...]] = {
+    "num_draft_tokens": ("num_assistant_tokens",),
+    "suppress_tokens": ("suppress_tokens",),
+}
+POSITIONS = Range("last (n - 1) or next (n)", lambda word: word in ("last", "next"), kind="a word")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class MTPConfig:
     """A Gemma 4 assistant: a few layers of queries over the target's own keys and values.
 
@@ -55,30 +76,34 @@ class MTPConfig:
       num_window_keys: w or w + 1, where w is `sliding_window`. A given 0 is replaced by w.
     """
 
-    vocab_size: int
-    hidden_size: int
-    backbone_hidden_size: int
-    layer_types: tuple[LayerType, ...]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    full_num_kv_heads: int
-    full_head_dim: int
-    intermediate_size: int
-    sliding_window: int
-    max_positions: int
-    num_centroids: int = 0
-    num_top_centroids: int = 0
-    num_draft_tokens: int = 5
-    suppress_tokens: tuple[int, ...] = ()
-    query_position: Literal["last", "next"] = "last"
-    num_window_keys: int = 0
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    full_rope_theta: float = 1_000_000.0
-    full_partial_rotary_factor: float = 0.25
+    vocab_size: int = size()
+    hidden_size: int = size()
+    backbone_hidden_size: int = size()
+    layer_types: tuple[LayerType, ...] = layer_types()
+    num_heads: int = size()
+    num_kv_heads: int = size()
+    head_dim: int = limited(EVEN)
+    full_num_kv_heads: int = size()
+    full_head_dim: int = limited(EVEN)
+    intermediate_size: int = size()
+    sliding_window: int = size()
+    max_positions: int = size()
+    num_centroids: int = count()
+    num_top_centroids: int = count()
+    num_draft_tokens: int = limited(DRAFTS, 5)
+    suppress_tokens: tuple[int, ...] = several(IDS, (), least=0)
+    query_position: Literal["last", "next"] = limited(POSITIONS, "last")
+    num_window_keys: int = count()
+    rms_norm_eps: float = limited(EPS, 1e-6)
+    rope_theta: float = limited(THETAS, 10_000.0)
+    full_rope_theta: float = limited(THETAS, 1_000_000.0)
+    full_partial_rotary_factor: float = limited(SHARES, 0.25)
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.num_window_keys:
             object.__setattr__(self, "num_window_keys", self.sliding_window)
         if self.num_window_keys not in (self.sliding_window, self.sliding_window + 1):
@@ -87,7 +112,7 @@ class MTPConfig:
                 f"{self.sliding_window}, or one more"
             )
         for kind, heads in (("sliding", self.num_kv_heads), ("full", self.full_num_kv_heads)):
-            if heads < 1 or self.num_heads % heads:
+            if self.num_heads % heads:
                 raise ConfigError(
                     f"num_heads {self.num_heads} is not a multiple of the {heads} kv heads of {kind} layers"
                 )
@@ -98,11 +123,10 @@ class MTPConfig:
                 )
             if not 1 <= self.num_top_centroids <= self.num_centroids:
                 raise ConfigError(
-                    f"centroid_intermediate_top_k is {self.num_top_centroids}; expected 1 to "
-                    f"{self.num_centroids}, the number of centroids"
+                    f"num_top_centroids is {self.num_top_centroids}; expected 1 to "
+                    f"{self.num_centroids}, the num_centroids"
                 )
-        if self.num_draft_tokens < 1:
-            raise ConfigError(f"num_draft_tokens is {self.num_draft_tokens}; expected 1 or more")
+        check_ids("suppress_tokens", self.suppress_tokens, self.vocab_size)
 
     @property
     def num_layers(self) -> int:
@@ -120,40 +144,31 @@ class MTPConfig:
         """
         if config.get("model_type") not in MODEL_TYPES:
             raise ConfigError(
-                f"config.json has model_type {config.get('model_type')!r}; an assistant has one of "
-                f"{', '.join(MODEL_TYPES)}"
+                f"config.json has model_type {shown(config.get('model_type'))}; an assistant has "
+                f"one of {', '.join(MODEL_TYPES)}"
             )
-        text = text_part(config)
-        if text is config:
+        if not (text := object_of(config, "text_config")):
             raise ConfigError("config.json of an assistant has no text_config")
         refuse_unless(text, "enable_moe_block", (False, None))
         refuse_unless(text, "use_double_wide_mlp", (False, None))
         refuse_unless(text, "hidden_size_per_layer_input", (0, None))
         refuse_unless(text, "final_logit_softcapping", (None,))
-        shared = text.get("num_kv_shared_layers")
-        if shared and shared != whole_number(text, "num_hidden_layers"):
+        values = decoder_fields(cls, text)
+        shared, layers = read(text, "num_kv_shared_layers", COUNTS, 0), len(values["layer_types"])
+        if shared and shared != layers:
             raise ConfigError(
-                f"config.json has num_kv_shared_layers = {shared}; all "
-                f"{whole_number(text, 'num_hidden_layers')} layers of an assistant read the target's K/V"
+                f"config.json has num_kv_shared_layers = {shared}; all {layers} layers of an "
+                "assistant read the target's K/V"
             )
-        centroids = bool(config.get("use_ordered_embeddings", False))
-        generation = generation_config or {}
-        _, position = find_key(config, KEYS["query_position"])
-        _, window = find_key(config, KEYS["num_window_keys"])
-        if position not in (None, "last", "next"):
-            raise ConfigError(f"query_position is {position!r}; expected last (n - 1) or next (n)")
-        return cls(
-            **decoder_fields(text),
-            backbone_hidden_size=whole_number(config, "backbone_hidden_size"),
-            num_centroids=whole_number(config, "num_centroids", 2048) if centroids else 0,
-            num_top_centroids=whole_number(config, "centroid_intermediate_top_k", 32)
-            if centroids
-            else 0,
-            num_draft_tokens=whole_number(generation, "num_assistant_tokens", 5),
-            suppress_tokens=tuple(int(i) for i in generation.get("suppress_tokens") or ()),
-            query_position=position or "last",
-            num_window_keys=window or 0,
+        if read(config, "use_ordered_embeddings", FLAGS, False):
+            values["num_centroids"] = read(config, "num_centroids", SIZES, 2048)
+            values["num_top_centroids"] = read(config, "centroid_intermediate_top_k", SIZES, 32)
+        keys = {"backbone_hidden_size": ("backbone_hidden_size",), **KEYS}
+        values |= read_fields(cls, config, keys)
+        values |= read_fields(
+            cls, generation_config or {}, _GENERATION_KEYS, "generation_config.json"
         )
+        return cls(**values)
 
     def check_fits(self, target: TargetConfig) -> None:
         """Check that this assistant was made for a target.

@@ -7,13 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.configs.base import (
+from jaxspec.configs.base import LayerSpec, TargetConfig, layer_types_of
+from jaxspec.configs.fields import (
+    EPS,
+    EVEN,
+    FLAGS,
+    LAYERS,
+    SIZES,
+    THETAS,
     ConfigError,
-    LayerSpec,
-    TargetConfig,
+    check_fields,
+    flag,
+    limited,
+    object_of,
+    read,
+    read_fields,
     refuse_unless,
-    whole_number,
+    size,
+    words_of,
 )
+from jaxspec.records import REQUIRED, shown
 
 MODEL_TYPES = ("qwen3",)
 ARCHITECTURES = ("Qwen3ForCausalLM",)
@@ -23,42 +36,24 @@ ARCHITECTURES = ("Qwen3ForCausalLM",)
 class Qwen3Config(TargetConfig):
     """A dense Qwen3 decoder, whose layers all see every earlier token."""
 
-    vocab_size: int
-    hidden_size: int
-    layer_count: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int  # num_heads x head_dim may differ from hidden_size
-    intermediate_size: int
-    max_positions: int
-    tied_head: bool  # the head is the embedding
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
+    vocab_size: int = size()
+    hidden_size: int = size()
+    layer_count: int = limited(LAYERS)
+    num_heads: int = size()
+    num_kv_heads: int = size()
+    head_dim: int = limited(EVEN)  # num_heads x head_dim may differ from hidden_size
+    intermediate_size: int = size()
+    max_positions: int = size()
+    tied_head: bool = flag()  # the head is the embedding
+    rms_norm_eps: float = limited(EPS, 1e-6)
+    rope_theta: float = limited(THETAS, 1_000_000.0)
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "layer_count",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "max_positions",
-        ):
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        check_fields(self)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads {self.num_heads} is not a multiple of {self.num_kv_heads} kv heads"
             )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"head_dim {self.head_dim} is odd; rotary embedding turns pairs, so it must be even"
-            )
-        for name in ("rms_norm_eps", "rope_theta"):
-            if not (value := getattr(self, name)) > 0:
-                raise ConfigError(f"{name} is {value:g}; it must be above 0")
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -87,13 +82,13 @@ class Qwen3Config(TargetConfig):
         """
         if config.get("model_type") not in MODEL_TYPES:
             raise ConfigError(
-                f"config.json has model_type {config.get('model_type')!r}; a dense Qwen3 target "
+                f"config.json has model_type {shown(config.get('model_type'))}; a dense Qwen3 target "
                 f"has {', '.join(MODEL_TYPES)}"
             )
-        architectures = config.get("architectures")
+        architectures = words_of(config, "architectures")
         if architectures and not set(ARCHITECTURES) & set(architectures):
             raise ConfigError(
-                f"config.json has architectures {list(architectures)}; a Qwen3 target has "
+                f"config.json has architectures {shown(list(architectures))}; a Qwen3 target has "
                 f"{', '.join(ARCHITECTURES)}"
             )
         if config.get("quantization_config"):
@@ -105,47 +100,48 @@ class Qwen3Config(TargetConfig):
         refuse_unless(config, "attention_bias", (False, None), default=False)
         refuse_unless(config, "tie_word_embeddings", (True, False), default=False)
         _refuse_windows(config)
-        heads = whole_number(config, "num_attention_heads")
-        return cls(
-            vocab_size=whole_number(config, "vocab_size"),
-            hidden_size=whole_number(config, "hidden_size"),
-            layer_count=whole_number(config, "num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=whole_number(config, "num_key_value_heads", heads),
-            head_dim=whole_number(config, "head_dim", 128),  # transformers' default
-            intermediate_size=whole_number(config, "intermediate_size"),
-            max_positions=whole_number(config, "max_position_embeddings"),
-            tied_head=bool(config.get("tie_word_embeddings", False)),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=_rope_theta(config),
-        )
+        _refuse_scaled_positions(config)
+        heads = read(config, _KEYS["num_heads"], SIZES)
+        absent: dict[str, Any] = dict(
+            head_dim=128, num_kv_heads=heads, tied_head=False
+        )  # as in transformers
+        return cls(**read_fields(cls, config, _KEYS, **absent, rope_theta=REQUIRED))
+
+
+_KEYS: dict[str, tuple[str, ...]] = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size",),
+    "layer_count": ("num_hidden_layers",),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size",),
+    "max_positions": ("max_position_embeddings",),
+    "tied_head": ("tie_word_embeddings",),
+    "rms_norm_eps": ("rms_norm_eps",),
+    "rope_theta": ("rope_parameters.rope_theta", "rope_scaling.rope_theta", "rope_theta"),
+}
 
 
 def _refuse_windows(config: Mapping[str, Any]) -> None:
     """Refuse sliding windows, which no release has. `sliding_window` alone does not ask for one."""
-    kinds = set(config.get("layer_types") or ())
-    if config.get("use_sliding_window") or kinds - {"full_attention"}:
+    asked = read(config, "use_sliding_window", FLAGS, False)
+    if asked or "sliding" in layer_types_of(config, full_every=1):
         raise ConfigError(
             "config.json asks for sliding windows (use_sliding_window, layer_types); only full "
             "attention is supported for Qwen3, as in all its releases"
         )
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Read the rotary base. Refuse scaled positions. `rope_parameters` wins over older keys."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _refuse_scaled_positions(config: Mapping[str, Any]) -> None:
+    """Refuse scaled positions. `rope_parameters` wins over older keys."""
+    rope = object_of(config, "rope_parameters") or object_of(config, "rope_scaling")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ConfigError(
-            f"config.json has rope_type {kind!r}; only 'default' is supported, which reaches "
+            f"config.json has rope_type {shown(kind)}; only 'default' is supported, which reaches "
             "max_position_embeddings. The releases have no rope_scaling: take rope_scaling out"
         )
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise ConfigError(
-            "config.json has no rope_theta, neither at the top nor in rope_parameters"
-        )
-    return float(theta)
 
 
 def _released(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxspec.configs.base import ConfigError
+from jaxspec.configs.fields import WORDS, ConfigError, read
 from jaxspec.families import dflash, gemma4, mtp, qwen3
 from jaxspec.families.base import (
     Assumption,
@@ -21,6 +21,7 @@ from jaxspec.families.base import (
     ModelConfig,
     WeightChange,
 )
+from jaxspec.records import shown
 
 if TYPE_CHECKING:
     from jaxspec.params import Graph
@@ -101,14 +102,15 @@ def recognise(config: Mapping[str, Any]) -> Family:
     Raises:
       ConfigError: no family has this model type or one of these architectures.
     """
+    read(config, "model_type", WORDS, None)
     for family in (*families("drafter"), *families("target")):
         if family.recognises(config):
             return family
     architectures = [word for family in families() for word in family.architectures]
     model_types = [word for family in families() for word in family.model_types]
     raise ConfigError(
-        f"config.json has model_type {config.get('model_type')!r} (architectures "
-        f"{config.get('architectures')}); a model must have one of the types {', '.join(model_types)} "
+        f"config.json has model_type {shown(config.get('model_type'))} (architectures "
+        f"{shown(config.get('architectures'))}); a model must have one of the types {', '.join(model_types)} "
         f"or one of the architectures {', '.join(architectures)}"
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.configs.base import TargetConfig
+from jaxspec.configs.fields import words_of
 
 if TYPE_CHECKING:
     from checkpoints_convert.rules import RuleSet
@@ -70,8 +71,12 @@ class Family:
     randomise: Callable[[Params, int], Params] = lambda params, seed: params
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Return whether a config.json has a model type or an architecture of this family."""
-        architectures = config.get("architectures") or ()
+        """Return whether a config.json has a model type or an architecture of this family.
+
+        Raises:
+          ConfigError: its `architectures` are no list of words.
+        """
+        architectures = words_of(config, "architectures")
         return config.get("model_type") in self.model_types or any(
             word in self.architectures for word in architectures
         )

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.hf_io import read_json
+from checkpoints_convert.errors import CheckpointError, listed
+from checkpoints_convert.files import read_json
 from jaxspec.params import Graph
 from jaxspec.shapes import Params
 from jaxspec.storage.finite import check_on_devices, checked
@@ -98,7 +98,7 @@ def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> P
       mesh: where to place the weights; None is the default device.
 
     Raises:
-      CheckpointError: names or shapes are not the graph's (all are listed), a file is damaged, or
+      CheckpointError: names or shapes are not the graph's (they are listed), a file is damaged, or
         weights are not finite.
     """
     import orbax.checkpoint as ocp
@@ -176,7 +176,7 @@ def check_tree(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None
     """Compare the stored names and shapes with a model's.
 
     Raises:
-      CheckpointError: they differ; all differences are listed.
+      CheckpointError: they differ; the differences are listed.
     """
     stored = stored_arrays(directory)
     wrong = [f"{n}: missing" for n in expected if n not in stored]
@@ -187,7 +187,7 @@ def check_tree(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None
         if n in stored and tuple(stored[n].shape) != tuple(shape)
     ]
     if wrong:
-        raise CheckpointError(f"{directory} does not fit its manifest:\n  " + "\n  ".join(wrong))
+        raise CheckpointError(f"{directory} does not fit its manifest:\n  " + listed(wrong, "\n  "))
 
 
 def _check_chunks(directory: Path, names: Iterable[str]) -> None:
@@ -209,7 +209,8 @@ def _check_chunks(directory: Path, names: Iterable[str]) -> None:
                 wrong.append(f"{file.relative_to(directory)}: {size} bytes, expected {expected}")
     if wrong:
         raise CheckpointError(
-            f"{directory / 'params'} is damaged; copy or convert it again:\n  " + "\n  ".join(wrong)
+            f"{directory / 'params'} is damaged; copy or convert it again:\n  "
+            + listed(wrong, "\n  ")
         )
 
 

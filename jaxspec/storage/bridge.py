@@ -41,7 +41,7 @@ def to_hf_names(
 
     Raises:
       CheckpointError: the model's directory is gone.
-      ValueError: parameters are missing, not known, or of a wrong shape; all are listed.
+      ValueError: parameters are missing, not known, or of a wrong shape; they are listed.
     """
     config = model
     if isinstance(model, LoadedModel):
@@ -63,7 +63,7 @@ def from_hf_names(
       model: the loaded target or drafter that the tensors belong to, or its config.
 
     Raises:
-      CheckpointError: tensors are missing, not known, or of a wrong shape or dtype (all are
+      CheckpointError: tensors are missing, not known, or of a wrong shape or dtype (they are
         listed). Outside of jit also: a head differs from the embedding that it is tied to.
     """
     config = model.config if isinstance(model, LoadedModel) else model

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -103,20 +104,13 @@ def open_source(directory: Path) -> Source:
     """Open a Hugging Face directory and match its tensors with the model's parameters.
 
     Raises:
-      CheckpointError: a file is missing or damaged, or tensors do not fit (all are listed).
+      CheckpointError: a file is missing or damaged, or tensors do not fit; they are listed.
       ConfigError: config.json is malformed, or describes a model that is not supported.
     """
     checkpoint = hf_io.open_checkpoint(directory)
-    generation = None
-    try:
-        family = recognise(checkpoint.config)
-        config = family.read(checkpoint.config, checkpoint.generation_config)
-        if family.role == "target":
-            generation = GenerationDefaults.from_hf(checkpoint.generation_config, checkpoint.config)
-    except ConfigError as error:
-        raise ConfigError(f"{directory}: {error}") from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a list for a mapping, say
-        raise ConfigError(f"{directory}: its config files are malformed: {error}") from None
+    family, config, generation = read_configs(
+        directory, checkpoint.config, checkpoint.generation_config
+    )
     shapes = parameter_shapes(config)
     plan = match(rule_set(config, shapes), shapes, checkpoint.tensors, str(directory))
     for name, original in plan.copies.items():
@@ -129,6 +123,28 @@ def open_source(directory: Path) -> Source:
         if fill.transform is permutation:
             _check_ordering(checkpoint, fill.sources[0], str(directory))
     return Source(checkpoint, family, config, generation, plan)
+
+
+def read_configs(
+    directory: Path, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
+) -> tuple[Family, ModelConfig, GenerationDefaults | None]:
+    """Read the parsed config files of a directory.
+
+    Returns:
+      The family, the model's config, and the defaults of decoding, which only a target has.
+
+    Raises:
+      ConfigError: naming the directory, the file and the key that is wrong.
+    """
+    try:
+        family = recognise(config)
+        model, defaults = family.read(config, generation_config), None
+        if family.role == "target":
+            defaults = GenerationDefaults.from_hf(generation_config, config)
+            defaults.check_fits(model.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from None
+    return family, model, defaults
 
 
 def _check_ordering(checkpoint: hf_io.HFCheckpoint, name: str, where: str) -> None:

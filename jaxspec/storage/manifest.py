@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.hf_io import read_json
+from checkpoints_convert.errors import CheckpointError, listed
+from checkpoints_convert.files import read_json
+from checkpoints_convert.headers import DTYPES
 from jaxspec import __version__
-from jaxspec.configs.base import GenerationDefaults, from_json, to_json
+from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
 from jaxspec.families import ModelConfig, named
+from jaxspec.records import shown
 from jaxspec.storage.acceptance import FIELD
 
 MANIFEST = "manifest.json"
@@ -64,25 +67,63 @@ class Manifest:
         """Read a directory's manifest.json.
 
         Raises:
-          CheckpointError: the file is missing, corrupt, or of another format.
+          CheckpointError: the file is missing, corrupt, or of another format; naming the field.
         """
         file = directory / MANIFEST
         values = read_json(file)
-        if values.pop("format", None) != _FORMAT:
+        number = values.pop("format", None)
+        if type(number) is not int or number != _FORMAT:
             raise CheckpointError(
                 f"{file} is not a jaxspec manifest of format {_FORMAT}; convert again"
             )
         values.pop("jaxspec_version", None)
         try:
-            generation, kind = values.pop("generation"), str(values.pop("kind"))
-            family = named(_RENAMED.get(kind, kind))
-            return cls(
-                kind=family.name,
-                config=from_json(family.config, values.pop("config")),
-                generation=None
-                if generation is None
-                else from_json(GenerationDefaults, generation),
-                **values,
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            return cls(**_checked(values))
+        except ValueError as error:
             raise CheckpointError(f"{file} is corrupt: {error}") from None
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a manifest.
+
+    Raises:
+      ValueError: naming the field that is missing, unknown or wrong.
+    """
+    expected = {f.name for f in dataclasses.fields(Manifest)}
+    if wrong := sorted(expected ^ set(values)):
+        raise ValueError(f"it has unknown or missing fields: {shown(wrong)}")
+    for name, is_allowed in _KINDS.items():
+        if not is_allowed(values[name]):
+            raise ValueError(f"{name} is {shown(values[name])}, which no conversion writes")
+    for name, dtype in values["tensors"].items():
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ValueError(f"tensors: {listed([name])} has the dtype {shown(dtype)}")
+    kind: str = values["kind"]
+    family = named(_RENAMED.get(kind, kind))
+    config, generation = _config(family.config, values, "config"), None
+    if values["generation"] is not None:
+        generation = _config(GenerationDefaults, values, "generation")
+        generation.check_fits(config.vocab_size)
+    return {**values, "kind": family.name, "config": config, "generation": generation}
+
+
+def _config(kind: type[Any], values: dict[str, Any], name: str) -> Any:
+    try:
+        return from_json(kind, values[name])
+    except ConfigError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "kind": _is_text,
+    "source": _is_text,
+    "revision": lambda value: value is None or _is_text(value),
+    "dtype": lambda value: value in ("float32", "bfloat16", "float16", "mixed"),
+    "tensors": lambda value: isinstance(value, dict),
+    "skipped": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+}
+"""What a manifest holds beside configs."""

@@ -20,6 +20,7 @@ from jaxspec.tokenizer import (
     stop_at_text,
 )
 from tests.cli import pair
+from tests.convert.test_bad_input import LFS
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +179,33 @@ def test_a_template_may_refuse(tmp_path: Path) -> None:
     pair.write_tokenizer(tmp_path, template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TokenizerError, match="roles must alternate"):
         Tokenizer.load(tmp_path).render_chat([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("tokenizer.json", LFS, r"tokenizer\.json is a Git LFS pointer"),
+        ("tokenizer_config.json", LFS, r"tokenizer_config\.json is a Git LFS pointer"),
+        ("chat_template.jinja", LFS, r"chat_template\.jinja is a Git LFS pointer"),
+        ("tokenizer_config.json", "[" * 200_000, r"tokenizer_config\.json .* nested too deeply"),
+        ("tokenizer.json", "[" * 200_000, r"tokenizer\.json is not a tokenizer"),
+        ("chat_template.jinja", b"\xff\xfe", r"chat_template\.jinja cannot be read"),
+    ],
+)
+def test_damaged_files_are_refused(
+    tmp_path: Path, file: str, text: str | bytes, message: str
+) -> None:
+    pair.write_tokenizer(tmp_path)
+    (tmp_path / file).write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.load(tmp_path)
+
+
+def test_templates_without_a_default_are_no_template(tmp_path: Path) -> None:
+    pair.write_tokenizer(tmp_path, template=None)
+    config = {"bos_token": "<bos>", "chat_template": ["x", {"name": "rag", "template": "y"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer.load(tmp_path).chat_template is None
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:

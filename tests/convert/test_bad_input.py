@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -91,6 +92,28 @@ def _overlap(directory: Path) -> None:
     file.write_bytes(len(new).to_bytes(8, "little") + new + raw[8 + length :])
 
 
+def _write_header(directory: Path, header: bytes) -> None:
+    file = _shard(directory)
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + length :])
+
+
+def _huge_header(directory: Path) -> None:
+    """As long as its header says, and hardly on the disk."""
+    file = _shard(directory)
+    file.write_bytes((150_000_000).to_bytes(8, "little"))
+    os.truncate(file, 150_000_008)
+
+
+def _directory(directory: Path) -> None:
+    file = _shard(directory)
+    file.unlink()
+    file.mkdir()
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+
 BROKEN: dict[str, tuple[Edit, str]] = {
     "no config.json": (
         lambda d: (d / "config.json").unlink(),
@@ -125,7 +148,56 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     ),
     "malformed values": (
         lambda d: _edit_config(d, rope_parameters=["default"]),
-        r"hf: its config files are malformed",
+        r"hf: config\.json has rope_parameters = \['default'\]; it must be an object",
+    ),
+    "a list for a number": (
+        lambda d: _edit_config(d, hidden_size=[24]),
+        r"hf: config\.json: hidden_size is \[24\]; it must be a whole number",
+    ),
+    "a deep config": (
+        lambda d: (d / "config.json").write_text("[" * 200_000),
+        r"config\.json is not readable JSON: it is nested too deeply",
+    ),
+    "a key twice": (
+        lambda d: (d / "config.json").write_text('{"hidden_size": 24, "hidden_size": 48}'),
+        r"config\.json is not readable JSON: the key 'hidden_size' occurs twice",
+    ),
+    "NaN where a number is read": (
+        lambda d: _edit_config(d, rms_norm_eps=float("nan")),
+        r"hf: config\.json: rms_norm_eps is nan",
+    ),
+    "an end-of-sequence id outside the vocabulary": (
+        lambda d: (d / "generation_config.json").write_text('{"eos_token_id": [1, 40]}'),
+        r"hf: eos_token_id has \[40\], outside the vocabulary; expected 0 to 39",
+    ),
+    "a deep header": (lambda d: _write_header(d, b"[" * 200_000), r"nested too deeply"),
+    "a header with a key twice": (
+        lambda d: _write_header(d, b'{"a": {}, "a": {}}'),
+        r"model-00001.* is corrupt: its header is not readable \(the key 'a' occurs twice",
+    ),
+    "a header of 150 MB": (_huge_header, r"model-00001.* has 150,000,000 bytes, .* 100,000,000"),
+    "a config of 150 MB": (
+        lambda d: os.truncate(d / "config.json", 150_000_000),
+        r"config\.json has 150,000,000 bytes",
+    ),
+    "weights are a Git LFS pointer": (
+        lambda d: _shard(d).write_text(LFS),
+        r"model-00001.* is a Git LFS pointer, not the file itself; run `git lfs pull` in .*hf",
+    ),
+    "the index is a Git LFS pointer": (
+        lambda d: (d / "model.safetensors.index.json").write_text(LFS),
+        r"index\.json is a Git LFS pointer",
+    ),
+    "config.json is a Git LFS pointer": (
+        lambda d: (d / "config.json").write_text(LFS),
+        r"config\.json is a Git LFS pointer",
+    ),
+    "a shard is a directory": (_directory, r"lacks files.*model-00001"),
+    "a name that is too long": (
+        lambda d: (d / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "x" * 5000}})
+        ),
+        r"lacks files that model\.safetensors\.index\.json names: xxx",
     ),
     "quantised": (
         lambda d: _edit_config(d, quantization_config={"quant_method": "fp8"}),
@@ -175,6 +247,30 @@ def test_every_wrong_tensor_is_listed(target: Path, tmp_path: Path):
         "model.norm.weight: missing",
     ]
     assert not (tmp_path / "ours").exists()
+
+
+def test_long_lists_are_cut_with_a_count(target: Path, tmp_path: Path):
+    """Another size's config would list every tensor of 60 layers."""
+    _edit_config(target, num_attention_heads=16, hidden_size=48)
+    with pytest.raises(CheckpointError) as caught:
+        convert(target, tmp_path / "ours")
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("does not fit its config.json, 67 problems:")
+    assert len(lines) == 22
+    assert lines[-1].strip() == "and 47 more"
+    for file in target.glob("*.safetensors"):
+        if file != _shard(target):
+            _edit_tensors(file, dict.clear)
+    with pytest.raises(CheckpointError) as caught:
+        convert(target, tmp_path / "ours")
+    assert re.search(r"lacks \d+ tensors .* and \d+ more$", str(caught.value))
+
+
+def test_infinity_where_nothing_reads_it_does_no_harm(target: Path):
+    """Transformers writes such literals, for the audio part of a multimodal config."""
+    _edit_config(target, audio_config={"time_step_limit": [0.0, float("inf")]})
+    assert "Infinity" in (target / "config.json").read_text()
+    load_target(str(target), dtype="float32")
 
 
 def test_an_assistant_without_its_centroids(tmp_path: Path):
@@ -424,6 +520,22 @@ def test_damaged_directories_of_ours(target: Path, tmp_path: Path):
         load_target(str(ours), dtype="float32")
     (ours / "manifest.json").write_text(json.dumps(manifest | {"config": {}}))
     with pytest.raises(CheckpointError, match="corrupt"):
+        load_target(str(ours), dtype="float32")
+    for field, value, message in (
+        (
+            "hidden_size",
+            "24",
+            r"manifest\.json is corrupt: config: hidden_size is '24'; it must be",
+        ),
+        ("layer_types", 5, r"config: layer_types is 5; it must be a list"),
+        ("rms_norm_eps", [1e-6], r"config: rms_norm_eps is \[1e-06\]; it must be a number"),
+    ):
+        odd = manifest["config"] | {field: value}
+        (ours / "manifest.json").write_text(json.dumps(manifest | {"config": odd}))
+        with pytest.raises(CheckpointError, match=message):
+            load_target(str(ours), dtype="float32")
+    (ours / "manifest.json").write_text(LFS)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is a Git LFS pointer"):
         load_target(str(ours), dtype="float32")
     narrow = manifest["config"] | {"intermediate_size": 10}
     (ours / "manifest.json").write_text(json.dumps(manifest | {"config": narrow}))

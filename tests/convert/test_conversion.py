@@ -56,7 +56,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
             extra |= {"lm_head.weight": (text["vocab_size"], text["hidden_size"])}
         shapes = hf_layout.target_shapes(text, "model.language_model.") | extra
         hf_layout.write(root / size, multimodal(text), shapes, shard_bytes=20_000)
-        (root / size / "generation_config.json").write_text('{"eos_token_id": [1, 106]}')
+        (root / size / "generation_config.json").write_text('{"eos_token_id": [1, 6]}')
         (root / size / "tokenizer.json").write_text('{"stands": "for a tokenizer"}')
     # A stored head is the embedding again.
     from safetensors.numpy import save_file
@@ -98,7 +98,7 @@ def test_both_layouts_load_the_same(
     theirs = load_target(str(released / size), dtype=dtype)
     ours = load_target(str(converted[size].destination), dtype=dtype)
     assert ours.config == theirs.config == Gemma4Config.from_hf(TINY[size])
-    expected = GenerationDefaults(eos_token_ids=(1, 106), temperature=0.0)
+    expected = GenerationDefaults(eos_token_ids=(1, 6), temperature=0.0)
     assert ours.generation == theirs.generation == expected
     assert (ours.directory / "tokenizer.json").is_file()
     assert ours.graph == theirs.graph

@@ -200,15 +200,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_scaling": YARN}, "rope_type 'yarn'; only 'default' .* take rope_scaling out"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         ({"rope_parameters": YARN | {"rope_theta": 1e6}}, "rope_type 'yarn'"),
-        ({"rope_theta": None}, "no rope_theta, neither at the top nor in rope_parameters"),
+        ({"rope_theta": None}, "has no rope_parameters.rope_theta or .* or rope_theta"),
         ({"num_key_value_heads": 5}, "num_heads 32 is not a multiple of 5 kv heads"),
-        ({"num_key_value_heads": 0}, "num_kv_heads is 0; it must be 1 or more"),
-        ({"head_dim": 127}, "head_dim 127 is odd"),
+        ({"num_key_value_heads": 0}, "config.json: num_key_value_heads is 0; it must be 1 or more"),
+        ({"head_dim": 127}, "head_dim is 127; it must be even"),
         ({"vocab_size": None}, "config.json has no vocab_size"),
-        ({"hidden_size": "4096"}, "hidden_size = '4096'; expected a whole number"),
-        ({"num_hidden_layers": 0}, "layer_count is 0; it must be 1 or more"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be above 0"),
-        ({"rope_theta": -1.0}, "rope_theta is -1; it must be above 0"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be from 1 to 512"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be from 1e-30 to 1"),
+        ({"rope_theta": -1.0}, "rope_theta is -1; it must be from 1 to 1e20"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], message: str):
@@ -229,7 +229,8 @@ def source(name: str, tmp_path: Path) -> Path:
     """A checkpoint in several shards."""
     config = hf_config(name)
     hf_layout.write(tmp_path / "hf", config, shapes_of(config), shard_bytes=30_000)
-    (tmp_path / "hf/generation_config.json").write_text(json.dumps(GENERATION))
+    generation = GENERATION | {"eos_token_id": [5, 3]}
+    (tmp_path / "hf/generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "hf/tokenizer.json").write_text('{"stands": "for a tokenizer"}')
     return tmp_path / "hf"
 

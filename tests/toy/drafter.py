@@ -14,34 +14,38 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.configs.base import ConfigError, TargetConfig, find_key, whole_number
+from jaxspec.configs.base import ConfigError, TargetConfig
+from jaxspec.configs.fields import check_fields, flag, read_fields, size
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
 from jaxspec.params import param
 from jaxspec.records import Tree
 from jaxspec.shapes import Array, DTypeLike, Int
 
 KEYS = {"recall": ("recall_config.recall", "recall")}
+ALL_KEYS = {
+    "vocab_size": ("vocab_size",),
+    "num_draft_tokens": ("num_draft_tokens",),
+    **KEYS,
+}
 
 
 @dataclass(frozen=True)
 class RecallConfig:
     """A drafter that recalls; without `recall` it only looks tokens up in its table."""
 
-    vocab_size: int
-    num_draft_tokens: int
-    recall: bool = True
+    vocab_size: int = size()
+    num_draft_tokens: int = size()
+    recall: bool = flag(True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def from_hf(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     ) -> RecallConfig:
         del generation
-        _, recall = find_key(config, KEYS["recall"])
-        return cls(
-            whole_number(config, "vocab_size"),
-            whole_number(config, "num_draft_tokens"),
-            True if recall is None else bool(recall),
-        )
+        return cls(**read_fields(cls, config, ALL_KEYS))
 
     def check_fits(self, target: TargetConfig) -> None:
         if target.vocab_size != self.vocab_size:

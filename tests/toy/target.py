@@ -12,7 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.configs.base import LayerSpec, TargetConfig, whole_number
+from jaxspec.configs.base import LayerSpec, TargetConfig
+from jaxspec.configs.fields import check_fields, read_fields, size
 from jaxspec.models.attention import Attention
 from jaxspec.models.layers import rms_norm, table_logits
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
@@ -24,11 +25,14 @@ from jaxspec.shapes import Array, Float, Int
 class ToyConfig(TargetConfig):
     """The smallest target with keys and values."""
 
-    vocab_size: int
-    hidden_size: int
-    num_heads: int
-    head_dim: int
-    max_positions: int
+    vocab_size: int = size()
+    hidden_size: int = size()
+    num_heads: int = size()
+    head_dim: int = size()
+    max_positions: int = size()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -39,13 +43,16 @@ class ToyConfig(TargetConfig):
         cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     ) -> ToyConfig:
         del generation
-        return cls(
-            vocab_size=whole_number(config, "vocab_size"),
-            hidden_size=whole_number(config, "width"),
-            num_heads=whole_number(config, "heads"),
-            head_dim=whole_number(config, "head_dim"),
-            max_positions=whole_number(config, "max_position_embeddings"),
-        )
+        return cls(**read_fields(cls, config, KEYS))
+
+
+KEYS = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("width",),
+    "num_heads": ("heads",),
+    "head_dim": ("head_dim",),
+    "max_positions": ("max_position_embeddings",),
+}
 
 
 class Toy(Target):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.commands.generate.jsonl import Prompt, PromptError, read_jsonl
-from jaxspec.tokenizer import Tokenizer, TokenizerError
+from jaxspec.tokenizer import Tokenizer, refuse_empty
 
 
 def read_prompts(
@@ -86,11 +86,11 @@ def encode(
     if prompt.ids is not None:
         return (None if tokenizer is None else tokenizer.decode(prompt.ids)), prompt.ids
     assert tokenizer is not None, "text needs a tokenizer"
+    if prompt.text is not None:
+        refuse_empty("the prompt", prompt.text)
     if chat:
         messages = prompt.messages or ({"role": "user", "content": prompt.text},)
         text = tokenizer.render_chat(messages, **(chat_template_kwargs or {}))
         return text, tokenizer.encode_rendered(text)
     assert prompt.text is not None
-    if not prompt.text:
-        raise TokenizerError("the prompt is empty; give at least one character")
     return prompt.text, tokenizer.encode(prompt.text)
