@@ -53,7 +53,6 @@ def _is_jaxpr(value: Any) -> bool:
     [
         ("e2b", "mtp", Drafting(7, tree=Tree(3, 3))),
         ("26b-a4b", "dflash", Drafting(draft_sampling=True, verification="block")),
-        ("qwen3-untied", "dflash", Drafting(synthetic_acceptance=2.0)),
     ],
 )
 def test_no_number_has_64_bits(name: str, drafter: str, drafting: Drafting) -> None:

@@ -214,6 +214,7 @@ def test_plain_sampling_follows_the_target(filters):
     assert min(p_values(tokens, filters)) > FALSE_ALARM
 
 
+@pytest.mark.slow  # two programs of thousands of rows
 @pytest.mark.parametrize("noise", ["new", "used"])
 def test_a_rollout_that_goes_on_follows_the_target(noise):
     """Also where a step was cut, whose last drafts are drawn again. With used noise it would not, which is found."""
