@@ -473,7 +473,7 @@ def test_one_bad_prompt_among_many_is_reported_and_the_rest_are_done(generate: R
         assert done.code == 1
         assert f"error: argument 2: {done.rows[1]['error']}" in done.stderr
         assert message in done.rows[1]["error"]
-        assert list(done.rows[1]) == ["prompt", "prompt_ids", "error"]
+        assert list(done.rows[1]) == ["prompt", "prompt_ids", "finish_reason", "error"]
         assert [done.rows[0], done.rows[2]] == [good[0], good[2]]
         assert done.summary["errors"] == 1
         assert generate("a", bad, "c").stdout.count("──") == 4  # two headers

@@ -46,7 +46,8 @@ class PromptResult:
         if self.sample is not None:
             values["sample"] = self.sample
         if self.error is not None:
-            return {**values, "error": self.error}
+            failed = {"token_ids": self.token_ids, "text": self.text} if self.token_ids else {}
+            return {**values, **failed, "finish_reason": "error", "error": self.error}
         names = ("logprobs", "sampled_logprobs", "top_logprobs")
         logprobs = {n: value for n in names if (value := getattr(self, n)) is not None}
         return {

@@ -93,7 +93,7 @@ class Job:
             text=text,
             finish_reason=done.finish_reason,
             acceptance_lengths=done.acceptance_lengths,
-            error=self.errors.get(prompt),
+            error=self.errors.get(prompt, done.error),
             sample=sample if self.num_samples > 1 else None,
             logprobs=done.logprobs,
             sampled_logprobs=done.sampled_logprobs,
@@ -134,6 +134,7 @@ def run(prompts: Sequence[Prompt], options: GenerateOptions, console: Console) -
             results = show_stream(job, engine, console)
         else:
             results = show_many(job, engine, lines, console)
+        tell_failures(results, job, console)
         summary = summarise(results, job, options, engine, load_s, time.perf_counter() - begin)
         if lines is not None:
             write_line(lines, summary.to_json())
@@ -324,6 +325,15 @@ def show_many(
     return results
 
 
+def tell_failures(results: Sequence[PromptResult], job: Job, console: Console) -> None:
+    """Report rows that failed while they were decoded, which `refuse` could not know."""
+    for result in results:
+        prompt = result.index // job.num_samples
+        if result.error is not None and prompt not in job.errors:
+            message = f"error: {job.prompts[prompt].origin}: {result.error}"
+            console.print(message, style="red", markup=False, soft_wrap=True)
+
+
 def summarise(
     results: Sequence[PromptResult],
     job: Job,
@@ -339,7 +349,7 @@ def summarise(
     return Summary(
         prompts=len(job.prompts),
         num_samples=job.num_samples,
-        errors=len(job.errors),
+        errors=len({r.index // job.num_samples for r in results if r.error is not None}),
         prompt_tokens=sum(
             len(r.prompt_ids) for r in results[:: job.num_samples] if r.error is None
         ),
