@@ -98,8 +98,8 @@ def failed(request: Request, token_ids: tuple[int, ...], **logprobs: Any) -> Com
     """Return the completion of a row whose logits after these tokens were not sound."""
     error = (
         f"the target's logits at position {len(request.prompt_ids) + len(token_ids)} are not finite (NaN, "
-        "+inf, or no token is possible): the weights are damaged, a number overflowed, or biases, bans or "
-        "logits_fn leave no token; `jaxspec check` looks at the weights"
+        "+inf, or no token is possible): weights are damaged, a number overflowed, or biases, bans or "
+        "logits_fn leave no token"
     )
     return Completion(request.id, token_ids, "error", error=error, **logprobs)
 

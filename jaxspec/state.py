@@ -33,7 +33,8 @@ LogitsFn = Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Float[Array, "B 
 They are float32, after suppressed tokens, biases and penalties and before temperature. `positions` tells
 where the token that each row of logits chooses will stand in the text, its prompt counted from 0. Logits of
 one position must not depend on those of another, nor rows on each other: in a step most are guesses. Some
-token has to stay possible. The function is part of the compiled program: another one compiles anew.
+token has to stay possible, and none be NaN, or the row ends with an error. The function is part of the
+compiled program: another one compiles anew.
 """
 
 

@@ -470,10 +470,10 @@ from jaxspec.storage import conversion
 from jaxspec.commands.convert import convert_command
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in a shell's background have not
 read = conversion.Source.read
-def slowly(self, fill, dtype=None):
+def slowly(self, fill, dtype, see):
     print("reading", flush=True)
     time.sleep(0.5)
-    return read(self, fill, dtype)
+    return read(self, fill, dtype, see)
 conversion.Source.read = slowly
 import sys
 sys.argv = ["convert", {str(target)!r}, {str(tmp_path / "ours")!r}]

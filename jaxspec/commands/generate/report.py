@@ -59,7 +59,8 @@ class PromptResult:
         values |= {"prompt": self.prompt, "prompt_ids": self.prompt_ids}
         extra = {"extra": self.extra} if self.extra else {}
         if self.error is not None:
-            return {**values, "finish_reason": "error", "error": self.error, **extra}
+            failed = {"token_ids": self.token_ids, "text": self.text} if self.token_ids else {}
+            return {**values, **failed, "finish_reason": "error", "error": self.error, **extra}
         return {
             **values,
             "token_ids": self.token_ids,
