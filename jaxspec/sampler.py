@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 from jaxspec import decode, memory
 from jaxspec import state as states
 from jaxspec.loading import LoadedModel
-from jaxspec.params import Graph, KnownParams, cast_params
+from jaxspec.params import Graph, KnownParams, accept_params
 from jaxspec.records import Drafting, Extras, FieldError, Sampling
 from jaxspec.rows import FinishReason, GenerateResult, Prompts, same_for_all, sampling_values
 from jaxspec.runtime import cache_length_for, jit, make_spec, read_prompts
@@ -39,7 +39,6 @@ from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Int, Params, UInt32
 from jaxspec.sharding import fetch, mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import DecodeState, PrefillChunk
-from jaxspec.trees import flat_params
 
 T = TypeVar("T")
 Models = Iterable[Any]
@@ -152,7 +151,7 @@ class Sampler:
         Raises:
           ValueError: params, prompts, sampling or seeds do not fit; every difference in params is named.
         """
-        target_params, drafter_params = self._flat(target_params, drafter_params)
+        target_params, drafter_params = self._accept(target_params, drafter_params)
         if _is_traced((target_params, drafter_params, prompts, sampling, seeds, max_new_tokens)):
             if stop_at is not None:
                 raise ValueError(
@@ -197,7 +196,7 @@ class Sampler:
         Raises:
           ValueError: as in a call; or this is inside of jit.
         """
-        target_params, drafter_params = self._flat(target_params, drafter_params)
+        target_params, drafter_params = self._accept(target_params, drafter_params)
         if _is_traced((target_params, drafter_params, prompts, sampling, seeds, max_new_tokens)):
             raise ValueError("streaming needs the host; inside jit call the sampler itself")
         if steps_per_return < 1:
@@ -231,15 +230,10 @@ class Sampler:
             with _on(mesh):
                 state = self._advance(*weights, state, steps)
 
-    def _flat(self, target_params: Any, drafter_params: Any) -> tuple[Params, Params | None]:
+    def _accept(self, target_params: Any, drafter_params: Any) -> tuple[Any, Any]:
         """Return weights as programs take them: flat, and in the sampler's dtype if it has one."""
-        target_params = flat_params(target_params)
-        drafter_params = None if drafter_params is None else flat_params(drafter_params)
-        if self.dtype is not None:
-            target_params = cast_params(self.spec.target, target_params)
-            if self.spec.drafter is not None and drafter_params is not None:
-                drafter_params = cast_params(self.spec.drafter, drafter_params)
-        return target_params, drafter_params
+        accept = functools.partial(accept_params, cast=self.dtype is not None)
+        return accept(self.spec.target, target_params), accept(self.spec.drafter, drafter_params)
 
     def _inputs(
         self, prompts: Any, sampling: Any, seeds: Any, max_new_tokens: Any, stop_ids: Any
