@@ -35,17 +35,13 @@ sampler = jaxspec.Sampler(
     extras=jaxspec.Extras(logprobs=True),
 )
 rows = PROMPTS * SAMPLES
-sampling = jaxspec.Sampling(temperature=1.0)  # then `sampled` and `target` logprobs agree
+sampling = jaxspec.Sampling(temperature=1.0)
 optimizer = optax.rmsprop(3e-4)
 
 
 def loss(params, result, advantages):
     """Return minus the mean of ratio * advantage; the ratio is to what the sampler says it sampled from."""
-    tokens = jnp.concatenate([jnp.repeat(prompts, SAMPLES, axis=0), result.tokens], axis=1)
-    start, count = jnp.zeros(rows, int), jnp.full(rows, tokens.shape[1])
-    logits = target.graph.bind(params)(tokens, start, count, None).logits
-    logprobs = jax.nn.log_softmax(logits[:, PROMPT_TOKENS - 1 : -1])
-    logprobs = jnp.take_along_axis(logprobs, result.tokens[..., None], axis=-1)[..., 0]
+    logprobs = jaxspec.score(sampler, params, (prompts, result), sampling).sampled
     ratio = jnp.exp(logprobs - result.logprobs.sampled)  # 1 until the first update
     return -jnp.mean(ratio * advantages[:, None]), jnp.max(jnp.abs(ratio - 1))
 

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding import partition
+from jaxspec.trees import flat_params
 
 
 def param(
@@ -173,6 +174,14 @@ def cast_params(graph: Graph, params: Params) -> Params:
         return x.astype(wanted[name][1])
 
     return {name: cast(name, x) for name, x in params.items()}
+
+
+def accept_params(graph: Graph | None, params: Any, *, cast: bool) -> Params | None:
+    """Return weights that a caller gave, flat, and in the dtypes of a graph if `cast`; None stays None."""
+    if params is None:
+        return None
+    params = flat_params(params)
+    return cast_params(graph, params) if cast and graph is not None else params
 
 
 class KnownParams:

@@ -27,7 +27,7 @@ from jax.typing import ArrayLike
 from jaxspec import memory
 from jaxspec.arguments import is_inside_jit, is_traced, padded, read
 from jaxspec.loading import LoadedModel
-from jaxspec.params import Graph, KnownParams, cast_params
+from jaxspec.params import Graph, KnownParams, accept_params
 from jaxspec.records import Drafting, Extras, FieldError, Sampling
 from jaxspec.rollout import (
     Given,
@@ -46,7 +46,6 @@ from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Params
 from jaxspec.sharding import fetch, mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import DecodeSpec
-from jaxspec.trees import flat_params
 
 T = TypeVar("T")
 Models = Iterable[Any]
@@ -178,7 +177,7 @@ class Sampler:
         Raises:
           ValueError: params, prompts, sampling or seeds do not fit; every difference in params is named.
         """
-        target_params, drafter_params = self._flat(target_params, drafter_params)
+        target_params, drafter_params = self._accept(target_params, drafter_params)
         asked = (prompts, sampling, seeds, max_new_tokens, stop_ids)
         if is_traced((target_params, drafter_params, *asked)) or is_inside_jit():
             if stop_at is not None:
@@ -221,7 +220,7 @@ class Sampler:
         Raises:
           ValueError: as in a call; or this is inside of jit.
         """
-        target_params, drafter_params = self._flat(target_params, drafter_params)
+        target_params, drafter_params = self._accept(target_params, drafter_params)
         asked = (prompts, sampling, seeds, max_new_tokens, stop_ids)
         if is_traced((target_params, drafter_params, *asked)) or is_inside_jit():
             raise ValueError("streaming needs the host; inside jit call the sampler itself")
@@ -253,15 +252,10 @@ class Sampler:
                 return
             state = self._run("advance", mesh, weights, state, steps)
 
-    def _flat(self, target_params: Any, drafter_params: Any) -> tuple[Params, Params | None]:
+    def _accept(self, target_params: Any, drafter_params: Any) -> tuple[Any, Any]:
         """Return weights as programs take them: flat, and in the sampler's dtype if it has one."""
-        target_params = flat_params(target_params)
-        drafter_params = None if drafter_params is None else flat_params(drafter_params)
-        if self.dtype is not None:
-            target_params = cast_params(self.spec.target, target_params)
-            if self.spec.drafter is not None and drafter_params is not None:
-                drafter_params = cast_params(self.spec.drafter, drafter_params)
-        return target_params, drafter_params
+        accept = functools.partial(accept_params, cast=self.dtype is not None)
+        return accept(self.spec.target, target_params), accept(self.spec.drafter, drafter_params)
 
     def _ready(
         self, target_params: Params, drafter_params: Params | None, asked: tuple[Any, ...]

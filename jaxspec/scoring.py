@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 
 from jaxspec.loading import LoadedModel
 from jaxspec.models.target import Placement, Target
-from jaxspec.params import Graph, cast_params
+from jaxspec.params import Graph, accept_params
 from jaxspec.records import Extras, Sampling
 from jaxspec.rows import GenerateResult, Prompts, check_ids, same_for_all
 from jaxspec.runtime import make_spec
@@ -33,7 +33,6 @@ from jaxspec.sampler import Models, Sampler
 from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts, adjust, logprobs_of
 from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.state import DecodeSpec
-from jaxspec.trees import flat_params
 
 CHUNK = 256
 """Tokens whose logits are in memory at once: 0.27 GB in float32, for a vocabulary of 262,144."""
@@ -221,12 +220,10 @@ def score(
             f"sampling has {sampling.temperature.shape[0]} rows; expected one for each of {rows} texts"
         )
     _check_values(spec, sequences, sampling)
-    params = flat_params(params)
     if dtype is None and isinstance(model, Sampler):
         dtype = model.dtype
-    if dtype is not None:
-        spec = dataclasses.replace(spec, target=spec.target.of_dtype(dtype))
-        params = cast_params(spec.target, params)
+    spec = spec.of_dtype(dtype)
+    params = accept_params(spec.target, params, cast=dtype is not None)
     return _score(spec, remat, chunk, params, sequences, sampling)
 
 

@@ -10,6 +10,7 @@ and sets the number of devices.
     sampler                         the in-process sampler on a mesh
     inside                          the sampler inside jitted functions, on meshes and under shard_map
     training_meshes                 weights on meshes as training programs make them
+    moved                           weights from a training mesh to one for decoding
     control                         a product that has to gather its weight
     two:PORT:PROCESS:DATA:MODEL     decode on two processes with four devices each
 """
@@ -27,6 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import cache, prefill
@@ -335,6 +337,28 @@ def as_trained(model: LoadedModel, mesh: Mesh, fully_sharded: bool) -> LoadedMod
     return dataclasses.replace(model, params=placed)
 
 
+def moved() -> dict[str, Any]:
+    """Move a tree of weights that is split over fsdp and tensor to where decoding wants them, by one call."""
+    model = target("31b")
+    trained = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+    tree: dict[tuple[str, ...], Any] = {}
+    for name, x in model.params.items():
+        axes = [
+            axis if i < x.ndim and x.shape[i] % trained.shape[axis] == 0 else None
+            for i, axis in enumerate(trained.axis_names)
+        ]
+        split = NamedSharding(trained, PartitionSpec(*axes[: x.ndim]))
+        tree[tuple(name.split("."))] = jax.device_put(np.asarray(x), split)
+    mesh = make_mesh(data=2, model=4)
+    placed = place_params(unflatten_dict(tree), model.graph, mesh)
+    where = model.graph.shardings(mesh)
+    return {
+        "split before": sum(not x.sharding.is_fully_replicated for x in tree.values()) > 20,
+        "misplaced": [name for name, x in placed.items() if x.sharding != where[name]],
+        "equal": all(np.array_equal(placed[name], x) for name, x in model.params.items()),
+    }
+
+
 def control() -> dict[str, Any]:
     """Flatten a weight before its product, so that the split axis is inside another: XLA has to gather it."""
     mesh = make_mesh(data=2, model=4)
@@ -374,7 +398,7 @@ def main() -> None:
     prefill.PREFILL_CHUNK = 16
     kinds = {
         f.__name__: f
-        for f in (split, load, cli, errors, sampler, inside, training_meshes, control, two)
+        for f in (split, load, cli, errors, sampler, inside, training_meshes, moved, control, two)
     }
     for text in sys.argv[1:]:
         kind, *values = text.split(":")

@@ -142,9 +142,8 @@ def results(cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 def result(case: str) -> dict[str, Any]:
     if case in REST:
         return results(tuple(c for c in REST if c.split(":")[1] == case.split(":")[1]))[case]
-    return results(
-        (*DEFAULT, "load", "cli", "errors", "sampler", "inside", "training_meshes", "control")
-    )[case]
+    more = ("load", "cli", "errors", "sampler", "inside", "training_meshes", "moved", "control")
+    return results((*DEFAULT, *more))[case]
 
 
 @pytest.mark.parametrize("case", [*DEFAULT, *slow(*REST, "split:26b-a4b:mixed:2:4")])
@@ -212,6 +211,10 @@ def test_weights_on_meshes_of_training_programs():
     assert "is on a mesh with axes data, fsdp, model; expected data and model" in refused
     assert "jaxspec.sharding.place_params(target_params, target.graph, mesh)" in refused
     assert found == {name: [True, True] for name in ("explicit", "an axis of 1", "fsdp")}
+
+
+def test_weights_move_from_a_training_mesh_by_one_call():
+    assert result("moved") == {"split before": True, "misplaced": [], "equal": True}
 
 
 def test_keys_of_rows_can_be_placed():

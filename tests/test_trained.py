@@ -18,7 +18,7 @@ import jaxspec
 from jaxspec.engine import Engine
 from jaxspec.loading import CheckpointError, LoadedModel, load_drafter, load_target
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
+from jaxspec.params import Graph, accept_params
 from jaxspec.shapes import Params
 from jaxspec.storage import saving
 from jaxspec.storage.bridge import checkpoint_prefix, from_hf_names, to_hf_names
@@ -96,6 +96,20 @@ def test_models_and_engines_take_trees(model: LoadedModel):
     same(engine.target_params, doubled)
 
 
+def test_weights_are_cast_where_they_are_floats(model: LoadedModel):
+    """Token ids stay what they are, and so does what the graph does not know, for its check to name."""
+    graph = model.graph.of_dtype("bfloat16")
+    given = model.params | {"unknown": jnp.ones(2)}
+    found = accept_params(graph, nested(given), cast=True)
+    assert found is not None
+    assert found.pop("unknown").dtype == "float32"
+    same(found, {name: x.astype("bfloat16") for name, x in model.params.items()})
+    same(accept_params(graph, nested(given), cast=False) or {}, given)
+    with pytest.raises(ValueError, match="dtype must be float32 or bfloat16, not 'int8'"):
+        jaxspec.Sampler(model, None, dtype="int8")
+
+
+@pytest.mark.slow  # a sampler in bfloat16, and a gradient in either dtype
 def test_samplers_take_trees_and_cast_them(model: LoadedModel):
     """Rollouts in bfloat16 of float32 weights; their scores are near, and gradients come in float32."""
     sampler = jaxspec.Sampler(
@@ -119,8 +133,6 @@ def test_samplers_take_trees_and_cast_them(model: LoadedModel):
         value, slopes = jax.value_and_grad(loss)(nested(model.params), dtype)
         assert {str(x.dtype) for x in jax.tree.leaves(slopes)} == {"float32"}
         assert value == pytest.approx(expected, abs=1.0)
-    with pytest.raises(ValueError, match="dtype must be float32 or bfloat16, not 'int8'"):
-        jaxspec.Sampler(model, None, dtype="int8")
 
 
 @pytest.mark.parametrize(
