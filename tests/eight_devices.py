@@ -5,6 +5,7 @@ and sets the number of devices.
 
     split:NAME:DRAFTER:DATA:MODEL   decode a feature set on a mesh, and on one device
     load                            place weights: random, of an Orbax directory, of Hugging Face's
+    check                           `check` with and without --mesh
     cli                             the command with and without --mesh, and its errors
     errors                          weights that are not on one mesh
     sampler                         the in-process sampler on a mesh
@@ -214,6 +215,36 @@ def cli() -> dict[str, Any]:
         }
 
 
+def check() -> dict[str, Any]:
+    """Check the bundled pair on a mesh and on one device, with two other readings."""
+    from typer.testing import CliRunner
+
+    from jaxspec.commands.check import replay
+    from jaxspec.commands.cli import app
+
+    alternatives = replay.alternatives
+
+    def two_of_them(*given: Any) -> Any:
+        readings, left_out = alternatives(*given)
+        names = ("mask id 1", "feature layers reversed")
+        return [r for r in readings if r.name in names], left_out
+
+    replay.alternatives = two_of_them
+    reports = []
+    for mesh in (["--mesh", "data=2,model=4"], []):
+        small = ["--rows", "4", "--new-tokens", "16", "--batch-size", "4", "--dtype", "float32"]
+        result = CliRunner().invoke(app, ["check", *small, *mesh, "--json", "-"])
+        reports.append(json.loads(result.stdout))
+    shares = [[x["mean"] for x in report["by_position"]] for report in reports]
+    tried = [[c["name"] for c in report["rounds"][0]["comparisons"]] for report in reports]
+    return {
+        "codes": [report["sound"] for report in reports],
+        "apart": max(abs(a - b) for a, b in zip(*shares, strict=True)),
+        "first": shares[1][0],
+        "tried": tried,
+    }
+
+
 def errors() -> dict[str, Any]:
     """Give engines weights that are not on one mesh."""
     model = target("31b")
@@ -398,7 +429,19 @@ def main() -> None:
     prefill.PREFILL_CHUNK = 16
     kinds = {
         f.__name__: f
-        for f in (split, load, cli, errors, sampler, inside, training_meshes, moved, control, two)
+        for f in (
+            split,
+            load,
+            cli,
+            check,
+            errors,
+            sampler,
+            inside,
+            training_meshes,
+            moved,
+            control,
+            two,
+        )
     }
     for text in sys.argv[1:]:
         kind, *values = text.split(":")

@@ -195,6 +195,16 @@ def test_generate_on_a_mesh():
     }
 
 
+@pytest.mark.slow  # most of a minute
+def test_check_on_a_mesh():
+    """It counts the same drafts, and finds the same of other readings."""
+    found = results(("check",))["check"]
+    assert found["codes"] == [True, True]
+    assert found["first"] > 0.3
+    assert found["apart"] < 0.05  # sums in another order: a draft may change
+    assert found["tried"] == [["feature layers reversed", "mask id 1"]] * 2
+
+
 def test_a_sampler_runs_where_the_weights_are():
     assert result("sampler") == {"equal": True, "near": True, "devices": 8}
 

@@ -180,6 +180,9 @@ def _changes(target: TargetConfig, c: DFlashConfig, special_ids: Sequence[int]) 
         if cap != c.final_logit_softcap:
             name = "no logit soft cap" if cap is None else f"logit soft cap {cap:g}"
             yield Change(name, "final_logit_softcap", cap)
+    if c.block_size > 3:
+        half = c.block_size // 2
+        yield Change(f"blocks of {half}", "block_size", half, num_draft_tokens=half - 1)
     longer = 2 * c.block_size
     yield Change(f"blocks of {longer}", "block_size", longer, num_draft_tokens=longer - 1)
 

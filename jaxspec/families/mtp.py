@@ -12,7 +12,7 @@ from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import KEYS, MODEL_TYPES, PRESETS, MTPConfig
 from jaxspec.families.base import Assumption, Change, Conventions, Family, WeightChange
 from jaxspec.families.costs import StepCost, itemsize, reached
-from jaxspec.families.weights import common_changes
+from jaxspec.families.weights import changed, common_changes
 from jaxspec.families.words import shown_scale
 
 if TYPE_CHECKING:
@@ -192,6 +192,14 @@ def _weight_changes(target: TargetConfig, params: Params) -> Iterator[WeightChan
             fix = f"{word} the embedding's half of {{where}} by {scale:.5g}"
             apply = halves(lambda embedding, state, f=factor: (embedding * f, state))
             yield WeightChange(name, "pre_projection", fix, apply)
+    # Not a convention: if the numbers do as well in another order, they say nothing to later drafts.
+    name, fix = "post_projection in reverse order", "{where} carries nothing: get it again"
+    yield WeightChange(
+        name,
+        "post_projection",
+        fix,
+        lambda params: changed(params, ["post_projection"], lambda x: x[::-1, ::-1]),
+    )
     yield from common_changes(params)
 
 

@@ -86,7 +86,7 @@ def check_command(
     ticker = Ticker(errors)
 
     from jaxspec.commands import startup
-    from jaxspec.commands.check.reference import record, reference_of
+    from jaxspec.commands.check.reference import check_recordable, record, reference_of
     from jaxspec.commands.check.report import shown
     from jaxspec.commands.check.run import run
     from jaxspec.commands.check.text import prompts_for
@@ -108,7 +108,11 @@ def check_command(
             loaded, loaded_drafter = startup.load_models(models)
             assert loaded_drafter is not None
             loaded_drafter.config.check_fits(loaded.config)
-            reference = None if checking.record else reference_of(loaded_drafter.directory)
+            reference = None
+            if checking.record:
+                check_recordable(loaded_drafter.directory)
+            else:
+                reference = reference_of(loaded_drafter.directory)
             say("encoding")
             measured_on = "" if reference is None else reference.text
             found = run(

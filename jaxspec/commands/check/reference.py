@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxspec import __version__
 from jaxspec.commands.check import FEWEST_ROWS
-from jaxspec.commands.check.statistics import MATERIAL, Estimate, worded
+from jaxspec.commands.check.statistics import Estimate, figures, gained, worded
 from jaxspec.commands.check.text import PromptSet
 from jaxspec.commands.check.weights import Look, listed
 from jaxspec.commands.options import UsageError
@@ -169,17 +169,25 @@ def reference_of(directory: Path) -> Reference | None:
     return None if values is None else Reference.read(values, where)
 
 
+def check_recordable(directory: Path) -> None:
+    """Refuse to record in a directory that is not the user's own.
+
+    Raises:
+      UsageError: it belongs to the hub's cache.
+    """
+    if directory.parent.name == "snapshots":
+        raise UsageError(
+            f"--record: {directory} is in the hub's cache, which others share; copy the drafter to a directory "
+            "of your own, and check that"
+        )
+
+
 def record(directory: Path, measured: Reference) -> Path:
     """Write a record into a drafter's directory, and return the file that holds it.
 
     Raises:
-      UsageError: the directory belongs to the hub's cache.
       CheckpointError: it cannot be written.
     """
-    if directory.parent.name == "snapshots":
-        raise UsageError(
-            f"--record: {directory} is in the hub's cache, which others share; name a directory of your own"
-        )
     return write_acceptance(directory, dataclasses.asdict(measured))
 
 
@@ -193,7 +201,7 @@ class Against:
     Attributes:
       reference: what was measured then.
       causes: what has changed since, in words.
-      difference: drafts accepted a position, now less then; None where the texts differ.
+      gain: of the tokens of a step since then, as a share; None where the texts differ.
       found: see `statistics.Comparison.found`; "not compared" where the texts differ.
       then, now: drafts accepted a position, over the depths that both have.
       rows: how many were compared.
@@ -203,7 +211,7 @@ class Against:
 
     reference: Reference
     causes: list[str]
-    difference: Estimate | None
+    gain: Estimate | None
     found: str
     then: float
     now: float
@@ -225,17 +233,15 @@ def compared(reference: Reference, current: Reference, looks: Looks) -> Against:
         both = ~np.isnan(before[:, 0]) & ~np.isnan(after[:, 0])
         if both.sum() >= FEWEST_ROWS:
             before, after = before[both], after[both]
-            gained = after - before
             then, now = before.sum(axis=1).mean(), after.sum(axis=1).mean()
-            difference = Estimate.of(gained.sum(axis=1))
-            lost = [Estimate.of(gained[:, j]).high < 0 for j in range(depths)]
+            gain = gained(before.sum(axis=1), after.sum(axis=1))
+            lost = [Estimate.of(x).high < 0 for x in (after - before).T]
             first_loss = lost.index(True) + 1 if True in lost else None
-            found = worded(difference, MATERIAL * (1 + float(then)))
-            rows = int(both.sum())
+            rows, found = int(both.sum()), worded(gain)
             return Against(
                 reference,
                 causes,
-                difference,
+                gain,
                 found,
                 float(then),
                 float(now),
@@ -251,12 +257,12 @@ def changes_since(then: Reference, now: Reference, looks: Looks) -> list[str]:
     """Say what differs from what was measured, apart from the acceptance."""
     found = []
     wrong = _fields(then.target_config, now.target_config)
-    marks = _tensors(then.target_weights, now.target_weights, looks.target)
+    marks = changed_tensors(then.target_weights, now.target_weights, looks.target)
     if wrong or marks:
         found.append(f"the target is not the one that was measured: {'; '.join((*wrong, *marks))}")
     if wrong := _fields(then.drafter_config, now.drafter_config):
         found.append(f"the drafter's config is not the one that was measured: {'; '.join(wrong)}")
-    if marks := _tensors(then.drafter_weights, now.drafter_weights, looks.drafter):
+    if marks := changed_tensors(then.drafter_weights, now.drafter_weights, looks.drafter):
         found.append(
             f"weights of the drafter differ from those that were measured: {'; '.join(marks)}"
         )
@@ -272,7 +278,9 @@ def _fields(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _tensors(then: Mapping[str, Any], now: Mapping[str, Any], new: Mapping[str, Look]) -> list[str]:
+def changed_tensors(
+    then: Mapping[str, Any], now: Mapping[str, Any], new: Mapping[str, Look]
+) -> list[str]:
     """Name the tensors that differ, and those that stand in each other's place."""
     if then["shapes"] != now["shapes"]:
         return ["its tensors have other names or shapes"]
@@ -295,22 +303,21 @@ def said(against: Against) -> str:
     """Return the comparison in one sentence."""
     a, r = against, against.reference
     causes = f"; {'; '.join(a.causes)}" if a.causes else ""
-    if a.difference is None:
+    if a.gain is None:
         return (
             f"its maker measured {a.then:.2f} drafts accepted a position on another text ({r.text}, "
             f"{r.rows} rows, {r.new_tokens} new tokens): not compared{causes}"
         )
-    d = a.difference
-    figures = (
+    text = (
         f"{a.now:.2f} drafts accepted a position, {a.then:.2f} when its maker measured it on the same {a.rows} rows "
-        f"({r.dtype} on {r.device}): {d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})"
+        f"({r.dtype} on {r.device}): {figures(a.gain)} tokens a step"
     )
     if a.depths < r.num_draft_tokens:
-        figures += f", over drafts 1 to {a.depths} of {r.num_draft_tokens}"
+        text += f", over drafts 1 to {a.depths} of {r.num_draft_tokens}"
     if a.found == "no measurable difference":
-        return f"{figures}, no measurable difference{causes}"
-    since = f", from draft {a.first_loss} on" if a.first_loss and d.mean < 0 else ""
+        return f"{text}, no measurable difference{causes}"
+    since = f", from draft {a.first_loss} on" if a.first_loss and a.gain.mean < 0 else ""
     nothing = (
         "" if a.causes else "; neither configs nor weights differ from those that were measured"
     )
-    return f"{figures}{since}{causes}{nothing}"
+    return f"{text}{since}{causes}{nothing}"

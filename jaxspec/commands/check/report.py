@@ -188,12 +188,12 @@ def _comparisons_table(r: Round, found: Findings) -> Table:
         caption_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    for name in ("convention", "accepted", "difference", "interval", ""):
-        table.add_column(name, justify="right" if name in ("accepted", "difference") else "left")
+    for name in ("convention", "accepted", "tokens a step", "interval", ""):
+        table.add_column(name, justify="right" if name in ("accepted", "tokens a step") else "left")
     for c in (c for c in r.comparisons if c not in worse):
-        d = c.difference
+        g = c.gain
         style = "bold red" if c.better else ""
-        values = (f"{c.accepted:.2f}", f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", c.found)
+        values = (f"{c.accepted:.2f}", f"{g.mean:+.1%}", f"{g.low:+.1%} to {g.high:+.1%}", c.found)
         table.add_row(Line(c.name), *values, style=style)
     return table
 

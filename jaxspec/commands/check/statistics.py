@@ -1,10 +1,18 @@
 """How sure the numbers of a check are: intervals, and readings of a drafter held against each other.
 
 Whole rows, not positions, are what is counted: neighbouring positions are no independent evidence.
+
+Readings are compared by the logarithm of the tokens of a step, row by row: rows differ five times in their drafts,
+and their ratios much less, so that fewer rows decide. On the bundled pair this is worth as much as twice the rows.
+
+How often a sound pair is called unsound: the intervals of all readings of a round hold together at `LEVEL`, so
+that one is found better than it is in at most 1 of 40 checks, and it must also be `MATERIAL`. The same holds, each
+by itself, for a collapse at some depth (`collapse`) and for a loss against a record (`reference.compared`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +50,7 @@ class Estimate:
         return Estimate(self.mean, max(self.low, low), min(self.high, high))
 
 
+@functools.cache  # a round asks for one level and one number of rows, again and again
 def student_t(level: float, degrees: int) -> float:
     """Return t such that this share of Student's distribution lies between -t and t."""
     low, high = 0.0, 1e3
@@ -121,10 +130,11 @@ class Comparison:
     Attributes:
       accepted: drafts a step under it.
       difference: of these, to the reading in force.
+      gain: of the tokens of a step, as a share; it decides.
       rows: how many both were replayed on.
-      better: the difference is above zero for sure, and large enough to matter.
-      found: "better"; "higher", but not enough to matter; "worse"; "no measurable difference": less than
-        what matters for sure; "undecided".
+      better: the gain is above zero for sure, and large enough to matter.
+      found: "better"; "higher" or "lower", but not enough to matter; "worse"; "no measurable difference": the interval
+        holds 0, and the gain is less than what matters; "undecided": it is more, and 0 is possible.
     """
 
     name: str
@@ -133,6 +143,7 @@ class Comparison:
     accepted: float
     first_accepted: float
     difference: Estimate
+    gain: Estimate
     rows: int
     better: bool
     found: str
@@ -146,7 +157,6 @@ class Round:
     comparisons: list[Comparison]
     left_out: list[str]
     level: float  # of each interval, so that all of them hold at `LEVEL`
-    material: float  # drafts a step that a better one must add
 
     @property
     def best(self) -> int | None:
@@ -156,8 +166,8 @@ class Round:
     @property
     def as_good(self) -> list[int]:
         """The better ones that are as good as the best, the most usual first."""
-        better = {i: c.difference.mean for i, c in enumerate(self.comparisons) if c.better}
-        enough = max(better.values(), default=0.0) - self.material
+        better = {i: c.gain.mean for i, c in enumerate(self.comparisons) if c.better}
+        enough = max(better.values(), default=0.0) - MATERIAL
         return [i for i, gain in better.items() if gain >= enough]
 
 
@@ -175,7 +185,6 @@ def compare(
       masks: the anchors that each of the others can be compared at.
     """
     level = 1 - (1 - LEVEL) / max(len(others), 1)
-    material = float(MATERIAL * (1 + row_means(accepted[reading.key], anchors).mean()))
     comparisons = []
     for other, mask in zip(others, masks, strict=True):
         drafts, base = accepted[other.key], accepted[reading.key]
@@ -184,7 +193,7 @@ def compare(
         rows = mask[:count].any(axis=1)
         drafts, base, at = drafts[:count][rows], base[:count][rows], mask[:count][rows]
         there, here = row_means(drafts, at), row_means(base, at)
-        difference = Estimate.of(there - here, level)
+        gain = gained(here, there, level)
         comparisons.append(
             Comparison(
                 other.name,
@@ -192,21 +201,33 @@ def compare(
                 other.fix,
                 float(there.mean()),
                 float(row_means(drafts >= 1, at).mean()),
-                difference,
+                Estimate.of(there - here, level),
+                gain,
                 len(there),
-                better=not hopeless and difference.low > 0 and difference.mean >= material,
-                found="worse" if hopeless else worded(difference, material),
+                better=not hopeless and worded(gain) == "better",
+                found="worse" if hopeless else worded(gain),
             )
         )
-    return Round(reading.name, comparisons, left_out, level, material)
+    return Round(reading.name, comparisons, left_out, level)
 
 
-def worded(difference: Estimate, material: float) -> str:
-    """Put a difference into words; see `Comparison.found`."""
-    if difference.low > 0 and difference.mean >= material:
+def gained(here: np.ndarray, there: np.ndarray, level: float = LEVEL) -> Estimate:
+    """Estimate how many more tokens a step has there, as a share, from each row's accepted drafts."""
+    logs = Estimate.of(np.log1p(there) - np.log1p(here), level)
+    return Estimate(*(math.expm1(x) for x in (logs.mean, logs.low, logs.high)))
+
+
+def worded(gain: Estimate) -> str:
+    """Put a gain into words; see `Comparison.found`."""
+    if gain.low > 0 and gain.mean >= MATERIAL:
         return "better"
-    if max(abs(difference.low), abs(difference.high)) < material:
-        return "no measurable difference"
-    if difference.low > 0:
+    if gain.low > 0:
         return "higher"
-    return "worse" if difference.high < 0 else "undecided"
+    if gain.high < 0:
+        return "worse" if gain.mean <= -MATERIAL else "lower"
+    return "no measurable difference" if abs(gain.mean) < MATERIAL else "undecided"
+
+
+def figures(gain: Estimate) -> str:
+    """Show a gain and its interval."""
+    return f"{gain.mean:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})"

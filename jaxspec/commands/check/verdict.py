@@ -9,11 +9,16 @@ from typing import Literal
 from jaxspec.commands.check.lossless import Differing
 from jaxspec.commands.check.reference import Against, said
 from jaxspec.commands.check.replay import Found
-from jaxspec.commands.check.statistics import MATERIAL, Depth, Round, collapse
+from jaxspec.commands.check.statistics import MATERIAL, Depth, Round, collapse, figures
 from jaxspec.commands.check.weights import Oddity
 from jaxspec.families import Conventions
 
 Kind = Literal["floor", "depth", "convention", "weights", "reference", "lossless"]
+
+
+USEFUL = 0.1
+"""Share of the tokens of a step that trained numbers lose at least when they are put in another order. Those of the
+bundled assistant lose a third."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ def findings(e: Evidence, conventions: Conventions | None) -> list[Finding]:
     fallen = collapse(e.depths, e.floor)
     wrong = [*_floor(e), *_depth(fallen, conventions)]
     wrong += [Finding("weights", o.text) for o in e.oddities if o.wrong]
-    lost = e.against is not None and e.against.found == "worse" and e.against.difference is not None
+    wrong += _useless(e, conventions)
+    lost = e.against is not None and e.against.found == "worse"
     for change, round_ in zip(changes, e.found.rounds, strict=False):
         also = [round_.comparisons[i].name for i in round_.as_good]
         as_good = [name for name in also if name != change.name]
@@ -107,6 +113,21 @@ def _depth(fallen: Depth | None, conventions: Conventions | None) -> list[Findin
     return [Finding("depth", text)]
 
 
+def _useless(e: Evidence, conventions: Conventions | None) -> list[Finding]:
+    """Say that the parameter that later drafts depend on does as well with its numbers in another order."""
+    if conventions is None or len(e.depths) < 2:
+        return []
+    return [
+        Finding(
+            "depth",
+            f"{c.field} carries nothing: its numbers in reverse order make {figures(c.gain)} tokens a step; get "
+            "the drafter's weights again",
+        )
+        for c in e.found.rounds[0].comparisons
+        if c.field == conventions.later_only and c.found != "worse" and c.gain.low > -USEFUL
+    ]
+
+
 def _unexplained(e: Evidence) -> str:
     text = (
         f"no other convention explains it ({e.tried} tried): the drafter is another target's, its weights are "
@@ -120,15 +141,11 @@ def _unexplained(e: Evidence) -> str:
 def no_difference(round_: Round) -> str:
     """Name the conventions that this text cannot tell from the one in force, with figures."""
     same = [c for c in round_.comparisons if c.found == "no measurable difference"]
-    figures = [
-        f"{c.name} {c.difference.mean:+.3f} ({c.difference.low:+.3f} to {c.difference.high:+.3f})"
-        for c in same
-    ]
-    if not figures:
+    if not same:
         return ""
+    shown = (f"{c.name} {figures(c.gain)}" for c in same)
     return (
-        f"no measurable difference (less than {MATERIAL:.0%} of the tokens of a step, drafts a position): "
-        f"{', '.join(figures)}"
+        f"no measurable difference (of {MATERIAL:.0%} of the tokens of a step): {', '.join(shown)}"
     )
 
 
