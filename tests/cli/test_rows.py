@@ -56,7 +56,7 @@ class FakeEngine(Engine):
                 yield Completion(request.id, error=str(error))
                 continue
             if request.prompt_ids[-1] == SPOILT:
-                yield Completion(request.id, error="the logits are not finite")
+                yield Completion(request.id, (264,), error="the logits are not finite")
                 continue
             tokens = (263 + request.prompt_ids[-1] % 5, 264)
             yield Completion(request.id, tokens, "length", (1, 1))
@@ -150,8 +150,8 @@ def test_an_error_while_decoding_is_a_row_and_an_exit_code(fake: Run, tmp_path: 
         assert f"error: {file}:2: the logits are not finite" in done.stderr
         _, spoilt, last = lines_of(out)
         assert (spoilt["id"], spoilt["finish_reason"]) == ("x", "error")
-        assert spoilt["error"] == "the logits are not finite"
-        assert last["summary"]["errors"] == 1
+        assert (spoilt["error"], spoilt["token_ids"]) == ("the logits are not finite", [264])
+        assert (last["summary"]["errors"], last["summary"]["new_tokens"]) == (1, 2)
     assert FakeEngine.asked == 1  # it may come to something the second time
 
 

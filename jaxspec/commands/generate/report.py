@@ -27,7 +27,7 @@ _BAR_WIDTH = 24
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One completion of a prompt; with `error`, nothing came of it. Logprobs are there where asked for."""
+    """One completion of a prompt; with `error`, it is none. Logprobs are there where asked for."""
 
     index: int  # of the prompt
     prompt: str | None
@@ -59,8 +59,8 @@ class PromptResult:
         values |= {"prompt": self.prompt, "prompt_ids": self.prompt_ids}
         extra = {"extra": self.extra} if self.extra else {}
         if self.error is not None:
-            failed = {"token_ids": self.token_ids, "text": self.text} if self.token_ids else {}
-            return {**values, **failed, "finish_reason": "error", "error": self.error, **extra}
+            before = {"token_ids": self.token_ids, "text": self.text} if self.token_ids else {}
+            return {**values, **before, "finish_reason": "error", "error": self.error, **extra}
         return {
             **values,
             "token_ids": self.token_ids,
