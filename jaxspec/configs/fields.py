@@ -1,6 +1,6 @@
 """What the fields of configs may hold, and how they are read from files.
 
-Each field of a config declares its range with `size`, `number`, `flag` or `several`. `check_fields` refuses a config
+Each field of a config declares its range with `size`, `limited`, `flag` or `several`. `check_fields` refuses a config
 that was made in Python; `read_fields` refuses a file, and names the file's own key. Ranges keep out what no model can
 be, so that no arithmetic on sizes fails or allocates later.
 """
