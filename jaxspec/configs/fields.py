@@ -98,7 +98,8 @@ def refusal(field: dataclasses.Field[Any], name: str, value: Any) -> str | None:
     if "range" not in about or (value is None and may_be_none):
         return None
     if "entries" in about:
-        return _refusal_of_entries(about["range"], *about["entries"], name, value)
+        least, most = about["entries"]
+        return _refusal_of_entries(about["range"], least, most, name, value)
     wrong = about["range"].refusal(value)
     return f"{name} {wrong}" if wrong else None
 
