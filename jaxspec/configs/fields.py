@@ -105,7 +105,7 @@ def refusal(field: dataclasses.Field[Any], name: str, value: Any) -> str | None:
 
 
 def _refusal_of_entries(
-    allowed: Range, least: int, most: int, name: str, values: Sequence[Any]
+    allowed: Range, least: int, most: int, name: str, values: Any
 ) -> str | None:
     if not least <= len(values) <= most:
         expected = f"{least:,} or more" if len(values) < least else f"at most {most:,}"
