@@ -218,7 +218,8 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "max_positions": ("max_position_embeddings",),
     "rope_theta": ("rope_theta", "rope_parameters.rope_theta", "rope_scaling.rope_theta"),
     "rms_norm_eps": ("rms_norm_eps",),
-    **{field: keys for field, keys in KEYS.items() if field != "causal"},
+    # These two have readers of their own.
+    **{field: keys for field, keys in KEYS.items() if field not in ("causal", "layer_types")},
 }
 
 

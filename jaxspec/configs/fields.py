@@ -1,6 +1,6 @@
 """What the fields of configs may hold, and how they are read from files.
 
-Each field of a config declares its range with `size`, `number`, `flag` or `several`. `check_fields` refuses a config
+Each field of a config declares its range with `size`, `limited`, `flag` or `several`. `check_fields` refuses a config
 that was made in Python; `read_fields` refuses a file, and names the file's own key. Ranges keep out what no model can
 be, so that no arithmetic on sizes fails or allocates later.
 """
@@ -97,17 +97,20 @@ def refusal(field: dataclasses.Field[Any], name: str, value: Any) -> str | None:
     may_be_none = about.get("none") or field.default is None
     if "range" not in about or (value is None and may_be_none):
         return None
-    allowed: Range = about["range"]
-    if "entries" not in about:
-        wrong = allowed.refusal(value)
-        return f"{name} {wrong}" if wrong else None
-    if value is None:
-        return f"{name} is None; it must be a tuple"
-    least, most = about["entries"]
-    if not least <= len(value) <= most:
-        expected = f"{least:,} or more" if len(value) < least else f"at most {most:,}"
-        return f"{name} has {len(value):,} entries; expected {expected}"
-    said = ((i, allowed.refusal(value[i])) for i in range(len(value)))
+    if "entries" in about:
+        least, most = about["entries"]
+        return _refusal_of_entries(about["range"], least, most, name, value)
+    wrong = about["range"].refusal(value)
+    return f"{name} {wrong}" if wrong else None
+
+
+def _refusal_of_entries(
+    allowed: Range, least: int, most: int, name: str, values: Any
+) -> str | None:
+    if not least <= len(values) <= most:
+        expected = f"{least:,} or more" if len(values) < least else f"at most {most:,}"
+        return f"{name} has {len(values):,} entries; expected {expected}"
+    said = ((i, allowed.refusal(value)) for i, value in enumerate(values))
     return next((f"{name}[{i}] {wrong}" for i, wrong in said if wrong), None)
 
 

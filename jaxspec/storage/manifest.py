@@ -89,8 +89,9 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: naming the field that is missing, unknown or wrong.
     """
-    expected = {f.name for f in dataclasses.fields(Manifest)}
-    if wrong := sorted(expected ^ set(values)):
+    fields = {f.name: f.default for f in dataclasses.fields(Manifest)}
+    absent = {name for name, default in fields.items() if default is dataclasses.MISSING}
+    if wrong := sorted((set(values) - set(fields)) | (absent - set(values))):
         raise ValueError(f"it has unknown or missing fields: {shown(wrong)}")
     for name, is_allowed in _KINDS.items():
         if not is_allowed(values[name]):

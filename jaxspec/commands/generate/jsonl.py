@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxspec.commands.generate.options import SEEDS, DecodingOptions
+from jaxspec.commands.generate.options import DecodingOptions
 from jaxspec.commands.options import as_flag
-from jaxspec.records import FieldError, Sampling, at_least
+from jaxspec.records import SEEDS, FieldError, Sampling, at_least
 
 KINDS = ("prompt", "prompt_ids", "messages")
 MOST = 2**31 - 1

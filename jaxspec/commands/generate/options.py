@@ -11,9 +11,7 @@ from typing import Any, Literal
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Given, UsageError
 from jaxspec.commands.output import same_file
-from jaxspec.records import Drafting, Range, Sampling, at_least, option
-
-SEEDS = Range("0 to 4294967295", lambda x: (x >= 0) & (x < 2**32), 0, 2**32 - 1)
+from jaxspec.records import SEEDS, Drafting, Sampling, at_least, option
 
 
 @dataclass(frozen=True)
