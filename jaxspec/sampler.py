@@ -201,7 +201,9 @@ class Sampler:
             )
             return result
         mesh, weights, given, rows = self._ready(target_params, drafter_params, asked)
-        return self._first(self._run("generate", mesh, weights, given), rows)
+        result = self._run("generate", mesh, weights, given)
+        with on(mesh):
+            return _without_padding(result, rows)
 
     def stream(
         self,
@@ -246,9 +248,12 @@ class Sampler:
                     ended = lengths[row] < self.max_new_tokens
                     keep = stop(tokens[row, : counts[row]].tolist()) if stop and not ended else None
                     lengths[row] = lengths[row] if keep is None else keep
-                state = retire(state, _placed(lengths < counts, mesh))
-                result = result.cut(_placed(jnp.asarray(lengths), mesh))
-            yield self._first(result, rows)
+                with on(mesh):
+                    state = retire(state, _placed(lengths < counts, mesh))
+                    result = result.cut(_placed(jnp.asarray(lengths), mesh))
+            with on(mesh):
+                result = _without_padding(result, rows)
+            yield result
             if not (active & (lengths >= counts)).any():
                 return
             state = self._run("advance", mesh, weights, state, steps)
@@ -292,10 +297,6 @@ class Sampler:
             self.spec.bind(*weights)
             raise
 
-    def _first(self, result: GenerateResult, rows: int) -> GenerateResult:
-        """Cut off rows of padding."""
-        return result if len(result.tokens) == rows else first_rows(result, rows)
-
     def _check(
         self, target_params: Params, drafter_params: Params | None
     ) -> tuple[Mesh, tuple[Params, Params | None]]:
@@ -314,6 +315,10 @@ class Sampler:
         if (self.spec.drafter is None) != (drafter_params is None):
             has, given = ("no", "were") if self.spec.drafter is None else ("a", "were not")
             raise ValueError(f"drafter_params {given} given, but this sampler has {has} drafter")
+
+
+def _without_padding(result: GenerateResult, rows: int) -> GenerateResult:
+    return result if len(result.tokens) == rows else first_rows(result, rows)
 
 
 def _placed(tree: T, mesh: Mesh) -> T:

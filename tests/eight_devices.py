@@ -351,8 +351,12 @@ def training_meshes() -> dict[str, Any]:
             engine = engine_of(*held, batch_size=ROWS, cache_length=64, num_draft_tokens=DRAFTS)
             result = decoded(engine, asked)
             ask = Sampler(*held, max_new_tokens=NEW_TOKENS, drafting=Drafting(DRAFTS))
-            sampled = ask(*(m.params for m in held), c.prompts)
-            found[name] = [result == expected, sampled.tokens.tolist() == [r[0] for r in expected]]
+            # One prompt of the bucket is padding, which is cut off on the mesh of the weights.
+            sampled = ask(*(m.params for m in held), c.prompts[:-1])
+            found[name] = [
+                result == expected,
+                sampled.tokens.tolist() == [r[0] for r in expected[:-1]],
+            ]
     return found
 
 
