@@ -160,6 +160,7 @@ class Pair:
         ignore_eos: bool = False,
         batch_size: int | None = None,
         cache_length: int | None = None,
+        invariant: bool = False,
     ) -> Any:
         """Continue one prompt, or a list of them.
 
@@ -176,8 +177,9 @@ class Pair:
           stop_texts: end before the first of these.
           ignore_eos: go on past the checkpoint's end-of-sequence ids.
           batch_size: prompts decoded together; None for all, up to 8.
-          cache_length: positions of each; None for as many as the longest needs. With both given, what follows
-            a prompt at its place in the list does not depend on the others, to the last bit.
+          cache_length: positions of each; None for as many as the longest needs.
+          invariant: with `batch_size` and `cache_length` given, what follows a prompt at its place in the list
+            does not depend on the others, to the last bit. On a CPU that holds in any case.
 
         Returns:
           A `Generation` for one prompt. For a list, or more than one sample, a list in their order.
@@ -203,6 +205,7 @@ class Pair:
             drafting=drafting,
             batch_size=batch_size or min(len(requests), MOST_SLOTS) or 1,
             cache_length=cache_length,
+            invariant=invariant,
             programs=self.programs,
         )
         errors = [engine.check(request) for request in requests[::num_samples]]

@@ -125,10 +125,7 @@ class Engine:
         extras: Extras | None = None,
         batch_size: int = 1,
         cache_length: int | None = None,
-        steps_per_return: int = 16,
-        max_prefill_tokens: int | None = None,
-        invariant: bool = False,
-        programs: Programs | None = None,
+        **options: Any,
     ) -> Engine:
         """Make an engine that just holds these requests.
 
@@ -137,6 +134,7 @@ class Engine:
         Args:
           extras: None for what these requests ask for. A program without extras is quicker.
           cache_length: None for as many positions as the longest request needs, in buckets.
+          options: of the engine, such as `steps_per_return` and `invariant`.
 
         Raises:
           DeviceMemoryError: the devices cannot hold so many rows of that length.
@@ -160,10 +158,7 @@ class Engine:
             batch_size=batch_size,
             cache_length=cache_length,
             num_stop_ids=max((r.num_stop_ids for r in requests), default=1),
-            steps_per_return=steps_per_return,
-            max_prefill_tokens=max_prefill_tokens,
-            invariant=invariant,
-            programs=programs,
+            **options,
         )
 
     # --- what it is ----------------------------------------------------------------------------------

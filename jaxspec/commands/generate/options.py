@@ -104,6 +104,11 @@ class RunningOptions:
         "Positions each cache row holds. Default: what the longest prompt needs, rounded up.",
         range=at_least(1),
     )
+    invariant: bool = option(
+        False,
+        "No prompt's text depends on its neighbours, to the last bit: on a GPU, prompts then share small passes "
+        "only.",
+    )
     compilation_cache: str | None = option(
         None,
         "Where compiled programs are kept. Default: the user's cache directory.",

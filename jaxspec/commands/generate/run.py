@@ -128,6 +128,7 @@ def make_engine(
         drafter,
         list(job.requests.values()),
         cache_length=running.cache_length,
+        invariant=running.invariant,
         batch_size=running.batch_size or min(len(job.requests), MOST_SLOTS),
         drafting=options.drafting,
         steps_per_return=STREAMING_STEPS if len(job.requests) == 1 else BATCH_STEPS,
