@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +17,9 @@ from jaxspec.commands.options import Fields, UsageError, command, explained
 from jaxspec.commands.output import OutputOptions, write_line
 from jaxspec.commands.progress import Ticker
 from jaxspec.records import Drafting, Range, at_least, option
+
+if TYPE_CHECKING:
+    from jaxspec.commands.check.report import Findings
 
 FLOOR = 0.3
 """Least share of first drafts that must be accepted. Below it even a drafter that keeps its rate at every
@@ -86,10 +90,7 @@ def check_command(
     ticker = Ticker(errors)
 
     from jaxspec.commands import startup
-    from jaxspec.commands.check.reference import check_recordable, record, reference_of
     from jaxspec.commands.check.report import shown
-    from jaxspec.commands.check.run import run
-    from jaxspec.commands.check.text import prompts_for
 
     with (
         explained(ValueError, OSError),
@@ -105,32 +106,48 @@ def check_command(
                 status.update(f"[dim]{message}")
                 ticker.say(message)
 
-            loaded, loaded_drafter = startup.load_models(models)
-            assert loaded_drafter is not None
-            loaded_drafter.config.check_fits(loaded.config)
-            reference = None
-            if checking.record:
-                check_recordable(loaded_drafter.directory)
-            else:
-                reference = reference_of(loaded_drafter.directory)
-            say("encoding")
-            measured_on = "" if reference is None else reference.text
-            found = run(
-                loaded,
-                loaded_drafter,
-                prompts_for(loaded, checking.text, checking.rows, measured_on),
-                new_tokens=checking.new_tokens,
-                num_draft_tokens=drafting.num_draft_tokens,
-                floor=checking.floor,
-                batch_size=checking.batch_size,
-                reference=reference,
-                say=say,
-            )
-        if checking.record and not found.problems:
-            written = record(loaded_drafter.directory, found.measured)
-            found = dataclasses.replace(found, recorded=str(written))
+            found = checked(models, checking, drafting.num_draft_tokens, say)
         output.console.print(shown(found))
         if file is not None:
             write_line(file, found.to_json())
     if found.problems:
         raise typer.Exit(1)
+
+
+def checked(
+    models: ModelOptions,
+    checking: CheckOptions,
+    num_draft_tokens: int | None,
+    say: Callable[[str], None],
+) -> Findings:
+    """Load a pair and check it; record what was measured if that is asked for and the pair is sound."""
+    from jaxspec.commands.check.reference import check_recordable, record, reference_of
+    from jaxspec.commands.check.run import run
+    from jaxspec.commands.check.text import prompts_for
+    from jaxspec.commands.startup import load_models
+
+    target, drafter = load_models(models)
+    assert drafter is not None
+    drafter.config.check_fits(target.config)
+    reference = None
+    if checking.record:
+        check_recordable(drafter.directory)
+    else:
+        reference = reference_of(drafter.directory)
+    say("encoding")
+    measured_on = "" if reference is None else reference.text
+    found = run(
+        target,
+        drafter,
+        prompts_for(target, checking.text, checking.rows, measured_on),
+        new_tokens=checking.new_tokens,
+        num_draft_tokens=num_draft_tokens,
+        floor=checking.floor,
+        batch_size=checking.batch_size,
+        reference=reference,
+        say=say,
+    )
+    if checking.record and not found.problems:
+        written = record(drafter.directory, found.measured)
+        found = dataclasses.replace(found, recorded=str(written))
+    return found

@@ -10,7 +10,7 @@ readings of the drafter are held against the one in force on the same positions 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,12 +29,12 @@ from jaxspec.commands.check.reference import (
     text_digest,
     weights_record,
 )
-from jaxspec.commands.check.replay import Text, search
+from jaxspec.commands.check.replay import Found, Text, search
 from jaxspec.commands.check.report import Findings
 from jaxspec.commands.check.statistics import Estimate, by_depth, row_means
 from jaxspec.commands.check.text import PromptSet, special_ids
 from jaxspec.commands.check.verdict import Evidence, findings
-from jaxspec.commands.check.weights import look_at, oddities
+from jaxspec.commands.check.weights import Oddity, look_at, oddities
 from jaxspec.commands.options import UsageError, told
 from jaxspec.commands.startup import shorten
 from jaxspec.engine import Engine
@@ -81,25 +81,22 @@ def run(
 ) -> Findings:
     """Check a pair.
 
-    Args:
-      prompts: at least `FEWEST_ROWS`.
-      reference: what the drafter's maker measured.
-      say: called with what is being done.
+    `prompts` are at least `FEWEST_ROWS`; `reference` is what the drafter's maker measured.
 
     Raises:
-      UsageError: the pair or the text cannot be checked.
+      UsageError: it cannot be checked.
     """
     batch_size = min(batch_size, len(prompts.ids))
     say("looking at the weights")
     looks = Looks(look_at(target.params), look_at(drafter.params))
     say("the target continues the text, with drafts")
     shared: dict[str, Any] = dict(batch_size=batch_size, programs=runtime.Programs())
-    drafting = Drafting(num_draft_tokens)
+    given = (prompts.ids, new_tokens)
     speculative = decode_greedily(
-        target, drafter, prompts.ids, new_tokens, drafting=drafting, **shared
+        target, drafter, *given, drafting=Drafting(num_draft_tokens), **shared
     )
     say("the same, without")
-    plain = decode_greedily(target, None, prompts.ids, new_tokens, **shared)
+    plain = decode_greedily(target, None, *given, **shared)
     drafts = num_draft_tokens or drafter.graph.bind_abstract().default_draft_tokens
     enough = _long_enough(plain, drafts)
     differences = first_differences(plain, speculative)
@@ -107,16 +104,10 @@ def run(
     text = Text.of([prompts.ids[i] for i in kept], [plain[i] for i in kept])
     judged = np.asarray([text.starts[n] - 1 + differences.get(i, 0) for n, i in enumerate(kept)])
     anchors = text.anchors(drafts)[: len(enough)]
-    reading: dict[str, Any] = dict(num_draft_tokens=drafts, batch_size=batch_size, say=say)
-    ids = special_ids(target)
-    found = search(target, drafter, text, anchors, judged, **reading, special_ids=ids)
-    differing = []
-    for n, i in enumerate(kept):
-        if i in differences:
-            at = differences[i]
-            tokens = (plain[i].token_ids[at], speculative[i].token_ids[at])
-            where, logits = int(text.starts[n]) + at, found.replayed.logits[n]
-            differing.append(Differing.of(i, where, tokens, logits, target.graph.dtype))
+    sizes: dict[str, Any] = dict(num_draft_tokens=drafts, batch_size=batch_size)
+    sizes["special_ids"] = special_ids(target)
+    found = search(target, drafter, text, anchors, judged, **sizes, say=say)
+    differing = _differing(target, text, (plain, speculative), kept, differences, found)
     depths = by_depth(found.accepted, anchors, drafts)
     shares = [row_means(found.accepted >= j, anchors) for j in range(1, drafts + 1)]
     length = float(np.mean([n for c in speculative for n in c.acceptance_lengths]))
@@ -127,27 +118,17 @@ def run(
         new_tokens=new_tokens,
         num_draft_tokens=drafts,
         positions=int(anchors.sum()),
-        dtype=target.graph.dtype,
-        device=jax.devices()[0].device_kind,
         accepted=round(float(np.sum(shares, axis=0).mean()), 4),
         acceptance_length=round(length, 4),
         by_depth=[round(d.share.mean, 4) for d in depths],
         by_row=rows_of(np.asarray(shares).T, enough, len(prompts.ids)),
-        target=shorten(target.source),
-        target_config=plain_config(target),
-        target_weights=weights_record(target, looks.target),
-        drafter_config=plain_config(drafter),
-        drafter_weights=weights_record(drafter, looks.drafter),
+        **_models(target, drafter, looks),
     )
     evidence = Evidence(
         depths=depths,
         best_first=float(row_means(found.best_accepted >= 1, anchors).mean()),
         found=found,
-        oddities=[
-            dataclasses.replace(o, text=f"{whose}: {o.text}")
-            for whose, seen in (("target", looks.target), ("drafter", looks.drafter))
-            for o in oddities(seen)
-        ],
+        oddities=_oddities(looks),
         against=None if reference is None else compared(reference, measured, looks),
         differing=differing,
         floor=floor,
@@ -166,6 +147,50 @@ def run(
         measured=measured,
         findings=findings(evidence, family_of(drafter.config).conventions),
     )
+
+
+def _models(target: LoadedModel, drafter: LoadedModel, looks: Looks) -> dict[str, Any]:
+    """Return what a record says of the models, and of where they ran."""
+    return dict(
+        dtype=target.graph.dtype,
+        device=jax.devices()[0].device_kind,
+        target=shorten(target.source),
+        target_config=plain_config(target),
+        target_weights=weights_record(target, looks.target),
+        drafter_config=plain_config(drafter),
+        drafter_weights=weights_record(drafter, looks.drafter),
+    )
+
+
+def _oddities(looks: Looks) -> list[Oddity]:
+    """Say what stands out in the weights of either model."""
+    return [
+        dataclasses.replace(o, text=f"{whose}: {o.text}")
+        for whose, seen in (("target", looks.target), ("drafter", looks.drafter))
+        for o in oddities(seen)
+    ]
+
+
+def _differing(
+    target: LoadedModel,
+    text: Text,
+    done: tuple[Sequence[Completion], Sequence[Completion]],
+    kept: Sequence[int],
+    differences: Mapping[int, int],
+    found: Found,
+) -> list[Differing]:
+    """Describe where rows differ; `done` is what plain and speculative decoding wrote."""
+    return [
+        Differing.of(
+            i,
+            int(text.starts[n]) + (at := differences[i]),
+            (done[0][i].token_ids[at], done[1][i].token_ids[at]),
+            found.replayed.logits[n],
+            target.graph.dtype,
+        )
+        for n, i in enumerate(kept)
+        if i in differences
+    ]
 
 
 def _long_enough(plain: Sequence[Completion], drafts: int) -> list[int]:
