@@ -98,12 +98,11 @@ class Engine:
             if value is not None and (wrong := at_least(1).refusal(value)):
                 raise FieldError(name, wrong)
         self.target, self.drafter = target, drafter
-        params, drafter_params = target.params, drafter.params if drafter else None
+        weights = target.params, drafter.params if drafter else None
         self.runtime = Runtime(
             make_spec(target, drafter, drafting, extras),
-            params,
-            drafter_params,
-            batch_size=rows_bucket(batch_size, mesh_of(target=params, drafter=drafter_params)),
+            *weights,
+            batch_size=rows_bucket(batch_size, mesh_of(target=weights[0], drafter=weights[1])),
             cache_length=cache_length,
             invariant=invariant,
             programs=programs,

@@ -117,7 +117,11 @@ class Sequences(struct.PyTreeNode):
         )
         index = jnp.arange(m)
         places = jnp.where(index < result.lengths[:, None], begin + index, t + m)
-        return sequences.replace(places=places)
+        generated = sequences.generated
+        if prompts.past is not None:  # a rollout that goes on: part of its prompt was generated too
+            earlier = jnp.repeat(prompts.past.generated, rows // b, axis=0)
+            generated |= jnp.pad(earlier, ((0, 0), (0, m))) & (place < begin)
+        return sequences.replace(places=places, generated=generated)
 
     @classmethod
     def pack(
