@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
 from jaxspec import memory
@@ -45,7 +45,7 @@ from jaxspec.rows import GenerateResult, Prompts, sampling_values
 from jaxspec.runtime import make_spec
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Params
-from jaxspec.sharding import fetch, mesh_of, on_decoding_mesh, place_rows
+from jaxspec.sharding import fetch, mesh_of, on_decoding_mesh, partition, place, place_rows
 from jaxspec.state import DecodeSpec
 
 T = TypeVar("T")
@@ -283,6 +283,8 @@ class Sampler:
         given = _placed(given, mesh)
         with on(mesh):
             keys = row_keys(given.seeds, self.plan.rows(given.prompts))
+            if mesh.size > 1:  # in one place, whichever seeds they were made of
+                keys = place(keys, NamedSharding(mesh, partition(("batch",), keys.shape, mesh)))
         return mesh, weights, dataclasses.replace(given, seeds=keys), rows
 
     def _run(
