@@ -92,7 +92,7 @@ def test_a_rollout_is_scored_as_its_sampler_did(generated: Any, target: LoadedMo
     [
         ("e2b", 6e-5),
         ("e4b", 3e-5),
-        ("12b", 2e-5),
+        ("12b", 4e-5),
         ("26b-a4b", 2e-5),
         ("31b", 2e-5),
         ("qwen3-tied", 2e-5),
