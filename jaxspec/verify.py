@@ -312,9 +312,11 @@ def _residual(
         ids = jnp.arange(p.shape[-1], dtype=jnp.int32)[None, :]
         q = jnp.where(ids == rejected, jnp.float32(0), -jnp.inf)
     else:
-        row = jnp.minimum(accepted, g - 1)[:, None, None]
-        q = jnp.take_along_axis(log_q, row, axis=1)[:, 0]
-        q = jnp.where(accepted[:, None] < g, q, -jnp.inf)
+        row = jnp.minimum(accepted, g - 1)[:, None]
+        q = jnp.take_along_axis(log_q, row[:, :, None], axis=1)[:, 0]
+        # A draft whose own q is NaN was drawn from no distribution, whatever q is elsewhere.
+        of_draft = jnp.take_along_axis(q, jnp.take_along_axis(draft, row, axis=1), axis=1)
+        q = jnp.where((accepted[:, None] < g) & ~jnp.isnan(of_draft), q, -jnp.inf)
     # log(p - q) is computed from logs, so that nothing underflows. Where q is 0, the result is p to
     # the bit.
     larger = p > q

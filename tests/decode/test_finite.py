@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -105,8 +106,11 @@ def test_drafts_of_no_distribution_are_none(judge: Any) -> None:
     log_q = jax.nn.log_softmax(q)
     draft = jax.random.categorical(jax.random.key(2), log_q)
     how = (SamplingParams.make(rows, temperature=1.0), keys(rows), steps(rows))
-    for known in range(DRAFTS):
-        whole: Verdict = of(logits, draft, *how, log_q.at[:, known].set(NAN))
+    # A drafter that looks at some tokens only knows that the others have probability 0.
+    looked_at = (jnp.arange(VOCAB) < 2) | jax.nn.one_hot(draft, VOCAB, dtype=bool)
+    some = jnp.where(looked_at, NAN, -INF)
+    for known, nan in itertools.product(range(DRAFTS), (jnp.full_like(some, NAN), some)):
+        whole: Verdict = of(logits, draft, *how, log_q.at[:, known].set(nan[:, known]))
         first = (logits[:, : known + 1], draft[:, :known])
         if known:
             cut: Verdict = of(*first, *how, log_q[:, :known])
