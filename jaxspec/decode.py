@@ -246,7 +246,7 @@ def commit(
     padded = jnp.concatenate([draft, jnp.zeros((b, 1), draft.dtype)], axis=1)
     new = jnp.where(offset < verdict.accepted[:, None], padded, verdict.bonus[:, None])
     fails = verdict.bonus == NO_TOKEN
-    num_new = verdict.accepted + jnp.where(fails, 0, 1)
+    num_new = verdict.accepted + (~fails).astype(jnp.int32)
     valid = (offset < num_new[:, None]) & state.active[:, None]
     is_stop = jnp.any(new[:, :, None] == state.stop_ids[:, None, :], axis=-1) & valid
     stops_before = jnp.cumsum(is_stop, axis=1, dtype=jnp.int32) - is_stop.astype(jnp.int32)

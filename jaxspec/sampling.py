@@ -385,7 +385,7 @@ def _best(
         # The maximum of many values misses a NaN on a CPU, so the second reduction looks for it.
         largest = jnp.max(x, axis=-1, keepdims=True)
         index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-        other = jnp.where(jnp.isnan(x), of_nan, x.shape[-1] - 1)
+        other = jnp.where(jnp.isnan(x), jnp.int32(of_nan), jnp.int32(x.shape[-1] - 1))
         return jnp.min(jnp.where(x == largest, index, other), axis=-1), largest[..., 0]
 
     def in_one(x: Array) -> tuple[Array, Array]:

@@ -110,7 +110,7 @@ def test_a_second_call_compiles_nothing(pair: Pair, done: Generation) -> None:
         ([[2], 5], "prompt 1 is 5; expected text, a list of messages, or a list of token ids"),
         (None, "the prompt is None; expected text"),
         ([2, True], r"the prompt has the id True; expected whole numbers"),
-        ([2, 2**32 + 5], r"prompt ids \[4294967301\] are outside the vocabulary"),
+        ([2, 2**32 + 5], "the prompt has the id 4294967301; expected whole numbers of 32 bits"),
     ],
 )
 def test_prompts_that_cannot_be_meant(pair: Pair, prompts: Any, message: str) -> None:

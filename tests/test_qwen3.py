@@ -174,7 +174,7 @@ def test_the_released_shape_of_8b_can_be_measured(monkeypatch: pytest.MonkeyPatc
             spec, 1, cache_length=576, num_stop_ids=1, cache_dtype=jnp.dtype("bfloat16")
         )
         assert [c.k.shape for c in state.caches if c] == [(1, 8, 576, 128)] * 36
-        (chunk,) = chunks_of(np.zeros((1, 256), np.int32))
+        (chunk,) = chunks_of(np.zeros((1, 256), np.int32), 512)
         state = decode.prefill(spec, *weights, state, chunk)
         steps, block = jnp.int32(4), (state, jnp.zeros((1, spec.step_tokens), jnp.int32))
         return [

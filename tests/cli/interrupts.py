@@ -70,6 +70,20 @@ class Try:
         return self.code == 130 and self.seconds < LIMIT_S and clean
 
 
+def with_signals(args: Sequence[str], ignored: Sequence[int] = ()) -> list[str]:
+    """Return a command that starts Python with SIGINT as on a terminal, and other signals ignored.
+
+    What runs in the background of a shell starts with SIGINT ignored, and Python leaves it so. A program of its own sets
+    that: a function between fork and exec may deadlock where JAX has threads.
+    """
+    settle = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "[signal.signal(int(n), signal.SIG_IGN) for n in sys.argv[1].split()]; "
+        "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+    )
+    return [sys.executable, "-S", "-E", "-c", settle, " ".join(map(str, map(int, ignored))), *args]
+
+
 def interrupt(
     args: Sequence[str],
     after_s: float,
@@ -78,15 +92,13 @@ def interrupt(
 ) -> Try | None:
     """Start a command, send it a signal, and wait for its end. None: it ended before the signal."""
     process = subprocess.Popen(
-        [sys.executable, *args],
+        with_signals(args),
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        # Python leaves a signal ignored that was ignored at its start, as in the background of a shell.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         try:

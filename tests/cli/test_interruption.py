@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.commands import interruption
-from tests.cli.interrupts import LIMIT_S, interrupt_often
+from tests.cli.interrupts import LIMIT_S, interrupt_often, with_signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,19 +38,12 @@ def ended(
     args: Sequence[str], wait_for: str, *signals: int, ignore: Sequence[int] = ()
 ) -> tuple[int, float, str]:
     """Start Python, wait for a line on standard error, send signals; return exit code, seconds and other lines."""
-
-    def settle() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # not so in a shell's background
-        for number in ignore:
-            signal.signal(number, signal.SIG_IGN)
-
     with subprocess.Popen(
-        [sys.executable, *args],
+        with_signals(args, ignore),
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=settle,
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:

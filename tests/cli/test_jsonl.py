@@ -83,7 +83,10 @@ REFUSED = [
     ('{"prompt": "a", "logit_bias": {"x": 1}}', "expected token ids"),
     ('{"prompt": "a", "logit_bias": {"7": 1, "07": 2}}', "one token is there twice"),
     ('{"prompt": "a", "logit_bias": {"7": "inf"}}', 'logit_bias of 7 is "inf"; expected a number'),
-    ('{"prompt": "a", "seed": 4294967296}', "seed is 4294967296; expected a whole number, 0 to"),
+    (
+        '{"prompt": "a", "seed": 4294967296}',
+        "seed is 4294967296; expected a whole number, from 0 to",
+    ),
     ('{"prompt": "a", "seed": -1}', "seed is -1"),
     ('{"prompt": "a", "seed": 1.0}', "seed is 1.0"),
     ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens is 0; it must be 1 or more"),

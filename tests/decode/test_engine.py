@@ -308,10 +308,15 @@ def test_one_bad_request_is_refused_and_the_rest_run(engine):
         "logprobs is on, but": resampled(good, logprobs=True),
         "top_logprobs is 2, but": resampled(good, top_logprobs=2),
         "sample is -1; it must be": dataclasses.replace(good, sample=-1),
+        "seed is 1099511627776; it must be": dataclasses.replace(good, seed=2**40),
         "the model has 1024": dataclasses.replace(good, max_new_tokens=1024),
         "pass cache_length=": dataclasses.replace(good, max_new_tokens=CACHE_LENGTH),
     }
-    asked = [good, *bad.values(), resampled(dataclasses.replace(good, seed=2**40), top_k=2**40)]
+    asked = [
+        good,
+        *bad.values(),
+        resampled(dataclasses.replace(good, seed=2**32 - 1), top_k=2**31 - 1),
+    ]
     done = run(engine, asked)
     for text, refused in zip(bad, done[1:-1], strict=True):
         assert refused.error

@@ -224,9 +224,9 @@ def test_state_is_donated():
     states = []
     call = engine.runtime.decode
 
-    def remember(state: Any, max_steps: int) -> Any:
+    def remember(state: Any, *limits: int) -> Any:
         states.append(state)
-        return call(state, max_steps)
+        return call(state, *limits)
 
     engine.runtime.decode = remember  # type: ignore[method-assign]
     run(engine, [Request(c.prompts[1], NEW_TOKENS)])

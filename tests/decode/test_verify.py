@@ -110,7 +110,8 @@ def test_top_k_1_is_greedy():
 
 def test_nothing_left_after_a_rejection_keeps_the_draft(monkeypatch):
     """p(d) may round to just under 1 where d is all there is; should d be rejected then, it stands."""
-    monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.ones(shape))  # rejects all
+    # Rejects all.
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape, dtype: jnp.ones(shape, dtype))
     logits = jnp.full((2, 2, VOCAB), -jnp.inf).at[:, :, 2].set(0.0)
     args = sampling(2, 1.0), keys(2), jnp.ones(2, jnp.int32)
     verdict = rejection_verify(logits, jnp.full((2, 1), 2), *args)
