@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 
@@ -128,10 +129,9 @@ def bench_command(
 
     from jaxspec.commands import startup
     from jaxspec.commands.bench import plot, run
-    from jaxspec.commands.bench.pair import check_rows, make_pair
+    from jaxspec.commands.bench.pair import check_rows
 
-    import_s = process_age_s()
-    console, sizes = output.console, options.batch_sizes
+    console = output.console
     with explained(ValueError, OSError), startup.out_of_memory_explained("--batch-size"):
         if output.plot_path is not None:
             plot.check(output.plot_path)
@@ -139,7 +139,7 @@ def bench_command(
             startup.use_one_thread()
         mesh = startup.mesh_for(models)
         if mesh is not None:
-            check_rows(sizes, mesh.shape["data"])
+            check_rows(options.batch_sizes, mesh.shape["data"])
         with output.opened() as file, ticking(Console(stderr=True, highlight=False)) as say:
             say("making random weights" if options.random_weights else "loading the models")
             if trace.trace is not None:
@@ -154,39 +154,52 @@ def bench_command(
                     output.plot_path,
                     say,
                 )
-                if file is not None:
-                    write_line(file, report)
-                return
-            begin = time.perf_counter()
-            pair = make_pair(
-                models,
-                drafting,
-                options.random_weights,
-                sampling=sampling,
-                seed=options.seed,
-                rows=max(sizes),
-                positions=options.positions,
-            )
-            load_s = time.perf_counter() - begin
-            prompts = pair.prompts(max(sizes), options.prompt_length, options.seed)
-            report = run.run(
-                console,
-                pair,
-                prompts,
-                sizes,
-                options.context_length,
-                options.new_tokens,
-                options.repeats,
-                options.seed,
-                say,
-            )
-            first = report["results"][0]
-            report["startup"] = run.startup_of(first, import_s, load_s)
-            console.print(f"[dim]{run.described_startup(report['startup'])}[/]")
+            else:
+                report = _steps(console, models, options, drafting, sampling, say)
+                if output.plot_path is not None:
+                    plot.draw(report, output.plot_path)
             if file is not None:
                 write_line(file, report)
-            if output.plot_path is not None:
-                plot.draw(report, output.plot_path)
+
+
+def _steps(
+    console: Console,
+    models: ModelOptions,
+    options: BenchOptions,
+    drafting: Drafting,
+    sampling: Sampling,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure prefill and decode steps, print what comes of it, and return that as JSON values."""
+    from jaxspec.commands.bench import run
+    from jaxspec.commands.bench.pair import make_pair
+
+    import_s, begin = process_age_s(), time.perf_counter()
+    rows = max(options.batch_sizes)
+    pair = make_pair(
+        models,
+        drafting,
+        options.random_weights,
+        sampling=sampling,
+        seed=options.seed,
+        rows=rows,
+        positions=options.positions,
+    )
+    load_s = time.perf_counter() - begin
+    report = run.run(
+        console,
+        pair,
+        pair.prompts(rows, options.prompt_length, options.seed),
+        options.batch_sizes,
+        options.context_length,
+        options.new_tokens,
+        options.repeats,
+        options.seed,
+        say,
+    )
+    report["startup"] = run.startup_of(report["results"][0], import_s, load_s)
+    console.print(f"[dim]{run.described_startup(report['startup'])}[/]")
+    return report
 
 
 def check_sampling(sampling: Sampling, drafting: Drafting) -> None:
