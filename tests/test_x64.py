@@ -18,6 +18,7 @@ from tests import fakes, x64
 from tests.decode.cases import target
 
 
+@pytest.mark.slow  # two processes that compile the same; the next one sees most of it
 def test_the_same_is_said() -> None:
     """Carries of loops once had 64 bits before a step and 32 after it, and nothing ran."""
     environment = os.environ | {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
@@ -52,7 +53,12 @@ def _is_jaxpr(value: Any) -> bool:
     ("name", "drafter", "drafting"),
     [
         ("e2b", "mtp", Drafting(7, tree=Tree(3, 3))),
-        ("26b-a4b", "dflash", Drafting(draft_sampling=True, verification="block")),
+        pytest.param(
+            "26b-a4b",
+            "dflash",
+            Drafting(draft_sampling=True, verification="block"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_no_number_has_64_bits(name: str, drafter: str, drafting: Drafting) -> None:

@@ -197,7 +197,7 @@ NEW_WEIGHTS = "weights (of the drafter )?differ from those that were measured"
 NEW_TARGET = "the target is not the one that was measured"
 EXCHANGED = r"{} and {} are exchanged"
 ZERO = "{}: all zero"
-NOT_FINITE = "{}: .*not finite"
+NOT_FINITE = r"not finite[\s\S]*{}"
 O, Q = r"self_attn\.o_proj", r"self_attn\.q_proj"  # noqa: E741
 
 PAIRS: tuple[Sabotage, ...] = (
@@ -235,7 +235,7 @@ PAIRS: tuple[Sabotage, ...] = (
     _dflash(
         "causality inverted", r"set is_causal to \[true, false\]", config(is_causal=[False, True])
     ),
-    _dflash("all layers causal", "is_causal", config(is_causal=True), harmless=True),
+    _dflash("all layers causal", "is_causal|causal is", config(is_causal=True), harmless=True),
     _dflash("drafter 30% noise", NEW_WEIGHTS, each("", noise(0.3))),
     _dflash("target 30% noise", NEW_TARGET, target=[each("", noise(0.3))]),
     _dflash(
@@ -245,8 +245,10 @@ PAIRS: tuple[Sabotage, ...] = (
     ),
     _dflash("zero projection", ZERO.format("layers.1.out"), each("1." + O, np.zeros_like)),
     _dflash("zero fuse", ZERO.format("fuse"), each(r"fc\.", np.zeros_like)),
-    _dflash("a NaN", NOT_FINITE.format("layers.0.out"), each("0." + O, with_one(np.nan))),
-    _dflash("an infinity", NOT_FINITE.format("fuse"), each(r"fc\.", with_one(np.inf))),
+    _dflash(
+        "a NaN", NOT_FINITE.format("layers.0.self_attn.o_proj"), each("0." + O, with_one(np.nan))
+    ),
+    _dflash("an infinity", NOT_FINITE.format("fc"), each(r"fc\.", with_one(np.inf))),
     _dflash("no soft cap", "soft_?cap", config(final_logit_softcapping=None), harmless=True),
     _dflash("soft cap 5", "soft_?cap", config(final_logit_softcapping=5.0), harmless=True),
     _dflash(
@@ -330,7 +332,7 @@ PAIRS: tuple[Sabotage, ...] = (
     _mtp("target 30% noise", NEW_TARGET, target=[each("", noise(0.3))]),
     _mtp("zero norm", ZERO.format("final_norm"), each(r"model\.norm", np.zeros_like)),
     _mtp("zero head", ZERO.format("head"), each("embed_tokens", np.zeros_like)),
-    _mtp("a NaN", NOT_FINITE.format("head"), each("embed_tokens", with_one(np.nan))),
+    _mtp("a NaN", NOT_FINITE.format("embed_tokens"), each("embed_tokens", with_one(np.nan))),
     _mtp("o_proj transposed", "out.* transposed", each("[012]." + O, np.transpose)),
     _mtp("q_proj transposed", "qkv.* transposed", each("[012]." + Q, np.transpose)),
     _mtp("layers 0 and 1 swapped", "layers 0 and 1", swapped(("layers.0.", "layers.1."))),

@@ -389,6 +389,7 @@ def assistant_inputs(change: Callable[[np.ndarray, np.ndarray], Sequence[np.ndar
 
 
 @needs_mtp
+@pytest.mark.slow  # as of the other bundled drafter
 def test_the_bundled_assistant_is_sound(check, only: Only):
     only(
         "inputs swapped: [state, embedding]",
@@ -600,6 +601,7 @@ def test_a_sound_reading_is_seldom_called_worse_than_another() -> None:
 
 
 @needs_mtp
+@pytest.mark.slow  # as of the other bundled drafter
 @pytest.mark.usefixtures("briefly")
 def test_the_assistant_of_another_target(check, only: Only, tmp_path: Path):
     only()
