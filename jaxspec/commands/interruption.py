@@ -158,6 +158,9 @@ def _next_signal(reading: int, timeout_s: float | None) -> int | None:
 
 
 def _tidy() -> None:
+    # Threads that still write would log that their files are gone.
+    if "logging" in sys.modules:
+        sys.modules["logging"].disable()
     for _, tidy in reversed(_ending.blocks):
         if tidy is not None:
             with contextlib.suppress(OSError):
