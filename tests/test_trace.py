@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from jaxspec.commands.bench import trace, trace_report
 from jaxspec.commands.bench.trace import Job
+from jaxspec.commands.cli import app
 from jaxspec.commands.options import UsageError
 from jaxspec.engine import Engine
 from jaxspec.records import Drafting
@@ -48,6 +50,20 @@ def test_a_trace_that_cannot_be_read(line: str, message: str, tmp_path: Path) ->
     path.write_text('{"prompt_tokens": 3, "new_tokens": 2}\n' + line + "\n")
     with pytest.raises(UsageError, match=message):
         trace.read(path)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [(("bench",), "--trace"), (("check", "bundled", "dflash"), "--text")]
+)
+def test_json_is_not_written_over_what_is_read(
+    command: tuple[str, ...], option: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "input"
+    path.write_text('{"prompt_tokens": 3, "new_tokens": 2}')
+    done = CliRunner().invoke(app, [*command, option, str(path), "--json", str(path)])
+    assert done.exit_code == 2
+    assert f"is the file of {option}, which would be lost" in done.stderr
+    assert path.read_text() == '{"prompt_tokens": 3, "new_tokens": 2}'
 
 
 def test_a_trace_of_a_file_comes_in_order(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from jaxspec.commands import interruption
+from jaxspec.commands.options import UsageError
 from jaxspec.records import option
 
 
@@ -131,6 +132,22 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return value
+
+
+def refuse_inputs(json_path: str | None, *inputs: tuple[str, Path | str | int | None]) -> None:
+    """Refuse to write JSON over what a command reads.
+
+    Args:
+      inputs: what each is called, and its path or an open file's number; None where there is none.
+
+    Raises:
+      UsageError: naming the input that would be lost.
+    """
+    for name, source in inputs:
+        if json_path and source is not None and same_file(json_path, source):
+            raise UsageError(
+                f"--json {json_path} is the file of {name}, which would be lost; name another one"
+            )
 
 
 def same_file(path: Path | str, other: Path | str | int) -> bool:

@@ -15,7 +15,7 @@ from jaxspec.commands.bench import PROMPT_LENGTH
 from jaxspec.commands.bench.trace_options import TraceOptions
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, as_flag, command, explained
-from jaxspec.commands.output import OutputOptions, write_line
+from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
 from jaxspec.commands.progress import ticking
 from jaxspec.families import families, presets
 from jaxspec.records import DEFAULTS, VALUES, Drafting, Sampling, at_least, option
@@ -121,6 +121,7 @@ def bench_command(
       jaxspec bench --random-weights 26b-a4b --synthetic-acceptance 7.7 --trace generated --slots 32
     """
     check_sampling(sampling, drafting)
+    refuse_inputs(output.json_path, ("--trace", trace.trace))
     if options.context_length and not models.is_plain and drafting.synthetic_acceptance is None:
         raise UsageError(
             "--context-length fills caches with random numbers, which no drafter can follow: add "

@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxspec.commands.check import FEWEST_ROWS
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, command, explained
-from jaxspec.commands.output import OutputOptions, write_line
+from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
 from jaxspec.commands.progress import Ticker
 from jaxspec.records import Drafting, Range, at_least, option
 
@@ -86,6 +86,7 @@ def check_command(
     models = dataclasses.replace(models, target=of_target, drafter=drafter)
     if models.is_plain:
         raise UsageError("check needs a drafter: jaxspec check TARGET DRAFTER")
+    refuse_inputs(output.json_path, ("--text", checking.text))
     errors = Console(stderr=True, highlight=False)
     ticker = Ticker(errors)
 

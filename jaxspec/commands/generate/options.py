@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Given, UsageError
-from jaxspec.commands.output import same_file
+from jaxspec.commands.output import refuse_inputs
 from jaxspec.records import SEEDS, Drafting, Sampling, at_least, option
 
 
@@ -55,11 +55,7 @@ class TextOptions:
             raise UsageError("--chat-template-kwargs needs --chat")
         if self.overwrite and self.json_path in (None, "-"):
             raise UsageError("--overwrite needs --json PATH: the file to start anew")
-        for name, source in (("--prompts", self.prompts_file), ("standard input", 0)):
-            if self.json_path and source is not None and same_file(self.json_path, source):
-                raise UsageError(
-                    f"--json {self.json_path} is the file of {name}, which would be lost; name another one"
-                )
+        refuse_inputs(self.json_path, ("--prompts", self.prompts_file), ("standard input", 0))
 
 
 @dataclass(frozen=True)
