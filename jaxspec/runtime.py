@@ -38,7 +38,7 @@ from jaxspec.sharding import mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk, settle_num_draft_tokens
 from jaxspec.trees import flat_params
 
-Phase = Literal["admit", "prefill", "decode", "retire", "clear"]
+Phase = Literal["admit", "prefill", "decode", "retire", "clear", "insert"]
 
 
 # --- what is decoded ---------------------------------------------------------------------------------
@@ -174,6 +174,7 @@ _FUNCTIONS: dict[Phase, Callable[..., Any]] = {
     "decode": decode.decode_loop,
     "retire": states.retire,
     "clear": states.clear,
+    "insert": states.insert,
 }
 
 
@@ -185,6 +186,7 @@ class Runtime:
     Args:
       batch_size: slots; a multiple of the mesh's data axis, see `rows_bucket`.
       cache_length: positions a slot holds: prompt, new tokens and one step's tokens.
+      read_ahead: rows of a second state, in which prompts are read. 0: they are read in the slots themselves.
       invariant: whether the shapes of all passes over a row follow from its own prompt alone.
       programs: where compiled programs are kept; None for a place of its own.
     """
@@ -197,6 +199,7 @@ class Runtime:
         *,
         batch_size: int,
         cache_length: int,
+        read_ahead: int = 0,
         invariant: bool = False,
         programs: Programs | None = None,
     ):
@@ -205,7 +208,8 @@ class Runtime:
         self.target_params, self.drafter_params = target_params, drafter_params
         self.batch_size = batch_size
         self.cache_length = cache_length
-        self.shapes = Shapes.of(spec.target, batch_size, self.mesh, invariant=invariant)
+        rows = read_ahead or batch_size
+        self.shapes = Shapes.of(spec.target, rows, self.mesh, invariant=invariant)
         self.programs = Programs() if programs is None else programs
         self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
         self.timings = Timings()
@@ -237,11 +241,11 @@ class Runtime:
         """Put what the host knows about rows onto the mesh."""
         return place_rows(rows, self.mesh)
 
-    def init_state(self, num_stop_ids: int) -> DecodeState:
-        """Return a state of empty slots."""
+    def init_state(self, num_stop_ids: int, rows: int | None = None) -> DecodeState:
+        """Return a state of empty slots, or of some other number of rows."""
         return self.programs.new_state(
             self.spec,
-            self.batch_size,
+            rows or self.batch_size,
             self.cache_length,
             num_stop_ids,
             jnp.dtype(self.spec.target.dtype),
@@ -309,11 +313,24 @@ class Runtime:
         """Empty the caches of slots that are spoilt."""
         return self.program("clear", state, rows := self.place(slots))(state, rows)
 
+    def insert(
+        self, state: DecodeState, other: DecodeState, targets: Mapping[int, int]
+    ) -> DecodeState:
+        """Copy rows of another state into slots.
+
+        Args:
+          targets: the slot of each row.
+        """
+        some = np.zeros((2, len(other.lengths)), np.int32)
+        some[:, : len(targets)] = [[*targets], [*targets.values()]]
+        given = (other, *self.place((*some, np.int32(len(targets)))))
+        return self.program("insert", state, *given)(state, *given)
+
     def program(self, phase: Phase, state: DecodeState, *given: ArrayLike | Any) -> Bound:
         """Return the program of a phase for a state and what else it is given, compiled if it is new."""
         function = _FUNCTIONS[phase]
         chunk = given[0].tokens.shape if isinstance(given[0], PrefillChunk) else ()
-        key = (phase, *chunk, state.stop_ids.shape[1])
+        key = (phase, *chunk, *state.stop_ids.shape)
         runs_models = phase in ("prefill", "decode")
         weights = (self.target_params, self.drafter_params) if runs_models else ()
         if key not in self.used:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
@@ -318,6 +319,31 @@ def clear(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
         drafter=jax.tree.map(zeros, state.drafter),
         spoilt=state.spoilt & ~slots,
     )
+
+
+def insert(
+    state: DecodeState,
+    other: DecodeState,
+    sources: Int[Array, " b"],
+    targets: Int[Array, " b"],
+    count: Int[Array, ""],
+) -> DecodeState:
+    """Copy whole rows of another state over rows of this one, caches and all.
+
+    Args:
+      sources: rows of the other state; the first `count` of them are copied.
+      targets: rows of this state.
+    """
+
+    def copy(i: Array, state: DecodeState) -> DecodeState:
+        def put(old: Array, new: Array) -> Array:
+            row = lax.dynamic_index_in_dim(new, sources[i])
+            return lax.dynamic_update_index_in_dim(old, row, targets[i], 0)
+
+        return jax.tree.map(put, state, other)
+
+    # One row after the other: a gather of them all would hold them a second time.
+    return lax.fori_loop(0, count, copy, state)
 
 
 def take_rows(state: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
