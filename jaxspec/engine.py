@@ -119,7 +119,6 @@ class Engine:
             invariant=invariant,
             programs=programs,
         )
-        self.read_ahead = read_ahead
         self.steps_per_return = steps_per_return
         self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
@@ -198,6 +197,11 @@ class Engine:
     def batch_size(self) -> int:
         """Its slots."""
         return self.runtime.batch_size
+
+    @property
+    def read_ahead(self) -> int:
+        """Rows beside the slots, into which prompts are read before they have one."""
+        return self.runtime.read_ahead
 
     @property
     def cache_length(self) -> int:

@@ -207,7 +207,7 @@ class Runtime:
         self.mesh = mesh_of(target=target_params, drafter=drafter_params)
         self.target_params, self.drafter_params = target_params, drafter_params
         self.batch_size = batch_size
-        self.cache_length = cache_length
+        self.cache_length, self.read_ahead = cache_length, read_ahead
         rows = read_ahead or batch_size
         self.shapes = Shapes.of(spec.target, rows, self.mesh, invariant=invariant)
         self.programs = Programs() if programs is None else programs

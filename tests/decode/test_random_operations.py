@@ -172,5 +172,5 @@ def test_ten_thousand_operations(read_ahead: int) -> None:
     arrays = len(jax.live_arrays())
     for seed in range(1, 10):
         go_through(trial, 1000, seed)
-    assert len(jax.live_arrays()) == arrays
+    assert len(jax.live_arrays()) <= arrays
     assert trial.done > 1000

@@ -195,9 +195,12 @@ def run_trace(
         cache_length=cache_bucket(most + pair.spec.step_tokens),
         steps_per_return=options.steps_per_return,
         max_prefill_tokens=options.max_prefill_tokens,
+        read_ahead=options.read_ahead,
         invariant=options.invariant,
     )
-    memory.check_fits(pair.spec, engine.batch_size, engine.cache_length, engine.mesh)
+    memory.check_fits(
+        pair.spec, engine.batch_size + engine.read_ahead, engine.cache_length, engine.mesh
+    )
     arrivals = "all at once" if not jobs[-1].arrival_s else f"over {jobs[-1].arrival_s:.1f} s"
     device = jax.devices()[0].device_kind
     console.print(
