@@ -12,6 +12,7 @@ follow from its own prompt's length alone. A request's draws follow from its own
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from jaxspec.requests import (
     refused,
 )
 from jaxspec.runtime import (
+    Phase,
     Programs,
     Runtime,
     Timings,
@@ -318,19 +320,27 @@ class Engine:
         return not self._live
 
     def step(self) -> list[Update | Completion]:
-        """Admit waiting requests, then run one pass over prompts or decode on; return what came of it.
+        """Wait for what the device does, give it the next pass over prompts or the next steps, and say what came.
 
-        Decoding returns after `steps_per_return` steps, or as soon as enough rows are done for those that wait.
-        An engine that has nothing to do returns nothing.
+        What a step sends to the device the next step tells of, so that the caller and the device work at the
+        same time. Decoding ends after `steps_per_return` steps, or as soon as enough rows are done for those that
+        wait. An engine that has nothing to do returns nothing.
         """
         events: list[Update | Completion] = [*self._ended]
         self._ended.clear()
         with own_context(self.mesh):
-            self._admit()
+            if self._busy is not None:
+                events += self._look()
+            if self._ahead is not None:
+                self._hand_over(self._ahead)
+            if self._ahead is None or not self._slots.read:
+                self._admit()
             if self._is_time_to_read():
-                events += self._read()
+                self._read()
             elif self._slots.read:
-                events += self._decode()
+                self._decode()
+            if self._ahead is not None:  # while the device works
+                self._admit()
         for event in events:
             if isinstance(event, Completion):
                 self._live.discard(event.id)
@@ -345,8 +355,7 @@ class Engine:
         """
         if not self.is_idle:
             raise ValueError("warm_up needs an idle engine: call step until is_idle, or reset")
-        runtime, before = self.runtime, dataclasses.replace(self.timings)
-        reading, running = self._reading, self._slots
+        runtime, reading, running = self.runtime, self._reading, self._slots
         with own_context(self.mesh):
             reading.admit({})
             for rows, width in runtime.shapes.all():
@@ -359,9 +368,9 @@ class Engine:
                 nobody = np.zeros(slots.count, bool)
                 slots.state = runtime.retire(slots.state, nobody)
                 slots.state = runtime.clear(slots.state, nobody)
-            reading.look(0)
-            running.look(self.steps_per_return)
-        self.timings.prefill_s, self.timings.decode_s = before.prefill_s, before.decode_s
+            for slots, steps in ((reading, 0), (running, self.steps_per_return)):
+                slots.ask(steps)
+                slots.look()
 
     def run(self, requests: Sequence[Request]) -> Iterator[Update | Completion]:
         """Decode all requests, yielding updates as tokens come and one completion for each.
@@ -411,6 +420,7 @@ class Engine:
         if self.read_ahead:
             self._ahead = Slots(self.runtime, self.read_ahead, self.num_stop_ids)
         self._reader = PromptReader(self.runtime.shapes)
+        self._busy: tuple[Slots, Phase] | None = None  # what the device was sent, and for whom
         self._read_since = 0  # prompt tokens since rows decoded, padding included
 
     # --- a step --------------------------------------------------------------------------------------
@@ -430,13 +440,16 @@ class Engine:
         lengths = (len(request.prompt_ids) for request in self._waiting)
         return self.runtime.shapes.worth_reading(lengths)
 
+    def _hand_over(self, ahead: Slots) -> None:
+        """Give free slots to requests whose prompts were read ahead."""
+        if pairs := dict(zip(ahead.read, self._slots.free, strict=False)):
+            self._slots.take(ahead, pairs)
+
     def _admit(self) -> None:
-        """Give rows to requests that wait, and slots to those whose prompts were read ahead."""
-        if self._ahead is not None:
-            if pairs := dict(zip(self._ahead.read, self._slots.free, strict=False)):
-                self._slots.take(self._ahead, pairs)
-        elif self._reader.unread or (
-            self._slots.read and len(self._slots.free) < self._worth_reading
+        """Give rows to requests that wait; their prompts are read next."""
+        if self._ahead is None and (
+            self._reader.unread
+            or (self._slots.read and len(self._slots.free) < self._worth_reading)
         ):
             return
         new = {place: self._waiting.popleft() for place in self._reading.free[: len(self._waiting)]}
@@ -453,8 +466,8 @@ class Engine:
         # Read ahead, prompts wait for a slot, and not a slot for prompts. An eighth of them is kept ready.
         return self._ahead is None or len(self._ahead.read) < max(1, self._ahead.count // 8)
 
-    def _read(self) -> list[Update | Completion]:
-        """Run one pass over prompts."""
+    def _read(self) -> None:
+        """Send a pass over prompts to the device."""
         chunk, ended = self._reader.next_chunk()
         reading = self._reading
         reading.state = self.runtime.feed(reading.state, chunk)
@@ -463,10 +476,11 @@ class Engine:
             row = reading.rows[place]
             assert row is not None
             row.is_read = True
-        return reading.look(0) if ended else []
+        reading.ask(0)
+        self._busy = reading, "prefill"
 
-    def _decode(self) -> list[Update | Completion]:
-        """Run some steps; fewer when rows end that others wait for."""
+    def _decode(self) -> None:
+        """Send some steps to the device; it does fewer when rows end that others wait for."""
         active, until = len(self._slots.read), 0
         if self._ahead is not None and self._ahead.read:
             until = active - 1
@@ -474,4 +488,18 @@ class Engine:
             until = max(0, active + len(self._slots.free) - self._worth_reading)
         self._slots.state = self.runtime.decode(self._slots.state, self.steps_per_return, until)
         self._read_since = 0
-        return self._slots.look(self.steps_per_return)
+        self._slots.ask(self.steps_per_return)
+        self._busy = self._slots, "decode"
+
+    def _look(self) -> list[Update | Completion]:
+        """Wait for what the device does, and tell what came of it."""
+        assert self._busy is not None
+        slots, phase = self._busy
+        self._busy = None
+        slots.wait()
+        taken_s = time.perf_counter() - self.runtime.begun
+        if phase == "prefill":
+            self.timings.prefill_s += taken_s
+        else:
+            self.timings.decode_s += taken_s
+        return slots.look()

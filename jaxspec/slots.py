@@ -1,7 +1,7 @@
 """The rows of a state, and the requests that have them: what each got so far, and how it ends.
 
-Read `Slots.look`. The device says in a few numbers a row what is new since the host last looked. Only that is
-fetched. When to read prompts and when to decode is the engine's business.
+Read `Slots.ask` and `Slots.look`. The device says in a few numbers a row what is new since the host last looked.
+Only that is fetched. When to read prompts and when to decode is the engine's business.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ class Slots:
         self.rows: list[Row | None] = [None] * count
         self._active = np.zeros(count, bool)  # as the device last said
         self._spoilt = np.zeros(count, bool)
+        self._asked: tuple[News, list[int]] | None = None
         self._state: DecodeState | None = None
 
     @property
@@ -202,19 +203,37 @@ class Slots:
             self.state = self.runtime.clear(self.state, spoilt)
             self._spoilt &= ~spoilt
 
-    def look(self, steps: int) -> list[Update | Completion]:
-        """Tell what is new in each row whose prompt is read, and free the rows that are done.
+    def ask(self, steps: int) -> None:
+        """Ask the device what is new, once it is done with what it was sent; `look` tells.
 
         Args:
           steps: decode steps since the last look, at most; 0: only prompts were read.
         """
-        news = self._fetch(steps)
+        known = [
+            (len(row.tokens), len(row.acceptance_lengths)) if row else (0, 0) for row in self.rows
+        ]
+        small = dataclasses.replace(self.state, caches=(), drafter=None)
+        most = min(max(1, steps * (self.runtime.spec.depth + 1)), self.runtime.cache_length)
+        news = _news(small, np.array(known, np.int32).T, tokens=most, steps=steps)
+        for x in jax.tree.leaves(news):
+            x.copy_to_host_async()
+        self._asked = news, self.read
+
+    def wait(self) -> None:
+        """Wait for what was asked."""
+        jax.block_until_ready(self._asked)
+
+    def look(self) -> list[Update | Completion]:
+        """Wait for what was asked, tell what is new of each row whose prompt was read then, and free what is done."""
+        assert self._asked is not None
+        news, places = fetch(self._asked[0]), self._asked[1]
+        self._asked = None
         self._active, self._spoilt = np.array(news.active), np.array(news.spoilt)
         events: list[Update | Completion] = []
         done: list[int] = []
-        for place in self.read:
-            row = self.rows[place]
-            assert row is not None
+        for place in places:
+            if (row := self.rows[place]) is None:  # cancelled since
+                continue
             before = len(row.tokens)
             row.hear(news, place)
             reason: Reason | None = None
@@ -240,11 +259,3 @@ class Slots:
         if done:
             self.release(done)
         return events
-
-    def _fetch(self, steps: int) -> News:
-        known = [
-            (len(row.tokens), len(row.acceptance_lengths)) if row else (0, 0) for row in self.rows
-        ]
-        small = dataclasses.replace(self.state, caches=(), drafter=None)
-        most = min(max(1, steps * (self.runtime.spec.depth + 1)), self.runtime.cache_length)
-        return fetch(_news(small, np.array(known, np.int32).T, tokens=most, steps=steps))
