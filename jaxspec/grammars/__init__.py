@@ -1,11 +1,11 @@
 """Grammars: which tokens may come next, at every drafted position at once.
 
-`matcher` is the whole interface: `GrammarTokens`, `Grammar`, `Matcher` and `masks`. It runs on the host
-and needs the optional package llguidance. Nothing here imports JAX.
+`matcher` follows any grammar on the host, by llguidance. `automaton` follows small regular expressions
+on the device, and is the only file here that imports JAX.
 """
 
 from __future__ import annotations
 
-from jaxspec.grammars.matcher import Grammar, GrammarTokens, Kind, Matcher, masks
+from jaxspec.grammars.matcher import Grammar, GrammarTokens, Kind, Matcher, masks, num_allowed
 
-__all__ = ["Grammar", "GrammarTokens", "Kind", "Matcher", "masks"]
+__all__ = ["Grammar", "GrammarTokens", "Kind", "Matcher", "masks", "num_allowed"]
