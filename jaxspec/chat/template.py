@@ -12,13 +12,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxspec.records import FieldError, shown
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.tokenizer import Tokenizer, TokenizerError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 # Arguments of the rendering function itself. A request that could set them could run a template of its own.
 _RESERVED = {
-    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *(
+        "self",
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+    ),
     *(
         "continue_final_message",
         "tokenize",
@@ -35,6 +43,7 @@ def render(
     tokenizer: Tokenizer,
     messages: Any,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    /,  # a request's arguments of the template may have any name
     *,
     add_generation_prompt: bool = True,
     **chat_template_kwargs: Any,
@@ -64,12 +73,22 @@ def render(
         )
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise FieldError("messages", f"is {shown(messages)}; expected a list of messages")
-    text = tokenizer.render_chat(
-        [_message(f"messages[{i}]", message) for i, message in enumerate(messages)],
-        tools=[dict(tool) for tool in tools] if tools else None,
-        add_generation_prompt=add_generation_prompt,
-        **chat_template_kwargs,
-    )
+    normal = [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    try:
+        text = tokenizer.render_chat(
+            normal,
+            tools=[dict(tool) for tool in tools] if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            **chat_template_kwargs,
+        )
+    except TokenizerError:
+        raise
+    # A template is a program that runs on what a client sent: a schema that is none, or values so deeply
+    # nested that it recurses too far, end it in ways of its own.
+    except Exception as error:
+        raise TokenizerError(
+            f"the chat template refuses these messages: {type(error).__name__}: {shown(str(error))}"
+        ) from None
     return list(tokenizer.encode_rendered(text))
 
 

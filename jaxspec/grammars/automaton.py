@@ -9,6 +9,7 @@ Masks are packed as in `matcher`, and equal to its masks.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -177,6 +178,7 @@ def _useful(index: Any, vocab_size: int) -> tuple[dict[int, dict[int, int]], set
     return kept, may_end
 
 
+@functools.lru_cache(maxsize=4)
 def _vocabulary(tokens: GrammarTokens) -> Any:
     """Return the tokens by their bytes. Special tokens have no bytes, so no expression allows them."""
     by_bytes: dict[bytes, list[int]] = {_END.encode(): [tokens.vocab_size]}

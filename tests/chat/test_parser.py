@@ -120,7 +120,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([GEMMA, QWEN]),
     st.lists(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
@@ -76,8 +77,8 @@ def tokenizer_of(family: Family) -> Tokenizer:
     return Tokenizer(family.tokenizer.backend, chat_template=template)
 
 
-def text_of(family: Family, messages: list[Any], **options: Any) -> str:
-    ids = render(tokenizer_of(family), messages, **options)
+def text_of(family: Family, messages: list[Any], tools: Any = None, **options: Any) -> str:
+    ids = render(tokenizer_of(family), messages, tools, **options)
     return family.tokenizer.backend.decode(ids, skip_special_tokens=False)
 
 
@@ -184,15 +185,33 @@ def test_a_message_that_cannot_be_used_is_named(messages: Any, field: str, say: 
 
 def test_template_arguments_cannot_replace_the_template() -> None:
     """A request that sets `chat_template` would run a program of its own on the server."""
-    for name in ("chat_template", "tokenize", "tools", "continue_final_message"):
-        if name != "tools":
-            with pytest.raises(FieldError, match=name):
-                render(tokenizer_of(QWEN), [USER], **{name: "x"})
+    for name in (
+        "chat_template",
+        "tokenize",
+        "tools",
+        "messages",
+        "self",
+        "continue_final_message",
+    ):
+        # Under test, types are checked by Python 3.11's `inspect`, which takes `tools` for an argument
+        # by position.
+        with pytest.raises(FieldError, match=name):
+            inspect.unwrap(render)(tokenizer_of(QWEN), [USER], **{name: "x"})
     with pytest.raises(FieldError, match="no chat template"):
         render(QWEN.tokenizer, [USER])
     refusing = Tokenizer(QWEN.tokenizer.backend, chat_template="{{ raise_exception('no') }}")
     with pytest.raises(TokenizerError, match="refuses"):
         render(refusing, [USER])
+
+
+def test_a_template_that_fails_on_what_a_client_sent_refuses_it() -> None:
+    """Values nested so deeply that it recurses too far, and a schema that is none."""
+    deep = "{" + '"a":[{' * 400 + "}]" * 400 + "}"
+    with pytest.raises(TokenizerError, match="refuses these messages"):
+        render(tokenizer_of(GEMMA), [USER, called(deep)])
+    odd = Tokenizer(GEMMA.tokenizer.backend, chat_template="{{ tools[0].function.x.items() }}")
+    with pytest.raises(TokenizerError, match="refuses these messages"):
+        render(odd, [USER], [{"function": {"x": 1}}])
 
 
 def test_tool_choice_says_who_hears_of_the_tools() -> None:
