@@ -17,7 +17,9 @@ from jaxspec.tokenizer import Tokenizer
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
+from jaxspec.chat import ToolCallArguments, parser_for  # noqa: E402
 from jaxspec.grammars import Grammar, GrammarTokens, Matcher, masks  # noqa: E402
+from tests.chat.models import GEMMA, QWEN, Family, corpus  # noqa: E402
 
 BUNDLED = Path(__file__).parents[1] / "jaxspec/bundled/target"
 STOPS = (1, 0)
@@ -216,6 +218,21 @@ def test_whitespace_is_bounded() -> None:
     while len(spaces) < 200 and matcher.num_allowed(spaces) == len(spaces):
         spaces += encode(" ")
     assert 10 < len(spaces) < 50
+
+
+@pytest.mark.parametrize("family", [GEMMA, QWEN], ids=lambda f: f.format.name)
+def test_streamed_arguments_are_always_the_beginning_of_json(family: Family) -> None:
+    """What a parser of tool calls has given so far, also of calls that break: a grammar of JSON goes on."""
+    grammar = tokens().compile("json_object")
+    for text in corpus(family).values():
+        given: dict[int, str] = {}
+        parser = parser_for(family.tokenizer)
+        for token in family.encode(text):
+            for event in parser.push([token]):
+                if isinstance(event, ToolCallArguments):
+                    given[event.index] = given.get(event.index, "") + event.json_delta
+                    ids = encode(given[event.index])
+                    assert grammar.matcher().state.validate_tokens(ids) == len(ids)
 
 
 @pytest.mark.parametrize(

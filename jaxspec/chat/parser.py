@@ -299,7 +299,7 @@ class _Calls:
     def __init__(self, make: Callable[[], Call], call_id: Callable[[int], str]):
         self._make, self._call_id = make, call_id
         self._call = make()
-        self._raw = ""  # the text of the call so far
+        self._raw = ""  # the text of the call, up to its name
         self._begun = self._complete = 0  # numbers of calls
         self._in_progress = False  # the last call that has begun
         self._why: str | None = None  # what is wrong with the call
@@ -315,8 +315,11 @@ class _Calls:
 
     def feed(self, unit: str) -> list[Event]:
         """Read a character of a block, or `QUOTE`."""
-        self._raw += unit
-        if self._why is not None or (not self._raw.strip()):
+        if not self._raw and unit.isspace():
+            return []
+        if not self._in_progress:
+            self._raw += unit
+        if self._why is not None:
             return []
         try:
             self._call.feed(unit)
