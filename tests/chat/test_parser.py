@@ -25,6 +25,7 @@ from jaxspec.chat import (
 )
 from jaxspec.tokenizer import completed_text
 from tests.chat.models import ARGUMENTS, GEMMA, QWEN, Family, corpus, parse
+from tests.test_package import _importers
 
 FAMILIES = pytest.mark.parametrize("family", [GEMMA, QWEN], ids=lambda f: f.format.name)
 CASES = [(f, name) for f in (GEMMA, QWEN) for name in corpus(f)]
@@ -302,3 +303,12 @@ def test_arguments_of_all_kinds_are_in_the_corpus() -> None:
     for family in (GEMMA, QWEN):
         calls = message_of(read(family, corpus(family)["parallel calls"]))["tool_calls"]
         assert [json.loads(c["function"]["arguments"]) for c in calls] == ARGUMENTS
+
+
+def test_chat_knows_no_arrays() -> None:
+    """A client of the library can read replies without starting JAX."""
+    others = r"jax|numpy|flax|jaxspec\.(?!chat|records|tokenizer)"
+    assert _importers("jaxspec/chat", others) == []
+    assert _importers("jaxspec/grammars", "jax", at_import_only=True) == [
+        "jaxspec/grammars/automaton.py"
+    ]
