@@ -12,7 +12,9 @@ from typing import Protocol
 
 from jaxspec.chat.values import QUOTE, Malformed, Value
 
-NAME = re.compile(r"[\w.\-/:]+")
+NAME = re.compile(r"[\w.\-/]+(?::[\w.\-/]+)*")
+# Gemma's models have been seen to leave out "call", and the colon with it.
+_HEADER = re.compile(rf"(?:(?:call)?\s*:)?\s*({NAME.pattern})")
 
 
 class Call(Protocol):
@@ -60,10 +62,10 @@ class GemmaCall:
         return self._arguments.take()
 
     def _named(self) -> str:
-        name = self._header.strip().removeprefix("call:").strip()
-        if not NAME.fullmatch(name):
-            raise Malformed(f"found {self._header!r} where call:NAME was expected")
-        return name
+        found = _HEADER.fullmatch(self._header.strip())
+        if found is None:
+            raise Malformed(f"found {self._header[:80]!r} where call:NAME was expected")
+        return found[1]
 
 
 class HermesCall:

@@ -211,6 +211,10 @@ def test_gemma_writes_loosely() -> None:
         events, _ = parse(GEMMA, GEMMA.encode(f"<|tool_call>call:f{inside}<tool_call|>"), [])
         (call,) = message_of(events)["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == wanted
+    for header in ("call:f", "call: f ", ":f", "f", " call:f"):
+        (call,) = message_of(read(GEMMA, f"<|tool_call>{header}{{}}<tool_call|>"))["tool_calls"]
+        assert call["function"]["name"] == "f"
+    assert "tool_calls" not in message_of(read(GEMMA, "<|tool_call>call:{}<tool_call|>"))
     for inside in (
         "{a}",
         "{a:}",
