@@ -11,10 +11,11 @@ follow from its own prompt's length alone. A request's draws follow from its own
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,6 @@ from jaxspec.requests import (
     refused,
 )
 from jaxspec.runtime import (
-    Phase,
     Programs,
     Runtime,
     Timings,
@@ -125,6 +125,9 @@ class Engine:
         self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
         self._names = 0  # ids that were made up
+        # Several devices, or several processes, need their programs in one order, which one thread keeps.
+        self._pool = ThreadPoolExecutor(1, "jaxspec") if self.mesh.size == 1 else None
+        self._busy: Slots | None = None  # whose state the device has
         self.reset()
 
     @classmethod
@@ -310,7 +313,7 @@ class Engine:
                 self._ended.append(row.completion("cancelled"))
                 if slots is self._reading:
                     self._reader.forget(place)
-                slots.release([place])
+                slots.rows[place] = None  # the device hears of it after what it does now
                 return
         raise FieldError("id", f"{id!r} belongs to no request that waits or runs")
 
@@ -333,13 +336,15 @@ class Engine:
                 events += self._look()
             if self._ahead is not None:
                 self._hand_over(self._ahead)
-            if self._ahead is None or not self._slots.read:
+            if self._ahead is None or not self._slots.read or self._is_time_to_read():
                 self._admit()
             if self._is_time_to_read():
                 self._read()
             elif self._slots.read:
                 self._decode()
-            if self._ahead is not None:  # while the device works
+            if (
+                self._ahead is not None and self._busy is not self._ahead
+            ):  # while the device decodes
                 self._admit()
         for event in events:
             if isinstance(event, Completion):
@@ -362,15 +367,15 @@ class Engine:
                 chunk = chunk_of({}, rows, width, reading.count)
                 reading.state = runtime.feed(reading.state, chunk)
             if reading is not running:
-                running.take(reading, {})
+                running.state = runtime.insert(running.state, reading.state, 0, 0)
             running.state = runtime.decode(running.state, 1)
             for slots in self._all_slots:
                 nobody = np.zeros(slots.count, bool)
                 slots.state = runtime.retire(slots.state, nobody)
                 slots.state = runtime.clear(slots.state, nobody)
             for slots, steps in ((reading, 0), (running, self.steps_per_return)):
-                slots.ask(steps)
-                slots.look()
+                slots.start(None, steps, lambda state: state)
+                slots.wait()
 
     def run(self, requests: Sequence[Request]) -> Iterator[Update | Completion]:
         """Decode all requests, yielding updates as tokens come and one completion for each.
@@ -412,6 +417,11 @@ class Engine:
 
     def reset(self) -> None:
         """Forget all requests and give back the memory of the caches; the next request gets new ones."""
+        if self._busy is not None:
+            with contextlib.suppress(
+                Exception
+            ):  # whoever waited for it has heard, or does not care
+                self._busy.wait()
         self._waiting: deque[Request] = deque()
         self._live: set[Hashable] = set()  # ids of what is not told to be done
         self._ended: list[Completion] = []  # not told yet
@@ -420,7 +430,7 @@ class Engine:
         if self.read_ahead:
             self._ahead = Slots(self.runtime, self.read_ahead, self.num_stop_ids)
         self._reader = PromptReader(self.runtime.shapes)
-        self._busy: tuple[Slots, Phase] | None = None  # what the device was sent, and for whom
+        self._busy = None
         self._read_since = 0  # prompt tokens since rows decoded, padding included
 
     # --- a step --------------------------------------------------------------------------------------
@@ -469,15 +479,13 @@ class Engine:
     def _read(self) -> None:
         """Send a pass over prompts to the device."""
         chunk, ended = self._reader.next_chunk()
-        reading = self._reading
-        reading.state = self.runtime.feed(reading.state, chunk)
         self._read_since += chunk.tokens.size
         for place in ended:
-            row = reading.rows[place]
+            row = self._reading.rows[place]
             assert row is not None
             row.is_read = True
-        reading.ask(0)
-        self._busy = reading, "prefill"
+        self._busy = self._reading
+        self._busy.start(self._pool, 0, self.runtime.feeding(self._busy.state, chunk))
 
     def _decode(self) -> None:
         """Send some steps to the device; it does fewer when rows end that others wait for."""
@@ -486,19 +494,16 @@ class Engine:
             until = active - 1
         elif self._ahead is None and self._waiting and not self._reader.unread:
             until = max(0, active + len(self._slots.free) - self._worth_reading)
-        self._slots.state = self.runtime.decode(self._slots.state, self.steps_per_return, until)
         self._read_since = 0
-        self._slots.ask(self.steps_per_return)
-        self._busy = self._slots, "decode"
+        steps, self._busy = self.steps_per_return, self._slots
+        self._busy.start(self._pool, steps, self.runtime.decoding(self._busy.state, steps, until))
 
     def _look(self) -> list[Update | Completion]:
         """Wait for what the device does, and tell what came of it."""
         assert self._busy is not None
-        slots, phase = self._busy
-        self._busy = None
-        slots.wait()
-        taken_s = time.perf_counter() - self.runtime.begun
-        if phase == "prefill":
+        slots, self._busy = self._busy, None
+        taken_s = slots.wait()
+        if self._read_since:
             self.timings.prefill_s += taken_s
         else:
             self.timings.decode_s += taken_s

@@ -160,7 +160,7 @@ def row_keys(seeds: jax.Array) -> jax.Array:
 
 @dataclass
 class Timings:
-    """Seconds of wall clock, from sending work to the device until it is done; compilation stands apart."""
+    """Seconds of wall clock, device work waited for; compilation stands apart from the other two."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -291,21 +291,26 @@ class Runtime:
         return state
 
     def feed(self, state: DecodeState, chunk: PrefillChunk) -> DecodeState:
-        """Read one chunk. The device may still work when this returns."""
+        """Read one chunk."""
+        return self.feeding(state, chunk)(state)
+
+    def feeding(self, state: DecodeState, chunk: PrefillChunk) -> Callable[..., DecodeState]:
+        """Return the call that reads one chunk into such a state."""
         chunk = self.place(chunk)
         program = self.program("prefill", state, chunk)
-        self.begun = time.perf_counter()
-        return program(state, chunk)
+        return lambda state: program(state, chunk)
 
     def decode(self, state: DecodeState, max_steps: int, until_active: int = 0) -> DecodeState:
-        """Run up to so many steps; fewer when no more than `until_active` rows are active.
+        """Run up to so many steps; fewer when no more than `until_active` rows are active."""
+        return self.decoding(state, max_steps, until_active)(state)
 
-        The device may still work when this returns.
-        """
+    def decoding(
+        self, state: DecodeState, max_steps: int, until_active: int = 0
+    ) -> Callable[..., DecodeState]:
+        """Return the call that decodes such a state."""
         limits = self.place((np.int32(max_steps), np.int32(until_active)))
         program = self.program("decode", state, *limits)
-        self.begun = time.perf_counter()
-        return program(state, *limits)
+        return lambda state: program(state, *limits)
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
         """End the rows of slots that the host found finished."""
@@ -316,16 +321,10 @@ class Runtime:
         return self.program("clear", state, rows := self.place(slots))(state, rows)
 
     def insert(
-        self, state: DecodeState, other: DecodeState, targets: Mapping[int, int]
+        self, state: DecodeState, other: DecodeState, source: int, target: int
     ) -> DecodeState:
-        """Copy rows of another state into slots.
-
-        Args:
-          targets: the slot of each row.
-        """
-        some = np.zeros((2, len(other.lengths)), np.int32)
-        some[:, : len(targets)] = [[*targets], [*targets.values()]]
-        given = (other, *self.place((*some, np.int32(len(targets)))))
+        """Copy a row of another state into a slot."""
+        given = other, *self.place((np.int32(source), np.int32(target)))
         return self.program("insert", state, *given)(state, *given)
 
     def program(self, phase: Phase, state: DecodeState, *given: ArrayLike | Any) -> Bound:

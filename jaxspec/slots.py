@@ -1,6 +1,6 @@
 """The rows of a state, and the requests that have them: what each got so far, and how it ends.
 
-Read `Slots.ask` and `Slots.look`. The device says in a few numbers a row what is new since the host last looked.
+Read `Slots.start` and `Slots.look`. The device says in a few numbers a row what is new since the host last looked.
 Only that is fetched. When to read prompts and when to decode is the engine's business.
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+import time
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import jax
@@ -72,6 +74,10 @@ def _news(state: DecodeState, known: Int[Array, "2 B"], *, tokens: int, steps: i
         acceptance_lengths=since(state.acceptance_lengths, known[1], steps),
         logprobs=jax.tree.map(lambda x: since(x, known[0], tokens), state.logprobs),
     )
+
+
+Work = tuple[DecodeState, News, float]
+"""What work on a state comes to: the next state, what is new, and the seconds that it took."""
 
 
 @dataclasses.dataclass
@@ -140,14 +146,16 @@ class Slots:
     def __init__(self, runtime: Runtime, count: int, num_stop_ids: int):
         self.runtime, self.count, self.num_stop_ids = runtime, count, num_stop_ids
         self.rows: list[Row | None] = [None] * count
-        self._active = np.zeros(count, bool)  # as the device last said
-        self._spoilt = np.zeros(count, bool)
-        self._asked: tuple[News, list[int]] | None = None
+        self._spoilt = np.zeros(count, bool)  # as the device last said
+        self._work: Future[Work] | Work | None = None  # what the device does
+        self._news: News | None = None
+        self._read_then: list[int] = []  # rows whose prompts were read when it was started
         self._state: DecodeState | None = None
 
     @property
     def state(self) -> DecodeState:
         """The device's part. Every program takes the old one's memory, so set what it returns."""
+        assert self._work is None, "the device has it"
         if self._state is None:
             self._state = self.runtime.init_state(self.num_stop_ids, self.count)
         return self._state
@@ -170,6 +178,10 @@ class Slots:
         """Give free rows to requests, whose prompts are to be read."""
         for place, request in new.items():
             self.rows[place] = Row(request)
+        mine = np.isin(np.arange(self.count), [*new])
+        if (spoilt := mine & self._spoilt).any():
+            self.state = self.runtime.clear(self.state, spoilt)
+            self._spoilt &= ~mine
         taken = admission(self.runtime, new, rows=self.count, num_stop_ids=self.num_stop_ids)
         self.state = self.runtime.admit(self.state, taken)
 
@@ -183,55 +195,52 @@ class Slots:
         Args:
           targets: the row here for each row there.
         """
-        self.state = self.runtime.insert(self.state, other.state, targets)
         for source, target in targets.items():
-            self.rows[target] = other.rows[source]
-            self._active[target] = other._active[source]
+            self.state = self.runtime.insert(self.state, other.state, source, target)
+            self.rows[target], other.rows[source] = other.rows[source], None
             self._spoilt[target] = other._spoilt[source]
-            other._active[source] = False  # its row goes on here
-        other.release([*targets])
 
-    def release(self, places: list[int]) -> None:
-        """Free rows. What the device still thinks runs there ends, and what is spoilt is emptied."""
-        for place in places:
-            self.rows[place] = None
-        mine = np.isin(np.arange(self.count), places)
-        if (mine & self._active).any():
-            self.state = self.runtime.retire(self.state, mine)
-            self._active &= ~mine
-        if (spoilt := mine & self._spoilt).any():
-            self.state = self.runtime.clear(self.state, spoilt)
-            self._spoilt &= ~spoilt
-
-    def ask(self, steps: int) -> None:
-        """Ask the device what is new, once it is done with what it was sent; `look` tells.
+    def start(
+        self, pool: Executor | None, steps: int, call: Callable[[DecodeState], DecodeState]
+    ) -> None:
+        """Send work to the device; `look` waits for it. Until then the state is not here.
 
         Args:
-          steps: decode steps since the last look, at most; 0: only prompts were read.
+          pool: who waits for the device; None: this call does. XLA's loops keep the thread that starts them busy,
+            so only another one leaves the caller free.
+          steps: decode steps that the work has, at most; 0: it reads prompts.
         """
         known = [
             (len(row.tokens), len(row.acceptance_lengths)) if row else (0, 0) for row in self.rows
         ]
-        small = dataclasses.replace(self.state, caches=(), drafter=None)
         most = min(max(1, steps * (self.runtime.spec.depth + 1)), self.runtime.cache_length)
-        news = _news(small, np.array(known, np.int32).T, tokens=most, steps=steps)
-        for x in jax.tree.leaves(news):
-            x.copy_to_host_async()
-        self._asked = news, self.read
+        before, self._state = self.state, None
 
-    def wait(self) -> None:
-        """Wait for what was asked."""
-        jax.block_until_ready(self._asked)
+        def work() -> Work:
+            begin = time.perf_counter()
+            state = call(before)
+            small = dataclasses.replace(state, caches=(), drafter=None)
+            news = fetch(_news(small, np.array(known, np.int32).T, tokens=most, steps=steps))
+            return state, news, time.perf_counter() - begin
+
+        self._read_then = self.read
+        self._work = work() if pool is None else pool.submit(work)
+
+    def wait(self) -> float:
+        """Wait for the work that was started, and return the seconds that it took."""
+        done = self._work.result() if isinstance(self._work, Future) else self._work
+        assert done is not None
+        self._state, self._news, taken_s = done
+        self._work = None
+        return taken_s
 
     def look(self) -> list[Update | Completion]:
-        """Wait for what was asked, tell what is new of each row whose prompt was read then, and free what is done."""
-        assert self._asked is not None
-        news, places = fetch(self._asked[0]), self._asked[1]
-        self._asked = None
-        self._active, self._spoilt = np.array(news.active), np.array(news.spoilt)
+        """Tell what is new of each row whose prompt was read, and free the rows that are done."""
+        assert self._news is not None
+        news = self._news
+        self._spoilt = np.array(news.spoilt)
         events: list[Update | Completion] = []
-        done: list[int] = []
-        for place in places:
+        for place in self._read_then:
             if (row := self.rows[place]) is None:  # cancelled since
                 continue
             before = len(row.tokens)
@@ -255,7 +264,8 @@ class Slots:
                 events.append(row.update())
             if reason is not None:
                 events.append(row.completion(reason, error))
-                done.append(place)
-        if done:
-            self.release(done)
+                self.rows[place] = None
+        over = np.array([row is None for row in self.rows])
+        if (over & news.active).any():  # the device still thinks that these run
+            self.state = self.runtime.retire(self.state, over)
         return events

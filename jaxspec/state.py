@@ -322,28 +322,15 @@ def clear(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
 
 
 def insert(
-    state: DecodeState,
-    other: DecodeState,
-    sources: Int[Array, " b"],
-    targets: Int[Array, " b"],
-    count: Int[Array, ""],
+    state: DecodeState, other: DecodeState, source: Int[Array, ""], target: Int[Array, ""]
 ) -> DecodeState:
-    """Copy whole rows of another state over rows of this one, caches and all.
+    """Copy a whole row of another state over a row of this one, caches and all."""
 
-    Args:
-      sources: rows of the other state; the first `count` of them are copied.
-      targets: rows of this state.
-    """
+    def put(old: Array, new: Array) -> Array:
+        row = lax.dynamic_index_in_dim(new, source)
+        return lax.dynamic_update_index_in_dim(old, row, target, 0)
 
-    def copy(i: Array, state: DecodeState) -> DecodeState:
-        def put(old: Array, new: Array) -> Array:
-            row = lax.dynamic_index_in_dim(new, sources[i])
-            return lax.dynamic_update_index_in_dim(old, row, targets[i], 0)
-
-        return jax.tree.map(put, state, other)
-
-    # One row after the other: a gather of them all would hold them a second time.
-    return lax.fori_loop(0, count, copy, state)
+    return jax.tree.map(put, state, other)
 
 
 def take_rows(state: DecodeState, slots: Int[Array, " b"]) -> DecodeState:

@@ -137,6 +137,8 @@ def engine_of(drafter: str | None, read_ahead: int, most: int | None) -> Engine:
 def go_through(trial: Trial, count: int, seed: int) -> None:
     """Do so many random operations, and let all end."""
     rng = random.Random(seed)
+    if not trial.engine.is_idle:  # an example before this one failed
+        trial.engine.reset()
     for _ in range(count):
         match rng.choice(OPERATIONS):
             case "add" if len(trial.live) < 12:
