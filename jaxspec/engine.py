@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -272,7 +273,7 @@ class Engine:
         return None
 
     def add(self, request: Request) -> Hashable:
-        """Let a request wait for a slot, behind those that wait already; return its id.
+        """Let a request wait for a slot, behind those of its priority that wait already; return its id.
 
         A request with more stop ids than the engine was made for is refused: they are part of the shapes, and
         none of `step`'s programs is ever compiled for a second number of them.
@@ -290,7 +291,8 @@ class Engine:
         elif name in self._live:
             raise FieldError("id", f"{name!r} belongs to a request that is not done; give another")
         self._live.add(name)
-        self._waiting.append(dataclasses.replace(request, id=name))
+        place = bisect_right(self._waiting, request.priority, key=lambda r: r.priority)
+        self._waiting.insert(place, dataclasses.replace(request, id=name))
         return name
 
     def cancel(self, id: Hashable) -> None:

@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxspec.records import SEEDS, VALUES, FieldError, Sampling, at_least, is_a, shown
+from jaxspec.records import SEEDS, VALUES, FieldError, Sampling, at_least, is_a, shown, whole
 from jaxspec.runtime import Runtime, cache_length_for
 from jaxspec.sampling import SamplingParams
 from jaxspec.state import Admission, DecodeSpec
+
+PRIORITIES = whole(-(2**31), 2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Request:
         the list that `run` is given.
       stop_at: called with the tokens so far whenever the loop returns to the host. A number n ends the
         row and keeps its first n tokens. For stop texts: `tokenizer.stop_at_text` makes one.
+      priority: requests of a smaller number leave the engine's queue sooner; equal ones in their order.
     """
 
     prompt_ids: tuple[int, ...]
@@ -40,6 +43,7 @@ class Request:
     sample: int | None = None
     id: Hashable | None = None
     stop_at: Callable[[Sequence[int]], int | None] | None = None
+    priority: int = 0
 
     @property
     def num_stop_ids(self) -> int:
@@ -49,10 +53,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Update:
-    """A request has more tokens; `token_ids` are all it has so far."""
+    """A request has more tokens; `token_ids` are all it has so far.
+
+    Log-probabilities are those of a `Completion`, of requests that ask for them.
+    """
 
     id: Hashable
     token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    sampled_logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -160,6 +170,7 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
         ("max_new_tokens", at_least(1), most),
         ("seed", SEEDS, request.seed),
         ("sample", SEEDS, request.sample or 0),
+        ("priority", PRIORITIES, request.priority),
     ):
         if wrong := allowed.refusal(value):
             return FieldError(name, wrong)

@@ -107,7 +107,8 @@ class Row:
 
     def update(self) -> Update:
         """Return its tokens so far."""
-        return Update(self.request.id, tuple(self.tokens))
+        asks = self.request.sampling.logprobs or self.request.sampling.top_logprobs
+        return Update(self.request.id, tuple(self.tokens), **(self._logprobs() if asks else {}))
 
     def completion(self, reason: Reason, error: Exception | None = None) -> Completion:
         """Return how it ended.

@@ -69,6 +69,22 @@ def test_a_cancelled_request_frees_its_slot(engine: Engine) -> None:
         engine.cancel("other")
 
 
+def test_priorities_leave_the_queue_first(engine: Engine) -> None:
+    """A smaller number is sooner; equal numbers keep their order."""
+    c = case(NAME)
+    engine.add(Request(c.prompts[0], NEW_TOKENS, id="one"))
+    engine.add(Request(c.prompts[1], NEW_TOKENS, id="two"))
+    engine.step()
+    for name, priority in (("late", 1), ("first", 0), ("second", 0), ("urgent", -1)):
+        engine.add(Request(c.prompts[2], 2, id=name, priority=priority))
+    order = []
+    while not engine.is_idle:
+        order += [e.id for e in engine.step() if isinstance(e, Completion)]
+    waited = [name for name in order if name not in ("one", "two")]
+    assert waited == ["urgent", "first", "second", "late"]
+    assert str(engine.check(Request((1,), 1, priority=2**40))).startswith("priority is")
+
+
 def test_cancelling_the_last_one_ends_the_run(engine: Engine) -> None:
     name = engine.add(Request(case(NAME).prompts[0], NEW_TOKENS))
     engine.step()
