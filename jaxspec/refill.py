@@ -112,7 +112,8 @@ def _put(
       numbers: of the new rows; those that are not `real` get no slot.
     """
     state, owners, result = carry
-    free = jnp.argsort(state.active, stable=True)[: len(numbers)].astype(jnp.int32)
+    free_first = (state.active.astype(jnp.int32), _arange(len(owners)))
+    free = lax.sort(free_first, num_keys=1, is_stable=True)[1][: len(numbers)]
     result = _keep(plan, prompts, result, state, owners, free)
     slots = jnp.where(real, free, len(owners))
 
