@@ -216,22 +216,12 @@ def test_under_shard_map_it_has_types_that_fit(target: LoadedModel) -> None:
 # --- what takes longer -------------------------------------------------------------------------------
 
 
-def passes_of(slots: int, group: int, samples: int, steps: list[int]) -> dict[str, int]:
-    """Return how many passes of each kind there are, if rows take so many steps after their first token."""
-    slot_ends, now, readings = [0] * slots, 0, 0
-    groups = [steps[i : i + group] for i in range(0, len(steps), group)]
-    for number, some in enumerate(groups):
-        readings += number % samples == 0
-        now = max(now, sorted(slot_ends)[len(some) - 1])  # until so many slots are free
-        slot_ends.sort()
-        slot_ends[: len(some)] = [now + n for n in some]
-    return {"read": readings, "first tokens": len(groups), "steps": max(slot_ends)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 3])
 def test_slots_are_refilled_as_soon_as_a_group_is_free(target: LoadedModel, samples: int) -> None:
     """Every prompt is read once, rows are admitted in groups, and no slot waits longer than for its group."""
+    from scripts.measure_rollouts import passes_of_turns
+
     slots, rng = 16, np.random.default_rng(0)
     some = [[2] * 9 for _ in range(24)]
     limits = rng.integers(1, NEW_TOKENS + 1, len(some) * samples)
@@ -255,7 +245,7 @@ def test_slots_are_refilled_as_soon_as_a_group_is_free(target: LoadedModel, samp
     assert result.lengths.tolist() == limits.tolist()
     kinds = collections.Counter(seen)
     steps, group = result.num_steps.tolist(), 2
-    expected = passes_of(slots, group, samples, steps)
+    expected = passes_of_turns(slots, group, samples, steps)
     assert kinds[(slots, 3)] == expected["steps"]
     assert kinds[(group, 1)] == expected["read"] + expected["first tokens"]
     assert expected["read"] == len(some) / group
@@ -280,7 +270,7 @@ def test_every_form_of_decoding_takes_turns(target: LoadedModel, form: str) -> N
     kind, drafting = FORMS[form]
     made = {"dflash": functools.partial(fakes.dflash, block_size=4), "mtp": fakes.mtp}
     drafter = None if kind is None else made[kind](target)
-    weights = (target.params, None if drafter is None else drafter.params)
+    weights: Any = (target.params, None if drafter is None else drafter.params)
     few, whole = (
         Sampler(target, drafter, max_new_tokens=7, batch_size=n, drafting=drafting, extras=EXTRAS)
         for n in (SLOTS, None)
@@ -319,6 +309,7 @@ def test_the_bundled_pair_takes_turns() -> None:
         "x = 1",
     ]
     ids = [pair.encode(text) for text in texts]
+    assert pair.drafter is not None
     weights = pair.target.params, pair.drafter.params
     found = [
         Sampler(pair, max_new_tokens=24, num_samples=4, batch_size=n)(
