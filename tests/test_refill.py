@@ -117,19 +117,20 @@ def test_rows_say_what_they_say_alone(
 ) -> None:
     """Of any lengths, limits, stops and temperatures: tokens, steps and log-probabilities are those of one batch."""
     rng = np.random.default_rng(seed)
-    some = [p[: rng.integers(1, len(p) + 1)] for p in prompts()]
+    some = [p[: rng.integers(1, len(p) + 1)] for p in prompts()[: rng.integers(5, PROMPTS + 1)]]
+    rows = len(some) * SAMPLES  # fewer prompts are padded, to share a program
     values = make_spec(target, None, extras=EXTRAS).sampling(
-        ROWS,
-        temperature=rng.choice([0.0, 0.7, 1.3], ROWS),
-        top_k=rng.choice([0, 20], ROWS),
-        frequency_penalty=rng.choice([0.0, 0.4], ROWS),
+        rows,
+        temperature=rng.choice([0.0, 0.7, 1.3], rows),
+        top_k=rng.choice([0, 20], rows),
+        frequency_penalty=rng.choice([0.0, 0.4], rows),
     )
     changes: dict[str, Any] = dict(
         prompts=some,
         sampling=values,
-        seeds=rng.integers(0, 2**32, ROWS, dtype=np.uint32),
-        max_new_tokens=rng.integers(1, NEW_TOKENS + 1, ROWS),
-        stop_ids=rng.integers(0, 160, (ROWS, STOPS)) if stops else np.full((ROWS, STOPS), -1),
+        seeds=rng.integers(0, 2**32, rows, dtype=np.uint32),
+        max_new_tokens=rng.integers(1, NEW_TOKENS + 1, rows),
+        stop_ids=rng.integers(0, 160, (rows, STOPS)) if stops else np.full((rows, STOPS), -1),
     )
     equal(ask(**changes), ask(few=False, **changes))
 
