@@ -9,8 +9,9 @@ prompts, sampling values and seeds are arguments: new values compile nothing. In
 your own the same call traces the same program. Stop texts and streaming need the host and are refused there.
 
 Every prompt is read once, up to its last token; then the state is repeated for each of its samples, and
-each sample reads the last token and goes its own way. `engine.Engine` is the other way to decode: many
-requests of many kinds through few slots.
+each sample reads the last token and goes its own way. With `batch_size` rows take turns in few slots, all
+inside the program; `refill` says how. `engine.Engine` is the other way to decode: requests of many kinds, which
+come at any time.
 """
 
 from __future__ import annotations
