@@ -57,10 +57,10 @@ def forget_programs() -> Iterator[None]:
     process, and then the compiler aborts it.
     """
     yield
-    from jaxspec import rollout
+    from jaxspec import rollout_programs
     from tests.decode import cases
 
-    rollout.programs_of.cache_clear()
+    rollout_programs.programs_of.cache_clear()
     cases.PROGRAMS.compiled.clear()
     cases.PROGRAMS.state_makers.clear()
     jax.clear_caches()

@@ -10,6 +10,7 @@ and sets the number of devices.
     errors                          weights that are not on one mesh
     sampler                         the in-process sampler on a mesh
     inside                          the sampler inside jitted functions, on meshes and under shard_map
+    turns                           rows that take turns, on a mesh and inside jitted functions
     training_meshes                 weights on meshes as training programs make them
     moved                           weights from a training mesh to one for decoding
     control                         a product that has to gather its weight
@@ -324,6 +325,47 @@ def inside() -> dict[str, Any]:
     }
 
 
+def turns() -> dict[str, Any]:
+    """Let rows take turns on a mesh, on one of explicit axes, and on each device for itself."""
+    c = a_case("31b", "mtp")
+    assistant, samples = c.drafter("mtp"), 4
+    options: Any = dict(max_new_tokens=NEW_TOKENS, num_samples=samples, drafting=Drafting(2))
+    whole, few, fewer = (
+        Sampler(c.target, assistant, batch_size=n, **options) for n in (None, 16, 2)
+    )
+    prompts = Prompts.padded(c.prompts)
+    rows = len(c.prompts) * samples
+    seeds, limits = np.arange(rows), np.arange(rows) % NEW_TOKENS + 1
+
+    def run(ask: Sampler, params: Any, prompts: Prompts, seeds: Any, limits: Any) -> GenerateResult:
+        sampling = Sampling(temperature=1.0)
+        return ask(*params, prompts, sampling, seeds, max_new_tokens=limits)
+
+    given = (prompts, seeds, limits)
+    params = [model.params for model in (c.target, assistant)]
+    expected = run(whole, params, *given)
+    mesh = make_mesh(data=2, model=4)
+    spread = run(few, [on_mesh(model, mesh).params for model in (c.target, assistant)], *given)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with jax.set_mesh(mesh):
+        weights = [as_trained(model, mesh, False).params for model in (c.target, assistant)]
+        explicit = jax.jit(functools.partial(run, few))(weights, *given)
+    split, everywhere = PartitionSpec("data"), PartitionSpec()
+    mapped = jax.shard_map(
+        functools.partial(run, fewer),
+        mesh=make_mesh(data=8),
+        in_specs=(everywhere, split, split, split),
+        out_specs=split,
+    )
+    parts = jax.jit(mapped)(params, *given)
+
+    def equal(result: GenerateResult) -> bool:
+        pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+        return all(np.array_equal(a, b) for a, b in pairs)
+
+    return {"mesh": equal(spread), "explicit": equal(explicit), "mapped": equal(parts)}
+
+
 def training_meshes() -> dict[str, Any]:
     """Decode weights as training programs hold them: on explicit meshes, and with an axis of their own."""
     c = a_case("31b", "dflash")
@@ -441,6 +483,7 @@ def main() -> None:
             errors,
             sampler,
             inside,
+            turns,
             training_meshes,
             moved,
             control,
