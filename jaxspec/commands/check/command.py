@@ -27,6 +27,10 @@ position adds less than 0.43 tokens a step, about what drafting and verifying co
 to 0.9, mute ones less than 0.1."""
 
 
+UNUSED = ("target", "drafter", "distributed", "quantize_drafter")
+"""Of the models' options. Other readings of a drafter change its weights, which have to be numbers."""
+
+
 @dataclass(frozen=True)
 class CheckOptions:
     """What is checked on, and how strictly."""
@@ -55,7 +59,7 @@ class CheckOptions:
 def check_command(
     checking: Annotated[CheckOptions, Fields("Check")],
     drafting: Annotated[Drafting, Fields("Check", only=("num_draft_tokens",))],
-    models: Annotated[ModelOptions, Fields("Models", without=("target", "drafter", "distributed"))],
+    models: Annotated[ModelOptions, Fields("Models", without=UNUSED)],
     output: Annotated[OutputOptions, Fields("Report")],
     target: Annotated[
         str,
