@@ -32,7 +32,7 @@ class Format(abc.ABC):
     name: str
     title: str
     on_load: bool = True
-    least_capability: float = 8.0
+    least_capability: float
 
     @abc.abstractmethod
     def parts(self, shape: Shape, summed: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -30,9 +30,9 @@ from pallas_kernels.elementary import precision_of
 class PerChannel(Format):
     """Codes of the weight's shape, and a scale for each place of the axes that are not summed."""
 
-    def __init__(self, name: str, title: str, codes: Any, largest: float):
+    def __init__(self, name: str, title: str, codes: Any, largest: float, least_capability: float):
         """Make a format whose codes go from -`largest` to `largest`."""
-        self.name, self.title = name, title
+        self.name, self.title, self.least_capability = name, title, least_capability
         self.codes_dtype, self.largest = jnp.dtype(codes), largest
 
     def parts(self, shape: Shape, summed: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -81,7 +81,9 @@ class PerChannel(Format):
         return (weight.codes[ids].astype(jnp.float32) * scales).astype(weight.dtype)
 
 
-INT8 = register(PerChannel("int8", "8-bit integers, a scale per channel", jnp.int8, 127.0))
+INT8 = register(PerChannel("int8", "8-bit integers, a scale per channel", jnp.int8, 127.0, 8.0))
+
+# Below 8.9 the GPU cannot convert e4m3. XLA then writes the weight out in 16 bits in every step.
 FP8 = register(
-    PerChannel("fp8", "8-bit floats (e4m3), a scale per channel", jnp.float8_e4m3fn, 448.0)
+    PerChannel("fp8", "8-bit floats (e4m3), a scale per channel", jnp.float8_e4m3fn, 448.0, 8.9)
 )
