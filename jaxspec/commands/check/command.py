@@ -79,8 +79,9 @@ def check_command(
     Shows every convention in force and where it came from, how many drafts
     are accepted at each position, whether another convention does better,
     which weights are odd, what the drafter's maker measured, and whether the
-    output equals plain decoding. Exit code 0: sound; 1: not; 2: a mistake,
-    nothing was checked.
+    output equals plain decoding. With --quantize also what that changes: the
+    same text is read by the target as it is. Exit code 0: sound; 1: not; 2: a
+    mistake, nothing was checked.
 
       jaxspec check
 
@@ -112,9 +113,18 @@ def check_command(
                 ticker.say(message)
 
             found = checked(models, checking, drafting.num_draft_tokens, say)
+            formats = None
+            if models.quantize or models.quantize_head:
+                from jaxspec.commands.check.formats import compared
+
+                options = (checking.text, checking.rows, checking.new_tokens, checking.batch_size)
+                formats = compared(models, *options, drafting, say)
         output.console.print(shown(found))
+        if formats is not None:
+            output.console.print(formats.shown())
         if file is not None:
-            write_line(file, found.to_json())
+            of_formats = {} if formats is None else {"formats": dataclasses.asdict(formats)}
+            write_line(file, {**found.to_json(), **of_formats})
     if found.problems:
         raise typer.Exit(1)
 
