@@ -16,7 +16,7 @@ from jaxspec.configs.dflash import (
     default_feature_layers,
 )
 from jaxspec.families.base import Assumption, Change, Conventions, Family, WeightChange
-from jaxspec.families.costs import StepCost, itemsize
+from jaxspec.families.costs import StepCost, itemsize, stored_bytes, table_bytes
 from jaxspec.families.weights import changed, common_changes
 from jaxspec.families.words import shown_scale
 
@@ -101,13 +101,13 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     block = spec.depth + 1  # a tree also takes one block, whose positions are its levels
     rows = batch * block
     weight_bytes = flops = kv_bytes = 0.0
-    for name, a in spec.drafter.abstract_params().items():
+    for name, a in spec.drafter.abstract_weights().items():
         # Keys and values are computed twice: once for the drafted block, once for the kept context.
         uses = 2 if name.endswith(".kv") else 1
-        weight_bytes += uses * a.size * a.dtype.itemsize
+        weight_bytes += uses * stored_bytes(a)
         flops += uses * 2.0 * a.size * rows if a.ndim > 1 else 0.0
     head = config.vocab_size * config.hidden_size
-    weight_bytes += head * itemsize(spec.target)
+    weight_bytes += table_bytes(spec.target)
     flops += 2.0 * head * batch * spec.depth
     for kind in config.layer_types:
         seen = context if kind == "full" else min(context, config.sliding_window or context)
