@@ -22,7 +22,7 @@ from scipy import stats
 from checkpoints_convert.hf_io import read_json
 from jaxspec.api import BUNDLED, load
 from jaxspec.commands import progress
-from jaxspec.commands.check import command, reference, replay, statistics
+from jaxspec.commands.check import command, reference, replay, search, statistics
 from jaxspec.commands.check import run as checking
 from jaxspec.commands.check import text as texts_of
 from jaxspec.commands.check import weights as weighing
@@ -90,7 +90,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Only:
             readings, left_out = alternatives(*given)
             return [r for r in readings if r.name in names], left_out
 
-        monkeypatch.setattr(replay, "alternatives", some)
+        monkeypatch.setattr(search, "alternatives", some)
 
     return limit
 
@@ -98,7 +98,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Only:
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch, one_text: None) -> None:
     """Have no second round either, from a better reading that was found."""
-    monkeypatch.setattr(replay, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(search, "MOST_ROUNDS", 1)
 
 
 def copy(name: str, directory: Path, *edits: Edit) -> str:
