@@ -99,8 +99,9 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Only:
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch, one_text: None) -> None:
-    """Have no second round either, from a better reading that was found."""
+    """Have no second round either, from a better reading that was found, and no second text."""
     monkeypatch.setattr(search, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(checking, "further", lambda *_, **__: None)
 
 
 def copy(name: str, directory: Path, *edits: Edit) -> str:
@@ -685,12 +686,10 @@ def test_the_second_text_goes_on_where_the_first_ended(monkeypatch: pytest.Monke
 
     def decode(target: Any, drafter: Any, requests: Sequence[Request], **options: Any) -> Any:
         asked.extend(requests)
-        reasons = {3: "stop"}
+        counts = [1 if i == 4 else r.max_new_tokens for i, r in enumerate(requests)]
         return [
-            Completion(
-                i, (7 + r.seed,) * (1 if i == 4 else r.max_new_tokens), reasons.get(i, "length")
-            )
-            for i, r in enumerate(requests)
+            Completion(i, (7 + r.seed,) * count, "stop" if i == 3 else "length")
+            for i, (r, count) in enumerate(zip(requests, counts, strict=True))
         ]
 
     monkeypatch.setattr(continuations, "_decode", decode)

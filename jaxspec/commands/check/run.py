@@ -81,9 +81,8 @@ def run(
     say("the target continues the text, with drafts")
     shared: dict[str, Any] = dict(batch_size=batch_size, programs=runtime.Programs())
     given = (prompts.ids, new_tokens)
-    speculative = decode_greedily(
-        target, drafter, *given, drafting=Drafting(num_draft_tokens), **shared
-    )
+    drafting = Drafting(num_draft_tokens)
+    speculative = decode_greedily(target, drafter, *given, drafting=drafting, **shared)
     say("the same, without")
     plain = decode_greedily(target, None, *given, **shared)
     drafts = num_draft_tokens or drafter.graph.bind_abstract().default_draft_tokens
@@ -95,17 +94,8 @@ def run(
     sizes: dict[str, Any] = dict(num_draft_tokens=drafts, batch_size=batch_size, say=say)
     first = Page(target, text, FIRST_LEVEL, judged=len(enough), logit_rows=judged, **sizes)
 
-    @functools.cache
-    def second() -> Page | None:
-        say("the target continues more text, for what the first leaves open")
-        longer = further(target, *given, room=drafts, **shared)
-        if longer is None:
-            return None
-        return Page(target, longer, SECOND_LEVEL, rows_per_prompt=DRAWS, **sizes)
-
-    recorded = None if reference is None else reference.drafter_config
-    ids = special_ids(target)
-    found = search(drafter, first, second, special_ids=ids, recorded=recorded)
+    second = functools.cache(lambda: _second_page(target, *given, shared, sizes))
+    found = search(drafter, first, second, special_ids(target), reference)
     anchors = first.anchors()
     differing = _differing(target, text, (plain, speculative), kept, differences, found)
     depths = by_depth(found.accepted, anchors, drafts)
@@ -114,14 +104,11 @@ def run(
     measured = Reference(
         text=prompts.origin,
         text_digest=text_digest(prompts, new_tokens),
-        rows=len(enough),
         new_tokens=new_tokens,
-        num_draft_tokens=drafts,
         positions=int(anchors.sum()),
-        accepted=round(float(np.sum(shares, axis=0).mean()), 4),
         acceptance_length=round(length, 4),
-        by_depth=[round(d.share.mean, 4) for d in depths],
         by_row=rows_of(np.asarray(shares).T, enough, len(prompts.ids)),
+        **_acceptance(shares, depths),
         **_models(target, drafter, looks),
     )
     evidence = Evidence(
@@ -147,6 +134,32 @@ def run(
         evidence=evidence,
         measured=measured,
         findings=findings(evidence, family_of(drafter.config).conventions),
+    )
+
+
+def _second_page(
+    target: LoadedModel,
+    prompts: Sequence[tuple[int, ...]],
+    new_tokens: int,
+    options: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+) -> Page | None:
+    """Make the second text; `options` are the engine's, `sizes` the page's."""
+    sizes["say"]("the target continues more text, for what the first leaves open")
+    room = sizes["num_draft_tokens"]
+    text = further(target, prompts, new_tokens, room=room, **options)
+    if text is None:
+        return None
+    return Page(target, text, SECOND_LEVEL, rows_per_prompt=DRAWS, **sizes)
+
+
+def _acceptance(shares: Sequence[np.ndarray], depths: Sequence[Depth]) -> dict[str, Any]:
+    """Return what a record says of acceptance; `shares` are each depth's, of every row."""
+    return dict(
+        rows=len(shares[0]),
+        num_draft_tokens=len(shares),
+        accepted=round(float(np.sum(shares, axis=0).mean()), 4),
+        by_depth=[round(d.share.mean, 4) for d in depths],
     )
 
 

@@ -7,7 +7,7 @@ text: longer rows, which no choice was made on (`second_text`). The numbers are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxspec.commands.check import FEWEST_ROWS
 from jaxspec.commands.check.conventions import Reading, alternatives
-from jaxspec.commands.check.reference import plain_config
+from jaxspec.commands.check.reference import Reference, plain_config
 from jaxspec.commands.check.replay import Replayed, Text, replay_all
 from jaxspec.commands.check.statistics import Comparison, Round, compare
 from jaxspec.loading import LoadedModel
@@ -135,17 +135,16 @@ def search(
     drafter: LoadedModel,
     first: Page,
     second: Callable[[], Page | None],
-    *,
-    special_ids: Sequence[int] = (),
-    recorded: Mapping[str, Any] | None = None,
+    special_ids: Sequence[int],
+    reference: Reference | None,
 ) -> Found:
     """Compare the reading in force with its alternatives; go on from the best while one is better.
 
     Args:
       second: makes the second text, or returns it if it is made; None if there is no room for one.
       special_ids: of the target's tokenizer.
-      recorded: the drafter's config when its maker measured it; of readings that are as good, the one that is
-        nearest to it is taken.
+      reference: what the drafter's maker measured; of readings that are as good, the one is taken whose config is
+        nearest to that one's.
     """
     in_force = reading = Reading("as configured", "", "", drafter.graph, drafter.params)
     rounds: list[Round] = []
@@ -163,7 +162,7 @@ def search(
         rounds.append(round_)
         if not round_.as_good:
             break
-        best = min(round_.as_good, key=lambda i: _changed_since(recorded, others[i]))
+        best = min(round_.as_good, key=lambda i: _changed_since(reference, others[i]))
         changes[others[best].field] = round_.better[best]
         if others[best].num_draft_tokens:  # longer drafts would be another text
             break
@@ -185,9 +184,9 @@ def _again(page: Page | None, reading: Reading, others: Sequence[Reading]) -> li
     return page.compare(reading, others)[0]
 
 
-def _changed_since(recorded: Mapping[str, Any] | None, reading: Reading) -> int:
+def _changed_since(reference: Reference | None, reading: Reading) -> int:
     """Count the fields of a reading's config that differ from those of a record."""
-    if recorded is None:
+    if reference is None:
         return 0
-    now = plain_config(reading.graph.config)
-    return sum(name in now and now[name] != value for name, value in recorded.items())
+    then, now = reference.drafter_config, plain_config(reading.graph.config)
+    return sum(name in now and now[name] != value for name, value in then.items())
