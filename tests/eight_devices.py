@@ -220,17 +220,17 @@ def check() -> dict[str, Any]:
     """Check the bundled pair on a mesh and on one device, with two other readings."""
     from typer.testing import CliRunner
 
-    from jaxspec.commands.check import replay
+    from jaxspec.commands.check import search
     from jaxspec.commands.cli import app
 
-    alternatives = replay.alternatives
+    alternatives = search.alternatives
 
     def two_of_them(*given: Any) -> Any:
         readings, left_out = alternatives(*given)
         names = ("mask id 1", "feature layers reversed")
         return [r for r in readings if r.name in names], left_out
 
-    replay.alternatives = two_of_them
+    search.alternatives = two_of_them
     reports = []
     for mesh in (["--mesh", "data=2,model=4"], []):
         small = ["--rows", "4", "--new-tokens", "16", "--batch-size", "4", "--dtype", "float32"]

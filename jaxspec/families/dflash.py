@@ -223,17 +223,17 @@ def _attention_changes(target: TargetConfig, c: DFlashConfig) -> Iterator[Change
 
     if len(set(swapped)) > 1:
         yield from of_types("swapped", swapped)
-    seen = {c.causal}
-    for name, causal in (
-        ("sliding layers causal, full ones not", tuple(k == "sliding" for k in c.layer_types)),
-        ("all layers causal", (True,) * c.num_layers),
-        ("no layer causal", (False,) * c.num_layers),
-    ):
-        if causal not in seen:
-            seen.add(causal)
-            yield Change(name, "causal", causal)
+    usual = tuple(kind == "sliding" for kind in c.layer_types)
+    if usual != c.causal:
+        yield Change("sliding layers causal, full ones not", "causal", usual)
+    # Before causality that types do not have: on a text within the window both do as well.
     mixed = ("sliding",) * (c.num_layers - 1) + ("full",)
-    yield from of_types("all sliding but the last", mixed)
+    if mixed != swapped:
+        yield from of_types("all sliding but the last", mixed)
+    for name, all_layers in (("all layers causal", True), ("no layer causal", False)):
+        causal = (all_layers,) * c.num_layers
+        if causal not in (c.causal, usual):
+            yield Change(name, "causal", causal)
     yield from of_types("all full", ("full",) * c.num_layers)
     yield from of_types("all sliding", ("sliding",) * c.num_layers)
     if "sliding" in c.layer_types:
