@@ -63,7 +63,7 @@ def prefill(
     rows = take_rows(state, chunk.slots)
     anchor_at = chunk.start + chunk.count - 1
     rows = dataclasses.replace(rows, lengths=anchor_at, active=chunk.is_last)
-    no_draft = Draft(jnp.zeros((chunk.slots.shape[0], 0), jnp.int32))
+    no_draft = Draft.none(chunk.slots.shape[0])
     adjusted, verdict = judge(spec, rows, no_draft, output.logits)
     rows = commit(spec, rows, output.logits, adjusted, no_draft.tokens, verdict)
     ends = jnp.where(chunk.is_last, chunk.slots, state.active.shape[0])  # the others are dropped
@@ -72,7 +72,7 @@ def prefill(
 
 def decode_step(target: Target, spec: DecodeSpec, state: DecodeState) -> DecodeState:
     """Add one token to every active row: the reference that speculation must equal."""
-    no_draft = Draft(jnp.zeros((state.anchors.shape[0], 0), jnp.int32))
+    no_draft = Draft.none(state.anchors.shape[0])
     output = target_pass(target, state, no_draft)
     adjusted, verdict = judge(spec, state, no_draft, output.logits)
     state = dataclasses.replace(state, caches=output.caches)
@@ -82,13 +82,18 @@ def decode_step(target: Target, spec: DecodeSpec, state: DecodeState) -> DecodeS
 def speculative_step(
     target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState
 ) -> DecodeState:
-    """Draft, verify, accept and commit: adds 1 to num_draft_tokens + 1 tokens to every active row.
+    """Draft, verify, accept and commit: adds 1 to num_verified + 1 tokens to every active row.
+
+    With a verify length of 0 nothing is drafted. The drafter's state follows all the same, so that a later
+    call can draft again.
 
     Raises:
       ValueError: the state's rings have too few spare slots; it was made for fewer draft tokens.
     """
     spec.check_slack(state)
-    draft = propose(target, drafter, spec, state)
+    draft = Draft.none(state.anchors.shape[0])
+    if spec.num_verified:
+        draft = propose(target, drafter, spec, state)
     output = target_pass(target, state, draft, drafter.feature_layers)
     adjusted, verdict = judge(spec, state, draft, output.logits)
     count = jnp.where(state.active, verdict.accepted + 1, 0)  # the anchor and the accepted drafts
@@ -133,7 +138,7 @@ def decode_loop(
 
 
 def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState) -> Draft:
-    """Let the drafter propose tokens after every row's anchor.
+    """Let the drafter propose tokens after every row's anchor, and return those that are verified.
 
     Raises:
       ValueError: the spec wants draws, and the drafter does not tell its distribution.
@@ -146,7 +151,7 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
         draws = Draws(state.sampling.only(state.active), keys)
     draft = drafter.draft(
         state.drafter,
-        TargetView(target, state.caches, spec.suppress_tokens),
+        TargetView(target, state.caches, spec.suppress_tokens, spec.verify_length),
         state.anchors,
         state.lengths,
         num_draft_tokens=spec.num_draft_tokens,
@@ -158,7 +163,7 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
             f"draft_sampling is on, but {type(drafter).__name__} does not tell what it draws from; leave "
             "draft_sampling out"
         )
-    return draft
+    return draft if spec.verify_length is None else draft.first(spec.verify_length)
 
 
 def target_pass(

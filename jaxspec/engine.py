@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import memory
+from jaxspec.chosen_length import ChooseLength, ChosenLength
 from jaxspec.loading import LoadedModel
 from jaxspec.prefill import PromptReader, bucket, chunk_of, rows_bucket
 from jaxspec.records import Drafting, Extras, FieldError, at_least
@@ -36,13 +37,7 @@ from jaxspec.requests import (
     refusal,
     refused,
 )
-from jaxspec.runtime import (
-    Programs,
-    Runtime,
-    Timings,
-    cache_bucket,
-    make_spec,
-)
+from jaxspec.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, own_context
 from jaxspec.state import DecodeSpec, DecodeState
@@ -67,6 +62,7 @@ class Engine:
       max_prefill_tokens: prompt tokens, padding included, that are read before rows decode on; at least one pass.
         None: all prompts that have slots are read first.
       invariant: no row depends on its neighbours, to the last bit; prompts share small passes only.
+      choose_length: when to verify fewer drafts than there are, if that is quicker. See `chosen_length`.
       programs: compiled programs to share with other engines; None for its own.
 
     Raises:
@@ -87,6 +83,7 @@ class Engine:
         steps_per_return: int = 16,
         max_prefill_tokens: int | None = None,
         invariant: bool = False,
+        choose_length: ChooseLength = "greedy",
         programs: Programs | None = None,
     ):
         for name, value in (
@@ -107,6 +104,7 @@ class Engine:
             invariant=invariant,
             programs=programs,
         )
+        self.chosen_length = ChosenLength(self.runtime, choose_length, invariant=invariant)
         self.steps_per_return = steps_per_return
         self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
@@ -314,18 +312,16 @@ class Engine:
             elif active:
                 assert self._state is not None
                 until = active + len(free) - wanted if wanted and self._reader.is_done else 0
-                self._state = self.runtime.decode(self._state, self.steps_per_return, max(until, 0))
+                running = {s: r for s, r in enumerate(self._slots) if s not in self._reader.slots}
+                call = self.chosen_length.next(running, self.steps_per_return)
+                self._state = self.runtime.decode(self._state, *call, max(until, 0))
                 self._reader.is_over_turn = False
             else:
                 return events
             return events + self._look()
 
     def warm_up(self) -> None:
-        """Compile every program, and run each once on no row at all; later requests compile nothing.
-
-        Raises:
-          ValueError: there are requests.
-        """
+        """Compile every program, and time all verify lengths. Later requests compile nothing; idle engines only."""
         if not self.is_idle:
             raise ValueError("warm_up needs an idle engine: call step until is_idle, or reset")
         runtime, before = self.runtime, self.timings.prefill_s
@@ -334,7 +330,7 @@ class Engine:
             state = runtime.admit(state, admission(runtime, {}, self.num_stop_ids))
             for rows, width in runtime.shapes.all():
                 state = runtime.feed(state, chunk_of({}, rows, width, self.batch_size))
-            state = runtime.decode(state, 1)
+            state = self.chosen_length.measure(runtime.decode(state, 1))
             state = runtime.retire(state, np.zeros(self.batch_size, bool))
             self._state = runtime.clear(state, np.zeros(self.batch_size, bool))
         self.timings.prefill_s = before
@@ -404,6 +400,7 @@ class Engine:
         """Tell what is new in each slot, and free those that are done."""
         assert self._state is not None
         seen = self._seen = Seen.fetch(self._state)
+        self.chosen_length.learn(seen)
         events: list[Update | Completion] = []
         for slot, request in enumerate(self._slots):
             if request is None or slot in self._reader.slots:

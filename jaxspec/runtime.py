@@ -292,10 +292,20 @@ class Runtime:
         self.timings.prefill_s += time.perf_counter() - begin
         return state
 
-    def decode(self, state: DecodeState, max_steps: int, until_active: int = 0) -> DecodeState:
-        """Run up to so many steps, and wait for them; fewer when no more than `until_active` rows are active."""
+    def decode(
+        self,
+        state: DecodeState,
+        max_steps: int,
+        verify_length: int | None = None,
+        until_active: int = 0,
+    ) -> DecodeState:
+        """Run up to so many steps, and wait for them; fewer when no more than `until_active` rows are active.
+
+        Args:
+          verify_length: drafts that each step verifies; None for all.
+        """
         limits = self.place((np.int32(max_steps), np.int32(until_active)))
-        program = self.program("decode", state, *limits)
+        program = self.program("decode", state, *limits, verify_length=verify_length)
         begin = time.perf_counter()
         state = jax.block_until_ready(program(state, *limits))
         self.timings.decode_s += time.perf_counter() - begin
@@ -309,11 +319,21 @@ class Runtime:
         """Empty the caches of slots that are spoilt."""
         return self.program("clear", state, rows := self.place(slots))(state, rows)
 
-    def program(self, phase: Phase, state: DecodeState, *given: ArrayLike | Any) -> Bound:
+    def program(
+        self,
+        phase: Phase,
+        state: DecodeState,
+        *given: ArrayLike | Any,
+        verify_length: int | None = None,
+    ) -> Bound:
         """Return the program of a phase for a state and what else it is given, compiled if it is new."""
-        function = _FUNCTIONS[phase]
+        function, spec = _FUNCTIONS[phase], self.spec
+        if verify_length is not None:
+            spec = spec.verifying(verify_length)
         chunk = given[0].tokens.shape if isinstance(given[0], PrefillChunk) else ()
         key = (phase, *chunk, state.stop_ids.shape[1])
+        if spec.verify_length is not None:
+            key = (*key, f"verifying {spec.verify_length}")
         runs_models = phase in ("prefill", "decode")
         weights = (self.target_params, self.drafter_params) if runs_models else ()
         if key not in self.used:
@@ -323,7 +343,7 @@ class Runtime:
                 (*weights, state, *given),
                 donate=len(weights),
                 mesh=self.mesh,
-                spec=self.spec if runs_models else None,
+                spec=spec if runs_models else None,
             )
             self.timings.compile_s += time.perf_counter() - begin
         return Bound(self.used[key], weights)
