@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,15 +23,6 @@ from jaxspec.runtime import Runtime
 from jaxspec.sharding import fetch
 from jaxspec.state import DecodeState
 from jaxspec.verify_length import Choice, Chooser, ladder
-
-ChooseLength = Literal["greedy", "always", "never"]
-"""When the verify length is chosen.
-
-    greedy   while all running rows are greedy: their tokens are the same, whatever is verified
-    always   with sampled rows too: they keep the target's distribution, but their text depends on what was
-             chosen, and so on how quick the machine was
-    never    all drafts are verified
-"""
 
 CALLS, STEPS = 3, 8  # of a measurement
 
@@ -49,11 +40,14 @@ class ChosenLength:
     It does nothing without a drafter, with a draft tree, with `invariant`, and where several processes have to run
     the same program.
 
+    Args:
+      choose: a `records.ChooseLength`.
+
     Raises:
       FieldError: `choose` is no such word, or "always" with `invariant`.
     """
 
-    def __init__(self, runtime: Runtime, choose: ChooseLength, *, invariant: bool):
+    def __init__(self, runtime: Runtime, choose: str, *, invariant: bool):
         if choose not in ("greedy", "always", "never"):
             raise FieldError("choose_length", f'is {choose!r}; it is "greedy", "always" or "never"')
         if choose == "always" and invariant:

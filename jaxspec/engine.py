@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import memory
-from jaxspec.chosen_length import ChooseLength, ChosenLength
+from jaxspec.chosen_length import ChosenLength
 from jaxspec.loading import LoadedModel
 from jaxspec.prefill import PromptReader, bucket, chunk_of, rows_bucket
-from jaxspec.records import Drafting, Extras, FieldError, at_least
+from jaxspec.records import ChooseLength, Drafting, Extras, FieldError, at_least
 from jaxspec.requests import (
     Completion,
     Reason,
@@ -62,7 +62,7 @@ class Engine:
       max_prefill_tokens: prompt tokens, padding included, that are read before rows decode on; at least one pass.
         None: all prompts that have slots are read first.
       invariant: no row depends on its neighbours, to the last bit; prompts share small passes only.
-      choose_length: when to verify fewer drafts than there are, if that is quicker. See `chosen_length`.
+      choose_length: when to verify fewer drafts than there are, if that is quicker. See `records.ChooseLength`.
       programs: compiled programs to share with other engines; None for its own.
 
     Raises:

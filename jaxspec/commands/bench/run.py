@@ -196,6 +196,7 @@ def run_trace(
         steps_per_return=options.steps_per_return,
         max_prefill_tokens=options.max_prefill_tokens,
         invariant=options.invariant,
+        choose_length=options.choose_length,
     )
     memory.check_fits(pair.spec, engine.batch_size, engine.cache_length, engine.mesh)
     arrivals = "all at once" if not jobs[-1].arrival_s else f"over {jobs[-1].arrival_s:.1f} s"
