@@ -268,11 +268,12 @@ def test_a_warm_engine_knows_all_costs_and_chooses_among_what_is_compiled() -> N
 def test_where_no_length_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled rows keep their text for a seed unless "always" is asked for; `invariant` rows depend on nothing."""
     c = case(NAME)
-    for options in (
+    fixed: list[dict[str, Any]] = [
         dict(invariant=True),
         dict(choose_length="never"),
         dict(tree=Tree(2, 3), num_draft_tokens=4),
-    ):
+    ]
+    for options in fixed:
         assert c.engine("mixed", **options).chosen_length.used == {}
     assert c.engine(None).chosen_length.used == {}
     for word, invariant, message in (
