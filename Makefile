@@ -57,7 +57,7 @@ $(BIN)/python:
 	  $(PYTHON) -m pip --python $(BIN)/python install pip; }
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable . $(JAX)
+	$(BIN)/python -m pip install --quiet --editable '.[serve]' $(JAX)
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python

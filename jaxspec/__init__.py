@@ -18,6 +18,8 @@ _HOMES = {
     "runtime": ("Programs",),
     "sampler": ("Sampler",),
     "scoring": ("Sequences", "score"),
+    "serving.handles": ("Handle",),
+    "serving.open_engine": ("OpenEngine",),
     "sharding": ("make_mesh", "place_params"),
     "storage.saving": ("save", "save_hf"),
 }
@@ -29,6 +31,8 @@ __all__ = [
     "FieldError",
     "GenerateResult",
     "Generation",
+    "Handle",
+    "OpenEngine",
     "Pair",
     "Programs",
     "Prompts",
@@ -56,6 +60,8 @@ if TYPE_CHECKING:
     from jaxspec.runtime import Programs
     from jaxspec.sampler import Sampler
     from jaxspec.scoring import Sequences, score
+    from jaxspec.serving.handles import Handle
+    from jaxspec.serving.open_engine import OpenEngine
     from jaxspec.sharding import make_mesh, place_params
     from jaxspec.storage.saving import save, save_hf
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspec.records import FieldError, Sampling
-from jaxspec.requests import Request, Seen, sampling_params
+from jaxspec.requests import Request, sampling_params
 from jaxspec.runtime import Runtime
 from jaxspec.sharding import fetch
 from jaxspec.state import DecodeState
@@ -66,9 +67,7 @@ class ChosenLength:
             lengths = ladder(spec.num_draft_tokens)
             self.chooser = Chooser(lengths, compiled=lengths[-1:])
         self._compile_s = 0.0  # of a decode program
-        self._running: dict[int, Request] = {}  # by slot
-        self._known_steps = np.zeros(runtime.batch_size, np.int64)
-        self._call: tuple[int, bool, float, float] | None = None
+        self._call: tuple[int, bool, float] | None = None
 
     @property
     def used(self) -> dict[int, LengthUse]:
@@ -78,53 +77,44 @@ class ChosenLength:
         rows = self.runtime.batch_size
         return {v: LengthUse(chooser.steps[v], chooser.costs.of(v, rows)) for v in chooser.lengths}
 
-    def next(self, slots: Mapping[int, Request | None], most_steps: int) -> Choice:
+    def next(self, running: Sequence[Request], most_steps: int) -> Choice:
         """Choose for a decode call.
 
         Args:
-          slots: the requests that have slots and are not being read; None in a slot without one.
+          running: the requests that it decodes.
           most_steps: of the call.
         """
         if (chooser := self.chooser) is None:
             return Choice(most_steps, self.runtime.spec.num_draft_tokens)
-        running = {slot: request for slot, request in slots.items() if request is not None}
-        for slot, request in running.items():
-            if self._running.get(slot) is not request:
-                self._known_steps[slot] = 0
-        self._running = running
         choice = Choice(most_steps, chooser.full)
-        asked = (request.sampling for request in running.values())
-        if self.choose == "always" or all(sampling.temperature == 0 for sampling in asked):
+        if self.choose == "always" or all(r.sampling.temperature == 0 for r in running):
             choice = chooser.next(len(running), most_steps, self._compile_s)
         is_new = not chooser.steps[choice.length] and not chooser.costs.is_known(choice.length)
-        timings = self.runtime.timings
-        self._call = choice.length, is_new, timings.decode_s, timings.compile_s
+        self._call = choice.length, is_new, self.runtime.timings.compile_s
         return choice
 
-    def learn(self, seen: Seen) -> None:
-        """Take in what the host saw after a call: how long it took, and how many drafts were accepted."""
-        if (chooser := self.chooser) is None:
+    def learn(self, acceptance_lengths: Sequence[np.ndarray], seconds: float) -> None:
+        """Take in what came of that call.
+
+        Args:
+          acceptance_lengths: tokens that each step committed, a row's steps at a time.
+          seconds: that it took.
+        """
+        if (chooser := self.chooser) is None or self._call is None or not acceptance_lengths:
             return
-        if self._call is None:
+        (length, is_new, compile_s), self._call = self._call, None
+        if not (steps := max(map(len, acceptance_lengths))):
             return
-        slots = list(self._running)
-        before, now = self._known_steps[slots], seen.num_steps[slots].astype(np.int64)
-        self._known_steps[slots] = now
-        if not (steps := int((done := now - before).max())):
-            return
-        (length, is_new, begin_s, compile_s), self._call = self._call, None
-        rows = zip(slots, before, now, strict=True)
-        new = np.concatenate([seen.acceptance_lengths[slot, a:b] for slot, a, b in rows])
+        new = np.concatenate(acceptance_lengths)
         accepted, counts = np.unique(np.maximum(new, 1) - 1, return_counts=True)
-        timings = self.runtime.timings
-        seconds = timings.decode_s - begin_s
         if is_new:  # the first call of a program takes longer than others will
-            self._compile_s, seconds = max(self._compile_s, timings.compile_s - compile_s), None
+            compile_s = self.runtime.timings.compile_s - compile_s
+            self._compile_s = max(self._compile_s, compile_s)
         chooser.learn(
             length,
-            float(done.sum()) / steps,
+            len(new) / steps,
             steps,
-            seconds,
+            None if is_new else seconds,
             dict(zip(accepted.tolist(), counts.tolist(), strict=True)),
         )
 
@@ -132,7 +122,7 @@ class ChosenLength:
         """Compile every length and time its steps, on rows that were made up; return the state, all slots empty."""
         if (chooser := self.chooser) is None:
             return state
-        runtime, before = self.runtime, self.runtime.timings.decode_s
+        runtime = self.runtime
         steps = min(STEPS, (runtime.cache_length - 2) // runtime.spec.step_tokens)
         if steps < 1:  # no row can be so short
             return state
@@ -141,14 +131,15 @@ class ChosenLength:
             seconds = []
             for most in (1, *[steps] * CALLS):
                 state = self._started(state, most)
-                begin_s = runtime.timings.decode_s
-                state = runtime.decode(state, most, length)
+                call = runtime.decoding(state, most, 0, length)
+                begin = time.perf_counter()
+                state = jax.block_until_ready(call(state))
+                taken_s = time.perf_counter() - begin
                 if int(fetch(state.num_steps).max()) == most:
-                    seconds.append((runtime.timings.decode_s - begin_s) / most)
+                    seconds.append(taken_s / most)
             chooser.compiled.add(length)
             if len(seconds) > 1:
                 chooser.costs.add(length, runtime.batch_size, statistics.median(seconds[1:]))
-        runtime.timings.decode_s = before
         return runtime.clear(state, np.ones(runtime.batch_size, bool))
 
     def _made_up(self, state: DecodeState) -> Any:

@@ -11,9 +11,12 @@ follow from its own prompt's length alone. A request's draws follow from its own
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,17 +25,13 @@ from jax.sharding import Mesh
 from jaxspec import memory
 from jaxspec.chosen_length import ChosenLength
 from jaxspec.loading import LoadedModel
-from jaxspec.prefill import PromptReader, bucket, chunk_of, rows_bucket
+from jaxspec.prefill import PromptReader, bucket, chunk_of, rows_ahead, rows_bucket
 from jaxspec.records import ChooseLength, Drafting, Extras, FieldError, at_least
 from jaxspec.requests import (
     Completion,
-    Reason,
     Request,
-    Seen,
     Update,
-    admission,
     check_cache_length,
-    failed,
     positions,
     refusal,
     refused,
@@ -40,7 +39,8 @@ from jaxspec.requests import (
 from jaxspec.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, own_context
-from jaxspec.state import DecodeSpec, DecodeState
+from jaxspec.slots import Slots
+from jaxspec.state import DecodeSpec
 
 STOP_IDS = 4
 """Stop ids that a slot has room for, unless the engine is made for more."""
@@ -61,6 +61,9 @@ class Engine:
       steps_per_return: most decode steps between returns to the host.
       max_prefill_tokens: prompt tokens, padding included, that are read before rows decode on; at least one pass.
         None: all prompts that have slots are read first.
+      read_ahead: rows beside the slots, into which the prompts of waiting requests are read while all slots are
+        taken. A slot that is free then goes on at once. None: as many as keep passes full on a GPU, none where
+        there is one slot, on a CPU, or on a mesh with a data axis.
       invariant: no row depends on its neighbours, to the last bit; prompts share small passes only.
       choose_length: when to verify fewer drafts than there are, if that is quicker. See `records.ChooseLength`.
       programs: compiled programs to share with other engines; None for its own.
@@ -82,6 +85,7 @@ class Engine:
         num_stop_ids: int = STOP_IDS,
         steps_per_return: int = 16,
         max_prefill_tokens: int | None = None,
+        read_ahead: int | None = None,
         invariant: bool = False,
         choose_length: ChooseLength = "greedy",
         programs: Programs | None = None,
@@ -94,13 +98,24 @@ class Engine:
         ):
             if value is not None and (wrong := at_least(1).refusal(value)):
                 raise FieldError(name, wrong)
+        if read_ahead is not None and (wrong := at_least(0).refusal(read_ahead)):
+            raise FieldError("read_ahead", wrong)
         self.target, self.drafter = target, drafter
         weights = target.params, drafter.params if drafter else None
+        mesh = mesh_of(target=weights[0], drafter=weights[1])
+        slots = rows_bucket(batch_size, mesh)
+        if read_ahead is None:
+            read_ahead = rows_ahead(target.graph, slots, mesh)
+        elif read_ahead and mesh.shape["data"] > 1:
+            raise FieldError(
+                "read_ahead", "needs a mesh whose data axis has one device; leave it out"
+            )
         self.runtime = Runtime(
             make_spec(target, drafter, drafting, extras),
             *weights,
-            batch_size=rows_bucket(batch_size, mesh_of(target=weights[0], drafter=weights[1])),
+            batch_size=slots,
             cache_length=cache_length,
+            read_ahead=read_ahead,
             invariant=invariant,
             programs=programs,
         )
@@ -109,6 +124,9 @@ class Engine:
         self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
         self._names = 0  # ids that were made up
+        # Several devices, or several processes, need their programs in one order, which one thread keeps.
+        self._pool = ThreadPoolExecutor(1, "jaxspec") if self.mesh.size == 1 else None
+        self._busy: Slots | None = None  # whose state the device has
         self.reset()
 
     @classmethod
@@ -122,6 +140,7 @@ class Engine:
         extras: Extras | None = None,
         batch_size: int = 1,
         cache_length: int | None = None,
+        read_ahead: int | None = None,
         **options: Any,
     ) -> Engine:
         """Make an engine that just holds these requests.
@@ -131,6 +150,8 @@ class Engine:
         Args:
           extras: None for what these requests ask for. A program without extras is quicker.
           cache_length: None for as many positions as the longest request needs, in buckets.
+          read_ahead: None for what an engine takes by default, where there are more requests than slots and the
+            memory allows it.
           options: of the engine, such as `steps_per_return` and `invariant`.
 
         Raises:
@@ -146,7 +167,12 @@ class Engine:
         else:
             check_cache_length(spec, cache_length)
         mesh = mesh_of(target=target.params, drafter=drafter.params if drafter else None)
-        memory.check_fits(spec, rows_bucket(batch_size, mesh), cache_length, mesh)
+        slots = rows_bucket(batch_size, mesh)
+        if read_ahead is None:
+            read_ahead = rows_ahead(target.graph, slots, mesh) if len(requests) > slots else 0
+            if not memory.fits(spec, slots + read_ahead, cache_length, mesh):
+                read_ahead = 0
+        memory.check_fits(spec, slots + read_ahead, cache_length, mesh)
         return cls(
             target,
             drafter,
@@ -155,6 +181,7 @@ class Engine:
             batch_size=batch_size,
             cache_length=cache_length,
             num_stop_ids=max((r.num_stop_ids for r in requests), default=1),
+            read_ahead=read_ahead,
             **options,
         )
 
@@ -176,6 +203,11 @@ class Engine:
         return self.runtime.batch_size
 
     @property
+    def read_ahead(self) -> int:
+        """Rows beside the slots, into which prompts are read before they have one."""
+        return self.runtime.read_ahead
+
+    @property
     def cache_length(self) -> int:
         """Positions that a slot holds."""
         return self.runtime.cache_length
@@ -183,7 +215,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests that have a slot."""
-        return sum(request is not None for request in self._slots)
+        return self.batch_size - len(self._slots.free)
 
     @property
     def timings(self) -> Timings:
@@ -239,7 +271,7 @@ class Engine:
         return None
 
     def add(self, request: Request) -> Hashable:
-        """Let a request wait for a slot, behind those that wait already; return its id.
+        """Let a request wait for a slot, behind those of its priority that wait already; return its id.
 
         A request with more stop ids than the engine was made for is refused: they are part of the shapes, and
         none of `step`'s programs is ever compiled for a second number of them.
@@ -257,7 +289,8 @@ class Engine:
         elif name in self._live:
             raise FieldError("id", f"{name!r} belongs to a request that is not done; give another")
         self._live.add(name)
-        self._waiting.append(dataclasses.replace(request, id=name))
+        place = bisect_right(self._waiting, request.priority, key=lambda r: r.priority)
+        self._waiting.insert(place, dataclasses.replace(request, id=name))
         return name
 
     def cancel(self, id: Hashable) -> None:
@@ -271,69 +304,74 @@ class Engine:
         for request in self._waiting:
             if request.id == id:
                 self._waiting.remove(request)
-                self._end(Completion(id, finish_reason="cancelled"))
+                self._ended.append(Completion(id, finish_reason="cancelled"))
                 return
-        for slot, request in enumerate(self._slots):
-            if request is not None and request.id == id:
-                if self._reported[slot]:
-                    assert self._seen is not None
-                    tokens = self._seen.tokens_of(slot)[: self._reported[slot]]
-                    self._end(self._completion(slot, tokens, "cancelled"))
-                else:  # its prompt is not read yet
-                    self._end(Completion(id, finish_reason="cancelled"))
-                self._slots[slot] = None
-                self._retire(np.arange(self.batch_size) == slot)
+        for slots in self._all_slots:
+            if (place := slots.place_of(id)) is not None:
+                row = slots.rows[place]
+                assert row is not None
+                self._ended.append(row.completion("cancelled"))
+                if slots is self._reading:
+                    self._reader.forget(place)
+                slots.rows[place] = None  # the device hears of it after what it does now
                 return
         raise FieldError("id", f"{id!r} belongs to no request that waits or runs")
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits, nothing runs, and all has been told."""
-        return not self._live and not self._ended
+        return not self._live
 
     def step(self) -> list[Update | Completion]:
-        """Admit waiting requests and read their prompts, or else decode on; return what came of it.
+        """Wait for what the device does, give it the next pass over prompts or the next steps, and say what came.
 
-        Decoding returns after `steps_per_return` steps, or as soon as enough rows are done for those that wait.
-        An engine that has nothing to do returns nothing.
+        What a step sends to the device the next step tells of, so that the caller and the device work at the
+        same time. Decoding ends after `steps_per_return` steps, or as soon as enough rows are done for those that
+        wait. An engine that has nothing to do returns nothing.
         """
         events: list[Update | Completion] = [*self._ended]
         self._ended.clear()
-        free = [slot for slot, request in enumerate(self._slots) if request is None]
-        active = self.batch_size - len(self._reader.slots.union(free))
-        lengths = (len(request.prompt_ids) for request in self._waiting)
-        wanted = self.runtime.shapes.worth_reading(lengths)  # free slots; 0: nobody waits
         with own_context(self.mesh):
-            if self._reader.is_done and wanted and free and (len(free) >= wanted or not active):
-                self._admit({slot: self._waiting.popleft() for slot in free[: len(self._waiting)]})
-            if not self._reader.is_done and not (self._reader.is_over_turn and active):
-                assert self._state is not None
-                self._state = self._reader.turn(self.runtime.feed, self._state)
-            elif active:
-                assert self._state is not None
-                until = active + len(free) - wanted if wanted and self._reader.is_done else 0
-                running = {s: r for s, r in enumerate(self._slots) if s not in self._reader.slots}
-                call = self.chosen_length.next(running, self.steps_per_return)
-                self._state = self.runtime.decode(self._state, *call, max(until, 0))
-                self._reader.is_over_turn = False
-            else:
-                return events
-            return events + self._look()
+            if self._busy is not None:
+                events += self._look()
+            if self._ahead is not None:
+                self._hand_over(self._ahead)
+            if self._ahead is None or not self._slots.read or self._is_time_to_read():
+                self._admit()
+            if self._is_time_to_read():
+                self._read()
+            elif self._slots.read:
+                self._decode()
+            if (
+                self._ahead is not None and self._busy is not self._ahead
+            ):  # while the device decodes
+                self._admit()
+        for event in events:
+            if isinstance(event, Completion):
+                self._live.discard(event.id)
+                self.timings.decode_tokens += max(len(event.token_ids) - 1, 0)
+        return events
 
     def warm_up(self) -> None:
         """Compile every program, and time all verify lengths. Later requests compile nothing; idle engines only."""
         if not self.is_idle:
             raise ValueError("warm_up needs an idle engine: call step until is_idle, or reset")
-        runtime, before = self.runtime, self.timings.prefill_s
+        runtime, reading, running = self.runtime, self._reading, self._slots
         with own_context(self.mesh):
-            state = self._state or runtime.init_state(self.num_stop_ids)
-            state = runtime.admit(state, admission(runtime, {}, self.num_stop_ids))
+            reading.admit({})
             for rows, width in runtime.shapes.all():
-                state = runtime.feed(state, chunk_of({}, rows, width, self.batch_size))
-            state = self.chosen_length.measure(runtime.decode(state, 1))
-            state = runtime.retire(state, np.zeros(self.batch_size, bool))
-            self._state = runtime.clear(state, np.zeros(self.batch_size, bool))
-        self.timings.prefill_s = before
+                chunk = chunk_of({}, rows, width, reading.count)
+                reading.state = runtime.feed(reading.state, chunk)
+            if reading is not running:
+                running.state = runtime.insert(running.state, reading.state, 0, 0)
+            running.state = self.chosen_length.measure(runtime.decode(running.state, 1))
+            for slots in self._all_slots:
+                nobody = np.zeros(slots.count, bool)
+                slots.state = runtime.retire(slots.state, nobody)
+                slots.state = runtime.clear(slots.state, nobody)
+            for slots, steps in ((reading, 0), (running, self.steps_per_return)):
+                slots.start(None, steps, lambda state: state)
+                slots.wait()
 
     def run(self, requests: Sequence[Request]) -> Iterator[Update | Completion]:
         """Decode all requests, yielding updates as tokens come and one completion for each.
@@ -375,73 +413,97 @@ class Engine:
 
     def reset(self) -> None:
         """Forget all requests and give back the memory of the caches; the next request gets new ones."""
+        if self._busy is not None:
+            with contextlib.suppress(
+                Exception
+            ):  # whoever waited for it has heard, or does not care
+                self._busy.wait()
         self._waiting: deque[Request] = deque()
-        self._live: set[Hashable] = set()  # ids of what waits or runs
-        self._slots: list[Request | None] = [None] * self.batch_size
-        self._reported = [0] * self.batch_size  # tokens of each slot that were told
+        self._live: set[Hashable] = set()  # ids of what is not told to be done
         self._ended: list[Completion] = []  # not told yet
-        self._reader = PromptReader(self.runtime.shapes, self.max_prefill_tokens)
-        self._seen: Seen | None = None
-        self._state: DecodeState | None = None
+        self._slots = Slots(self.runtime, self.batch_size, self.num_stop_ids)
+        self._ahead: Slots | None = None
+        if self.read_ahead:
+            self._ahead = Slots(self.runtime, self.read_ahead, self.num_stop_ids)
+        self._reader = PromptReader(self.runtime.shapes)
+        self._busy = None
+        self._read_since = 0  # prompt tokens since rows decoded, padding included
 
     # --- a step --------------------------------------------------------------------------------------
 
-    def _admit(self, new: dict[int, Request]) -> None:
-        """Give slots to requests; their prompts are read next."""
-        if self._state is None:
-            self._state = self.runtime.init_state(self.num_stop_ids)
-        for slot, request in new.items():
-            self._slots[slot], self._reported[slot] = request, 0
-        taken = admission(self.runtime, new, self.num_stop_ids)
-        self._state = self.runtime.admit(self._state, taken)
-        self._reader.start({slot: request.prompt_ids for slot, request in new.items()})
+    @property
+    def _reading(self) -> Slots:
+        """Where prompts are read."""
+        return self._slots if self._ahead is None else self._ahead
+
+    @property
+    def _all_slots(self) -> list[Slots]:
+        return [self._slots] if self._ahead is None else [self._slots, self._ahead]
+
+    @property
+    def _worth_reading(self) -> int:
+        """For how many free slots decoding stops to read prompts into them; 0 where nobody waits."""
+        lengths = (len(request.prompt_ids) for request in self._waiting)
+        return self.runtime.shapes.worth_reading(lengths)
+
+    def _hand_over(self, ahead: Slots) -> None:
+        """Give free slots to requests whose prompts were read ahead."""
+        if pairs := dict(zip(ahead.read, self._slots.free, strict=False)):
+            self._slots.take(ahead, pairs)
+
+    def _admit(self) -> None:
+        """Give rows to requests that wait; their prompts are read next."""
+        if self._ahead is None and (
+            self._reader.unread
+            or (self._slots.read and len(self._slots.free) < self._worth_reading)
+        ):
+            return
+        new = {place: self._waiting.popleft() for place in self._reading.free[: len(self._waiting)]}
+        if new:
+            self._reading.admit(new)
+            self._reader.start({place: request.prompt_ids for place, request in new.items()})
+
+    def _is_time_to_read(self) -> bool:
+        """Tell whether a pass over prompts comes next; rows that decode wait for it."""
+        if not self._reader.unread or not self._slots.read:
+            return bool(self._reader.unread)
+        if self.max_prefill_tokens is not None and self._read_since >= self.max_prefill_tokens:
+            return False
+        # Read ahead, prompts wait for a slot, and not a slot for prompts. An eighth of them is kept ready.
+        return self._ahead is None or len(self._ahead.read) < max(1, self._ahead.count // 8)
+
+    def _read(self) -> None:
+        """Send a pass over prompts to the device."""
+        chunk, ended = self._reader.next_chunk()
+        self._read_since += chunk.tokens.size
+        for place in ended:
+            row = self._reading.rows[place]
+            assert row is not None
+            row.is_read = True
+        self._busy = self._reading
+        self._busy.start(self._pool, 0, self.runtime.feeding(self._busy.state, chunk))
+
+    def _decode(self) -> None:
+        """Send some steps to the device; it does fewer when rows end that others wait for."""
+        active, until = len(self._slots.read), 0
+        if self._ahead is not None and self._ahead.read:
+            until = active - 1
+        elif self._ahead is None and self._waiting and not self._reader.unread:
+            until = max(0, active + len(self._slots.free) - self._worth_reading)
+        self._read_since = 0
+        most, self._busy = self.steps_per_return, self._slots
+        steps, length = self.chosen_length.next(self._busy.requests, most)
+        call = self.runtime.decoding(self._busy.state, steps, until, length)
+        self._busy.start(self._pool, most, call)
 
     def _look(self) -> list[Update | Completion]:
-        """Tell what is new in each slot, and free those that are done."""
-        assert self._state is not None
-        seen = self._seen = Seen.fetch(self._state)
-        self.chosen_length.learn(seen)
-        events: list[Update | Completion] = []
-        for slot, request in enumerate(self._slots):
-            if request is None or slot in self._reader.slots:
-                continue
-            tokens = seen.tokens_of(slot)
-            is_new = len(tokens) > self._reported[slot]
-            keep = request.stop_at(tokens) if request.stop_at and is_new else None
-            tokens = tokens[:keep]
-            if len(tokens) > self._reported[slot]:
-                self._reported[slot] = len(tokens)
-                events.append(Update(request.id, tokens))
-            if keep is None and seen.active[slot]:
-                continue
-            stopped = keep is not None or seen.stopped[slot]
-            reason = "stop" if stopped else "error" if seen.failed[slot] else "length"
-            events.append(self._completion(slot, tokens, reason))
-            self._live.discard(request.id)
-            self.timings.decode_tokens += max(len(tokens) - 1, 0)
-            self._slots[slot] = None
-        finished = np.asarray([request is None for request in self._slots])
-        if (finished & seen.active).any():  # the device still thinks these run
-            self._retire(finished)
-        if (spoilt := finished & seen.spoilt).any():
-            self._state = self.runtime.clear(self._state, spoilt)
-        return events
-
-    def _retire(self, finished: np.ndarray) -> None:
-        assert self._state is not None
-        self._state = self.runtime.retire(self._state, finished)
-
-    def _end(self, completion: Completion) -> None:
-        """Count a cancelled request, which the next step tells of."""
-        self._live.discard(completion.id)
-        self._ended.append(completion)
-        self.timings.decode_tokens += max(len(completion.token_ids) - 1, 0)
-
-    def _completion(self, slot: int, tokens: tuple[int, ...], reason: Reason) -> Completion:
-        request, seen = self._slots[slot], self._seen
-        assert request is not None
-        assert seen is not None
-        logprobs = seen.logprobs_of(slot, len(tokens))
-        if reason == "error":
-            return failed(request, tokens, **logprobs)
-        return Completion(request.id, tokens, reason, seen.acceptance_lengths_of(slot), **logprobs)
+        """Wait for what the device does, and tell what came of it."""
+        assert self._busy is not None
+        slots, self._busy = self._busy, None
+        taken_s = slots.wait()
+        if self._read_since:
+            self.timings.prefill_s += taken_s
+        else:
+            self.timings.decode_s += taken_s
+            self.chosen_length.learn(slots.new_acceptance_lengths, taken_s)
+        return slots.look()

@@ -117,6 +117,12 @@ def check_weights_fit(graph: Graph, mesh: Mesh) -> None:
         )
 
 
+def fits(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> bool:
+    """Tell whether decoding a batch fits into the devices, as far as that is known."""
+    limit = bytes_limit(mesh)
+    return limit is None or footprint(spec, rows, cache_length, mesh).total <= limit
+
+
 def check_fits(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> None:
     """Raise an error if decoding a batch needs more memory than a device has.
 
@@ -132,12 +138,9 @@ def check_fits(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> No
         return
     data = mesh.shape["data"]
 
-    def fits(rows: int, cache_length: int) -> bool:
-        return footprint(spec, rows, cache_length, mesh).total <= limit
-
-    most_rows = data * _most(rows // data, lambda n: fits(n * data, cache_length))
+    most_rows = data * _most(rows // data, lambda n: fits(spec, n * data, cache_length, mesh))
     longest = RING_MULTIPLE * _most(
-        cache_length // RING_MULTIPLE, lambda n: fits(rows, n * RING_MULTIPLE)
+        cache_length // RING_MULTIPLE, lambda n: fits(spec, rows, n * RING_MULTIPLE, mesh)
     )
     ways = [f"{most_rows} rows of this length fit"] if most_rows else []
     ways += [f"{rows} rows of {longest} positions fit"] if longest else []

@@ -7,10 +7,10 @@ busy reading weights, whatever it computes on them. `full_pass` says how many to
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -50,6 +50,17 @@ def rows_bucket(count: int, mesh: Mesh) -> int:
     return data * bucket(-(-count // data))
 
 
+def rows_ahead(target: Graph, slots: int, mesh: Mesh) -> int:
+    """Return how many rows it is worth to read ahead of free slots: twice what one pass of 256 tokens a row takes.
+
+    None where there is one slot, which nobody shares; on a CPU, where all passes take as long for a token; and
+    where slots are split over devices, since a row is copied within one.
+    """
+    if slots == 1 or on_cpu(mesh) or mesh.shape["data"] > 1:
+        return 0
+    return min(slots, 2 * full_pass(target, mesh) // SHARED_WIDTHS[-1])
+
+
 def on_cpu(mesh: Mesh) -> bool:
     """Tell whether a mesh is of CPUs."""
     return mesh.devices.flat[0].platform == "cpu"
@@ -66,12 +77,13 @@ def full_pass(target: Graph, mesh: Mesh) -> int:
         return SHARED_PREFILL
     config, declared = target.config, target.declared()
     read = products = 0.0
-    for name, array in target.abstract_params().items():
+    for name, array in target.abstract_weights().items():
         if declared[name].lookup or array.ndim < 2:
             continue
         share = 1.0
         if "experts" in declared[name].axes:
             share = config.num_experts_per_token / config.num_experts
+        # Quantised weights count as numbers: shapes of passes do not depend on formats.
         read += array.size * array.dtype.itemsize
         products += 2.0 * array.size * share
     return max(SHARED_PREFILL, 2 ** round(math.log2(2 * BALANCE * read / products)))
@@ -122,31 +134,36 @@ class Shapes:
         """Return the rows of a pass that fills the device."""
         return self._rows(self.full // width)
 
-    def next_pass(self, waiting: Mapping[int, int]) -> tuple[int, int, list[int]]:
-        """Return the rows and the width of the next pass, and which of the chunks that wait it takes.
+    def next_pass(self, left: Mapping[int, int]) -> tuple[int, int, list[int]]:
+        """Return the rows and the width of the next pass, and which slots it reads.
+
+        A pass takes the slots in their order. Its width is the one by which all passes together take least.
 
         Args:
-          waiting: the width of the next chunk of each slot.
+          left: tokens that are not read yet, of each slot.
         """
-        order = sorted(waiting, key=lambda slot: -waiting[slot])
-        width = waiting[order[0]]
-        rows = self.full_rows(width)
-        if self.full > SHARED_PREFILL:
-            apart = Counter(waiting[slot] for slot in order[:rows])
-            passes = {w: -(-count // self.small_rows(w)) for w, count in apart.items()}
-            if sum(n * self._cost(self.small_rows(w) * w) for w, n in passes.items()) > self._cost(
-                rows * width
-            ):
-                return rows, width, order[:rows]
-        rows = self.small_rows(width)
-        return rows, width, [slot for slot in order if waiting[slot] == width][:rows]
+        if self.full == SHARED_PREFILL or self.slots == 1:
+            widths = {slot: self.width(count) for slot, count in left.items()}
+            width = max(widths.values())
+            rows = self.small_rows(width)
+            return rows, width, [slot for slot in left if widths[slot] == width][:rows]
+        width = min(self.widths, key=lambda width: self._cost(width, left.values()))
+        rows = self._rows_for(width, len(left))
+        return rows, width, list(left)[:rows]
 
-    def _cost(self, tokens: int) -> float:
-        """Return what a pass takes, in units of what one more token takes.
+    def _rows_for(self, width: int, count: int) -> int:
+        small = self.small_rows(width)
+        return small if count <= small else self.full_rows(width)
 
-        Measured for 26B-A4B on an H200: 20 ms for 256 tokens, 53 ms for 2,048.
+    def _cost(self, width: int, left: Collection[int]) -> float:
+        """Return what passes of one width over all that is left take, in units of what one more token takes.
+
+        Measured for 26B-A4B on an H200: 20 ms for a pass of 256 tokens, 53 ms for 2,048.
         """
-        return 0.4 * self.full + tokens
+        rows = self._rows_for(width, len(left))
+        pieces = [-(-count // width) for count in left]
+        passes = max(*pieces, -(-sum(pieces) // rows)) if len(pieces) > 1 else pieces[0]
+        return passes * (0.4 * self.full + rows * width)
 
     def worth_reading(self, waiting: Iterable[int]) -> int:
         """Return for how many free slots it is worth to stop decoding; 0 where no prompt waits.
@@ -169,29 +186,23 @@ class Shapes:
 
     def all(self) -> list[tuple[int, int]]:
         """List the rows and the width of every pass there is."""
-        widths = {self.width(left) for left in range(1, max(self.longest, self.full) + 1)}
         rows = (self.small_rows, self.full_rows)
-        return sorted({(of(width), width) for width in widths for of in rows})
+        return sorted({(of(width), width) for width in self.widths for of in rows})
+
+    @functools.cached_property
+    def widths(self) -> list[int]:
+        """The widths of all passes."""
+        return sorted({self.width(left) for left in range(1, max(self.longest, self.full) + 1)})
 
 
 def chunks(
     prompts: Mapping[int, Sequence[int] | np.ndarray], shapes: Shapes
 ) -> Iterator[PrefillChunk]:
-    """Cut the prompts of slots into chunks, in the order in which they have to be fed.
-
-    Rows of a pass that nobody needs point past the last slot.
-    """
-    begins = dict.fromkeys(prompts, 0)
-    while begins:
-        waiting = {slot: shapes.width(len(prompts[slot]) - begin) for slot, begin in begins.items()}
-        while waiting:
-            rows, width, taken = shapes.next_pass(waiting)
-            some = {slot: (prompts[slot], begins[slot]) for slot in taken}
-            yield chunk_of(some, rows, width, shapes.slots)
-            for slot in taken:
-                del waiting[slot]
-                begins[slot] += width
-        begins = {slot: begin for slot, begin in begins.items() if begin < len(prompts[slot])}
+    """Cut the prompts of slots into chunks, in the order in which they have to be fed."""
+    reader = PromptReader(shapes)
+    reader.start(prompts)
+    while reader.unread:
+        yield reader.next_chunk()[0]
 
 
 def chunk_of(
@@ -216,40 +227,41 @@ def chunk_of(
 
 
 class PromptReader:
-    """Reads the prompts of new slots by turns, so that rows which decode need not wait for all of them.
+    """Reads the prompts of slots, pass by pass. More may come between two passes.
 
-    Args:
-      max_tokens: that are read in a turn, padding included, one pass at least; None for all.
+    Attributes:
+      unread: the prompts of slots that are not read to the end, and how many of their tokens are.
     """
 
-    def __init__(self, shapes: Shapes, max_tokens: int | None):
-        self.shapes, self.max_tokens = shapes, max_tokens
-        self.slots: set[int] = set()  # whose prompts are not read to the end
-        self.is_over_turn = False  # rows that decode are to go on before more is read
-        self._chunks: deque[PrefillChunk] = deque()
+    def __init__(self, shapes: Shapes):
+        self.shapes = shapes
+        self.unread: dict[int, tuple[Sequence[int] | np.ndarray, int]] = {}
 
-    @property
-    def is_done(self) -> bool:
-        """Tell whether all prompts are read."""
-        return not self._chunks
+    def start(self, prompts: Mapping[int, Sequence[int] | np.ndarray]) -> None:
+        """Take the prompts of more slots."""
+        self.unread |= {slot: (prompt, 0) for slot, prompt in prompts.items()}
 
-    def start(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Take the prompts of some slots; those of earlier ones are read."""
-        self._chunks.extend(chunks(prompts, self.shapes))
-        self.slots = set(prompts)
+    def forget(self, slot: int) -> None:
+        """Read no more of a slot's prompt."""
+        self.unread.pop(slot, None)
 
-    def turn(
-        self, feed: Callable[[DecodeState, PrefillChunk], DecodeState], state: DecodeState
-    ) -> DecodeState:
-        """Feed the passes of one turn."""
-        read = 0
-        while self._chunks and (self.max_tokens is None or read < self.max_tokens):
-            chunk = self._chunks.popleft()
-            state = feed(state, chunk)
-            read += chunk.tokens.size
-            self.slots -= set(np.asarray(chunk.slots)[np.asarray(chunk.is_last)].tolist())
-        self.is_over_turn = bool(self._chunks)
-        return state
+    def next_chunk(self) -> tuple[PrefillChunk, list[int]]:
+        """Return the next pass, and the slots whose prompts end in it.
+
+        Rows of a pass that nobody needs point past the last slot.
+        """
+        left = {slot: len(prompt) - begin for slot, (prompt, begin) in self.unread.items()}
+        rows, width, taken = self.shapes.next_pass(left)
+        chunk = chunk_of(
+            {slot: self.unread[slot] for slot in taken}, rows, width, self.shapes.slots
+        )
+        ended = [slot for slot in taken if left[slot] <= width]
+        for slot in taken:
+            prompt, begin = self.unread[slot]
+            self.unread[slot] = prompt, begin + width
+        for slot in ended:
+            del self.unread[slot]
+        return chunk, ended
 
 
 def read_prompts(

@@ -5,19 +5,18 @@ Read `Request`, then `Completion`. Nothing here runs anything.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
-from jaxspec.records import SEEDS, VALUES, FieldError, Sampling, at_least, is_a, shown
+from jaxspec.records import SEEDS, VALUES, FieldError, Sampling, at_least, is_a, shown, whole
 from jaxspec.runtime import Runtime, cache_length_for
-from jaxspec.sampling import Logprobs, SamplingParams
-from jaxspec.sharding import fetch
-from jaxspec.state import Admission, DecodeSpec, DecodeState
+from jaxspec.sampling import SamplingParams
+from jaxspec.state import Admission, DecodeSpec
+
+PRIORITIES = whole(-(2**31), 2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,7 @@ class Request:
         the list that `run` is given.
       stop_at: called with the tokens so far whenever the loop returns to the host. A number n ends the
         row and keeps its first n tokens. For stop texts: `tokenizer.stop_at_text` makes one.
+      priority: requests of a smaller number leave the engine's queue sooner; equal ones in their order.
     """
 
     prompt_ids: tuple[int, ...]
@@ -43,6 +43,7 @@ class Request:
     sample: int | None = None
     id: Hashable | None = None
     stop_at: Callable[[Sequence[int]], int | None] | None = None
+    priority: int = 0
 
     @property
     def num_stop_ids(self) -> int:
@@ -52,10 +53,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Update:
-    """A request has more tokens; `token_ids` are all it has so far."""
+    """A request has more tokens; `token_ids` are all it has so far.
+
+    Log-probabilities are those of a `Completion`, of requests that ask for them.
+    """
 
     id: Hashable
     token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    sampled_logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
 
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -92,6 +99,14 @@ class Completion:
 def refused(request: Request, error: FieldError) -> Completion:
     """Return the completion of a request that cannot run."""
     return Completion(request.id, finish_reason="error", error=str(error))
+
+
+def callback_failed(
+    request: Request, error: Exception, token_ids: tuple[int, ...], **logprobs: Any
+) -> Completion:
+    """Return the completion of a request whose `stop_at` raised an error."""
+    said = f"stop_at raised {type(error).__name__}: {error}"
+    return Completion(request.id, token_ids, "error", error=said, **logprobs)
 
 
 def failed(request: Request, token_ids: tuple[int, ...], **logprobs: Any) -> Completion:
@@ -155,6 +170,7 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
         ("max_new_tokens", at_least(1), most),
         ("seed", SEEDS, request.seed),
         ("sample", SEEDS, request.sample or 0),
+        ("priority", PRIORITIES, request.priority),
     ):
         if wrong := allowed.refusal(value):
             return FieldError(name, wrong)
@@ -205,64 +221,26 @@ def sampling_params(spec: DecodeSpec, rows: Sequence[Sampling]) -> SamplingParam
     return spec.sampling(len(rows), **values, bias_ids=ids, bias_values=biases)
 
 
-def admission(runtime: Runtime, new: Mapping[int, Request], num_stop_ids: int) -> Admission:
-    """Return requests as the program takes them that gives them their slots.
+def admission(
+    runtime: Runtime, new: Mapping[int, Request], *, rows: int, num_stop_ids: int
+) -> Admission:
+    """Return requests as the program takes them that gives them rows of a state.
 
     Args:
-      new: by slot.
+      new: by row.
+      rows: of the state.
     """
-    b = runtime.batch_size
-    asked = [new.get(slot, Request((), 0)) for slot in range(b)]
-    stop_ids = np.full((b, num_stop_ids), -1, np.int32)
-    seeds = np.zeros((b, 2), np.uint32)
-    for slot, request in new.items():
+    asked = [new.get(row, Request((), 0)) for row in range(rows)]
+    stop_ids = np.full((rows, num_stop_ids), -1, np.int32)
+    seeds = np.zeros((rows, 2), np.uint32)
+    for row, request in new.items():
         unique = sorted(set(request.stop_ids))
-        stop_ids[slot, : len(unique)] = unique
-        seeds[slot] = request.seed, request.sample or 0
+        stop_ids[row, : len(unique)] = unique
+        seeds[row] = request.seed, request.sample or 0
     return runtime.admission(
-        [slot if slot in new else b for slot in range(b)],
+        [row if row in new else rows for row in range(rows)],
         [r.max_new_tokens for r in asked],
         stop_ids,
         sampling_params(runtime.spec, [r.sampling for r in asked]),
         seeds,
     )
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the host looks at after each return."""
-
-    active: np.ndarray
-    stopped: np.ndarray
-    failed: np.ndarray
-    spoilt: np.ndarray
-    num_tokens: np.ndarray
-    tokens: np.ndarray
-    num_steps: np.ndarray
-    acceptance_lengths: np.ndarray
-    logprobs: Logprobs | None
-
-    @classmethod
-    def fetch(cls, state: DecodeState) -> Seen:
-        """Bring it to the host."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(*fetch([getattr(state, name) for name in names]))
-
-    def tokens_of(self, slot: int) -> tuple[int, ...]:
-        """Return all tokens of a slot so far."""
-        return tuple(self.tokens[slot, : self.num_tokens[slot]].tolist())
-
-    def acceptance_lengths_of(self, slot: int) -> tuple[int, ...]:
-        """Return what each verify step of a slot committed."""
-        return tuple(self.acceptance_lengths[slot, : self.num_steps[slot]].tolist())
-
-    def logprobs_of(self, slot: int, count: int) -> dict[str, Any]:
-        """Return the fields of a `Completion` about log-probabilities, of the first `count` tokens."""
-        if self.logprobs is None:
-            return {}
-        of_slot = jax.tree.map(lambda x: x[slot, :count].tolist(), self.logprobs)
-        found = dict(logprobs=tuple(of_slot.target), sampled_logprobs=tuple(of_slot.sampled))
-        if of_slot.top_ids is not None:
-            best = zip(of_slot.top_ids, of_slot.top_values, strict=True)
-            found["top_logprobs"] = tuple(tuple(zip(*row, strict=True)) for row in best)
-        return found

@@ -38,7 +38,7 @@ from jaxspec.sharding import mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk, settle_num_draft_tokens
 from jaxspec.trees import flat_params
 
-Phase = Literal["admit", "prefill", "decode", "retire", "clear"]
+Phase = Literal["admit", "prefill", "decode", "retire", "clear", "insert"]
 
 
 # --- what is decoded ---------------------------------------------------------------------------------
@@ -174,6 +174,7 @@ _FUNCTIONS: dict[Phase, Callable[..., Any]] = {
     "decode": decode.decode_loop,
     "retire": states.retire,
     "clear": states.clear,
+    "insert": states.insert,
 }
 
 
@@ -185,6 +186,7 @@ class Runtime:
     Args:
       batch_size: slots; a multiple of the mesh's data axis, see `rows_bucket`.
       cache_length: positions a slot holds: prompt, new tokens and one step's tokens.
+      read_ahead: rows of a second state, in which prompts are read. 0: they are read in the slots themselves.
       invariant: whether the shapes of all passes over a row follow from its own prompt alone.
       programs: where compiled programs are kept; None for a place of its own.
     """
@@ -197,6 +199,7 @@ class Runtime:
         *,
         batch_size: int,
         cache_length: int,
+        read_ahead: int = 0,
         invariant: bool = False,
         programs: Programs | None = None,
     ):
@@ -204,11 +207,15 @@ class Runtime:
         self.mesh = mesh_of(target=target_params, drafter=drafter_params)
         self.target_params, self.drafter_params = target_params, drafter_params
         self.batch_size = batch_size
-        self.cache_length = cache_length
-        self.shapes = Shapes.of(spec.target, batch_size, self.mesh, invariant=invariant)
+        self.cache_length, self.read_ahead = cache_length, read_ahead
+        rows = read_ahead or batch_size
+        self.shapes = Shapes.of(spec.target, rows, self.mesh, invariant=invariant)
         self.programs = Programs() if programs is None else programs
         self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
         self.timings = Timings()
+        self.begun = (
+            0.0  # when the last pass or steps were sent to the device, by `time.perf_counter`
+        )
 
     @property
     def num_compilations(self) -> int:
@@ -237,11 +244,11 @@ class Runtime:
         """Put what the host knows about rows onto the mesh."""
         return place_rows(rows, self.mesh)
 
-    def init_state(self, num_stop_ids: int) -> DecodeState:
-        """Return a state of empty slots."""
+    def init_state(self, num_stop_ids: int, rows: int | None = None) -> DecodeState:
+        """Return a state of empty slots, or of some other number of rows."""
         return self.programs.new_state(
             self.spec,
-            self.batch_size,
+            rows or self.batch_size,
             self.cache_length,
             num_stop_ids,
             jnp.dtype(self.spec.target.dtype),
@@ -284,32 +291,40 @@ class Runtime:
         return state
 
     def feed(self, state: DecodeState, chunk: PrefillChunk) -> DecodeState:
-        """Read one chunk, and wait for it."""
+        """Read one chunk."""
+        return self.feeding(state, chunk)(state)
+
+    def feeding(self, state: DecodeState, chunk: PrefillChunk) -> Callable[..., DecodeState]:
+        """Return the call that reads one chunk into such a state."""
         chunk = self.place(chunk)
         program = self.program("prefill", state, chunk)
-        begin = time.perf_counter()
-        state = jax.block_until_ready(program(state, chunk))
-        self.timings.prefill_s += time.perf_counter() - begin
-        return state
+        return lambda state: program(state, chunk)
 
     def decode(
         self,
         state: DecodeState,
         max_steps: int,
-        verify_length: int | None = None,
         until_active: int = 0,
+        verify_length: int | None = None,
     ) -> DecodeState:
-        """Run up to so many steps, and wait for them; fewer when no more than `until_active` rows are active.
+        """Run up to so many steps; fewer when no more than `until_active` rows are active.
 
         Args:
           verify_length: drafts that each step verifies; None for all.
         """
+        return self.decoding(state, max_steps, until_active, verify_length)(state)
+
+    def decoding(
+        self,
+        state: DecodeState,
+        max_steps: int,
+        until_active: int = 0,
+        verify_length: int | None = None,
+    ) -> Callable[..., DecodeState]:
+        """Return the call that decodes such a state."""
         limits = self.place((np.int32(max_steps), np.int32(until_active)))
         program = self.program("decode", state, *limits, verify_length=verify_length)
-        begin = time.perf_counter()
-        state = jax.block_until_ready(program(state, *limits))
-        self.timings.decode_s += time.perf_counter() - begin
-        return state
+        return lambda state: program(state, *limits)
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
         """End the rows of slots that the host found finished."""
@@ -318,6 +333,13 @@ class Runtime:
     def clear(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
         """Empty the caches of slots that are spoilt."""
         return self.program("clear", state, rows := self.place(slots))(state, rows)
+
+    def insert(
+        self, state: DecodeState, other: DecodeState, source: int, target: int
+    ) -> DecodeState:
+        """Copy a row of another state into a slot."""
+        given = other, *self.place((np.int32(source), np.int32(target)))
+        return self.program("insert", state, *given)(state, *given)
 
     def program(
         self,
@@ -331,7 +353,7 @@ class Runtime:
         if verify_length is not None:
             spec = spec.verifying(verify_length)
         chunk = given[0].tokens.shape if isinstance(given[0], PrefillChunk) else ()
-        key = (phase, *chunk, state.stop_ids.shape[1])
+        key = (phase, *chunk, *state.stop_ids.shape)
         if spec.verify_length is not None:
             key = (*key, f"verifying {spec.verify_length}")
         runs_models = phase in ("prefill", "decode")

@@ -204,6 +204,7 @@ def score(
 
     Returns:
       `target` and `sampled`, in the shape that the maker of `sequences` names, 0 where nothing is scored.
+      With `top_logprobs` in `extras`, `top_ids` and `top_values` have the target's best tokens in each place.
       `sampled` is 0 for greedy texts, as in a sampler's result. A token that the filters leave out has -inf.
 
     Raises:
@@ -236,7 +237,8 @@ def _spec_of(model: Any, sampling: Any, extras: Extras | None) -> DecodeSpec:
     if isinstance(model, Sampler):
         if extras is not None:
             raise ValueError("a sampler has its own extras; leave extras out")
-        return model.spec
+        extras = dataclasses.replace(model.spec.extras, top_logprobs=0)
+        return dataclasses.replace(model.spec, extras=extras)
     if not isinstance(model, LoadedModel | Graph):
         model, _ = cast(tuple[LoadedModel, Any], tuple(model))
     if extras is None:
@@ -310,7 +312,7 @@ def _score(
     # The backward pass makes the logits of a chunk again, so that no two chunks are held at once.
     each_piece = places.reshape(rows, pieces, each).swapaxes(0, 1)
     done = lax.map(jax.checkpoint(run), each_piece)
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, :count], done)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1, *x.shape[3:])[:, :count], done)
 
 
 def _read(target: Target, sequences: Sequences, remat: bool) -> Float[Array, "R T D"]:
@@ -362,8 +364,14 @@ def _score_places(
         suppress_tokens=spec.suppress_tokens,
         extras=spec.extras,
     )
-    found = logprobs_of(tokens[:, None], logits, adjusted, sampling)
-    return jax.tree.map(lambda x: jnp.where(known, x.reshape(known.shape), 0.0), found)
+    top = spec.extras.top_logprobs
+    found = logprobs_of(tokens[:, None], logits, adjusted, sampling, top=top)
+
+    def masked(x: Array) -> Array:
+        x = x.reshape(*known.shape, *x.shape[2:])
+        return jnp.where(known.reshape(known.shape + (1,) * (x.ndim - 2)), x, jnp.zeros_like(x))
+
+    return jax.tree.map(masked, found)
 
 
 def _counts(spec: DecodeSpec, sequences: Sequences, at: Int[Array, "R C"]) -> TokenCounts:

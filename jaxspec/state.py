@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
@@ -341,6 +342,18 @@ def clear(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
         drafter=jax.tree.map(zeros, state.drafter),
         spoilt=state.spoilt & ~slots,
     )
+
+
+def insert(
+    state: DecodeState, other: DecodeState, source: Int[Array, ""], target: Int[Array, ""]
+) -> DecodeState:
+    """Copy a whole row of another state over a row of this one, caches and all."""
+
+    def put(old: Array, new: Array) -> Array:
+        row = lax.dynamic_index_in_dim(new, source)
+        return lax.dynamic_update_index_in_dim(old, row, target, 0)
+
+    return jax.tree.map(put, state, other)
 
 
 def take_rows(state: DecodeState, slots: Int[Array, " b"]) -> DecodeState:

@@ -156,7 +156,11 @@ def test_commands_have_the_options_that_are_shown():
 
 def test_options_that_pages_name_exist():
     """In the text, too: every `--option` in backquotes is one of some command's."""
-    known = {flag for name in ("generate", "check", "bench", "convert") for flag in options(name)}
+    known = {
+        flag
+        for name in ("generate", "serve", "check", "bench", "convert")
+        for flag in options(name)
+    }
     known |= {"--version", "--help"}
     for page in PAGES:
         text = BLOCK.sub("", page.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from jaxspec.commands.bench.command import bench_command
 from jaxspec.commands.check.command import check_command
 from jaxspec.commands.convert import convert_command
 from jaxspec.commands.generate.command import generate
+from jaxspec.commands.serve.command import serve
 
 app = typer.Typer(
     name="jaxspec",
@@ -55,3 +56,4 @@ app.command("generate")(generate)
 app.command("check")(check_command)
 app.command("bench")(bench_command)
 app.command("convert")(convert_command)
+app.command("serve")(serve)

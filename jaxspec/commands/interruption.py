@@ -127,6 +127,14 @@ def take_back() -> None:
         signal.signal(number, _handle)
 
 
+def hand_over() -> None:
+    """Leave signals to others from now on, such as a server that lets requests end before it does."""
+    signal.set_wakeup_fd(-1)
+    for number in _ending.taken:
+        signal.signal(number, signal.SIG_DFL)
+    _ending.taken = []
+
+
 def _handle(number: int, frame: Any) -> None:
     """Note the signal. Python calls this in the main thread, as soon as it can; the watching thread is told at once."""
     _ending.number = _ending.number or number

@@ -206,13 +206,13 @@ def test_verify_lengths_that_follow_from_the_past_keep_the_distribution(
     """Each step's length follows from what all rows accepted before, in as wild a way as there is."""
     past, used = [0], set()
 
-    def next(self: ChosenLength, slots: Any, most_steps: int) -> Choice:
+    def next(self: ChosenLength, running: Any, most_steps: int) -> Choice:
         length = (0, 2, DRAFTS)[past[0] % 3]
         used.add(length)
         return Choice(most_steps, length)
 
-    def learn(self: ChosenLength, seen: Any) -> None:
-        past[0] += int(seen.acceptance_lengths.sum())
+    def learn(self: ChosenLength, acceptance_lengths: Any, seconds: float) -> None:
+        past[0] += int(sum(x.sum() for x in acceptance_lengths))
 
     monkeypatch.setattr(ChosenLength, "next", next)
     monkeypatch.setattr(ChosenLength, "learn", learn)

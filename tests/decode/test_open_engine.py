@@ -33,6 +33,7 @@ def test_a_request_added_while_others_decode(engine: Engine) -> None:
     engine.step()
     engine.step()
     late = engine.add(Request(c.prompts[2], 3))
+    assert [e.id for e in engine.step()] == [first]  # what the device did meanwhile
     assert [e.id for e in engine.step()] == [late]  # its prompt is read: prefill's token
     done = finish(engine)
     assert done[first].token_ids == c.continuation(1)
@@ -46,8 +47,8 @@ def test_a_cancelled_request_frees_its_slot(engine: Engine) -> None:
         engine.add(Request(c.prompts[i], NEW_TOKENS, id=name))
         for i, name in enumerate(("running", "other", "waiting", "next"))
     )
-    engine.step()
-    engine.step()
+    for _ in range(4):  # read both prompts, decode once, look
+        engine.step()
     engine.cancel(running)
     engine.cancel(waiting)
     events = engine.step()
@@ -59,13 +60,29 @@ def test_a_cancelled_request_frees_its_slot(engine: Engine) -> None:
     told = ended["running"].token_ids
     assert 1 < len(told) < NEW_TOKENS
     assert told == c.continuation(0)[: len(told)]
-    assert next_one in [e.id for e in events]  # it was admitted by that very step
+    assert engine.num_running == 2  # the next one was admitted by that very step
     done = finish(engine)
     assert done.keys() == {"other", "next"}
     assert done[other].token_ids == c.continuation(1)
     assert done[next_one].token_ids == c.continuation(3)
     with pytest.raises(FieldError, match="'other' belongs to no request that waits or runs"):
         engine.cancel("other")
+
+
+def test_priorities_leave_the_queue_first(engine: Engine) -> None:
+    """A smaller number is sooner; equal numbers keep their order."""
+    c = case(NAME)
+    engine.add(Request(c.prompts[0], NEW_TOKENS, id="one"))
+    engine.add(Request(c.prompts[1], NEW_TOKENS, id="two"))
+    engine.step()
+    for name, priority in (("late", 1), ("first", 0), ("second", 0), ("urgent", -1)):
+        engine.add(Request(c.prompts[2], 2, id=name, priority=priority))
+    order = []
+    while not engine.is_idle:
+        order += [e.id for e in engine.step() if isinstance(e, Completion)]
+    waited = [name for name in order if name not in ("one", "two")]
+    assert waited == ["urgent", "first", "second", "late"]
+    assert str(engine.check(Request((1,), 1, priority=2**40))).startswith("priority is")
 
 
 def test_cancelling_the_last_one_ends_the_run(engine: Engine) -> None:

@@ -175,7 +175,7 @@ def switched(monkeypatch: pytest.MonkeyPatch, seed: int, lengths: Sequence[int])
     """Let lengths and steps of every call be drawn; return a list that lengths are added to."""
     rng, used = np.random.default_rng(seed), []
 
-    def next(self: ChosenLength, slots: Any, most_steps: int) -> Choice:
+    def next(self: ChosenLength, running: Any, most_steps: int) -> Choice:
         used.append(int(rng.choice(lengths)))
         return Choice(int(rng.integers(1, most_steps + 1)), used[-1])
 
@@ -221,8 +221,10 @@ def test_a_drafter_goes_on_after_plain_steps(drafter: str) -> None:
 
     def drafts(prompt: tuple[int, ...], steps: int, length: int) -> list[int]:
         state = runtime.init_state(4)
-        state = runtime.admit(state, admission(runtime, {0: Request(prompt, NEW_TOKENS)}, 4))
-        state = runtime.decode(runtime.prefill(state, {0: prompt}), steps, 0)
+        state = runtime.admit(
+            state, admission(runtime, {0: Request(prompt, NEW_TOKENS)}, rows=1, num_stop_ids=4)
+        )
+        state = runtime.decode(runtime.prefill(state, {0: prompt}), steps, 0, 0)
 
         @jax.jit
         def propose(target_params: Any, drafter_params: Any, state: DecodeState) -> Draft:
@@ -289,5 +291,5 @@ def test_where_no_length_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     full = Choice(16, 4)
     for choose, sampled in (("greedy", full), ("always", plainly)):
         chosen = c.engine("mixed", choose_length=choose).chosen_length
-        assert chosen.next({0: Request(c.prompts[0], 4), 1: None}, 16) == plainly
-        assert chosen.next({0: Request(c.prompts[0], 4), 1: asked}, 16) == sampled
+        assert chosen.next([Request(c.prompts[0], 4)], 16) == plainly
+        assert chosen.next([Request(c.prompts[0], 4), asked], 16) == sampled

@@ -112,6 +112,8 @@ def _models_of(pair: Pair, seed: int) -> dict[str, Any]:
         "tree": None if pair.spec.tree is None else dataclasses.asdict(pair.spec.tree),
         "synthetic_acceptance": pair.spec.drafting.synthetic_acceptance,
         "dtype": pair.spec.target.dtype,
+        "weights": pair.spec.target.storage,
+        "drafter_weights": None if pair.spec.drafter is None else pair.spec.drafter.storage,
         "device": device.device_kind,
         "platform": device.platform,
         "nproc": os.environ.get("NPROC"),  # threads of programs on a CPU; else as many as cores
@@ -195,10 +197,13 @@ def run_trace(
         cache_length=cache_bucket(most + pair.spec.step_tokens),
         steps_per_return=options.steps_per_return,
         max_prefill_tokens=options.max_prefill_tokens,
+        read_ahead=options.read_ahead,
         invariant=options.invariant,
         choose_length=options.choose_length,
     )
-    memory.check_fits(pair.spec, engine.batch_size, engine.cache_length, engine.mesh)
+    memory.check_fits(
+        pair.spec, engine.batch_size + engine.read_ahead, engine.cache_length, engine.mesh
+    )
     arrivals = "all at once" if not jobs[-1].arrival_s else f"over {jobs[-1].arrival_s:.1f} s"
     device = jax.devices()[0].device_kind
     console.print(

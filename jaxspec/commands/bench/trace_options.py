@@ -40,6 +40,11 @@ class TraceOptions:
         "Prompt tokens, padding included, that are read before rows decode on. Default: all that wait.",
         range=at_least(1),
     )
+    read_ahead: int | None = option(
+        None,
+        "Prompts that are read before they have a slot. Default: as many as keep passes full on a GPU.",
+        range=at_least(0),
+    )
     invariant: bool = option(
         False, "No row depends on its neighbours, to the last bit: prompts share small passes only."
     )

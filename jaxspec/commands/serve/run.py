@@ -1,0 +1,187 @@
+"""One run of `jaxspec serve`: bind, load, serve, drain. Read `run`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from jaxspec import memory
+from jaxspec.api import BUNDLED
+from jaxspec.commands import interruption
+from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.options import UsageError, note
+from jaxspec.commands.serve.command import NetworkOptions
+from jaxspec.commands.startup import (
+    load_models,
+    out_of_memory_explained,
+    set_compilation_cache,
+    shorten,
+    use_one_thread,
+)
+from jaxspec.configs.base import ConfigError, GenerationDefaults
+from jaxspec.engine import Engine
+from jaxspec.loading import CheckpointError, LoadedModel
+from jaxspec.memory import DeviceMemoryError
+from jaxspec.records import Drafting
+from jaxspec.requests import check_cache_length
+from jaxspec.runtime import cache_length_for
+from jaxspec.serving import server
+from jaxspec.serving.app import make_app
+from jaxspec.serving.door import JsonLines
+from jaxspec.serving.metrics import Metrics
+from jaxspec.serving.open_engine import OpenEngine
+from jaxspec.serving.prompts import PromptScorer
+from jaxspec.serving.settings import ProgramOptions, Settings
+from jaxspec.serving.wishes import Served
+from jaxspec.tokenizer import Tokenizer, TokenizerError
+
+USER_ERRORS = (CheckpointError, ConfigError, DeviceMemoryError, TokenizerError)
+CACHE_LENGTH = 4096
+API_KEY = "JAXSPEC_API_KEY"
+
+
+def run(
+    network: NetworkOptions,
+    models: ModelOptions,
+    programs: ProgramOptions,
+    drafting: Drafting,
+    settings: Settings,
+    console: Console,
+) -> None:
+    """Serve until a signal ends it.
+
+    Raises:
+      USER_ERRORS, UsageError: it cannot begin.
+    """
+    if not settings.api_key and (key := os.environ.get(API_KEY)):
+        settings = dataclasses.replace(settings, api_key=(key,))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(out_of_memory_explained("--slots", "--cache-length"))
+        bound = stack.enter_context(contextlib.closing(bind(network)))
+        check_tls(network)
+        set_compilation_cache(network.compilation_cache, console)
+        if models.target is None and models.mesh is None:
+            use_one_thread()
+        if models.target and not models.drafter:
+            note(console, "no --drafter was given: decoding plainly, one token a step")
+        with console.status("[dim]loading the models"):
+            target, drafter = load_models(models)
+        engine = make_engine(target, drafter, programs, drafting)
+        served = Served(
+            names=settings.served_model_name or (name_of(target),),
+            tokenizer=Tokenizer.load(target.directory),
+            spec=engine.spec,
+            generation=target.generation or GenerationDefaults(),
+            cache_length=engine.cache_length,
+            settings=settings,
+        )
+        metrics = Metrics(served.names[0], engine.spec.num_draft_tokens)
+        scorer = PromptScorer(target, programs.max_logprobs)
+        log_to_stderr()
+        opened = OpenEngine(
+            engine,
+            max_waiting=settings.max_waiting,
+            warm_up=not network.no_warm_up,
+            observer=metrics,
+        )
+        scheme = "http" if network.tls_cert is None else "https"
+        host, port = bound.getsockname()[:2]
+        address = f"[{host}]" if ":" in host else host
+        console.print(
+            f"serving {served.names[0]} on {scheme}://{address}:{port}/v1, {engine.batch_size} slots of "
+            f"{engine.cache_length} positions",
+            markup=False,
+            soft_wrap=True,
+        )
+        interruption.hand_over()
+        server.run(
+            make_app(served, opened, scorer, metrics),
+            opened,
+            bound,
+            drain_s=network.drain_timeout,
+            tls_cert=network.tls_cert,
+            tls_key=network.tls_key,
+        )
+        opened.close(network.drain_timeout)
+    if opened.state == "failed":
+        raise UsageError("the engine has failed; the log says why")
+
+
+def bind(network: NetworkOptions) -> Any:
+    """Return a socket that is bound where the server is to listen.
+
+    Raises:
+      UsageError: the address cannot be had.
+    """
+    try:
+        return server.bind(network.host, network.port)
+    except OSError as error:
+        raise UsageError(
+            f"--host {network.host} --port {network.port}: {error.strerror or error}; give another --port"
+        ) from None
+
+
+def check_tls(network: NetworkOptions) -> None:
+    """Refuse what HTTPS cannot begin with.
+
+    Raises:
+      UsageError: the certificate or its key cannot be used.
+    """
+    if network.tls_cert is None:
+        return
+    try:
+        server.check_tls(network.tls_cert, network.tls_key)
+    except OSError as error:  # ssl.SSLError is one
+        raise UsageError(f"--tls-cert and --tls-key: {error}") from None
+
+
+def make_engine(
+    target: LoadedModel, drafter: LoadedModel | None, programs: ProgramOptions, drafting: Drafting
+) -> Engine:
+    """Make the engine, of shapes that stay.
+
+    Raises:
+      DeviceMemoryError: so many slots of that length do not fit.
+      FieldError: slots are longer than the model allows.
+    """
+    shared: dict[str, Any] = dict(
+        drafting=drafting,
+        extras=programs.extras,
+        batch_size=programs.slots,
+        num_stop_ids=programs.max_stop_ids,
+        steps_per_return=programs.steps_per_return,
+        max_prefill_tokens=programs.max_prefill_tokens,
+        invariant=programs.invariant,
+    )
+    engine = Engine(target, drafter, cache_length=1, **shared)  # allocates nothing
+    spec = engine.spec
+    length = programs.cache_length
+    if length is None:
+        length = min(CACHE_LENGTH, cache_length_for(spec, spec.target.config.max_positions))
+    check_cache_length(spec, length)
+    ahead, slots, mesh = engine.read_ahead, engine.batch_size, engine.mesh
+    if not memory.fits(spec, slots + ahead, length, mesh):
+        ahead = 0
+    memory.check_fits(spec, slots + ahead, length, mesh)
+    return Engine(target, drafter, cache_length=length, read_ahead=ahead, **shared)
+
+
+def name_of(target: LoadedModel) -> str:
+    """Return what clients call a target that was given no name."""
+    return shorten(target.source).replace(f"bundled {BUNDLED.name}", "bundled").replace(" ", "-")
+
+
+def log_to_stderr() -> None:
+    """Write the log as lines of JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    for name, level in (("jaxspec.serving", logging.INFO), ("uvicorn", logging.WARNING)):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(level)

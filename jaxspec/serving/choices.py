@@ -1,0 +1,291 @@
+"""From tokens to what a reply says: text, reasoning, tool calls, log-probabilities, usage.
+
+Read `TextChoice`, then `ChatChoice`. Both take all tokens so far and return what is new, so a reply in one piece and a
+stream are made by the same lines. Under speculation several tokens come at once; neither notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxspec import chat
+from jaxspec.requests import Completion, Update
+from jaxspec.serving.prompts import Best, Scores
+from jaxspec.serving.wishes import Wish
+from jaxspec.tokenizer import TextStream, Tokenizer
+
+LEAST_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON lacks."""
+
+
+@dataclass
+class Usage:
+    """Counts over the choices of a reply."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_tokens: int = 0
+
+    def add(self, done: Completion, num_draft_tokens: int) -> None:
+        """Count a completion."""
+        self.completion_tokens += len(done.token_ids)
+        self.cached_tokens += getattr(done, "cached_tokens", 0)
+        self.accepted_tokens += sum(done.acceptance_lengths) - len(done.acceptance_lengths)
+        self.drafted_tokens += num_draft_tokens * len(done.acceptance_lengths)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as the protocol has it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.drafted_tokens - self.accepted_tokens,
+            },
+        }
+
+
+def finish_reason(done: Completion) -> str:
+    """Return why a completion ended, in the protocol's words."""
+    return "stop" if done.finish_reason == "stop" else "length"
+
+
+def stop_reason(
+    done: Completion, tokenizer: Tokenizer, wish: Wish, asked_ids: Sequence[int]
+) -> int | str | None:
+    """Return which of the request's own stops ended a completion: an id, a text, or None."""
+    if done.finish_reason != "stop":
+        return None
+    text = tokenizer.decode(done.token_ids) if wish.stops else ""
+    found = [(text.index(stop), stop) for stop in wish.stops if stop in text]
+    if found:
+        return min(found)[1]
+    return done.token_ids[-1] if done.token_ids[-1:] and done.token_ids[-1] in asked_ids else None
+
+
+# --- log-probabilities -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Shows log-probabilities as the two routes have them.
+
+    Attributes:
+      top: best tokens beside each.
+    """
+
+    tokenizer: Tokenizer
+    top: int
+
+    def text_form(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float | None],
+        best: Sequence[Best | None],
+        offset: int,
+    ) -> dict[str, Any]:
+        """Return those of some tokens as /v1/completions has them.
+
+        Args:
+          offset: characters of the text before them.
+        """
+        tokens = [self._token(i) for i in ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if x is None else _number(x) for x in logprobs],
+            "top_logprobs": [
+                None if b is None else {self._token(i): _number(x) for i, x in b[: self.top]}
+                for b in best
+            ]
+            if self.top
+            else None,
+            "text_offset": offsets,
+        }
+
+    def chat_form(self, event: Update | Completion, begin: int) -> dict[str, Any]:
+        """Return those of the tokens from `begin` on, as /v1/chat/completions has them."""
+        content = []
+        for place in range(begin, len(event.token_ids)):
+            best = event.top_logprobs[place][: self.top] if event.top_logprobs else ()
+            one = self._entry(event.token_ids[place], (event.logprobs or ())[place])
+            content.append({**one, "top_logprobs": [self._entry(i, x) for i, x in best]})
+        return {"content": content}
+
+    def of_prompt(self, scores: Scores) -> list[dict[str, Any] | None]:
+        """Return those of a prompt as `prompt_logprobs` has them, by token id: its own, and the best."""
+        shown: list[dict[str, Any] | None] = [None]
+        best = scores.top_logprobs or ((),) * len(scores.logprobs)
+        for own, logprob, row in zip(scores.ids[1:], scores.logprobs, best, strict=True):
+            of_id = {own: logprob, **dict(row[: self.top])}
+            shown.append(
+                {
+                    str(i): {"logprob": _number(x), "decoded_token": self._token(i)}
+                    for i, x in of_id.items()
+                }
+            )
+        return shown
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token = self._token(token_id)
+        return {"token": token, "logprob": _number(logprob), "bytes": list(token.encode())}
+
+    def _token(self, token_id: int) -> str:
+        return self.tokenizer.backend.decode([token_id], skip_special_tokens=False)
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB) if logprob == logprob else LEAST_LOGPROB
+
+
+# --- choices -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of a choice.
+
+    Attributes:
+      delta: what the protocol shows of it; empty where no text is certain yet.
+      logprobs: of the tokens that came, where the request asks.
+      token_ids: those that came.
+      reason: why it is over; None while it goes on.
+    """
+
+    delta: dict[str, Any]
+    token_ids: tuple[int, ...]
+    logprobs: dict[str, Any] | None = None
+    reason: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show yet."""
+        return not self.delta and self.logprobs is None and self.reason is None
+
+
+class TextChoice:
+    """A choice of /v1/completions: plain text."""
+
+    def __init__(self, tokenizer: Tokenizer, wish: Wish, index: int):
+        self.index = index
+        self._prompt = wish.prompt_of(index) if wish.echo else None
+        self._tokenizer = tokenizer
+        self._stream = TextStream(tokenizer, wish.stops)
+        top = wish.top_logprobs
+        self._logprobs = None if top is None else Logprobs(tokenizer, top)
+        self._seen = self._characters = 0
+
+    def echo(self, scores: Scores | None) -> Piece | None:
+        """Return the prompt, which comes before all else; None where it is not shown."""
+        if self._prompt is None:
+            return None
+        logprobs = None
+        if self._logprobs is not None and scores is not None:
+            best = (None, *scores.top_logprobs)
+            logprobs = self._logprobs.text_form(scores.ids, (None, *scores.logprobs), best, 0)
+            self._characters = sum(map(len, logprobs["tokens"]))
+        return Piece({"text": self._tokenizer.decode(self._prompt)}, (), logprobs)
+
+    def push(self, event: Update | Completion) -> Piece:
+        """Take all tokens so far, and return what is new."""
+        is_done = isinstance(event, Completion)
+        take = self._stream.finish if is_done else self._stream.push
+        text, begin = take(event.token_ids), self._seen
+        self._seen = len(event.token_ids)
+        logprobs = None
+        if self._logprobs is not None and (begin < self._seen or is_done):
+            logprobs = self._logprobs.text_form(
+                event.token_ids[begin:],
+                (event.logprobs or ())[begin:],
+                (event.top_logprobs or ())[begin:],
+                self._characters,
+            )
+            self._characters += sum(map(len, logprobs["tokens"]))
+        return Piece(
+            {"text": text} if text else {},
+            event.token_ids[begin:],
+            logprobs,
+            finish_reason(event) if isinstance(event, Completion) else None,
+        )
+
+
+def joined(first: Piece | None, then: Piece) -> Piece:
+    """Return two pieces of a text as one."""
+    if first is None:
+        return then
+    text = first.delta["text"] + then.delta.get("text", "")
+    logprobs = first.logprobs
+    if logprobs is not None and then.logprobs is not None:
+        more = then.logprobs
+        logprobs = {k: v if v is None else [*v, *more[k]] for k, v in logprobs.items()}
+    return Piece({"text": text}, then.token_ids, logprobs, then.reason)
+
+
+class ChatChoice:
+    """A choice of /v1/chat/completions: text, reasoning and tool calls, told apart by token id."""
+
+    def __init__(self, tokenizer: Tokenizer, wish: Wish, index: int):
+        self.index = index
+        self._parser = chat.parser_for(
+            tokenizer, wish.prompt_of(index), calls=wish.tools.calls, stop_texts=wish.stops
+        )
+        top = wish.top_logprobs
+        self._logprobs = None if top is None else Logprobs(tokenizer, top)
+        self._seen = 0
+
+    def push(self, event: Update | Completion) -> Piece:
+        """Take all tokens so far, and return what is new."""
+        begin, self._seen = self._seen, len(event.token_ids)
+        events = self._parser.push(event.token_ids[begin:])
+        reason = None
+        if isinstance(event, Completion):
+            events += self._parser.finish(finish_reason(event))
+            reason = self._parser.finish_reason
+        logprobs = None
+        if self._logprobs is not None and (begin < self._seen or reason):
+            logprobs = self._logprobs.chat_form(event, begin)
+        return Piece(_delta(events), event.token_ids[begin:], logprobs, reason)
+
+    def message(self, event: Completion) -> tuple[dict[str, Any], Piece]:
+        """Take a whole reply, and return its message and the rest."""
+        events = [*self._parser.push(event.token_ids)]
+        events += self._parser.finish(finish_reason(event))
+        logprobs = None if self._logprobs is None else self._logprobs.chat_form(event, 0)
+        piece = Piece({}, event.token_ids, logprobs, self._parser.finish_reason)
+        return chat.message_of(events), piece
+
+
+def _delta(events: Iterable[chat.Event]) -> dict[str, Any]:
+    """Return events as one delta. Pieces of text, of reasoning and of each call are joined."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, chat.Text):
+            delta["content"] = delta.get("content", "") + event.text
+        elif isinstance(event, chat.Reasoning):
+            delta["reasoning"] = delta.get("reasoning", "") + event.text
+        elif isinstance(event, chat.ToolCallStart):
+            function = {"name": event.name, "arguments": ""}
+            calls[event.index] = {
+                "index": event.index,
+                "id": event.id,
+                "type": "function",
+                "function": function,
+            }
+        elif isinstance(event, chat.ToolCallArguments):
+            call = calls.setdefault(
+                event.index, {"index": event.index, "function": {"arguments": ""}}
+            )
+            call["function"]["arguments"] += event.json_delta
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta

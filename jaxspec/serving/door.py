@@ -1,0 +1,120 @@
+"""What every request passes on its way in and out: its id, the API key, the log, and a last catch of errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxspec.serving.errors import ApiError
+from jaxspec.serving.generating import internal_error
+from jaxspec.serving.settings import Settings
+
+LOG = logging.getLogger("jaxspec.serving")
+OPEN_PATHS = ("/health", "/version", "/metrics")
+"""What needs no key: those who watch servers ask for these."""
+_ID = re.compile(r"[\w.:-]{1,128}")
+
+
+def told_of(request: Request) -> dict[str, Any]:
+    """Return what the log will say of a request beside the usual; add to it."""
+    return request.scope.setdefault("jaxspec.log", {})
+
+
+class Door:
+    """The middleware."""
+
+    def __init__(self, app: ASGIApp, settings: Settings):
+        self._app = app
+        self._keys = [_digest(key) for key in settings.api_key]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, and write a line about it when it is over."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        log: dict[str, Any] = {}
+        scope["jaxspec.log"] = log
+        begin, status = time.monotonic(), 0
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            if self._is_allowed(scope, headers):
+                await self._app(scope, receive, tell)
+            else:
+                error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+                challenge = {"WWW-Authenticate": "Bearer"}
+                reply = JSONResponse(error.to_json(), 401, headers=challenge)
+                await reply(scope, receive, tell)
+        except TimeoutError:
+            log["error"] = "the client did not read"
+        except Exception:
+            LOG.exception("request %s failed", name)
+            if not status:
+                await JSONResponse(internal_error().to_json(), 500)(scope, receive, tell)
+        finally:
+            self._write(scope, name, status, time.monotonic() - begin, log)
+
+    def _is_allowed(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+        if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            return True
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        digest = _digest(key.decode("latin-1"))
+        # All are compared, and each in the same time, so that the time tells nothing.
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]
+        return kind.lower() == b"bearer" and any(matches)
+
+    def _write(
+        self, scope: Scope, name: str, status: int, seconds: float, log: dict[str, Any]
+    ) -> None:
+        usage = log.pop("usage", None)
+        line = {
+            "request_id": name,
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "ms": round(seconds * 1e3, 1),
+            **(dataclasses.asdict(usage) if usage is not None else {}),
+            **log,
+        }
+        quiet = scope["path"] in OPEN_PATHS
+        LOG.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": line})
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+class JsonLines(logging.Formatter):
+    """Writes a record of the log as a line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)

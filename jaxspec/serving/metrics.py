@@ -1,0 +1,113 @@
+"""What a server counts, under vLLM's names, so that dashboards and load generators made for those read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+from jaxspec.requests import Completion
+from jaxspec.serving.handles import Handle
+
+_SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10)
+_LONG_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 600)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Metrics:
+    """Counts what an open engine tells it."""
+
+    def __init__(self, model: str, num_draft_tokens: int):
+        self._registry = CollectorRegistry()
+        self._drafts = num_draft_tokens
+        self._model = model
+
+        def make(kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
+            names = ["model_name", *labels]
+            made = kind(f"vllm:{name}", help, names, registry=self._registry, **more)
+            return made if labels else made.labels(model)
+
+        self.running = make(Gauge, "num_requests_running", "Requests that have a slot.")
+        self.waiting = make(Gauge, "num_requests_waiting", "Requests that wait for a slot.")
+        self.cache_usage = make(Gauge, "kv_cache_usage_perc", "Slots in use, 1 for all.")
+        self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens read.")
+        self.new_tokens = make(Counter, "generation_tokens", "New tokens.")
+        self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up.")
+        self.hits = make(Counter, "prefix_cache_hits", "Prompt tokens found in the cache.")
+        self.done_by = make(
+            Counter, "request_success", "Requests done, by reason.", "finished_reason"
+        )
+        self.num_drafts = make(Counter, "spec_decode_num_drafts", "Verify steps.")
+        self.drafted = make(Counter, "spec_decode_num_draft_tokens", "Tokens drafted.")
+        self.accepted = make(Counter, "spec_decode_num_accepted_tokens", "Drafts accepted.")
+        self.accepted_at = make(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by position.",
+            "position",
+        )
+        self.first_token = make(
+            Histogram,
+            "time_to_first_token_seconds",
+            "From submission to the first token.",
+            buckets=(*_SHORT_S, 20, 40, 80),
+        )
+        self.inter_token = make(
+            Histogram,
+            "inter_token_latency_seconds",
+            "Between two tokens; those that come together share their time.",
+            buckets=_SHORT_S,
+        )
+        self.latency = make(
+            Histogram,
+            "e2e_request_latency_seconds",
+            "From submission to the last token.",
+            buckets=_LONG_S,
+        )
+        self.prompt_sizes = make(
+            Histogram, "request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS
+        )
+        self.reply_sizes = make(
+            Histogram, "request_generation_tokens", "New tokens of a request.", buckets=_TOKENS
+        )
+
+    def told(self, handle: Handle, new_tokens: int, since_s: float | None) -> None:
+        """Count new tokens of a request."""
+        self.new_tokens.inc(new_tokens)
+        if since_s is not None:
+            for _ in range(new_tokens):
+                self.inter_token.observe(since_s / new_tokens)
+
+    def done(self, handle: Handle, completion: Completion) -> None:
+        """Count a request that is done."""
+        prompt, lengths = len(handle.request.prompt_ids), completion.acceptance_lengths
+        self.done_by.labels(self._model, completion.finish_reason).inc()
+        if handle.first_token_s is None:
+            return
+        self.first_token.observe(handle.first_token_s)
+        self.latency.observe(handle.last_s - handle.submitted_s)
+        self.prompt_tokens.inc(prompt)
+        self.queries.inc(prompt)
+        self.hits.inc(getattr(completion, "cached_tokens", 0))
+        self.prompt_sizes.observe(prompt)
+        self.reply_sizes.observe(len(completion.token_ids))
+        if self._drafts:
+            self.num_drafts.inc(len(lengths))
+            self.drafted.inc(self._drafts * len(lengths))
+            self.accepted.inc(sum(lengths) - len(lengths))
+            for position in range(max(lengths, default=1) - 1):
+                count = sum(length - 1 > position for length in lengths)
+                self.accepted_at.labels(self._model, str(position)).inc(count)
+
+    def text(self, running: int, waiting: int, slots: int) -> bytes:
+        """Return all counts in the text form that Prometheus reads."""
+        self.running.set(running)
+        self.waiting.set(waiting)
+        self.cache_usage.set(running / slots)
+        return generate_latest(self._registry)

@@ -1,0 +1,131 @@
+"""What requests may say, and of which types. Unknown fields are ignored; what is known must be right."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from jaxspec.serving.errors import ApiError
+
+
+class Asked(BaseModel):
+    """Any request. None is what leaving the field out is."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    """What a stream shows beside the text."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool | None = None
+
+
+class Generating(Asked):
+    """What all requests have in common that want new tokens."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
+    # Understood, and refused where they ask for what is not there.
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+
+
+class CompletionAsked(Generating):
+    """A request to /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]] | None = None
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatAsked(Generating):
+    """A request to /v1/chat/completions. `jaxspec.chat` reads messages and tools."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TokenizeAsked(Asked):
+    """A request to /tokenize: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeAsked(Asked):
+    """A request to /detokenize."""
+
+    tokens: list[int]
+
+
+AskedT = TypeVar("AskedT", bound=Asked)
+
+
+def read(kind: type[AskedT], body: bytes) -> AskedT:
+    """Read a request's body.
+
+    Raises:
+      ApiError: it is no JSON, or a value is of a wrong type.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        raise _refusal(found) from None
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is no JSON object in UTF-8", code="invalid_json") from None
+
+
+def _refusal(found: list[Any]) -> ApiError:
+    first = found[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first['msg']}", code="invalid_json")
+    place = first["loc"]
+    if not place:
+        return ApiError(400, "the body is no JSON object", code="invalid_json")
+    param = str(place[0])
+    # Of a field that may be several things, each has its own complaint.
+    said = list(dict.fromkeys(e["msg"] for e in found if e["loc"][:1] == place[:1]))
+    return ApiError(400, f"{param}: {'; or '.join(said[:3])}", param=param)

@@ -1,0 +1,102 @@
+"""What a server allows, and what it tells of itself. Needs no JAX: the command line makes its options of this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxspec.records import Extras, Range, at_least, option, whole
+
+SECONDS = Range("above 0", lambda x: x > 0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server allows its clients."""
+
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "What clients call the model. Repeatable; replies use the first. Default: as the target was given.",
+    )
+    api_key: tuple[str, ...] = option(
+        (),
+        "Refuse requests without this key. Repeatable. Default: JAXSPEC_API_KEY, or no key.",
+        secret=True,
+    )
+    max_waiting: int = option(
+        256,
+        "Completions that may wait for a slot. Beyond, requests get 429.",
+        range=at_least(0),
+    )
+    max_n: int = option(
+        64, "Completions of one request, all its prompts together.", range=at_least(1)
+    )
+    max_body_mib: int = option(8, "MiB of a request's body.", range=at_least(1))
+    timeout: float = option(
+        600.0, "Seconds that a request may take, waiting included.", range=SECONDS
+    )
+    client_timeout: float = option(
+        30.0,
+        "Seconds that a client may take to send its body, or to read what was written to it.",
+        range=SECONDS,
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        'Values for the chat template where a request has none, such as {"enable_thinking": true}.',
+        metavar="JSON",
+    )
+    cors_origin: tuple[str, ...] = option(
+        (), "Let pages of this origin call the server; * for all. Repeatable. Default: none."
+    )
+    log_prompts: bool = option(False, "Write prompts and replies to the log, too.")
+
+
+@dataclass(frozen=True)
+class ProgramOptions:
+    """What the engine's programs are compiled for. What they cannot do is refused by name."""
+
+    slots: int = option(
+        8, "Requests decoded together, rounded up to a power of two.", range=at_least(1)
+    )
+    cache_length: int | None = option(
+        None,
+        "Positions of a slot: prompt, new tokens and one step. Default: 4096, or what the model has.",
+        range=at_least(1),
+    )
+    steps_per_return: int = option(
+        4,
+        "Most decode steps between two looks at what came. A new request waits for at most so many, and "
+        "streams get their text in such pieces.",
+        range=at_least(1),
+    )
+    max_prefill_tokens: int | None = option(
+        2048,
+        "Prompt tokens, padding included, that are read before the other rows decode on.",
+        range=at_least(1),
+    )
+    invariant: bool = option(
+        False,
+        "No reply depends on the requests beside it, to the last bit: on a GPU, prompts then share small "
+        "passes only.",
+    )
+    no_penalties: bool = option(False, "Refuse penalties, which cost a little in every step.")
+    max_logit_bias: int = option(64, "Tokens of a request's logit_bias.", range=at_least(0))
+    max_logprobs: int = option(
+        5,
+        "Best tokens shown beside each, for logprobs and top_logprobs; 0: no log-probabilities at all.",
+        range=whole(0, 20),
+    )
+    max_stop_ids: int = option(
+        16, "Stop token ids of a request, the checkpoint's own included.", range=at_least(1)
+    )
+
+    @property
+    def extras(self) -> Extras:
+        """What the programs can do."""
+        return Extras(
+            penalties=not self.no_penalties,
+            num_biases=self.max_logit_bias,
+            logprobs=self.max_logprobs > 0,
+            top_logprobs=self.max_logprobs,
+        )

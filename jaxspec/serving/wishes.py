@@ -1,0 +1,361 @@
+"""From what a client asks to what the engine is asked: `Request`s with every limit and default in its place.
+
+Read `Served.requests`. Whatever a server cannot do is refused here, by the name that the protocol has for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxspec import chat
+from jaxspec.chat.tools import force
+from jaxspec.configs.base import GenerationDefaults
+from jaxspec.records import FieldError, Sampling
+from jaxspec.requests import Request, ids_refusal
+from jaxspec.runtime import cache_length_for
+from jaxspec.serving.errors import ApiError, wrong_value
+from jaxspec.serving.protocol import ChatAsked, CompletionAsked, Generating
+from jaxspec.serving.settings import Settings
+from jaxspec.state import DecodeSpec
+from jaxspec.tokenizer import Tokenizer, TokenizerError, stop_at_text
+
+COMPLETION_TOKENS = 16
+"""New tokens of /v1/completions, where a request says nothing; the protocol's own number."""
+MOST_STOPS = 16
+_OF_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_OF_REQUEST = ("presence_penalty", "frequency_penalty")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request, understood.
+
+    Attributes:
+      prompts: token ids; each has `n` requests, one after the other.
+      requests: for the engine.
+      stops: stop texts.
+      top_logprobs: best tokens to show beside each; None: no log-probabilities.
+      echo: whether replies begin with the prompt.
+      prompt_logprobs: best tokens to show beside each of the prompt's; None: none of them.
+      tools: what the request says of tools.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    requests: tuple[Request, ...]
+    n: int
+    stops: tuple[str, ...]
+    top_logprobs: int | None
+    echo: bool = False
+    prompt_logprobs: int | None = None
+    tools: chat.ToolChoice = field(default_factory=chat.ToolChoice)
+
+    def prompt_of(self, choice: int) -> tuple[int, ...]:
+        """Return the prompt that a choice continues."""
+        return self.prompts[choice // self.n]
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of the reply."""
+        return len(self.prompts) * self.n
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the prompts' own log-probabilities are shown."""
+        return self.prompt_logprobs is not None or (self.echo and self.top_logprobs is not None)
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that is served, as far as requests have to fit it."""
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    spec: DecodeSpec
+    generation: GenerationDefaults
+    cache_length: int
+    settings: Settings
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its reply together."""
+        spare = cache_length_for(self.spec, 0)
+        return min(self.spec.target.config.max_positions, self.cache_length - spare)
+
+    def completion(self, asked: CompletionAsked) -> Wish:
+        """Understand a request to /v1/completions.
+
+        Raises:
+          ApiError: it cannot be served; says which field is wrong.
+        """
+        if asked.suffix:
+            raise ApiError(400, "suffix is not supported", param="suffix")
+        if asked.best_of is not None and asked.best_of != (asked.n or 1):
+            raise ApiError(400, "best_of is not supported beyond n", param="best_of")
+        prompts = self._prompts(asked)
+        most = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+        echo = bool(asked.echo)
+        wish = self._wish(
+            asked,
+            prompts,
+            [most] * len(prompts),
+            asked.logprobs,
+            "max_tokens",
+            least=0 if echo or asked.prompt_logprobs is not None else 1,
+        )
+        if (top := asked.prompt_logprobs) is not None:
+            if asked.stream:
+                said = "prompt_logprobs is for replies in one piece, without stream"
+                raise ApiError(400, said, param="prompt_logprobs")
+            self._check_top(top, "prompt_logprobs")
+        if wish.needs_scores or most == 0:  # no engine looks at these prompts before
+            self._check_ids(prompts)
+        return dataclasses.replace(wish, echo=echo, prompt_logprobs=top)
+
+    def chat(self, asked: ChatAsked) -> Wish:
+        """Understand a request to /v1/chat/completions.
+
+        Raises:
+          ApiError: it cannot be served; says which field is wrong.
+        """
+        if asked.continue_final_message:
+            name = "continue_final_message"
+            raise ApiError(400, f"{name} is not supported yet", param=name)
+        if asked.prompt_logprobs is not None:
+            name = "prompt_logprobs"
+            raise ApiError(400, f"{name} is for /v1/completions", param=name)
+        try:
+            tools = chat.choose(asked.tools, asked.tool_choice)
+            prompt = self.conversation(
+                asked.messages,
+                tools.tools,
+                asked.chat_template_kwargs,
+                asked.add_generation_prompt is not False,
+            )
+            if tools.forced:
+                prompt = force(self.tokenizer, prompt, tools.forced)
+        except FieldError as error:
+            raise wrong_value(error) from None
+        name = "max_completion_tokens"
+        most = asked.max_completion_tokens
+        if most is None:
+            name, most = "max_tokens", asked.max_tokens
+        if most is None:
+            most = max(1, self.max_model_len - len(prompt))
+        top = (asked.top_logprobs or 0) if asked.logprobs else None
+        if asked.top_logprobs and not asked.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return self._wish(asked, [tuple(prompt)], [most], top, name, tools)
+
+    def conversation(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the token ids of a conversation.
+
+        Raises:
+          ApiError, FieldError: it cannot be read, or the template refuses it.
+        """
+        given = {**(self.settings.chat_template_kwargs or {}), **(kwargs or {})}
+        try:
+            return chat.render(
+                self.tokenizer,
+                messages,
+                list(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                **given,
+            )
+        except TokenizerError as error:
+            raise ApiError(400, str(error), param="messages") from None
+
+    def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> tuple[int, ...]:
+        """Return the token ids of a text.
+
+        Raises:
+          ApiError: it is empty, or no text.
+        """
+        if not text:
+            raise ApiError(400, f"{param} is empty; give at least one character", param=param)
+        try:
+            tokenizer = self.tokenizer
+            return tokenizer.encode(text) if special else tokenizer.encode_rendered(text)
+        except TokenizerError as error:
+            raise ApiError(400, f"{param}: {error}", param=param) from None
+
+    def _prompts(self, asked: CompletionAsked) -> list[tuple[int, ...]]:
+        given: Any = asked.prompt
+        if given is None or given == []:
+            raise ApiError(400, "prompt is missing; give a text or token ids", param="prompt")
+        if isinstance(given, str) or isinstance(given[0], int):
+            given = [given]
+        special = asked.add_special_tokens is not False
+        return [self.encode(p, special=special) if isinstance(p, str) else tuple(p) for p in given]
+
+    def _wish(
+        self,
+        asked: Generating,
+        prompts: Sequence[tuple[int, ...]],
+        most: Sequence[int],
+        top_logprobs: int | None,
+        limit: str,
+        tools: chat.ToolChoice | None = None,
+        *,
+        least: int = 1,
+    ) -> Wish:
+        """Put together what all requests have in common.
+
+        Args:
+          most: new tokens of each prompt, and `least` the least that may be asked for.
+          limit: what the request calls them.
+        """
+        _refuse_unsupported(asked)
+        n = 1 if asked.n is None else asked.n
+        if n < 1 or n * len(prompts) > self.settings.max_n:
+            raise ApiError(
+                400,
+                f"n is {n} for {len(prompts)} prompts; expected at least 1, and at most "
+                f"{self.settings.max_n} completions of one request",
+                param="n",
+            )
+        stops = _stops(asked.stop)
+        seed = secrets.randbits(32) if asked.seed is None else asked.seed
+        eos = () if asked.ignore_eos else self.generation.eos_token_ids
+        try:
+            shared: dict[str, Any] = dict(
+                sampling=self._sampling(asked, top_logprobs),
+                stop_ids=(*eos, *(asked.stop_token_ids or ())),
+                # The protocol allows 64 bits, and clients draw seeds from them all.
+                seed=seed % 2**32 if 0 <= seed < 2**64 else seed,
+                priority=asked.priority or 0,
+                stop_at=stop_at_text(self.tokenizer, stops) if stops else None,
+            )
+            requests = [
+                Request(prompt, count, sample=sample, **shared)
+                for prompt, count in zip(prompts, most, strict=True)
+                for sample in range(n)
+                if count
+            ]
+        except FieldError as error:
+            raise wrong_value(error) from None
+        for prompt, count in zip(prompts, most, strict=True):
+            self._check_room(len(prompt), count, limit, least)
+        return Wish(
+            tuple(prompts),
+            tuple(requests),
+            n,
+            stops,
+            top_logprobs,
+            tools=tools or chat.ToolChoice(),
+        )
+
+    def _check_ids(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        for prompt in prompts:
+            wrong = ids_refusal(prompt, self.spec.target.config.vocab_size)
+            if wrong or not prompt:
+                said = f"prompt ids {wrong}" if wrong else "the prompt is empty"
+                raise ApiError(400, said, param="prompt")
+
+    def _check_top(self, top: int, name: str) -> None:
+        extras = self.spec.extras
+        if not extras.logprobs:
+            said = "this server was started without logprobs (--max-logprobs)"
+            raise ApiError(400, said, param=name)
+        if not 0 <= top <= extras.top_logprobs:
+            raise ApiError(
+                400,
+                f"{name}: {top} tokens were asked for; this server was started for at most "
+                f"{extras.top_logprobs} (--max-logprobs)",
+                param=name,
+            )
+
+    def _check_room(self, prompt: int, new: int, limit: str, least: int) -> None:
+        if new < least:
+            raise ApiError(400, f"{limit} is {new}; expected {least} or more", param=limit)
+        if prompt + new > self.max_model_len:
+            raise ApiError(
+                400,
+                f"this model has room for {self.max_model_len} tokens, but the prompt has {prompt} and "
+                f"{limit} is {new}; shorten one of them",
+                param=limit if prompt < self.max_model_len else "prompt",
+                code="context_length_exceeded",
+            )
+
+    def _sampling(self, asked: Generating, top_logprobs: int | None) -> Sampling:
+        """Return what a request asks of sampling; where it says nothing, what the checkpoint says.
+
+        Raises:
+          ApiError: the server's programs cannot do it.
+          FieldError: a value is out of range.
+        """
+        extras = self.spec.extras
+        values = {name: getattr(asked, name) for name in (*_OF_CHECKPOINT, *_OF_REQUEST)}
+        values = {name: value for name, value in values.items() if value is not None}
+        if values.get("top_k") == -1:  # a common way to say "off"
+            values["top_k"] = 0
+        for name in _OF_CHECKPOINT:
+            if name != "repetition_penalty" or extras.penalties:
+                values.setdefault(name, getattr(self.generation, name))
+        biases = _biases(asked.logit_bias or {})
+        if len(biases) > extras.num_biases:
+            raise ApiError(
+                400,
+                f"logit_bias names {len(biases)} tokens; this server was started for {extras.num_biases} "
+                "(--max-logit-bias)",
+                param="logit_bias",
+            )
+        if top_logprobs is not None:
+            name = "top_logprobs" if isinstance(asked, ChatAsked) else "logprobs"
+            self._check_top(top_logprobs, name)
+        sampling = Sampling(
+            **values,
+            logit_bias=biases,
+            logprobs=top_logprobs is not None,
+            top_logprobs=top_logprobs or 0,
+        )
+        if sampling.penalties and not extras.penalties:
+            name = sampling.penalties[0]
+            raise ApiError(400, f"{name}: this server was started with --no-penalties", param=name)
+        return sampling
+
+
+def _refuse_unsupported(asked: Generating) -> None:
+    """Refuse what would be served wrongly if it were ignored."""
+    kind = (asked.response_format or {}).get("type", "text")
+    wrong = {
+        "min_tokens": bool(asked.min_tokens),
+        "skip_special_tokens": asked.skip_special_tokens is False,
+        "response_format": kind != "text",
+        "structured_outputs": bool(asked.structured_outputs),
+        "guided_json": asked.guided_json is not None,
+        "guided_regex": asked.guided_regex is not None,
+        "stream_options": asked.stream_options is not None and not asked.stream,
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            reason = "needs stream: true" if name == "stream_options" else "is not supported yet"
+            raise ApiError(400, f"{name} {reason}", param=name)
+
+
+def _stops(given: str | list[str] | None) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else tuple(given or ())
+    if "" in stops or len(stops) > MOST_STOPS:
+        raise ApiError(
+            400, f"stop: expected at most {MOST_STOPS} texts, none of them empty", param="stop"
+        )
+    return stops
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    try:
+        biases = {int(token): bias for token, bias in given.items()}
+    except ValueError:
+        raise ApiError(400, "logit_bias: expected token ids as keys", param="logit_bias") from None
+    if len(biases) < len(given):
+        raise ApiError(400, "logit_bias names a token twice", param="logit_bias")
+    return biases

@@ -1,0 +1,288 @@
+"""The rows of a state, and the requests that have them: what each got so far, and how it ends.
+
+Read `Slots.start` and `Slots.look`. The device says in a few numbers a row what is new since the host last looked.
+Only that is fetched. When to read prompts and when to decode is the engine's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.requests import (
+    Completion,
+    Reason,
+    Request,
+    Update,
+    admission,
+    callback_failed,
+    failed,
+)
+from jaxspec.runtime import Runtime
+from jaxspec.sampling import Logprobs
+from jaxspec.shapes import Array, Bool, Int
+from jaxspec.sharding import fetch
+from jaxspec.state import DecodeState
+
+
+class News(struct.PyTreeNode):
+    """What rows have that the host does not know yet.
+
+    Attributes:
+      num_tokens: all tokens of a row, known ones included; `num_steps` likewise.
+      tokens: the first ones that are not known. Columns past a row's last token mean nothing.
+      acceptance_lengths, logprobs: likewise.
+    """
+
+    active: Bool[Array, " B"]
+    stopped: Bool[Array, " B"]
+    failed: Bool[Array, " B"]
+    spoilt: Bool[Array, " B"]
+    num_tokens: Int[Array, " B"]
+    num_steps: Int[Array, " B"]
+    tokens: Int[Array, "B W"]
+    acceptance_lengths: Int[Array, "B S"]
+    logprobs: Logprobs | None
+
+
+@functools.partial(jax.jit, static_argnames=("tokens", "steps"))
+def _news(state: DecodeState, known: Int[Array, "2 B"], *, tokens: int, steps: int) -> News:
+    """Return what is new in a state without its caches.
+
+    Args:
+      known: how many tokens of each row the host knows, and how many steps.
+      tokens, steps: the most that can be new.
+    """
+
+    def since(values: Array, start: Int[Array, " B"], count: int) -> Array:
+        columns = start[:, None] + jnp.arange(count, dtype=jnp.int32)
+        return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(values, columns)
+
+    return News(
+        *(state.active, state.stopped, state.failed, state.spoilt),
+        *(state.num_tokens, state.num_steps),
+        tokens=since(state.tokens, known[0], tokens),
+        acceptance_lengths=since(state.acceptance_lengths, known[1], steps),
+        logprobs=jax.tree.map(lambda x: since(x, known[0], tokens), state.logprobs),
+    )
+
+
+Work = tuple[DecodeState, News, float]
+"""What work on a state comes to: the next state, what is new, and the seconds that it took."""
+
+
+@dataclasses.dataclass
+class Row:
+    """A request that has a row, and what it got so far.
+
+    Attributes:
+      is_read: whether its prompt is read, so that its first token is there.
+    """
+
+    request: Request
+    is_read: bool = False
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
+
+    def hear(self, news: News, place: int) -> None:
+        """Take what is new of the row in some place."""
+        new = int(news.num_tokens[place]) - len(self.tokens)
+        steps = int(news.num_steps[place]) - len(self.acceptance_lengths)
+        assert new <= news.tokens.shape[1]
+        assert steps <= news.acceptance_lengths.shape[1]
+        self.tokens += news.tokens[place, :new].tolist()
+        self.acceptance_lengths += news.acceptance_lengths[place, :steps].tolist()
+        if news.logprobs is not None and new:
+            self.logprobs.append(jax.tree.map(lambda x: x[place, :new], news.logprobs))
+
+    def update(self) -> Update:
+        """Return its tokens so far."""
+        asks = self.request.sampling.logprobs or self.request.sampling.top_logprobs
+        return Update(self.request.id, tuple(self.tokens), **(self._logprobs() if asks else {}))
+
+    def completion(self, reason: Reason, error: Exception | None = None) -> Completion:
+        """Return how it ended.
+
+        Args:
+          error: what its `stop_at` raised.
+        """
+        tokens, logprobs = tuple(self.tokens), self._logprobs()
+        if error is not None:
+            return callback_failed(self.request, error, tokens, **logprobs)
+        if reason == "error":
+            return failed(self.request, tokens, **logprobs)
+        accepted = tuple(self.acceptance_lengths)
+        return Completion(self.request.id, tokens, reason, accepted, **logprobs)
+
+    def _logprobs(self) -> dict[str, Any]:
+        """Return the fields of a `Completion` about log-probabilities."""
+        if not self.logprobs:
+            return {}
+        count = len(self.tokens)
+        whole = jax.tree.map(lambda *x: np.concatenate(x)[:count].tolist(), *self.logprobs)
+        found = dict(logprobs=tuple(whole.target), sampled_logprobs=tuple(whole.sampled))
+        if whole.top_ids is not None:
+            best = zip(whole.top_ids, whole.top_values, strict=True)
+            found["top_logprobs"] = tuple(tuple(zip(*row, strict=True)) for row in best)
+        return found
+
+
+class Slots:
+    """A state of some rows, and who has them.
+
+    Args:
+      count: rows.
+    """
+
+    def __init__(self, runtime: Runtime, count: int, num_stop_ids: int):
+        self.runtime, self.count, self.num_stop_ids = runtime, count, num_stop_ids
+        self.rows: list[Row | None] = [None] * count
+        self._spoilt = np.zeros(count, bool)  # as the device last said
+        self._work: Future[Work] | Work | None = None  # what the device does
+        self._news: News | None = None
+        self._read_then: list[int] = []  # rows whose prompts were read when it was started
+        self._state: DecodeState | None = None
+
+    @property
+    def state(self) -> DecodeState:
+        """The device's part. Every program takes the old one's memory, so set what it returns."""
+        assert self._work is None, "the device has it"
+        if self._state is None:
+            self._state = self.runtime.init_state(self.num_stop_ids, self.count)
+        return self._state
+
+    @state.setter
+    def state(self, state: DecodeState) -> None:
+        self._state = state
+
+    @property
+    def free(self) -> list[int]:
+        """Rows that nobody has."""
+        return [place for place, row in enumerate(self.rows) if row is None]
+
+    @property
+    def read(self) -> list[int]:
+        """Rows whose prompts are read."""
+        return [place for place, row in enumerate(self.rows) if row is not None and row.is_read]
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests whose prompts are read."""
+        return [row.request for row in self.rows if row is not None and row.is_read]
+
+    @property
+    def new_acceptance_lengths(self) -> list[np.ndarray]:
+        """What the steps of each row committed that `look` tells of next."""
+        news, found = self._news, []
+        assert news is not None
+        for place in self._read_then:
+            if (row := self.rows[place]) is not None:
+                count = int(news.num_steps[place]) - len(row.acceptance_lengths)
+                found.append(np.asarray(news.acceptance_lengths[place, :count]))
+        return found
+
+    def admit(self, new: Mapping[int, Request]) -> None:
+        """Give free rows to requests, whose prompts are to be read."""
+        for place, request in new.items():
+            self.rows[place] = Row(request)
+        mine = np.isin(np.arange(self.count), [*new])
+        if (spoilt := mine & self._spoilt).any():
+            self.state = self.runtime.clear(self.state, spoilt)
+            self._spoilt &= ~mine
+        taken = admission(self.runtime, new, rows=self.count, num_stop_ids=self.num_stop_ids)
+        self.state = self.runtime.admit(self.state, taken)
+
+    def place_of(self, id: Hashable) -> int | None:
+        """Return the row that a request has."""
+        return next((p for p, row in enumerate(self.rows) if row and row.request.id == id), None)
+
+    def take(self, other: Slots, targets: Mapping[int, int]) -> None:
+        """Move rows of others to free rows of these.
+
+        Args:
+          targets: the row here for each row there.
+        """
+        for source, target in targets.items():
+            self.state = self.runtime.insert(self.state, other.state, source, target)
+            self.rows[target], other.rows[source] = other.rows[source], None
+            self._spoilt[target] = other._spoilt[source]
+
+    def start(
+        self, pool: Executor | None, steps: int, call: Callable[[DecodeState], DecodeState]
+    ) -> None:
+        """Send work to the device; `look` waits for it. Until then the state is not here.
+
+        Args:
+          pool: who waits for the device; None: this call does. XLA's loops keep the thread that starts them busy,
+            so only another one leaves the caller free.
+          steps: decode steps that the work has, at most; 0: it reads prompts.
+        """
+        known = [
+            (len(row.tokens), len(row.acceptance_lengths)) if row else (0, 0) for row in self.rows
+        ]
+        most = min(max(1, steps * (self.runtime.spec.depth + 1)), self.runtime.cache_length)
+        before, self._state = self.state, None
+
+        def work() -> Work:
+            begin = time.perf_counter()
+            state = call(before)
+            small = dataclasses.replace(state, caches=(), drafter=None)
+            news = fetch(_news(small, np.array(known, np.int32).T, tokens=most, steps=steps))
+            return state, news, time.perf_counter() - begin
+
+        self._read_then = self.read
+        self._work = work() if pool is None else pool.submit(work)
+
+    def wait(self) -> float:
+        """Wait for the work that was started, and return the seconds that it took."""
+        done = self._work.result() if isinstance(self._work, Future) else self._work
+        assert done is not None
+        self._state, self._news, taken_s = done
+        self._work = None
+        return taken_s
+
+    def look(self) -> list[Update | Completion]:
+        """Tell what is new of each row whose prompt was read, and free the rows that are done."""
+        assert self._news is not None
+        news = self._news
+        self._spoilt = np.array(news.spoilt)
+        events: list[Update | Completion] = []
+        for place in self._read_then:
+            if (row := self.rows[place]) is None:  # cancelled since
+                continue
+            before = len(row.tokens)
+            row.hear(news, place)
+            reason: Reason | None = None
+            if not news.active[place]:
+                reason = "error" if news.failed[place] else "length"
+                reason = "stop" if news.stopped[place] else reason
+            error = None
+            if len(row.tokens) > before and row.request.stop_at is not None:
+                try:
+                    keep = row.request.stop_at(tuple(row.tokens))
+                except (
+                    Exception
+                ) as raised:  # it is the user's: this request fails, the others go on
+                    keep, reason, error = None, "error", raised
+                if keep is not None:
+                    reason = "stop"
+                    del row.tokens[keep:]
+            if len(row.tokens) > before:
+                events.append(row.update())
+            if reason is not None:
+                events.append(row.completion(reason, error))
+                self.rows[place] = None
+        over = np.array([row is None for row in self.rows])
+        if (over & news.active).any():  # the device still thinks that these run
+            self.state = self.runtime.retire(self.state, over)
+        return events

@@ -1,0 +1,156 @@
+"""Servers on loopback: one over the tiny pair, which all files share, and others over an engine without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+import jaxspec
+from jaxspec.configs.base import GenerationDefaults
+from jaxspec.engine import Engine
+from jaxspec.records import Extras
+from jaxspec.requests import Completion, Request
+from jaxspec.runtime import Programs
+from jaxspec.serving.app import make_app
+from jaxspec.serving.metrics import Metrics
+from jaxspec.serving.open_engine import OpenEngine, Steps
+from jaxspec.serving.prompts import PromptScorer, Scores
+from jaxspec.serving.server import bind
+from jaxspec.serving.settings import Settings
+from jaxspec.serving.wishes import Served
+from jaxspec.tokenizer import Tokenizer
+from tests.cli import pair as tiny
+from tests.serving.fake_engine import FakeEngine
+
+EXTRAS = Extras(penalties=True, num_biases=4, logprobs=True, top_logprobs=3)
+SLOTS, CACHE_LENGTH = 4, 128
+
+
+@dataclass(frozen=True)
+class Live:
+    """A server that runs."""
+
+    client: httpx.Client
+    opened: OpenEngine
+    served: Served
+    engine: Any
+    offline: Engine | None = None
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def settle(self) -> None:
+        """Wait until no request is left."""
+        end = time.monotonic() + 20
+        while self.opened.num_live:
+            assert time.monotonic() < end, "requests are left"
+            time.sleep(0.01)
+
+    def alone(self, *requests: Request) -> list[Completion]:
+        """Return what the same requests give in a closed run."""
+        assert self.offline is not None
+        done = {e.id: e for e in self.offline.run(requests) if isinstance(e, Completion)}
+        return [done[i] for i in range(len(requests))]
+
+
+def no_scores(ids: tuple[int, ...]) -> Scores:
+    """Says that every token was as likely as its place."""
+    return Scores(ids, tuple(-float(i) for i in range(1, len(ids))), ())
+
+
+def run_server(served: Served, engine: Steps, scorer: Any = None, **options: Any) -> Iterator[Live]:
+    metrics = Metrics(served.names[0], served.spec.num_draft_tokens)
+    opened = OpenEngine(
+        engine, observer=metrics, max_waiting=served.settings.max_waiting, **options
+    )
+    bound = bind("127.0.0.1", 0)
+    config = uvicorn.Config(
+        make_app(served, opened, scorer or no_scores, metrics),
+        log_config=None,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    host, port = bound.getsockname()[:2]
+    with httpx.Client(base_url=f"http://{host}:{port}", timeout=30) as client:
+        yield Live(client, opened, served, engine)
+        if isinstance(engine, FakeEngine):
+            engine.gate.set()
+        opened.close(20)
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[jaxspec.Pair, Tokenizer]:
+    path = tmp_path_factory.mktemp("served")
+    tiny.write_target(path / "target")
+    tiny.write_drafter(path / "drafter")
+    pair = jaxspec.load(str(path / "target"), str(path / "drafter"))
+    return pair, pair.tokenizer
+
+
+@pytest.fixture(scope="session")
+def served(model: tuple[jaxspec.Pair, Tokenizer]) -> Served:
+    pair, tokenizer = model
+    engine = Engine(*pair, extras=EXTRAS, cache_length=CACHE_LENGTH)
+    return Served(
+        names=("tiny", "alias"),
+        tokenizer=tokenizer,
+        spec=engine.spec,
+        generation=pair.target.generation or GenerationDefaults(),
+        cache_length=CACHE_LENGTH,
+        settings=Settings(max_n=8),
+    )
+
+
+@pytest.fixture(scope="session")
+def live(model: tuple[jaxspec.Pair, Tokenizer], served: Served) -> Iterator[Live]:
+    """The tiny pair, and an engine of the same programs beside it."""
+    pair, _ = model
+    shared: dict[str, Any] = dict(
+        extras=EXTRAS,
+        batch_size=SLOTS,
+        cache_length=CACHE_LENGTH,
+        steps_per_return=2,
+        programs=Programs(),
+    )
+    offline = Engine(*pair, **shared)
+    scorer = PromptScorer(pair.target, EXTRAS.top_logprobs)
+    for started in run_server(served, Engine(*pair, **shared), scorer):
+        yield dataclasses.replace(started, offline=offline)
+
+
+@pytest.fixture
+def fake(served: Served) -> Iterator[Callable[..., Live]]:
+    """Starts a server over an engine without a model; arguments are settings."""
+    running: list[Iterator[Live]] = []
+
+    def start(engine: FakeEngine | None = None, **settings: Any) -> Live:
+        changed = dataclasses.replace(served, settings=Settings(**settings))
+        running.append(run_server(changed, engine or FakeEngine()))
+        return next(running[-1])
+
+    yield start
+    for server in running:
+        for _ in server:
+            pass
+
+
+def connect(live: Live) -> socket.socket:
+    """Return a bare connection."""
+    url = live.client.base_url
+    return socket.create_connection((url.host, url.port), timeout=20)

@@ -1,0 +1,97 @@
+"""The command itself: its mistakes, and one whole life of a server, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cli import pair as tiny
+from tests.cli.conftest import Run, checkpoints, invoke  # noqa: F401
+
+
+def test_a_port_in_use_is_known_before_models_are_loaded(invoke: Run) -> None:  # noqa: F811
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        outcome = invoke("serve", "nowhere", "--port", str(port))
+    assert outcome.code == 2
+    assert f"--port {port}" in outcome.stderr
+    assert "in use" in outcome.stderr
+
+
+def test_options_that_make_no_sense(invoke: Run) -> None:  # noqa: F811
+    for args, said in (
+        (["--tls-cert", "a.pem"], "--tls-cert and --tls-key go together"),
+        (["--tls-cert", "a.pem", "--tls-key", "b.pem"], "--tls-cert and --tls-key: "),
+        (["--port", "99999"], "--port"),
+        (["target", "--num-draft-tokens", "3"], "--num-draft-tokens needs a drafter"),
+        (["target", "--cache-length", "99999"], "--cache-length 99999"),
+        (["mute"], "has no tokenizer.json"),
+    ):
+        if args[0] != "--port":
+            args = [*args, "--port", "0"]
+        outcome = invoke("serve", *args)
+        assert outcome.code == 2, args
+        assert said in " ".join(outcome.stderr.split()), outcome.stderr
+
+
+def test_without_the_extra_it_says_what_to_install(
+    invoke: Run,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    outcome = invoke("serve", "target")
+    assert outcome.code == 2
+    assert "pip install 'jaxspec-decoding[serve]'" in outcome.stderr
+
+
+@pytest.mark.slow
+def test_a_server_s_life(tmp_path: Path) -> None:
+    """It compiles, answers, and on SIGTERM lets a stream end before it does."""
+    tiny.write_target(tmp_path / "target")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jaxspec", "serve", "target", "--port", str(port)]
+    process = subprocess.Popen(
+        [*command, "--cache-length", "200", "--slots", "2", "--steps-per-return", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            end = time.monotonic() + 300
+            states = set()
+            while "ready" not in states:
+                assert process.poll() is None
+                assert time.monotonic() < end
+                try:
+                    states.add(client.get("/health").json()["status"])
+                except httpx.TransportError:
+                    time.sleep(0.1)
+            body = {"prompt": [2, 263], "max_tokens": 180, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/completions", json=body) as reply:
+                lines = reply.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                rest = [line for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+        first, *log = errors.strip().splitlines()
+        assert first.startswith("note: no --drafter was given")
+        (line,) = (x for x in map(json.loads, log[1:]) if x.get("path") == "/v1/completions")
+        assert line["completion_tokens"] == 180
+    finally:
+        process.kill()

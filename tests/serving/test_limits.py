@@ -1,0 +1,260 @@
+"""What the server does when there is too much, too late, too slow or too wrong; over an engine without a model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving.conftest import Live, connect
+from tests.serving.fake_engine import FakeEngine
+
+Start = Callable[..., Live]
+LONG: dict[str, Any] = dict(prompt="a", max_tokens=100)
+
+
+def ends_soon(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Slow(FakeEngine):
+    """Takes a hundredth of a second a step."""
+
+    def step(self) -> Any:
+        time.sleep(0.01)
+        return super().step()
+
+
+# --- clients that leave or do not read ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_row(fake: Start, stream: bool) -> None:
+    engine = FakeEngine()
+    live = fake(engine)
+    engine.gate.clear()
+    body = json.dumps({**LONG, "n": 2, "stream": stream}).encode()
+    with connect(live) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
+        ends_soon(lambda: live.opened.num_live == 2)
+        if stream:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+    ends_soon(lambda: len(live.opened._leaving) == 2)
+    engine.gate.set()
+    live.settle()
+    assert live.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
+
+
+def test_a_client_that_does_not_read_holds_no_row(fake: Start) -> None:
+    """The engine goes on without it, and the connection is closed when its time is over."""
+    live = fake(client_timeout=0.3)
+    body = json.dumps({"prompt": "a", "max_tokens": 110, "n": 60, "stream": True, "logprobs": 0})
+    with connect(live) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(body), body.encode())
+        )
+        live.settle()
+        assert live.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
+
+
+def test_a_body_that_does_not_come(fake: Start) -> None:
+    live = fake(client_timeout=0.2)
+    with connect(live) as connection:
+        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 50\r\n\r\n{")
+        assert connection.recv(12) == b"HTTP/1.1 408"
+
+
+def test_a_body_that_is_too_large(fake: Start) -> None:
+    live = fake(max_body_mib=1)
+    reply = live.post("/tokenize", prompt="a" * 2**20)
+    assert reply.status_code == 413
+    assert "more than 1 MiB" in reply.json()["error"]["message"]
+    assert live.client.get("/health").status_code == 200
+
+
+def test_a_flood_of_headers(fake: Start) -> None:
+    live = fake()
+    with connect(live) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + b"X-Filler: %s\r\n" % (b"x" * 1000) * 200)
+        assert connection.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.1 431")
+    assert live.client.get("/health").status_code == 200
+
+
+# --- too much, too late ------------------------------------------------------------------------------
+
+
+def test_a_full_queue_is_told_to_come_back(fake: Start) -> None:
+    engine = FakeEngine(batch_size=1)
+    live = fake(engine, max_waiting=1)
+    engine.gate.clear()
+    with live.client.stream("POST", "/v1/completions", json={**LONG, "n": 2, "stream": True}):
+        reply = live.post("/v1/completions", **LONG)
+        assert reply.status_code == 429
+        assert reply.headers["retry-after"] == "1"
+        assert reply.json()["error"]["type"] == "rate_limit_error"
+        engine.gate.set()
+    live.settle()
+    assert live.post("/v1/completions", **LONG).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_takes_too_long(fake: Start, stream: bool) -> None:
+    engine = FakeEngine()
+    live = fake(engine, timeout=0.2)
+    engine.gate.clear()
+    reply = live.post("/v1/completions", **LONG, n=2, stream=stream)
+    if stream:
+        first, *_ = reply.text.splitlines()
+        error = json.loads(first.removeprefix("data: "))["error"]
+        assert reply.text.endswith("data: [DONE]\n\n")
+    else:
+        assert reply.status_code == 504
+        error = reply.json()["error"]
+    assert error["message"] == "the request took longer than 0.2 s"
+    engine.gate.set()
+    live.settle()
+
+
+def test_draining(fake: Start) -> None:
+    """What runs ends; what comes is sent elsewhere; health says why."""
+    engine = FakeEngine()
+    live = fake(engine)
+    engine.gate.clear()
+    with live.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as reply:
+        drained = threading.Thread(target=live.opened.drain)
+        drained.start()
+        ends_soon(lambda: live.opened.state == "draining")
+        health = live.client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "draining"})
+        refused = live.post("/v1/completions", **LONG)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        engine.gate.set()
+        assert reply.read().endswith(b"data: [DONE]\n\n")
+    drained.join(20)
+
+
+# --- failures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_step_that_raises(fake: Start, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The request fails, without a word of why; the server goes on."""
+    engine = FakeEngine()
+    live = fake(engine)
+
+    def failure(engine: FakeEngine) -> None:
+        raise RuntimeError("a secret of the machine")
+
+    engine.failure = failure
+    reply = live.post("/v1/completions", **LONG, stream=stream)
+    assert "internal error" in reply.text
+    assert "secret" not in reply.text
+    assert "Traceback" not in reply.text
+    assert reply.status_code == (200 if stream else 500)
+    assert "a secret of the machine" in caplog.text
+    engine.failure = lambda engine: None
+    assert live.post("/v1/completions", **LONG).status_code == 200
+
+
+def test_a_mistake_of_the_server_is_no_traceback(
+    fake: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = fake()
+    monkeypatch.setattr(type(live.served), "completion", lambda self, asked: 1 // 0)
+    reply = live.post("/v1/completions", **LONG)
+    assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == "internal_error"
+    assert "ZeroDivisionError" not in reply.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+# --- keys, origins, logs -----------------------------------------------------------------------------
+
+
+def test_api_keys(fake: Start) -> None:
+    live = fake(api_key=("first", "second"))
+    for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "Basic first"}):
+        reply = live.client.get("/v1/models", headers=headers)
+        assert reply.status_code == 401
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+    for key in ("first", "second"):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert live.client.get("/v1/models", headers=headers).status_code == 200
+    assert live.client.get("/health").status_code == 200
+
+
+def test_origins(fake: Start) -> None:
+    ask = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    closed, opened = fake(), fake(cors_origin=("https://page.example",), api_key=("key",))
+    name = "access-control-allow-origin"
+    assert name not in closed.client.options("/v1/models", headers=ask).headers
+    reply = opened.client.options("/v1/models", headers=ask)
+    assert (reply.status_code, reply.headers[name]) == (200, "https://page.example")
+    other = opened.client.options("/v1/models", headers={**ask, "Origin": "https://evil.example"})
+    assert name not in other.headers
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_the_log_has_no_text_unless_asked(
+    fake: Start, caplog: pytest.LogCaptureFixture, log_prompts: bool
+) -> None:
+    live = fake(log_prompts=log_prompts)
+    with caplog.at_level(logging.INFO, "jaxspec.serving"):
+        headers = {"X-Request-Id": "my-request"}
+        body = {"prompt": "ab the ab", "max_tokens": 3}
+        reply = live.client.post("/v1/completions", json=body, headers=headers)
+        assert reply.headers["x-request-id"] == "my-request"
+        odd = live.client.get("/v1/models", headers={"X-Request-Id": "two\twords"})
+        assert len(odd.headers["x-request-id"]) == 32
+    lines = [getattr(record, "fields", {}) for record in caplog.records]
+    (line,) = (x for x in lines if x.get("request_id") == "my-request")
+    assert (line["status"], line["completion_tokens"]) == (200, 3)
+    assert ("ab the ab" in str(lines)) == log_prompts
+
+
+def test_many_clients_of_whom_some_leave(fake: Start) -> None:
+    """The others' tokens are all there, once each."""
+    live = fake(Slow(batch_size=4))
+    failed: list[BaseException] = []
+
+    def ask(i: int) -> None:
+        body = {"prompt": [i + 1], "max_tokens": 30, "return_token_ids": True, "stream": True}
+        try:
+            with (
+                httpx.Client(base_url=live.client.base_url, timeout=60) as client,
+                client.stream("POST", "/v1/completions", json=body) as reply,
+            ):
+                tokens: list[int] = []
+                for line in reply.iter_lines():
+                    if not line or line == "data: [DONE]":
+                        continue
+                    tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+                    if i % 3 == 0:
+                        return
+            assert tokens == [hash(((i + 1,), place)) % 1000 for place in range(30)]
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed
+    live.settle()

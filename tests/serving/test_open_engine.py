@@ -1,0 +1,330 @@
+"""The open engine, over an engine without a model: threads, cancellations, a full queue, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.records import FieldError
+from jaxspec.requests import Completion, Request, Update
+from jaxspec.serving.handles import Handle
+from jaxspec.serving.open_engine import Closing, OpenEngine, QueueFull
+from tests.serving.fake_engine import FakeEngine, answer
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def opened(engine: FakeEngine) -> Iterator[OpenEngine]:
+    with OpenEngine(engine, max_waiting=3) as opened:
+        yield opened
+        engine.gate.set()
+
+
+def request(prompt: int = 1, count: int = 7, **more: Any) -> Request:
+    return Request((prompt,), count, **more)
+
+
+def working(engine: FakeEngine, opened: OpenEngine) -> Handle:
+    """Return a request that the device is at work on until the gate opens."""
+    engine.gate.clear()
+    handle = opened.submit(request(99))
+    assert engine.in_step.wait(WAIT_S)
+    return handle
+
+
+def test_events_come_to_threads(opened: OpenEngine) -> None:
+    handle = opened.submit(request())
+    *updates, done = handle
+    assert all(isinstance(update, Update) for update in updates)
+    counts = [len(event.token_ids) for event in updates]
+    assert counts == sorted(set(counts))
+    assert isinstance(done, Completion)
+    assert done.token_ids == answer(request())
+    assert handle.completion is done
+    assert handle.first_token_s is not None
+    assert list(handle) == [done]  # later readers get what there is
+
+
+def test_events_come_to_coroutines(opened: OpenEngine) -> None:
+    async def read(prompt: int) -> tuple[int, ...]:
+        tokens: tuple[int, ...] = ()
+        async for event in opened.submit(request(prompt, 20)):
+            assert event.token_ids[: len(tokens)] == tokens
+            tokens = event.token_ids
+        return tokens
+
+    async def read_all() -> list[tuple[int, ...]]:
+        return list(await asyncio.gather(*(read(prompt) for prompt in range(5))))
+
+    assert asyncio.run(read_all()) == [answer(request(prompt, 20)) for prompt in range(5)]
+
+
+def test_a_request_that_comes_while_the_device_works_joins_when_it_returns(
+    engine: FakeEngine, opened: OpenEngine
+) -> None:
+    first = working(engine, opened)
+    late = opened.submit(request(2))
+    engine.gate.set()
+    assert late.result(WAIT_S).token_ids == answer(request(2))
+    assert first.result(WAIT_S).token_ids == answer(request(99))
+
+
+def test_a_full_queue_refuses_by_name(engine: FakeEngine, opened: OpenEngine) -> None:
+    """Two slots and three places in the queue are five. Several join together, or none of them."""
+    working(engine, opened)
+    opened.submit_all([request(i) for i in range(3)])
+    with pytest.raises(QueueFull, match="4 requests run or wait, and at most 5 may"):
+        opened.submit_all([request(), request()])
+    last = opened.submit(request())
+    with pytest.raises(QueueFull, match="5 requests run or wait"):
+        opened.submit(request())
+    engine.gate.set()
+    last.result(WAIT_S)
+    assert opened.submit(request()).result(WAIT_S).finish_reason == "length"
+
+
+def test_what_the_engine_cannot_run_is_refused_at_once(opened: OpenEngine) -> None:
+    with pytest.raises(FieldError, match="prompt_ids is empty"):
+        opened.submit(Request((), 3))
+
+
+def test_an_id_may_be_used_again_when_it_is_done(engine: FakeEngine, opened: OpenEngine) -> None:
+    engine.gate.clear()
+    handle = opened.submit(request(id="mine"))
+    with pytest.raises(FieldError, match="'mine' belongs to a request that is not done"):
+        opened.submit(request(id="mine"))
+    engine.gate.set()
+    handle.result(WAIT_S)
+    assert opened.submit(request(id="mine")).result(WAIT_S).id == "mine"
+
+
+def test_priorities_come_first_then_arrival(engine: FakeEngine, opened: OpenEngine) -> None:
+    engine.batch_size = 1
+    working(engine, opened)
+    names = {"low": 5, "first": 0, "urgent": -1}
+    handles = [opened.submit(request(id=name, priority=p)) for name, p in names.items()]
+    engine.gate.set()
+    for handle in handles:
+        handle.result(WAIT_S)
+    assert engine.admitted[1:] == ["urgent", "first", "low"]
+
+
+def test_cancelling(engine: FakeEngine, opened: OpenEngine) -> None:
+    """One that runs, one that the engine does not know yet, and one that is done."""
+    running = working(engine, opened)
+    unknown = opened.submit(request(2))
+    running.cancel()
+    unknown.cancel()
+    engine.gate.set()
+    assert unknown.result(WAIT_S).finish_reason == "cancelled"
+    done = running.result(WAIT_S)
+    assert done.finish_reason == "cancelled"
+    assert done.token_ids == answer(request(99))[: len(done.token_ids)]
+    running.cancel()
+    assert running.result(WAIT_S) is done
+    assert opened.num_live == 0
+
+
+def test_a_callback_that_raises_ends_its_request_only(opened: OpenEngine) -> None:
+    def raises(tokens: Any) -> int | None:
+        raise KeyError("a mistake of the caller's")
+
+    bad, good = opened.submit_all([request(stop_at=raises), request(2)])
+    done = bad.result(WAIT_S)
+    assert done.finish_reason == "error"
+    assert "stop_at raised KeyError" in str(done.error)
+    assert good.result(WAIT_S).token_ids == answer(request(2))
+
+
+def test_a_step_that_raises_ends_what_ran_and_the_engine_goes_on(
+    engine: FakeEngine, opened: OpenEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What had tokens fails. What had none runs after all."""
+    engine.batch_size = 1
+    raised = []
+
+    def once(engine: FakeEngine) -> None:
+        if not raised and any(count for _, count in engine.running.values()):
+            raised.append(True)
+            raise RuntimeError("RESOURCE_EXHAUSTED: no memory\nand a long trace")
+
+    engine.failure = once
+    ran, waited = opened.submit_all([request(1), request(2)])
+    done = ran.result(WAIT_S)
+    assert done.finish_reason == "error"
+    assert done.error == "the model step failed: RuntimeError: RESOURCE_EXHAUSTED: no memory"
+    assert done.token_ids == answer(request(1), 2)
+    assert waited.result(WAIT_S).token_ids == answer(request(2))
+    assert opened.state == "ready"
+    assert "a model step failed" in caplog.text
+
+
+def test_a_prompt_that_always_fails_is_tried_twice(
+    engine: FakeEngine, opened: OpenEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    def always(engine: FakeEngine) -> None:
+        if any(r.prompt_ids == (13,) for r in engine.waiting):
+            tries.append(True)
+            raise MemoryError("no memory for this prompt")
+
+    engine.failure = always
+    done = opened.submit(request(13)).result(WAIT_S)
+    assert done.error == "the model step failed: MemoryError: no memory for this prompt"
+    assert len(tries) == 2
+    assert opened.submit(request(2)).result(WAIT_S).finish_reason == "length"
+
+
+def test_an_engine_that_cannot_start_afresh_fails_all(
+    engine: FakeEngine, opened: OpenEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    engine.failure = engine.reset = fails  # type: ignore[method-assign]
+    done = opened.submit(request()).result(WAIT_S)
+    assert "the engine has failed: the device is gone" in str(done.error)
+    with pytest.raises(Closing, match="it is failed"):
+        opened.submit(request())
+    assert opened.state == "failed"
+
+
+def test_draining_refuses_the_new_and_finishes_the_old(
+    engine: FakeEngine, opened: OpenEngine
+) -> None:
+    handle = working(engine, opened)
+    assert not opened.drain(0.01)
+    assert opened.state == "draining"
+    with pytest.raises(Closing, match="it is draining"):
+        opened.submit(request())
+    engine.gate.set()
+    assert opened.drain(WAIT_S)
+    assert handle.result(0).token_ids == answer(request(99))
+
+
+def test_closing_cancels_what_there_is(engine: FakeEngine) -> None:
+    opened = OpenEngine(engine)
+    handle = working(engine, opened)
+    waiting = opened.submit(request(2))
+    threading.Timer(0.05, engine.gate.set).start()
+    opened.close(WAIT_S)
+    assert handle.result(0).finish_reason == waiting.result(0).finish_reason == "cancelled"
+    assert opened.state == "closed"
+    opened.close()
+
+
+def test_requests_wait_while_programs_are_compiled(engine: FakeEngine) -> None:
+    engine.gate.clear()
+    with OpenEngine(engine, warm_up=True) as opened:
+        assert opened.state == "loading"
+        handle = opened.submit(request())
+        engine.gate.set()
+        assert handle.result(WAIT_S).finish_reason == "length"
+        assert engine.warmed_up
+        assert opened.state == "ready"
+
+
+def test_functions_run_between_steps(engine: FakeEngine, opened: OpenEngine) -> None:
+    working(engine, opened)
+    thread = opened.call(threading.get_ident)
+    wrong = opened.call(lambda: 1 // 0)
+    assert not thread.done()
+    engine.gate.set()
+    assert thread.result(WAIT_S) == engine.thread
+    with pytest.raises(ZeroDivisionError):
+        wrong.result(WAIT_S)
+
+
+def test_a_reader_that_stops_holds_up_nobody(opened: OpenEngine) -> None:
+    slow = opened.submit(request(1, 200))
+    next(iter(slow))
+    assert opened.submit(request(2)).result(WAIT_S).token_ids == answer(request(2))
+    assert slow.result(WAIT_S).token_ids == answer(request(1, 200))
+    assert len(list(slow)) == 1  # updates that nobody read are not kept
+
+
+def test_a_result_that_does_not_come_in_time(engine: FakeEngine, opened: OpenEngine) -> None:
+    handle = working(engine, opened)
+    with pytest.raises(TimeoutError, match=r"was not done in 0\.01 s"):
+        handle.result(0.01)
+    assert handle.completion is None
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["submit", "submit", "submit", "cancel", "fail", "read", "pause"]),
+        st.integers(0, 30),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(OPERATIONS)
+def test_no_token_is_lost_or_told_twice_whatever_happens(operations: list[tuple[str, int]]) -> None:
+    """Random operations from two threads; each request ends once, with the tokens that are its own."""
+    engine = FakeEngine(batch_size=3)
+    raising = threading.Event()
+
+    def failure(engine: FakeEngine) -> None:
+        if raising.is_set():
+            raising.clear()
+            raise RuntimeError("now and then")
+
+    engine.failure = failure
+    handles: list[Handle] = []
+    readers: list[threading.Thread] = []
+    read: dict[Any, list[int]] = {}
+
+    def follow(handle: Handle) -> None:
+        counts = [len(event.token_ids) for event in handle]
+        read[handle.request.id] = counts
+
+    with OpenEngine(engine, max_waiting=10) as opened:
+        for name, number in operations:
+            if name == "submit":
+                try:
+                    handles.append(opened.submit(request(number, 1 + number, priority=number % 3)))
+                except QueueFull:
+                    assert opened.num_live <= 13
+            elif name == "fail":
+                raising.set()
+            elif name == "pause":
+                time.sleep(number / 1e5)
+            elif handles:
+                handle = handles[number % len(handles)]
+                if name == "cancel":
+                    handle.cancel()
+                else:
+                    readers.append(threading.Thread(target=follow, args=(handle,)))
+                    readers[-1].start()
+        assert opened.drain(WAIT_S)
+        for reader in readers:
+            reader.join(WAIT_S)
+            assert not reader.is_alive()
+        assert engine.is_idle
+        assert opened.num_live == opened.num_waiting == 0
+    for handle in handles:
+        done = handle.result(0)
+        whole = answer(handle.request)
+        assert done.token_ids == whole[: len(done.token_ids)]
+        if done.finish_reason == "length":
+            assert done.token_ids == whole
+        else:
+            assert done.finish_reason in ("cancelled", "error")
+    for counts in read.values():
+        assert counts == sorted(counts)
