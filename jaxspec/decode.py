@@ -19,6 +19,8 @@ nothing. `state` says what a slot holds, and `engine` who is in which.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,12 @@ from jaxspec.sampling import NO_TOKEN, Stream, adjust, fold_keys, logprobs_of
 from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk, put_rows, take_rows
 from jaxspec.verify import Verdict, synthetic_verify, tree_verify, verify
+
+Carry = tuple[Array, DecodeState]
+"""What a loop carries: steps that were taken, and the state."""
+
+PLAIN_STEPS = 16
+"""Most plain steps whose tokens a drafter absorbs at once."""
 
 
 def prefill(
@@ -63,7 +71,7 @@ def prefill(
     rows = take_rows(state, chunk.slots)
     anchor_at = chunk.start + chunk.count - 1
     rows = dataclasses.replace(rows, lengths=anchor_at, active=chunk.is_last)
-    no_draft = Draft(jnp.zeros((chunk.slots.shape[0], 0), jnp.int32))
+    no_draft = Draft.none(chunk.slots.shape[0])
     adjusted, verdict = judge(spec, rows, no_draft, output.logits)
     rows = commit(spec, rows, output.logits, adjusted, no_draft.tokens, verdict)
     ends = jnp.where(chunk.is_last, chunk.slots, state.active.shape[0])  # the others are dropped
@@ -72,7 +80,7 @@ def prefill(
 
 def decode_step(target: Target, spec: DecodeSpec, state: DecodeState) -> DecodeState:
     """Add one token to every active row: the reference that speculation must equal."""
-    no_draft = Draft(jnp.zeros((state.anchors.shape[0], 0), jnp.int32))
+    no_draft = Draft.none(state.anchors.shape[0])
     output = target_pass(target, state, no_draft)
     adjusted, verdict = judge(spec, state, no_draft, output.logits)
     state = dataclasses.replace(state, caches=output.caches)
@@ -82,7 +90,7 @@ def decode_step(target: Target, spec: DecodeSpec, state: DecodeState) -> DecodeS
 def speculative_step(
     target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState
 ) -> DecodeState:
-    """Draft, verify, accept and commit: adds 1 to num_draft_tokens + 1 tokens to every active row.
+    """Draft, verify, accept and commit: adds 1 to num_verified + 1 tokens to every active row.
 
     Raises:
       ValueError: the state's rings have too few spare slots; it was made for fewer draft tokens.
@@ -105,6 +113,64 @@ def speculative_step(
     return commit(spec, state, output.logits, adjusted, tokens, verdict)
 
 
+def plain_steps(
+    target: Target,
+    drafter: AnyDrafter,
+    spec: DecodeSpec,
+    begin: Carry,
+    alive: Callable[[Carry], Array],
+) -> Carry:
+    """Take up to `PLAIN_STEPS` steps without drafts, then let the drafter absorb their tokens all at once.
+
+    So a later call can draft again. A drafter absorbs many tokens in less time than one after the other.
+
+    Args:
+      begin: steps that were taken before, and the state.
+      alive: tells whether to take another step.
+    """
+    no_draft = Draft.none(begin[1].anchors.shape[0])
+
+    def run(state: DecodeState) -> TargetOutput:
+        return target_pass(target, state, no_draft, drafter.feature_layers)
+
+    def room(of_step: Any) -> Array:
+        return jnp.zeros((of_step.shape[0], PLAIN_STEPS, *of_step.shape[2:]), of_step.dtype)
+
+    state, like = begin[1], jax.eval_shape(run, begin[1])
+    none = Kept(
+        jnp.zeros((state.anchors.shape[0], PLAIN_STEPS), state.anchors.dtype),
+        room(like.hidden),
+        tuple(room(x) for x in like.features),
+        state.lengths,
+        jnp.zeros_like(state.lengths),
+    )
+
+    def more(carry: tuple[Array, Carry, Kept]) -> Array:
+        return (carry[0] < PLAIN_STEPS) & alive(carry[1])
+
+    def body(carry: tuple[Array, Carry, Kept]) -> tuple[Array, Carry, Kept]:
+        taken, (step, state), kept = carry
+
+        def put(into: Array, of_step: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(into, of_step, taken, axis=1)
+
+        output = run(state)
+        kept = Kept(
+            put(kept.tokens, state.anchors[:, None]),
+            put(kept.hidden, output.hidden),
+            tuple(put(*x) for x in zip(kept.features, output.features, strict=True)),
+            kept.start,
+            kept.count + state.active.astype(jnp.int32),  # a row that ended is not active again
+        )
+        adjusted, verdict = judge(spec, state, no_draft, output.logits)
+        state = dataclasses.replace(state, caches=output.caches)
+        state = commit(spec, state, output.logits, adjusted, no_draft.tokens, verdict)
+        return taken + 1, (step + 1, state), kept
+
+    _, (step, state), kept = lax.while_loop(more, body, (jnp.int32(0), begin, none))
+    return step, dataclasses.replace(state, drafter=drafter.absorb(state.drafter, kept))
+
+
 def decode_loop(
     spec: DecodeSpec,
     target_params: Params,
@@ -116,14 +182,16 @@ def decode_loop(
     """Run up to `max_steps` steps on the device, fewer when no more than `until_active` rows are active."""
     target, drafter = spec.bind(target_params, drafter_params)
 
-    def alive(carry: tuple[Array, DecodeState]) -> Array:
+    def alive(carry: Carry) -> Array:
         step, state = carry
         return (step < max_steps) & (jnp.sum(state.active, dtype=jnp.int32) > until_active)
 
-    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+    def body(carry: Carry) -> Carry:
         step, state = carry
         if drafter is None:
             return step + 1, decode_step(target, spec, state)
+        if not spec.num_verified:
+            return plain_steps(target, drafter, spec, carry, alive)
         return step + 1, speculative_step(target, drafter, spec, state)
 
     return lax.while_loop(alive, body, (jnp.int32(0), state))[1]
@@ -133,7 +201,7 @@ def decode_loop(
 
 
 def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState) -> Draft:
-    """Let the drafter propose tokens after every row's anchor.
+    """Let the drafter propose tokens after every row's anchor, and return those that are verified.
 
     Raises:
       ValueError: the spec wants draws, and the drafter does not tell its distribution.
@@ -146,7 +214,7 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
         draws = Draws(state.sampling.only(state.active), keys)
     draft = drafter.draft(
         state.drafter,
-        TargetView(target, state.caches, spec.suppress_tokens),
+        TargetView(target, state.caches, spec.suppress_tokens, spec.verify_length),
         state.anchors,
         state.lengths,
         num_draft_tokens=spec.num_draft_tokens,
@@ -158,7 +226,7 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
             f"draft_sampling is on, but {type(drafter).__name__} does not tell what it draws from; leave "
             "draft_sampling out"
         )
-    return draft
+    return draft if spec.verify_length is None else draft.first(spec.verify_length)
 
 
 def target_pass(

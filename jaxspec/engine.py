@@ -23,9 +23,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import memory
+from jaxspec.chosen_length import ChosenLength
 from jaxspec.loading import LoadedModel
 from jaxspec.prefill import PromptReader, bucket, chunk_of, rows_ahead, rows_bucket
-from jaxspec.records import Drafting, Extras, FieldError, at_least
+from jaxspec.records import ChooseLength, Drafting, Extras, FieldError, at_least
 from jaxspec.requests import (
     Completion,
     Request,
@@ -35,13 +36,7 @@ from jaxspec.requests import (
     refusal,
     refused,
 )
-from jaxspec.runtime import (
-    Programs,
-    Runtime,
-    Timings,
-    cache_bucket,
-    make_spec,
-)
+from jaxspec.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, own_context
 from jaxspec.slots import Slots
@@ -70,6 +65,7 @@ class Engine:
         taken. A slot that is free then goes on at once. None: as many as keep passes full on a GPU, none where
         there is one slot, on a CPU, or on a mesh with a data axis.
       invariant: no row depends on its neighbours, to the last bit; prompts share small passes only.
+      choose_length: when to verify fewer drafts than there are, if that is quicker. See `records.ChooseLength`.
       programs: compiled programs to share with other engines; None for its own.
 
     Raises:
@@ -91,6 +87,7 @@ class Engine:
         max_prefill_tokens: int | None = None,
         read_ahead: int | None = None,
         invariant: bool = False,
+        choose_length: ChooseLength = "greedy",
         programs: Programs | None = None,
     ):
         for name, value in (
@@ -122,6 +119,7 @@ class Engine:
             invariant=invariant,
             programs=programs,
         )
+        self.chosen_length = ChosenLength(self.runtime, choose_length, invariant=invariant)
         self.steps_per_return = steps_per_return
         self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
@@ -355,11 +353,7 @@ class Engine:
         return events
 
     def warm_up(self) -> None:
-        """Compile every program, and run each once on no row at all; later requests compile nothing.
-
-        Raises:
-          ValueError: there are requests.
-        """
+        """Compile every program, and time all verify lengths. Later requests compile nothing; idle engines only."""
         if not self.is_idle:
             raise ValueError("warm_up needs an idle engine: call step until is_idle, or reset")
         runtime, reading, running = self.runtime, self._reading, self._slots
@@ -370,7 +364,7 @@ class Engine:
                 reading.state = runtime.feed(reading.state, chunk)
             if reading is not running:
                 running.state = runtime.insert(running.state, reading.state, 0, 0)
-            running.state = runtime.decode(running.state, 1)
+            running.state = self.chosen_length.measure(runtime.decode(running.state, 1))
             for slots in self._all_slots:
                 nobody = np.zeros(slots.count, bool)
                 slots.state = runtime.retire(slots.state, nobody)
@@ -497,8 +491,10 @@ class Engine:
         elif self._ahead is None and self._waiting and not self._reader.unread:
             until = max(0, active + len(self._slots.free) - self._worth_reading)
         self._read_since = 0
-        steps, self._busy = self.steps_per_return, self._slots
-        self._busy.start(self._pool, steps, self.runtime.decoding(self._busy.state, steps, until))
+        most, self._busy = self.steps_per_return, self._slots
+        steps, length = self.chosen_length.next(self._busy.requests, most)
+        call = self.runtime.decoding(self._busy.state, steps, until, length)
+        self._busy.start(self._pool, most, call)
 
     def _look(self) -> list[Update | Completion]:
         """Wait for what the device does, and tell what came of it."""
@@ -509,4 +505,5 @@ class Engine:
             self.timings.prefill_s += taken_s
         else:
             self.timings.decode_s += taken_s
+            self.chosen_length.learn(slots.new_acceptance_lengths, taken_s)
         return slots.look()

@@ -21,6 +21,19 @@ from typing import Any, Literal, Protocol
 
 Verification = Literal["standard", "block"]
 
+ChooseLength = Literal["greedy", "always", "never"]
+"""When an engine chooses how many drafts a step verifies.
+
+    greedy   while all running rows are greedy: their tokens are the same, whatever is verified
+    always   with sampled rows too: they keep the target's distribution, but their text depends on what was
+             chosen, and so on how quick the machine was
+    never    all drafts are verified
+"""
+CHOOSE_LENGTH_HELP = (
+    "Verify as many drafts a step as is quickest, down to none: while all running rows are greedy; always, so that "
+    "a sampled text depends on the machine's speed; or never."
+)
+
 
 class Naming(Protocol):
     """How a message names a field, alone or with the value to give it."""

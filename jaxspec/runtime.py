@@ -300,16 +300,30 @@ class Runtime:
         program = self.program("prefill", state, chunk)
         return lambda state: program(state, chunk)
 
-    def decode(self, state: DecodeState, max_steps: int, until_active: int = 0) -> DecodeState:
-        """Run up to so many steps; fewer when no more than `until_active` rows are active."""
-        return self.decoding(state, max_steps, until_active)(state)
+    def decode(
+        self,
+        state: DecodeState,
+        max_steps: int,
+        until_active: int = 0,
+        verify_length: int | None = None,
+    ) -> DecodeState:
+        """Run up to so many steps; fewer when no more than `until_active` rows are active.
+
+        Args:
+          verify_length: drafts that each step verifies; None for all.
+        """
+        return self.decoding(state, max_steps, until_active, verify_length)(state)
 
     def decoding(
-        self, state: DecodeState, max_steps: int, until_active: int = 0
+        self,
+        state: DecodeState,
+        max_steps: int,
+        until_active: int = 0,
+        verify_length: int | None = None,
     ) -> Callable[..., DecodeState]:
         """Return the call that decodes such a state."""
         limits = self.place((np.int32(max_steps), np.int32(until_active)))
-        program = self.program("decode", state, *limits)
+        program = self.program("decode", state, *limits, verify_length=verify_length)
         return lambda state: program(state, *limits)
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
@@ -327,11 +341,21 @@ class Runtime:
         given = other, *self.place((np.int32(source), np.int32(target)))
         return self.program("insert", state, *given)(state, *given)
 
-    def program(self, phase: Phase, state: DecodeState, *given: ArrayLike | Any) -> Bound:
+    def program(
+        self,
+        phase: Phase,
+        state: DecodeState,
+        *given: ArrayLike | Any,
+        verify_length: int | None = None,
+    ) -> Bound:
         """Return the program of a phase for a state and what else it is given, compiled if it is new."""
-        function = _FUNCTIONS[phase]
+        function, spec = _FUNCTIONS[phase], self.spec
+        if verify_length is not None:
+            spec = spec.verifying(verify_length)
         chunk = given[0].tokens.shape if isinstance(given[0], PrefillChunk) else ()
         key = (phase, *chunk, *state.stop_ids.shape)
+        if spec.verify_length is not None:
+            key = (*key, f"verifying {spec.verify_length}")
         runs_models = phase in ("prefill", "decode")
         weights = (self.target_params, self.drafter_params) if runs_models else ()
         if key not in self.used:
@@ -341,7 +365,7 @@ class Runtime:
                 (*weights, state, *given),
                 donate=len(weights),
                 mesh=self.mesh,
-                spec=self.spec if runs_models else None,
+                spec=spec if runs_models else None,
             )
             self.timings.compile_s += time.perf_counter() - begin
         return Bound(self.used[key], weights)

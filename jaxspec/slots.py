@@ -175,6 +175,22 @@ class Slots:
         """Rows whose prompts are read."""
         return [place for place, row in enumerate(self.rows) if row is not None and row.is_read]
 
+    @property
+    def requests(self) -> list[Request]:
+        """The requests whose prompts are read."""
+        return [row.request for row in self.rows if row is not None and row.is_read]
+
+    @property
+    def new_acceptance_lengths(self) -> list[np.ndarray]:
+        """What the steps of each row committed that `look` tells of next."""
+        news, found = self._news, []
+        assert news is not None
+        for place in self._read_then:
+            if (row := self.rows[place]) is not None:
+                count = int(news.num_steps[place]) - len(row.acceptance_lengths)
+                found.append(np.asarray(news.acceptance_lengths[place, :count]))
+        return found
+
     def admit(self, new: Mapping[int, Request]) -> None:
         """Give free rows to requests, whose prompts are to be read."""
         for place, request in new.items():

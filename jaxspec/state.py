@@ -23,7 +23,7 @@ from jaxspec.drafters.base import AnyDrafter
 from jaxspec.drafters.tree import check_tree
 from jaxspec.models.target import Caches, Target, init_caches
 from jaxspec.params import Graph
-from jaxspec.records import Drafting, Extras, FieldError, Tree
+from jaxspec.records import Drafting, Extras, FieldError, Tree, whole
 from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts
 from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.sharding import state_shardings
@@ -41,13 +41,19 @@ compiled program: another one compiles anew.
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """What is fixed when the programs are compiled. Without a drafter, decoding is plain."""
+    """What is fixed when the programs are compiled. Without a drafter, decoding is plain.
+
+    Attributes:
+      verify_length: how many of the drafts a step verifies, from the first one on; None for all. 0 is plain
+        decoding that keeps the drafter's state up to date. The shapes of a state do not depend on it.
+    """
 
     target: Graph
     drafter: Graph | None
     drafting: Drafting = Drafting()
     suppress_tokens: tuple[int, ...] = ()
     extras: Extras = Extras()
+    verify_length: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what the two models cannot do.
@@ -70,6 +76,12 @@ class DecodeSpec:
                 )
         elif self.drafting.num_draft_tokens is None:
             raise FieldError("num_draft_tokens", "is not settled; make the spec with make_spec")
+        if self.verify_length is not None:
+            if self.tree is not None:
+                raise FieldError("verify_length", "is for chains; leave the tree out")
+            allowed = whole(0, self.num_draft_tokens)
+            if wrong := allowed.refusal(self.verify_length):
+                raise FieldError("verify_length", wrong)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -87,8 +99,19 @@ class DecodeSpec:
         return self.num_draft_tokens if self.tree is None else self.tree.depth
 
     @property
+    def num_verified(self) -> int:
+        """Drafts that one step verifies."""
+        return self.num_draft_tokens if self.verify_length is None else self.verify_length
+
+    def verifying(self, length: int | None) -> DecodeSpec:
+        """Return the same with another verify length; of states and programs, only the loop differs."""
+        if length == self.num_draft_tokens:
+            length = None  # one name for one program
+        return dataclasses.replace(self, verify_length=length)
+
+    @property
     def step_tokens(self) -> int:
-        """Tokens a row that one target pass of a step writes: the anchor and the drafts."""
+        """Most tokens a row that one target pass of a step writes: the anchor and the drafts."""
         return self.num_draft_tokens + 1
 
     def of_dtype(self, dtype: str | None) -> DecodeSpec:

@@ -242,7 +242,8 @@ def synthetic_verify(
     This is for benchmarks only. The emitted tokens mean nothing.
 
     Args:
-      acceptance_length: mean tokens committed per step, in [1, G + 1].
+      acceptance_length: mean tokens committed per step, from 1 on. Above G + 1, it is what more drafts would
+        bring, and at most all G are accepted.
     """
     greedy = greedy_verify(logits, draft)
     whole = int(acceptance_length)
@@ -253,7 +254,10 @@ def synthetic_verify(
     )
     # The real verdict stays in the data flow, so that XLA does not remove its work.
     real = jnp.minimum(greedy.accepted, 0)
-    return dataclasses.replace(greedy, accepted=whole - 1 + extra.astype(jnp.int32) + real)
+    accepted = whole - 1 + extra.astype(jnp.int32) + real
+    if acceptance_length > draft.shape[1] + 1:  # fewer drafts are verified than it counts on
+        accepted = jnp.minimum(accepted, draft.shape[1])
+    return dataclasses.replace(greedy, accepted=accepted)
 
 
 def _leading(hits: Bool[Array, "B G"]) -> Int[Array, " B"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import math
 import os
 import re
 import types
@@ -87,6 +88,14 @@ def same_environment() -> Iterator[None]:
     """Undo what a test leaves in it: a command that ran in this process sets NPROC, which others would inherit."""
     with mock.patch.dict(os.environ):
         yield
+
+
+@pytest.fixture(autouse=True)
+def all_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no slow machine make a test's engine choose other verify lengths, unless it is warmed up."""
+    from jaxspec import verify_length
+
+    monkeypatch.setattr(verify_length, "LEAST_S", math.inf)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -85,6 +85,7 @@ def test_what_a_run_of_a_trace_reports(tmp_path: Path) -> None:
         batch_size=2,
         cache_length=64,
         steps_per_return=2,
+        choose_length="never",
     )
     jobs = [Job(5, 9), Job(20, 1), Job(7, 12), Job(3, 6, 0.2), Job(40, 8, 0.3)]
     requests = [

@@ -14,6 +14,7 @@ import abc
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+import jax.numpy as jnp
 from flax import nnx, struct
 
 from jaxspec.cache import KVCache
@@ -26,11 +27,17 @@ StateT = TypeVar("StateT")
 
 
 class TargetView(struct.PyTreeNode):
-    """What a target lends a drafter for one call. A drafter never stores the view."""
+    """What a target lends a drafter for one call. A drafter never stores the view.
+
+    Attributes:
+      num_verified: the target looks at so many of a chain's first drafts, and at no other. A drafter may leave
+        the others out, if that changes none of the first ones. None: at all of them.
+    """
 
     target: Target
     caches: Caches
     suppress_tokens: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    num_verified: int | None = struct.field(pytree_node=False, default=None)
 
     def last_kv(self, kind: str) -> KVCache:
         """Return the cache of the last layer of a kind ("sliding" or "full") that owns its K/V."""
@@ -97,6 +104,17 @@ class Draft(struct.PyTreeNode):
     tokens: Int[Array, "B G"]
     parents: Int[Array, "B G"] | None = None
     log_q: Float[Array, "B G V"] | None = None
+
+    @classmethod
+    def none(cls, batch: int) -> Draft:
+        """Return no drafts."""
+        return cls(jnp.zeros((batch, 0), jnp.int32))
+
+    def first(self, count: int) -> Draft:
+        """Return the first drafts of a chain."""
+        assert self.parents is None
+        log_q = None if self.log_q is None else self.log_q[:, :count]
+        return Draft(self.tokens[:, :count], log_q=log_q)
 
 
 class Drafter(nnx.Module, Generic[StateT]):

@@ -118,11 +118,20 @@ class DFlashDrafter(Drafter[DFlashState]):
     ) -> Draft:
         context = tuple(kv.view(cache, lengths) for cache in state)
         depth = num_draft_tokens if tree is None else tree.depth
-        logits = self.block_logits(context, view.target, anchors, lengths, num_draft_tokens=depth)
+        # The positions of a block see each other, so all of them are there, whichever are verified.
+        logits = self.block_logits(
+            context,
+            view.target,
+            anchors,
+            lengths,
+            num_draft_tokens=depth,
+            num_wanted=view.num_verified,
+        )
         logits = suppress(logits, view.suppress_tokens)
         # Given the context and the anchor, the positions of a block are independent.
         if draws is not None:
-            tokens, log_q = draw_drafts(logits, draws.sampling, draws.keys)
+            keys = draws.keys[:, : view.num_verified]
+            tokens, log_q = draw_drafts(logits, draws.sampling, keys)
             return Draft(tokens, log_q=log_q)
         if tree is None:
             return Draft(argmax(logits))
@@ -143,12 +152,15 @@ class DFlashDrafter(Drafter[DFlashState]):
         lengths: Int[Array, " B"],
         *,
         num_draft_tokens: int,
+        num_wanted: int | None = None,
     ) -> Float[Array, "B G V"]:
         """Return the logits of the masked positions of a block.
 
         Args:
           context: each layer's keys and values at positions below `lengths`.
           lengths: the position of each row's anchor.
+          num_draft_tokens: masked positions.
+          num_wanted: of the first so many alone; None for all.
         """
         c = self.config
         masks = jnp.full((anchors.shape[0], num_draft_tokens), self.mask_token_id, anchors.dtype)
@@ -158,7 +170,8 @@ class DFlashDrafter(Drafter[DFlashState]):
             x = target.embed(tokens, scaled=c.scale_embeddings)
             for layer, segment in zip(self.layers, context, strict=True):
                 x = layer(x, positions, segment)
-            x = rms_norm(x[:, 1:], self.final_norm[...], c.rms_norm_eps)
+            last = None if num_wanted is None else num_wanted + 1
+            x = rms_norm(x[:, 1:last], self.final_norm[...], c.rms_norm_eps)
             return softcap(target.head(x), self.softcap)
 
 

@@ -165,7 +165,8 @@ class MTPDrafter(Drafter[MTPState]):
         if tree is not None:
             return grow(expand, states, anchors, tree=tree, num_draft_tokens=num_draft_tokens)
         tokens, drafts, log_qs = anchors[:, None], [], []
-        for i in range(num_draft_tokens):
+        # Each draft follows from those before it alone, so the chain may end early.
+        for i in range(num_draft_tokens if view.num_verified is None else view.num_verified):
             hidden, states = self.step(view.target, tokens, states, frozen)
             choices = self.choices(hidden, view.suppress_tokens)
             if draws is None:

@@ -113,7 +113,7 @@ def described(**changes: Any) -> str:
     values: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(report.Summary)}
     values |= dict.fromkeys(("target", "drafter", "dtype", "platform", "device"), "some")
     values |= dict(drafting=Drafting(), sampling=Sampling(), mesh={}, versions={}, ban_tokens=())
-    values |= dict(acceptance_length=None, acceptance_by_position=())
+    values |= dict(acceptance_length=None, acceptance_by_position=(), steps_by_length={})
     values |= dict(decode_tokens_per_s=1631.0, plain_tokens_per_s=3560.0, plain_measured_s=1.2)
     values |= dict(num_draft_tokens=7, batch_size=8)
     screen = io.StringIO()

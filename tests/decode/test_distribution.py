@@ -22,6 +22,7 @@ import pytest
 from scipy import stats
 
 from jaxspec import decode, prefill, verify
+from jaxspec.chosen_length import ChosenLength
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
@@ -31,6 +32,7 @@ from jaxspec.rows import Prompts
 from jaxspec.sampler import Sampler
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
 from jaxspec.verify import Verdict
+from jaxspec.verify_length import Choice
 from tests import fakes, tiny
 from tests.decode import cases
 from tests.decode.cases import engine_of, request, run
@@ -185,6 +187,39 @@ def test_speculative_sampling_follows_the_target(drafter, filters):
     if drafter != "unlikely" or filters == "temperature 1":
         assert accepted > 0.001
     assert min(p_values(tokens, filters)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("likely", {}),
+        pytest.param("unlikely", dict(draft_sampling=True), marks=pytest.mark.slow),
+        pytest.param(
+            "likely", dict(draft_sampling=True, verification="block"), marks=pytest.mark.slow
+        ),
+        pytest.param("mtp", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_verify_lengths_that_follow_from_the_past_keep_the_distribution(
+    drafter, options, monkeypatch
+):
+    """Each step's length follows from what all rows accepted before, in as wild a way as there is."""
+    past, used = [0], set()
+
+    def next(self: ChosenLength, running: Any, most_steps: int) -> Choice:
+        length = (0, 2, DRAFTS)[past[0] % 3]
+        used.add(length)
+        return Choice(most_steps, length)
+
+    def learn(self: ChosenLength, acceptance_lengths: Any, seconds: float) -> None:
+        past[0] += int(sum(x.sum() for x in acceptance_lengths))
+
+    monkeypatch.setattr(ChosenLength, "next", next)
+    monkeypatch.setattr(ChosenLength, "learn", learn)
+    tokens, accepted = sampled(drafter, "temperature 1", steps_per_return=1, **options)
+    assert used == {0, 2, DRAFTS}
+    assert accepted > 0.001
+    assert min(p_values(tokens, "temperature 1")) > FALSE_ALARM
 
 
 TREE: dict[str, Any] = dict(tree=Tree(3, DRAFTS), num_draft_tokens=8)

@@ -199,6 +199,7 @@ def run_trace(
         max_prefill_tokens=options.max_prefill_tokens,
         read_ahead=options.read_ahead,
         invariant=options.invariant,
+        choose_length=options.choose_length,
     )
     memory.check_fits(
         pair.spec, engine.batch_size + engine.read_ahead, engine.cache_length, engine.mesh

@@ -191,6 +191,8 @@ class TraceReport:
       longest_pause_ms: between two looks that brought tokens, of any request.
       slots_in_use: mean over time.
       acceptance_length: mean tokens a verify step; None without a drafter.
+      lengths: by how many drafts were verified: steps of the batch, and milliseconds of one with all slots
+        active. Empty where all drafts always were.
       late_compilations: programs that were compiled after the warm-up.
     """
 
@@ -209,6 +211,7 @@ class TraceReport:
     slots: int
     slots_in_use: float
     acceptance_length: float | None
+    lengths: dict[int, dict[str, float | int | None]]
     programs: int
     compile_s: float
     late_compilations: int
@@ -249,6 +252,10 @@ def run(
         slots=engine.batch_size,
         slots_in_use=in_use / wall_s,
         acceptance_length=float(np.mean(lengths)) if engine.drafter and lengths else None,
+        lengths={
+            v: dict(steps=use.steps, step_ms=None if use.step_s is None else use.step_s * 1e3)
+            for v, use in engine.chosen_length.used.items()
+        },
         programs=programs,
         compile_s=timings.compile_s,
         late_compilations=engine.num_compilations - programs,

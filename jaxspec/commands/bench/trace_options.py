@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxspec.records import Range, at_least, option
+from jaxspec.records import CHOOSE_LENGTH_HELP, ChooseLength, Range, at_least, option
 
 GENERATED = "generated"
 
@@ -48,3 +48,4 @@ class TraceOptions:
     invariant: bool = option(
         False, "No row depends on its neighbours, to the last bit: prompts share small passes only."
     )
+    choose_length: ChooseLength = option("greedy", CHOOSE_LENGTH_HELP)

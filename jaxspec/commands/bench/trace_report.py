@@ -55,6 +55,14 @@ def shown(report: TraceReport) -> Group:
         f"{report.programs} programs, compiled beforehand in {report.compile_s:.1f} s; "
         f"{report.late_compilations} compiled later",
     ]
+    if report.lengths:
+        steps = sum(use["steps"] or 0 for use in report.lengths.values())
+        shares = (
+            f"{v or 'none'} in {(use['steps'] or 0) / max(steps, 1):.0%}"
+            + ("" if use["step_ms"] is None else f" ({digits(use['step_ms'])} ms)")
+            for v, use in report.lengths.items()
+        )
+        lines.append(f"drafts verified: {', '.join(shares)} of {steps:,} steps")
     return Group(speed, waits, *lines)
 
 

@@ -11,7 +11,15 @@ from typing import Any, Literal
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Given, UsageError
 from jaxspec.commands.output import refuse_inputs
-from jaxspec.records import SEEDS, Drafting, Sampling, at_least, option
+from jaxspec.records import (
+    CHOOSE_LENGTH_HELP,
+    SEEDS,
+    ChooseLength,
+    Drafting,
+    Sampling,
+    at_least,
+    option,
+)
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,7 @@ class RunningOptions:
         "No prompt's text depends on its neighbours, to the last bit: on a GPU, prompts then share small passes "
         "only.",
     )
+    choose_length: ChooseLength = option("greedy", CHOOSE_LENGTH_HELP)
     compilation_cache: str | None = option(
         None,
         "Where compiled programs are kept. Default: the user's cache directory.",

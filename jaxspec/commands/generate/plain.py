@@ -45,10 +45,13 @@ class PlainSpeed:
 
 
 def is_worth_it(engine: Engine) -> bool:
-    """Tell whether a run was long enough to be compared with plain decoding."""
+    """Tell whether a run was long enough to be compared with plain decoding, and did not do so itself."""
     timings = engine.timings
     least = max(LONG_ENOUGH_S, TIMES_COMPILING * timings.compile_s)
-    return engine.drafter is not None and timings.decode_s >= least and jax.process_count() == 1
+    if engine.drafter is None or timings.decode_s < least or jax.process_count() > 1:
+        return False
+    plain = engine.chosen_length.used.get(0)
+    return plain is None or not plain.steps
 
 
 def measure(

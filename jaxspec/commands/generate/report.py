@@ -115,6 +115,7 @@ class Summary:
       plain_measured_s: what it took to find that out.
       acceptance_length: mean over all verify steps of all prompts.
       acceptance_by_position: share of verify steps in which draft token 1, 2, ... was accepted.
+      steps_by_length: steps of the batch by how many drafts they verified; empty where that was not chosen.
       compile_s: in none of the other two.
       drafting: as asked; `num_draft_tokens` is what it came to, 0 without a drafter.
       sampling: with biases, but for those that ban; these are `ban_tokens`.
@@ -133,6 +134,7 @@ class Summary:
     verify_steps: int
     acceptance_length: float | None
     acceptance_by_position: tuple[float, ...]
+    steps_by_length: dict[int, int]
     prefill_s: float
     decode_s: float
     compile_s: float
@@ -221,6 +223,8 @@ def summary_table(summary: Summary) -> Group:
             rows.add_row(
                 f"draft token {position}", Text(_bar(share), "green").append(f" {share:4.0%}")
             )
+    if len(summary.steps_by_length) > 1:
+        rows.add_row("drafts verified", _by_length(summary.steps_by_length))
     rows.add_row("seconds", f"{summary.prefill_s:.2f} prefill, {summary.decode_s:.2f} decode")
     rows.add_row("", f"[dim]apart: {summary.compile_s:.1f} compile, {summary.load_s:.1f} load[/]")
     drafter = "" if summary.drafter is None else f" + {summary.drafter}"
@@ -230,6 +234,13 @@ def summary_table(summary: Summary) -> Group:
         style="dim",
     )
     return Group("", Padding(rows, (0, 0, 0, 1)), Padding(conditions, (0, 0, 0, 1)))
+
+
+def _by_length(steps: Mapping[int, int]) -> str:
+    """Say how many of the batch's steps verified how many drafts."""
+    total = sum(steps.values())
+    shares = [f"{v or 'none'} in {count / total:.0%}" for v, count in sorted(steps.items())]
+    return f"{', '.join(shares)} of {_count(total, 'step')}, as was quickest"
 
 
 def _compared(summary: Summary, plain: float) -> Text:

@@ -1,0 +1,295 @@
+"""How many drafts are verified changes nothing but speed: not greedy tokens, not distributions, not programs.
+
+The rule that chooses is tried on made-up machines and texts, where the best fixed choice is known. What it does in an
+engine is tried with lengths that change at every call. The distribution is in `test_distribution`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import decode, verify_length
+from jaxspec.chosen_length import ChosenLength
+from jaxspec.drafters.base import Draft
+from jaxspec.records import FieldError, Tree
+from jaxspec.requests import Request, admission
+from jaxspec.sharding import own_context
+from jaxspec.state import DecodeState
+from jaxspec.verify_length import Acceptance, Choice, Chooser, Costs, ladder
+from tests.decode.cases import NEW_TOKENS, case, request, run
+
+NAME = "31b"
+
+
+# --- the rule ----------------------------------------------------------------------------------------
+
+
+def test_ladders_are_short_and_hold_both_ends() -> None:
+    assert ladder(1) == (0, 1)
+    assert ladder(4) == (0, 1, 3, 4)
+    assert ladder(7) == (0, 1, 3, 7)
+    assert ladder(15) == (0, 1, 3, 7, 15)
+    assert ladder(31) == (0, 3, 7, 15, 31)
+    for drafts in range(1, 64):
+        lengths = ladder(drafts)
+        assert lengths[0] == 0
+        assert lengths[-1] == drafts
+        assert len(lengths) <= verify_length.MOST_PROGRAMS
+        assert sorted(set(lengths)) == list(lengths)
+
+
+def test_acceptance_beyond_what_was_verified_goes_on_at_the_last_rate() -> None:
+    seen = Acceptance(4)
+    seen.add(2, {0: 100, 1: 200, 2: 700}, steps=50, rows=20)
+    first, second, third, fourth = seen.rates()
+    assert first == pytest.approx(0.9, abs=0.01)
+    assert second == pytest.approx(7 / 9, abs=0.01)
+    assert third == fourth == pytest.approx(second)
+    assert seen.tokens(0) == 1
+    assert seen.tokens(2) == pytest.approx(1 + 0.9 + 0.7, abs=0.01)
+    for _ in range(1000):  # plain steps: what is known is old, but not forgotten
+        seen.add(0, {0: 20}, steps=1, rows=20)
+    assert seen.rates()[0] == pytest.approx(0.8, abs=0.1)
+    seen.add(2, {0: 32}, steps=2, rows=16)
+    assert seen.rates()[0] < 0.2  # and a little that is new counts more
+
+
+def test_costs_are_compared_at_one_time_and_for_like_batches() -> None:
+    costs = Costs()
+    for length, seconds in ((0, 1.0), (3, 1.5), (7, 3.0)):
+        costs.add(length, 32, seconds)
+    for _ in range(20):  # something else runs: all lengths are slower, not this one alone
+        costs.add(7, 32, 6.0, in_use=True)
+    assert costs.of(0, 32) == pytest.approx(2.0)
+    costs.add(7, 3, 1.5)
+    assert costs.of(7, 3) == pytest.approx(1.5)
+    assert costs.of(0, 3) == pytest.approx(0.5)  # few rows take a quarter, as far as known
+    assert costs.of(1, 32) is None
+    assert costs.between(1, 32) == pytest.approx(2.0 + 1 / 3)
+
+
+@dataclasses.dataclass
+class Machine:
+    """What steps cost, and how often drafts are right: in stretches of so many tokens a row."""
+
+    drafts: int
+    rows: int
+    seconds: dict[int, float]
+    texts: list[tuple[list[float], int]]
+    warm: bool
+
+    @classmethod
+    def drawn(cls, rng: np.random.Generator) -> Machine:
+        drafts, rows = int(rng.choice([1, 3, 5, 7, 15])), int(rng.choice([1, 4, 32, 128]))
+        drafting, slope, curve = (
+            rng.uniform(0, 0.3),
+            rng.choice([0.05, 0.3, 1, 3]),
+            rng.uniform(0.5, 1.5),
+        )
+        seconds = {
+            v: 0.01 * (1 + (drafting + slope * (v / drafts) ** curve if v else 0.0))
+            for v in ladder(drafts)
+        }
+        texts, count = [], int(rng.choice([1, 1, 2, 4]))
+        for _ in range(count):
+            rate = rng.uniform(*[(0, 0.2), (0.2, 0.7), (0.7, 0.98)][rng.integers(3)])
+            texts.append(([rate * 0.97**i for i in range(drafts)], 6000 // count))
+        return cls(drafts, rows, seconds, texts, bool(rng.random() < 0.5))
+
+    def tokens(self, length: int, rates: Sequence[float]) -> float:
+        return 1 + float(np.sum(np.cumprod(rates[:length])))
+
+    def decode(self, rng: np.random.Generator) -> tuple[float, float, Chooser]:
+        """Return the seconds with chosen lengths, and of the better fixed length for the same tokens."""
+        chooser, took, plain, full = Chooser(ladder(self.drafts)), 0.0, 0.0, 0.0
+        for length in chooser.lengths if self.warm else ():
+            chooser.costs.add(length, self.rows, self.seconds[length] * rng.lognormal(0, 0.02))
+        for rates, tokens in self.texts:
+            left = float(tokens)
+            while left > 0:
+                steps, length = chooser.next(self.rows, 16)
+                right = rng.random((steps, self.rows, length)) < np.asarray(rates[:length])
+                accepted = np.cumprod(right, axis=-1).sum(axis=-1)
+                seconds = self.seconds[length] * steps
+                timed = seconds * rng.lognormal(0, 0.03) * (3 if rng.random() < 0.01 else 1)
+                counts = collections.Counter(accepted.flatten().tolist())
+                chooser.learn(length, self.rows, steps, timed, counts)
+                done = steps * self.tokens(length, rates)
+                took, left = took + seconds, left - done
+                plain += done * self.seconds[0]
+                full += done / self.tokens(self.drafts, rates) * self.seconds[self.drafts]
+        return took, min(plain, full), chooser
+
+
+def test_the_choice_is_never_slower_than_the_better_fixed_one_by_more_than_3_percent() -> None:
+    """Made-up machines with noisy clocks, where a program that ran beside it tripled one time of a hundred."""
+    rng = np.random.default_rng(14)
+    regrets = []
+    for _ in range(30):
+        took, best, _ = Machine.drawn(rng).decode(rng)
+        regrets.append(took / best - 1)
+    assert max(regrets) < 0.03
+    assert np.mean(regrets) < -0.01  # lengths in between are better than both ends
+
+
+def test_a_text_that_becomes_easy_to_draft_is_found_again() -> None:
+    seconds = {0: 0.010, 1: 0.013, 3: 0.014, 7: 0.016}
+    hard, easy = [0.05] * 7, [0.9] * 7
+    rng = np.random.default_rng(3)
+    *_, chooser = Machine(7, 8, seconds, [(hard, 4000)], True).decode(rng)
+    assert chooser.current == 0
+    assert chooser.steps[0] > 0.95 * sum(chooser.steps.values())
+    *_, chooser = Machine(7, 8, seconds, [(hard, 4000), (easy, 16000)], True).decode(rng)
+    assert chooser.current == 7
+
+
+def test_lengths_that_are_not_compiled_wait_until_they_pay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a table, decoding begins with all drafts. Plain decoding comes first, and others only if they promise."""
+    monkeypatch.setattr(verify_length, "LEAST_S", 2.0)
+    chooser = Chooser(ladder(7), compiled=[7])
+    seconds, chosen = {0: 0.01, 1: 0.012, 3: 0.02, 7: 0.05}, []
+    for _ in range(2000):
+        steps, length = chooser.next(8, 16, compile_s=5.0)
+        chosen.append(length)
+        timed = None if chosen.count(length) == 1 else steps * seconds[length]
+        chooser.learn(length, 8.0, steps, timed, {0: 8 * steps})
+    assert set(chosen) == {7, 0}
+    first = chosen.index(0)
+    assert 10.0 < first * 16 * seconds[7] < 13.0  # after twice the compilation
+    assert chosen[first + 10 :].count(0) > 0.95 * len(chosen[first + 10 :])
+
+
+# --- an engine ---------------------------------------------------------------------------------------
+
+
+def switched(monkeypatch: pytest.MonkeyPatch, seed: int, lengths: Sequence[int]) -> list[int]:
+    """Let lengths and steps of every call be drawn; return a list that lengths are added to."""
+    rng, used = np.random.default_rng(seed), []
+
+    def next(self: ChosenLength, running: Any, most_steps: int) -> Choice:
+        used.append(int(rng.choice(lengths)))
+        return Choice(int(rng.integers(1, most_steps + 1)), used[-1])
+
+    monkeypatch.setattr(ChosenLength, "next", next)
+    return used
+
+
+@pytest.mark.parametrize(
+    ("drafter", "lengths"),
+    [
+        ("mixed", (0, 1, 4)),
+        pytest.param("mixed", (0, 1, 2, 3, 4), marks=pytest.mark.slow),
+        pytest.param("dflash", (0, 1, 4), marks=pytest.mark.slow),
+        pytest.param("mtp", (0, 1, 3, 5), marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_tokens_are_those_of_plain_decoding_whatever_is_verified(
+    drafter: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call has another length. Nothing is compiled twice, and no step commits more than it verified."""
+    c = case(NAME)
+    engine = c.engine(drafter, steps_per_return=3)
+    asked = [Request(p, NEW_TOKENS) for p in c.prompts]
+    known = set()
+    for seed in range(3):
+        used = switched(monkeypatch, seed, lengths)
+        done = run(engine, asked)
+        assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+        assert set(used) == set(lengths)
+        most = max(tau for d in done for tau in d.acceptance_lengths)
+        assert most == max(lengths) + 1 if drafter == "mixed" else most <= max(lengths) + 1
+        known.add(engine.num_compilations)
+    assert len(known) == 1
+
+
+@pytest.mark.parametrize("drafter", ["dflash", "mtp"])
+def test_a_drafter_goes_on_after_plain_steps(drafter: str) -> None:
+    """Plain steps feed its state as prefill does. The first drafts do not depend on how many are verified."""
+    c = case(NAME)
+    prompt, steps = c.prompts[1], 6
+    runtime = c.engine(drafter, batch_size=1).runtime
+    spec = runtime.spec
+
+    def drafts(prompt: tuple[int, ...], steps: int, length: int) -> list[int]:
+        state = runtime.init_state(4)
+        state = runtime.admit(
+            state, admission(runtime, {0: Request(prompt, NEW_TOKENS)}, rows=1, num_stop_ids=4)
+        )
+        state = runtime.decode(runtime.prefill(state, {0: prompt}), steps, 0, 0)
+
+        @jax.jit
+        def propose(target_params: Any, drafter_params: Any, state: DecodeState) -> Draft:
+            target, model = spec.bind(target_params, drafter_params)
+            assert model is not None
+            return decode.propose(target, model, spec.verifying(length), state)
+
+        with own_context(runtime.mesh):
+            draft = propose(runtime.target_params, runtime.drafter_params, state)
+        return np.asarray(draft.tokens)[0].tolist()
+
+    full = drafts(prompt, steps, spec.num_draft_tokens)
+    assert len(full) == spec.num_draft_tokens
+    assert drafts(prompt + c.continuation(1, steps), 0, spec.num_draft_tokens) == full
+    assert drafts(prompt, steps, 2) == full[:2]
+    assert drafts(prompt, 0, spec.num_draft_tokens) != full
+
+
+def test_a_warm_engine_knows_all_costs_and_chooses_among_what_is_compiled() -> None:
+    c = case(NAME)
+    engine = c.engine("hostile")
+    assert engine.chosen_length.used == dict.fromkeys((0, 1, 3, 4), (0, None))
+    engine.warm_up()
+    known = engine.num_compilations
+    assert all(use.steps == 0 and use.step_s for use in engine.chosen_length.used.values())
+    chooser = engine.chosen_length.chooser
+    assert chooser is not None
+    for length, seconds in (
+        (0, 1.0),
+        (1, 1.5),
+        (3, 2.5),
+        (4, 3.0),
+    ):  # as of a machine that is alone
+        chooser.costs.table[length, 4] = seconds
+    done = run(engine, [Request(p, NEW_TOKENS) for p in c.prompts])
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+    assert chooser.acceptance.rates()[0] < 0.1  # a hostile drafter is never right
+    assert chooser.current == 0
+    assert chooser.steps[0] > 0
+    assert engine.num_compilations == known
+
+
+def test_where_no_length_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled rows keep their text for a seed unless "always" is asked for; `invariant` rows depend on nothing."""
+    c = case(NAME)
+    fixed: list[dict[str, Any]] = [
+        dict(invariant=True),
+        dict(choose_length="never"),
+        dict(tree=Tree(2, 3), num_draft_tokens=4),
+    ]
+    for options in fixed:
+        assert c.engine("mixed", **options).chosen_length.used == {}
+    assert c.engine(None).chosen_length.used == {}
+    for word, invariant, message in (
+        ("sometimes", False, 'is \'sometimes\'; it is "greedy", "always" or "never"'),
+        ("always", True, "lets a row depend on its neighbours, which invariant rules out"),
+    ):
+        with pytest.raises(FieldError, match=message) as error:
+            ChosenLength(c.engine("mixed").runtime, word, invariant=invariant)
+        assert error.value.field == "choose_length"
+    plainly = Choice(3, 0)
+    monkeypatch.setattr(Chooser, "next", lambda self, rows, most_steps, compile_s: plainly)
+    asked = request(c.prompts[0], 4, temperature=1.0)
+    full = Choice(16, 4)
+    for choose, sampled in (("greedy", full), ("always", plainly)):
+        chosen = c.engine("mixed", choose_length=choose).chosen_length
+        assert chosen.next([Request(c.prompts[0], 4)], 16) == plainly
+        assert chosen.next([Request(c.prompts[0], 4), asked], 16) == sampled
