@@ -656,7 +656,7 @@ def test_which_of_two_better_readings_is_best_is_asked_again(readings: list[Read
     assert (alone.open, alone.as_good) == ([], [0])
 
 
-def test_drafts_fall_where_training_ended() -> None:
+def test_drafts_fall_where_training_ended(readings: list[Reading]) -> None:
     """A block of 16 that was trained as one of 8 loses nothing at first: its last drafts are refused, and cost time."""
     random = np.random.default_rng(0)
 
@@ -671,6 +671,9 @@ def test_drafts_fall_where_training_ended() -> None:
     assert found is not None
     assert (found.depth, found.rows) == (8, 15), "one row gets nowhere"
     assert statistics.fallen(drafts[:, :4], anchors[:, :4], 8, 0.99) is None, "few get that far"
+    reading = dataclasses.replace(readings[0], num_draft_tokens=15)
+    assert search.outruns_training(drafts, anchors, reading, 7), "the block in force is right"
+    assert not search.outruns_training(drafts, anchors, reading, 4), "it is longer in truth"
     sound = [accepted(15, 16) for _ in range(100)]
     assert not any(
         statistics.fallen(drafts, anchors, depth, statistics.SECOND_LEVEL)

@@ -17,7 +17,14 @@ from jaxspec.commands.check import FEWEST_ROWS
 from jaxspec.commands.check.conventions import Reading, alternatives
 from jaxspec.commands.check.reference import Reference, plain_config
 from jaxspec.commands.check.replay import Replayed, Text, replay_all
-from jaxspec.commands.check.statistics import Comparison, Round, compare
+from jaxspec.commands.check.statistics import (
+    FALL,
+    FIRST_LEVEL,
+    Comparison,
+    Round,
+    compare,
+    conditional,
+)
 from jaxspec.loading import LoadedModel
 
 MOST_ROUNDS = 3  # conventions that may be wrong at once
@@ -102,7 +109,11 @@ class Page:
         level = 1 - (1 - self.level) / max(len(others), 1)
         accepted = {r.key: self.accepted(r) for r in (reading, *others)}
         masks = [self.anchors(r) for r in others]
-        return compare(reading, others, accepted, masks, level), level
+        found = compare(reading, others, accepted, masks, level)
+        for i, (other, mask) in enumerate(zip(others, masks, strict=True)):
+            if found[i].better and outruns_training(accepted[other.key], mask, other, self.drafts):
+                found[i] = dataclasses.replace(found[i], better=False, found="higher")
+        return found, level
 
     def has_room(self, reading: Reading) -> str:
         """Say why a reading cannot be compared; nothing if it can."""
@@ -110,6 +121,19 @@ class Page:
         if rows >= FEWEST_ROWS:
             return ""
         return f"{reading.name}: {rows} rows are long enough; {FEWEST_ROWS} are needed"
+
+
+def outruns_training(
+    accepted: np.ndarray, anchors: np.ndarray, reading: Reading, num_draft_tokens: int
+) -> bool:
+    """Tell whether drafts of a longer block fall where it goes beyond the one in force.
+
+    Text that repeats itself lets untrained drafts gain a little. The block in force is then the one that was trained.
+    """
+    if reading.num_draft_tokens <= num_draft_tokens:
+        return False
+    last = [conditional(accepted, anchors, num_draft_tokens + i, FIRST_LEVEL) for i in (0, 1)]
+    return last[1].share.mean < FALL * last[0].share.mean
 
 
 @dataclass(frozen=True)

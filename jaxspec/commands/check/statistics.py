@@ -178,8 +178,9 @@ class Comparison:
       gain: of the tokens of a step, as a share; it decides.
       rows: how many both were replayed on.
       better: the gain is above zero for sure, and large enough to matter.
-      found: "better"; "higher" or "lower", but not enough to matter; "worse"; "no measurable difference": the interval
-        holds 0, and the gain is less than what matters; "undecided": it is more, and 0 is possible.
+      found: "better"; "higher" or "lower", but not enough to matter, or higher by a longer block that was not trained
+        (`search.outruns_training`); "worse"; "no measurable difference": the interval holds 0, and the gain is less
+        than what matters; "undecided": it is more, and 0 is possible.
     """
 
     name: str
