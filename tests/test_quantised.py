@@ -51,7 +51,7 @@ def test_no_number_moves_by_more_than_half_a_step_of_its_channel(format):
     x = random((40, 3, 8)) * jnp.asarray([1.0, 1e-3, 50.0])[:, None]
     weight = quantise(x, format, (0,))
     assert weight.scales.shape == (3, 8)
-    assert weight.codes.shape == x.shape
+    assert weight.codes.shape == (3, 8, 40)  # inputs last
     largest = np.abs(np.asarray(x)).max(axis=0)
     assert (np.abs(weight.dequantise() - x) <= HALF_STEP[format] * largest * 1.0001).all()
     # The largest number of a channel is exact, to rounding of the scale.
@@ -75,11 +75,11 @@ def test_codes_and_scales_are_those_of_the_formulas():
     x = jnp.asarray([[-2.54, 0.0], [0.0301, 448.0], [1.0, 17.0]])
     whole = quantise(x, "int8", (0,))
     np.testing.assert_allclose(whole.scales, [0.02, 448 / 127], rtol=1e-6)
-    assert whole.codes.tolist() == [[-127, 0], [2, 127], [50, 5]]
+    assert whole.codes.tolist() == [[-127, 2, 50], [0, 127, 5]]  # a row for each output
     floats = quantise(x, "fp8", (0,))
     np.testing.assert_allclose(floats.scales, [2.54 / 448, 1.0], rtol=1e-6)
     # 17 lies between 16 and 18: even, of 16 = 1.000b and 18 = 1.001b, is 16.
-    assert floats.codes.astype(jnp.float32).tolist() == [[-448, 0], [5.5, 448], [176, 16]]
+    assert floats.codes.astype(jnp.float32).tolist() == [[-448, 5.5, 176], [0, 448, 16]]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -102,7 +102,9 @@ def test_a_product_equals_dequantise_then_multiply(format, dtype, shape, inputs)
 def unrounded(weight: QuantisedArray) -> np.ndarray:
     """Return the numbers that codes and scales stand for, before any rounding to 16 bits."""
     scales = np.expand_dims(np.asarray(weight.scales, np.float64), weight.summed)
-    return np.asarray(weight.codes.astype(jnp.float32), np.float64) * scales
+    codes = np.asarray(weight.codes.astype(jnp.float32), np.float64)
+    first = weight.ndim - len(weight.summed)
+    return np.moveaxis(codes, range(first, weight.ndim), weight.summed) * scales
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -131,14 +133,14 @@ def test_experts_read_codes(format, how):
 
 def test_experts_refuse_codes_without_scales_and_scales_without_codes():
     x, logits, scale, gate_up, down = cases.inputs(cases.SMALL, 5, jnp.dtype("float32"))
-    codes = gate_up.astype(jnp.int8), down.astype(jnp.int8)
     with pytest.raises(ValueError, match="must have one dtype"):
-        experts(x, logits, scale, *codes, top_k=3)
+        experts(x, logits, scale, gate_up.astype(jnp.int8), down.astype(jnp.int8), top_k=3)
     scales = gate_up[:, 0], down[:, 0]
+    inputs_last = [jnp.moveaxis(w, 1, -1) for w in (gate_up, down)]
     with pytest.raises(ValueError, match="must be codes"):
-        experts(x, logits, scale, gate_up, down, *scales, top_k=3)
+        experts(x, logits, scale, *inputs_last, *scales, top_k=3)
     with pytest.raises(ValueError, match="given together"):
-        experts(x, logits, scale, *codes, scales[0], top_k=3)
+        experts(x, logits, scale, gate_up, down, scales[0], top_k=3)
 
 
 # --- models ------------------------------------------------------------------------------------------
@@ -180,9 +182,9 @@ def test_scales_lie_where_their_codes_do():
     graph = graph.with_formats(formats_for(graph, "int8", "int8"))
     shardings = graph.shardings(mesh)
     specs = {name: tuple(s.spec) for name, s in shardings.items()}
-    assert specs["layers.0.attention.qkv.codes"] == (None, "model", None, None)
+    assert specs["layers.0.attention.qkv.codes"] == ("model", None, None, None)
     assert specs["layers.0.attention.qkv.scales"] == ("model", None, None)
-    assert specs["layers.0.attention.out.codes"] == ("model", None, None, None)
+    assert specs["layers.0.attention.out.codes"] == (None, "model", None, None)
     assert specs["layers.0.attention.out.scales"] == (None,)
     assert specs["layers.0.experts.down.scales"] == ("model", None)
     assert specs["embedder.table.scales"] == ("model",)

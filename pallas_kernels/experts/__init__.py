@@ -7,7 +7,9 @@ once and the others never. `tuning.py` has tile sizes.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
@@ -26,8 +28,8 @@ def experts(
     x: Float[Array, "T D"],
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
-    gate_up: Num[Array, "E D 2 F"],
-    down: Num[Array, "E F D"],
+    gate_up: Num[Array, "E _ _ _"],
+    down: Num[Array, "E _ _"],
     gate_up_scales: Float[Array, "E 2 F"] | None = None,
     down_scales: Float[Array, "E D"] | None = None,
     *,
@@ -49,7 +51,8 @@ def experts(
       gate_up: gate and up matrices of each expert, side by side.
       down: down matrix of each expert.
       gate_up_scales, down_scales: factors of the output channels of both, in float32. With them
-        `gate_up` and `down` are codes of int8 or float8_e4m3fn. None: they are the weights.
+        `gate_up` and `down` are codes of int8 or float8_e4m3fn with inputs last, [E, 2, F, D] and
+        [E, D, F]. None: they are the weights.
       top_k: number of experts of a token.
       implementation: "triton" needs 16-bit experts and an NVIDIA GPU of compute capability 8.0 or
         newer (or `interpret`). "auto" takes it where it can run, and takes "reference" elsewhere.
@@ -60,7 +63,7 @@ def experts(
       ValueError: shapes or dtypes do not fit together.
       NotImplementedError: implementation is "triton" and it cannot run.
     """
-    _check(x, logits, expert_scale, gate_up, down, top_k)
+    _check(x, logits, expert_scale, gate_up, down, top_k, down_scales)
     _check_scales(x, gate_up, down, gate_up_scales, down_scales)
     tiling = tiling or tiling_for(x.shape[0] * top_k / gate_up.shape[0])
     triton = Candidate(
@@ -75,8 +78,16 @@ def experts(
 
 
 def _check(
-    x: Array, logits: Array, expert_scale: Array, gate_up: Array, down: Array, top_k: int
+    x: Array,
+    logits: Array,
+    expert_scale: Array,
+    gate_up: Any,
+    down: Any,
+    top_k: int,
+    down_scales: Array | None,
 ) -> None:
+    if down_scales is not None:  # codes have inputs last
+        gate_up, down = (jax.eval_shape(_inputs_second, w) for w in (gate_up, down))
     (t, d), (e, f, _) = x.shape, down.shape
     if gate_up.shape != (e, d, 2, f) or down.shape != (e, f, d):
         raise ValueError(
@@ -92,6 +103,11 @@ def _check(
         raise ValueError(f"{top_k} different experts a token, of {e}")
 
 
+def _inputs_second(codes: Array) -> Array:
+    """Bring codes to the order of weights."""
+    return jnp.moveaxis(codes, -1, 1)
+
+
 def _check_scales(
     x: Array, gate_up: Array, down: Array, gate_up_scales: Array | None, down_scales: Array | None
 ) -> None:
@@ -104,7 +120,7 @@ def _check_scales(
         return
     if gate_up.dtype not in CODES or down.dtype != gate_up.dtype:
         raise ValueError(f"experts with scales must be codes of one dtype of {CODES}; {dtypes}")
-    e, f, d = down.shape
+    e, d, f = down.shape
     if gate_up_scales.shape != (e, 2, f) or down_scales.shape != (e, d):
         raise ValueError(
             f"gate_up_scales must be [{e}, 2, {f}] and down_scales [{e}, {d}]; they are "

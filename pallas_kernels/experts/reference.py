@@ -53,8 +53,8 @@ def reference(
     x: Float[Array, "T D"],
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
-    gate_up: Num[Array, "E D 2 F"],
-    down: Num[Array, "E F D"],
+    gate_up: Num[Array, "E _ _ _"],
+    down: Num[Array, "E _ _"],
     gate_up_scales: Float[Array, "E 2 F"] | None = None,
     down_scales: Float[Array, "E D"] | None = None,
     *,
@@ -66,7 +66,7 @@ def reference(
     experts. Sums are accumulated in float32. Arguments as in `pallas_kernels.experts.experts`.
     """
     chosen, weights = choose(add_up(logits, x.dtype), expert_scale, top_k)
-    e, d, _, f = gate_up.shape
+    e, d, _, f = (gate_up.shape[i] for i in ((0, 1, 2, 3) if down_scales is None else (0, 3, 1, 2)))
     combine = jnp.zeros((x.shape[0], e), jnp.float32)
     # Row by row, so that a row on another device stays there.
     combine = jax.vmap(lambda row, i, w: row.at[i].set(w))(combine, chosen, weights)
@@ -75,16 +75,18 @@ def reference(
         # A batched product with one batch entry per expert. If the rows were not repeated, D would
         # lie between two axes that are kept, and XLA would transpose all weights in every step.
         repeated = jnp.broadcast_to(rows, (e, *rows.shape))
-        both = contract("erd,edf->erf", repeated, gate_up.reshape(e, d, 2 * f).astype(x.dtype))
-        if gate_up_scales is not None:
-            both = both * gate_up_scales.reshape(e, 1, 2 * f)
+        if gate_up_scales is None:
+            both = contract("erd,edf->erf", repeated, gate_up.reshape(e, d, 2 * f))
+        else:
+            codes = gate_up.reshape(e, 2 * f, d).astype(x.dtype)
+            both = contract("erd,efd->erf", repeated, codes) * gate_up_scales.reshape(e, 1, 2 * f)
         both = both.astype(x.dtype)
         hidden = gelu_tanh(both[..., :f]) * both[..., f:]
         hidden = (hidden.astype(jnp.float32) * combine.T[:, :, None]).astype(x.dtype)
         if down_scales is None:
             return contract("erf,efd->rd", hidden, down).astype(x.dtype)
         # Each expert has its own scales, so they come before the sum over experts.
-        of_each = contract("erf,efd->erd", hidden, down.astype(x.dtype))
+        of_each = contract("erf,edf->erd", hidden, down.astype(x.dtype))
         return jnp.sum(of_each * down_scales[:, None], axis=0).astype(x.dtype)
 
     return twice_if_alone(

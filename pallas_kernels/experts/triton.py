@@ -193,9 +193,19 @@ def _place_block(
     _place(choice, before, counts, *refs, top_k=top_k, rows=rows, programs=programs)
 
 
-def _numbers(codes: Array, dtype: DTypeLike) -> Array:
-    """Return weights or codes as numbers of a dtype, which holds every code exactly."""
-    return codes if codes.dtype == dtype else codes.astype(dtype)
+def _coded(w_ref, before: tuple[Any, ...], k: Array, column: Array, dtype: DTypeLike) -> Array:
+    """Load codes [..., columns, inputs] as numbers [inputs, columns] of a dtype, which holds all.
+
+    A masked load of e4m3 does not lower. Past the end the last code is read instead: there the
+    activations are zero, or the column is not stored. Where blocks divide the inputs evenly the
+    index must stay as it is: Triton then knows that codes are neighbours, and loads many at a time.
+    """
+    columns, inputs = w_ref.shape[-2:]
+    if below(k, inputs) is not None:
+        k = jnp.minimum(k, inputs - 1)
+    if below(column, columns) is not None:
+        column = jnp.minimum(column, columns - 1)
+    return load(w_ref, *before, column[:, None], k[None, :]).astype(dtype).T
 
 
 def _gate_up(expert_ref, used_ref, pair_ref, x_ref, w_ref, *refs, top_k, rows, block: Block):
@@ -207,7 +217,7 @@ def _gate_up(expert_ref, used_ref, pair_ref, x_ref, w_ref, *refs, top_k, rows, b
     *scales_ref, hidden_ref = refs
     tile = pl.program_id(1)
     expert, used = expert_ref[tile], used_ref[tile]
-    d, f = x_ref.shape[1], w_ref.shape[3]
+    d, f = x_ref.shape[1], hidden_ref.shape[1]
     column = pl.program_id(0) * block.columns + lax.iota(jnp.int32, block.columns)
     in_use = lax.iota(jnp.int32, rows) < used
     pair = jnp.where(in_use, pair_ref[pl.ds(tile * rows, rows)], 0)
@@ -220,9 +230,11 @@ def _gate_up(expert_ref, used_ref, pair_ref, x_ref, w_ref, *refs, top_k, rows, b
             mask = _both(below(k[None, :], d), in_use[:, None])
             x = load(x_ref, token[:, None], k[None, :], mask=mask)
             inside = _both(below(k[:, None], d), below(column[None, :], f))
+            if scales_ref:
+                gate, up = (_coded(w_ref, (expert, i), k, column, x.dtype) for i in range(2))
+                return sums[0] + dot(x, gate), sums[1] + dot(x, up)
             gate = load(w_ref, expert, k[:, None], 0, column[None, :], mask=inside)
             up = load(w_ref, expert, k[:, None], 1, column[None, :], mask=inside)
-            gate, up = (_numbers(w, x.dtype) for w in (gate, up))
             return sums[0] + dot(x, gate), sums[1] + dot(x, up)
 
         zeros = jnp.zeros((rows, block.columns), jnp.float32)
@@ -257,7 +269,7 @@ def _down(
     *scales_ref, out_ref = refs
     tile = pl.program_id(1)
     expert, used = expert_ref[tile], used_ref[tile]
-    f, d = w_ref.shape[1:]
+    f, d = hidden_ref.shape[1], out_ref.shape[1]
     column = pl.program_id(0) * block.columns + lax.iota(jnp.int32, block.columns)
     in_use = lax.iota(jnp.int32, rows) < used
     pair = jnp.where(in_use, pair_ref[pl.ds(tile * rows, rows)], out_ref.shape[0])
@@ -271,9 +283,11 @@ def _down(
             k = i * block.inputs + lax.iota(jnp.int32, block.inputs)
             mask = _both(below(k[None, :], f), in_use[:, None])
             hidden = load(hidden_ref, row[:, None], k[None, :], mask=mask)
+            if scales_ref:
+                return total + dot(hidden, _coded(w_ref, (expert,), k, column, hidden.dtype))
             inside = _both(below(k[:, None], f), below(column[None, :], d))
             w = load(w_ref, expert, k[:, None], column[None, :], mask=inside)
-            return total + dot(hidden, _numbers(w, hidden.dtype))
+            return total + dot(hidden, w)
 
         total = jnp.zeros((rows, block.columns), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(f, block.inputs), step, total)
@@ -352,7 +366,7 @@ def route(
 def multiply_gate_up(
     routed: Routed,
     x: Float[Array, "T D"],
-    gate_up: Num[Array, "E D 2 F"],
+    gate_up: Num[Array, "E _ _ _"],
     scales: Float[Array, "E 2 F"] | None = None,
     *,
     top_k: int,
@@ -362,7 +376,7 @@ def multiply_gate_up(
 ) -> Float[Array, "padded F"]:
     """Return the activations of each row of each tile. They are undefined for a row not in use."""
     given = () if scales is None else (scales,)
-    f = gate_up.shape[3]
+    f = gate_up.shape[3 if scales is None else 2]
     return pl.pallas_call(
         functools.partial(_gate_up, top_k=top_k, rows=rows, block=block),
         out_shape=jax.ShapeDtypeStruct((routed.pair.size, f), x.dtype),
@@ -376,7 +390,7 @@ def multiply_gate_up(
 def multiply_down(
     routed: Routed,
     hidden: Float[Array, "padded F"],
-    down: Num[Array, "E F D"],
+    down: Num[Array, "E _ _"],
     scales: Float[Array, "E D"] | None = None,
     *,
     rows: int,
@@ -387,7 +401,7 @@ def multiply_down(
 
     Results are rounded to the dtype of `hidden`, because float32 would take twice as long to read.
     """
-    d = down.shape[2]
+    d = down.shape[2 if scales is None else 1]
     return pl.pallas_call(
         functools.partial(_down, rows=rows, block=block),
         out_shape=jax.ShapeDtypeStruct((routed.weight.size, d), hidden.dtype),
@@ -402,8 +416,8 @@ def experts_triton(
     x: Float[Array, "T D"],
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
-    gate_up: Num[Array, "E D 2 F"],
-    down: Num[Array, "E F D"],
+    gate_up: Num[Array, "E _ _ _"],
+    down: Num[Array, "E _ _"],
     gate_up_scales: Float[Array, "E 2 F"] | None = None,
     down_scales: Float[Array, "E D"] | None = None,
     *,

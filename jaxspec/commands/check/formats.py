@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.filesize import decimal
 
 from jaxspec.commands.check.run import decode_greedily
 from jaxspec.commands.check.text import prompts_for
@@ -35,7 +36,7 @@ class FormatsCompared:
 
     Attributes:
       weights: how each stores its weights.
-      gib: the size of the weights.
+      nbytes: the size of the weights.
       bits_per_byte: of the text under each; of a token, where there is no tokenizer.
       top1_agreement: the share of tokens after which both find the same token likeliest.
       kl: mean of KL(unquantised || quantised) over these tokens, in nats.
@@ -43,7 +44,7 @@ class FormatsCompared:
     """
 
     weights: tuple[str, str]
-    gib: tuple[float, float]
+    nbytes: tuple[int, int]
     tokens: int
     bits_per_byte: tuple[float, float]
     top1_agreement: float
@@ -54,8 +55,8 @@ class FormatsCompared:
         """Return what to print."""
         lines = [
             f"Quantising, on {self.tokens:,} tokens of the text:",
-            f"  weights              {self.weights[0]}: {self.gib[0]:.2f} GiB; "
-            f"{self.weights[1]}: {self.gib[1]:.2f} GiB",
+            f"  weights              {self.weights[0]}: {decimal(self.nbytes[0])}; "
+            f"{self.weights[1]}: {decimal(self.nbytes[1])}",
             f"  bits a byte          {self.bits_per_byte[0]:.4f}, then {self.bits_per_byte[1]:.4f}",
             f"  same likeliest token {self.top1_agreement:.2%}; KL {self.kl:.5f} nats a token",
             f"  acceptance length    {self.acceptance_length[0]:.3f}, "
@@ -124,7 +125,7 @@ def compared(
 
     return FormatsCompared(
         (whole.storage, small.storage),
-        (whole.nbytes / 2**30, small.nbytes / 2**30),
+        (whole.nbytes, small.nbytes),
         len(same),
         (bits(whole), bits(small)),
         float(same.mean()),
