@@ -160,6 +160,7 @@ def open_checkpoint(directory: Path) -> HFCheckpoint:
     Raises:
       CheckpointError: the directory is no checkpoint, or a file is missing, truncated or corrupt.
     """
+    _refuse_gguf(directory)
     if not _is_file(directory / "config.json"):
         raise CheckpointError(f"{directory} is not a model: it has no config.json")
     config = read_json(directory / "config.json")
@@ -177,6 +178,16 @@ def open_checkpoint(directory: Path) -> HFCheckpoint:
     return HFCheckpoint(
         directory, config, read_json(generation) if _is_file(generation) else None, tensors
     )
+
+
+def _refuse_gguf(directory: Path) -> None:
+    """Refuse a directory whose only weights are in GGUF files."""
+    files = [file.name for file in sorted(directory.glob("*.gguf"))]
+    if files and not any(directory.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{directory} holds GGUF files, which are not read yet ({listed(files)}); take the "
+            "bfloat16 release of the model, and quantize it while it is loaded: --quantize int8"
+        )
 
 
 def _weight_files(directory: Path) -> dict[Path, list[str] | None]:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.engine import Engine
-from jaxspec.loading import CheckpointError, LoadedModel, load_drafter, load_target
+from jaxspec.loading import CheckpointError, LoadedModel, default_dtype, load_drafter, load_target
 from jaxspec.records import Drafting, FieldError, Sampling, at_least
 from jaxspec.requests import Completion, Reason, Request, Update
 from jaxspec.rows import check_ids
@@ -404,6 +404,9 @@ def load(
     drafter: str | None = None,
     *,
     dtype: str | None = None,
+    quantize: str | None = None,
+    quantize_head: str | None = None,
+    quantize_drafter: str | None = None,
     revision: str | None = None,
     drafter_revision: str | None = None,
     token: str | None = None,
@@ -417,13 +420,15 @@ def load(
       drafter: likewise, or "dflash" or "mtp" for the bundled ones, or "none". None means the bundled
         DFlash drafter for the bundled target, and no drafter for any other.
       dtype: "float32" or "bfloat16"; None for bfloat16 on GPUs and float32 elsewhere.
+      quantize: "int8" or "fp8" for the target's linears and experts; None leaves them as they are.
+        `quantize_head` is for its embedding and head, `quantize_drafter` for all of the drafter.
       revision: of the target's hub id; `drafter_revision` is the drafter's.
       token: for the hub; None for the one huggingface_hub knows.
       offline: use the hub cache and no network.
       mesh: devices to split both over, from `sharding.make_mesh`; decoding then runs there.
 
     Raises:
-      CheckpointError, ConfigError: something is missing or wrong with one of them.
+      CheckpointError, ConfigError, FieldError: something is missing or wrong with one of them.
     """
     source = drafter or ("none" if target else "dflash")
     known = (*BUNDLED_DRAFTERS, "none")
@@ -432,17 +437,14 @@ def load(
             f"drafter {source} is not known; expected a directory, a hub id (owner/name), or one of "
             f"{', '.join(known)}"
         )
-    hub: dict[str, Any] = dict(
-        dtype=dtype or default_dtype(), token=token, offline=offline, mesh=mesh
-    )
+    hub: dict[str, Any] = dict(dtype=dtype or default_dtype(), token=token)
+    hub |= dict(offline=offline, mesh=mesh)
     loaded_drafter = None
+    if source == "none" and quantize_drafter is not None:
+        raise FieldError("quantize_drafter", "was given, but there is no drafter: leave it out")
     if source != "none":  # first, being the quicker one to be wrong
-        path = str(BUNDLED / source) if source in BUNDLED_DRAFTERS else source
-        loaded_drafter = load_drafter(path, revision=drafter_revision, **hub)
-    loaded = load_target(target or str(BUNDLED / "target"), revision=revision, **hub)
-    return Pair(loaded, loaded_drafter)
-
-
-def default_dtype() -> str:
-    """Return the dtype that suits the default device."""
-    return "bfloat16" if jax.default_backend() == "gpu" else "float32"
+        at = str(BUNDLED / source) if source in BUNDLED_DRAFTERS else source
+        asked: dict[str, Any] = dict(quantize=quantize_drafter, revision=drafter_revision)
+        loaded_drafter = load_drafter(at, **asked, **hub)
+    hub |= dict(quantize=quantize, quantize_head=quantize_head, revision=revision)
+    return Pair(load_target(target or str(BUNDLED / "target"), **hub), loaded_drafter)

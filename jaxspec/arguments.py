@@ -57,6 +57,7 @@ def read(
     rows, b = plan.rows(found), len(found.tokens)
     expected = f"expected {rows}: {b} prompts, {rows // b} of num_samples"
     limits = _limits(plan, max_new_tokens, rows, expected)
+    count: Any = np.int32(rows) if plan.is_refilled(found) else None
     _check_positions(plan, found, limits)
     return Given(
         found,
@@ -64,6 +65,7 @@ def read(
         _seeds(seeds, rows, expected),
         limits,
         _stop_ids(plan, stop_ids, default_stop_ids, rows, expected),
+        count,
     )
 
 

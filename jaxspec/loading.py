@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -19,6 +20,7 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.families import Family, ModelConfig, families, graph_of, named
 from jaxspec.memory import check_weights_fit
 from jaxspec.params import Graph
+from jaxspec.quantised.choice import quantised_graph
 from jaxspec.shapes import Params
 from jaxspec.sharding import make_mesh, place
 from jaxspec.storage.arrays import restore_params
@@ -26,7 +28,7 @@ from jaxspec.storage.conversion import open_source
 from jaxspec.storage.manifest import MANIFEST, Manifest
 from jaxspec.trees import flat_params
 
-__all__ = ["CheckpointError", "LoadedModel", "load_drafter", "load_target"]
+__all__ = ["CheckpointError", "LoadedModel", "default_dtype", "load_drafter", "load_target"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,9 +44,9 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         """Return one line. The weights are left out, because they would fill pages."""
-        size = sum(array.size for array in self.params.values())
+        size = sum(weight.size for weight in self.graph.abstract_weights().values())
         name = f"{self.source}: {self.graph.module.__name__}"
-        return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.dtype})"
+        return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.storage})"
 
     def with_params(self, params: Any) -> LoadedModel:
         """Return the model with other weights, such as trained ones, as `trees.flat_params` takes them.
@@ -61,6 +63,8 @@ def load_target(
     source: str,
     *,
     dtype: str,
+    quantize: str | None = None,
+    quantize_head: str | None = None,
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
@@ -70,34 +74,46 @@ def load_target(
 
     Without `mesh`, arrays go to the default device one at a time. They are uncommitted, like all
     arrays that JAX places by itself. With `mesh`, each shard goes straight to its own device.
+    A weight that is to be quantised is so as soon as it is on the device. So a device holds the
+    quantised weights, and the largest weight as numbers.
 
     Args:
       dtype: "float32" or "bfloat16". All arrays are cast to it.
+      quantize: the format of linears and experts, "int8" or "fp8"; None for what is stored.
+      quantize_head: of embedding and head, likewise.
 
     Raises:
       CheckpointError, ConfigError: the model is missing, incomplete, or not a target.
       DeviceMemoryError: the weights need more memory than the devices have.
+      FieldError: a format is not known, does not run here, or the model is quantised already.
     """
-    return _load("target", source, dtype, revision, token, offline, mesh)
+    formats = (quantize, quantize_head)
+    return _load("target", source, dtype, formats, revision, token, offline, mesh)
 
 
 def load_drafter(
     source: str,
     *,
     dtype: str,
+    quantize: str | None = None,
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
     mesh: Mesh | None = None,
 ) -> LoadedModel:
-    """Load a drafter of any family. Arguments and errors are as in `load_target`."""
-    return _load("drafter", source, dtype, revision, token, offline, mesh)
+    """Load a drafter of any family. Arguments and errors are as in `load_target`.
+
+    A head of the drafter's own is quantised with the rest.
+    """
+    formats = (quantize, quantize)
+    return _load("drafter", source, dtype, formats, revision, token, offline, mesh)
 
 
 def _load(
     role: Literal["target", "drafter"],
     source: str,
     dtype: str,
+    formats: tuple[str | None, str | None],
     revision: str | None,
     token: str | None,
     offline: bool,
@@ -105,24 +121,25 @@ def _load(
 ) -> LoadedModel:
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
+    option = "quantize" if role == "target" else "quantize_drafter"
     directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
     if (directory / MANIFEST).is_file():
         manifest = Manifest.read(directory)
         _check_role(source, named(manifest.kind), role)
-        graph = graph_of(manifest.config, dtype)
+        stored = manifest.graph(dtype)
+        graph = quantised_graph(stored, source, *formats, option)
         check_weights_fit(graph, mesh or _default_mesh())
-        params = restore_params(directory, graph, mesh)
+        params = restore_params(directory, graph, mesh, stored)
         return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
     opened = open_source(directory)
     _check_role(source, opened.family, role)
-    graph = graph_of(opened.config, dtype)
+    graph = quantised_graph(graph_of(opened.config, dtype), source, *formats, option)
     check_weights_fit(graph, mesh or _default_mesh())
-    arrays = opened.arrays(jnp.dtype(dtype))
-    if mesh is None:
-        params = {name: jnp.asarray(array) for name, array in arrays}
-    else:
-        shardings = graph.shardings(mesh)
-        params = {name: place(array, shardings[name]) for name, array in arrays}
+    shardings = None if mesh is None else graph.weight_shardings(mesh)
+    params: Params = {}
+    for name, array in opened.arrays(jnp.dtype(dtype)):
+        placed = jnp.asarray(array) if shardings is None else place(array, shardings[name])
+        params |= graph.pack(name, placed)
     return LoadedModel(graph, params, opened.config, opened.generation, directory, source)
 
 
@@ -137,3 +154,8 @@ def _check_role(source: str, family: Family, wanted: Literal["target", "drafter"
 
 def _default_mesh() -> Mesh:
     return make_mesh(devices=list(jnp.zeros(()).devices()))
+
+
+def default_dtype() -> str:
+    """Return the dtype that suits the default device."""
+    return "bfloat16" if jax.default_backend() == "gpu" else "float32"

@@ -4,6 +4,9 @@ A `Graph` is static and hashable. `Params` is a flat dict of arrays. Every jitte
 `Graph` as a static argument and `Params` as an ordinary one, and calls `graph.bind(params)` inside.
 Swapping weights therefore compiles nothing. Training code, conversion and decoding share one plain
 pytree.
+
+A quantised weight is several arrays of that dict (`jaxspec.quantised`). `Graph.formats` names such
+weights, and `Graph.bind` puts their arrays together.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.quantised import QuantisedArray, named
+from jaxspec.quantised.array import quantise
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding import partition
 from jaxspec.trees import flat_params
@@ -31,6 +36,8 @@ def param(
     fan_in: int | None = None,
     axes: tuple[str | None, ...] = (),
     lookup: bool = False,
+    summed: tuple[int, ...] = (),
+    table: bool = False,
 ) -> nnx.Param:
     """Declare a weight.
 
@@ -41,8 +48,18 @@ def param(
         the axis.
       lookup: whether the weight is a table of which a pass reads only the rows of its tokens. False
         for an embedding that is also the output head.
+      summed: the axes that a product sums over, for a weight that may be quantised. () marks a
+        weight that never is. What multiplies such a weight takes a `QuantisedArray` too.
+      table: whether it holds a row for each token: an embedding, a head, or both.
     """
-    return nnx.Param(jnp.zeros(shape, dtype), fan_in=fan_in, axes=axes, lookup=lookup)
+    return nnx.Param(
+        jnp.zeros(shape, dtype),
+        fan_in=fan_in,
+        axes=axes,
+        lookup=lookup,
+        summed=summed,
+        table=table,
+    )
 
 
 @dataclass(frozen=True)
@@ -52,15 +69,24 @@ class Declared:
     fan_in: int | None = None
     axes: tuple[str | None, ...] = ()
     lookup: bool = False
+    summed: tuple[int, ...] = ()
+    table: bool = False
 
 
 @dataclass(frozen=True, repr=False)
 class Graph:
-    """A module class with its config and weight dtype: all of a model except its weights."""
+    """A module class with its config and dtypes: all of a model except its weights.
 
-    module: type[Any]  # an nnx.Module, constructed by (config, dtype=dtype)
+    Attributes:
+      module: an nnx.Module, constructed by (config, dtype=dtype).
+      dtype: of products and of the weights that are not quantised, "float32" or "bfloat16".
+      formats: the quantised weights with their formats, by name; see `with_formats`.
+    """
+
+    module: type[Any]
     config: Any
-    dtype: str  # "float32" or "bfloat16"
+    dtype: str
+    formats: tuple[tuple[str, str], ...] = ()
 
     def of_dtype(self, dtype: str) -> Graph:
         """Return the same model with weights of another dtype.
@@ -72,22 +98,95 @@ class Graph:
             raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
         return dataclasses.replace(self, dtype=dtype)
 
+    def with_formats(self, formats: Mapping[str, str]) -> Graph:
+        """Return the same model with these weights quantised, and no others.
+
+        Args:
+          formats: formats of `jaxspec.quantised` by the names of weights.
+
+        Raises:
+          ValueError: the model has no such weight, or it cannot be quantised.
+          FormatError: a format is not known.
+        """
+        declared = self.declared()
+        for name, format in formats.items():
+            if name not in declared or not declared[name].summed:
+                raise ValueError(f"{self.module.__name__} has no weight {name} to quantise")
+            named(format)
+        return dataclasses.replace(self, formats=tuple(sorted(formats.items())))
+
+    @property
+    def storage(self) -> str:
+        """The dtype of the weights in words: "bfloat16", or "int8 and bfloat16"."""
+        return " and ".join((*dict.fromkeys(format for _, format in self.formats), self.dtype))
+
     def __repr__(self) -> str:
         """Return one line."""
-        return f"Graph({self.module.__name__}, {self.config}, {self.dtype})"
+        return f"Graph({self.module.__name__}, {self.config}, {self.storage})"
 
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shape and dtype of every weight of this graph, by name."""
-        _, variables = _abstract(self)
-        return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in variables.items()}
+        """Return the shape and dtype of every array of this graph's params, by name."""
+        arrays = {}
+        for name, weight in self.abstract_weights().items():
+            parts = weight.parts if isinstance(weight, QuantisedArray) else None
+            arrays |= {name: weight} if parts is None else _flat(name, parts)
+        return arrays
+
+    def abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct | QuantisedArray]:
+        """Return the shape and dtype of every weight, by name, whatever its format."""
+        return _abstract_weights(self)
 
     def shardings(self, mesh: Mesh | AbstractMesh) -> dict[str, NamedSharding]:
-        """Return where each weight lives on a mesh, by name. The mesh may be abstract."""
+        """Return where each array of the params lives on a mesh, by name. The mesh may be abstract.
+
+        Scales follow the axes of their codes.
+        """
+        shardings = {}
+        for name, sharding in self.unquantised().weight_shardings(mesh).items():
+            shardings |= self.split_sharding(name, sharding)
+        return shardings
+
+    def weight_shardings(self, mesh: Mesh | AbstractMesh) -> dict[str, NamedSharding]:
+        """Return where each weight lives on a mesh, by name, before it is quantised."""
         _, variables = _abstract(self)
         return {
             name: NamedSharding(mesh, partition(v.get_metadata().get("axes", ()), v.shape, mesh))
             for name, v in variables.items()
         }
+
+    def split_sharding(self, name: str, sharding: NamedSharding) -> dict[str, NamedSharding]:
+        """Return where the arrays of a weight live, given where the weight would live."""
+        weight = self.abstract_weights()[name]
+        if not isinstance(weight, QuantisedArray):
+            return {name: sharding}
+        spec = (*sharding.spec, *[None] * (weight.ndim - len(sharding.spec)))
+        format, placed = named(weight.format), {}
+        for part in weight.parts:
+            follows = format.axes(part, weight.ndim, weight.summed)
+            of_part = PartitionSpec(*(None if i is None else spec[i] for i in follows))
+            placed[part] = NamedSharding(sharding.mesh, of_part)
+        return _flat(name, placed)
+
+    def unquantised(self) -> Graph:
+        """Return the same model with every weight as numbers."""
+        return dataclasses.replace(self, formats=()) if self.formats else self
+
+    def pack(self, name: str, weight: Array) -> Params:
+        """Return the arrays that hold a weight: itself, or those of its format.
+
+        On a mesh they lie as the weight does. The weight is not kept.
+        """
+        format = dict(self.formats).get(name)
+        if format is None:
+            return {name: weight}
+        abstract, placed = self.abstract_weights()[name], None
+        assert isinstance(abstract, QuantisedArray)
+        if isinstance(weight.sharding, NamedSharding):
+            at = self.split_sharding(name, weight.sharding)
+            placed = tuple((part, at[f"{name}.{part}"]) for part in sorted(abstract.parts))
+        make = _quantiser(format, abstract.summed, placed)
+        # Waiting bounds memory: without it weights that are not quantised yet would pile up.
+        return _flat(name, jax.block_until_ready(make(weight)))
 
     def declared(self) -> dict[str, Declared]:
         """Return what `param` declared for each weight, by name."""
@@ -122,10 +221,29 @@ class Graph:
         """
         self.check(params)
         graphdef, variables = _abstract(self)
+        weights = self.weights(params)
         state = nnx.from_flat_state(
-            [(_path(n), v.replace(params[n])) for n, v in variables.items()]
+            [(_path(n), v.replace(weights[n])) for n, v in variables.items()]
         )
         return nnx.merge(graphdef, state)
+
+    def weights(self, params: Params) -> dict[str, Array | QuantisedArray]:
+        """Return each weight by name: an array, or the arrays of a quantised one put together."""
+        weights: dict[str, Array | QuantisedArray] = {}
+        for name, weight in self.abstract_weights().items():
+            if isinstance(weight, QuantisedArray):
+                parts = {part: params[f"{name}.{part}"] for part in weight.parts}
+                weights[name] = weight.with_parts(parts)
+            else:
+                weights[name] = params[name]
+        return weights
+
+    def dequantise(self, params: Params) -> Params:
+        """Return the weights as numbers, for the graph `unquantised`. It needs memory for them."""
+        return {
+            name: x.dequantise() if isinstance(x, QuantisedArray) else x
+            for name, x in self.weights(params).items()
+        }
 
     def bind_abstract(self) -> Any:
         """Return the module with abstract shapes in place of weights.
@@ -140,11 +258,12 @@ class Graph:
         """Return random weights: matrices with variance 1 / fan_in, norms and scales 1.
 
         One compiled call makes each array. Memory therefore never holds more than one array beyond
-        the result. The numbers do not depend on the devices.
+        the result. The numbers do not depend on the devices. Quantised weights are made of the same
+        numbers.
 
         Args:
-          shardings: where each weight lives. Each shard is made on its own device. None: all
-            weights are made on the default device.
+          shardings: where each weight lives, as `weight_shardings` says. Each shard is made on its
+            own device. None: all weights are made on the default device.
         """
         _, variables = _abstract(self)
         params = {}
@@ -155,7 +274,7 @@ class Graph:
                 v.get_metadata().get("fan_in"),
                 None if shardings is None else shardings[name],
             )
-            params[name] = make(seed, i)
+            params |= self.pack(name, make(seed, i))
         return params
 
 
@@ -245,10 +364,29 @@ def _all_arrays(params: Mapping[str, Any]) -> bool:
     return all(issubclass(kind, Array) for kind in set(map(type, jax.tree.leaves(params))))
 
 
-@functools.cache
 def _abstract(graph: Graph) -> tuple[Any, dict[str, Any]]:
+    """Return the module's definition and its variables, none of them quantised."""
+    return _abstract_module(graph.unquantised())
+
+
+@functools.cache
+def _abstract_module(graph: Graph) -> tuple[Any, dict[str, Any]]:
     graphdef, state = nnx.split(graph.bind_abstract())
     return graphdef, {".".join(map(str, path)): v for path, v in nnx.to_flat_state(state)}
+
+
+@functools.cache
+def _abstract_weights(graph: Graph) -> dict[str, jax.ShapeDtypeStruct | QuantisedArray]:
+    _, variables = _abstract(graph)
+    formats, weights = dict(graph.formats), {}
+    for name, v in variables.items():
+        weights[name] = jax.ShapeDtypeStruct(v.shape, v.dtype)
+        if name in formats:
+            summed = v.get_metadata()["summed"]
+            parts = named(formats[name]).parts(v.shape, summed)
+            about: dict[str, Any] = dict(shape=v.shape, dtype=v.dtype, summed=summed)
+            weights[name] = QuantisedArray(parts, format=formats[name], **about)
+    return weights
 
 
 @functools.cache
@@ -258,6 +396,25 @@ def _wanted(graph: Graph) -> dict[str, tuple[tuple[int, ...], Any]]:
     The result is cached, because reading it from the variables takes 10 ms for a large model.
     """
     return {name: (v.shape, v.dtype) for name, v in graph.abstract_params().items()}
+
+
+@functools.cache
+def _quantiser(
+    format: str,
+    summed: tuple[int, ...],
+    shardings: tuple[tuple[str, NamedSharding], ...] | None,
+) -> Callable[[Array], dict[str, Array]]:
+    """Return a compiled function from a weight to the arrays of its format."""
+
+    def run(weight: Array) -> dict[str, Array]:
+        return quantise(weight, format, summed).parts
+
+    return jax.jit(run, out_shardings=None if shardings is None else dict(shardings))
+
+
+def _flat(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays of a weight by their names in params."""
+    return {f"{name}.{part}": array for part, array in parts.items()}
 
 
 def _path(name: str) -> tuple[str | int, ...]:

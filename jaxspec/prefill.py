@@ -77,12 +77,13 @@ def full_pass(target: Graph, mesh: Mesh) -> int:
         return SHARED_PREFILL
     config, declared = target.config, target.declared()
     read = products = 0.0
-    for name, array in target.abstract_params().items():
+    for name, array in target.abstract_weights().items():
         if declared[name].lookup or array.ndim < 2:
             continue
         share = 1.0
         if "experts" in declared[name].axes:
             share = config.num_experts_per_token / config.num_experts
+        # Quantised weights count as numbers: shapes of passes do not depend on formats.
         read += array.size * array.dtype.itemsize
         products += 2.0 * array.size * share
     return max(SHARED_PREFILL, 2 ** round(math.log2(2 * BALANCE * read / products)))

@@ -1,30 +1,29 @@
-"""What a sampler runs: prompts to results, as pure functions; and the programs that they are compiled to.
+"""What a sampler does with prompts: pure functions from weights and prompts to results.
 
-Read `generate`. A `Plan` is all that is static, so samplers of one plan share their programs. `arguments`
-makes what the functions are given, and `sampler` calls them.
+Read `generate`. Its parts are `read`, which reads every prompt once; `fork`, where the samples of a prompt part;
+and `result_of`. A `Plan` is all that is static. `refill` has fewer slots than rows, `arguments` makes what the
+functions are given, and `rollout_programs` compiles them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.prefill import read_prompts
-from jaxspec.rows import FinishReason, GenerateResult, Prompts
-from jaxspec.runtime import cache_length_for, jit
+from jaxspec.rows import FinishReason, GenerateResult, Past, Prompts
+from jaxspec.runtime import cache_length_for
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Int, Params
-from jaxspec.sharding import constrain_params, left_to_xla, varying_as
+from jaxspec.sharding import varying_as
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk
 
 
@@ -35,6 +34,7 @@ class Plan:
     spec: DecodeSpec
     max_new_tokens: int
     num_samples: int
+    batch_size: int | None = None
 
     @property
     def most_positions(self) -> int:
@@ -44,6 +44,22 @@ class Plan:
     def rows(self, prompts: Prompts) -> int:
         """Return how many rows a call has: rows that go on are samples already."""
         return len(prompts.tokens) * (1 if prompts.past is not None else self.num_samples)
+
+    def is_refilled(self, prompts: Prompts) -> bool:
+        """Tell whether a call has more rows than slots."""
+        return self.batch_size is not None and self.rows(prompts) > self.batch_size
+
+    def slots(self, parts: int) -> tuple[int, int]:
+        """Return how many slots rows share, and how many of these are refilled at a time.
+
+        Args:
+          parts: of a mesh's data axis; each has as many slots as the others.
+        """
+        assert self.batch_size is not None
+        each = -(-self.batch_size // parts)
+        group = max(1, each // 8)
+        # On a CPU the rows of a pass round alike up to 16 rows, and in multiples of 8.
+        return each * parts, parts * (group if group <= 16 else group // 8 * 8)
 
     def cache_length(self, width: int) -> int:
         """Return the length of caches for prompts of a width, in multiples of 8, as kernels want it.
@@ -59,6 +75,7 @@ class Given(struct.PyTreeNode):
 
     Attributes:
       seeds: uint32 or typed PRNG keys, one for all rows or one for each, see `row_keys`.
+      count: how many rows are no padding, where there are more than slots; None: every row has a slot.
     """
 
     prompts: Prompts
@@ -66,6 +83,13 @@ class Given(struct.PyTreeNode):
     seeds: Array
     max_new_tokens: Int[Array, " R"]
     stop_ids: Int[Array, "R I"]
+    count: Int[Array, ""] | None = None
+
+    def take(self, rows: Int[Array, " r"]) -> Given:
+        """Return what some rows are given, and the prompt of each. All rows have seeds of their own."""
+        samples = len(self.max_new_tokens) // len(self.prompts.tokens)
+        own = (self.sampling, self.seeds, self.max_new_tokens, self.stop_ids)
+        return Given(self.prompts.take(rows // samples), *jax.tree.map(lambda x: x[rows], own))
 
 
 # --- functions ---------------------------------------------------------------------------------------
@@ -82,7 +106,7 @@ def generate(
     state = prefill(plan, mesh, target_params, drafter_params, given)
     steps = jnp.int32(plan.max_new_tokens)
     state = decode.decode_loop(plan.spec, target_params, drafter_params, state, steps)
-    return result_of(plan, state, given)
+    return result_of(plan, state, given.prompts.past)
 
 
 def prefill(
@@ -93,27 +117,51 @@ def prefill(
     given: Given,
 ) -> DecodeState:
     """Read every prompt once, and let each sample choose its first token."""
-    prompts = given.prompts
-    (b, t), rows = prompts.tokens.shape, plan.rows(prompts)
-    state = states.init_state(
-        plan.spec,
-        b,
-        cache_length=plan.cache_length(t),
-        num_stop_ids=given.stop_ids.shape[1],
-        cache_dtype=jnp.dtype(plan.spec.target.dtype),
-        mesh=mesh,
-    )
-    state = varying_as(state, target_params, drafter_params, given)
-    models = (plan.spec, target_params, drafter_params)
-    head = prompts.lengths - 1  # all but the last token
-    state = read_prompts(*models, state, prompts.tokens[:, : t - 1], head)
-    index = jnp.repeat(jnp.arange(b, dtype=jnp.int32), rows // b)
+    b, rows = len(given.prompts.tokens), plan.rows(given.prompts)
+    given = dataclasses.replace(given, seeds=row_keys(given.seeds, rows))
+    state = read(plan, mesh, target_params, drafter_params, given)
+    index = None
     if rows > b:
+        index = jnp.repeat(jnp.arange(b, dtype=jnp.int32), rows // b)
+        given = dataclasses.replace(given, prompts=given.prompts.take(index))
+    return fork(plan, target_params, drafter_params, state, given, index)
+
+
+def read(
+    plan: Plan,
+    mesh: Mesh | None,
+    target_params: Params,
+    drafter_params: Params | None,
+    given: Given,
+) -> DecodeState:
+    """Read prompts but for their last tokens. The state has a slot for each prompt, and no row is active."""
+    prompts = given.prompts
+    empty = empty_state(plan, mesh, target_params, drafter_params, given, len(prompts.tokens))
+    tokens, head = prompts.tokens[:, :-1], prompts.lengths - 1
+    return read_prompts(plan.spec, target_params, drafter_params, empty, tokens, head)
+
+
+def fork(
+    plan: Plan,
+    target_params: Params,
+    drafter_params: Params | None,
+    state: DecodeState,
+    given: Given,
+    index: Int[Array, " R"] | None,
+) -> DecodeState:
+    """Go on from prompts that are read: each row reads the last token and chooses the first new one.
+
+    Args:
+      given: a prompt and a key for each row.
+      index: the slot that each row's prompt was read in; None: row i's in slot i.
+    """
+    prompts, rows = given.prompts, len(given.max_new_tokens)
+    if index is not None:
         state = jax.tree.map(lambda x: x[index], state)
     state = dataclasses.replace(
         state,
         sampling=given.sampling,
-        keys=row_keys(given.seeds, rows),
+        keys=given.seeds,
         max_new_tokens=given.max_new_tokens,
         stop_ids=given.stop_ids,
     )
@@ -123,22 +171,24 @@ def prefill(
         state = dataclasses.replace(state, num_steps=past.steps - 1)
         goes_on = past.finished == FinishReason.UNFINISHED
         if state.counts is not None:
-            real = jnp.arange(t, dtype=jnp.int32) < prompts.lengths[:, None]
+            column = jnp.arange(prompts.tokens.shape[1], dtype=jnp.int32)
+            real = column < prompts.lengths[:, None]
             counts = state.counts.with_output(prompts.tokens, past.generated & real)
             state = dataclasses.replace(state, counts=counts)
+    head = prompts.lengths - 1
     last = PrefillChunk(
         slots=jnp.arange(rows, dtype=jnp.int32),
-        tokens=jnp.take_along_axis(prompts.tokens, head[:, None], axis=1)[index],
-        start=head[index],
+        tokens=jnp.take_along_axis(prompts.tokens, head[:, None], axis=1),
+        start=head,
         count=jnp.ones(rows, jnp.int32),
         is_last=goes_on,
     )
-    return decode.prefill(*models, state, last)
+    return decode.prefill(plan.spec, target_params, drafter_params, state, last)
 
 
-def result_of(plan: Plan, state: DecodeState, given: Given) -> GenerateResult:
-    """Return what a state has generated."""
-    m, past = plan.max_new_tokens, given.prompts.past
+def result_of(plan: Plan, state: DecodeState, past: Past | None) -> GenerateResult:
+    """Return what a state has generated, of rows with such a past."""
+    m = plan.max_new_tokens
     reasons = jnp.where(state.stopped, jnp.int32(FinishReason.STOP), FinishReason.LENGTH)
     reasons = jnp.where(state.failed, FinishReason.ERROR, reasons)
     reasons = jnp.where(state.active, FinishReason.UNFINISHED, reasons)
@@ -161,6 +211,26 @@ def result_of(plan: Plan, state: DecodeState, given: Given) -> GenerateResult:
     return result.cut(state.num_tokens)
 
 
+def empty_state(
+    plan: Plan,
+    mesh: Mesh | None,
+    target_params: Params,
+    drafter_params: Params | None,
+    given: Given,
+    slots: int,
+) -> DecodeState:
+    """Return slots that hold nothing, for rows of what is given."""
+    state = states.init_state(
+        plan.spec,
+        slots,
+        cache_length=plan.cache_length(given.prompts.tokens.shape[1]),
+        num_stop_ids=given.stop_ids.shape[1],
+        cache_dtype=jnp.dtype(plan.spec.target.dtype),
+        mesh=mesh,
+    )
+    return varying_as(state, target_params, drafter_params, given)
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def row_keys(seeds: Array, rows: int) -> Array:
     """Return the key of each row: of its own seed, or of its number under one seed for all.
@@ -174,134 +244,3 @@ def row_keys(seeds: Array, rows: int) -> Array:
     key = seeds if is_key else jax.random.key(seeds)
     numbers = jnp.arange(rows, dtype=jnp.int32)
     return jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
-
-
-# --- inside a program of the caller's ----------------------------------------------------------------
-
-
-def inside(
-    plan: Plan, target_params: Params, drafter_params: Params | None, given: Given
-) -> GenerateResult:
-    """Generate inside a function that JAX traces, such as the caller's jitted one."""
-    given = jax.tree.map(jnp.asarray, given)
-    run = functools.partial(_without_gradient, plan)
-    return left_to_xla(run, target_params, drafter_params, given)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _without_gradient(
-    plan: Plan, target_params: Params, drafter_params: Params | None, given: Given
-) -> GenerateResult:
-    target_params = constrain_params(target_params, plan.spec.target)
-    if drafter_params is not None:
-        drafter_params = constrain_params(drafter_params, plan.spec.drafter)
-    return generate(plan, None, target_params, drafter_params, given)
-
-
-def _forward(plan: Plan, *args: Any) -> tuple[GenerateResult, None]:
-    return _without_gradient(plan, *args), None
-
-
-def _backward(plan: Plan, kept: None, cotangent: Any) -> Any:
-    """Refuse: which token is drawn is no smooth function of the weights. Tokens alone never get here."""
-    del plan, kept, cotangent
-    raise ValueError(
-        "a sampler's result has no gradient: recompute its log-probabilities with "
-        "jaxspec.score(params, sequences, sampling), which has one, or use jax.lax.stop_gradient(result)"
-    )
-
-
-_without_gradient.defvjp(_forward, _backward)
-
-
-# --- programs ----------------------------------------------------------------------------------------
-
-
-class PlanPrograms:
-    """Compiled programs of a plan, by the shapes of what they are given.
-
-    They are compiled for shapes and places of weights, and not for weights. So arrays that are committed to
-    their device, such as a restored checkpoint's, share the programs of those that are not.
-    """
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self.compiled: dict[Any, Any] = {}
-
-    @property
-    def num_generate(self) -> int:
-        """How many of the programs are whole calls."""
-        return sum(name == "generate" for name, *_ in self.compiled)
-
-    def get(self, name: str, mesh: Mesh, weights: tuple[Any, ...], *given: Any) -> Any:
-        """Return the program of a function of `_FUNCTIONS`, compiled if it is new.
-
-        Args:
-          mesh: the devices. Where it is the default device alone, results are uncommitted, as what JAX
-            places by itself: were they committed, programs of the caller would compile twice, the second
-            time for weights that an update had made committed.
-        """
-        alone = mesh.size == 1
-        leaves, tree = jax.tree.flatten(given)
-        places = None if alone else tuple(x.sharding for x in leaves)
-        key = (name, mesh, tree, tuple((x.shape, x.dtype) for x in leaves), places)
-        if key not in self.compiled:
-            (device,) = mesh.devices.flat if alone else (None,)
-            is_default = alone and device == _default_device()
-
-            def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-                place = getattr(x, "sharding", None)
-                if alone:
-                    place = None if is_default else SingleDeviceSharding(device)
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-
-            function, donate = _FUNCTIONS[name]
-            static = (self.plan,) if name == "advance" else (self.plan, None if alone else mesh)
-            bound = jit(functools.partial(function, *static), donate_argnums=donate)
-            with on(mesh):
-                shapes = jax.tree.map(shape_of, (*weights, *given))
-                self.compiled[key] = bound.lower(*shapes).compile()
-        return self.compiled[key]
-
-
-def advance(
-    plan: Plan,
-    target_params: Params,
-    drafter_params: Params | None,
-    state: DecodeState,
-    steps: Array,
-) -> DecodeState:
-    """Decode on for some steps."""
-    return decode.decode_loop(plan.spec, target_params, drafter_params, state, steps)
-
-
-_FUNCTIONS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "generate": (generate, ()),
-    "prefill": (prefill, ()),
-    "advance": (advance, (2,)),
-}
-"""What programs are made of, and which arguments are donated."""
-
-retire = jax.jit(states.retire, donate_argnums=0)
-look = jax.jit(result_of, static_argnums=0)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def first_rows(result: GenerateResult, rows: int) -> GenerateResult:
-    """Return the first rows of a result: what follows was padding."""
-    return jax.tree.map(lambda x: x[:rows], result)
-
-
-programs_of = functools.lru_cache(maxsize=32)(PlanPrograms)
-"""`programs_of(plan)` returns the programs of a plan: one object for all samplers of that plan."""
-
-
-def on(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    """Return the context to run in: one device needs none, unless the caller set another mesh."""
-    if mesh.size == 1 and jax.sharding.get_abstract_mesh().empty:
-        return contextlib.nullcontext()
-    return jax.set_mesh(mesh)
-
-
-def _default_device() -> Any:
-    return jnp.zeros(()).devices().pop()

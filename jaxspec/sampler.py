@@ -9,8 +9,9 @@ prompts, sampling values and seeds are arguments: new values compile nothing. In
 your own the same call traces the same program. Stop texts and streaming need the host and are refused there.
 
 Every prompt is read once, up to its last token; then the state is repeated for each of its samples, and
-each sample reads the last token and goes its own way. `engine.Engine` is the other way to decode: many
-requests of many kinds through few slots.
+each sample reads the last token and goes its own way. With `batch_size` rows take turns in few slots, all
+inside the program; `refill` says how. `engine.Engine` is the other way to decode: requests of many kinds, which
+come at any time.
 """
 
 from __future__ import annotations
@@ -30,17 +31,8 @@ from jaxspec.arguments import is_inside_jit, is_traced, padded, read
 from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph, KnownParams, accept_params
 from jaxspec.records import Drafting, Extras, FieldError, Sampling
-from jaxspec.rollout import (
-    Given,
-    Plan,
-    first_rows,
-    inside,
-    look,
-    on,
-    programs_of,
-    retire,
-    row_keys,
-)
+from jaxspec.rollout import Given, Plan, row_keys
+from jaxspec.rollout_programs import first_rows, inside, look, on, programs_of, retire
 from jaxspec.rows import GenerateResult, Prompts, sampling_values
 from jaxspec.runtime import make_spec
 from jaxspec.sampling import SamplingParams
@@ -65,6 +57,8 @@ class Sampler:
       drafter: likewise; None decodes plainly. A pair brings its own.
       max_new_tokens: most tokens a row; a call may set less for each row.
       num_samples: samples of each prompt.
+      batch_size: rows that decode at a time. A call with more of them begins the next ones where others are
+        over, see `refill`. None: a call decodes all of its rows at a time.
       stop_ids: generation ends with (and keeps) the first of these; None for the checkpoint's own.
       drafting: how to draft and to judge drafts.
       extras: what rows may ask for beyond the least, such as penalties and log-probabilities.
@@ -83,20 +77,25 @@ class Sampler:
         *,
         max_new_tokens: int = 64,
         num_samples: int = 1,
+        batch_size: int | None = None,
         stop_ids: Sequence[int] | None = None,
         drafting: Drafting = Drafting(),
         extras: Extras = Extras(),
         dtype: str | None = None,
     ):
-        for name, value in (("max_new_tokens", max_new_tokens), ("num_samples", num_samples)):
-            if value < 1:
+        for name, value in (
+            ("max_new_tokens", max_new_tokens),
+            ("num_samples", num_samples),
+            ("batch_size", batch_size),
+        ):
+            if value is not None and value < 1:
                 raise FieldError(name, f"is {value}; it must be 1 or more")
         if not isinstance(target, LoadedModel | Graph):
             if drafter is not None:
                 raise ValueError("the pair has its own drafter; give pair.target to use another")
             target, drafter = cast(tuple[LoadedModel, LoadedModel | None], tuple(target))
         spec = make_spec(target, drafter, drafting, extras).of_dtype(dtype)
-        self.plan = Plan(spec, max_new_tokens, num_samples)
+        self.plan = Plan(spec, max_new_tokens, num_samples, batch_size)
         self.dtype = dtype
         if max_new_tokens >= (most := self.plan.most_positions):
             raise FieldError(
@@ -230,6 +229,12 @@ class Sampler:
         if steps_per_return < 1:
             raise ValueError(f"steps_per_return is {steps_per_return}; it must be 1 or more")
         mesh, weights, given, rows = self._ready(target_params, drafter_params, asked)
+        if given.count is not None:
+            raise FieldError(
+                "batch_size",
+                f"is {self.plan.batch_size}, and the call has {rows} rows: a stream, or stop_at, has all of its "
+                "rows at a time; leave batch_size out, or use an Engine",
+            )
         stops = [stop_at] * rows if stop_at is None or callable(stop_at) else list(stop_at)
         if len(stops) != rows:
             raise ValueError(
@@ -241,7 +246,7 @@ class Sampler:
         steps = _placed(np.int32(steps_per_return), mesh)
         while True:
             with on(mesh):
-                result = look(self.plan, state, given)
+                result = look(self.plan, state, given.prompts.past)
             active, tokens, counts = fetch((state.active, result.tokens, result.lengths))
             if any(stops):
                 for row, stop in enumerate(stops):
@@ -276,9 +281,10 @@ class Sampler:
         given = padded(self.plan, given, mesh)
         b, t = given.prompts.tokens.shape
         if (shape := (b, t, mesh)) not in self._fitting:
-            memory.check_fits(
-                self.spec, self.plan.rows(given.prompts), self.plan.cache_length(t), mesh
-            )
+            slots = self.plan.rows(given.prompts)
+            if given.count is not None:
+                slots, _ = self.plan.slots(mesh.shape["data"])
+            memory.check_fits(self.spec, slots, self.plan.cache_length(t), mesh)
             self._fitting.add(shape)
         given = _placed(given, mesh)
         with on(mesh):

@@ -176,6 +176,13 @@ def varying_as(tree: T, *inputs: Any) -> T:
     return jax.tree.map(lambda x: jnp.where(zero == 0, x, x), tree)
 
 
+def row_parts() -> int:
+    """Return how many devices the rows of a batch are split over, on the current mesh."""
+    mesh = _mesh_left_to_xla()
+    sizes = () if mesh is None else mesh.shape.items()
+    return math.prod(size for axis, size in sizes if axis != "model")
+
+
 def whole_rows(x: Array) -> Array:
     """Tell XLA that each row of an activation is whole on one device.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Params
 
 
@@ -21,7 +22,8 @@ def flat_params(params: Any) -> Params:
 
     Args:
       params: a dict; or dicts within dicts (and lists), a `nnx.State`, or a module of nnx. The names of
-        all levels are joined by dots. Arrays are of JAX or numpy, or are in a `nnx.Variable`.
+        all levels are joined by dots. Arrays are of JAX or numpy, or are in a `nnx.Variable`. A
+        `QuantisedArray` becomes the arrays it consists of.
 
     Raises:
       ValueError: something is no array, or two arrays have one name.
@@ -41,6 +43,9 @@ def flat_params(params: Any) -> Params:
             raise ValueError(f"params have two arrays with the name {name}")
         if isinstance(leaf, nnx.Variable):
             leaf = leaf[...]
+        if isinstance(leaf, QuantisedArray):
+            flat |= {f"{name}.{part}": jnp.asarray(x) for part, x in leaf.parts.items()}
+            continue
         if not isinstance(leaf, jax.Array | np.ndarray):
             raise ValueError(f"params: {name} is a {type(leaf).__name__}; expected an array")
         flat[name] = jnp.asarray(leaf)

@@ -100,14 +100,19 @@ def _on_cuda(kernel: Callable[..., T], reference: Callable[..., T], *args: Any) 
     return call(*args)
 
 
-def why_not_triton(*arrays: Array, interpret: bool) -> str | None:
+def why_not_triton(
+    *arrays: Array, interpret: bool, dtypes: Sequence[Any] = (jnp.bfloat16, jnp.float16)
+) -> str | None:
     """Return why a Triton kernel cannot take these arrays on the GPU of this machine, or None.
+
+    Args:
+      dtypes: those that the kernel takes where it is not interpreted.
 
     On a machine without a GPU the compute capability is not checked, because a program may be
     compiled for a GPU elsewhere. The compiler then reports the problem.
     """
     for array in arrays:
-        if not interpret and array.dtype not in (jnp.bfloat16, jnp.float16):
+        if not interpret and array.dtype not in dtypes:
             return f"the Triton kernel is cut for bfloat16 and float16, not {array.dtype}"
         if array.size >= 2**31:
             return f"the Triton kernel's offsets are 32 bits, and an array has {array.size} numbers"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import os
+import re
+import types
 from collections.abc import Iterator
+from typing import Any, get_args
 from unittest import mock
 
 import jax
@@ -25,13 +30,48 @@ os.environ["XLA_FLAGS"] = f"{FAST_COMPILE} {XLA_FLAGS}"
 # Threads of torch wait for each other's few numbers longer than one takes for all of them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tracing makes millions of objects and little garbage. Looking for it as often as Python does by itself took
+# a fifteenth of the suite.
+gc.set_threshold(50_000, 20, 100)
+
 # As static checkers do, take an int where a float is asked for.
-check = beartype(conf=BeartypeConf(is_pep484_tower=True))
+check = beartype(conf=BeartypeConf(is_pep484_tower=True, violation_type=TypeError))
 
 # JAX rebuilds pytrees with leaves that are no arrays (tracing, vmap axes, shardings), so the fields of
 # one cannot be checked whenever it is made. The functions that take and return them are.
 struct.PyTreeNode.__no_type_check__ = True  # pyright: ignore[reportAttributeAccessIssue]
 jaxtyping.install_import_hook(["jaxspec", "pallas_kernels"], "tests.conftest.check")
+with_scope = jaxtyping.jaxtyped
+
+
+def names_shapes(hint: Any) -> bool:
+    """Return whether a type, or a type inside it, is an array of a named shape, or one of their dtypes."""
+    if isinstance(hint, list):  # what a Callable takes
+        return any(map(names_shapes, hint))
+    is_ours = inspect.isclass(hint) and hint.__module__.startswith("jaxtyping")
+    return is_ours or any(map(names_shapes, get_args(hint)))
+
+
+def jaxtyped(fn: Any = None, *, typechecker: Any) -> Any:
+    """Check types, and open a scope for the names of sizes only where there are some.
+
+    A scope takes 60 µs a call. The host's loops call thousands of functions, few of which take arrays.
+    """
+    if fn is None:
+        return functools.partial(jaxtyped, typechecker=typechecker)
+    if not isinstance(fn, types.FunctionType) or getattr(fn, "__no_type_check__", False):
+        return with_scope(fn, typechecker=typechecker)
+    words = set(re.findall(r"[A-Za-z_]\w*", " ".join(map(str, fn.__annotations__.values()))))
+    if any(names_shapes(fn.__globals__.get(word)) for word in words):
+        return with_scope(fn, typechecker=typechecker)
+    # What cannot be looked up yet is not checked, as in jaxtyping itself.
+    for name, hint in fn.__annotations__.items():
+        fn.__annotations__[name] = jaxtyping._decorator._destring_annotation(hint, fn.__globals__)
+    return check(fn)
+
+
+# What the hook puts before every function, and what wraps the `__init__` of every dataclass.
+jaxtyping.jaxtyped = jaxtyping._decorator.jaxtyped = jaxtyped
 
 # Rank promotion stays allowed: a norm's scale meets activations of any rank.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -57,10 +97,10 @@ def forget_programs() -> Iterator[None]:
     process, and then the compiler aborts it.
     """
     yield
-    from jaxspec import rollout
+    from jaxspec import rollout_programs
     from tests.decode import cases
 
-    rollout.programs_of.cache_clear()
+    rollout_programs.programs_of.cache_clear()
     cases.PROGRAMS.compiled.clear()
     cases.PROGRAMS.state_makers.clear()
     jax.clear_caches()

@@ -10,6 +10,7 @@ and sets the number of devices.
     errors                          weights that are not on one mesh
     sampler                         the in-process sampler on a mesh
     inside                          the sampler inside jitted functions, on meshes and under shard_map
+    turns                           rows that take turns, on a mesh and inside jitted functions
     training_meshes                 weights on meshes as training programs make them
     moved                           weights from a training mesh to one for decoding
     control                         a product that has to gather its weight
@@ -219,17 +220,17 @@ def check() -> dict[str, Any]:
     """Check the bundled pair on a mesh and on one device, with two other readings."""
     from typer.testing import CliRunner
 
-    from jaxspec.commands.check import replay
+    from jaxspec.commands.check import search
     from jaxspec.commands.cli import app
 
-    alternatives = replay.alternatives
+    alternatives = search.alternatives
 
     def two_of_them(*given: Any) -> Any:
         readings, left_out = alternatives(*given)
         names = ("mask id 1", "feature layers reversed")
         return [r for r in readings if r.name in names], left_out
 
-    replay.alternatives = two_of_them
+    search.alternatives = two_of_them
     reports = []
     for mesh in (["--mesh", "data=2,model=4"], []):
         small = ["--rows", "4", "--new-tokens", "16", "--batch-size", "4", "--dtype", "float32"]
@@ -271,6 +272,18 @@ def errors() -> dict[str, Any]:
     return {**found, "rows": [Engine(on_two, None, batch_size=n).batch_size for n in (1, 2, 3, 8)]}
 
 
+def sampler_of(target: LoadedModel, assistant: LoadedModel) -> Sampler:
+    """Return the sampler of two cases, which share its programs: they take longest to compile."""
+    return Sampler(
+        target,
+        assistant,
+        max_new_tokens=NEW_TOKENS,
+        num_samples=2,
+        drafting=Drafting(2),
+        extras=Extras(logprobs=True),
+    )
+
+
 def sampler() -> dict[str, Any]:
     """Call a sampler with weights on a mesh and with weights on one device."""
     c = a_case("31b", "mtp")
@@ -278,14 +291,7 @@ def sampler() -> dict[str, Any]:
     found = []
     for mesh in (make_mesh(data=2, model=4), make_mesh(devices=jax.devices()[:1])):
         params = [on_mesh(model, mesh).params for model in (c.target, assistant)]
-        ask = Sampler(
-            c.target,
-            assistant,
-            max_new_tokens=NEW_TOKENS,
-            num_samples=2,
-            drafting=Drafting(2),
-            extras=Extras(logprobs=True),
-        )
+        ask = sampler_of(c.target, assistant)
         sampling = ask.sampling(8, temperature=[0.0, 1.0] * 4)
         found.append(ask(*params, c.prompts[:4], sampling, np.arange(8)))
     spread, alone = found
@@ -324,17 +330,61 @@ def inside() -> dict[str, Any]:
     }
 
 
+def turns() -> dict[str, Any]:
+    """Let rows take turns on a mesh, on one of explicit axes, and on each device for itself."""
+    c = a_case("31b", "mtp")
+    assistant, samples = c.drafter("mtp"), 4
+    options: Any = dict(max_new_tokens=NEW_TOKENS, num_samples=samples, drafting=Drafting(2))
+    whole, few, fewer = (
+        Sampler(c.target, assistant, batch_size=n, **options) for n in (None, 16, 2)
+    )
+    prompts = Prompts.padded(c.prompts)
+    rows = len(c.prompts) * samples
+    seeds, limits = np.arange(rows), np.arange(rows) % NEW_TOKENS + 1
+
+    def run(ask: Sampler, params: Any, prompts: Prompts, seeds: Any, limits: Any) -> GenerateResult:
+        sampling = Sampling(temperature=1.0)
+        return ask(*params, prompts, sampling, seeds, max_new_tokens=limits)
+
+    given = (prompts, seeds, limits)
+    params = [model.params for model in (c.target, assistant)]
+    expected = run(whole, params, *given)
+    mesh = make_mesh(data=2, model=4)
+    spread = run(few, [on_mesh(model, mesh).params for model in (c.target, assistant)], *given)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with jax.set_mesh(mesh):
+        weights = [as_trained(model, mesh, False).params for model in (c.target, assistant)]
+        explicit = jax.jit(functools.partial(run, few))(weights, *given)
+    split, everywhere = PartitionSpec("data"), PartitionSpec()
+    mapped = jax.shard_map(
+        functools.partial(run, fewer),
+        mesh=make_mesh(data=8),
+        in_specs=(everywhere, split, split, split),
+        out_specs=split,
+    )
+    parts = jax.jit(mapped)(params, *given)
+
+    def equal(result: GenerateResult) -> bool:
+        pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+        return all(np.array_equal(a, b) for a, b in pairs)
+
+    return {"mesh": equal(spread), "explicit": equal(explicit), "mapped": equal(parts)}
+
+
 def training_meshes() -> dict[str, Any]:
-    """Decode weights as training programs hold them: on explicit meshes, and with an axis of their own."""
-    c = a_case("31b", "dflash")
-    models = c.target, c.drafter("dflash")
+    """Decode weights as training programs hold them: on explicit meshes, and with an axis of their own.
+
+    All of them are decoded on one mesh, and share its programs.
+    """
+    c = a_case("31b", "mtp")
+    models = c.target, c.drafter("mtp")
     asked = requests(c)
-    expected = decoded(alone("31b", "dflash"), asked)
+    expected = decoded(alone("31b", "mtp"), asked)
     found: dict[str, Any] = {}
     for name, sizes, axes in (
         ("explicit", (2, 4), ("data", "model")),
         ("an axis of 1", (2, 1, 4), ("data", "fsdp", "model")),
-        ("fsdp", (2, 2, 2), ("data", "fsdp", "model")),
+        ("fsdp", (1, 2, 4), ("data", "fsdp", "model")),
     ):
         mesh = jax.make_mesh(sizes, axes)
         with jax.set_mesh(mesh):
@@ -350,12 +400,11 @@ def training_meshes() -> dict[str, Any]:
                 ]
             engine = engine_of(*held, batch_size=ROWS, cache_length=64, num_draft_tokens=DRAFTS)
             result = decoded(engine, asked)
-            ask = Sampler(*held, max_new_tokens=NEW_TOKENS, drafting=Drafting(DRAFTS))
             # One prompt of the bucket is padding, which is cut off on the mesh of the weights.
-            sampled = ask(*(m.params for m in held), c.prompts[:-1])
+            sampled = sampler_of(*held)(*(m.params for m in held), c.prompts[:3])
             found[name] = [
                 result == expected,
-                sampled.tokens.tolist() == [r[0] for r in expected[:-1]],
+                sampled.tokens.tolist() == [tokens for tokens, _ in expected[:3] for _ in range(2)],
             ]
     return found
 
@@ -441,6 +490,7 @@ def main() -> None:
             errors,
             sampler,
             inside,
+            turns,
             training_meshes,
             moved,
             control,

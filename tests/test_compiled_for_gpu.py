@@ -31,6 +31,7 @@ from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
+from jaxspec.quantised.choice import formats_for
 from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec
 from pallas_kernels.attention import KVSegment, attention
@@ -224,6 +225,31 @@ def test_the_loop_copies_neither_weights_nor_caches(
     assert "/qkv/pallas_call" in hlo  # it writes the caches, unless that is a tree's `keep_rows`
     assert "/add_norm/pallas_call" in hlo
     assert big_moves(hlo) == []
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("preset", "batch", "drafts", "temporary_mb"),
+    [
+        ("26b-a4b", 1, "none", 8),
+        ("26b-a4b", 32, "none", 128),
+        ("31b", 1, "none", 8),
+        ("31b", 8, "chain", 512),  # logits of 128 rows: 134 MB, in some forms
+        ("e4b", 8, "none", 32),
+    ],
+)
+def test_quantised_weights_are_read_as_codes_and_never_written_out(
+    preset: str, batch: int, drafts: str, temporary_mb: int, format: str
+) -> None:
+    """XLA must join each conversion with the product that reads the codes, and keep it in the loop."""
+    spec = small(preset, drafts)
+    formats = formats_for(spec.target, format, format)
+    spec = dataclasses.replace(spec, target=spec.target.with_formats(formats))
+    compiled, _ = compile_loop(spec, batch)
+    memory = compiled.memory_analysis()
+    print(f"{preset} {format}, batch {batch}: {memory}")
+    assert memory.temp_size_in_bytes < temporary_mb << 20
+    assert big_moves(compiled.as_text()) == []
 
 
 @pytest.mark.parametrize(("preset", "centroids"), [("e4b", True), ("26b-a4b", False)])

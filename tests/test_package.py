@@ -17,6 +17,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 import jaxspec
+from jaxspec import sampling
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints_convert")
@@ -199,3 +200,12 @@ def test_the_loop_knows_no_drafter_by_name():
         code |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         code |= _imports(ROOT / f"jaxspec/{module}.py")
         assert [name for name in code if "dflash" in name.lower()] == [], module
+
+
+def test_types_and_shapes_are_checked_under_the_tests():
+    """By beartype alone where no shape is named, and with a scope for the names of sizes where one is."""
+    with pytest.raises(TypeError, match="prompt_ids"):
+        jaxspec.Request(prompt_ids="ab", max_new_tokens=[])  # pyright: ignore[reportArgumentType]
+    logits, params = jax.numpy.ones((2, 8)), sampling.SamplingParams.make(3)
+    with pytest.raises(TypeError, match="B"):
+        sampling.shape_logits(logits, params)

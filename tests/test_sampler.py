@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxspec import memory, prefill, rollout
+from jaxspec import memory, prefill, rollout_programs
 from jaxspec.engine import Engine
 from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
@@ -166,9 +166,9 @@ def test_long_prompts_are_read_in_chunks(
     given = (target.params, None, prompts, whole.sampling(3), range(3))
     expected = whole(*given)
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 8)
-    rollout.programs_of.cache_clear()  # or the other sampler would share the program
+    rollout_programs.programs_of.cache_clear()  # or the other sampler would share the program
     same(Sampler(target, None, max_new_tokens=4)(*given), expected)
-    rollout.programs_of.cache_clear()
+    rollout_programs.programs_of.cache_clear()
 
 
 def test_new_weights_compile_nothing_and_take_no_memory(

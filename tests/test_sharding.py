@@ -210,6 +210,12 @@ def test_a_sampler_runs_where_the_weights_are():
 
 
 @pytest.mark.slow
+def test_rows_take_turns_on_any_mesh():
+    found = finish(start("turns"))["turns"]
+    assert found == {"mesh": True, "explicit": True, "mapped": True}
+
+
+@pytest.mark.slow
 def test_a_sampler_runs_inside_programs_of_any_mesh():
     """Explicit axes were refused by JAX deep inside the model, and so were loops under shard_map."""
     assert results(("inside", "moved"))["inside"] == {"explicit": True, "mapped": True, "spread": 8}

@@ -50,25 +50,36 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "drafter", "drafting"),
+    ("name", "drafter", "drafting", "slots"),
     [
-        ("e2b", "mtp", Drafting(7, tree=Tree(3, 3))),
+        ("e2b", "mtp", Drafting(7, tree=Tree(3, 3)), 2),
         pytest.param(
             "26b-a4b",
             "dflash",
             Drafting(draft_sampling=True, verification="block"),
+            None,
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_no_number_has_64_bits(name: str, drafter: str, drafting: Drafting) -> None:
-    """In any form of speculation: such a number would also make every GPU slower."""
+def test_no_number_has_64_bits(
+    name: str, drafter: str, drafting: Drafting, slots: int | None
+) -> None:
+    """In any form of speculation, in turns too: such a number would also make every GPU slower."""
     model = target(name)
     draft = fakes.dflash(model, block_size=5)
     if drafter == "mtp":
         draft = fakes.mtp(model, centroids=name == "e2b")
     extras = Extras(logprobs=True, penalties=True, num_biases=2, top_logprobs=3)
-    ask = Sampler(model, draft, max_new_tokens=4, drafting=drafting, extras=extras, num_samples=2)
+    ask = Sampler(
+        model,
+        draft,
+        max_new_tokens=4,
+        num_samples=2,
+        batch_size=slots,
+        drafting=drafting,
+        extras=extras,
+    )
     prompts = Prompts.padded([[2] * 5, [3] * 600])
     sampling = Sampling(temperature=1.0, top_k=5, top_p=0.9)
     with jax.enable_x64(True):

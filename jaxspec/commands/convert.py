@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from jaxspec.commands import interruption
+from jaxspec.commands.models import Quantized
 from jaxspec.commands.options import UsageError, command, explained
 from jaxspec.commands.progress import ticking
 from jaxspec.families import named
@@ -36,6 +37,8 @@ class ConvertOptions:
     dtype: str | None = option(
         None, "Cast all parameters. Default: as in SRC.", metavar="float32|bfloat16"
     )
+    quantize: Quantized | None = option(None, "Quantise linears and experts.")
+    quantize_head: Quantized | None = option(None, "Also embedding and head.")
     revision: str | None = option(
         None, "Branch, tag or commit of a hub id. Default: its main branch."
     )
@@ -52,7 +55,8 @@ class ConvertOptions:
         """
         if self.dtype not in (None, "float32", "bfloat16"):
             raise UsageError(f"--dtype is float32 or bfloat16, not {self.dtype!r}")
-        if self.to_hf and (self.dtype or self.revision or self.token or self.offline):
+        formats = self.quantize or self.quantize_head
+        if self.to_hf and (self.dtype or formats or self.revision or self.token or self.offline):
             raise UsageError("--to-hf takes no other option: it restores the files as they came")
 
 
@@ -80,6 +84,8 @@ def convert_command(
     what --to-hf needs to restore the original files.
 
       jaxspec convert google/gemma-4-E2B-it ./e2b
+
+      jaxspec convert google/gemma-4-31B-it ./31b-int8 --quantize int8
 
       jaxspec convert z-lab/gemma-4-26B-A4B-it-DFlash ./dflash --revision 77d42027
 
@@ -128,6 +134,8 @@ def convert_command(
                 source,
                 destination,
                 dtype=options.dtype,
+                quantize=options.quantize,
+                quantize_head=options.quantize_head,
                 revision=options.revision,
                 token=options.token,
                 offline=options.offline,

@@ -9,6 +9,7 @@ from jaxspec.commands.options import UsageError, as_flag
 from jaxspec.records import Drafting, option
 
 Dtype = Literal["float32", "bfloat16"]
+Quantized = Literal["int8", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,15 @@ class ModelOptions:
     dtype: Dtype | None = option(
         None, "Of weights and caches. Default: bfloat16 on GPU, float32 on CPU."
     )
+    quantize: Quantized | None = option(
+        None, "Quantise the target's linears and experts while they are loaded."
+    )
+    quantize_head: Quantized | None = option(
+        None, "Also its embedding and head, which are one table in Gemma 4 and small Qwen3 models."
+    )
+    quantize_drafter: Quantized | None = option(
+        None, "Also the drafter, its own head included. This changes acceptance, never the output."
+    )
     mesh: str | None = option(
         None,
         "Split rows over so many devices, and models over so many. Default: one device.",
@@ -59,6 +69,16 @@ class ModelOptions:
     def is_plain(self) -> bool:
         """Tell whether there is no drafter: none was wanted, or a target was given without one."""
         return self.drafter == "none" or (self.target is not None and not self.drafter)
+
+    @property
+    def quantized(self) -> str:
+        """Say what is quantised, as in ", weights int8": nothing, where nothing is."""
+        asked = {
+            "weights": self.quantize,
+            "head": self.quantize_head,
+            "drafter": self.quantize_drafter,
+        }
+        return "".join(f", {what} {format}" for what, format in asked.items() if format)
 
     def check_drafter(self, drafting: Drafting) -> None:
         """Refuse what only a drafter can do where there is none.

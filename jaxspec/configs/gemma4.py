@@ -37,6 +37,7 @@ from jaxspec.configs.fields import (
     short_repr,
     size,
 )
+from jaxspec.configs.quantization import refuse_quantised
 from jaxspec.records import shown
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
@@ -216,11 +217,7 @@ def _gemma4_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if outer in ("gemma4", "gemma4_unified") and not object_of(config, "text_config"):
         raise ConfigError(f"config.json has model_type {outer!r} but no text_config")
-    if config.get("quantization_config"):
-        raise ConfigError(
-            "config.json has a quantization_config: quantised checkpoints are not supported; "
-            "use the bfloat16 release"
-        )
+    refuse_quantised(config)
     return text
 
 

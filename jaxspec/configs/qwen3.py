@@ -26,6 +26,7 @@ from jaxspec.configs.fields import (
     size,
     words_of,
 )
+from jaxspec.configs.quantization import refuse_quantised
 from jaxspec.records import REQUIRED, shown
 
 MODEL_TYPES = ("qwen3",)
@@ -91,11 +92,7 @@ class Qwen3Config(TargetConfig):
                 f"config.json has architectures {shown(list(architectures))}; a Qwen3 target has "
                 f"{', '.join(ARCHITECTURES)}"
             )
-        if config.get("quantization_config"):
-            raise ConfigError(
-                "config.json has a quantization_config: quantised checkpoints are not supported; "
-                "use the bfloat16 release"
-            )
+        refuse_quantised(config)
         refuse_unless(config, "hidden_act", ("silu",), default="silu")
         refuse_unless(config, "attention_bias", (False, None), default=False)
         refuse_unless(config, "tie_word_embeddings", (True, False), default=False)

@@ -12,6 +12,7 @@ Source: z-lab/dflash `dflash/model.py`. The attention masks of training are thos
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ class DFlashDrafter(Drafter[DFlashState]):
         self.config = config
         self.mask_token_id: int | Array = config.mask_token_id
         self.softcap: float | Array | None = config.final_logit_softcap
-        self.fuse = param(c, d, dtype=dtype, fan_in=c, axes=("inputs", None))
+        self.fuse = param(c, d, dtype=dtype, fan_in=c, axes=("inputs", None), summed=(0,))
         self.context_norm = param(d, dtype=dtype)
         self.layers = nnx.List(
             [DFlashLayer(config, i, dtype=dtype) for i in range(config.num_layers)]
@@ -170,11 +171,12 @@ class DFlashLayer(nnx.Module):
         self.input_norm = param(d, dtype=dtype)
         # The context needs keys and values but no queries, so queries have a matrix of their own.
         # A slice of one fused matrix would be copied in every step.
-        self.q = param(d, k, g, h, dtype=dtype, fan_in=d, axes=Q_WEIGHT_AXES)
-        self.kv = param(d, k, 2, h, dtype=dtype, fan_in=d, axes=KV_WEIGHT_AXES)
+        self.q = param(d, k, g, h, dtype=dtype, fan_in=d, axes=Q_WEIGHT_AXES, summed=(0,))
+        self.kv = param(d, k, 2, h, dtype=dtype, fan_in=d, axes=KV_WEIGHT_AXES, summed=(0,))
         self.q_norm = param(h, dtype=dtype)
         self.k_norm = param(h, dtype=dtype)
-        self.out = param(k, g, h, d, dtype=dtype, fan_in=k * g * h, axes=OUT_WEIGHT_AXES)
+        into: dict[str, Any] = dict(fan_in=k * g * h, axes=OUT_WEIGHT_AXES, summed=(0, 1, 2))
+        self.out = param(k, g, h, d, dtype=dtype, **into)
         self.mlp_norm = param(d, dtype=dtype)
         self.mlp = GatedMLP(d, config.intermediate_size, activation=jax.nn.silu, dtype=dtype)
         self.causal = config.causal[index]

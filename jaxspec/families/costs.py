@@ -7,7 +7,7 @@ has the drafter's cost.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxspec.configs.base import TargetConfig
 
@@ -74,8 +74,8 @@ def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost
     rows = batch * tokens
     weight_bytes = flops = 0.0
     declared = graph.declared()
-    for name, a in graph.abstract_params().items():
-        nbytes, products = a.size * a.dtype.itemsize, 2.0 * a.size * rows
+    for name, a in graph.abstract_weights().items():
+        nbytes, products = stored_bytes(a), 2.0 * a.size * rows
         if declared[name].lookup:
             nbytes, products = nbytes * rows / a.shape[0], 0.0
         elif "experts" in declared[name].axes:
@@ -108,8 +108,24 @@ def reached(share: float, rows: int) -> float:
     return 1 - (1 - share) ** rows
 
 
+def stored_bytes(weight: Any) -> int:
+    """Return the bytes of an abstract weight, an array or a quantised one."""
+    nbytes = getattr(weight, "nbytes", None)
+    return weight.size * weight.dtype.itemsize if nbytes is None else nbytes
+
+
+def table_bytes(graph: Graph) -> float:
+    """Return the bytes of a target's head, which a drafter borrows."""
+    tables = [
+        stored_bytes(graph.abstract_weights()[name])
+        for name, about in graph.declared().items()
+        if about.table and not about.lookup
+    ]
+    return max(tables)
+
+
 def itemsize(graph: Graph) -> int:
-    """Return the size in bytes of one number in a model's dtype."""
+    """Return the size in bytes of one number in a model's dtype, as activations and caches have it."""
     import jax.numpy as jnp
 
     return jnp.dtype(graph.dtype).itemsize

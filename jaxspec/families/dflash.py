@@ -16,7 +16,7 @@ from jaxspec.configs.dflash import (
     default_feature_layers,
 )
 from jaxspec.families.base import Assumption, Change, Conventions, Family, WeightChange
-from jaxspec.families.costs import StepCost, itemsize
+from jaxspec.families.costs import StepCost, itemsize, stored_bytes, table_bytes
 from jaxspec.families.weights import changed, common_changes
 from jaxspec.families.words import shown_scale
 
@@ -101,13 +101,13 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     block = spec.depth + 1  # a tree also takes one block, whose positions are its levels
     rows = batch * block
     weight_bytes = flops = kv_bytes = 0.0
-    for name, a in spec.drafter.abstract_params().items():
+    for name, a in spec.drafter.abstract_weights().items():
         # Keys and values are computed twice: once for the drafted block, once for the kept context.
         uses = 2 if name.endswith(".kv") else 1
-        weight_bytes += uses * a.size * a.dtype.itemsize
+        weight_bytes += uses * stored_bytes(a)
         flops += uses * 2.0 * a.size * rows if a.ndim > 1 else 0.0
     head = config.vocab_size * config.hidden_size
-    weight_bytes += head * itemsize(spec.target)
+    weight_bytes += table_bytes(spec.target)
     flops += 2.0 * head * batch * spec.depth
     for kind in config.layer_types:
         seen = context if kind == "full" else min(context, config.sliding_window or context)
@@ -223,17 +223,17 @@ def _attention_changes(target: TargetConfig, c: DFlashConfig) -> Iterator[Change
 
     if len(set(swapped)) > 1:
         yield from of_types("swapped", swapped)
-    seen = {c.causal}
-    for name, causal in (
-        ("sliding layers causal, full ones not", tuple(k == "sliding" for k in c.layer_types)),
-        ("all layers causal", (True,) * c.num_layers),
-        ("no layer causal", (False,) * c.num_layers),
-    ):
-        if causal not in seen:
-            seen.add(causal)
-            yield Change(name, "causal", causal)
+    usual = tuple(kind == "sliding" for kind in c.layer_types)
+    if usual != c.causal:
+        yield Change("sliding layers causal, full ones not", "causal", usual)
+    # Before causality that types do not have: on a text within the window both do as well.
     mixed = ("sliding",) * (c.num_layers - 1) + ("full",)
-    yield from of_types("all sliding but the last", mixed)
+    if mixed != swapped:
+        yield from of_types("all sliding but the last", mixed)
+    for name, all_layers in (("all layers causal", True), ("no layer causal", False)):
+        causal = (all_layers,) * c.num_layers
+        if causal not in (c.causal, usual):
+            yield Change(name, "causal", causal)
     yield from of_types("all full", ("full",) * c.num_layers)
     yield from of_types("all sliding", ("sliding",) * c.num_layers)
     if "sliding" in c.layer_types:

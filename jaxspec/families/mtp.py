@@ -11,7 +11,7 @@ from jaxspec.configs.base import TargetConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import KEYS, MODEL_TYPES, PRESETS, MTPConfig
 from jaxspec.families.base import Assumption, Change, Conventions, Family, WeightChange
-from jaxspec.families.costs import StepCost, itemsize, reached
+from jaxspec.families.costs import StepCost, itemsize, reached, stored_bytes
 from jaxspec.families.weights import changed, common_changes
 from jaxspec.families.words import shown_scale
 
@@ -73,7 +73,7 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     """
     assert spec.drafter is not None
     config: MTPConfig = spec.drafter.config
-    params = spec.drafter.abstract_params()
+    weights = spec.drafter.abstract_weights()
     levels = [1] * spec.depth
     if spec.tree is not None:
         levels[1:] = [spec.tree.topk] * (spec.depth - 1)
@@ -81,13 +81,13 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     weight_bytes = flops = kv_bytes = 0.0
     for level in levels:
         rows = batch * level
-        for name, a in params.items():
+        for name, a in weights.items():
             # Parts of a parameter: all rows together read `share` of it, each row uses `used`.
             share = used = 1.0
             if config.num_centroids and name in ("head", "token_ordering"):
                 used = config.num_top_centroids / config.num_centroids
                 share = reached(used, rows)
-            weight_bytes += share * a.size * a.dtype.itemsize
+            weight_bytes += share * stored_bytes(a)
             flops += 2.0 * used * a.size * rows if a.ndim > 1 else 0.0
         weight_bytes += rows * config.backbone_hidden_size * size
         for kind in set(config.layer_types):

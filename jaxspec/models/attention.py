@@ -6,6 +6,8 @@ functions behind it: `project_qkv`, `attend`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -15,6 +17,7 @@ from jaxspec.configs.base import LayerSpec
 from jaxspec.models.layers import project, rope_cos_sin, rope_frequencies
 from jaxspec.models.target import Placement
 from jaxspec.params import param
+from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import CACHE_AXES, constrain, whole_rows
 from pallas_kernels.attention import attention
@@ -63,11 +66,12 @@ class Attention(nnx.Module):
         g = spec.num_heads // k
         extra = (1 if values_are_keys else 2) if owns_kv else 0
         axes = KV_WEIGHT_AXES if owns_kv else Q_WEIGHT_AXES
-        self.qkv = param(width, k, g + extra, h, dtype=dtype, fan_in=width, axes=axes)
+        self.qkv = param(width, k, g + extra, h, dtype=dtype, fan_in=width, axes=axes, summed=(0,))
         self.q_norm = param(h, dtype=dtype)
         if owns_kv:
             self.k_norm = param(h, dtype=dtype)
-        self.out = param(k, g, h, width, dtype=dtype, fan_in=k * g * h, axes=OUT_WEIGHT_AXES)
+        into: dict[str, Any] = dict(fan_in=k * g * h, axes=OUT_WEIGHT_AXES, summed=(0, 1, 2))
+        self.out = param(k, g, h, width, dtype=dtype, **into)
         self.owns_kv, self.norm_values = owns_kv, norm_values
         self.score_scale, self.window, self.eps = score_scale, spec.window, eps
         self.rope_theta, self.rotary_factor = rope_theta, rotary_factor
@@ -120,7 +124,7 @@ class Attention(nnx.Module):
 
 def project_qkv(
     x: Float[Array, "B T D"],
-    weight: Float[Array, "D K X H"],
+    weight: Float[Array, "D K X H"] | QuantisedArray,
     q_norm: Float[Array, " H"] | None,
     k_norm: Float[Array, " H"] | None,
     positions: Int[Array, "B T"],

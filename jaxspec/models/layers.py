@@ -1,8 +1,8 @@
 """The small parts that targets and drafters share: products, norm, rotary embedding, gated MLP.
 
 The weight of a linear meets an activation in `project`, that of a head in `table_logits`, those of
-experts in `moe.Experts`: weights of another kind (quantised, say) have to be known there. What else
-is multiplied by a weight is small: a router, and an assistant's centroids with the rows they choose.
+experts in `moe.Experts`. All three take a `QuantisedArray` in place of an array. What else is
+multiplied by a weight is small: a router, and an assistant's centroids with the rows they choose.
 
 The arithmetic of norm and rotary embedding is in `pallas_kernels.elementary`, and not here: the
 references of the kernels need it to the last bit, and `pallas_kernels` imports nothing of ours.
@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxspec.models.xla import multiply_rows, table_left_on_cpu
 from jaxspec.params import param
+from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole_rows
 from pallas_kernels import elementary
@@ -40,7 +41,7 @@ __all__ = [
 
 def project(
     x: Float[Array, "*rows inputs"],
-    weight: Float[Array, "*shape"],
+    weight: Float[Array, "*shape"] | QuantisedArray,
     *,
     inputs: int = 1,
 ) -> Float[Array, "*result"]:
@@ -56,6 +57,8 @@ def project(
     meet = tuple(range(1, inputs + 1)), tuple(range(inputs))
 
     def product(flat: Array) -> Array:
+        if isinstance(weight, QuantisedArray):
+            return weight.multiply(flat, x.dtype)
         return lax.dot_general(
             flat,
             weight,
@@ -70,8 +73,13 @@ def project(
     return out.reshape(*rows, *weight.shape[inputs:])
 
 
-def table_logits(x: Float[Array, "*rows D"], table: Float[Array, "V D"]) -> Float[Array, "*rows V"]:
+def table_logits(
+    x: Float[Array, "*rows D"], table: Float[Array, "V D"] | QuantisedArray
+) -> Float[Array, "*rows V"]:
     """Multiply rows by a table that holds a row a token, in float32: the head of a model."""
+    if isinstance(table, QuantisedArray):
+        out = table.multiply(x.reshape(-1, x.shape[-1]), jnp.float32)
+        return out.reshape(*x.shape[:-1], table.shape[0])
 
     def product(x: Array, y: Array) -> Array:
         return contract("xd,yd->xy", x, y)
@@ -142,8 +150,10 @@ class GatedMLP(nnx.Module):
         self, width: int, hidden: int, *, activation: Callable[[Array], Array], dtype: jnp.dtype
     ):
         axes = ("inputs", None, "mlp")
-        self.gate_up = param(width, 2, hidden, dtype=dtype, fan_in=width, axes=axes)
-        self.down = param(hidden, width, dtype=dtype, fan_in=hidden, axes=("mlp", None))
+        self.gate_up = param(width, 2, hidden, dtype=dtype, fan_in=width, axes=axes, summed=(0,))
+        self.down = param(
+            hidden, width, dtype=dtype, fan_in=hidden, axes=("mlp", None), summed=(0,)
+        )
         self.activation = activation
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -7,6 +7,7 @@ from flax import nnx
 
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.params import param
+from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole_rows
 from pallas_kernels.experts import add_up, choose, experts, router_logits
@@ -16,7 +17,8 @@ from pallas_kernels.norms import router_norm
 class Experts(nnx.Module):
     """Router and experts. Both read the residual, each with a norm of its own.
 
-    Only `pallas_kernels.experts` multiplies activations by `gate_up` and `down`.
+    Only `pallas_kernels.experts` multiplies activations by `gate_up` and `down`. It takes codes and
+    scales of formats with a scale per output channel.
     """
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
@@ -24,8 +26,8 @@ class Experts(nnx.Module):
         self.router = param(d, e, dtype=dtype, fan_in=d)
         self.router_scale = param(d, dtype=dtype)
         self.expert_scale = param(e, dtype=dtype)
-        self.gate_up = param(e, d, 2, f, dtype=dtype, fan_in=d, axes=("experts",))
-        self.down = param(e, f, d, dtype=dtype, fan_in=f, axes=("experts",))
+        self.gate_up = param(e, d, 2, f, dtype=dtype, fan_in=d, axes=("experts",), summed=(1,))
+        self.down = param(e, f, d, dtype=dtype, fan_in=f, axes=("experts",), summed=(1,))
         self.top_k = config.num_experts_per_token
         self.eps = config.rms_norm_eps
 
@@ -57,12 +59,23 @@ class Experts(nnx.Module):
           x: the residual, normed for the experts.
           to_router: the residual, normed for the router.
         """
+        gate_up, gate_up_scales = _codes_and_scales(self.gate_up[...])
+        down, down_scales = _codes_and_scales(self.down[...])
         out = experts(
             whole_rows(x).reshape(-1, x.shape[-1]),
             self.logits(to_router),
             self.expert_scale[...],
-            self.gate_up[...],
-            self.down[...],
+            gate_up,
+            down,
+            gate_up_scales,
+            down_scales,
             top_k=self.top_k,
         )
         return whole_rows(out.reshape(x.shape))
+
+
+def _codes_and_scales(weight: Array | QuantisedArray) -> tuple[Array, Array | None]:
+    """Return what the kernels take: an array and no scales, or codes and their scales."""
+    if isinstance(weight, QuantisedArray):
+        return weight.codes, weight.scales
+    return weight, None

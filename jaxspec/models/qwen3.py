@@ -35,11 +35,14 @@ class Qwen3(Target):
 
     def __init__(self, config: Qwen3Config, *, dtype: jnp.dtype):
         v, d = config.vocab_size, config.hidden_size
-        tied, axes = config.tied_head, ("vocab", None)
+        tied = config.tied_head
+        of_table: dict[str, Any] = dict(
+            dtype=dtype, fan_in=d, axes=("vocab", None), summed=(1,), table=True
+        )
         self.config = config
-        self.table = param(v, d, dtype=dtype, fan_in=d, axes=axes, lookup=not tied)
+        self.table = param(v, d, lookup=not tied, **of_table)
         if not tied:
-            self.head_table = param(v, d, dtype=dtype, fan_in=d, axes=axes)
+            self.head_table = param(v, d, **of_table)
         self.layers = nnx.List(
             [DecoderLayer(config, i, dtype=dtype) for i in range(config.num_layers)]
         )

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.files import read_json
 from jaxspec.params import Graph
-from jaxspec.shapes import Params
+from jaxspec.shapes import Array, Params
 from jaxspec.storage.finite import check_on_devices, checked
 
 # The size of a chunk of a stored array. It bounds the memory of a write beside the array itself.
@@ -91,11 +91,15 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
                 raise
 
 
-def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> Params:
+def restore_params(
+    directory: Path, graph: Graph, mesh: Mesh | None = None, stored: Graph | None = None
+) -> Params:
     """Read the weights of a directory in jaxspec's format, cast to the graph's dtype.
 
     Args:
       mesh: where to place the weights; None is the default device.
+      stored: what the directory holds: the graph, with formats of its own. None: the graph itself.
+        A weight that has a format in `graph` alone is quantised as soon as it is on the devices.
 
     Raises:
       CheckpointError: names or shapes are not the graph's (they are listed), a file is damaged, or
@@ -103,21 +107,32 @@ def restore_params(directory: Path, graph: Graph, mesh: Mesh | None = None) -> P
     """
     import orbax.checkpoint as ocp
 
-    expected = graph.abstract_params()
+    stored = stored or graph
+    expected = stored.abstract_params()
     check_tree(directory, {name: a.shape for name, a in expected.items()})
     if mesh is None:
         # Arrays go through the host. Orbax commits the arrays that it places to their device, and
         # everything computed from them would be committed too.
         arrays = zip(expected.items(), read_params(directory, list(expected)), strict=True)
-        return {n: jnp.asarray(x.astype(a.dtype, copy=False)) for (n, a), x in arrays}
-    shardings = graph.shardings(mesh)
+        params: Params = {}
+        for (n, a), x in arrays:
+            params |= _packed(graph, stored, n, jnp.asarray(x.astype(a.dtype, copy=False)))
+        return params
+    shardings = stored.shardings(mesh)
     restore_args = {
         name: ocp.ArrayRestoreArgs(dtype=a.dtype, sharding=shardings[name], global_shape=a.shape)
         for name, a in expected.items()
     }
-    params = dict(_restored(directory, restore_args))
+    params = {}
+    for name, x in _restored(directory, restore_args):
+        params |= _packed(graph, stored, name, x)
     check_on_devices(directory, params)
     return params
+
+
+def _packed(graph: Graph, stored: Graph, name: str, x: Array) -> Params:
+    """Return the arrays of a stored one: itself, or those that hold it in the graph's format."""
+    return {name: x} if stored.formats else graph.pack(name, x)
 
 
 def read_params(directory: Path, names: Sequence[str]) -> Iterator[np.ndarray]:

@@ -19,7 +19,7 @@ from checkpoints_convert.rules import find_prefix
 from jaxspec.families import ModelConfig
 from jaxspec.loading import LoadedModel
 from jaxspec.shapes import Array, Params
-from jaxspec.storage.conversion import parameter_shapes, rule_set
+from jaxspec.storage.conversion import parameter_shapes, refuse_quantised, rule_set
 from jaxspec.storage.manifest import MANIFEST, Manifest
 from jaxspec.trees import flat_params
 
@@ -45,6 +45,7 @@ def to_hf_names(
     """
     config = model
     if isinstance(model, LoadedModel):
+        refuse_quantised(dict(model.graph.formats), model.source)
         config, prefix = model.config, checkpoint_prefix(model) if prefix is None else prefix
     shapes = parameter_shapes(config)
     return bridge.to_hf_names(flat_params(params), rule_set(config, shapes), shapes, prefix=prefix)

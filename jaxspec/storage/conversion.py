@@ -8,6 +8,7 @@ counts twice. Output goes to a directory beside the destination, which is rename
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_convert import hf_io
@@ -36,6 +38,9 @@ from checkpoints_convert.rules import (
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
 from jaxspec.memory import check_host_fits
+from jaxspec.params import Graph
+from jaxspec.quantised import QuantisedArray
+from jaxspec.quantised.choice import check_format, formats_for
 from jaxspec.shapes import Array
 from jaxspec.storage.acceptance import FIELD, read_acceptance, write_acceptance
 from jaxspec.storage.arrays import LazyArray, check_tree, read_params, save_params, stored_arrays
@@ -180,6 +185,8 @@ def convert(
     destination: str | Path,
     *,
     dtype: str | None = None,
+    quantize: str | None = None,
+    quantize_head: str | None = None,
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
@@ -191,16 +198,21 @@ def convert(
       source: a directory or a hub id.
       destination: the directory to write, which must not exist yet.
       dtype: "float32" or "bfloat16" casts all parameters; None keeps the dtypes of the source.
+      quantize: the format of linears and experts, "int8" or "fp8"; None leaves them as numbers.
+      quantize_head: of embedding and head, likewise.
 
     Raises:
       CheckpointError: the source is damaged or incomplete, its weights are not finite, or the
         destination cannot be written.
       ConfigError: the source's config.json describes a model that is not supported.
       DeviceMemoryError: the largest parameter does not fit into memory.
-      ValueError: `dtype` is another word.
+      ValueError: `dtype` is another word, or a format is not known.
     """
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
+    for option, format in (("quantize", quantize), ("quantize_head", quantize_head)):
+        if format is not None:
+            check_format(option, format)
     started = time.perf_counter()
     with written_aside(Path(destination)) as (aside, left_behind):
         directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
@@ -212,10 +224,15 @@ def convert(
         tensors, fills = opened.checkpoint.tensors, opened.plan.fills
         total = sum(tensors[name].nbytes for fill in fills for name in fill.sources)
         done = 0
+        plain = graph_of(opened.config, dtype or "bfloat16")
+        graph = plain.with_formats(formats_for(plain, quantize, quantize_head))
 
-        def lazily(fill: Fill) -> LazyArray:
+        def stored_as(fill: Fill) -> np.dtype:
             stored = opened.dtype_of(fill) if dtype is None else hf_io.numpy_dtype(dtype)
-            stored = fill.cast(stored)
+            return fill.cast(stored)
+
+        def lazily(fill: Fill) -> dict[str, LazyArray]:
+            stored = stored_as(fill)
 
             def make() -> np.ndarray:
                 nonlocal done
@@ -225,14 +242,18 @@ def convert(
                     progress(fill.path, done, total)
                 return array
 
-            return LazyArray(fill.shape, stored, make)
+            if fill.path in dict(graph.formats):
+                return _quantised(graph, fill.path, make)
+            return {fill.path: LazyArray(fill.shape, stored, make)}
 
         _check_memory(fills, opened.dtype_of)
-        arrays = {fill.path: lazily(fill) for fill in fills}
+        arrays = {name: array for fill in fills for name, array in lazily(fill).items()}
         with checked(directory) as see:
             save_params(aside, arrays)
         _copy_files(directory, aside)
-        dtypes = {a.dtype.name for a in arrays.values() if a.dtype.kind != "i"}
+        of_floats = [fill for fill in fills if not fill.transform.integers]
+        dtypes = {stored_as(fill).name for fill in of_floats}
+        compute = "float32" if "float32" in dtypes else "bfloat16"
         Manifest(
             kind=opened.family.name,
             config=opened.config,
@@ -243,6 +264,9 @@ def convert(
             tensors={name: tensors[name].dtype for fill in fills for name in fill.sources},
             skipped=sorted(opened.plan.skipped),
             measured_acceptance=opened.checkpoint.config.get(FIELD),
+            formats=dict(graph.formats) or None,
+            compute_dtype=compute if graph.formats else None,
+            cache_dtype=compute if graph.formats else None,
         ).write(aside)
     return Report(
         opened.family.name,
@@ -254,6 +278,28 @@ def convert(
         dict(Counter(opened.plan.skipped.values())),
         left_behind,
     )
+
+
+def _quantised(graph: Graph, name: str, make: Callable[[], np.ndarray]) -> dict[str, LazyArray]:
+    """Return the arrays of a weight that is quantised when the first of them is written.
+
+    The arrays are made together. What is not written yet waits in memory: that is the scales, which
+    are small. The codes come first, because names are written in order.
+    """
+    weight = graph.abstract_weights()[name]
+    assert isinstance(weight, QuantisedArray)
+    waiting: dict[str, np.ndarray] = {}
+
+    def part_of(part: str) -> np.ndarray:
+        if part not in waiting:
+            packed = graph.pack(name, jnp.asarray(make()))
+            waiting.update({part: np.asarray(packed[f"{name}.{part}"]) for part in weight.parts})
+        return waiting.pop(part)
+
+    return {
+        f"{name}.{part}": LazyArray(a.shape, np.dtype(a.dtype), functools.partial(part_of, part))
+        for part, a in weight.parts.items()
+    }
 
 
 # --- to Hugging Face -----------------------------------------------------------------------------
@@ -280,6 +326,7 @@ def to_hf(
     if not (directory / MANIFEST).is_file():
         raise CheckpointError(f"{directory} is not a directory of ours: it has no {MANIFEST}")
     manifest = Manifest.read(directory)
+    refuse_quantised(dict(manifest.formats or {}), str(directory))
     shapes = parameter_shapes(manifest.config)
     check_tree(directory, shapes)
     rules = rule_set(manifest.config, shapes)
@@ -310,6 +357,20 @@ def to_hf(
         {"not kept by the conversion": len(manifest.skipped)} if manifest.skipped else {},
         left_behind,
     )
+
+
+def refuse_quantised(formats: Mapping[str, str], where: str) -> None:
+    """Refuse to write quantised weights as Hugging Face tensors, whose numbers are gone.
+
+    Raises:
+      CheckpointError: some weights are quantised.
+    """
+    if formats:
+        raise CheckpointError(
+            f"{where} holds {len(formats)} quantised weights ({', '.join(sorted({*formats.values()}))}). "
+            "Hugging Face tensors are made of the original numbers: use the checkpoint that it was "
+            "converted from"
+        )
 
 
 def write_weights(

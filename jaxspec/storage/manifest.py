@@ -12,9 +12,10 @@ from typing import Any
 from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.files import read_json
 from checkpoints_convert.headers import DTYPES
-from jaxspec import __version__
+from jaxspec import __version__, quantised
 from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
-from jaxspec.families import ModelConfig, named
+from jaxspec.families import ModelConfig, graph_of, named
+from jaxspec.params import Graph
 from jaxspec.records import shown
 from jaxspec.storage.acceptance import FIELD
 
@@ -37,6 +38,11 @@ class Manifest:
       tensors: every source tensor that was used, with its dtype in the source.
       skipped: the names of source tensors that were not used.
       measured_acceptance: what a drafter's maker measured (`acceptance`); None if nothing was.
+      formats: the formats of the quantised weights by name (`jaxspec.quantised`); None if none is.
+        `dtype` is then that of the others.
+      compute_dtype: the dtype of the numbers that weights were quantised from, in which products
+        are meant to be computed; None if none is quantised. Loading may choose another one.
+      cache_dtype: the dtype of keys and values, likewise.
     """
 
     kind: str
@@ -48,6 +54,20 @@ class Manifest:
     tensors: dict[str, str]
     skipped: list[str]
     measured_acceptance: Any = None
+    formats: dict[str, str] | None = None
+    compute_dtype: str | None = None
+    cache_dtype: str | None = None
+
+    def graph(self, dtype: str) -> Graph:
+        """Return the graph of what the directory holds, with weights and products of `dtype`.
+
+        Raises:
+          CheckpointError: the manifest gives formats to weights that the model does not have.
+        """
+        try:
+            return graph_of(self.config, dtype).with_formats(self.formats or {})
+        except ValueError as error:
+            raise CheckpointError(f"{self.source}: {MANIFEST} is corrupt: {error}") from None
 
     def write(self, directory: Path) -> None:
         """Write manifest.json. Write it last, because a directory without it does not load."""
@@ -58,8 +78,9 @@ class Manifest:
             "generation": None if self.generation is None else to_json(self.generation),
             "jaxspec_version": __version__,
         }
-        if self.measured_acceptance is None:
-            del values[FIELD]
+        for name in (FIELD, *_OF_QUANTISED):
+            if values[name] is None:
+                del values[name]
         (directory / MANIFEST).write_text(json.dumps(values, indent=1) + "\n")
 
     @classmethod
@@ -94,7 +115,7 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     if wrong := sorted((set(values) - set(fields)) | (absent - set(values))):
         raise ValueError(f"it has unknown or missing fields: {shown(wrong)}")
     for name, is_allowed in _KINDS.items():
-        if not is_allowed(values[name]):
+        if name in values and not is_allowed(values[name]):
             raise ValueError(f"{name} is {shown(values[name])}, which no conversion writes")
     for name, dtype in values["tensors"].items():
         if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -119,6 +140,16 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _are_formats(value: Any) -> bool:
+    known = quantised.names()
+    return isinstance(value, dict) and all(
+        isinstance(format, str) and format in known for format in value.values()
+    )
+
+
+_OF_QUANTISED = ("formats", "compute_dtype", "cache_dtype")
+
+
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "kind": _is_text,
     "source": _is_text,
@@ -126,5 +157,8 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "dtype": lambda value: value in ("float32", "bfloat16", "float16", "mixed"),
     "tensors": lambda value: isinstance(value, dict),
     "skipped": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "formats": _are_formats,
+    "compute_dtype": lambda value: value in ("float32", "bfloat16"),
+    "cache_dtype": lambda value: value in ("float32", "bfloat16"),
 }
 """What a manifest holds beside configs."""

@@ -27,6 +27,7 @@ from jaxspec.storage.bridge import checkpoint_prefix
 from jaxspec.storage.conversion import (
     _copy_files,
     parameter_shapes,
+    refuse_quantised,
     rule_set,
     write_weights,
 )
@@ -64,6 +65,9 @@ def save(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
             source=model.source,
             revision=None,
             dtype=dtype,
+            formats=dict(model.graph.formats) or None,
+            compute_dtype=dtype if model.graph.formats else None,
+            cache_dtype=dtype if model.graph.formats else None,
             tensors={
                 name: "I64" if fill.transform.integers else _STORED[dtype]
                 for fill in fills
@@ -82,6 +86,7 @@ def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> No
     Raises:
       CheckpointError: also if the model came without a config.json.
     """
+    refuse_quantised(dict(model.graph.formats), model.source)
     params, dtype = _checked(model, params)
     if not (model.directory / "config.json").is_file():
         raise CheckpointError(
@@ -100,9 +105,14 @@ def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> No
 def _checked(model: LoadedModel, params: Any) -> tuple[Params, str]:
     """Return weights that fit the model, and their dtype, which need not be the one it was loaded in."""
     params = model.params if params is None else flat_params(params)
-    dtypes = {str(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, jnp.floating)}
+    quantised = dict(model.graph.formats)
+    plain = [
+        params[n] for n in model.graph.abstract_weights() if n in params and n not in quantised
+    ]
+    dtypes = {str(x.dtype) for x in plain if jnp.issubdtype(x.dtype, jnp.floating)}
     dtype = dtypes.pop() if len(dtypes) == 1 else model.graph.dtype
-    graph_of(model.config, dtype if dtype in _STORED else model.graph.dtype).check(params)
+    graph = graph_of(model.config, dtype if dtype in _STORED else model.graph.dtype)
+    graph.with_formats(quantised).check(params)
     return params, dtype
 
 

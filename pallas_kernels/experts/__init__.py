@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
 from pallas_kernels.experts.triton import Tiling, experts_triton
 from pallas_kernels.experts.tuning import tiling_for
+
+# The dtypes of codes that the kernels read.
+CODES = ("int8", "float8_e4m3fn")
 
 __all__ = ["Tiling", "add_up", "choose", "experts", "reference", "router_logits"]
 
@@ -23,8 +26,10 @@ def experts(
     x: Float[Array, "T D"],
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
-    gate_up: Float[Array, "E D 2 F"],
-    down: Float[Array, "E F D"],
+    gate_up: Num[Array, "E D 2 F"],
+    down: Num[Array, "E F D"],
+    gate_up_scales: Float[Array, "E 2 F"] | None = None,
+    down_scales: Float[Array, "E D"] | None = None,
     *,
     top_k: int,
     implementation: Implementation = "auto",
@@ -43,6 +48,8 @@ def experts(
       expert_scale: a factor of the weight of each expert.
       gate_up: gate and up matrices of each expert, side by side.
       down: down matrix of each expert.
+      gate_up_scales, down_scales: factors of the output channels of both, in float32. With them
+        `gate_up` and `down` are codes of int8 or float8_e4m3fn. None: they are the weights.
       top_k: number of experts of a token.
       implementation: "triton" needs 16-bit experts and an NVIDIA GPU of compute capability 8.0 or
         newer (or `interpret`). "auto" takes it where it can run, and takes "reference" elsewhere.
@@ -54,14 +61,17 @@ def experts(
       NotImplementedError: implementation is "triton" and it cannot run.
     """
     _check(x, logits, expert_scale, gate_up, down, top_k)
+    _check_scales(x, gate_up, down, gate_up_scales, down_scales)
     tiling = tiling or tiling_for(x.shape[0] * top_k / gate_up.shape[0])
     triton = Candidate(
         "triton",
         functools.partial(experts_triton, top_k=top_k, tiling=tiling, interpret=interpret),
-        reason=why_not_triton(gate_up, interpret=interpret),
+        reason=why_not_triton(x, interpret=interpret)
+        or why_not_triton(gate_up, interpret=interpret, dtypes=(x.dtype, *CODES)),
     )
     plain = functools.partial(reference, top_k=top_k)
-    return dispatch(implementation, [triton], plain, x, logits, expert_scale, gate_up, down)
+    weights = (gate_up, down, gate_up_scales, down_scales)
+    return dispatch(implementation, [triton], plain, x, logits, expert_scale, *weights)
 
 
 def _check(
@@ -80,8 +90,23 @@ def _check(
         )
     if not 0 < top_k <= e:
         raise ValueError(f"{top_k} different experts a token, of {e}")
-    if not x.dtype == gate_up.dtype == down.dtype:
+
+
+def _check_scales(
+    x: Array, gate_up: Array, down: Array, gate_up_scales: Array | None, down_scales: Array | None
+) -> None:
+    dtypes = f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}"
+    if gate_up_scales is None or down_scales is None:
+        if gate_up_scales is not down_scales:
+            raise ValueError("gate_up_scales and down_scales must be given together")
+        if not x.dtype == gate_up.dtype == down.dtype:
+            raise ValueError(f"tokens and experts must have one dtype; {dtypes}")
+        return
+    if gate_up.dtype not in CODES or down.dtype != gate_up.dtype:
+        raise ValueError(f"experts with scales must be codes of one dtype of {CODES}; {dtypes}")
+    e, f, d = down.shape
+    if gate_up_scales.shape != (e, 2, f) or down_scales.shape != (e, d):
         raise ValueError(
-            f"tokens and experts must have one dtype; x is {x.dtype}, gate_up {gate_up.dtype}, "
-            f"down {down.dtype}"
+            f"gate_up_scales must be [{e}, 2, {f}] and down_scales [{e}, {d}]; they are "
+            f"{gate_up_scales.shape} and {down_scales.shape}"
         )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.elementary import contract, gelu_tanh
 from pallas_kernels.lone_row import twice_if_alone
@@ -53,8 +53,10 @@ def reference(
     x: Float[Array, "T D"],
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
-    gate_up: Float[Array, "E D 2 F"],
-    down: Float[Array, "E F D"],
+    gate_up: Num[Array, "E D 2 F"],
+    down: Num[Array, "E F D"],
+    gate_up_scales: Float[Array, "E 2 F"] | None = None,
+    down_scales: Float[Array, "E D"] | None = None,
     *,
     top_k: int,
 ) -> Float[Array, "T D"]:
@@ -73,10 +75,17 @@ def reference(
         # A batched product with one batch entry per expert. If the rows were not repeated, D would
         # lie between two axes that are kept, and XLA would transpose all weights in every step.
         repeated = jnp.broadcast_to(rows, (e, *rows.shape))
-        both = contract("erd,edf->erf", repeated, gate_up.reshape(e, d, 2 * f)).astype(x.dtype)
+        both = contract("erd,edf->erf", repeated, gate_up.reshape(e, d, 2 * f).astype(x.dtype))
+        if gate_up_scales is not None:
+            both = both * gate_up_scales.reshape(e, 1, 2 * f)
+        both = both.astype(x.dtype)
         hidden = gelu_tanh(both[..., :f]) * both[..., f:]
         hidden = (hidden.astype(jnp.float32) * combine.T[:, :, None]).astype(x.dtype)
-        return contract("erf,efd->rd", hidden, down).astype(x.dtype)
+        if down_scales is None:
+            return contract("erf,efd->rd", hidden, down).astype(x.dtype)
+        # Each expert has its own scales, so they come before the sum over experts.
+        of_each = contract("erf,efd->erd", hidden, down.astype(x.dtype))
+        return jnp.sum(of_each * down_scales[:, None], axis=0).astype(x.dtype)
 
     return twice_if_alone(
         run,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.triton import below, dot, load, store
 
@@ -193,13 +193,18 @@ def _place_block(
     _place(choice, before, counts, *refs, top_k=top_k, rows=rows, programs=programs)
 
 
-def _gate_up(
-    expert_ref, used_ref, pair_ref, x_ref, w_ref, hidden_ref, *, top_k: int, rows: int, block: Block
-):
+def _numbers(codes: Array, dtype: DTypeLike) -> Array:
+    """Return weights or codes as numbers of a dtype, which holds every code exactly."""
+    return codes if codes.dtype == dtype else codes.astype(dtype)
+
+
+def _gate_up(expert_ref, used_ref, pair_ref, x_ref, w_ref, *refs, top_k, rows, block: Block):
     """Write hidden[tile] = gelu_tanh(x @ gate) * (x @ up) for a block of columns.
 
-    x are the tokens of the rows of the tile.
+    x are the tokens of the rows of the tile. `refs` are the scales of the columns, where the
+    weights are codes, and the output.
     """
+    *scales_ref, hidden_ref = refs
     tile = pl.program_id(1)
     expert, used = expert_ref[tile], used_ref[tile]
     d, f = x_ref.shape[1], w_ref.shape[3]
@@ -217,10 +222,16 @@ def _gate_up(
             inside = _both(below(k[:, None], d), below(column[None, :], f))
             gate = load(w_ref, expert, k[:, None], 0, column[None, :], mask=inside)
             up = load(w_ref, expert, k[:, None], 1, column[None, :], mask=inside)
+            gate, up = (_numbers(w, x.dtype) for w in (gate, up))
             return sums[0] + dot(x, gate), sums[1] + dot(x, up)
 
         zeros = jnp.zeros((rows, block.columns), jnp.float32)
         gate, up = lax.fori_loop(0, pl.cdiv(d, block.inputs), step, (zeros, zeros))
+        if scales_ref:
+            gate, up = (
+                a * load(scales_ref[0], expert, i, column, mask=below(column, f))[None, :]
+                for i, a in enumerate((gate, up))
+            )
         # As in the reference, both are rounded before the activation.
         gate, up = (a.astype(hidden_ref.dtype).astype(jnp.float32) for a in (gate, up))
         hidden = jax.nn.gelu(gate, approximate=True) * up
@@ -235,12 +246,15 @@ def _down(
     weight_ref,
     hidden_ref,
     w_ref,
-    out_ref,
-    *,
+    *refs,
     rows: int,
     block: Block,
 ):
-    """Write out[pairs of the tile] = weights * (hidden[tile] @ down) for a block of columns."""
+    """Write out[pairs of the tile] = weights * (hidden[tile] @ down) for a block of columns.
+
+    `refs` are the scales of the columns, where the weights are codes, and the output.
+    """
+    *scales_ref, out_ref = refs
     tile = pl.program_id(1)
     expert, used = expert_ref[tile], used_ref[tile]
     f, d = w_ref.shape[1:]
@@ -259,10 +273,13 @@ def _down(
             hidden = load(hidden_ref, row[:, None], k[None, :], mask=mask)
             inside = _both(below(k[:, None], f), below(column[None, :], d))
             w = load(w_ref, expert, k[:, None], column[None, :], mask=inside)
-            return total + dot(hidden, w)
+            return total + dot(hidden, _numbers(w, hidden.dtype))
 
         total = jnp.zeros((rows, block.columns), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(f, block.inputs), step, total)
+        if scales_ref:
+            scale = load(scales_ref[0], expert, column, mask=below(column, d))
+            total = total * scale[None, :]
         mask = in_use[:, None] & (column[None, :] < d)
         store(out_ref, pair[:, None], column[None, :], value=total * weight[:, None], mask=mask)
 
@@ -335,7 +352,8 @@ def route(
 def multiply_gate_up(
     routed: Routed,
     x: Float[Array, "T D"],
-    gate_up: Float[Array, "E D 2 F"],
+    gate_up: Num[Array, "E D 2 F"],
+    scales: Float[Array, "E 2 F"] | None = None,
     *,
     top_k: int,
     rows: int,
@@ -343,6 +361,7 @@ def multiply_gate_up(
     interpret: bool = False,
 ) -> Float[Array, "padded F"]:
     """Return the activations of each row of each tile. They are undefined for a row not in use."""
+    given = () if scales is None else (scales,)
     f = gate_up.shape[3]
     return pl.pallas_call(
         functools.partial(_gate_up, top_k=top_k, rows=rows, block=block),
@@ -351,13 +370,14 @@ def multiply_gate_up(
         compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=interpret,
         name="experts_gate_up",
-    )(routed.expert, routed.used, routed.pair, x, gate_up)
+    )(routed.expert, routed.used, routed.pair, x, gate_up, *given)
 
 
 def multiply_down(
     routed: Routed,
     hidden: Float[Array, "padded F"],
-    down: Float[Array, "E F D"],
+    down: Num[Array, "E F D"],
+    scales: Float[Array, "E D"] | None = None,
     *,
     rows: int,
     block: Block,
@@ -375,15 +395,17 @@ def multiply_down(
         compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=interpret,
         name="experts_down",
-    )(*routed, hidden, down)
+    )(*routed, hidden, down, *(() if scales is None else (scales,)))
 
 
 def experts_triton(
     x: Float[Array, "T D"],
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
-    gate_up: Float[Array, "E D 2 F"],
-    down: Float[Array, "E F D"],
+    gate_up: Num[Array, "E D 2 F"],
+    down: Num[Array, "E F D"],
+    gate_up_scales: Float[Array, "E 2 F"] | None = None,
+    down_scales: Float[Array, "E D"] | None = None,
     *,
     top_k: int,
     tiling: Tiling,
@@ -392,9 +414,9 @@ def experts_triton(
     """Launch the kernels. Arguments as in `pallas_kernels.experts.experts`, which checks them."""
     rows = tiling.rows
     routed = route(logits, expert_scale, top_k=top_k, dtype=x.dtype, rows=rows, interpret=interpret)
-    hidden = multiply_gate_up(
-        routed, x, gate_up, top_k=top_k, rows=rows, block=tiling.gate_up, interpret=interpret
-    )
-    out = multiply_down(routed, hidden, down, rows=rows, block=tiling.down, interpret=interpret)
+    cut: dict[str, Any] = dict(rows=rows, interpret=interpret)
+    how: dict[str, Any] = dict(cut, top_k=top_k, block=tiling.gate_up)
+    hidden = multiply_gate_up(routed, x, gate_up, gate_up_scales, **how)
+    out = multiply_down(routed, hidden, down, down_scales, **cut, block=tiling.down)
     pairs = out.reshape(x.shape[0], top_k, -1).astype(jnp.float32)
     return jnp.sum(pairs, axis=1).astype(x.dtype)

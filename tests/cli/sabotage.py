@@ -1,7 +1,7 @@
 """A bench for `jaxspec check`: copies of the bundled pairs, each damaged in one way, and what check says of each.
 
-`python -m tests.cli.sabotage [OUT.json] [NAME...]` checks all pairs, or those whose name has one of these words,
-and prints a table. It uses only the command and its JSON, so that it also runs on other versions of the tree.
+`python -m tests.cli.sabotage [--jobs N] [OUT.json] [NAME...]` checks all pairs, or those whose name has one of these
+words, N at a time, and prints a table. It needs no package that the command does not need.
 
 A pair is caught if the exit code says so, or if a damage that costs nothing is reported as such. It is named if a
 message matches the pattern that tells this damage from all others.
@@ -9,13 +9,16 @@ message matches the pattern that tells this damage from all others.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
+import multiprocessing
 import re
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,10 @@ from typer.testing import CliRunner
 
 from jaxspec import runtime
 from jaxspec.api import BUNDLED
-from jaxspec.commands.check import replay
 from jaxspec.commands.check import run as checking
+from jaxspec.commands.check import search
 from jaxspec.commands.cli import app
+from jaxspec.commands.startup import versions
 
 Edit = Callable[[Path], None]
 
@@ -419,42 +423,98 @@ def pair_name(pair: Sabotage) -> str:
 
 
 def share_work() -> None:
-    """Let all pairs share programs, and take plain decoding's text for speculative decoding's.
+    """Let all pairs of this process share programs, and take plain decoding's text for speculative decoding's.
 
     The loop of speculative decoding takes longest to compile, and anew for most pairs. That it writes what
     plain decoding writes is no subject here. One round of search is enough for one damage.
     """
-    programs, decode = runtime.Programs(), checking.decode_greedily
+    programs, decode, further = runtime.Programs(), checking.decode_greedily, checking.further
     texts: dict[Any, Any] = {}
 
-    def plainly(target: Any, drafter: Any, prompts: Any, new_tokens: int, **options: Any) -> Any:
+    def plainly(target: Any, drafter: Any, *given: Any, **options: Any) -> Any:
         del drafter
         options.pop("drafting", None)
         if target.source not in texts:
-            texts.clear()
-            texts[target.source] = decode(target, None, prompts, new_tokens, **options)
+            texts[target.source] = decode(target, None, *given, **options)
         return list(texts[target.source])
 
+    def once(target: Any, *given: Any, **options: Any) -> Any:
+        key = "further", target.source
+        if key not in texts:
+            texts[key] = further(target, *given, **options)
+        return texts[key]
+
     runtime.Programs = lambda: programs  # pyright: ignore[reportAttributeAccessIssue]
-    checking.decode_greedily = plainly
-    replay.MOST_ROUNDS = 1
+    checking.decode_greedily, checking.further = plainly, once
+    search.MOST_ROUNDS = 1
 
 
-def main(out: str | None, words: Sequence[str]) -> None:
-    share_work()
-    outcomes = []
-    asked = [p for word in words for p in PAIRS if word in pair_name(p)] if words else PAIRS
-    for pair in dict.fromkeys(asked):
-        with tempfile.TemporaryDirectory() as directory:
-            outcomes.append(checked(pair, Path(directory)))
-        print(outcomes[-1].line, flush=True)
-        if not outcomes[-1].named:
-            print("    ", outcomes[-1].said[:600], flush=True)
-        if out is not None:
-            Path(out).write_text(json.dumps([o.__dict__ for o in outcomes], indent=1))
-    caught, named = (sum(getattr(o, word) for o in outcomes) for word in ("caught", "named"))
-    print(f"{len(outcomes)} pairs: {caught} caught, {named} named")
+def outcome_of(pair: Sabotage) -> Outcome:
+    """Check a pair in a directory of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        return checked(pair, Path(directory))
+
+
+def outcomes_of(pairs: Sequence[Sabotage], jobs: int) -> Iterator[Outcome]:
+    """Check pairs, so many at a time, each of these in a process; yield what is done as it is done."""
+    if jobs == 1:
+        share_work()
+        yield from map(outcome_of, pairs)
+        return
+    fresh = multiprocessing.get_context("spawn")  # JAX cannot be forked
+    with ProcessPoolExecutor(jobs, mp_context=fresh, initializer=share_work) as pool:
+        # By their place: what an edit does to a file is a closure, which cannot be sent.
+        waiting = {pool.submit(_outcome_at, PAIRS.index(pair)) for pair in pairs}
+        for done in as_completed(waiting):
+            yield done.result()
+
+
+def _outcome_at(i: int) -> Outcome:
+    return outcome_of(PAIRS[i])
+
+
+def main() -> None:
+    """Check the pairs asked for, print a line for each as it is done, and a table of all."""
+    options = argparse.ArgumentParser(prog="python -m tests.cli.sabotage")
+    options.add_argument(
+        "out", nargs="?", help="a file for the results as JSON, written after each pair"
+    )
+    options.add_argument("words", nargs="*", help="parts of names; all pairs without any")
+    options.add_argument("--jobs", type=int, default=1, help="pairs at a time, each in a process")
+    given = options.parse_args()
+    names = [pair_name(pair) for pair in PAIRS]
+    pairs = [
+        pair
+        for pair, name in zip(PAIRS, names, strict=True)
+        if not given.words or any(word in name for word in given.words)
+    ]
+    begin, outcomes = time.perf_counter(), []
+    for outcome in outcomes_of(pairs, given.jobs):
+        outcomes.append(outcome)
+        print(f"{len(outcomes):3} of {len(pairs)}  {outcome.line}", flush=True)
+        if not outcome.named:
+            print("    ", outcome.said[:600], flush=True)
+        outcomes.sort(key=lambda o: names.index(o.name))
+        report = {
+            "versions": versions("jax", "jaxlib", "flax", "numpy"),
+            **summary(outcomes, begin),
+        }
+        if given.out is not None:
+            Path(given.out).write_text(json.dumps(report, indent=1))
+    print("\n" + "\n".join(outcome.line for outcome in outcomes))
+    s = summary(outcomes, begin)
+    print(f"{len(outcomes)} pairs: {s['caught']} caught, {s['named']} named, {s['seconds']} s")
+
+
+def summary(outcomes: Sequence[Outcome], begin: float) -> dict[str, Any]:
+    """Count what was caught and named, and list it."""
+    return {
+        "caught": sum(o.caught for o in outcomes),
+        "named": sum(o.named for o in outcomes),
+        "seconds": round(time.perf_counter() - begin),
+        "pairs": [dataclasses.asdict(o) for o in outcomes],
+    }
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None, sys.argv[2:])
+    main()

@@ -22,7 +22,7 @@ from scipy import stats
 from checkpoints_convert.hf_io import read_json
 from jaxspec.api import BUNDLED, load
 from jaxspec.commands import progress
-from jaxspec.commands.check import command, reference, replay, statistics
+from jaxspec.commands.check import command, continuations, reference, replay, search, statistics
 from jaxspec.commands.check import run as checking
 from jaxspec.commands.check import text as texts_of
 from jaxspec.commands.check import weights as weighing
@@ -34,13 +34,15 @@ from jaxspec.commands.check.conventions import (
     traced_values,
 )
 from jaxspec.commands.check.lossless import Differing
+from jaxspec.commands.check.statistics import Comparison, Estimate, Round
 from jaxspec.commands.options import UsageError
 from jaxspec.configs.dflash import KEYS
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.mtp import MTPDrafter
+from jaxspec.families.base import WeightChange
 from jaxspec.loading import LoadedModel, load_drafter, load_target
 from jaxspec.params import Graph
-from jaxspec.requests import Completion
+from jaxspec.requests import Completion, Request
 from jaxspec.storage import acceptance, conversion
 from tests import tiny
 from tests.cli.conftest import Outcome, Run
@@ -90,15 +92,16 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Only:
             readings, left_out = alternatives(*given)
             return [r for r in readings if r.name in names], left_out
 
-        monkeypatch.setattr(replay, "alternatives", some)
+        monkeypatch.setattr(search, "alternatives", some)
 
     return limit
 
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch, one_text: None) -> None:
-    """Have no second round either, from a better reading that was found."""
-    monkeypatch.setattr(replay, "MOST_ROUNDS", 1)
+    """Have no second round either, from a better reading that was found, and no second text."""
+    monkeypatch.setattr(search, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(checking, "further", lambda *_, **__: None)
 
 
 def copy(name: str, directory: Path, *edits: Edit) -> str:
@@ -586,18 +589,139 @@ def test_every_depth_is_judged_by_itself() -> None:
     assert statistics.collapse(few, 0.3) is None, "16 positions are no evidence"
 
 
-def test_a_sound_reading_is_seldom_called_worse_than_another() -> None:
-    """The stated rate: of 200 rounds of 30 readings that are all equal, at most 1 in 40 finds one better."""
+def a_round(random: np.random.Generator, readings: Sequence[Reading], *gains: float) -> Round:
+    """Compare readings by numbers alone: on 16 rows, then on 48 others what those leave open.
+
+    Args:
+      gains: of the tokens of a step, of the first readings after the one in force; of all others 0.
+    """
+
+    def on(rows: int, chosen: Sequence[int], level: float) -> tuple[list[Comparison], float]:
+        drafts = random.gamma(1.5, 1.5, (rows, 1))
+        keys = {readings[0].key: drafts * random.gamma(20, 1 / 20, (rows, 1))}
+        for i in chosen:
+            gain = gains[i] if i < len(gains) else 0.0
+            noisy = (1 + gain) * (1 + drafts * random.gamma(20, 1 / 20, (rows, 1))) - 1
+            keys[readings[1 + i].key] = noisy
+        level = 1 - (1 - level) / len(chosen)
+        others, mask = [readings[1 + i] for i in chosen], np.ones((rows, 1), bool)
+        return statistics.compare(readings[0], others, keys, [mask] * len(others), level), level
+
+    first, level = on(16, range(len(readings) - 1), statistics.FIRST_LEVEL)
+    found = Round("", first, [], level)
+    again = on(48, found.open, statistics.SECOND_LEVEL)[0] if found.open else []
+    return dataclasses.replace(found, again=again)
+
+
+@pytest.fixture(scope="module")
+def readings() -> list[Reading]:
+    """Thirty-one that are told apart by name."""
+    _, drafter = load(None, "dflash", dtype="float32")
+    assert drafter is not None
+    changes = [WeightChange(str(i), "", "", lambda params: params) for i in range(31)]
+    return [Reading(c.name, "", "", drafter.graph, drafter.params, c) for c in changes]
+
+
+def test_a_sound_reading_is_seldom_called_worse_than_another(readings: list[Reading]) -> None:
+    """The stated rate: of 400 checks on both texts, with 30 readings that are all equal, 1 in 40 finds one better."""
     random = np.random.default_rng(0)
-    alarms = 0
-    for _ in range(200):
-        row = random.gamma(1.5, 1.5, 16)
-        level = 1 - (1 - statistics.LEVEL) / 30
-        here = row * random.gamma(20, 1 / 20, 16)
-        others = (row * random.gamma(20, 1 / 20, 16) for _ in range(30))
-        found = [statistics.worded(statistics.gained(here, there, level)) for there in others]
-        alarms += "better" in found
-    assert alarms <= 200 / 40 + 2 * np.sqrt(200 / 40)
+    rounds = [a_round(random, readings) for _ in range(400)]
+    alarms = sum(bool(r.better) for r in rounds)
+    assert alarms <= 400 / 40 + 2 * np.sqrt(400 / 40)
+    assert sum(bool(r.open) for r in rounds) > 100, "the second text was asked"
+
+
+def test_what_16_rows_leave_open_a_second_text_decides(readings: list[Reading]) -> None:
+    """A gain of 17 % among 30 readings was undecided, and a block of half the length called sound."""
+    random = np.random.default_rng(0)
+    rounds = [a_round(random, readings, 0.17) for _ in range(40)]
+    assert sum(any(c.better for c in r.comparisons) for r in rounds) < 36
+    assert all(r.as_good == [0] for r in rounds)
+
+
+def test_which_of_two_better_readings_is_best_is_asked_again(readings: list[Reading]) -> None:
+    """Causality mended a drafter whose layer types were wrong as well as the types did, on rows within the window."""
+
+    def comparison(gain: float, *, better: bool = True) -> Comparison:
+        e = Estimate(gain, gain - 0.01, gain + 0.01)
+        return Comparison("", "", "", 1.0, 0.5, e, e, 16, better, "better" if better else "worse")
+
+    first = [comparison(0.5), comparison(0.1), comparison(-0.5, better=False), comparison(0.5)]
+    tied = Round("", first, [], 0.99)
+    assert (tied.open, tied.as_good) == ([0, 3], [0, 3])
+    asked = dataclasses.replace(tied, again=[comparison(0.1), comparison(1.2)])
+    assert asked.as_good == [3]
+    assert asked.better[3].gain.mean == 1.2
+    alone = Round("", first[:3], [], 0.99)
+    assert (alone.open, alone.as_good) == ([], [0])
+
+
+def test_drafts_fall_where_training_ended() -> None:
+    """A block of 16 that was trained as one of 8 loses nothing at first: its last drafts are refused, and cost time."""
+    random = np.random.default_rng(0)
+
+    def accepted(trained: int, rows: int) -> np.ndarray:
+        likely = random.beta(8, 3, (rows, 1, 1)) * np.where(np.arange(15) < trained, 1, 0.4)
+        return np.cumprod(random.random((rows, 150, 15)) < likely, axis=2).sum(axis=2)
+
+    anchors = np.ones((16, 150), bool)
+    drafts = accepted(7, 16)
+    assert statistics.doubtful(statistics.by_depth(drafts, anchors, 15)) == 8
+    found = statistics.fallen(drafts, anchors, 8, statistics.SECOND_LEVEL)
+    assert found is not None
+    assert (found.depth, found.rows) == (8, 15), "one row gets nowhere"
+    assert statistics.fallen(drafts[:, :4], anchors[:, :4], 8, 0.99) is None, "few get that far"
+    sound = [accepted(15, 16) for _ in range(100)]
+    assert not any(
+        statistics.fallen(drafts, anchors, depth, statistics.SECOND_LEVEL)
+        for drafts in sound
+        for depth in (2, 5, 8)
+    )
+
+
+def test_the_second_text_goes_on_where_the_first_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows a prompt, of other tokens each; what is judged comes after as many as the first text had."""
+    target = load_target(str(BUNDLED / "target"), dtype="float32")
+    asked: list[Request] = []
+
+    def decode(target: Any, drafter: Any, requests: Sequence[Request], **options: Any) -> Any:
+        asked.extend(requests)
+        counts = [1 if i == 4 else r.max_new_tokens for i, r in enumerate(requests)]
+        return [
+            Completion(i, (7 + r.seed,) * count, "stop" if i == 3 else "length")
+            for i, (r, count) in enumerate(zip(requests, counts, strict=True))
+        ]
+
+    monkeypatch.setattr(continuations, "_decode", decode)
+    text = continuations.further(target, [(2, 5), (2, 6, 6)], 20, room=7)
+    assert text is not None
+    assert [r.prompt_ids for r in asked[:6]] == [(2, 5)] * 3 + [(2, 6, 6)] * 3
+    drawn = 128 - 2  # so that every row is longer than the target's window
+    assert {r.max_new_tokens for r in asked[:6]} == {drawn}
+    assert {r.sampling.temperature for r in asked[:6]} == {1.0}
+    assert [tuple(r.prompt_ids[-1:]) for r in asked[6:9]] == [(7,), (8,), (9,)]
+    assert list(text.starts) == [128, 128, 128, 3 + drawn // 2, 4, 129]
+    assert (text.ends - text.starts == [20, 20, 20, 20, 1, 20]).all()
+    monkeypatch.setattr(continuations, "_drawn_tokens", lambda *_: 2000)
+    assert continuations.further(target, [(2, 5)], 40, room=7) is not None
+    assert continuations.further(target, [(2,) * 1980], 40, room=7) is None, "2,048 positions"
+
+
+def test_layer_types_are_tried_before_causality_that_they_do_not_have(tmp_path: Path) -> None:
+    """Without sliding layers the reader needs no window; the one of the file holds for layers that become so."""
+    target, _ = load(None, "none", dtype="float32")
+    types = config(layer_types=["full_attention", "full_attention"], sliding_window=99)
+    drafter = load_drafter(copy("dflash", tmp_path / "drafter", types), dtype="float32")
+    assert drafter.config.sliding_window is None
+    reading = Reading("", "", "", drafter.graph, drafter.params)
+    found = [
+        r for r in alternatives(target, drafter, reading, 99)[0] if r.field != "feature_layers"
+    ]
+    names = [r.name for r in found]
+    mixed = names.index("layer types all sliding but the last")
+    assert mixed < names.index("all layers causal")
+    assert found[mixed].graph.config.sliding_window == 99
+    assert found[mixed].graph.config.causal == (True, False)
 
 
 @needs_mtp

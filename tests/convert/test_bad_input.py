@@ -201,7 +201,11 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     ),
     "quantised": (
         lambda d: _edit_config(d, quantization_config={"quant_method": "fp8"}),
-        r"quantised checkpoints are not supported",
+        r"its weights are quantised, block-wise FP8\. .* take the bfloat16 release .*--quantize int8",
+    ),
+    "GGUF": (
+        lambda d: [file.rename(d / "model.gguf") for file in d.glob("*.safetensors")],
+        r"holds GGUF files, which are not read yet \(model\.gguf\); take",
     ),
 }
 

@@ -98,11 +98,11 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
                 in_slot[slot] = int(chunk.tokens[row, 0])
                 passes[in_slot[slot]] = []
             passes[in_slot[slot]].append((*chunk.tokens.shape, start, count))
-        return feed(state, chunk)
+        return feeding(state, chunk)
 
     in_slot: dict[int, int] = {}
-    feed = engine.runtime.feed
-    monkeypatch.setattr(engine.runtime, "feed", remember)
+    feeding = engine.runtime.feeding
+    monkeypatch.setattr(engine.runtime, "feeding", remember)
     asked = [dataclasses.replace(r, stop_ids=(9,)) for r in requests()]
     expected = run(engine, asked)
     assert [passes[20 + i] for i in (1, 2, 3)] == [

@@ -222,13 +222,13 @@ def test_state_is_donated():
     c = case("31b")
     engine = c.engine("dflash")
     states = []
-    call = engine.runtime.decode
+    decoding = engine.runtime.decoding
 
     def remember(state: Any, *limits: int) -> Any:
         states.append(state)
-        return call(state, *limits)
+        return decoding(state, *limits)
 
-    engine.runtime.decode = remember  # type: ignore[method-assign]
+    engine.runtime.decoding = remember  # type: ignore[method-assign]
     run(engine, [Request(c.prompts[1], NEW_TOKENS)])
     caches = jax.tree.leaves([(s.caches, s.drafter) for s in states])
     assert caches

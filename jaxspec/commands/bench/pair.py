@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import memory
-from jaxspec.api import BUNDLED, default_dtype
+from jaxspec.api import BUNDLED
 from jaxspec.commands.bench import PROMPT_LENGTH
 from jaxspec.commands.bench.programs import bench_cache_length
 from jaxspec.commands.models import ModelOptions
@@ -22,8 +22,9 @@ from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import load_models, mesh_for
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.families import families, family_of, graph_of, presets, random_drafter
-from jaxspec.loading import LoadedModel
+from jaxspec.loading import LoadedModel, default_dtype
 from jaxspec.params import Graph
+from jaxspec.quantised.choice import quantised_graph
 from jaxspec.records import Drafting, Extras, Sampling
 from jaxspec.runtime import make_spec
 from jaxspec.shapes import Params
@@ -153,15 +154,24 @@ def make_pair(
     held_out: tuple[tuple[int, ...], ...] = ()
     model, target_params, drafter_graph, drafter_params, drafter_name = (None,) * 5
     if preset is not None:
-        target_graph = graph_of(presets()[preset], dtype)
-        target_name = f"{preset}, random weights"
+        target_graph = quantised_graph(
+            graph_of(presets()[preset], dtype),
+            preset,
+            models.quantize,
+            models.quantize_head,
+            "quantize",
+        )
+        target_name = f"{preset}, random weights{models.quantized}"
         kind = models.drafter or family_of(target_graph.config).usual_drafter or "none"
         if kind != "none":
             drafter_graph, drafter_name = random_drafter(preset, kind, dtype)
+            format = models.quantize_drafter
+            given = (drafter_graph, drafter_name, format, format, "quantize_drafter")
+            drafter_graph = quantised_graph(*given)
     else:
         model, drafter_model = load_models(models)
         target_graph, target_params = model.graph, model.params
-        target_name = models.target or "bundled"
+        target_name = f"{models.target or 'bundled'}{models.quantized}"
         if models.target is None:
             values = json.loads((BUNDLED / "held_out.json").read_text())
             held_out = tuple(tuple(p["ids"]) for p in values["prompts"])
@@ -196,7 +206,7 @@ def check_rows(batch_sizes: Sequence[int], data: int) -> None:
 
 def _random_params(graph: Graph, seed: int, mesh: Mesh | None) -> Params:
     """Return random weights, which behave as real ones do where that takes more than numbers."""
-    params = graph.random_params(seed, None if mesh is None else graph.shardings(mesh))
+    params = graph.random_params(seed, None if mesh is None else graph.weight_shardings(mesh))
     return family_of(graph.config).randomise(params, seed)
 
 

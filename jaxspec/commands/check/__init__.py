@@ -1,4 +1,4 @@
-"""`jaxspec check`: find out whether a drafter fits a target. Read `command`, then `run`, then `replay`."""
+"""`jaxspec check`: find out whether a drafter fits a target. Read `command`, `run`, `replay`, `search`."""
 
 FEWEST_ROWS = 4
 """Rows of text that an interval needs."""

@@ -27,6 +27,10 @@ position adds less than 0.43 tokens a step, about what drafting and verifying co
 to 0.9, mute ones less than 0.1."""
 
 
+UNUSED = ("target", "drafter", "distributed", "quantize_drafter")
+"""Of the models' options. Other readings of a drafter change its weights, which have to be numbers."""
+
+
 @dataclass(frozen=True)
 class CheckOptions:
     """What is checked on, and how strictly."""
@@ -55,7 +59,7 @@ class CheckOptions:
 def check_command(
     checking: Annotated[CheckOptions, Fields("Check")],
     drafting: Annotated[Drafting, Fields("Check", only=("num_draft_tokens",))],
-    models: Annotated[ModelOptions, Fields("Models", without=("target", "drafter", "distributed"))],
+    models: Annotated[ModelOptions, Fields("Models", without=UNUSED)],
     output: Annotated[OutputOptions, Fields("Report")],
     target: Annotated[
         str,
@@ -75,8 +79,9 @@ def check_command(
     Shows every convention in force and where it came from, how many drafts
     are accepted at each position, whether another convention does better,
     which weights are odd, what the drafter's maker measured, and whether the
-    output equals plain decoding. Exit code 0: sound; 1: not; 2: a mistake,
-    nothing was checked.
+    output equals plain decoding. With --quantize also what that changes: the
+    same text is read by the target as it is. Exit code 0: sound; 1: not; 2: a
+    mistake, nothing was checked.
 
       jaxspec check
 
@@ -108,9 +113,18 @@ def check_command(
                 ticker.say(message)
 
             found = checked(models, checking, drafting.num_draft_tokens, say)
+            formats = None
+            if models.quantize or models.quantize_head:
+                from jaxspec.commands.check.formats import compared
+
+                options = (checking.text, checking.rows, checking.new_tokens, checking.batch_size)
+                formats = compared(models, *options, drafting, say)
         output.console.print(shown(found))
+        if formats is not None:
+            output.console.print(formats.shown())
         if file is not None:
-            write_line(file, found.to_json())
+            of_formats = {} if formats is None else {"formats": dataclasses.asdict(formats)}
+            write_line(file, {**found.to_json(), **of_formats})
     if found.problems:
         raise typer.Exit(1)
 

@@ -95,6 +95,10 @@ class Origins:
         """Tell whether the file itself sets a field."""
         return self.converted or find_key(self.values, self.keys[field])[0] is not None
 
+    def value(self, field: str) -> Any:
+        """Return what the file has for a field that it sets."""
+        return find_key(self.values, self.keys[field])[1]
+
     def fix(self, values: Mapping[str, Any]) -> str:
         """Say how to set fields."""
         parts = [f"{self._key(field)} to {json.dumps(value)}" for field, value in values.items()]
@@ -151,6 +155,8 @@ def alternatives(
         for field, value in change.derived.items():
             if origins.converted or not origins.says(field):
                 values[field] = value
+            elif getattr(config, field) is None:  # the reader had no use for what the file says
+                values[field] = origins.value(field)
             if origins.converted and value != getattr(config, field):
                 shown[field] = value
         try:

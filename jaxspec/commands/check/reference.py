@@ -24,6 +24,7 @@ from jaxspec.commands.check.text import PromptSet
 from jaxspec.commands.check.weights import Look, listed
 from jaxspec.commands.options import UsageError
 from jaxspec.configs.base import to_json
+from jaxspec.families import ModelConfig
 from jaxspec.loading import LoadedModel
 from jaxspec.storage.acceptance import FIELD, config_file, read_acceptance, write_acceptance
 
@@ -153,9 +154,9 @@ def weights_record(model: LoadedModel, looks: Mapping[str, Look]) -> dict[str, A
     return {"shapes": shapes_digest(model), "marks": marks_of(looks)}
 
 
-def plain_config(model: LoadedModel) -> dict[str, Any]:
+def plain_config(config: ModelConfig) -> dict[str, Any]:
     """Return a config as JSON has it, with lists for tuples."""
-    return json.loads(json.dumps(to_json(model.config)))
+    return json.loads(json.dumps(to_json(config)))
 
 
 def reference_of(directory: Path) -> Reference | None:

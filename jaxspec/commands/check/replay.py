@@ -1,8 +1,7 @@
 """Teacher forcing: what a drafter's drafts are worth on a text, under one reading of it or another.
 
 The target reads rows of text once; then, for every reading of the drafter, it is drafted from each position of
-the part that the target wrote itself, from the true context. Read `replay`, then `search`, which holds
-readings against each other (`statistics`).
+the part that the target wrote itself, from the true context. Read `replay`. What is made of it is `search`.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxspec.cache import cache_bytes
-from jaxspec.commands.check import FEWEST_ROWS
-from jaxspec.commands.check.conventions import Reading, alternatives, traced_values
-from jaxspec.commands.check.statistics import Comparison, Round, compare
+from jaxspec.commands.check.conventions import Reading, traced_values
 from jaxspec.drafters.base import AnyDrafter, Kept, TargetView
 from jaxspec.loading import LoadedModel
 from jaxspec.models.target import Target, TargetOutput, init_caches
@@ -32,8 +29,6 @@ from jaxspec.requests import Completion
 from jaxspec.runtime import jit
 from jaxspec.shapes import Array, Int, Params
 from jaxspec.sharding import fetch, mesh_of, place_rows
-
-MOST_ROUNDS = 3  # conventions that may be wrong at once
 
 HOPELESS = 0.5
 """A reading that has less than this share of the best one's accepted drafts on the first rows is not replayed
@@ -244,99 +239,3 @@ def _placed(rows: Sequence[np.ndarray], mesh: Mesh) -> Any:
     """Put rows of whole numbers where the weights are; on one device they stay uncommitted, as those are."""
     whole = [np.asarray(x, np.int32) for x in rows]
     return [jnp.asarray(x) for x in whole] if mesh.size == 1 else place_rows(whole, mesh)
-
-
-# --- readings against each other ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search over readings came to.
-
-    Attributes:
-      replayed: of the first round, whose first reading is the one in force.
-      accepted: at every anchor, by the reading in force; `best_accepted` by the best that was found.
-      changes: the steps from one to the other.
-    """
-
-    rounds: list[Round]
-    replayed: Replayed
-    accepted: np.ndarray
-    best_accepted: np.ndarray
-    changes: list[Comparison]
-
-
-def search(
-    target: LoadedModel,
-    drafter: LoadedModel,
-    text: Text,
-    anchors: np.ndarray,
-    logit_rows: np.ndarray,
-    *,
-    num_draft_tokens: int,
-    batch_size: int,
-    say: Callable[[str], None],
-    special_ids: Sequence[int] = (),
-) -> Found:
-    """Compare the reading in force with its alternatives; go on from the best while one is better.
-
-    Args:
-      anchors: of the first rows of the text; the others are read for their logits alone.
-      special_ids: of the target's tokenizer.
-    """
-    reading = Reading("as configured", "", "", drafter.graph, drafter.params)
-    readings = [reading]
-    accepted: dict[Any, np.ndarray] = {}
-    rounds: list[Round] = []
-    replays: list[Replayed] = []
-    changes: dict[str, Comparison] = {}  # a later change of a field takes the place of an earlier
-    while len(rounds) < MOST_ROUNDS:
-        others, left_out = alternatives(target, drafter, reading, text.tokens.shape[1], special_ids)
-        others = [r for r in others if enough_anchors(text, anchors, r, left_out)]
-        readings += others
-        new = [r for r in (reading, *others) if r.key not in accepted]
-        replay = replay_all(
-            target,
-            new,
-            text,
-            logit_rows,
-            num_draft_tokens=num_draft_tokens,
-            batch_size=batch_size,
-            say=say,
-            against=accepted.get(reading.key),
-        )
-        replays.append(replay)
-        for r, drafts in zip(new, replay.accepted, strict=True):
-            accepted[r.key] = drafts[: len(anchors)]
-        masks = [anchors_of(text, anchors, r) for r in others]
-        rounds.append(compare(reading, others, accepted, anchors, masks, left_out))
-        best = rounds[-1].best
-        if best is None or others[best].num_draft_tokens:  # longer drafts would be another text
-            if best is not None:
-                changes[others[best].field] = rounds[-1].comparisons[best]
-            break
-        reading = others[best]
-        changes[reading.field] = rounds[-1].comparisons[best]
-    return Found(
-        rounds,
-        replays[0],
-        accepted[readings[0].key],
-        accepted[reading.key],
-        list(changes.values()),
-    )
-
-
-def anchors_of(text: Text, anchors: np.ndarray, reading: Reading) -> np.ndarray:
-    """Return the anchors after which a reading's drafts have room."""
-    if not reading.num_draft_tokens:
-        return anchors
-    counts = (text.ends - text.starts - reading.num_draft_tokens)[: len(anchors)]
-    return anchors & (np.arange(anchors.shape[1])[None, :] < counts[:, None])
-
-
-def enough_anchors(text: Text, anchors: np.ndarray, reading: Reading, left_out: list[str]) -> bool:
-    """Tell whether a reading can be compared; if not, say so."""
-    rows = int(anchors_of(text, anchors, reading).any(axis=1).sum())
-    if rows < FEWEST_ROWS:
-        left_out.append(f"{reading.name}: {rows} rows are long enough; {FEWEST_ROWS} are needed")
-    return rows >= FEWEST_ROWS

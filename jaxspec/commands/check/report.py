@@ -17,7 +17,14 @@ from rich.text import Text as Line
 from jaxspec.commands.check.conventions import Convention
 from jaxspec.commands.check.lossless import Differing
 from jaxspec.commands.check.reference import Reference
-from jaxspec.commands.check.statistics import LEVEL, MATERIAL, Estimate, Round
+from jaxspec.commands.check.statistics import (
+    FIRST_LEVEL,
+    LEVEL,
+    MATERIAL,
+    SECOND_LEVEL,
+    Estimate,
+    Round,
+)
 from jaxspec.commands.check.verdict import Evidence, Finding
 from jaxspec.commands.startup import versions
 
@@ -81,6 +88,7 @@ class Findings:
             "new_tokens": m.new_tokens,
             "num_draft_tokens": m.num_draft_tokens,
             "by_depth": e.depths,
+            "fallen": e.fallen,
             "tried": e.tried,
             "oddities": e.oddities,
             "reference": e.against,
@@ -88,7 +96,9 @@ class Findings:
             "floor": e.floor,
             "problems": self.problems,
             "confidence": LEVEL,
-            "correction": "Bonferroni, over the comparisons of a round",
+            "confidence_first": FIRST_LEVEL,
+            "confidence_again": SECOND_LEVEL,
+            "correction": "Bonferroni, over the comparisons of a round on one text",
             "material": MATERIAL,
             "sound": not self.problems,
             "verdict": self.verdict,
@@ -171,12 +181,12 @@ def bar(share: Estimate) -> str:
 
 
 def _comparisons_table(r: Round, found: Findings) -> Table:
-    better = [c.name for c in r.comparisons if c.better]
+    better = [c.name for c in r.better.values()]
     worse = [c for c in r.comparisons if c.found == "worse"]
     lines = [
         (f"better: {', '.join(better)}" if better else "no other convention does better")
         + f"; {len(r.comparisons)} tried. Drafts accepted a position; intervals are paired over "
-        f"{found.measured.rows} rows and hold together at {LEVEL:.0%} (Bonferroni: {r.level:.2%} each); "
+        f"{found.measured.rows} rows and hold together at {FIRST_LEVEL:.0%} (Bonferroni: {r.level:.2%} each); "
         f"better: all above 0, and {MATERIAL:.0%} more tokens a step.",
         f"worse, and not shown: {len(worse)}",
         *(f"left out: {reason}" for reason in r.left_out),
@@ -190,7 +200,8 @@ def _comparisons_table(r: Round, found: Findings) -> Table:
     )
     for name in ("convention", "accepted", "tokens a step", "interval", ""):
         table.add_column(name, justify="right" if name in ("accepted", "tokens a step") else "left")
-    for c in (c for c in r.comparisons if c not in worse):
+    again = [dataclasses.replace(c, name=f"{c.name}, on more text") for c in r.again]
+    for c in (*(c for c in r.comparisons if c not in worse), *again):
         g = c.gain
         style = "bold red" if c.better else ""
         values = (f"{c.accepted:.2f}", f"{g.mean:+.1%}", f"{g.low:+.1%} to {g.high:+.1%}", c.found)

@@ -4,12 +4,13 @@ A drafter with one convention wrong raises no error: its drafts are just never a
 target continues some text greedily; then both models read it again (teacher forcing), and at every
 position of the continuation the drafter drafts from the true context. Draft j is accepted there when
 drafts 1 to j are the target's own next tokens, so what is counted is what decoding would accept. Other
-readings of the drafter are held against the one in force on the same positions (`replay`).
+readings of the drafter are held against the one in force on the same positions (`search`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from jaxspec import runtime
 from jaxspec.commands.check import FEWEST_ROWS
+from jaxspec.commands.check.continuations import DRAWS, decode_greedily, further
 from jaxspec.commands.check.conventions import in_force
 from jaxspec.commands.check.lossless import Differing, first_differences
 from jaxspec.commands.check.reference import (
@@ -29,42 +31,29 @@ from jaxspec.commands.check.reference import (
     text_digest,
     weights_record,
 )
-from jaxspec.commands.check.replay import Found, Text, search
+from jaxspec.commands.check.replay import Text
 from jaxspec.commands.check.report import Findings
-from jaxspec.commands.check.statistics import Estimate, by_depth, row_means
+from jaxspec.commands.check.search import Found, Page, search
+from jaxspec.commands.check.statistics import (
+    FIRST_LEVEL,
+    SECOND_LEVEL,
+    Depth,
+    Estimate,
+    by_depth,
+    collapse,
+    doubtful,
+    fallen,
+    row_means,
+)
 from jaxspec.commands.check.text import PromptSet, special_ids
 from jaxspec.commands.check.verdict import Evidence, findings
 from jaxspec.commands.check.weights import Oddity, look_at, oddities
-from jaxspec.commands.options import UsageError, told
+from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import shorten
-from jaxspec.engine import Engine
 from jaxspec.families import family_of
 from jaxspec.loading import LoadedModel
 from jaxspec.records import Drafting
-from jaxspec.requests import Completion, Request
-
-
-def decode_greedily(
-    target: LoadedModel,
-    drafter: LoadedModel | None,
-    prompts: Sequence[tuple[int, ...]],
-    new_tokens: int,
-    **options: Any,
-) -> list[Completion]:
-    """Continue prompts, up to the checkpoint's own end."""
-    stop_ids = target.generation.eos_token_ids if target.generation else ()
-    requests = [Request(p, new_tokens, stop_ids=stop_ids) for p in prompts]
-    engine = Engine.fitting(target, drafter, requests, **options)
-    wrong = [
-        f"row {i}: {told(error)}" for i, r in enumerate(requests) if (error := engine.check(r))
-    ]
-    if wrong:
-        raise UsageError("\n".join(wrong))
-    done = {event.id: event for event in engine.run(requests) if isinstance(event, Completion)}
-    return [done[row] for row in range(len(requests))]
-
-
-# --- the whole check ---------------------------------------------------------------------------------
+from jaxspec.requests import Completion
 
 
 def run(
@@ -92,9 +81,8 @@ def run(
     say("the target continues the text, with drafts")
     shared: dict[str, Any] = dict(batch_size=batch_size, programs=runtime.Programs())
     given = (prompts.ids, new_tokens)
-    speculative = decode_greedily(
-        target, drafter, *given, drafting=Drafting(num_draft_tokens), **shared
-    )
+    drafting = Drafting(num_draft_tokens)
+    speculative = decode_greedily(target, drafter, *given, drafting=drafting, **shared)
     say("the same, without")
     plain = decode_greedily(target, None, *given, **shared)
     drafts = num_draft_tokens or drafter.graph.bind_abstract().default_draft_tokens
@@ -103,10 +91,12 @@ def run(
     kept = [*enough, *(i for i in differences if i not in enough)]
     text = Text.of([prompts.ids[i] for i in kept], [plain[i] for i in kept])
     judged = np.asarray([text.starts[n] - 1 + differences.get(i, 0) for n, i in enumerate(kept)])
-    anchors = text.anchors(drafts)[: len(enough)]
-    sizes: dict[str, Any] = dict(num_draft_tokens=drafts, batch_size=batch_size)
-    sizes["special_ids"] = special_ids(target)
-    found = search(target, drafter, text, anchors, judged, **sizes, say=say)
+    sizes: dict[str, Any] = dict(num_draft_tokens=drafts, batch_size=batch_size, say=say)
+    first = Page(target, text, FIRST_LEVEL, judged=len(enough), logit_rows=judged, **sizes)
+
+    second = functools.cache(lambda: _second_page(target, *given, shared, sizes))
+    found = search(drafter, first, second, special_ids(target), reference)
+    anchors = first.anchors()
     differing = _differing(target, text, (plain, speculative), kept, differences, found)
     depths = by_depth(found.accepted, anchors, drafts)
     shares = [row_means(found.accepted >= j, anchors) for j in range(1, drafts + 1)]
@@ -114,18 +104,16 @@ def run(
     measured = Reference(
         text=prompts.origin,
         text_digest=text_digest(prompts, new_tokens),
-        rows=len(enough),
         new_tokens=new_tokens,
-        num_draft_tokens=drafts,
         positions=int(anchors.sum()),
-        accepted=round(float(np.sum(shares, axis=0).mean()), 4),
         acceptance_length=round(length, 4),
-        by_depth=[round(d.share.mean, 4) for d in depths],
         by_row=rows_of(np.asarray(shares).T, enough, len(prompts.ids)),
+        **_acceptance(shares, depths),
         **_models(target, drafter, looks),
     )
     evidence = Evidence(
         depths=depths,
+        fallen=collapse(depths, floor) or _fallen(found, depths, second),
         best_first=float(row_means(found.best_accepted >= 1, anchors).mean()),
         found=found,
         oddities=_oddities(looks),
@@ -149,15 +137,53 @@ def run(
     )
 
 
+def _second_page(
+    target: LoadedModel,
+    prompts: Sequence[tuple[int, ...]],
+    new_tokens: int,
+    options: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+) -> Page | None:
+    """Make the second text; `options` are the engine's, `sizes` the page's."""
+    sizes["say"]("the target continues more text, for what the first leaves open")
+    room = sizes["num_draft_tokens"]
+    text = further(target, prompts, new_tokens, room=room, **options)
+    if text is None:
+        return None
+    return Page(target, text, SECOND_LEVEL, rows_per_prompt=DRAWS, **sizes)
+
+
+def _acceptance(shares: Sequence[np.ndarray], depths: Sequence[Depth]) -> dict[str, Any]:
+    """Return what a record says of acceptance; `shares` are each depth's, of every row."""
+    return dict(
+        rows=len(shares[0]),
+        num_draft_tokens=len(shares),
+        accepted=round(float(np.sum(shares, axis=0).mean()), 4),
+        by_depth=[round(d.share.mean, 4) for d in depths],
+    )
+
+
+def _fallen(
+    found: Found, depths: Sequence[Depth], second: Callable[[], Page | None]
+) -> Depth | None:
+    """Ask the second text whether drafts fall at a depth where they seem to on the first."""
+    depth = doubtful(depths)
+    page = None if depth is None else second()
+    if depth is None or page is None:
+        return None
+    page.read([found.in_force])
+    return fallen(page.accepted(found.in_force), page.anchors(), depth, SECOND_LEVEL)
+
+
 def _models(target: LoadedModel, drafter: LoadedModel, looks: Looks) -> dict[str, Any]:
     """Return what a record says of the models, and of where they ran."""
     return dict(
         dtype=target.graph.dtype,
         device=jax.devices()[0].device_kind,
         target=shorten(target.source),
-        target_config=plain_config(target),
+        target_config=plain_config(target.config),
         target_weights=weights_record(target, looks.target),
-        drafter_config=plain_config(drafter),
+        drafter_config=plain_config(drafter.config),
         drafter_weights=weights_record(drafter, looks.drafter),
     )
 

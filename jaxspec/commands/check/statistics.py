@@ -5,14 +5,20 @@ Whole rows, not positions, are what is counted: neighbouring positions are no in
 Readings are compared by the logarithm of the tokens of a step, row by row: rows differ five times in their drafts,
 and their ratios much less, so that fewer rows decide. On the bundled pair this is worth as much as twice the rows.
 
-How often a sound pair is called unsound: the intervals of all readings of a round hold together at `LEVEL`, so
-that one is found better than it is in at most 1 of 40 checks, and it must also be `MATERIAL`. The same holds, each
-by itself, for a collapse at some depth (`collapse`) and for a loss against a record (`reference.compared`).
+What the first text leaves open is measured on a second one, which no choice was made on (`search`).
+
+How often a sound pair is called unsound: at most 1 of 40 checks finds another reading better than it is. The
+intervals of all readings on the first text hold together at `FIRST_LEVEL`, those of the few on the second text at
+`SECOND_LEVEL`. They are wrong on the upper side half as often: 1/50 and 1/200 of all checks. What is found must also
+be `MATERIAL`. The same rate holds, each by itself, for a collapse at some depth (`collapse`, `fallen`) and for a
+loss against a record (`reference.compared`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +29,9 @@ import numpy as np
 
 from jaxspec.commands.check.conventions import Reading
 
-LEVEL = 0.95  # of confidence, for all comparisons of a round together
+LEVEL = 0.95  # of confidence, of both texts together
+FIRST_LEVEL = 0.96  # for all comparisons of a round on the first text
+SECOND_LEVEL = 0.99  # for those of a round on the second text
 
 MATERIAL = 0.03
 """What another convention must add to the tokens of a step, as a share, before it is called better."""
@@ -102,8 +110,8 @@ class Depth:
 
 
 def by_depth(accepted: np.ndarray, anchors: np.ndarray, num_draft_tokens: int) -> list[Depth]:
-    """Estimate every depth; all intervals hold together at `LEVEL`."""
-    level = 1 - (1 - LEVEL) / num_draft_tokens
+    """Estimate every depth; all intervals hold together at `FIRST_LEVEL`."""
+    level = 1 - (1 - FIRST_LEVEL) / num_draft_tokens
     depths = range(1, num_draft_tokens + 1)
     return [conditional(accepted, anchors, depth, level) for depth in depths]
 
@@ -118,6 +126,43 @@ def collapse(depths: Sequence[Depth], floor: float) -> Depth | None:
         if d.positions >= FEWEST_POSITIONS and d.share.high < min(floor, first / 2):
             return d
     return None
+
+
+FALL = 2 / 3
+"""Drafts fall at a depth if less than this share as many are accepted as at the depth before it, where all drafts
+before them were. In the bundled pairs a depth that was trained has 0.9 of the one before, and the first that was not
+has 0.4."""
+
+
+def doubtful(depths: Sequence[Depth]) -> int | None:
+    """Return the first depth past 1 where drafts seem to fall; a second text has to say whether they do."""
+    for before, d in itertools.pairwise(depths):
+        if d.positions >= FEWEST_POSITIONS and d.share.mean < FALL * before.share.mean:
+            return d.depth
+    return None
+
+
+def fallen(accepted: np.ndarray, anchors: np.ndarray, depth: int, level: float) -> Depth | None:
+    """Return a depth past 1 if drafts fall there for sure, else None.
+
+    Both shares are ratios of sums over rows, as in `conditional`. A row's part in the error of their difference is
+    its distance from both.
+
+    Args:
+      accepted: drafts accepted at each anchor, [R, A], of a text on which the depth was not chosen.
+      level: of confidence, for this one question.
+    """
+    found = conditional(accepted, anchors, depth, level)
+    if found.rows < 2 or found.positions < FEWEST_POSITIONS:
+        return None
+    twice, once, reached = (
+        ((accepted >= d) & anchors).sum(axis=1) for d in (depth, depth - 1, depth - 2)
+    )
+    share, before = twice.sum() / once.sum(), once.sum() / reached.sum()
+    errors = (twice - share * once) / once.sum() - FALL * (once - before * reached) / reached.sum()
+    scatter = float(np.square(errors).sum()) * found.rows / (found.rows - 1)
+    reach = student_t(level, found.rows - 1) * math.sqrt(scatter)
+    return found if share - FALL * before + reach < 0 else None
 
 
 # --- readings against each other ---------------------------------------------------------------------
@@ -151,45 +196,71 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Round:
-    """One reading against its alternatives; a second round starts from the best of the first."""
+    """One reading against its alternatives; a second round starts from the best of the first.
+
+    Attributes:
+      level: of each interval, so that all of them hold at `FIRST_LEVEL`.
+      again: the comparisons that are `open`, on the second text; empty without one.
+    """
 
     in_force: str
     comparisons: list[Comparison]
     left_out: list[str]
-    level: float  # of each interval, so that all of them hold at `LEVEL`
+    level: float
+    again: list[Comparison] = dataclasses.field(default_factory=list)
 
     @property
-    def best(self) -> int | None:
-        """The best of the better ones; of near-equals the first, which is the most usual."""
-        return next(iter(self.as_good), None)
+    def open(self) -> list[int]:
+        """What the first text leaves open: which of several is best, or whether one is better at all."""
+        if any(c.better for c in self.comparisons):
+            better = _near_best({i: c for i, c in enumerate(self.comparisons) if c.better})
+            return better if len(better) > 1 else []
+        return [
+            i
+            for i, c in enumerate(self.comparisons)
+            if c.found == "undecided" and c.gain.mean >= MATERIAL
+        ]
+
+    @property
+    def better(self) -> dict[int, Comparison]:
+        """The better ones, each with the comparison that says so."""
+        first = {i: c for i, c in enumerate(self.comparisons) if c.better}
+        second = dict(zip(self.open, self.again, strict=True)) if self.again else {}
+        if first:  # what a second text says of them is which is best
+            return second or first
+        return {i: c for i, c in second.items() if c.better}
 
     @property
     def as_good(self) -> list[int]:
         """The better ones that are as good as the best, the most usual first."""
-        better = {i: c.gain.mean for i, c in enumerate(self.comparisons) if c.better}
-        enough = max(better.values(), default=0.0) - MATERIAL
-        return [i for i, gain in better.items() if gain >= enough]
+        return _near_best(self.better)
+
+
+def _near_best(better: Mapping[int, Comparison]) -> list[int]:
+    tokens = {i: 1 + c.gain.mean for i, c in better.items()}
+    enough = (1 - MATERIAL) * max(tokens.values(), default=0.0)
+    return [i for i, of in tokens.items() if of >= enough]
 
 
 def compare(
     reading: Reading,
     others: Sequence[Reading],
     accepted: Mapping[Any, np.ndarray],
-    anchors: np.ndarray,
     masks: Sequence[np.ndarray],
-    left_out: list[str],
-) -> Round:
+    level: float,
+) -> list[Comparison]:
     """Hold other readings against one, row by row.
 
     Args:
+      accepted: of each reading, drafts accepted at each anchor, [R, A]; of a hopeless one, of the first rows.
       masks: the anchors that each of the others can be compared at.
+      level: of each interval.
     """
-    level = 1 - (1 - LEVEL) / max(len(others), 1)
     comparisons = []
     for other, mask in zip(others, masks, strict=True):
         drafts, base = accepted[other.key], accepted[reading.key]
         count = min(len(drafts), len(base))
-        hopeless = count < len(anchors)
+        hopeless = count < len(mask)
         rows = mask[:count].any(axis=1)
         drafts, base, at = drafts[:count][rows], base[:count][rows], mask[:count][rows]
         there, here = row_means(drafts, at), row_means(base, at)
@@ -208,7 +279,7 @@ def compare(
                 found="worse" if hopeless else worded(gain),
             )
         )
-    return Round(reading.name, comparisons, left_out, level)
+    return comparisons
 
 
 def gained(here: np.ndarray, there: np.ndarray, level: float = LEVEL) -> Estimate:

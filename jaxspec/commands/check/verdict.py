@@ -8,8 +8,8 @@ from typing import Literal
 
 from jaxspec.commands.check.lossless import Differing
 from jaxspec.commands.check.reference import Against, said
-from jaxspec.commands.check.replay import Found
-from jaxspec.commands.check.statistics import MATERIAL, Depth, Round, collapse, figures
+from jaxspec.commands.check.search import Found
+from jaxspec.commands.check.statistics import MATERIAL, Comparison, Depth, Round, figures
 from jaxspec.commands.check.weights import Oddity
 from jaxspec.families import Conventions
 
@@ -42,11 +42,13 @@ class Evidence:
 
     Attributes:
       depths: of the reading in force.
+      fallen: the depth from which on hardly any draft is accepted; None if there is none.
       best_first: share of first drafts that are accepted after all changes that were found.
       against: None where the drafter has no record.
     """
 
     depths: Sequence[Depth]
+    fallen: Depth | None
     best_first: float
     found: Found
     oddities: Sequence[Oddity]
@@ -63,17 +65,12 @@ class Evidence:
 def findings(e: Evidence, conventions: Conventions | None) -> list[Finding]:
     """Say what is wrong with a pair, and what to do; then what is worth knowing."""
     changes = e.found.changes if e.best_first >= min(e.depths[0].share.mean, e.floor) else []
-    fallen = collapse(e.depths, e.floor)
-    wrong = [*_floor(e), *_depth(fallen, conventions)]
+    wrong = [*_floor(e), *_depth(e.fallen, conventions)]
     wrong += [Finding("weights", o.text) for o in e.oddities if o.wrong]
     wrong += _useless(e, conventions)
     lost = e.against is not None and e.against.found == "worse"
     for change, round_ in zip(changes, e.found.rounds, strict=False):
-        also = [round_.comparisons[i].name for i in round_.as_good]
-        as_good = [name for name in also if name != change.name]
-        note = f" (as good on this text: {', '.join(as_good)})" if as_good else ""
-        text = f"{change.name}: {change.difference.mean:+.2f} drafts a step; {change.fix}{note}"
-        wrong.append(Finding("convention", text))
+        wrong.append(Finding("convention", _change(change, round_)))
     if wrong and not changes and all(f.kind in ("floor", "depth") for f in wrong) and not lost:
         wrong.append(Finding("convention", _unexplained(e)))
     notes = [Finding("weights", o.text, sound=True) for o in e.oddities if not o.wrong]
@@ -111,6 +108,18 @@ def _depth(fallen: Depth | None, conventions: Conventions | None) -> list[Findin
     elif at > 2:
         text += f"; draft {at - 1} tokens at most: --num-draft-tokens {at - 1}"
     return [Finding("depth", text)]
+
+
+def _change(change: Comparison, round_: Round) -> str:
+    """Say what a change brings, how to make it, and which others bring as much."""
+    also = [round_.comparisons[i].name for i in round_.as_good]
+    as_good = [name for name in also if name != change.name]
+    note = f" (as good on this text: {', '.join(as_good)})" if as_good else ""
+    there, more = 1 + change.accepted, change.difference.mean
+    return (
+        f"{change.name}: {more:+.2f} drafts a step, {there:.2f} tokens instead of {there - more:.2f}; "
+        f"{change.fix}{note}"
+    )
 
 
 def _useless(e: Evidence, conventions: Conventions | None) -> list[Finding]:

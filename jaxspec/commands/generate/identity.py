@@ -25,7 +25,9 @@ def models_digest(spec: DecodeSpec, target: LoadedModel, drafter: LoadedModel | 
     """Return a digest of the models, their dtype, and how they draft."""
     drafting = dataclasses.asdict(spec.drafting) if drafter else None
     directories = [fingerprint(model.directory) for model in (target, drafter) if model]
-    return _digest([1, directories, spec.target.dtype, drafting])  # 1: of this format
+    quantised = [spec.drafter.storage] if spec.drafter and spec.drafter.formats else []
+    dtypes = spec.target.storage, *quantised
+    return _digest([1, directories, *dtypes, drafting])  # 1: of this format
 
 
 def row_digest(

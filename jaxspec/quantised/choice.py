@@ -1,0 +1,96 @@
+"""Which weights of a model are quantised, and where a format can run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxspec.quantised.formats import named, names
+from jaxspec.records import FieldError, shown
+from pallas_kernels.dispatch import capability
+
+if TYPE_CHECKING:
+    from jaxspec.params import Graph
+
+
+def formats_for(
+    graph: Graph, linears: str | None = None, tables: str | None = None
+) -> dict[str, str]:
+    """Return the format of every weight that is to be quantised, by name.
+
+    Norms, scalars, routers and per-layer inputs stay as they are: they are small, or feel rounding
+    most.
+
+    Args:
+      linears: of linears and experts; None leaves them as they are.
+      tables: of embedding and head, likewise. Where they are one table (a tied head), its rows are
+        rounded on the way in and on the way out.
+    """
+    found = {}
+    for name, about in graph.declared().items():
+        format = tables if about.table else linears
+        if about.summed and format is not None:
+            found[name] = format
+    return found
+
+
+def quantised_graph(
+    graph: Graph, source: str, quantize: str | None, quantize_head: str | None, field: str
+) -> Graph:
+    """Return the graph of a model that is to be quantised while it is loaded.
+
+    Args:
+      graph: of what is stored at `source`.
+      field: how the option that names the format of linears is called.
+
+    Raises:
+      FieldError: a format is not known or does not run here, or the model is quantised already.
+    """
+    asked = {field: quantize, "quantize_head": quantize_head}
+    asked = {name: format for name, format in asked.items() if format is not None}
+    for name, format in asked.items():
+        check_format(name, format)
+    if asked and graph.formats:
+        raise FieldError(
+            next(iter(asked)),
+            lambda name: (
+                f"{source} is quantised already, its weights are {graph.storage}: leave out "
+                f"{' and '.join(name(option) for option in asked)}, or load the model that it was "
+                "made of"
+            ),
+        )
+    for format in {format for _, format in graph.formats}:
+        check_device(field, format)
+    return graph.with_formats(formats_for(graph, quantize, quantize_head)) if asked else graph
+
+
+def check_format(field: str, format: str) -> None:
+    """Refuse a format that weights cannot be quantised to on load, or not for this device.
+
+    Raises:
+      FieldError: naming the option, and what works.
+    """
+    known = names(on_load=True)
+    if format not in known:
+        raise FieldError(field, f"is {shown(format)}; expected one of {', '.join(known)}")
+    check_device(field, format)
+
+
+def check_device(field: str, format: str) -> None:
+    """Refuse a format that the GPU of this machine cannot multiply.
+
+    Raises:
+      FieldError: naming the option, and what works there.
+    """
+    least, found = named(format).least_capability, capability()
+    if found is None or found >= least:
+        return
+    works = [name for name in names(on_load=True) if named(name).least_capability <= found]
+    instead = f"use {' or '.join(works)}" if works else "leave the weights unquantised"
+    kind = jax.devices()[0].device_kind
+    raise FieldError(
+        field,
+        f"is {format}, which needs an NVIDIA GPU of compute capability {least}; {kind} has {found}: "
+        f"{instead}",
+    )

@@ -1,0 +1,90 @@
+"""What a format of quantised weights is, and the registry of all formats."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxspec.shapes import Array, Float, Int
+
+if TYPE_CHECKING:
+    from jaxspec.quantised.array import QuantisedArray
+
+Shape = tuple[int, ...]
+
+
+class FormatError(ValueError):
+    """A format is not known, or cannot be used here. The message says which one can."""
+
+
+class Format(abc.ABC):
+    """How a weight is stored in fewer bits, and multiplied.
+
+    Attributes:
+      name: the name in manifests and in `--quantize`.
+      title: what it is, for people.
+      on_load: whether weights can be quantised to it while they are loaded.
+      least_capability: the compute capability that an NVIDIA GPU must have for it.
+    """
+
+    name: str
+    title: str
+    on_load: bool = True
+    least_capability: float
+
+    @abc.abstractmethod
+    def parts(self, shape: Shape, summed: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes and dtypes of the arrays of a weight, by name."""
+
+    @abc.abstractmethod
+    def axes(self, part: str, ndim: int, summed: tuple[int, ...]) -> tuple[int | None, ...]:
+        """Return for each axis of a part the axis of the weight that it follows.
+
+        A mesh splits the part as it splits that axis. None: the axis is never split.
+        """
+
+    @abc.abstractmethod
+    def quantise(self, x: Float[Array, "..."], summed: tuple[int, ...]) -> dict[str, Array]:
+        """Return the arrays of a weight."""
+
+    @abc.abstractmethod
+    def dequantise(self, weight: QuantisedArray) -> Float[Array, "..."]:
+        """Return the weight as numbers of its dtype."""
+
+    @abc.abstractmethod
+    def multiply(
+        self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
+    ) -> Float[Array, "R *out"]:
+        """Multiply rows by a weight, without writing it out as numbers."""
+
+    @abc.abstractmethod
+    def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
+        """Return rows of a table as numbers."""
+
+
+_FORMATS: dict[str, Format] = {}
+
+
+def register(format: Format) -> Format:
+    """Add a format to the registry, and return it."""
+    assert format.name not in _FORMATS, format.name
+    _FORMATS[format.name] = format
+    return format
+
+
+def names(*, on_load: bool = False) -> tuple[str, ...]:
+    """Return the names of all formats, or of those that weights can be quantised to on load."""
+    return tuple(name for name, f in _FORMATS.items() if f.on_load or not on_load)
+
+
+def named(name: str) -> Format:
+    """Return the format with a name.
+
+    Raises:
+      FormatError: there is none; the message lists the known ones.
+    """
+    if name not in _FORMATS:
+        raise FormatError(f"format {name!r} is not known; expected one of {', '.join(_FORMATS)}")
+    return _FORMATS[name]

@@ -1,0 +1,89 @@
+"""Eight bits a number and a float32 scale per output channel: `int8` and `fp8` (e4m3).
+
+The scale is the largest magnitude of a channel over the largest code, so no code is ever clipped:
+
+    int8    code = round(w / scale),    scale = max |w| / 127     steps of equal size
+    fp8     code = e4m3(w / scale),     scale = max |w| / 448     four significant bits
+
+A product reads the codes, converts them to the dtype of the rows, which is exact, and multiplies the
+float32 sums by the scales. XLA makes the conversion part of the product that reads the codes. So
+nothing is written out in 16 bits (`tests/test_compiled_for_gpu.py`).
+
+The formulas are those of compressed-tensors' `channel` strategy and of vLLM's `fp8_per_channel`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.quantised.array import QuantisedArray
+from jaxspec.quantised.formats import Format, Shape, register
+from jaxspec.shapes import Array, Float, Int
+from pallas_kernels.elementary import precision_of
+
+
+class PerChannel(Format):
+    """Codes of the weight's shape, and a scale for each place of the axes that are not summed."""
+
+    def __init__(self, name: str, title: str, codes: Any, largest: float, least_capability: float):
+        """Make a format whose codes go from -`largest` to `largest`."""
+        self.name, self.title, self.least_capability = name, title, least_capability
+        self.codes_dtype, self.largest = jnp.dtype(codes), largest
+
+    def parts(self, shape: Shape, summed: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+        kept = tuple(size for axis, size in enumerate(shape) if axis not in summed)
+        return {
+            "codes": jax.ShapeDtypeStruct(shape, self.codes_dtype),
+            "scales": jax.ShapeDtypeStruct(kept, jnp.dtype(jnp.float32)),
+        }
+
+    def axes(self, part: str, ndim: int, summed: tuple[int, ...]) -> tuple[int | None, ...]:
+        return tuple(i for i in range(ndim) if part == "codes" or i not in summed)
+
+    def quantise(self, x: Float[Array, "..."], summed: tuple[int, ...]) -> dict[str, Array]:
+        magnitudes = jnp.max(jnp.abs(x), axis=summed, keepdims=True).astype(jnp.float32)
+        scales = magnitudes / np.float32(self.largest)
+        # A channel of zeros has codes of zero, whatever it is divided by.
+        codes = x.astype(jnp.float32) / jnp.where(scales > 0, scales, 1)
+        if jnp.issubdtype(self.codes_dtype, jnp.integer):
+            codes = jnp.round(codes)
+        # The quotient may exceed the largest code by a rounding error, which e4m3 makes NaN.
+        codes = jnp.clip(codes, -self.largest, self.largest).astype(self.codes_dtype)
+        return {"codes": codes, "scales": jnp.squeeze(scales, summed)}
+
+    def dequantise(self, weight: QuantisedArray) -> Float[Array, "..."]:
+        scales = jnp.expand_dims(weight.scales, weight.summed)
+        return (weight.codes.astype(jnp.float32) * scales).astype(weight.dtype)
+
+    def multiply(
+        self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
+    ) -> Float[Array, "R *out"]:
+        meet = tuple(range(1, rows.ndim)), weight.summed
+        assert rows.shape[1:] == tuple(weight.shape[i] for i in weight.summed)
+        sums = lax.dot_general(
+            rows,
+            weight.codes.astype(rows.dtype),
+            (meet, ((), ())),
+            precision=precision_of(rows),
+            preferred_element_type=jnp.float32,
+        )
+        return (sums * weight.scales).astype(dtype)
+
+    def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
+        assert 0 not in weight.summed
+        scales = weight.scales[ids]
+        scales = scales.reshape(*scales.shape, *[1] * len(weight.summed))
+        return (weight.codes[ids].astype(jnp.float32) * scales).astype(weight.dtype)
+
+
+INT8 = register(PerChannel("int8", "8-bit integers, a scale per channel", jnp.int8, 127.0, 8.0))
+
+# Below 8.9 the GPU cannot convert e4m3. XLA then writes the weight out in 16 bits in every step.
+FP8 = register(
+    PerChannel("fp8", "8-bit floats (e4m3), a scale per channel", jnp.float8_e4m3fn, 448.0, 8.9)
+)

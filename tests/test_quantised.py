@@ -1,0 +1,384 @@
+"""Quantised weights: formats against their plain reference, and all that holds weights.
+
+The reference of a format is to dequantise first and to multiply then. `bundled` is the bundled target in
+each format, loaded once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import jaxspec
+from jaxspec import loading, memory, quantised
+from jaxspec.api import BUNDLED
+from jaxspec.configs.base import ConfigError
+from jaxspec.configs.gemma4 import PRESETS
+from jaxspec.families import graph_of, recognise
+from jaxspec.loading import CheckpointError, LoadedModel
+from jaxspec.models.layers import project, table_logits
+from jaxspec.params import Graph
+from jaxspec.quantised import QuantisedArray
+from jaxspec.quantised.array import quantise
+from jaxspec.quantised.choice import formats_for
+from jaxspec.records import FieldError
+from jaxspec.sharding import make_mesh
+from jaxspec.storage import conversion
+from pallas_kernels.experts import cases, experts
+from tests import tiny
+
+FORMATS = ("int8", "fp8")
+# Half a step of the codes, over the largest magnitude of a channel. e4m3 has 3 bits after the point.
+HALF_STEP = {"int8": 0.5 / 127, "fp8": 2.0**-4}
+
+
+def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+# --- formats -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_number_moves_by_more_than_half_a_step_of_its_channel(format):
+    x = random((40, 3, 8)) * jnp.asarray([1.0, 1e-3, 50.0])[:, None]
+    weight = quantise(x, format, (0,))
+    assert weight.scales.shape == (3, 8)
+    assert weight.codes.shape == x.shape
+    largest = np.abs(np.asarray(x)).max(axis=0)
+    assert (np.abs(weight.dequantise() - x) <= HALF_STEP[format] * largest * 1.0001).all()
+    # The largest number of a channel is exact, to rounding of the scale.
+    kept = np.abs(np.asarray(weight.dequantise())).max(axis=0)
+    np.testing.assert_allclose(kept, largest, rtol=1e-6)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_channel_of_zeros_stays_zero_and_no_code_overflows(format):
+    x = np.random.default_rng(0).normal(size=(64, 200)).astype(np.float32)
+    x[:, 0] = 0
+    x[:, 1] = 1e-42  # a subnormal scale
+    weight = quantise(jnp.asarray(x), format, (0,))
+    numbers = np.asarray(weight.dequantise())
+    assert np.isfinite(numbers).all()
+    assert not numbers[:, 0].any()
+
+
+def test_codes_and_scales_are_those_of_the_formulas():
+    """By hand: int8 has 127 steps up to the largest magnitude, e4m3 has 448 and four bits."""
+    x = jnp.asarray([[-2.54, 0.0], [0.0301, 448.0], [1.0, 17.0]])
+    whole = quantise(x, "int8", (0,))
+    np.testing.assert_allclose(whole.scales, [0.02, 448 / 127], rtol=1e-6)
+    assert whole.codes.tolist() == [[-127, 0], [2, 127], [50, 5]]
+    floats = quantise(x, "fp8", (0,))
+    np.testing.assert_allclose(floats.scales, [2.54 / 448, 1.0], rtol=1e-6)
+    # 17 lies between 16 and 18: even, of 16 = 1.000b and 18 = 1.001b, is 16.
+    assert floats.codes.astype(jnp.float32).tolist() == [[-448, 0], [5.5, 448], [176, 16]]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "inputs"), [((24, 5), 1), ((24, 2, 3, 8), 1), ((2, 3, 8, 24), 3)], ids=str
+)
+def test_a_product_equals_dequantise_then_multiply(format, dtype, shape, inputs):
+    rows = random((4, 6, *shape[:inputs]), 1).astype(dtype)
+    weight = quantise(random(shape).astype(dtype), format, tuple(range(inputs)))
+    numbers = unrounded(weight)
+    found = project(rows, weight, inputs=inputs)
+    assert found.dtype == rows.dtype
+    expected = np.tensordot(np.asarray(rows, np.float64), numbers, inputs)
+    # Sums are float32 and rounded once, so one rounding of the result's dtype is all that differs.
+    tolerance = 2e-5 if dtype == "float32" else 2.0**-8 * np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=tolerance)
+
+
+def unrounded(weight: QuantisedArray) -> np.ndarray:
+    """Return the numbers that codes and scales stand for, before any rounding to 16 bits."""
+    scales = np.expand_dims(np.asarray(weight.scales, np.float64), weight.summed)
+    return np.asarray(weight.codes.astype(jnp.float32), np.float64) * scales
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_table_is_looked_up_and_multiplied_as_its_numbers(format):
+    table = quantise(random((30, 16)), format, (1,))
+    numbers, ids = table.dequantise(), jnp.asarray([[3, 29, 0]])
+    np.testing.assert_array_equal(table[ids], numbers[ids])
+    rows = random((2, 5, 16), 1)
+    expected = jnp.einsum("btd,vd->btv", rows, numbers, precision="highest")
+    np.testing.assert_allclose(table_logits(rows, table), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("how", ["reference", "triton"])
+def test_experts_read_codes(format, how):
+    x, logits, scale, gate_up, down = cases.inputs(cases.SMALL, 5, jnp.dtype("float32"))
+    quantised_ones = [quantise(w, format, (1,)) for w in (gate_up, down)]
+    codes, scales = [w.codes for w in quantised_ones], [w.scales for w in quantised_ones]
+    options: dict[str, Any] = dict(top_k=cases.SMALL.top_k, implementation=how)
+    options["interpret"] = how == "triton"
+    found = experts(x, logits, scale, *codes, *scales, **options)
+    numbers = [w.dequantise() for w in quantised_ones]
+    expected = experts(x, logits, scale, *numbers, **options)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
+
+
+def test_experts_refuse_codes_without_scales_and_scales_without_codes():
+    x, logits, scale, gate_up, down = cases.inputs(cases.SMALL, 5, jnp.dtype("float32"))
+    codes = gate_up.astype(jnp.int8), down.astype(jnp.int8)
+    with pytest.raises(ValueError, match="must have one dtype"):
+        experts(x, logits, scale, *codes, top_k=3)
+    scales = gate_up[:, 0], down[:, 0]
+    with pytest.raises(ValueError, match="must be codes"):
+        experts(x, logits, scale, gate_up, down, *scales, top_k=3)
+    with pytest.raises(ValueError, match="given together"):
+        experts(x, logits, scale, *codes, scales[0], top_k=3)
+
+
+# --- models ------------------------------------------------------------------------------------------
+
+
+def test_a_model_computes_with_codes_what_it_computes_with_their_numbers():
+    """26B-A4B's features: experts, k = v, and a tied head that is quantised too."""
+    graph, params = tiny.target("26b-a4b")
+    packed_graph = graph.with_formats(formats_for(graph, "int8", "fp8"))
+    packed = {n: a for name, x in params.items() for n, a in packed_graph.pack(name, x).items()}
+    formats = dict(packed_graph.formats)
+    assert formats["embedder.table"] == "fp8"
+    assert formats["layers.0.experts.down"] == "int8"
+    assert "layers.0.experts.router" not in formats
+    assert "layers.0.pre_mlp_norm" not in formats
+
+    def logits(graph: Graph, params: Any) -> jax.Array:
+        tokens, start = jnp.arange(6, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
+        return graph.bind(params)(tokens, start, jnp.full(1, 6, jnp.int32), None).logits
+
+    run = jax.jit(logits, static_argnums=0)
+    numbers = packed_graph.dequantise(packed)
+    np.testing.assert_allclose(run(packed_graph, packed), run(graph, numbers), rtol=0, atol=2e-3)
+
+
+def test_per_layer_inputs_stay():
+    graph = graph_of(PRESETS["e2b"], "bfloat16")
+    formats = formats_for(graph, "int8", "int8")
+    assert not any("per_layer" in name for name in formats)
+    quantised_bytes = sum(a.size for name, a in graph.abstract_weights().items() if name in formats)
+    # Of E2B's 4.6 billion numbers the table of per-layer inputs has 2.3.
+    assert quantised_bytes > 2.2e9
+
+
+def test_scales_lie_where_their_codes_do():
+    """On a mesh an output that is split has its scales beside it; a split sum has them everywhere."""
+    mesh = AbstractMesh((1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    graph = graph_of(PRESETS["26b-a4b"], "bfloat16")
+    graph = graph.with_formats(formats_for(graph, "int8", "int8"))
+    shardings = graph.shardings(mesh)
+    specs = {name: tuple(s.spec) for name, s in shardings.items()}
+    assert specs["layers.0.attention.qkv.codes"] == (None, "model", None, None)
+    assert specs["layers.0.attention.qkv.scales"] == ("model", None, None)
+    assert specs["layers.0.attention.out.codes"] == ("model", None, None, None)
+    assert specs["layers.0.attention.out.scales"] == (None,)
+    assert specs["layers.0.experts.down.scales"] == ("model", None)
+    assert specs["embedder.table.scales"] == ("model",)
+    for name, array in graph.abstract_params().items():
+        shardings[name].shard_shape(array.shape)  # every split divides
+
+
+def test_memory_counts_a_byte_a_number():
+    """31B in bfloat16 has 61 GB; its linears in int8 leave the embedding and little else as they were."""
+    graph, mesh = graph_of(PRESETS["31b"], "bfloat16"), make_mesh(devices=jax.devices()[:1])
+    whole = memory.weight_bytes(graph, mesh)
+    linears = memory.weight_bytes(graph.with_formats(formats_for(graph, "int8")), mesh)
+    both = memory.weight_bytes(graph.with_formats(formats_for(graph, "int8", "fp8")), mesh)
+    table = 2 * PRESETS["31b"].vocab_size * PRESETS["31b"].hidden_size
+    assert math.isclose(linears, (whole - table) / 2 + table, rel_tol=1e-3)
+    assert math.isclose(both, whole / 2, rel_tol=1e-3)
+
+
+def test_random_weights_are_the_same_numbers_quantised():
+    graph, _ = tiny.target("31b")
+    packed_graph = graph.with_formats(formats_for(graph, "int8"))
+    plain, packed = graph.random_params(3), packed_graph.random_params(3)
+    name = "layers.1.mlp.down"
+    expected = quantise(plain[name], "int8", (0,))
+    np.testing.assert_array_equal(packed[f"{name}.codes"], expected.codes)
+    np.testing.assert_array_equal(packed["final_norm"], plain["final_norm"])
+
+
+# --- loading and storage -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def bundled(request) -> LoadedModel:
+    options = dict(quantize=request.param, quantize_head=request.param)
+    return loading.load_target(str(BUNDLED / "target"), dtype="float32", **options)
+
+
+def same(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(
+        x.dtype == b[name].dtype and np.array_equal(np.asarray(x), np.asarray(b[name]))
+        for name, x in a.items()
+    )
+
+
+def test_a_saved_model_comes_back_to_the_bit_in_any_dtype(bundled, tmp_path):
+    jaxspec.save(tmp_path / "saved", bundled)
+    manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
+    assert manifest["formats"]["layers.0.mlp.down"] in FORMATS
+    assert (manifest["dtype"], manifest["compute_dtype"], manifest["cache_dtype"]) == (
+        "float32",
+    ) * 3
+    back = loading.load_target(str(tmp_path / "saved"), dtype="float32")
+    assert same(back.params, bundled.params)
+    assert back.graph == bundled.graph
+    narrow = loading.load_target(str(tmp_path / "saved"), dtype="bfloat16")
+    assert narrow.params["layers.0.mlp.down.scales"].dtype == jnp.float32
+    assert narrow.params["final_norm"].dtype == jnp.bfloat16
+    assert np.array_equal(
+        narrow.params["layers.0.mlp.down.codes"], bundled.params["layers.0.mlp.down.codes"]
+    )
+    on_mesh = loading.load_target(
+        str(tmp_path / "saved"), dtype="float32", mesh=make_mesh(devices=jax.devices()[:1])
+    )
+    assert same(on_mesh.params, bundled.params)
+
+
+def test_converting_quantises_as_loading_does(tmp_path):
+    whole = loading.load_target(str(BUNDLED / "target"), dtype="float32")
+    jaxspec.save_hf(tmp_path / "hf", whole)
+    made = conversion.convert(tmp_path / "hf", tmp_path / "int8", quantize="int8")
+    assert made.parameters == len(whole.params)
+    stored = loading.load_target(str(tmp_path / "int8"), dtype="float32")
+    loaded = loading.load_target(str(tmp_path / "hf"), dtype="float32", quantize="int8")
+    assert same(stored.params, loaded.params)
+    assert "embedder.table" in stored.params
+    mesh = make_mesh(devices=jax.devices()[:1])
+    placed = loading.load_target(str(tmp_path / "hf"), dtype="float32", quantize="int8", mesh=mesh)
+    assert same(placed.params, loaded.params)
+    with pytest.raises(CheckpointError, match="original numbers"):
+        conversion.to_hf(tmp_path / "int8", tmp_path / "back")
+    with pytest.raises(FieldError, match="quantised already, its weights are int8 and float32"):
+        loading.load_target(str(tmp_path / "int8"), dtype="float32", quantize="fp8")
+
+
+def test_loading_holds_one_weight_as_numbers_at_a_time(monkeypatch):
+    """31B as numbers has 61 GB, which no 40 GB device could hold beside its codes."""
+    held, before = [], sum(a.nbytes for a in jax.live_arrays())
+    pack = Graph.pack
+
+    def watched(graph: Graph, name: str, weight: jax.Array) -> Any:
+        held.append(sum(a.nbytes for a in jax.live_arrays()) - before)
+        return pack(graph, name, weight)
+
+    monkeypatch.setattr(Graph, "pack", watched)
+    model = loading.load_target(str(BUNDLED / "target"), dtype="float32", quantize="int8")
+    codes = sum(a.nbytes for a in model.params.values())
+    largest = max(4 * w.size for w in model.graph.abstract_weights().values())
+    assert held
+    assert max(held) <= codes + largest
+
+
+def test_swapped_weights_may_be_quantised_arrays(bundled):
+    nested: dict[str, Any] = dict(bundled.graph.weights(bundled.params))
+    assert isinstance(nested["layers.0.mlp.down"], QuantisedArray)
+    assert same(bundled.with_params(nested).params, bundled.params)
+
+
+def test_a_model_refuses_codes_of_another_format(bundled):
+    other = "fp8" if "int8" in bundled.graph.storage else "int8"
+    graph = bundled.graph.unquantised()
+    graph = graph.with_formats(dict.fromkeys(dict(bundled.graph.formats), other))
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down\.codes: .*, expected"):
+        graph.check(bundled.params)
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down: missing"):
+        bundled.graph.unquantised().check(bundled.params)
+
+
+# --- what is refused ---------------------------------------------------------------------------------
+
+
+def test_unknown_formats_are_refused_with_those_that_are_known():
+    with pytest.raises(FieldError, match="quantize is 'int3'; expected one of int8, fp8"):
+        jaxspec.load(quantize="int3")
+    with pytest.raises(FieldError, match="quantize_drafter was given, but there is no drafter"):
+        jaxspec.load(drafter="none", quantize_drafter="int8")
+    with pytest.raises(quantised.FormatError, match="'q4_k' is not known"):
+        quantised.named("q4_k")
+    with pytest.raises(ValueError, match=r"has no weight final_norm to quantise"):
+        tiny.target("31b")[0].with_formats({"final_norm": "int8"})
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quantised, AWQ"),
+        ({"quant_method": "gptq"}, "GPTQ"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "compressed-tensors 'pack-quantized', 4-bit groups",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVIDIA ModelOpt 'NVFP4'"),
+        ({"quant_method": "exl3"}, "by a method that is not known, 'exl3'"),
+        ("int4", "as 'int4'"),
+    ],
+)
+def test_files_in_formats_that_are_not_read_are_refused_by_name(values, named):
+    """Also of drafters, and where a multimodal config says it of its text part."""
+    for config in (
+        {"model_type": "gemma4_text", "quantization_config": values},
+        {"model_type": "gemma4", "text_config": {"quantization_config": values}},
+        {"architectures": ["DFlashDraftModel"], "quantization_config": values},
+    ):
+        with pytest.raises(ConfigError, match=f"{named}.* not read yet; take .*--quantize int8"):
+            recognise(config)
+
+
+@pytest.mark.parametrize(
+    ("format", "found", "said"),
+    [
+        ("fp8", 8.0, "8.9; .* has 8.0: use int8"),
+        ("int8", 7.5, "8.0; .* has 7.5: leave the weights"),
+    ],
+)
+def test_a_gpu_too_old_is_refused_with_what_works_there(monkeypatch, format, found, said):
+    """An A100 has no e4m3: XLA would write each weight out in bfloat16 in every step."""
+    monkeypatch.setattr("jaxspec.quantised.choice.capability", lambda: found)
+    with pytest.raises(FieldError, match=f"is {format}, which needs .* capability {said}"):
+        jaxspec.load(quantize=format)
+
+
+def test_a_manifest_with_an_unknown_format_is_refused(bundled, tmp_path):
+    jaxspec.save(tmp_path / "saved", bundled)
+    file = tmp_path / "saved" / "manifest.json"
+    values = json.loads(file.read_text())
+    for wrong, said in (
+        ({"layers.0.mlp.down": "int5"}, "formats is .*, which no conversion writes"),
+        ({"final_norm": "int8"}, "no weight final_norm to quantise"),
+    ):
+        file.write_text(json.dumps({**values, "formats": wrong}))
+        with pytest.raises(CheckpointError, match=said):
+            loading.load_target(str(tmp_path / "saved"), dtype="float32")
+
+
+# --- decoding ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["dflash", "mtp"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_decoding_is_lossless_against_the_quantised_target(format, drafter):
+    """Plain and speculative passes multiply the same codes, so they choose the same tokens."""
+    pair = jaxspec.load(drafter=drafter, quantize=format, quantize_head=format, dtype="float32")
+    prompts = ["def read_config(path):", "class Queue:\n    def __init__(self", "import os\n"]
+    options: dict[str, Any] = dict(max_new_tokens=48, batch_size=3)
+    speculative = pair.generate(prompts, **options)
+    plain = pair.plain().generate(prompts, **options)
+    assert [g.token_ids for g in speculative] == [g.token_ids for g in plain]
+    assert max(g.acceptance_length for g in speculative) > 1.5
