@@ -11,11 +11,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import jaxspec
+from jaxspec import chat
 from jaxspec.records import FieldError
 from jaxspec.serving import generating
 from jaxspec.serving.door import Door, told_of
@@ -118,15 +119,18 @@ class _Routes:
 
     async def completions(self, request: Request) -> Any:
         asked = await self._read(request, CompletionAsked)
-        return await self._generate(request, generating.TEXT, asked, self._served.completion(asked))
+        # A long prompt takes a while to become tokens; streams go on meanwhile.
+        wish = await asyncio.to_thread(self._served.completion, asked)
+        return await self._generate(request, generating.TEXT, asked, wish)
 
     async def chat(self, request: Request) -> Any:
         asked = await self._read(request, ChatAsked)
-        return await self._generate(request, generating.CHAT, asked, self._served.chat(asked))
+        wish = await asyncio.to_thread(self._served.chat, asked)
+        return await self._generate(request, generating.CHAT, asked, wish)
 
     async def responses(self, request: Request) -> Any:
         asked = await self._read(request, ResponsesAsked)
-        wish = wish_of(self._served, asked)
+        wish = await asyncio.to_thread(wish_of, self._served, asked)
         reply = ResponsesReply(self._served, self._opened, self._scorer, asked, wish)
         return await self._send(request, reply, asked, wish)
 
@@ -153,6 +157,14 @@ class _Routes:
 
     async def tokenize(self, request: Request) -> Response:
         asked = await self._read(request, TokenizeAsked)
+        return JSONResponse(await asyncio.to_thread(self._tokens, asked))
+
+    def _tokens(self, asked: TokenizeAsked) -> dict[str, Any]:
+        """Return the reply of /tokenize.
+
+        Raises:
+          ApiError: there is no text, or it cannot be read.
+        """
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "expected either prompt or messages", param="prompt")
         if asked.prompt is not None:
@@ -162,7 +174,7 @@ class _Routes:
             try:
                 ids = self._served.conversation(
                     asked.messages or [],
-                    asked.tools or [],
+                    chat.choose(asked.tools).tools,
                     asked.chat_template_kwargs,
                     asked.add_generation_prompt is not False,
                 )
@@ -175,7 +187,7 @@ class _Routes:
         }
         if asked.return_token_strs:
             made["token_strs"] = [self._served.tokenizer.backend.id_to_token(i) for i in ids]
-        return JSONResponse(made)
+        return made
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self._read(request, DetokenizeAsked)
@@ -199,6 +211,8 @@ class _Routes:
                     if len(body) > most:
                         said = f"the body has more than {settings.max_body_mib} MiB"
                         raise ApiError(413, said, headers={"Connection": "close"})
+        except ClientDisconnect:
+            raise ClientGone from None
         except TimeoutError:
             said = f"the body did not come in {settings.client_timeout:g} s"
             raise ApiError(408, said, headers={"Connection": "close"}) from None

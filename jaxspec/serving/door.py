@@ -12,6 +12,7 @@ import time
 import uuid
 from typing import Any
 
+from h11 import LocalProtocolError
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -67,6 +68,8 @@ class Door:
                 await reply(scope, receive, tell)
         except TimeoutError:
             log["error"] = "the client did not read"
+        except LocalProtocolError:
+            log["error"] = "the client broke HTTP, and the connection is over"
         except Exception:
             LOG.exception("request %s failed", name)
             if not status:
