@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out, over a fixed batch of slots that are refilled as rows finish.
 
-Read `Engine.step`. A step admits waiting requests to free slots and reads their prompts; where there is none to
-admit, it runs the compiled decode loop for a few steps. Then it looks at what came. `Engine.run` decodes a list
-of requests by such steps. Which arrays and programs that takes is `runtime`'s business.
+Read `Engine.step`. A step looks at what the device did and gives it its next work, which is `scheduler`'s choice:
+a pass over prompts of waiting requests, or some steps of the compiled decode loop. `Engine.run` decodes a list of
+requests by such steps. Which arrays and programs that takes is `runtime`'s business.
 
 Prompts that wait together share passes, as many as fill the device. Other shapes round otherwise, so a row's last
 bits may depend on who waited beside it. With `invariant=True` they do not: then the shapes of all passes over a row
@@ -11,21 +11,18 @@ follow from its own prompt's length alone. A request's draws follow from its own
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import memory
 from jaxspec.chosen_length import ChosenLength
 from jaxspec.loading import LoadedModel
-from jaxspec.prefill import PromptReader, bucket, chunk_of, rows_ahead, rows_bucket
+from jaxspec.prefill import bucket, rows_ahead, rows_bucket
 from jaxspec.records import ChooseLength, Drafting, Extras, FieldError, at_least
 from jaxspec.requests import (
     Completion,
@@ -37,9 +34,9 @@ from jaxspec.requests import (
     refused,
 )
 from jaxspec.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
+from jaxspec.scheduler import Scheduler
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, own_context
-from jaxspec.slots import Slots
 from jaxspec.state import DecodeSpec
 
 STOP_IDS = 4
@@ -126,8 +123,7 @@ class Engine:
         self._names = 0  # ids that were made up
         # Several devices, or several processes, need their programs in one order, which one thread keeps.
         self._pool = ThreadPoolExecutor(1, "jaxspec") if self.mesh.size == 1 else None
-        self._busy: Slots | None = None  # whose state the device has
-        self.reset()
+        self._begin()
 
     @classmethod
     def fitting(
@@ -215,7 +211,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests that have a slot."""
-        return self.batch_size - len(self._slots.free)
+        return self.batch_size - len(self._scheduler.slots.free)
 
     @property
     def timings(self) -> Timings:
@@ -289,8 +285,9 @@ class Engine:
         elif name in self._live:
             raise FieldError("id", f"{name!r} belongs to a request that is not done; give another")
         self._live.add(name)
-        place = bisect_right(self._waiting, request.priority, key=lambda r: r.priority)
-        self._waiting.insert(place, dataclasses.replace(request, id=name))
+        waiting = self._scheduler.waiting
+        place = bisect_right(waiting, request.priority, key=lambda r: r.priority)
+        waiting.insert(place, dataclasses.replace(request, id=name))
         return name
 
     def cancel(self, id: Hashable) -> None:
@@ -301,20 +298,9 @@ class Engine:
         Raises:
           FieldError: there is no such request, or it is done.
         """
-        for request in self._waiting:
-            if request.id == id:
-                self._waiting.remove(request)
-                self._ended.append(Completion(id, finish_reason="cancelled"))
-                return
-        for slots in self._all_slots:
-            if (place := slots.place_of(id)) is not None:
-                row = slots.rows[place]
-                assert row is not None
-                self._ended.append(row.completion("cancelled"))
-                if slots is self._reading:
-                    self._reader.forget(place)
-                slots.rows[place] = None  # the device hears of it after what it does now
-                return
+        if (done := self._scheduler.cancel(id)) is not None:
+            self._ended.append(done)
+            return
         raise FieldError("id", f"{id!r} belongs to no request that waits or runs")
 
     @property
@@ -332,20 +318,7 @@ class Engine:
         events: list[Update | Completion] = [*self._ended]
         self._ended.clear()
         with own_context(self.mesh):
-            if self._busy is not None:
-                events += self._look()
-            if self._ahead is not None:
-                self._hand_over(self._ahead)
-            if self._ahead is None or not self._slots.read or self._is_time_to_read():
-                self._admit()
-            if self._is_time_to_read():
-                self._read()
-            elif self._slots.read:
-                self._decode()
-            if (
-                self._ahead is not None and self._busy is not self._ahead
-            ):  # while the device decodes
-                self._admit()
+            events += self._scheduler.step(self.steps_per_return)
         for event in events:
             if isinstance(event, Completion):
                 self._live.discard(event.id)
@@ -356,22 +329,8 @@ class Engine:
         """Compile every program, and time all verify lengths. Later requests compile nothing; idle engines only."""
         if not self.is_idle:
             raise ValueError("warm_up needs an idle engine: call step until is_idle, or reset")
-        runtime, reading, running = self.runtime, self._reading, self._slots
         with own_context(self.mesh):
-            reading.admit({})
-            for rows, width in runtime.shapes.all():
-                chunk = chunk_of({}, rows, width, reading.count)
-                reading.state = runtime.feed(reading.state, chunk)
-            if reading is not running:
-                running.state = runtime.insert(running.state, reading.state, 0, 0)
-            running.state = self.chosen_length.measure(runtime.decode(running.state, 1))
-            for slots in self._all_slots:
-                nobody = np.zeros(slots.count, bool)
-                slots.state = runtime.retire(slots.state, nobody)
-                slots.state = runtime.clear(slots.state, nobody)
-            for slots, steps in ((reading, 0), (running, self.steps_per_return)):
-                slots.start(None, steps, lambda state: state)
-                slots.wait()
+            self._scheduler.warm_up(self.steps_per_return)
 
     def run(self, requests: Sequence[Request]) -> Iterator[Update | Completion]:
         """Decode all requests, yielding updates as tokens come and one completion for each.
@@ -413,97 +372,16 @@ class Engine:
 
     def reset(self) -> None:
         """Forget all requests and give back the memory of the caches; the next request gets new ones."""
-        if self._busy is not None:
-            with contextlib.suppress(
-                Exception
-            ):  # whoever waited for it has heard, or does not care
-                self._busy.wait()
-        self._waiting: deque[Request] = deque()
+        self._scheduler.close()
+        self._begin()
+
+    def _begin(self) -> None:
         self._live: set[Hashable] = set()  # ids of what is not told to be done
         self._ended: list[Completion] = []  # not told yet
-        self._slots = Slots(self.runtime, self.batch_size, self.num_stop_ids)
-        self._ahead: Slots | None = None
-        if self.read_ahead:
-            self._ahead = Slots(self.runtime, self.read_ahead, self.num_stop_ids)
-        self._reader = PromptReader(self.runtime.shapes)
-        self._busy = None
-        self._read_since = 0  # prompt tokens since rows decoded, padding included
-
-    # --- a step --------------------------------------------------------------------------------------
-
-    @property
-    def _reading(self) -> Slots:
-        """Where prompts are read."""
-        return self._slots if self._ahead is None else self._ahead
-
-    @property
-    def _all_slots(self) -> list[Slots]:
-        return [self._slots] if self._ahead is None else [self._slots, self._ahead]
-
-    @property
-    def _worth_reading(self) -> int:
-        """For how many free slots decoding stops to read prompts into them; 0 where nobody waits."""
-        lengths = (len(request.prompt_ids) for request in self._waiting)
-        return self.runtime.shapes.worth_reading(lengths)
-
-    def _hand_over(self, ahead: Slots) -> None:
-        """Give free slots to requests whose prompts were read ahead."""
-        if pairs := dict(zip(ahead.read, self._slots.free, strict=False)):
-            self._slots.take(ahead, pairs)
-
-    def _admit(self) -> None:
-        """Give rows to requests that wait; their prompts are read next."""
-        if self._ahead is None and (
-            self._reader.unread
-            or (self._slots.read and len(self._slots.free) < self._worth_reading)
-        ):
-            return
-        new = {place: self._waiting.popleft() for place in self._reading.free[: len(self._waiting)]}
-        if new:
-            self._reading.admit(new)
-            self._reader.start({place: request.prompt_ids for place, request in new.items()})
-
-    def _is_time_to_read(self) -> bool:
-        """Tell whether a pass over prompts comes next; rows that decode wait for it."""
-        if not self._reader.unread or not self._slots.read:
-            return bool(self._reader.unread)
-        if self.max_prefill_tokens is not None and self._read_since >= self.max_prefill_tokens:
-            return False
-        # Read ahead, prompts wait for a slot, and not a slot for prompts. An eighth of them is kept ready.
-        return self._ahead is None or len(self._ahead.read) < max(1, self._ahead.count // 8)
-
-    def _read(self) -> None:
-        """Send a pass over prompts to the device."""
-        chunk, ended = self._reader.next_chunk()
-        self._read_since += chunk.tokens.size
-        for place in ended:
-            row = self._reading.rows[place]
-            assert row is not None
-            row.is_read = True
-        self._busy = self._reading
-        self._busy.start(self._pool, 0, self.runtime.feeding(self._busy.state, chunk))
-
-    def _decode(self) -> None:
-        """Send some steps to the device; it does fewer when rows end that others wait for."""
-        active, until = len(self._slots.read), 0
-        if self._ahead is not None and self._ahead.read:
-            until = active - 1
-        elif self._ahead is None and self._waiting and not self._reader.unread:
-            until = max(0, active + len(self._slots.free) - self._worth_reading)
-        self._read_since = 0
-        most, self._busy = self.steps_per_return, self._slots
-        steps, length = self.chosen_length.next(self._busy.requests, most)
-        call = self.runtime.decoding(self._busy.state, steps, until, length)
-        self._busy.start(self._pool, most, call)
-
-    def _look(self) -> list[Update | Completion]:
-        """Wait for what the device does, and tell what came of it."""
-        assert self._busy is not None
-        slots, self._busy = self._busy, None
-        taken_s = slots.wait()
-        if self._read_since:
-            self.timings.prefill_s += taken_s
-        else:
-            self.timings.decode_s += taken_s
-            self.chosen_length.learn(slots.new_acceptance_lengths, taken_s)
-        return slots.look()
+        self._scheduler = Scheduler(
+            self.runtime,
+            self.chosen_length,
+            self._pool,
+            num_stop_ids=self.num_stop_ids,
+            max_prefill_tokens=self.max_prefill_tokens,
+        )

@@ -1,0 +1,187 @@
+"""What the device does next: passes over prompts, or steps of the rows that decode.
+
+Read `Scheduler.step`. Requests that wait get rows; their prompts are read in passes that fill the device; then they
+decode, and whoever is done frees a slot. `slots` says what a row got, and `engine` what a request is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Hashable
+from concurrent.futures import Executor
+
+import numpy as np
+
+from jaxspec.chosen_length import ChosenLength
+from jaxspec.prefill import PromptReader, chunk_of
+from jaxspec.requests import Completion, Request, Update
+from jaxspec.runtime import Runtime
+from jaxspec.slots import Slots
+
+
+class Scheduler:
+    """Requests that wait or run, and the device's work for them.
+
+    Args:
+      pool: who waits for the device; None: the caller does.
+      max_prefill_tokens: prompt tokens that are read before rows decode on; None for all that wait for a slot.
+
+    Attributes:
+      waiting: requests without a row, in their order.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        chosen_length: ChosenLength,
+        pool: Executor | None,
+        *,
+        num_stop_ids: int,
+        max_prefill_tokens: int | None,
+    ):
+        self.runtime, self.chosen_length, self.pool = runtime, chosen_length, pool
+        self.max_prefill_tokens = max_prefill_tokens
+        self.waiting: deque[Request] = deque()
+        self.slots = Slots(runtime, runtime.batch_size, num_stop_ids)
+        self.ahead: Slots | None = None  # where prompts are read before they have a slot
+        if runtime.read_ahead:
+            self.ahead = Slots(runtime, runtime.read_ahead, num_stop_ids)
+        self._reader = PromptReader(runtime.shapes)
+        self._busy: Slots | None = None  # whose state the device has
+        self._read_since = 0  # prompt tokens since rows decoded, padding included
+
+    def step(self, most_steps: int) -> list[Update | Completion]:
+        """Wait for what the device does, give it its next work, and say what came.
+
+        Args:
+          most_steps: decode steps of that work.
+        """
+        events = [] if self._busy is None else self._look()
+        if self.ahead is not None and (
+            pairs := dict(zip(self.ahead.read, self.slots.free, strict=False))
+        ):
+            self.slots.take(self.ahead, pairs)
+        if self.ahead is None or not self.slots.read or self._is_time_to_read():
+            self._admit()
+        if self._is_time_to_read():
+            self._read()
+        elif self.slots.read:
+            self._decode(most_steps)
+        if self.ahead is not None and self._busy is not self.ahead:
+            self._admit()  # while the device decodes
+        return events
+
+    def cancel(self, id: Hashable) -> Completion | None:
+        """Free what a request has, and return what it got; None where there is no such request."""
+        for request in self.waiting:
+            if request.id == id:
+                self.waiting.remove(request)
+                return Completion(id, finish_reason="cancelled")
+        for slots in self._all:
+            if (place := slots.place_of(id)) is not None:
+                row = slots.rows[place]
+                assert row is not None
+                if slots is self._reading:
+                    self._reader.forget(place)
+                slots.rows[place] = None  # the device hears of it after what it does now
+                return row.completion("cancelled")
+        return None
+
+    def warm_up(self, most_steps: int) -> None:
+        """Compile every program, and time all verify lengths; nobody may wait or run."""
+        runtime, reading, running = self.runtime, self._reading, self.slots
+        reading.admit({})
+        for rows, width in runtime.shapes.all():
+            chunk = chunk_of({}, rows, width, reading.count)
+            reading.state = runtime.feed(reading.state, chunk)
+        if reading is not running:
+            running.state = runtime.insert(running.state, reading.state, 0, 0)
+        running.state = self.chosen_length.measure(runtime.decode(running.state, 1))
+        for slots in self._all:
+            nobody = np.zeros(slots.count, bool)
+            slots.state = runtime.retire(slots.state, nobody)
+            slots.state = runtime.clear(slots.state, nobody)
+        for slots, steps in ((reading, 0), (running, most_steps)):
+            slots.start(None, steps, lambda state: state)
+            slots.wait()
+
+    def close(self) -> None:
+        """Wait until the device is done with what it was sent."""
+        if self._busy is not None:
+            with contextlib.suppress(
+                Exception
+            ):  # whoever waited for it has heard, or does not care
+                self._busy.wait()
+            self._busy = None
+
+    @property
+    def _reading(self) -> Slots:
+        """Where prompts are read."""
+        return self.slots if self.ahead is None else self.ahead
+
+    @property
+    def _all(self) -> list[Slots]:
+        return [self.slots] if self.ahead is None else [self.slots, self.ahead]
+
+    @property
+    def _worth_reading(self) -> int:
+        """For how many free slots decoding stops to read prompts into them; 0 where nobody waits."""
+        lengths = (len(request.prompt_ids) for request in self.waiting)
+        return self.runtime.shapes.worth_reading(lengths)
+
+    def _admit(self) -> None:
+        """Give rows to requests that wait; their prompts are read next."""
+        if self.ahead is None and (
+            self._reader.unread or (self.slots.read and len(self.slots.free) < self._worth_reading)
+        ):
+            return
+        new = {place: self.waiting.popleft() for place in self._reading.free[: len(self.waiting)]}
+        if new:
+            self._reading.admit(new)
+            self._reader.start({place: request.prompt_ids for place, request in new.items()})
+
+    def _is_time_to_read(self) -> bool:
+        """Tell whether a pass over prompts comes next; rows that decode wait for it."""
+        if not self._reader.unread or not self.slots.read:
+            return bool(self._reader.unread)
+        if self.max_prefill_tokens is not None and self._read_since >= self.max_prefill_tokens:
+            return False
+        # Read ahead, prompts wait for a slot, and not a slot for prompts. An eighth of them is kept ready.
+        return self.ahead is None or len(self.ahead.read) < max(1, self.ahead.count // 8)
+
+    def _read(self) -> None:
+        """Send a pass over prompts to the device."""
+        chunk, ended = self._reader.next_chunk()
+        self._read_since += chunk.tokens.size
+        for place in ended:
+            row = self._reading.rows[place]
+            assert row is not None
+            row.is_read = True
+        self._busy = self._reading
+        self._busy.start(self.pool, 0, self.runtime.feeding(self._busy.state, chunk))
+
+    def _decode(self, most_steps: int) -> None:
+        """Send some steps to the device; it does fewer when rows end that others wait for."""
+        active, until = len(self.slots.read), 0
+        if self.ahead is not None and self.ahead.read:
+            until = active - 1
+        elif self.ahead is None and self.waiting and not self._reader.unread:
+            until = max(0, active + len(self.slots.free) - self._worth_reading)
+        self._read_since = 0
+        self._busy = self.slots
+        steps, length = self.chosen_length.next(self._busy.requests, most_steps)
+        call = self.runtime.decoding(self._busy.state, steps, until, length)
+        self._busy.start(self.pool, most_steps, call)
+
+    def _look(self) -> list[Update | Completion]:
+        """Wait for what the device does, and tell what came of it."""
+        assert self._busy is not None
+        slots, self._busy = self._busy, None
+        taken_s = slots.wait()
+        if self._read_since:
+            self.runtime.timings.prefill_s += taken_s
+        else:
+            self.runtime.timings.decode_s += taken_s
+            self.chosen_length.learn(slots.new_acceptance_lengths, taken_s)
+        return slots.look()
