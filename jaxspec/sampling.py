@@ -305,26 +305,28 @@ def logprobs_of(
       top: how many of the target's best tokens to return too.
     """
 
-    def of(logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+    def of(
+        logits: Float[Array, "B T V"], *, top: int = 0
+    ) -> tuple[Array, Array | None, Array | None]:
+        """Return the log-probability of each token, and the ids and log-probabilities of the best ones."""
         # Both terms are measured from the best logit, and so are small: logits of 48 are rounded to 4e-6.
         best = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         best = jnp.where(jnp.isfinite(best), best, 0.0)
+        total = jnp.log(jnp.sum(jnp.exp(logits - best), axis=-1))
         chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=-1) - best
-        return chosen[:, :, 0] - jnp.log(jnp.sum(jnp.exp(logits - best), axis=-1))
+        if not top:
+            return chosen[:, :, 0] - total, None, None
+        values, ids = lax.top_k(logits, top)
+        return chosen[:, :, 0] - total, ids, values - best - total[:, :, None]
 
     def shaped() -> Float[Array, "B T"]:
-        return jnp.where(
-            sampling.temperature[:, None] > 0, of(shape_logits(adjusted, sampling)), 0.0
-        )
+        of_sampled = of(shape_logits(adjusted, sampling))[0]
+        return jnp.where(sampling.temperature[:, None] > 0, of_sampled, 0.0)
 
     any_samples = jnp.any(sampling.temperature > 0)
     none = lax.full_like(logits, 0, shape=tokens.shape)
-    result = Logprobs(of(logits), lax.cond(any_samples, shaped, lambda: none))
-    if not top:
-        return result
-    values, ids = lax.top_k(logits, top)
-    values -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return dataclasses.replace(result, top_ids=ids, top_values=values)
+    target, top_ids, top_values = of(logits, top=top)
+    return Logprobs(target, lax.cond(any_samples, shaped, lambda: none), top_ids, top_values)
 
 
 def _ordered_bits(x: Float[Array, "..."]) -> Array:

@@ -187,6 +187,9 @@ def test_every_command_loads_as_it_is_told(
         "offline": True,
         "dtype": "bfloat16",
         "mesh": None,
+        "quantize": None,
+        "quantize_head": None,
+        "quantize_drafter": None,
     }
 
 
