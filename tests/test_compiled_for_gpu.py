@@ -114,6 +114,9 @@ def small(preset: str, drafts: str) -> DecodeSpec:
 
     Assistants ("mtp", "mtp tree") stay whole: they are small, and their four layers read these two.
     """
+    drafts, _, verified = drafts.partition(", ")
+    if verified:
+        return small(preset, drafts).verifying({"none verified": 0, "3 verified": 3}[verified])
     layers = ("sliding", "full")
     target = dataclasses.replace(TARGET_PRESETS[preset], layer_types=layers, num_kv_shared_layers=0)
     if drafts.startswith("mtp"):
@@ -211,6 +214,9 @@ def big_moves(hlo: str, limit_bytes: int = LIMIT_BYTES) -> list[str]:
         ("26b-a4b", 1, "mtp tree", 48),
         ("31b", 1, "mtp", 32),
         ("31b", 1, "mtp tree", 48),
+        ("26b-a4b", 8, "chain, none verified", 64),
+        ("31b", 1, "chain, 3 verified", 64),
+        ("31b", 8, "mtp, none verified", 64),
     ],
 )
 def test_the_loop_copies_neither_weights_nor_caches(
@@ -225,6 +231,23 @@ def test_the_loop_copies_neither_weights_nor_caches(
     assert "/qkv/pallas_call" in hlo  # it writes the caches, unless that is a tree's `keep_rows`
     assert "/add_norm/pallas_call" in hlo
     assert big_moves(hlo) == []
+
+
+def test_a_row_that_was_read_ahead_is_copied_and_nothing_else() -> None:
+    """Caches of the slots stay in place, and no second copy of a row is made on the way."""
+    spec = small("26b-a4b", "chain")
+    make = functools.partial(
+        states.init_state, cache_length=2048, num_stop_ids=4, cache_dtype=jnp.dtype("bfloat16")
+    )
+    state, ahead = (jax.eval_shape(lambda rows=rows: make(spec, rows)) for rows in (32, 16))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    insert = jax.jit(states.insert, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
+    with jax.sharding.use_abstract_mesh(NAMED_H200):
+        compiled = insert.lower(*on_h200((state, ahead, number, number))).compile()
+    memory = compiled.memory_analysis()
+    print(memory)
+    assert memory.alias_size_in_bytes >= cache_bytes((state.caches, state.drafter))
+    assert memory.temp_size_in_bytes < 1 << 20
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
