@@ -49,8 +49,8 @@ class ChosenLength:
     """
 
     def __init__(self, runtime: Runtime, choose: str, *, invariant: bool):
-        if choose not in ("greedy", "always", "never"):
-            raise FieldError("choose_length", f'is {choose!r}; it is "greedy", "always" or "never"')
+        if choose not in ("exact", "always", "never"):
+            raise FieldError("choose_length", f'is {choose!r}; it is "exact", "always" or "never"')
         if choose == "always" and invariant:
             raise FieldError(
                 "choose_length",
@@ -63,6 +63,8 @@ class ChosenLength:
         self.chooser: Chooser | None = None
         spec = runtime.spec
         fixed = choose == "never" or invariant or spec.tree is not None
+        # In other dtypes passes of other widths may part at near-ties.
+        fixed |= choose == "exact" and spec.target.dtype != "float32"
         if spec.num_draft_tokens and not fixed and jax.process_count() == 1:
             lengths = ladder(spec.num_draft_tokens)
             self.chooser = Chooser(lengths, compiled=lengths[-1:])

@@ -84,7 +84,7 @@ class Engine:
         max_prefill_tokens: int | None = None,
         read_ahead: int | None = None,
         invariant: bool = False,
-        choose_length: ChooseLength = "greedy",
+        choose_length: ChooseLength = "exact",
         programs: Programs | None = None,
     ):
         for name, value in (

@@ -21,17 +21,17 @@ from typing import Any, Literal, Protocol
 
 Verification = Literal["standard", "block"]
 
-ChooseLength = Literal["greedy", "always", "never"]
+ChooseLength = Literal["exact", "always", "never"]
 """When an engine chooses how many drafts a step verifies.
 
-    greedy   while all running rows are greedy: their tokens are the same, whatever is verified
-    always   with sampled rows too: they keep the target's distribution, but their text depends on what was
-             chosen, and so on how quick the machine was
+    exact    while all running rows are greedy, in float32: their tokens are the same, whatever is verified
+    always   in bfloat16 and with sampled rows too: rows keep the target's distribution, greedy ones but at near-ties;
+             but their text depends on what was chosen, and so on how quick the machine was
     never    all drafts are verified
 """
 CHOOSE_LENGTH_HELP = (
-    "Verify as many drafts a step as is quickest, down to none: while all running rows are greedy; always, so that "
-    "a sampled text depends on the machine's speed; or never."
+    "Verify as many drafts a step as is quickest, down to none: where that changes no text, which is for greedy rows "
+    "in float32; always, so that a text may depend on the machine's speed; or never."
 )
 
 

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from jaxspec.chosen_length import ChosenLength
 from jaxspec.drafters.base import Draft
 from jaxspec.records import FieldError, Tree
 from jaxspec.requests import Request, admission
+from jaxspec.runtime import Runtime
 from jaxspec.sharding import own_context
 from jaxspec.state import DecodeState
 from jaxspec.verify_length import Acceptance, Choice, Chooser, Costs, ladder
@@ -278,8 +280,12 @@ def test_where_no_length_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for options in fixed:
         assert c.engine("mixed", **options).chosen_length.used == {}
     assert c.engine(None).chosen_length.used == {}
+    halved = mock.Mock(spec=Runtime)
+    halved.batch_size, halved.spec = 4, c.engine("mixed").runtime.spec.of_dtype("bfloat16")
+    assert ChosenLength(halved, "exact", invariant=False).used == {}
+    assert ChosenLength(halved, "always", invariant=False).used.keys() == {0, 1, 3, 4}
     for word, invariant, message in (
-        ("sometimes", False, 'is \'sometimes\'; it is "greedy", "always" or "never"'),
+        ("sometimes", False, 'is \'sometimes\'; it is "exact", "always" or "never"'),
         ("always", True, "lets a row depend on its neighbours, which invariant rules out"),
     ):
         with pytest.raises(FieldError, match=message) as error:
@@ -289,7 +295,7 @@ def test_where_no_length_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Chooser, "next", lambda self, rows, most_steps, compile_s: plainly)
     asked = request(c.prompts[0], 4, temperature=1.0)
     full = Choice(16, 4)
-    for choose, sampled in (("greedy", full), ("always", plainly)):
+    for choose, sampled in (("exact", full), ("always", plainly)):
         chosen = c.engine("mixed", choose_length=choose).chosen_length
         assert chosen.next([Request(c.prompts[0], 4)], 16) == plainly
         assert chosen.next([Request(c.prompts[0], 4), asked], 16) == sampled

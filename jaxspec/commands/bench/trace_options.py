@@ -48,4 +48,4 @@ class TraceOptions:
     invariant: bool = option(
         False, "No row depends on its neighbours, to the last bit: prompts share small passes only."
     )
-    choose_length: ChooseLength = option("greedy", CHOOSE_LENGTH_HELP)
+    choose_length: ChooseLength = option("exact", CHOOSE_LENGTH_HELP)

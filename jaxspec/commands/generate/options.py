@@ -113,7 +113,7 @@ class RunningOptions:
         "No prompt's text depends on its neighbours, to the last bit: on a GPU, prompts then share small passes "
         "only.",
     )
-    choose_length: ChooseLength = option("greedy", CHOOSE_LENGTH_HELP)
+    choose_length: ChooseLength = option("exact", CHOOSE_LENGTH_HELP)
     compilation_cache: str | None = option(
         None,
         "Where compiled programs are kept. Default: the user's cache directory.",
