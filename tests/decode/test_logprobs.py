@@ -68,12 +68,12 @@ def test_logprobs_equal_a_teacher_forced_pass(drafts: str) -> None:
         assert len(done.logprobs) == len(done.token_ids) == NEW_TOKENS
         plain, sampled = teacher_forced(c, request, done)
         # Two ways to compute the logits differ by rounding, in proportion to numbers of up to 30, whose last
-        # place is 1.9e-6; a small temperature enlarges that. Processors round in their own order: one with
-        # 1.2e-5 was met (AMD EPYC with AVX-512), where others stay below 1e-5.
+        # place is 1.9e-6; a small temperature enlarges that. Processors and releases of XLA round in their own
+        # order: most stay below 1e-5. Met were 1.2e-5 (AMD EPYC with AVX-512), and 3.5e-5 of 8.3 (jax 0.12).
         tolerance = 2e-5 * max(
             1.0, 1 / request.sampling.temperature if request.sampling.temperature else 1.0
         )
-        np.testing.assert_allclose(done.logprobs, plain, atol=1e-5, rtol=3e-6)
+        np.testing.assert_allclose(done.logprobs, plain, atol=2e-5, rtol=3e-6)
         np.testing.assert_allclose(done.sampled_logprobs, sampled, atol=tolerance, rtol=3e-6)
 
 
