@@ -89,6 +89,9 @@ class ChosenLength:
         if (chooser := self.chooser) is None:
             return Choice(most_steps, self.runtime.spec.num_draft_tokens)
         choice = Choice(most_steps, chooser.full)
+        if any(r.grammar is not None for r in running):
+            self._call = None  # its steps wait for the host too, and say nothing of others
+            return choice
         if self.choose == "always" or all(r.sampling.temperature == 0 for r in running):
             choice = chooser.next(len(running), most_steps, self._compile_s)
         is_new = not chooser.steps[choice.length] and not chooser.costs.is_known(choice.length)

@@ -6,6 +6,7 @@ after it through the target, keeps the drafts that the target agrees with, adds 
 the new anchor, and moves `lengths` past what was kept:
 
     draft     `propose`                      anchor, drafter's state -> draft tokens
+    constrain `constrain`                    drafts, grammars        -> drafts, what each position may choose
     verify    `target_pass`                  anchor + drafts         -> logits, new K/V, features
     accept    `judge`                        logits, drafts          -> accepted prefix, bonus token
     commit    `Drafter.absorb`, `commit`     what was kept           -> the next state
@@ -28,9 +29,11 @@ from jax import lax
 
 from jaxspec.drafters.base import AnyDrafter, Draft, Draws, Kept, TargetView
 from jaxspec.drafters.tree import ancestors
+from jaxspec.grammars.guides import NOBODY
+from jaxspec.grammars.masking import ask_guides, masked
 from jaxspec.models.target import Target, TargetOutput, keep_rows
 from jaxspec.sampling import NO_TOKEN, Stream, adjust, fold_keys, logprobs_of
-from jaxspec.shapes import Array, Bool, Float, Int, Params
+from jaxspec.shapes import Array, Bool, Float, Int, Params, UInt32
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk, put_rows, take_rows
 from jaxspec.verify import Verdict, synthetic_verify, tree_verify, verify
 
@@ -72,7 +75,8 @@ def prefill(
     anchor_at = chunk.start + chunk.count - 1
     rows = dataclasses.replace(rows, lengths=anchor_at, active=chunk.is_last)
     no_draft = Draft.none(chunk.slots.shape[0])
-    adjusted, verdict = judge(spec, rows, no_draft, output.logits)
+    masks = None if chunk.masks is None else chunk.masks[:, None]
+    adjusted, verdict = judge(spec, rows, no_draft, output.logits, masks)
     rows = commit(spec, rows, output.logits, adjusted, no_draft.tokens, verdict)
     ends = jnp.where(chunk.is_last, chunk.slots, state.active.shape[0])  # the others are dropped
     return put_rows(state, rows, ends)
@@ -80,9 +84,9 @@ def prefill(
 
 def decode_step(target: Target, spec: DecodeSpec, state: DecodeState) -> DecodeState:
     """Add one token to every active row: the reference that speculation must equal."""
-    no_draft = Draft.none(state.anchors.shape[0])
+    no_draft, masks = constrain(spec, state, Draft.none(state.anchors.shape[0]))
     output = target_pass(target, state, no_draft)
-    adjusted, verdict = judge(spec, state, no_draft, output.logits)
+    adjusted, verdict = judge(spec, state, no_draft, output.logits, masks)
     state = dataclasses.replace(state, caches=output.caches)
     return commit(spec, state, output.logits, adjusted, no_draft.tokens, verdict)
 
@@ -96,9 +100,9 @@ def speculative_step(
       ValueError: the state's rings have too few spare slots; it was made for fewer draft tokens.
     """
     spec.check_slack(state)
-    draft = propose(target, drafter, spec, state)
+    draft, masks = constrain(spec, state, propose(target, drafter, spec, state))
     output = target_pass(target, state, draft, drafter.feature_layers)
-    adjusted, verdict = judge(spec, state, draft, output.logits)
+    adjusted, verdict = judge(spec, state, draft, output.logits, masks)
     count = jnp.where(state.active, verdict.accepted + 1, 0)  # the anchor and the accepted drafts
     tokens = draft.tokens
     if verdict.path is not None:
@@ -154,6 +158,7 @@ def plain_steps(
         def put(into: Array, of_step: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(into, of_step, taken, axis=1)
 
+        _, masks = constrain(spec, state, no_draft)
         output = run(state)
         kept = Kept(
             put(kept.tokens, state.anchors[:, None]),
@@ -162,7 +167,7 @@ def plain_steps(
             kept.start,
             kept.count + state.active.astype(jnp.int32),  # a row that ended is not active again
         )
-        adjusted, verdict = judge(spec, state, no_draft, output.logits)
+        adjusted, verdict = judge(spec, state, no_draft, output.logits, masks)
         state = dataclasses.replace(state, caches=output.caches)
         state = commit(spec, state, output.logits, adjusted, no_draft.tokens, verdict)
         return taken + 1, (step + 1, state), kept
@@ -229,6 +234,31 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
     return draft if spec.verify_length is None else draft.first(spec.verify_length)
 
 
+def constrain(
+    spec: DecodeSpec, state: DecodeState, draft: Draft
+) -> tuple[Draft, UInt32[Array, "B T words"] | None]:
+    """Ask what the grammars of rows allow before and after each draft.
+
+    Returns:
+      The drafts, and packed masks of what each row of the block may choose; None where nobody is asked. Where a
+      grammar forces the text and a draft differs, it is replaced: the target can choose nothing else. Drafts that
+      were drawn stay as they are, for they are judged by what they were drawn from.
+    """
+    if not spec.guided:
+        return draft, None
+    assert state.guides is not None
+    tokens, masks = ask_guides(
+        jnp.where(state.active, state.guides, NOBODY),
+        state.tokens,
+        state.num_tokens,
+        draft.tokens,
+        vocab_size=spec.target.config.vocab_size,
+        most_new=spec.depth + 1,
+        force=draft.log_q is None,
+    )
+    return dataclasses.replace(draft, tokens=tokens), masks
+
+
 def target_pass(
     target: Target, state: DecodeState, draft: Draft, feature_layers: tuple[int, ...] = ()
 ) -> TargetOutput:
@@ -246,12 +276,19 @@ def target_pass(
 
 
 def judge(
-    spec: DecodeSpec, state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]
+    spec: DecodeSpec,
+    state: DecodeState,
+    draft: Draft,
+    logits: Float[Array, "B T V"],
+    masks: UInt32[Array, "B T words"] | None = None,
 ) -> tuple[Float[Array, "B T V"], Verdict]:
     """Decide how many drafts of each row stay, and which token follows them.
 
+    A draft that its mask forbids has probability 0, and so is never accepted, nor is any behind it.
+
     Args:
       logits: the target's, a row for the anchor and for each draft.
+      masks: what grammars allow; None: everything.
 
     Returns:
       The logits as they were judged, before temperature; and the verdict.
@@ -271,6 +308,8 @@ def judge(
             suppress_tokens=spec.suppress_tokens,
             extras=spec.extras,
         )
+        if masks is not None:
+            adjusted = masked(adjusted, masks)
         if spec.tree is not None and draft.parents is not None:
             how = (draft.parents, sampling, state.keys, step)
             return adjusted, tree_verify(adjusted, draft.tokens, *how, depth=spec.tree.depth)

@@ -100,6 +100,10 @@ class Engine:
         self.target, self.drafter = target, drafter
         weights = target.params, drafter.params if drafter else None
         mesh = mesh_of(target=weights[0], drafter=weights[1])
+        if extras.grammars and mesh.size > 1:
+            raise FieldError(
+                "grammar", f"needs one device, and this mesh has {mesh.size}; leave one of them out"
+            )
         slots = rows_bucket(batch_size, mesh)
         if read_ahead is None:
             read_ahead = rows_ahead(target.graph, slots, mesh)
@@ -155,7 +159,10 @@ class Engine:
           FieldError: the caches would have more positions than the model.
         """
         if extras is None:
-            extras = Extras.wanted_by([r.sampling for r in requests])
+            extras = Extras.wanted_by(
+                [r.sampling for r in requests],
+                grammars=any(r.grammar is not None for r in requests),
+            )
         spec = make_spec(target, drafter, drafting, extras)
         if cache_length is None:
             needed = [positions(spec, r) for r in requests if refusal(spec, r) is None]

@@ -375,6 +375,7 @@ class Extras:
       logprobs: the log-probability of every emitted token is kept.
       top_logprobs: and those of so many of the target's best tokens beside each.
       logits_fn: a `state.LogitsFn` that changes logits; another function is another program.
+      grammars: rows may have grammars. In steps of rows that have none this costs nothing.
     """
 
     penalties: bool = False
@@ -382,6 +383,7 @@ class Extras:
     logprobs: bool = False
     top_logprobs: int = 0
     logits_fn: Callable[..., Any] | None = None
+    grammars: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense.

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jaxspec.grammars.guides import NOBODY
 from jaxspec.records import SEEDS, VALUES, FieldError, Sampling, at_least, is_a, shown, whole
 from jaxspec.runtime import Runtime, cache_length_for
 from jaxspec.sampling import SamplingParams
 from jaxspec.state import Admission, DecodeSpec
+
+if TYPE_CHECKING:
+    from jaxspec.grammars import Grammar
 
 PRIORITIES = whole(-(2**31), 2**31 - 1)
 
@@ -33,6 +37,8 @@ class Request:
       stop_at: called with the tokens so far whenever the loop returns to the host. A number n ends the
         row and keeps its first n tokens. For stop texts: `tokenizer.stop_at_text` makes one.
       priority: requests of a smaller number leave the engine's queue sooner; equal ones in their order.
+      grammar: what the reply may be, from `grammars.GrammarTokens.compile`. It ends with one of the grammar's stop ids,
+        beside those given here.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,11 +50,17 @@ class Request:
     id: Hashable | None = None
     stop_at: Callable[[Sequence[int]], int | None] | None = None
     priority: int = 0
+    grammar: Grammar | None = None
 
     @property
     def num_stop_ids(self) -> int:
         """How many different stop ids it has."""
-        return len(set(self.stop_ids))
+        return len(self.all_stop_ids)
+
+    @property
+    def all_stop_ids(self) -> set[int]:
+        """What ends it, the ends of its grammar included."""
+        return {*self.stop_ids, *(self.grammar.tokens.stop_ids if self.grammar else ())}
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,7 @@ class Completion:
       sampled_logprobs: the same under the distribution that was sampled from: after suppressed tokens,
         penalties, temperature and filters. 0 in greedy rows.
       top_logprobs: the target's best tokens in each one's place, as pairs of id and log-probability, best first.
+      field: the field of the request that `error` is about, where it is the request's fault.
     """
 
     id: Hashable
@@ -94,11 +107,12 @@ class Completion:
     logprobs: tuple[float, ...] | None = None
     sampled_logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    field: str | None = None
 
 
 def refused(request: Request, error: FieldError) -> Completion:
     """Return the completion of a request that cannot run."""
-    return Completion(request.id, finish_reason="error", error=str(error))
+    return Completion(request.id, finish_reason="error", error=str(error), field=error.field)
 
 
 def callback_failed(
@@ -109,12 +123,20 @@ def callback_failed(
     return Completion(request.id, token_ids, "error", error=said, **logprobs)
 
 
+def grammar_failed(
+    request: Request, why: str, token_ids: tuple[int, ...], **logprobs: Any
+) -> Completion:
+    """Return the completion of a row whose grammar says nothing of what follows these tokens."""
+    error = f"grammar: after {len(token_ids)} tokens {why}"
+    return Completion(request.id, token_ids, "error", error=error, field="grammar", **logprobs)
+
+
 def failed(request: Request, token_ids: tuple[int, ...], **logprobs: Any) -> Completion:
     """Return the completion of a row whose logits after these tokens were not sound."""
     error = (
         f"the target's logits at position {len(request.prompt_ids) + len(token_ids)} are not finite (NaN, "
-        "+inf, or no token is possible): weights are damaged, a number overflowed, or biases, bans or "
-        "logits_fn leave no token"
+        "+inf, or no token is possible): weights are damaged, a number overflowed, or biases, bans, "
+        "logits_fn or a grammar leave no token"
     )
     return Completion(request.id, token_ids, "error", error=error, **logprobs)
 
@@ -197,6 +219,15 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
             "top_logprobs",
             f"is {sampling.top_logprobs}, but the engine was made for {extras.top_logprobs}",
         )
+    if (grammar := request.grammar) is not None:
+        if not extras.grammars:
+            return FieldError("grammar", "was given, but the engine was made without grammars=True")
+        if grammar.tokens.vocab_size != size:
+            return FieldError(
+                "grammar",
+                f"was made for {grammar.tokens.vocab_size} tokens; the target has {size}: make it with "
+                f"GrammarTokens(tokenizer, {size}, stop_ids)",
+            )
     if count + most > config.max_positions:
         return FieldError(
             "max_new_tokens",
@@ -222,19 +253,25 @@ def sampling_params(spec: DecodeSpec, rows: Sequence[Sampling]) -> SamplingParam
 
 
 def admission(
-    runtime: Runtime, new: Mapping[int, Request], *, rows: int, num_stop_ids: int
+    runtime: Runtime,
+    new: Mapping[int, Request],
+    guides: Mapping[int, int],
+    *,
+    rows: int,
+    num_stop_ids: int,
 ) -> Admission:
     """Return requests as the program takes them that gives them rows of a state.
 
     Args:
       new: by row.
+      guides: the numbers of their guides, of those that have grammars.
       rows: of the state.
     """
     asked = [new.get(row, Request((), 0)) for row in range(rows)]
     stop_ids = np.full((rows, num_stop_ids), -1, np.int32)
     seeds = np.zeros((rows, 2), np.uint32)
     for row, request in new.items():
-        unique = sorted(set(request.stop_ids))
+        unique = sorted(request.all_stop_ids)
         stop_ids[row, : len(unique)] = unique
         seeds[row] = request.seed, request.sample or 0
     return runtime.admission(
@@ -243,4 +280,5 @@ def admission(
         stop_ids,
         sampling_params(runtime.spec, [r.sampling for r in asked]),
         seeds,
+        [guides.get(row, NOBODY) for row in range(rows)] if guides else None,
     )

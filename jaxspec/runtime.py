@@ -27,6 +27,9 @@ from jax.typing import ArrayLike
 
 from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.grammars.guides import NOBODY
+from jaxspec.grammars.masking import words_of
+from jaxspec.grammars.matcher import ALL
 from jaxspec.loading import LoadedModel
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
@@ -262,19 +265,24 @@ class Runtime:
         stop_ids: np.ndarray,
         sampling: SamplingParams,
         seeds: np.ndarray,
+        guides: Sequence[int] | np.ndarray | None = None,
     ) -> Admission:
         """Return what `admit` takes, a row each; a slot of `batch_size` is no slot at all.
 
         Args:
           stop_ids: [rows, I], padded with -1.
           seeds: [rows, 2]: a seed, and which sample of it.
+          guides: numbers of `grammars.guides`; None: no row has a grammar.
         """
+        if self.spec.extras.grammars:
+            guides = np.full(len(slots), NOBODY) if guides is None else guides
         rows = Admission(
             slots=jnp.asarray(slots, np.int32),
             max_new_tokens=jnp.asarray(max_new_tokens, np.int32),
             stop_ids=jnp.asarray(stop_ids, np.int32),
             sampling=sampling,
             keys=row_keys(self.place(seeds.astype(np.uint32))),
+            guides=None if guides is None else jnp.asarray(guides, np.int32),
         )
         return self.place(rows)
 
@@ -296,6 +304,9 @@ class Runtime:
 
     def feeding(self, state: DecodeState, chunk: PrefillChunk) -> Callable[..., DecodeState]:
         """Return the call that reads one chunk into such a state."""
+        if self.spec.extras.grammars and chunk.masks is None:
+            words = words_of(self.spec.target.config.vocab_size)
+            chunk = dataclasses.replace(chunk, masks=np.full((len(chunk.tokens), words), ALL))
         chunk = self.place(chunk)
         program = self.program("prefill", state, chunk)
         return lambda state: program(state, chunk)
@@ -306,13 +317,15 @@ class Runtime:
         max_steps: int,
         until_active: int = 0,
         verify_length: int | None = None,
+        guided: bool = False,
     ) -> DecodeState:
         """Run up to so many steps; fewer when no more than `until_active` rows are active.
 
         Args:
           verify_length: drafts that each step verifies; None for all.
+          guided: whether rows have grammars.
         """
-        return self.decoding(state, max_steps, until_active, verify_length)(state)
+        return self.decoding(state, max_steps, until_active, verify_length, guided)(state)
 
     def decoding(
         self,
@@ -320,10 +333,12 @@ class Runtime:
         max_steps: int,
         until_active: int = 0,
         verify_length: int | None = None,
+        guided: bool = False,
     ) -> Callable[..., DecodeState]:
         """Return the call that decodes such a state."""
         limits = self.place((np.int32(max_steps), np.int32(until_active)))
-        program = self.program("decode", state, *limits, verify_length=verify_length)
+        spec = self.spec.verifying(verify_length).asking(guided)
+        program = self.program("decode", state, *limits, spec=spec)
         return lambda state: program(state, *limits)
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
@@ -346,16 +361,20 @@ class Runtime:
         phase: Phase,
         state: DecodeState,
         *given: ArrayLike | Any,
-        verify_length: int | None = None,
+        spec: DecodeSpec | None = None,
     ) -> Bound:
-        """Return the program of a phase for a state and what else it is given, compiled if it is new."""
-        function, spec = _FUNCTIONS[phase], self.spec
-        if verify_length is not None:
-            spec = spec.verifying(verify_length)
+        """Return the program of a phase for a state and what else it is given, compiled if it is new.
+
+        Args:
+          spec: a variant of the runtime's own; None for that one.
+        """
+        function, spec = _FUNCTIONS[phase], self.spec if spec is None else spec
         chunk = given[0].tokens.shape if isinstance(given[0], PrefillChunk) else ()
         key = (phase, *chunk, *state.stop_ids.shape)
         if spec.verify_length is not None:
             key = (*key, f"verifying {spec.verify_length}")
+        if spec.guided:
+            key = (*key, "guided")
         runs_models = phase in ("prefill", "decode")
         weights = (self.target_params, self.drafter_params) if runs_models else ()
         if key not in self.used:

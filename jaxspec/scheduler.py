@@ -97,6 +97,8 @@ class Scheduler:
             reading.state = runtime.feed(reading.state, chunk)
         if reading is not running:
             running.state = runtime.insert(running.state, reading.state, 0, 0)
+        if runtime.spec.extras.grammars:
+            running.state = runtime.decode(running.state, 1, guided=True)
         running.state = self.chosen_length.measure(runtime.decode(running.state, 1))
         for slots in self._all:
             nobody = np.zeros(slots.count, bool)
@@ -159,6 +161,7 @@ class Scheduler:
             assert row is not None
             row.is_read = True
         self._busy = self._reading
+        chunk = self._busy.with_masks(chunk, ended)
         self._busy.start(self.pool, 0, self.runtime.feeding(self._busy.state, chunk))
 
     def _decode(self, most_steps: int) -> None:
@@ -170,8 +173,10 @@ class Scheduler:
             until = max(0, active + len(self.slots.free) - self._worth_reading)
         self._read_since = 0
         self._busy = self.slots
-        steps, length = self.chosen_length.next(self._busy.requests, most_steps)
-        call = self.runtime.decoding(self._busy.state, steps, until, length)
+        running = self._busy.requests
+        steps, length = self.chosen_length.next(running, most_steps)
+        guided = any(request.grammar is not None for request in running)
+        call = self.runtime.decoding(self._busy.state, steps, until, length, guided)
         self._busy.start(self.pool, most_steps, call)
 
     def _look(self) -> list[Update | Completion]:

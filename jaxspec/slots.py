@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxspec.grammars.guides import Guide
+from jaxspec.grammars.matcher import ALL
 from jaxspec.requests import (
     Completion,
     Reason,
@@ -26,12 +28,13 @@ from jaxspec.requests import (
     admission,
     callback_failed,
     failed,
+    grammar_failed,
 )
 from jaxspec.runtime import Runtime
 from jaxspec.sampling import Logprobs
 from jaxspec.shapes import Array, Bool, Int
 from jaxspec.sharding import fetch
-from jaxspec.state import DecodeState
+from jaxspec.state import DecodeState, PrefillChunk
 
 
 class News(struct.PyTreeNode):
@@ -85,10 +88,12 @@ class Row:
     """A request that has a row, and what it got so far.
 
     Attributes:
+      guide: follows its grammar.
       is_read: whether its prompt is read, so that its first token is there.
     """
 
     request: Request
+    guide: Guide | None = None
     is_read: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
@@ -119,6 +124,8 @@ class Row:
         tokens, logprobs = tuple(self.tokens), self._logprobs()
         if error is not None:
             return callback_failed(self.request, error, tokens, **logprobs)
+        if reason == "error" and self.guide is not None and self.guide.error is not None:
+            return grammar_failed(self.request, self.guide.error, tokens, **logprobs)
         if reason == "error":
             return failed(self.request, tokens, **logprobs)
         accepted = tuple(self.acceptance_lengths)
@@ -193,14 +200,33 @@ class Slots:
 
     def admit(self, new: Mapping[int, Request]) -> None:
         """Give free rows to requests, whose prompts are to be read."""
+        guides: dict[int, int] = {}
         for place, request in new.items():
-            self.rows[place] = Row(request)
+            guide = None if request.grammar is None else Guide(request.grammar)
+            self.rows[place] = Row(request, guide)
+            if guide is not None:
+                guides[place] = guide.number
         mine = np.isin(np.arange(self.count), [*new])
         if (spoilt := mine & self._spoilt).any():
             self.state = self.runtime.clear(self.state, spoilt)
             self._spoilt &= ~mine
-        taken = admission(self.runtime, new, rows=self.count, num_stop_ids=self.num_stop_ids)
-        self.state = self.runtime.admit(self.state, taken)
+        sizes = dict(rows=self.count, num_stop_ids=self.num_stop_ids)
+        self.state = self.runtime.admit(self.state, admission(self.runtime, new, guides, **sizes))
+
+    def with_masks(self, chunk: PrefillChunk, ended: Sequence[int]) -> PrefillChunk:
+        """Add to a pass what rows may say first, where their grammars rule that.
+
+        Args:
+          ended: rows whose prompts end in it.
+        """
+        rows = {place: self.rows[place] for place in ended}
+        first = {p: row.guide.first_mask() for p, row in rows.items() if row and row.guide}
+        if not first:
+            return chunk
+        places = np.asarray(chunk.slots).tolist()
+        free = np.full_like(next(iter(first.values())), ALL)
+        masks = np.stack([first.get(place, free) for place in places])
+        return dataclasses.replace(chunk, masks=masks)
 
     def place_of(self, id: Hashable) -> int | None:
         """Return the row that a request has."""

@@ -21,11 +21,12 @@ from jax.typing import ArrayLike
 
 from jaxspec.drafters.base import AnyDrafter
 from jaxspec.drafters.tree import check_tree
+from jaxspec.grammars.guides import NOBODY
 from jaxspec.models.target import Caches, Target, init_caches
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras, FieldError, Tree, whole
 from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts
-from jaxspec.shapes import Array, Bool, Float, Int, Params
+from jaxspec.shapes import Array, Bool, Float, Int, Params, UInt32
 from jaxspec.sharding import state_shardings
 
 LogitsFn = Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Float[Array, "B T V"]]
@@ -46,6 +47,8 @@ class DecodeSpec:
     Attributes:
       verify_length: how many of the drafts a step verifies, from the first one on; None for all. 0 is plain
         decoding that keeps the drafter's state up to date. The shapes of a state do not depend on it.
+      guided: whether each step asks the host what grammars allow. Without it, no row that decodes may have one.
+        The shapes of a state do not depend on it either.
     """
 
     target: Graph
@@ -54,6 +57,7 @@ class DecodeSpec:
     suppress_tokens: tuple[int, ...] = ()
     extras: Extras = Extras()
     verify_length: int | None = None
+    guided: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what the two models cannot do.
@@ -82,6 +86,17 @@ class DecodeSpec:
             allowed = whole(0, self.num_draft_tokens)
             if wrong := allowed.refusal(self.verify_length):
                 raise FieldError("verify_length", wrong)
+        if self.extras.grammars:
+            if self.tree is not None:
+                raise FieldError("grammar", "needs drafts that are a chain; leave the tree out")
+            if self.drafting.synthetic_acceptance is not None:
+                raise FieldError(
+                    "grammar",
+                    lambda say: (
+                        f"{say('grammar')} says which tokens may follow, and "
+                        f"{say('synthetic_acceptance')} takes any; leave one out"
+                    ),
+                )
 
     @property
     def num_draft_tokens(self) -> int:
@@ -108,6 +123,10 @@ class DecodeSpec:
         if length == self.num_draft_tokens:
             length = None  # one name for one program
         return dataclasses.replace(self, verify_length=length)
+
+    def asking(self, guided: bool) -> DecodeSpec:
+        """Return the same with guides asked in every step, or not; only the loop differs."""
+        return dataclasses.replace(self, guided=guided)
 
     @property
     def step_tokens(self) -> int:
@@ -175,6 +194,7 @@ class DecodeState(struct.PyTreeNode):
       counts: of prompt and `tokens`, where there are penalties.
       stop_ids: padded with -1.
       keys: a typed PRNG key a row.
+      guides: numbers of `grammars.guides`, where rows may have grammars.
     """
 
     caches: Caches
@@ -195,6 +215,7 @@ class DecodeState(struct.PyTreeNode):
     stop_ids: Int[Array, "B I"]
     sampling: SamplingParams
     keys: Array
+    guides: Int[Array, " B"] | None = None
 
 
 class PrefillChunk(struct.PyTreeNode):
@@ -205,6 +226,9 @@ class PrefillChunk(struct.PyTreeNode):
     start: Int[Array, " b"]
     count: Int[Array, " b"]
     is_last: Bool[Array, " b"]  # the prompt ends in this chunk
+    masks: UInt32[Array, "b words"] | None = (
+        None  # what rows may say first, where there are grammars
+    )
 
 
 class Admission(struct.PyTreeNode):
@@ -215,6 +239,7 @@ class Admission(struct.PyTreeNode):
     stop_ids: Int[Array, "b I"]
     sampling: SamplingParams
     keys: Array
+    guides: Int[Array, " b"] | None = None
 
 
 def init_state(
@@ -295,6 +320,7 @@ def _empty_state(
         stop_ids=jnp.full((batch, num_stop_ids), -1, jnp.int32),
         sampling=spec.sampling(batch),
         keys=jax.random.split(jax.random.key(0), batch),
+        guides=zeros + NOBODY if spec.extras.grammars else None,
     )
 
 
@@ -314,6 +340,7 @@ def admit(state: DecodeState, new: Admission) -> DecodeState:
         max_new_tokens=put("max_new_tokens", new.max_new_tokens),
         stop_ids=put("stop_ids", new.stop_ids),
         keys=put("keys", new.keys),
+        guides=None if new.guides is None else put("guides", new.guides),
         counts=jax.tree.map(
             lambda x: x.at[new.slots].set(jnp.zeros((), x.dtype), mode="drop"), state.counts
         ),

@@ -19,11 +19,10 @@ from jaxspec.grammars.automaton import (
     FREE,
     advance,
     automaton,
-    masked,
     masks_of,
     states_along,
-    unpacked,
 )
+from jaxspec.grammars.masking import masked, unpacked
 from tests.test_grammars import STOPS, allowed, encode, tokens
 
 REGEXES = [

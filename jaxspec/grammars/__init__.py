@@ -1,7 +1,7 @@
 """Grammars: which tokens may come next, at every drafted position at once.
 
 `matcher` follows any grammar on the host, by llguidance. `automaton` follows small regular expressions
-on the device, and is the only file here that imports JAX.
+on the device.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int16, Int32, UInt32
+from jaxtyping import Array, Bool, Int16, Int32, UInt32
 
 from jaxspec.grammars.matcher import ALL, GrammarTokens
 from jaxspec.records import FieldError, shown
@@ -120,19 +120,6 @@ def masks_of(table: Automaton, states: Int32[Array, "*at"]) -> UInt32[Array, "*a
     """Return what may come next in some states."""
     rows = table.masks[jnp.maximum(states, 0)]
     return jnp.where((states < 0)[..., None], ALL, rows)
-
-
-def unpacked(masks: UInt32[Array, "*at words"], vocab_size: int) -> Bool[Array, "*at V"]:
-    """Return packed masks as one boolean a token."""
-    bits = masks[..., None] >> jnp.arange(32, dtype=jnp.uint32) & jnp.uint32(1)
-    return bits.reshape(*masks.shape[:-1], -1)[..., :vocab_size].astype(bool)
-
-
-def masked(
-    logits: Float[Array, "*at V"], masks: UInt32[Array, "*at words"]
-) -> Float[Array, "*at V"]:
-    """Return logits with -inf for the tokens that packed masks forbid."""
-    return jnp.where(unpacked(masks, logits.shape[-1]), logits, -jnp.inf)
 
 
 def _packed(allowed: Bool[np.ndarray, "S V"], words: int) -> UInt32[np.ndarray, "S words"]:

@@ -87,7 +87,7 @@ class GrammarTokens:
         matcher = llguidance.LLMatcher(self.tokens, text, log_level=0)
         if matcher.is_error():
             raise FieldError(kind, f"cannot be used: {_first_lines(matcher.get_error())}")
-        return Grammar(self, matcher)
+        return Grammar(self, kind, text, matcher)
 
     def _translated(self, kind: Kind, source: Any) -> str:
         """Return a grammar in llguidance's own form."""
@@ -114,12 +114,20 @@ class GrammarTokens:
 
 
 class Grammar:
-    """A compiled grammar. `GrammarTokens.compile` makes it."""
+    """A compiled grammar. `GrammarTokens.compile` makes it.
 
-    def __init__(self, tokens: GrammarTokens, start: llguidance.LLMatcher):
+    Attributes:
+      source: what it says, in llguidance's own form.
+    """
+
+    def __init__(self, tokens: GrammarTokens, kind: Kind, source: str, start: llguidance.LLMatcher):
         """Make a grammar from its matcher before the first token."""
-        self.tokens = tokens
+        self.tokens, self.kind, self.source = tokens, kind, source
         self._start = start
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        return f"Grammar({self.kind}, {shown(self.source)})"
 
     def matcher(self) -> Matcher:
         """Begin a reply."""
@@ -145,6 +153,13 @@ class Matcher:
         """Whether what was committed is complete. It may still go on, unless `is_done`."""
         return self.state.is_accepting()
 
+    @property
+    def error(self) -> str | None:
+        """Why no more masks can be made, such as that the grammar's limits are exceeded; None: they can."""
+        if not self.state.is_error():
+            return None
+        return f"the grammar does not go on: {_first_lines(self.state.get_error())}"
+
     def mask(self, drafts: Sequence[int] = ()) -> Mask:
         """Return the masks of the next position and of all drafted ones. Nothing is committed.
 
@@ -164,6 +179,19 @@ class Matcher:
         Where the grammar leaves no choice of the text, a mask allows one way to write it in tokens.
         """
         return num_allowed(self.mask(drafts), drafts)
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens that have to follow these, as far as the grammar leaves no choice of the text.
+
+        Args:
+          tokens: that may come next, each of which its mask allows. Nothing is committed.
+        """
+        if self._ended:
+            return []
+        taken = self.state.try_consume_tokens(list(tokens))
+        found = self.state.compute_ff_tokens() if taken == len(tokens) else []
+        self.state.rollback(taken)
+        return found
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Go on by tokens of the reply.
@@ -191,24 +219,37 @@ def masks(
     Raises:
       ValueError: the limits of a grammar are exceeded.
     """
-    llguidance_numpy, executor = _executor()
     words = next(m.tokens.words for m in matchers if m is not None)
     positions = 1 + max(map(len, drafts))
     out = np.full((len(matchers), positions, words), ALL, np.uint32)
-    flat = out.reshape(-1, words).view(np.int32)
-    rows = [
-        (m.state, i * positions, list(d))
-        for i, (m, d) in enumerate(zip(matchers, drafts, strict=True))
-        if m is not None
-    ]
+    rows = {
+        i: (m, d) for i, (m, d) in enumerate(zip(matchers, drafts, strict=True)) if m is not None
+    }
+    fill(out, rows)
+    for matcher, _ in rows.values():
+        if matcher.error is not None:
+            raise ValueError(matcher.error)
+    return out
+
+
+def fill(
+    masks: UInt32[np.ndarray, "rows positions words"],
+    replies: Mapping[int, tuple[Matcher, Sequence[int]]],
+) -> None:
+    """Write the masks of some rows, on all cores in one call. A matcher that goes wrong has an `error`.
+
+    Args:
+      masks: all ones where they are to be written, and contiguous.
+      replies: by row, a matcher and its drafts.
+    """
+    llguidance_numpy, executor = _executor()
+    _, positions, words = masks.shape
+    flat = masks.reshape(-1, words).view(np.int32)
+    rows = [(m.state, row * positions, list(drafts)) for row, (m, drafts) in replies.items()]
     if drafted := [row for row in rows if row[2]]:
         llguidance_numpy.fill_next_token_bitmask_par_with_draft_tokens(executor, drafted, flat)
     if others := [(state, at) for state, at, ids in rows if not ids]:
         llguidance_numpy.fill_next_token_bitmask_par(executor, others, flat)
-    for state, _, _ in rows:
-        if state.is_error():
-            raise ValueError(f"the grammar does not go on: {_first_lines(state.get_error())}")
-    return out
 
 
 def num_allowed(mask: Mask, drafts: Sequence[int]) -> int:

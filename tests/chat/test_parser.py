@@ -314,5 +314,6 @@ def test_chat_knows_no_arrays() -> None:
     others = r"jax|numpy|flax|jaxspec\.(?!chat|records|tokenizer)"
     assert _importers("jaxspec/chat", others) == []
     assert _importers("jaxspec/grammars", "jax", at_import_only=True) == [
-        "jaxspec/grammars/automaton.py"
+        "jaxspec/grammars/automaton.py",
+        "jaxspec/grammars/masking.py",
     ]
