@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from jaxspec.sampler import Sampler
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
 from jaxspec.verify import Verdict
 from jaxspec.verify_length import Choice
-from tests import fakes, tiny
+from tests import fakes, tiny, words
 from tests.decode import cases
 from tests.decode.cases import engine_of, request, run
 
@@ -73,11 +73,31 @@ def target() -> LoadedModel:
     return fakes.loaded(graph, params)
 
 
+TEXTS = ["a", "b", "c", "d", "ab", "cc"]
+"""The tokens' texts, where a grammar counts; the last token ends a text."""
+LANGUAGE = "([abc][bcd]){6}"
+
+
+def allowed(ids: Iterable[int]) -> list[bool]:
+    """Tell which tokens may follow some in the language, by trying them. Behind wrong ones, any."""
+    sets = ["abc", "bcd"]
+
+    def fits(text: str) -> bool:
+        return all(c in sets[i % 2] for i, c in enumerate(text))
+
+    texts = [*TEXTS, "?"]
+    begun = "".join(texts[i] for i in ids)
+    return [not fits(begun) or fits(begun + text) for text in texts]
+
+
 @functools.cache
-def exact(filters: str) -> np.ndarray:
+def exact(filters: str, *, in_language: bool = False) -> np.ndarray:
     """Return the joint distribution of the new tokens, an axis a token.
 
     The filters' own correctness is the business of test_sampling.
+
+    Args:
+      in_language: whether what the language does not allow has no probability.
     """
     sampling = Sampling(**FILTERS[filters])
     continuations = np.asarray(list(itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1)))
@@ -86,6 +106,9 @@ def exact(filters: str) -> np.ndarray:
     logits = fakes.forward(target().graph, target().params, tokens)
     logits = logits[:, len(PROMPT) - 1 :]
     b = len(tokens)
+    if in_language:
+        may = [[allowed(row[:i]) for i in range(NEW_TOKENS)] for row in continuations]
+        logits = jnp.where(jnp.asarray(may), logits, -jnp.inf)
     shaped = jax.jit(shape_logits)(
         logits,
         SamplingParams.make(
@@ -137,12 +160,12 @@ def together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sampled(
-    drafter: str | None, filters: str, seed: int = 1, **options: Any
+    drafter: str | None, filters: str, seed: int = 1, grammar: Any = None, **options: Any
 ) -> tuple[np.ndarray, float]:
     """Return the new tokens of many rows and which fraction of a chain of drafts was accepted."""
     model = None if drafter is None else drafters()[drafter]
     engine = engine_of(target(), model, batch_size=SLOTS, cache_length=24, **options)
-    one = request(PROMPT, NEW_TOKENS, seed=seed, **FILTERS[filters])
+    one = request(PROMPT, NEW_TOKENS, seed=seed, grammar=grammar, **FILTERS[filters])
     done = run(engine, [one] * ROWS)
     taus = np.concatenate([d.acceptance_lengths for d in done])
     return np.asarray([d.token_ids for d in done]), float((taus - 1).mean() / DRAFTS)
@@ -170,8 +193,8 @@ def g_test(tokens: np.ndarray, probs: np.ndarray) -> float:
     return float(stats.chi2.sf(g, len(counts) - 1))
 
 
-def p_values(tokens: np.ndarray, filters: str) -> tuple[float, float]:
-    joint = exact(filters)
+def p_values(tokens: np.ndarray, filters: str, **options: bool) -> tuple[float, float]:
+    joint = exact(filters, **options)
     return (
         g_test(tokens[:, :3], joint.sum(axis=(3, 4))),
         g_test(tokens[:, 2:], joint.sum(axis=(0, 1))),
@@ -220,6 +243,44 @@ def test_verify_lengths_that_follow_from_the_past_keep_the_distribution(
     assert used == {0, 2, DRAFTS}
     assert accepted > 0.001
     assert min(p_values(tokens, "temperature 1")) > FALSE_ALARM
+
+
+@functools.cache
+def language() -> Any:
+    """Return the language as engines take it. No step of it is forced, so all ways to write it are allowed."""
+    pytest.importorskip("llguidance")
+    from jaxspec.grammars import GrammarTokens
+
+    return GrammarTokens(words.tokenizer(TEXTS, VOCAB - 1), VOCAB, [VOCAB - 1]).compile(
+        "regex", LANGUAGE
+    )
+
+
+@pytest.mark.parametrize(
+    ("drafter", "filters", "options"),
+    [
+        ("likely", "temperature 1", {}),
+        *(
+            pytest.param(drafter, filters, options, marks=pytest.mark.slow)
+            for drafter, filters, options in [
+                (None, "temperature 1", {}),
+                ("unlikely", "temperature 1", {}),
+                ("mtp", "temperature 1", {}),
+                ("likely", "cooler, top-k 5, top-p 0.9", {}),
+                ("likely", "temperature 1", dict(draft_sampling=True)),
+                ("unlikely", "temperature 1", dict(draft_sampling=True, verification="block")),
+                ("mtp", "warmer, top-p 0.8", dict(draft_sampling=True, verification="block")),
+            ]
+        ),
+    ],
+)
+def test_rows_with_a_grammar_follow_the_masked_target(drafter, filters, options):
+    """Where the grammar leaves a choice, in their proportions; also of tokens of several characters."""
+    given = dict(grammar=language(), grammars=True)
+    tokens, accepted = sampled(drafter, filters, **given, **options)
+    assert drafter is None or 0.01 < accepted < 0.9
+    assert min(p_values(tokens, filters, in_language=True)) > FALSE_ALARM
+    assert min(p_values(tokens, filters)) < FALSE_ALARM / 1000
 
 
 TREE: dict[str, Any] = dict(tree=Tree(3, DRAFTS), num_draft_tokens=8)
