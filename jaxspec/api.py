@@ -21,10 +21,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.engine import Engine
+from jaxspec.grammars import Grammar, GrammarTokens
 from jaxspec.loading import CheckpointError, LoadedModel, default_dtype, load_drafter, load_target
 from jaxspec.records import Drafting, FieldError, Sampling, at_least
 from jaxspec.requests import Completion, Reason, Request, Update
-from jaxspec.rows import check_ids
+from jaxspec.rows import check_ids, is_conversation, is_one, is_sequence
 from jaxspec.runtime import Programs
 from jaxspec.tokenizer import (
     TextStream,
@@ -123,6 +124,15 @@ class Pair:
         """
         return Tokenizer.load(self.target.directory)
 
+    @functools.cached_property
+    def grammar_tokens(self) -> GrammarTokens:
+        """The tokenizer as grammars see it.
+
+        Raises:
+          FieldError, TokenizerError: llguidance is not installed, or there is no tokenizer or no end-of-sequence id.
+        """
+        return GrammarTokens.of_model(self.target, self.tokenizer)
+
     def plain(self) -> Pair:
         """Return the same target without its drafter: what speculation is compared with."""
         return Pair(self.target, None, self.programs)
@@ -158,6 +168,7 @@ class Pair:
         chat_options: Mapping[str, Any] | None = None,
         stop_texts: Sequence[str] = (),
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
         batch_size: int | None = None,
         cache_length: int | None = None,
         invariant: bool = False,
@@ -176,6 +187,7 @@ class Pair:
           chat_options: for the template, such as {"enable_thinking": True}.
           stop_texts: end before the first of these.
           ignore_eos: go on past the checkpoint's end-of-sequence ids.
+          grammar: what each completion may be, such as `pair.grammar_tokens.compile("regex", "[0-9]+")`.
           batch_size: prompts decoded together; None for all, up to 8.
           cache_length: positions of each; None for as many as the longest needs.
           invariant: with `batch_size` and `cache_length` given, what follows a prompt at its place in the list
@@ -189,14 +201,14 @@ class Pair:
         """
         if wrong := at_least(1).refusal(num_samples):
             raise FieldError("num_samples", wrong)
-        is_one = _is_one(prompts)
-        given: Sequence[Any] = [prompts] if is_one else list(prompts)
-        names = ["the prompt"] if is_one else [f"prompt {i}" for i in range(len(given))]
+        alone = is_one(prompts)
+        given: Sequence[Any] = [prompts] if alone else list(prompts)
+        names = ["the prompt"] if alone else [f"prompt {i}" for i in range(len(given))]
         read = [
             self._read(name, prompt, chat, chat_options)
             for name, prompt in zip(names, given, strict=True)
         ]
-        options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos)
+        options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos, grammar)
         requests = [Request(ids, **options) for _, ids in read for _ in range(num_samples)]
         engine = Engine.fitting(
             self.target,
@@ -209,7 +221,7 @@ class Pair:
             programs=self.programs,
         )
         errors = [engine.check(request) for request in requests[::num_samples]]
-        if is_one and errors[0]:
+        if alone and errors[0]:
             raise errors[0]
         if any(errors):
             wrong = [f"{name}: {e}" for name, e in zip(names, errors, strict=True) if e]
@@ -219,7 +231,7 @@ class Pair:
             self._generation(read[i // num_samples], done[i], stop_texts)
             for i in range(len(requests))
         ]
-        return found[0] if is_one and num_samples == 1 else found
+        return found[0] if alone and num_samples == 1 else found
 
     def stream(
         self,
@@ -233,6 +245,7 @@ class Pair:
         chat_options: Mapping[str, Any] | None = None,
         stop_texts: Sequence[str] = (),
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
         cache_length: int | None = None,
     ) -> Generator[str, None, Generation]:
         """Continue one prompt, and yield pieces of its text as they become certain.
@@ -242,10 +255,10 @@ class Pair:
         Raises:
           ValueError: the prompt or an option cannot be used; nothing was generated.
         """
-        if not _is_one(prompt):
+        if not is_one(prompt):
             raise ValueError("stream takes one prompt; generate takes several")
         read = self._read("the prompt", prompt, chat, chat_options)
-        options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos)
+        options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos, grammar)
         request = Request(read[1], **options)
         engine = Engine.fitting(
             self.target,
@@ -318,10 +331,10 @@ class Pair:
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, str):
             prompt = ({"role": "user", "content": prompt},)
-        if _is_conversation(prompt):
+        if is_conversation(prompt):
             text = self.tokenizer.render_chat(prompt, **(chat_options or {}))
             return text, self.tokenizer.encode_rendered(text)
-        if not _is_sequence(prompt):
+        if not is_sequence(prompt):
             raise ValueError(
                 f"{name} is {prompt!r}; expected text, a list of messages, or a list of token ids"
             )
@@ -340,6 +353,7 @@ class Pair:
         seed: int,
         stop_texts: Sequence[str],
         ignore_eos: bool,
+        grammar: Grammar | None,
     ) -> dict[str, Any]:
         """Return what all requests of a call have in common."""
         defaults = self.target.generation
@@ -351,6 +365,7 @@ class Pair:
             seed=seed,
             stop_ids=() if ignore_eos or defaults is None else defaults.eos_token_ids,
             stop_at=stop_at_text(self.tokenizer, stop_texts) if stop_texts else None,
+            grammar=grammar,
         )
 
     def _generation(
@@ -377,26 +392,6 @@ class Pair:
 
 generate = Pair.generate
 """`generate(pair, prompts, ...)` is `pair.generate(prompts, ...)`."""
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence | np.ndarray | jax.Array) and not isinstance(value, str)
-
-
-def _is_conversation(prompt: Any) -> bool:
-    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
-    return is_list and all(isinstance(message, Mapping) for message in prompt)
-
-
-def _is_one(prompts: Any) -> bool:
-    """Tell one prompt from a list of them."""
-    if isinstance(prompts, np.ndarray | jax.Array):
-        return prompts.ndim == 1
-    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
-        return True
-    if not len(prompts):
-        raise ValueError("there is no prompt; give a text, a list of messages, or a list of ids")
-    return not any(isinstance(prompt, str) or _is_sequence(prompt) for prompt in prompts)
 
 
 def load(

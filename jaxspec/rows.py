@@ -44,6 +44,32 @@ def check_ids(name: str, ids: Sequence[Any] | np.ndarray | Array) -> None:
         raise ValueError(f"{name} has the id {far[0]}; expected whole numbers of 32 bits")
 
 
+def is_sequence(value: Any) -> bool:
+    """Tell whether something is a list or an array, and no text."""
+    return isinstance(value, Sequence | np.ndarray | jax.Array) and not isinstance(value, str)
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Tell whether a prompt is a list of messages."""
+    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
+    return is_list and all(isinstance(message, Mapping) for message in prompt)
+
+
+def is_one(prompts: Any) -> bool:
+    """Tell one prompt from a list of them.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if isinstance(prompts, np.ndarray | jax.Array):
+        return prompts.ndim == 1
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+        return True
+    if not len(prompts):
+        raise ValueError("there is no prompt; give a text, a list of messages, or a list of ids")
+    return not any(isinstance(prompt, str) or is_sequence(prompt) for prompt in prompts)
+
+
 class FinishReason(enum.IntEnum):
     """Why a row ended."""
 

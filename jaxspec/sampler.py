@@ -90,6 +90,12 @@ class Sampler:
         ):
             if value is not None and value < 1:
                 raise FieldError(name, f"is {value}; it must be 1 or more")
+        if extras.grammars:
+            raise FieldError(
+                "grammars",
+                "need the host in every step, which a sampler's program does without; use an Engine, or "
+                "mask by extras.logits_fn what follows from positions alone",
+            )
         if not isinstance(target, LoadedModel | Graph):
             if drafter is not None:
                 raise ValueError("the pair has its own drafter; give pair.target to use another")

@@ -24,14 +24,21 @@ class ToolChoice:
       tools: the declarations for the chat template. Empty: the model is told of none.
       calls: whether the parser looks for calls.
       forced: the name of the tool that the reply must begin with a call of. `force` sees to it.
+      required: the names of the tools of which the reply must call one. `rules.calls` sees to it.
     """
 
     tools: tuple[dict[str, Any], ...] = ()
     calls: bool = False
     forced: str | None = None
+    required: tuple[str, ...] = ()
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The declarations of the tools that are required."""
+        return [tool for tool in self.tools if tool["function"]["name"] in self.required]
 
 
-def choose(tools: Any, tool_choice: Any = None) -> ToolChoice:
+def choose(tools: Any, tool_choice: Any = None, *, grammars: bool = False) -> ToolChoice:
     """Read the fields `tools` and `tool_choice` of a request, as they came.
 
     | `tool_choice` | what happens |
@@ -39,12 +46,13 @@ def choose(tools: Any, tool_choice: Any = None) -> ToolChoice:
     | "auto", or none is given | the model may call tools |
     | "none" | the model is not told of the tools, and calls are text |
     | a named tool; "required" where one tool is declared | the reply begins with a call of it |
-    | "required" where several are declared | refused: only a grammar can keep it |
+    | "required" where several are declared | the reply calls one or more; without grammars it is refused |
 
     Args:
       tools: a list of declarations, {"type": "function", "function": {"name": ..., ...}}
         each. None: there are no tools.
       tool_choice: one of the words, or {"type": "function", "function": {"name": ...}}.
+      grammars: whether the reply can have one.
 
     Raises:
       FieldError: a field is not of this form, or the choice cannot be kept.
@@ -58,19 +66,21 @@ def choose(tools: Any, tool_choice: Any = None) -> ToolChoice:
     if not declared:
         raise FieldError("tool_choice", f"is {shown(tool_choice)}, and no tools are declared")
     if tool_choice == "required":
+        if len(names) > 1 and grammars:
+            return ToolChoice(declared, calls=True, required=tuple(names))
         if len(names) > 1:
             raise FieldError(
                 "tool_choice",
                 f'"required" is not supported where several tools are declared ({", ".join(names)}): '
                 'it needs a grammar over their calls; name one of them, or use "auto"',
             )
-        return ToolChoice(declared, calls=True, forced=names[0])
+        return ToolChoice(declared, calls=True, forced=names[0], required=tuple(names))
     name = _named(tool_choice)
     if name not in names:
         raise FieldError(
             "tool_choice", f"names {shown(name)}; declared tools are {', '.join(names)}"
         )
-    return ToolChoice(declared, calls=True, forced=name)
+    return ToolChoice(declared, calls=True, forced=name, required=(name,))
 
 
 def force(tokenizer: Tokenizer, prompt: Sequence[int], name: str) -> list[int]:

@@ -26,6 +26,8 @@ from jaxspec.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import llguidance
 
+    from jaxspec.loading import LoadedModel
+
 Kind = Literal["json_schema", "json_object", "regex", "lark"]
 """What a grammar is written in. `json_object` is any JSON object, and has no source."""
 
@@ -64,24 +66,38 @@ class GrammarTokens:
             tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=list(stop_ids)
         )
 
+    @classmethod
+    def of_model(cls, target: LoadedModel, tokenizer: Tokenizer) -> GrammarTokens:
+        """Read a tokenizer for a target, whose own end-of-sequence ids end a reply; errors are as for any."""
+        ends = target.generation.eos_token_ids if target.generation else ()
+        return cls(tokenizer, target.config.vocab_size, ends)
+
     @property
     def words(self) -> int:
         """How many words a mask has."""
         return -(-self.vocab_size // 32)
 
-    def compile(self, kind: Kind, source: Any = None) -> Grammar:
+    def compile(
+        self, kind: Kind, source: Any = None, *, frame: str | None = None, lenient: bool = False
+    ) -> Grammar:
         """Read a grammar.
 
         Args:
           source: as it came in a request. The JSON schema, as text or values; the regular expression, in the syntax of Rust's
             regex crate, of which the whole reply is a match; or the Lark grammar.
+          frame: a Lark grammar of the whole reply, in which `@body` stands for `source`. None: all is `source`.
+          lenient: whether keywords of a schema that are not supported are ignored.
 
         Raises:
           FieldError: the grammar is wrong, or it uses a keyword that is not supported. Its field is the
             kind.
         """
         llguidance = _llguidance()
-        text = self._translated(kind, source)
+        text = self._translated(kind, source, lenient)
+        if frame is not None:
+            body = {"lark_grammar": text} if kind == "lark" else json.loads(text)["grammars"][0]
+            whole = {"lark_grammar": frame, "name": "reply"}
+            text = json.dumps({"grammars": [whole, {**body, "name": "body"}]})
         if len(text) > _MAX_SOURCE:
             raise FieldError(kind, f"has {len(text)} characters; at most {_MAX_SOURCE} are taken")
         matcher = llguidance.LLMatcher(self.tokens, text, log_level=0)
@@ -89,7 +105,7 @@ class GrammarTokens:
             raise FieldError(kind, f"cannot be used: {_first_lines(matcher.get_error())}")
         return Grammar(self, kind, text, matcher)
 
-    def _translated(self, kind: Kind, source: Any) -> str:
+    def _translated(self, kind: Kind, source: Any, lenient: bool) -> str:
         """Return a grammar in llguidance's own form."""
         matcher = _llguidance().LLMatcher
         if kind == "json_object":
@@ -104,7 +120,8 @@ class GrammarTokens:
                 raise FieldError(kind, f"is {shown(source)}; expected a JSON schema, an object")
             schema = dict(source) if isinstance(source, Mapping) else {} if source else {"not": {}}
             return matcher.grammar_from_json_schema(
-                json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE}
+                json.dumps(schema),
+                overrides={"whitespace_pattern": _WHITESPACE, "lenient": lenient},
             )
         if not isinstance(source, str) or not source:
             raise FieldError(kind, f"is {shown(source)}; expected text that is not empty")
@@ -265,7 +282,10 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError:
         raise FieldError(
-            "grammar", "needs the package llguidance; pip install 'jaxspec-decoding[grammar]'"
+            "grammar",
+            lambda _: (
+                "grammars need the package llguidance; pip install 'jaxspec-decoding[grammar]'"
+            ),
         ) from None
     return llguidance
 

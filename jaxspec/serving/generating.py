@@ -274,6 +274,8 @@ def internal_error() -> ApiError:
 
 
 def _refuse_failed(done: Completion) -> None:
+    if done.finish_reason == "error" and done.field is not None:
+        raise ApiError(400, done.error or "", param=done.field)
     if done.finish_reason == "error":
         LOG.error("a request failed: %s", done.error)
         raise internal_error()

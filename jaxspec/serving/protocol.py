@@ -46,13 +46,18 @@ class Generating(Asked):
     priority: int | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = None
+    # What the reply may be: `grammars` reads them.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    regex: str | None = None
+    lark: str | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Understood, and refused where they ask for what is not there.
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
 
 
 class CompletionAsked(Generating):

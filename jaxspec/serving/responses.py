@@ -27,7 +27,11 @@ from jaxspec.serving.wishes import Served, Wish
 LOG = logging.getLogger("jaxspec.serving")
 KIND = Kind("resp_", "response", "response", ChatChoice)
 Event = dict[str, Any]
-_PARAMS = {"max_completion_tokens": "max_output_tokens", "messages": "input"}
+_PARAMS = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
 
 
 class ResponsesAsked(Generating):
@@ -53,11 +57,9 @@ def wish_of(served: Served, asked: ResponsesAsked) -> Wish:
     Raises:
       ApiError: it cannot be served; says which field is wrong.
     """
-    kind = ((asked.text or {}).get("format") or {}).get("type", "text")
     wrong = {
         "previous_response_id": asked.previous_response_id is not None,
         "background": bool(asked.background),
-        "text.format": kind != "text",
         "n": asked.n not in (None, 1),
     }
     for name, is_wrong in wrong.items():
@@ -70,7 +72,7 @@ def wish_of(served: Served, asked: ResponsesAsked) -> Wish:
     try:
         return served.chat(
             ChatAsked(
-                **same | {"stream_options": None},
+                **same | {"stream_options": None, "response_format": _format(asked)},
                 messages=messages_of(asked.input, asked.instructions),
                 max_completion_tokens=asked.max_output_tokens,
                 tools=asked.tools,
@@ -85,6 +87,16 @@ def wish_of(served: Served, asked: ResponsesAsked) -> Wish:
             param = _PARAMS[first] + (error.param or "")[len(first) :]
             raise ApiError(error.status, message, param=param, code=error.code) from None
         raise
+
+
+def _format(asked: ResponsesAsked) -> dict[str, Any] | None:
+    """Return what the reply has to be, as /v1/chat/completions has it."""
+    found = (asked.text or {}).get("format")
+    if found is not None and not isinstance(found, dict):
+        raise ApiError(
+            400, f"text.format is {shown(found)}; expected an object", param="text.format"
+        )
+    return found
 
 
 # --- the input ---------------------------------------------------------------------------------------
@@ -342,7 +354,7 @@ class ResponsesReply(Reply):
             "tool_choice": asked.tool_choice or "auto",
             "parallel_tool_calls": True,
             "reasoning": asked.reasoning or {"effort": None, "summary": None},
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format(asked) or {"type": "text"}},
             "truncation": "disabled",
             "store": False,
             "previous_response_id": None,

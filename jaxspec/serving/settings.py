@@ -87,6 +87,10 @@ class ProgramOptions:
         "Best tokens shown beside each, for logprobs and top_logprobs; 0: no log-probabilities at all.",
         range=whole(0, 20),
     )
+    no_grammars: bool = option(
+        False,
+        "Refuse grammars. Their program is not kept in the compilation cache, so each start compiles it.",
+    )
     max_stop_ids: int = option(
         16, "Stop token ids of a request, the checkpoint's own included.", range=at_least(1)
     )

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspec import chat
+from jaxspec.chat import rules
 from jaxspec.chat.tools import force
 from jaxspec.configs.base import GenerationDefaults
+from jaxspec.grammars import Grammar, GrammarTokens
 from jaxspec.records import FieldError, Sampling
 from jaxspec.requests import Request, ids_refusal
 from jaxspec.runtime import cache_length_for
 from jaxspec.serving.errors import ApiError, wrong_value
+from jaxspec.serving.grammars import Asked, asked_grammar, compiled
 from jaxspec.serving.protocol import ChatAsked, CompletionAsked, Generating
 from jaxspec.serving.settings import Settings
 from jaxspec.state import DecodeSpec
@@ -70,7 +73,11 @@ class Wish:
 
 @dataclass(frozen=True)
 class Served:
-    """The model that is served, as far as requests have to fit it."""
+    """The model that is served, as far as requests have to fit it.
+
+    Attributes:
+      grammars: the tokenizer as grammars see it; None where requests may have none, for the reason `no_grammars`.
+    """
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
@@ -78,6 +85,8 @@ class Served:
     generation: GenerationDefaults
     cache_length: int
     settings: Settings
+    grammars: GrammarTokens | None = None
+    no_grammars: str = "this server was started without grammars"
 
     @property
     def max_model_len(self) -> int:
@@ -105,6 +114,7 @@ class Served:
             asked.logprobs,
             "max_tokens",
             least=0 if echo or asked.prompt_logprobs is not None else 1,
+            grammar=self._grammar(asked_grammar(asked)),
         )
         if (top := asked.prompt_logprobs) is not None:
             if asked.stream:
@@ -128,14 +138,16 @@ class Served:
             name = "prompt_logprobs"
             raise ApiError(400, f"{name} is for /v1/completions", param=name)
         try:
-            tools = chat.choose(asked.tools, asked.tool_choice)
+            can = self.grammars is not None
+            tools = chat.choose(asked.tools, asked.tool_choice, grammars=can)
             prompt = self.conversation(
                 asked.messages,
                 tools.tools,
                 asked.chat_template_kwargs,
                 asked.add_generation_prompt is not False,
             )
-            if tools.forced:
+            grammar = self._grammar_of_chat(asked, prompt, tools)
+            if tools.forced and grammar is None:
                 prompt = force(self.tokenizer, prompt, tools.forced)
         except FieldError as error:
             raise wrong_value(error) from None
@@ -148,7 +160,42 @@ class Served:
         top = (asked.top_logprobs or 0) if asked.logprobs else None
         if asked.top_logprobs and not asked.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        return self._wish(asked, [tuple(prompt)], [most], top, name, tools)
+        return self._wish(asked, [tuple(prompt)], [most], top, name, tools, grammar=grammar)
+
+    def _grammar_of_chat(
+        self, asked: ChatAsked, prompt: Sequence[int], tools: chat.ToolChoice
+    ) -> Grammar | None:
+        """Return what a reply of a chat may be: its reasoning first, then what is asked for.
+
+        Raises:
+          ApiError: there is no such grammar, or tools are to be called besides.
+        """
+        wanted = asked_grammar(asked)
+        if wanted is not None and tools.tools:
+            said = f"{wanted.field} and tools: the reply would be one of them; leave one out"
+            raise ApiError(400, said, param=wanted.field)
+        if tools.required and self.grammars is not None:
+            one = tools.forced is not None and asked.tool_choice != "required"
+            rule = rules.calls(self.tokenizer, prompt, tools.callable, one=one)
+            if rule is not None:
+                kind, source, frame = rule
+                of_calls = Asked("tool_choice", kind, source)
+                return compiled(self.grammars, of_calls, frame=frame, lenient=True)
+        if wanted is None:
+            return None
+        return self._grammar(wanted, rules.frame(self.tokenizer, prompt))
+
+    def _grammar(self, wanted: Asked | None, frame: str | None = None) -> Grammar | None:
+        """Return a grammar as the engine takes it.
+
+        Raises:
+          ApiError: the server follows none, or it cannot be used.
+        """
+        if wanted is None:
+            return None
+        if self.grammars is None:
+            raise ApiError(400, f"{wanted.field}: {self.no_grammars}", param=wanted.field)
+        return compiled(self.grammars, wanted, frame=frame)
 
     def conversation(
         self,
@@ -207,6 +254,7 @@ class Served:
         tools: chat.ToolChoice | None = None,
         *,
         least: int = 1,
+        grammar: Grammar | None = None,
     ) -> Wish:
         """Put together what all requests have in common.
 
@@ -234,6 +282,7 @@ class Served:
                 seed=seed % 2**32 if 0 <= seed < 2**64 else seed,
                 priority=asked.priority or 0,
                 stop_at=stop_at_text(self.tokenizer, stops) if stops else None,
+                grammar=grammar,
             )
             requests = [
                 Request(prompt, count, sample=sample, **shared)
@@ -326,14 +375,9 @@ class Served:
 
 def _refuse_unsupported(asked: Generating) -> None:
     """Refuse what would be served wrongly if it were ignored."""
-    kind = (asked.response_format or {}).get("type", "text")
     wrong = {
         "min_tokens": bool(asked.min_tokens),
         "skip_special_tokens": asked.skip_special_tokens is False,
-        "response_format": kind != "text",
-        "structured_outputs": bool(asked.structured_outputs),
-        "guided_json": asked.guided_json is not None,
-        "guided_regex": asked.guided_regex is not None,
         "stream_options": asked.stream_options is not None and not asked.stream,
     }
     for name, is_wrong in wrong.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import socket
 import threading
 import time
@@ -31,7 +32,8 @@ from jaxspec.tokenizer import Tokenizer
 from tests.cli import pair as tiny
 from tests.serving.fake_engine import FakeEngine
 
-EXTRAS = Extras(penalties=True, num_biases=4, logprobs=True, top_logprobs=3)
+GRAMMARS = importlib.util.find_spec("llguidance") is not None
+EXTRAS = Extras(penalties=True, num_biases=4, logprobs=True, top_logprobs=3, grammars=GRAMMARS)
 SLOTS, CACHE_LENGTH = 4, 128
 
 
@@ -114,6 +116,7 @@ def served(model: tuple[jaxspec.Pair, Tokenizer]) -> Served:
         generation=pair.target.generation or GenerationDefaults(),
         cache_length=CACHE_LENGTH,
         settings=Settings(max_n=8),
+        grammars=pair.grammar_tokens if GRAMMARS else None,
     )
 
 

@@ -41,8 +41,10 @@ def row_digest(
       request: as it is decoded, but for what decodes it.
       stop: its stop texts.
     """
-    asked = dataclasses.replace(request, id=None, stop_at=None)
-    return _digest([models, place, prompt.id, prompt.extra, dataclasses.asdict(asked), list(stop)])
+    asked = dataclasses.asdict(dataclasses.replace(request, id=None, stop_at=None, grammar=None))
+    del asked["grammar"]  # rows of files that were written before there were any have none
+    rules = [] if request.grammar is None else [request.grammar.source]
+    return _digest([models, place, prompt.id, prompt.extra, asked, list(stop), *rules])
 
 
 def fingerprint(directory: Path) -> str:

@@ -23,6 +23,7 @@ from jaxspec.commands.generate.report import PromptResult
 from jaxspec.commands.generate.rows import Key
 from jaxspec.commands.options import UsageError, as_flag, note, told
 from jaxspec.engine import Engine
+from jaxspec.grammars import GrammarTokens
 from jaxspec.loading import LoadedModel
 from jaxspec.records import DEFAULTS, FieldError, Sampling
 from jaxspec.requests import Completion, Request
@@ -103,8 +104,8 @@ def make_job(
     """Encode prompts and settle how to decode them."""
     text, decoding = options.text, options.decoding
     stops = [text.stop if p.stop is None else p.stop for p in prompts]
-    tokenizer = None
-    if any(p.ids is None for p in prompts) or any(stops):
+    tokenizer, asked = None, decoding.grammar
+    if any(p.ids is None for p in prompts) or any(stops) or asked:
         tokenizer = Tokenizer.load(target.directory)
     else:  # ids alone need none, but are shown as text where there is one
         with contextlib.suppress(TokenizerError):
@@ -113,6 +114,9 @@ def make_job(
         raise TokenizerError(
             f"--chat: {target.source} has no chat template; use an instruction-tuned checkpoint"
         )
+    grammar = None
+    if asked and tokenizer is not None:
+        grammar = GrammarTokens.of_model(target, tokenizer).compile(*asked)
     sampling, ends = sampling_for(options, target), stop_ids(decoding, target)
 
     @functools.cache
@@ -138,6 +142,7 @@ def make_job(
             stop_ids=ends,
             seed=decoding.seed if prompt.seed is None else prompt.seed,
             stop_at=stop_at(stops[index]),
+            grammar=grammar,
         )
         # The run's seed goes with a row's place among all; a line's own with the sample alone, so that it gives
         # the same wherever the line stands.

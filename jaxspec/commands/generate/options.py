@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.commands.models import ModelOptions
-from jaxspec.commands.options import Given, UsageError
+from jaxspec.commands.options import Given, UsageError, as_flag
 from jaxspec.commands.output import refuse_inputs
 from jaxspec.records import (
     CHOOSE_LENGTH_HELP,
@@ -20,6 +20,9 @@ from jaxspec.records import (
     at_least,
     option,
 )
+
+if TYPE_CHECKING:
+    from jaxspec.grammars import Kind
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,35 @@ class DecodingOptions:
         flag="--stop-id",
     )
     ignore_eos: bool = option(False, "Do not end with the checkpoint's own end-of-sequence ids.")
+    json_schema: Path | None = option(
+        None, "Write JSON that this schema describes; {} is any JSON.", metavar="FILE"
+    )
+    regex: str | None = option(
+        None, "Write a match of this regular expression, in the syntax of Rust's regex crate."
+    )
+    lark: Path | None = option(None, "Write what this Lark grammar describes.", metavar="FILE")
+
+    @property
+    def grammar(self) -> tuple[Kind, str] | None:
+        """What was asked for as a grammar: its kind and its source.
+
+        Raises:
+          UsageError: there are two, or a file cannot be read.
+        """
+        kinds: tuple[Kind, ...] = ("json_schema", "regex", "lark")
+        given: dict[Kind, Path | str] = {
+            kind: getattr(self, kind) for kind in kinds if getattr(self, kind) is not None
+        }
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(map(as_flag, given))}: give one of them")
+        for kind, source in given.items():
+            if not isinstance(source, Path):
+                return kind, source
+            try:
+                return kind, source.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"{as_flag(kind)}: {source} cannot be read: {error}") from None
+        return None
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ from jaxspec.commands.startup import (
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.engine import Engine
+from jaxspec.grammars import GrammarTokens
 from jaxspec.loading import CheckpointError, LoadedModel
 from jaxspec.memory import DeviceMemoryError
-from jaxspec.records import Drafting
+from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.requests import check_cache_length
 from jaxspec.runtime import cache_length_for
 from jaxspec.serving import server
@@ -39,6 +40,7 @@ from jaxspec.serving.open_engine import OpenEngine
 from jaxspec.serving.prompts import PromptScorer
 from jaxspec.serving.settings import ProgramOptions, Settings
 from jaxspec.serving.wishes import Served
+from jaxspec.sharding import mesh_of
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 
 USER_ERRORS = (CheckpointError, ConfigError, DeviceMemoryError, TokenizerError)
@@ -72,10 +74,15 @@ def run(
             note(console, "no --drafter was given: decoding plainly, one token a step")
         with console.status("[dim]loading the models"):
             target, drafter = load_models(models)
-        engine = make_engine(target, drafter, programs, drafting)
+        tokenizer = Tokenizer.load(target.directory)
+        grammars, no_grammars = grammars_of(target, tokenizer, programs, drafting)
+        extras = dataclasses.replace(programs.extras, grammars=grammars is not None)
+        engine = make_engine(target, drafter, programs, extras, drafting)
         served = Served(
             names=settings.served_model_name or (name_of(target),),
-            tokenizer=Tokenizer.load(target.directory),
+            tokenizer=tokenizer,
+            grammars=grammars,
+            no_grammars=no_grammars,
             spec=engine.spec,
             generation=target.generation or GenerationDefaults(),
             cache_length=engine.cache_length,
@@ -141,8 +148,28 @@ def check_tls(network: NetworkOptions) -> None:
         raise UsageError(f"--tls-cert and --tls-key: {error}") from None
 
 
+def grammars_of(
+    target: LoadedModel, tokenizer: Tokenizer, programs: ProgramOptions, drafting: Drafting
+) -> tuple[GrammarTokens | None, str]:
+    """Return the tokenizer as grammars see it; or None, and why no request can have one."""
+    if programs.no_grammars:
+        return None, "this server was started with --no-grammars"
+    if drafting.tree is not None:
+        return None, "this server drafts trees, which follow no grammars"
+    if mesh_of(target=target.params).size > 1:
+        return None, "this server runs on several devices, where grammars are not followed"
+    try:
+        return GrammarTokens.of_model(target, tokenizer), ""
+    except FieldError as error:
+        return None, f"this server follows none: {error}"
+
+
 def make_engine(
-    target: LoadedModel, drafter: LoadedModel | None, programs: ProgramOptions, drafting: Drafting
+    target: LoadedModel,
+    drafter: LoadedModel | None,
+    programs: ProgramOptions,
+    extras: Extras,
+    drafting: Drafting,
 ) -> Engine:
     """Make the engine, of shapes that stay.
 
@@ -152,7 +179,7 @@ def make_engine(
     """
     shared: dict[str, Any] = dict(
         drafting=drafting,
-        extras=programs.extras,
+        extras=extras,
         batch_size=programs.slots,
         num_stop_ids=programs.max_stop_ids,
         steps_per_return=programs.steps_per_return,
