@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxspec.records import SEEDS, VALUES, FieldError, Sampling, at_least, is_a, shown, whole
-from jaxspec.runtime import Runtime, cache_length_for
-from jaxspec.state import Admission, DecodeSpec
+from jaxspec.runtime import NewRows, Runtime, cache_length_for
+from jaxspec.state import DecodeSpec
 
 PRIORITIES = whole(-(2**31), 2**31 - 1)
 
@@ -223,7 +223,7 @@ def sampling_values(spec: DecodeSpec, rows: Sequence[Sampling]) -> dict[str, np.
 
 def admission(
     runtime: Runtime, new: Mapping[int, Request], *, rows: int, num_stop_ids: int
-) -> Admission:
+) -> NewRows:
     """Return requests as the program takes them that gives them rows of a state.
 
     Args:

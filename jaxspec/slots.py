@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Executor, Future
@@ -246,14 +247,21 @@ class Slots:
         most = min(max(1, steps * (self.runtime.spec.depth + 1)), self.runtime.cache_length)
         before, self._state = self.state, None
 
+        begun = threading.Event()
+
         def work() -> Work:
+            begun.set()
             begin = time.perf_counter()
             state = call(before)
             news = News.of(state, np.array(known, np.int32).T, tokens=most, steps=steps)
             return state, news, time.perf_counter() - begin
 
         self._read_then = self.read
-        self._work = work() if pool is None else pool.submit(work)
+        if pool is None:
+            self._work = work()
+            return
+        self._work = pool.submit(work)
+        begun.wait()  # else Python lets it wait while this thread is busy, for milliseconds
 
     def wait(self) -> float:
         """Wait for the work that was started, and return the seconds that it took."""
