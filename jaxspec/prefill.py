@@ -33,8 +33,8 @@ LONGEST_CHUNK = 8192
 SMALLEST_PREFILL = 16
 SHARED_WIDTHS = (64, 256)
 MIDDLE_WIDTH = 128
-"""Passes that many prompts share have this width too. Of 192 mixed prompts of 334 tokens on average, a sixth less
-of the passes of 26B-A4B is padding."""
+"""Passes that many prompts share have this width too. With 16 rows ahead, passes over 192 mixed prompts of 334 tokens
+on average then take 1.73 s instead of 2.00 s, by the times that 26B-A4B takes on an H200."""
 SHARED_PREFILL = 256
 """Where there are several slots, a small pass has so many tokens: rows of a few widths. A row that comes alone pays
 for all of them."""
