@@ -209,7 +209,9 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
 
 def sampling_values(spec: DecodeSpec, rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
     """Return what rows ask of sampling as arrays, a row each, as `DecodeSpec.sampling` takes them."""
-    values = {name: np.asarray([getattr(r, name) for r in rows], np.float32) for name in VALUES}
+    values: dict[str, np.ndarray] = {
+        name: np.asarray([getattr(r, name) for r in rows], np.float32) for name in VALUES
+    }
     most = spec.target.config.vocab_size
     values["top_k"] = np.asarray([min(r.top_k, most) for r in rows], np.int32)
     ids = np.full((len(rows), spec.extras.num_biases), -1, np.int32)

@@ -63,8 +63,15 @@ class News:
           tokens, steps: the most that can be new.
         """
         packed, logprobs = fetch(_news(state.small, known, tokens=tokens, steps=steps))
-        flags, counts = packed[:, :4].astype(bool).T, packed[:, 4:6].T
-        return cls(*flags, *counts, packed[:, 6 : 6 + tokens], packed[:, 6 + tokens :], logprobs)
+        active, stopped, failed, spoilt = packed[:, :4].astype(bool).T
+        return cls(
+            *(active, stopped, failed, spoilt),
+            num_tokens=packed[:, 4],
+            num_steps=packed[:, 5],
+            tokens=packed[:, 6 : 6 + tokens],
+            acceptance_lengths=packed[:, 6 + tokens :],
+            logprobs=logprobs,
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("tokens", "steps"))
