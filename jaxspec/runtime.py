@@ -17,7 +17,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,6 @@ from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.prefill import Shapes, chunks
 from jaxspec.records import Drafting, Extras, FieldError
-from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk, settle_num_draft_tokens
@@ -155,12 +154,6 @@ def _with_spec(function: Any, spec: DecodeSpec) -> Any:
     return bound
 
 
-@jax.jit
-def row_keys(seeds: jax.Array) -> jax.Array:
-    """Return a key for each [seed, sample] row."""
-    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s[0]), s[1]))(seeds)
-
-
 @dataclass
 class Timings:
     """Seconds of wall clock, device work waited for; compilation stands apart from the other two."""
@@ -171,8 +164,24 @@ class Timings:
     decode_tokens: int = 0  # returned tokens but those of prefill
 
 
+class NewRows(NamedTuple):
+    """A `state.Admission` as the host has it."""
+
+    slots: np.ndarray
+    max_new_tokens: np.ndarray
+    stop_ids: np.ndarray
+    sampling: dict[str, np.ndarray]
+    seeds: np.ndarray
+    guides: np.ndarray | None = None
+
+
+def _admit(spec: DecodeSpec, state: DecodeState, new: NewRows) -> DecodeState:
+    sampling = spec.sampling(len(new.seeds), **new.sampling)
+    return states.admit(state, Admission(**{**new._asdict(), "sampling": sampling}))
+
+
 _FUNCTIONS: dict[Phase, Callable[..., Any]] = {
-    "admit": states.admit,
+    "admit": _admit,
     "prefill": decode.prefill,
     "decode": decode.decode_loop,
     "retire": states.retire,
@@ -263,32 +272,32 @@ class Runtime:
         slots: Sequence[int] | np.ndarray,
         max_new_tokens: Sequence[int],
         stop_ids: np.ndarray,
-        sampling: SamplingParams,
+        sampling: Mapping[str, np.ndarray],
         seeds: np.ndarray,
         guides: Sequence[int] | np.ndarray | None = None,
-    ) -> Admission:
+    ) -> NewRows:
         """Return what `admit` takes, a row each; a slot of `batch_size` is no slot at all.
 
         Args:
           stop_ids: [rows, I], padded with -1.
+          sampling: as `requests.sampling_values` returns it.
           seeds: [rows, 2]: a seed, and which sample of it.
           guides: numbers of `grammars.guides`; None: no row has a grammar.
         """
-        if self.spec.extras.grammars:
-            guides = np.full(len(slots), NOBODY) if guides is None else guides
-        rows = Admission(
-            slots=jnp.asarray(slots, np.int32),
-            max_new_tokens=jnp.asarray(max_new_tokens, np.int32),
-            stop_ids=jnp.asarray(stop_ids, np.int32),
-            sampling=sampling,
-            keys=row_keys(self.place(seeds.astype(np.uint32))),
-            guides=None if guides is None else jnp.asarray(guides, np.int32),
+        if self.spec.extras.grammars and guides is None:
+            guides = np.full(len(slots), NOBODY)
+        return NewRows(
+            slots=np.asarray(slots, np.int32),
+            max_new_tokens=np.asarray(max_new_tokens, np.int32),
+            stop_ids=np.asarray(stop_ids, np.int32),
+            sampling=dict(sampling),
+            seeds=seeds.astype(np.uint32),
+            guides=None if guides is None else np.asarray(guides, np.int32),
         )
-        return self.place(rows)
 
-    def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
+    def admit(self, state: DecodeState, new: NewRows) -> DecodeState:
         """Give slots to new rows."""
-        return self.program("admit", state, admission)(state, admission)
+        return self._change("admit", state, self._given(new))
 
     def prefill(
         self, state: DecodeState, prompts: Mapping[int, Sequence[int] | np.ndarray]
@@ -336,25 +345,40 @@ class Runtime:
         guided: bool = False,
     ) -> Callable[..., DecodeState]:
         """Return the call that decodes such a state."""
-        limits = self.place((np.int32(max_steps), np.int32(until_active)))
+        limits = self._given((np.int32(max_steps), np.int32(until_active)))
         spec = self.spec.verifying(verify_length).asking(guided)
         program = self.program("decode", state, *limits, spec=spec)
         return lambda state: program(state, *limits)
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
         """End the rows of slots that the host found finished."""
-        return self.program("retire", state, rows := self.place(finished))(state, rows)
+        return self._change("retire", state, self._given(finished))
 
     def clear(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
         """Empty the caches of slots that are spoilt."""
         return self.program("clear", state, rows := self.place(slots))(state, rows)
 
     def insert(
-        self, state: DecodeState, other: DecodeState, source: int, target: int
+        self, state: DecodeState, other: DecodeState, targets: Mapping[int, int]
     ) -> DecodeState:
-        """Copy a row of another state into a slot."""
-        given = other, *self.place((np.int32(source), np.int32(target)))
+        """Copy rows of another state into slots.
+
+        Args:
+          targets: the slot for each row there.
+        """
+        pairs = np.full((len(other.active), 2), -1, np.int32)
+        pairs[: len(targets)] = [*targets.items()] or pairs[:0]
+        given = other, self._given(pairs)
         return self.program("insert", state, *given)(state, *given)
+
+    def _given(self, rows: Any) -> Any:
+        """Return what a program is given of the host's. On one device the call itself places it, more quickly."""
+        return rows if self.mesh.size == 1 else self.place(rows)
+
+    def _change(self, phase: Phase, state: DecodeState, given: Any) -> DecodeState:
+        """Run a program that touches no caches: then it need not take them, which takes the host longer."""
+        small = state.small
+        return state.with_small(self.program(phase, small, given)(small, given))
 
     def program(
         self,
@@ -381,10 +405,10 @@ class Runtime:
             begin = time.perf_counter()
             self.used[key] = self.programs.get(
                 function,
-                (*weights, state, *given),
+                (*weights, state, *self.place(given)),
                 donate=len(weights),
                 mesh=self.mesh,
-                spec=spec if runs_models else None,
+                spec=spec if runs_models or phase == "admit" else None,
             )
             self.timings.compile_s += time.perf_counter() - begin
         return Bound(self.used[key], weights)

@@ -96,7 +96,7 @@ class Scheduler:
             chunk = chunk_of({}, rows, width, reading.count)
             reading.state = runtime.feed(reading.state, chunk)
         if reading is not running:
-            running.state = runtime.insert(running.state, reading.state, 0, 0)
+            running.state = runtime.insert(running.state, reading.state, {})
         if runtime.spec.extras.grammars:
             running.state = runtime.decode(running.state, 1, guided=True)
         running.state = self.chosen_length.measure(runtime.decode(running.state, 1))
@@ -168,7 +168,8 @@ class Scheduler:
         """Send some steps to the device; it does fewer when rows end that others wait for."""
         active, until = len(self.slots.read), 0
         if self.ahead is not None and self.ahead.read:
-            until = active - 1
+            # To return takes the host some milliseconds, so that a few rows end before it is worth it.
+            until = max(0, active - max(1, self.slots.count // 16))
         elif self.ahead is None and self.waiting and not self._reader.unread:
             until = max(0, active + len(self.slots.free) - self._worth_reading)
         self._read_since = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -16,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxspec.grammars.guides import Guide
 from jaxspec.grammars.matcher import ALL
@@ -32,12 +32,13 @@ from jaxspec.requests import (
 )
 from jaxspec.runtime import Runtime
 from jaxspec.sampling import Logprobs
-from jaxspec.shapes import Array, Bool, Int
+from jaxspec.shapes import Array, Int
 from jaxspec.sharding import fetch
 from jaxspec.state import DecodeState, PrefillChunk
 
 
-class News(struct.PyTreeNode):
+@dataclasses.dataclass(frozen=True)
+class News:
     """What rows have that the host does not know yet.
 
     Attributes:
@@ -46,37 +47,57 @@ class News(struct.PyTreeNode):
       acceptance_lengths, logprobs: likewise.
     """
 
-    active: Bool[Array, " B"]
-    stopped: Bool[Array, " B"]
-    failed: Bool[Array, " B"]
-    spoilt: Bool[Array, " B"]
-    num_tokens: Int[Array, " B"]
-    num_steps: Int[Array, " B"]
-    tokens: Int[Array, "B W"]
-    acceptance_lengths: Int[Array, "B S"]
+    active: np.ndarray
+    stopped: np.ndarray
+    failed: np.ndarray
+    spoilt: np.ndarray
+    num_tokens: np.ndarray
+    num_steps: np.ndarray
+    tokens: np.ndarray
+    acceptance_lengths: np.ndarray
     logprobs: Logprobs | None
+
+    @classmethod
+    def of(cls, state: DecodeState, known: np.ndarray, *, tokens: int, steps: int) -> News:
+        """Fetch what is new in a state.
+
+        Args:
+          known: how many tokens of each row the host knows, and how many steps: [2, B].
+          tokens, steps: the most that can be new.
+        """
+        packed, logprobs = fetch(_news(state.small, known, tokens=tokens, steps=steps))
+        active, stopped, failed, spoilt = packed[:, :4].astype(bool).T
+        return cls(
+            *(active, stopped, failed, spoilt),
+            num_tokens=packed[:, 4],
+            num_steps=packed[:, 5],
+            tokens=packed[:, 6 : 6 + tokens],
+            acceptance_lengths=packed[:, 6 + tokens :],
+            logprobs=logprobs,
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("tokens", "steps"))
-def _news(state: DecodeState, known: Int[Array, "2 B"], *, tokens: int, steps: int) -> News:
-    """Return what is new in a state without its caches.
-
-    Args:
-      known: how many tokens of each row the host knows, and how many steps.
-      tokens, steps: the most that can be new.
-    """
+def _news(
+    state: DecodeState, known: Int[Array, "2 B"], *, tokens: int, steps: int
+) -> tuple[Int[Array, "B _"], Logprobs | None]:
+    """Return what is new, as `News.of`, with all whole numbers in one array: each array takes a fetch."""
 
     def since(values: Array, start: Int[Array, " B"], count: int) -> Array:
         columns = start[:, None] + jnp.arange(count, dtype=jnp.int32)
         return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(values, columns)
 
-    return News(
+    of_rows = (
         *(state.active, state.stopped, state.failed, state.spoilt),
         *(state.num_tokens, state.num_steps),
-        tokens=since(state.tokens, known[0], tokens),
-        acceptance_lengths=since(state.acceptance_lengths, known[1], steps),
-        logprobs=jax.tree.map(lambda x: since(x, known[0], tokens), state.logprobs),
     )
+    some = (
+        jnp.stack([x.astype(jnp.int32) for x in of_rows], axis=1),
+        since(state.tokens, known[0], tokens),
+        since(state.acceptance_lengths, known[1], steps),
+    )
+    logprobs = jax.tree.map(lambda x: since(x, known[0], tokens), state.logprobs)
+    return jnp.concatenate(some, axis=1), logprobs
 
 
 Work = tuple[DecodeState, News, float]
@@ -238,8 +259,8 @@ class Slots:
         Args:
           targets: the row here for each row there.
         """
+        self.state = self.runtime.insert(self.state, other.state, targets)
         for source, target in targets.items():
-            self.state = self.runtime.insert(self.state, other.state, source, target)
             self.rows[target], other.rows[source] = other.rows[source], None
             self._spoilt[target] = other._spoilt[source]
 
@@ -259,15 +280,21 @@ class Slots:
         most = min(max(1, steps * (self.runtime.spec.depth + 1)), self.runtime.cache_length)
         before, self._state = self.state, None
 
+        begun = threading.Event()
+
         def work() -> Work:
+            begun.set()
             begin = time.perf_counter()
             state = call(before)
-            small = dataclasses.replace(state, caches=(), drafter=None)
-            news = fetch(_news(small, np.array(known, np.int32).T, tokens=most, steps=steps))
+            news = News.of(state, np.array(known, np.int32).T, tokens=most, steps=steps)
             return state, news, time.perf_counter() - begin
 
         self._read_then = self.read
-        self._work = work() if pool is None else pool.submit(work)
+        if pool is None:
+            self._work = work()
+            return
+        self._work = pool.submit(work)
+        begun.wait()  # else Python lets it wait while this thread is busy, for milliseconds
 
     def wait(self) -> float:
         """Wait for the work that was started, and return the seconds that it took."""

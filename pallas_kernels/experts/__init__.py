@@ -1,6 +1,6 @@
 """Experts for few tokens: the choice of a router, a gated MLP per expert, and a weighted sum.
 
-`reference.py` shows what is computed. `triton.py` shows how the kernels read each expert in use
+`reference.py` shows what is computed. `routing.py` and `triton.py` show how the kernels read each expert in use
 once and the others never. `tuning.py` has tile sizes.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Bool, Float, Num
 
 from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
@@ -32,6 +32,7 @@ def experts(
     down: Num[Array, "E _ _"],
     gate_up_scales: Float[Array, "E 2 F"] | None = None,
     down_scales: Float[Array, "E D"] | None = None,
+    real: Bool[Array, " T"] | None = None,
     *,
     top_k: int,
     implementation: Implementation = "auto",
@@ -53,6 +54,8 @@ def experts(
       gate_up_scales, down_scales: factors of the output channels of both, in float32. With them
         `gate_up` and `down` are codes of int8 or float8_e4m3fn with inputs last, [E, 2, F, D] and
         [E, D, F]. None: they are the weights.
+      real: which tokens are no padding. Experts that only the others chose are not read, and the
+        results of the others are 0. None: all.
       top_k: number of experts of a token.
       implementation: "triton" needs 16-bit experts and an NVIDIA GPU of compute capability 8.0 or
         newer (or `interpret`). "auto" takes it where it can run, and takes "reference" elsewhere.
@@ -73,7 +76,7 @@ def experts(
         or why_not_triton(gate_up, interpret=interpret, dtypes=(x.dtype, *CODES)),
     )
     plain = functools.partial(reference, top_k=top_k)
-    weights = (gate_up, down, gate_up_scales, down_scales)
+    weights = (gate_up, down, gate_up_scales, down_scales, real)
     return dispatch(implementation, [triton], plain, x, logits, expert_scale, *weights)
 
 

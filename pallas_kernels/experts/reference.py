@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.elementary import contract, gelu_tanh
 from pallas_kernels.lone_row import twice_if_alone
@@ -57,6 +57,7 @@ def reference(
     down: Num[Array, "E _ _"],
     gate_up_scales: Float[Array, "E 2 F"] | None = None,
     down_scales: Float[Array, "E D"] | None = None,
+    real: Bool[Array, " T"] | None = None,
     *,
     top_k: int,
 ) -> Float[Array, "T D"]:
@@ -89,7 +90,7 @@ def reference(
         of_each = contract("erf,edf->erd", hidden, down.astype(x.dtype))
         return jnp.sum(of_each * down_scales[:, None], axis=0).astype(x.dtype)
 
-    return twice_if_alone(
+    out = twice_if_alone(
         run,
         x,
         combine,
@@ -97,3 +98,4 @@ def reference(
         repeat=lambda x, c: (jnp.repeat(x, 2, axis=0), jnp.repeat(c, 2, axis=0)),
         first=lambda out: out[:1],
     )
+    return out if real is None else jnp.where(real[:, None], out, jnp.zeros((), out.dtype))
