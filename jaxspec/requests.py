@@ -83,6 +83,7 @@ class Completion:
       sampled_logprobs: the same under the distribution that was sampled from: after suppressed tokens,
         penalties, temperature and filters. 0 in greedy rows.
       top_logprobs: the target's best tokens in each one's place, as pairs of id and log-probability, best first.
+      cached_tokens: of the prompt, which were not read again, since an earlier prompt began with them.
     """
 
     id: Hashable
@@ -93,6 +94,7 @@ class Completion:
     logprobs: tuple[float, ...] | None = None
     sampled_logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    cached_tokens: int = 0
 
 
 def refused(request: Request, error: FieldError) -> Completion:

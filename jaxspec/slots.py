@@ -107,10 +107,12 @@ class Row:
 
     Attributes:
       is_read: whether its prompt is read, so that its first token is there.
+      cached_tokens: of the prompt, which were copied and not read.
     """
 
     request: Request
     is_read: bool = False
+    cached_tokens: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
@@ -137,6 +139,10 @@ class Row:
         Args:
           error: what its `stop_at` raised.
         """
+        done = self._completion(reason, error)
+        return dataclasses.replace(done, cached_tokens=self.cached_tokens)
+
+    def _completion(self, reason: Reason, error: Exception | None) -> Completion:
         tokens, logprobs = tuple(self.tokens), self._logprobs()
         if error is not None:
             return callback_failed(self.request, error, tokens, **logprobs)
@@ -222,6 +228,11 @@ class Slots:
             self._spoilt &= ~mine
         taken = admission(self.runtime, new, rows=self.count, num_stop_ids=self.num_stop_ids)
         self.state = self.runtime.admit(self.state, taken)
+
+    def is_spoilt(self, place: int) -> bool:
+        """Tell whether a row's numbers are not finite, as far as the work that was waited for says."""
+        assert self._news is not None
+        return bool(self._news.spoilt[place])
 
     def place_of(self, id: Hashable) -> int | None:
         """Return the row that a request has."""
