@@ -1,5 +1,6 @@
-"""Which prefixes are stored, where, and for how long. Knows no arrays: it tells a `Pool` what to copy where.
+"""Which prefixes are stored, where, and for how long.
 
+This module knows no arrays. It tells a `pool.Pool` what to copy where, and states go through it as they are.
 Read `Store.find`, then `Store.keep`.
 """
 
@@ -12,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-
-from jaxspec.state import DecodeState
 
 LEAST_TOKENS = 256
 """Fewer tokens are not worth a copy: a GPU reads so many in the time in which it reads its weights once."""
@@ -145,20 +144,18 @@ class Copies(Protocol):
     snapshot_bytes: int
     slack: int | None
 
-    def keep(
-        self, state: DecodeState, row: int, blocks: Sequence[tuple[int, int]], snapshot: int
-    ) -> None:
+    def keep(self, state: Any, row: int, blocks: Sequence[tuple[int, int]], snapshot: int) -> None:
         """Copy numbered blocks of a row to their places, and its snapshot."""
         ...
 
     def restore(
         self,
-        state: DecodeState,
+        state: Any,
         row: int,
         places: Sequence[int],
         snapshot: int,
         tokens: np.ndarray,
-    ) -> DecodeState:
+    ) -> Any:
         """Copy the first blocks of an entry and its snapshot into a row."""
         ...
 
@@ -170,7 +167,7 @@ class Copies(Protocol):
         """Put such a copy into a place of the pool."""
         ...
 
-    def warm_up(self, state: DecodeState, *, with_host: bool) -> DecodeState:
+    def warm_up(self, state: Any, *, with_host: bool) -> Any:
         """Compile all programs."""
         ...
 
@@ -185,6 +182,7 @@ class Store:
 
     Args:
       host_bytes: of host memory for what is evicted from the device; 0 for none.
+      least_tokens: nothing shorter is stored.
 
     Attributes:
       version: another number after each `clear`.
@@ -192,7 +190,7 @@ class Store:
 
     pool: Copies
     host_bytes: int = 0
-    least_tokens: int = LEAST_TOKENS
+    least_tokens: int = field(default_factory=lambda: LEAST_TOKENS)
     version: int = 0
     counts: PrefixStats = field(default_factory=PrefixStats)
 
@@ -242,7 +240,7 @@ class Store:
         if drop_arrays:
             self.pool.drop()
 
-    def warm_up(self, state: DecodeState) -> DecodeState:
+    def warm_up(self, state: Any) -> Any:
         """Compile all programs that it can need, and forget all entries."""
         self.clear()
         return self.pool.warm_up(state, with_host=self.host_bytes > 0)
@@ -287,7 +285,7 @@ class Store:
         self.counts.query_tokens += len(prompt)
         return hit, min(shared, (len(prompt) - 1) // self.pool.block) * self.pool.block
 
-    def restore(self, state: DecodeState, row: int, hit: Hit) -> DecodeState | None:
+    def restore(self, state: Any, row: int, hit: Hit) -> Any:
         """Copy what an entry holds into a row; None where there is no room to bring it from host memory."""
         entry = hit.entry
         entry.is_spare = False
@@ -306,7 +304,7 @@ class Store:
     # --- storing -----------------------------------------------------------------------------------------
 
     def keep(
-        self, state: DecodeState, row: int, prompt: Prompt, length: int, *, is_spare: bool
+        self, state: Any, row: int, prompt: Prompt, length: int, *, is_spare: bool
     ) -> Entry | None:
         """Store what a row holds after the first tokens of its prompt, unless it is there or there is no room.
 
@@ -333,9 +331,6 @@ class Store:
         entry = Entry(prompt.tokens[:length].copy(), keys, passes, blocks, is_spare)
         if (new := self._make_room(entry)) is None:
             return None
-        for block in blocks:
-            if block.key is not None:
-                self._blocks[block.key] = block
         assert entry.place is not None
         self.pool.keep(state, row, [(n, _placed(blocks[n])) for n in new], entry.place)
         for level in self._levels(entry):
@@ -374,6 +369,7 @@ class Store:
             entry.blocks[n].place = self._free_blocks.pop()
         entry.place = self._free_snapshots.pop()
         self._device[entry] = None
+        self._blocks |= {block.key: block for block in entry.blocks if block.key is not None}
         return new
 
     # --- leaving -----------------------------------------------------------------------------------------
@@ -388,17 +384,13 @@ class Store:
 
     def _move_to_host(self, entry: Entry) -> bool:
         pool, new = self.pool, [b for b in entry.blocks if b.host is None]
-        needed = pool.snapshot_bytes + pool.block_bytes * len(new)
-        if needed > self.host_bytes:
+        if pool.snapshot_bytes + pool.block_bytes * len(entry.blocks) > self.host_bytes:
             return False
         for block in entry.blocks:
             block.host_users += 1  # so that none of them leaves
+        needed = pool.snapshot_bytes + pool.block_bytes * len(new)
         while self._host_used + needed > self.host_bytes:
-            oldest = next((e for e in self._host if e is not self._coming), None)
-            if oldest is None:
-                for block in entry.blocks:
-                    block.host_users -= 1
-                return False
+            oldest = next(iter(self._host))
             self._leave_host(oldest)
             self._drop(oldest)
         for block in new:
@@ -412,16 +404,15 @@ class Store:
 
     def _bring_back(self, entry: Entry) -> bool:
         """Move an entry from host memory to the device."""
-        self._coming = entry
-        new = self._make_room(entry)
-        self._coming = None
-        if new is None:
+        blocks, snapshot = [block.host for block in entry.blocks], entry.host
+        self._leave_host(entry)  # so that what it evicts has room there
+        if (new := self._make_room(entry)) is None:
+            self._drop(entry)
             return False
         for n in new:
-            self.pool.lower("block", _placed(entry.blocks[n]), entry.blocks[n].host)
+            self.pool.lower("block", _placed(entry.blocks[n]), blocks[n])
         assert entry.place is not None
-        self.pool.lower("snapshot", entry.place, entry.host)
-        self._leave_host(entry)
+        self.pool.lower("snapshot", entry.place, snapshot)
         return True
 
     def _leave_device(self, entry: Entry) -> None:
