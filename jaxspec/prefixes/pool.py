@@ -45,8 +45,11 @@ class Pages(struct.PyTreeNode):
     snapshots: list[Array]
 
 
-def split(state: DecodeState) -> tuple[list[Array], list[Array], Callable[..., DecodeState]]:
-    """Return what blocks are cut of, what snapshots are taken of, and how to put both back into the state."""
+def split(state: DecodeState) -> tuple[list[Any], list[Any], Callable[..., DecodeState]]:
+    """Return what blocks are cut of, what snapshots are taken of, and how to put both back into the state.
+
+    Arrays may be shapes alone.
+    """
     parts = (state.caches, state.drafter)
     leaves, tree = jax.tree.flatten(parts, is_leaf=lambda x: isinstance(x, KVCache))
     is_full = [
@@ -55,7 +58,7 @@ def split(state: DecodeState) -> tuple[list[Array], list[Array], Callable[..., D
     arrays, inner = jax.tree.flatten(leaves)
     pairs = list(zip(arrays, is_full, strict=True))
 
-    def join(full: list[Array], other: list[Array]) -> DecodeState:
+    def join(full: list[Any], other: list[Any]) -> DecodeState:
         kinds = {True: iter(full), False: iter(other)}
         leaves = jax.tree.unflatten(inner, [next(kinds[kind]) for kind in is_full])
         caches, drafter = jax.tree.unflatten(tree, leaves)
@@ -73,13 +76,13 @@ def slack_of(state: DecodeState) -> int | None:
     return min(slacks, default=None)
 
 
-def _cut(array: Array, row: Array, number: Array, tokens: int) -> Array:
+def _cut(array: Array, row: Any, number: Any, tokens: int) -> Array:
     """Return a block of a row. Past the end, the last tokens that there are; `restore` puts them there."""
     sizes = (1, array.shape[1], tokens, array.shape[3])
     return lax.dynamic_slice(array, (row, jnp.int32(0), number * tokens, jnp.int32(0)), sizes)
 
 
-def _put(array: Array, piece: Array, row: Array, number: Array, tokens: int) -> Array:
+def _put(array: Array, piece: Array, row: Any, number: Any, tokens: int) -> Array:
     at = (row, jnp.int32(0), number * tokens, jnp.int32(0))
     return lax.dynamic_update_slice(array, piece, at)
 
@@ -101,7 +104,7 @@ def keep(
     """
     full, other, _ = split(state)
 
-    def one(i: Array, blocks: list[Array]) -> list[Array]:
+    def one(i: Any, blocks: list[Array]) -> list[Array]:
         return [
             lax.dynamic_update_slice_in_dim(
                 block, _cut(x, row, numbers[i], block.shape[2]), places[i], 0
@@ -134,7 +137,7 @@ def restore(
     """
     full, other, join = split(state)
 
-    def one(i: Array, full: list[Array]) -> list[Array]:
+    def one(i: Any, full: list[Array]) -> list[Array]:
         return [
             _put(x, lax.dynamic_slice_in_dim(block, places[i], 1), row, i, block.shape[2])
             for block, x in zip(pages.blocks, full, strict=True)
