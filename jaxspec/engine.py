@@ -23,8 +23,9 @@ from jaxspec import memory
 from jaxspec.chosen_length import ChosenLength
 from jaxspec.loading import LoadedModel
 from jaxspec.prefill import bucket, rows_ahead, rows_bucket
+from jaxspec.prefixes.entries import PrefixStats
 from jaxspec.prefixes.pool import Pool
-from jaxspec.prefixes.store import PrefixStats, Store
+from jaxspec.prefixes.store import Store
 from jaxspec.records import ChooseLength, Drafting, Extras, FieldError, Range, at_least
 from jaxspec.requests import (
     Completion,

@@ -1,7 +1,7 @@
 """Prefixes that were read once and are not read again: what a row holds after some tokens, kept for other rows.
 
-A prompt that begins as an earlier one gets its row's caches by a copy. Only the rest is read. Read `store`, then
-`reading`; `pool` has the arrays and the programs that copy them.
+A prompt that begins as an earlier one gets its row's caches by a copy. Only the rest is read. Read `entries` and
+`store`, then `reading`; `pool` has the arrays and the programs that copy them.
 
 An *entry* is what a row holds after its first q tokens. Its parts are of two kinds:
 

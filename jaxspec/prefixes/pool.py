@@ -6,7 +6,6 @@ lengths. The pool is donated to `keep`, and the state to `restore`: everything e
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,6 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxspec import state as states
 from jaxspec.cache import KVCache
 from jaxspec.records import FieldError
 from jaxspec.runtime import Runtime
@@ -187,16 +185,7 @@ class Pool:
         self.runtime = runtime
         self.block = min(BLOCK, runtime.cache_length)
         self.most_blocks = -(-runtime.cache_length // self.block)
-        row = jax.eval_shape(
-            functools.partial(
-                states.init_state,
-                runtime.spec,
-                1,
-                cache_length=runtime.cache_length,
-                num_stop_ids=1,
-                cache_dtype=jnp.dtype(runtime.spec.target.dtype),
-            )
-        )
+        row = jax.eval_shape(lambda: runtime.init_state(num_stop_ids=1, rows=1))
         drafter = runtime.spec.drafter
         goes_back = drafter is None or drafter.bind_abstract().absorbs_again
         self.slack = slack_of(row) if goes_back else 0

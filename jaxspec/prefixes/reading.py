@@ -9,7 +9,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jaxspec.prefill import PromptReader
-from jaxspec.prefixes.store import Entry, Passes, Prompt, Store
+from jaxspec.prefixes.entries import Entry, Passes, Prompt
+from jaxspec.prefixes.store import Store
 from jaxspec.requests import Request
 from jaxspec.slots import Row, Slots
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.prefixes.store import Prompt, Store
+from jaxspec.prefixes.entries import Prompt
+from jaxspec.prefixes.store import Store
 
 BLOCK = 4
 
