@@ -36,7 +36,7 @@ from jaxspec import Engine, Request
 from jaxspec.families import family_of, graph_of, presets, random_drafter
 from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph
-from jaxspec.prefixes.pool import Pool
+from jaxspec.prefixes.pool import Pool, least_bytes
 from jaxspec.requests import Completion
 from jaxspec.runtime import Programs, cache_bucket
 
@@ -100,8 +100,8 @@ def main(
     length = cache_bucket(second_tokens + NEW + 16)
     options: dict[str, Any] = dict(batch_size=slots, cache_length=length, programs=Programs())
     off = Engine(*pair, **options)
-    pool = Pool(off.runtime, 1 << 62)  # tells sizes, and allocates nothing
-    nbytes = SNAPSHOTS * pool.least_bytes
+    nbytes = SNAPSHOTS * least_bytes(off.runtime)
+    pool = Pool(off.runtime, nbytes)  # tells sizes, and allocates nothing
     on = Engine(*pair, prefix_bytes=nbytes, prefix_host_bytes=4 * nbytes, **options)
 
     rng = np.random.default_rng(0)

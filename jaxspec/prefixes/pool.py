@@ -167,6 +167,11 @@ def lower(arrays: list[Array], copies: list[Array], place: Int[Array, ""]) -> li
     ]
 
 
+def least_bytes(runtime: Runtime) -> int:
+    """Return the bytes of the smallest pool that a runtime can have: for one whole slot."""
+    return Pool(runtime, 1 << 62).least_bytes
+
+
 class Pool:
     """Memory for blocks and snapshots on the devices of a runtime, allocated when it is first used.
 

@@ -129,7 +129,7 @@ def test_prefixes_come_back_from_host_memory() -> None:
 
 
 def least_bytes(engine: Engine) -> int:
-    return pool.Pool(engine.runtime, MANY).least_bytes
+    return pool.least_bytes(engine.runtime)
 
 
 def test_samples_of_a_prompt_and_what_prompts_share_are_read_once() -> None:

@@ -145,7 +145,7 @@ def engine_of(drafter: str | None, read_ahead: int, most: int | None, stored: bo
         options |= dict(read_ahead=read_ahead, max_prefill_tokens=most)
         made = case(NAME).engine(drafter, **options)
         if stored:
-            nbytes = SOME_PREFIXES * pool.Pool(made.runtime, 1 << 30).least_bytes
+            nbytes = SOME_PREFIXES * pool.least_bytes(made.runtime)
             options |= dict(prefix_bytes=nbytes, prefix_host_bytes=nbytes)
             made = case(NAME).engine(drafter, **options)
         ENGINES[key] = made
