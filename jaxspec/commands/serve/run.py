@@ -16,6 +16,7 @@ from jaxspec.api import BUNDLED
 from jaxspec.commands import interruption
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError, note
+from jaxspec.commands.prefixes import GIB, prefix_bytes
 from jaxspec.commands.serve.command import NetworkOptions
 from jaxspec.commands.startup import (
     load_models,
@@ -28,8 +29,6 @@ from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.engine import Engine
 from jaxspec.loading import CheckpointError, LoadedModel
 from jaxspec.memory import DeviceMemoryError
-from jaxspec.prefill import on_cpu
-from jaxspec.prefixes.pool import least_bytes
 from jaxspec.records import Drafting, FieldError
 from jaxspec.requests import check_cache_length
 from jaxspec.runtime import cache_length_for
@@ -45,7 +44,6 @@ from jaxspec.tokenizer import Tokenizer, TokenizerError
 
 USER_ERRORS = (CheckpointError, ConfigError, DeviceMemoryError, TokenizerError)
 CACHE_LENGTH = 4096
-GIB = 1 << 30
 API_KEY = "JAXSPEC_API_KEY"
 
 
@@ -185,49 +183,6 @@ def make_engine(
     if not nbytes:
         return engine
     return Engine(target, drafter, prefix_bytes=nbytes, prefix_host_bytes=host_bytes, **shared)
-
-
-def prefix_bytes(engine: Engine, gib: float | None) -> int:
-    """Return the bytes of each device that beginnings of prompts get.
-
-    Args:
-      gib: as asked; None for half of what weights, caches and logits leave on a GPU. On a CPU, whose memory is not
-        the server's alone, an eighth of it and at most 1 GiB; nothing where that holds no whole slot.
-
-    Raises:
-      FieldError: what is asked does not fit, holds no whole slot, or slots are split over devices.
-    """
-    rows, mesh = engine.batch_size + engine.read_ahead, engine.mesh
-    limit, is_split = memory.bytes_limit(mesh), mesh.shape["data"] > 1
-    if gib == 0 or (gib is None and (limit is None or is_split)):
-        return 0
-    if is_split:
-        raise FieldError("prefix_gib", "needs a mesh whose data axis has one device; leave it out")
-    least, left = least_bytes(engine.runtime), None
-    if limit is not None:
-        left = limit - memory.footprint(engine.spec, rows, engine.cache_length, mesh).total
-    if gib is None:
-        assert left is not None
-        nbytes = min(left // 8, GIB) if on_cpu(mesh) else left // 2
-        return nbytes if nbytes >= least else 0
-    nbytes = int(gib * GIB)
-    if nbytes < least:
-        raise FieldError(
-            "prefix_gib",
-            lambda say: (
-                f"{say('prefix_gib', gib)} holds no prefix of a whole slot, which takes {least / GIB:.3f} GiB; "
-                f"give as much, or {say('prefix_gib', 0)} for none"
-            ),
-        )
-    if left is not None and nbytes > left:
-        raise FieldError(
-            "prefix_gib",
-            lambda say: (
-                f"{say('prefix_gib', gib)}: weights, caches and logits leave {left / GIB:.3f} GiB of each device; "
-                "give less, or fewer slots"
-            ),
-        )
-    return nbytes
 
 
 def name_of(target: LoadedModel) -> str:
