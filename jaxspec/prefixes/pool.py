@@ -313,7 +313,10 @@ class Pool:
           shape: what tells it from the other programs of the function.
           donate: False: the first argument stays.
         """
-        runtime, given = self.runtime, self.runtime.place(args)
+        runtime = self.runtime
+        is_host = [isinstance(x, np.ndarray | np.generic) for x in args]
+        placed = iter(runtime.place([x for x, host in zip(args, is_host, strict=True) if host]))
+        given = tuple(next(placed) if host else x for x, host in zip(args, is_host, strict=True))
         if (key := ("prefix", function.__name__, *shape)) not in runtime.used:
             begin = time.perf_counter()
             runtime.used[key] = runtime.programs.get(
