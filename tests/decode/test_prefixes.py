@@ -81,12 +81,18 @@ QUICK = [("31b", "dflash"), ("e2b", "mtp")]
 
 @pytest.mark.parametrize("pair", [*QUICK, *slow(*(p for p in EVERY_PAIR if p not in QUICK))])
 def test_tokens_and_acceptance_are_those_of_a_cold_run(pair: tuple[str, str]) -> None:
+    """At first drafts are drawn, at a temperature at which random models agree on some: their state shows there."""
     name, drafter = pair
-    hot, cold = engine(name, drafter, **PLENTY), engine(name, drafter)
+    cold = engine(name, drafter, draft_sampling=True)
+    hot = engine(name, drafter, draft_sampling=True, **PLENTY)
+    accepted = []
     for prompt, cached in turns():
-        done = one(hot, prompt)
+        drawn: dict[str, Any] = dict(temperature=5.0, seed=len(accepted))
+        done = one(hot, prompt, **drawn)
         assert done.cached_tokens == cached
-        assert_alike(done, one(cold, prompt))
+        assert_alike(done, one(cold, prompt, **drawn))
+        accepted += done.acceptance_lengths
+    assert np.mean(accepted) > 1.5
     again = run(hot, [request(prompt, NEW) for prompt, _ in turns()])
     assert all(done.cached_tokens for done in again)
     for done, expected in zip(again, run(cold, [request(p, NEW) for p, _ in turns()]), strict=True):
