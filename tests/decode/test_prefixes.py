@@ -92,7 +92,7 @@ def test_tokens_and_acceptance_are_those_of_a_cold_run(pair: tuple[str, str]) ->
         assert done.cached_tokens == cached
         assert_alike(done, one(cold, prompt, **drawn))
         accepted += done.acceptance_lengths
-    assert np.mean(accepted) > 1.5
+    assert np.mean(accepted) > 1.1
     again = run(hot, [request(prompt, NEW) for prompt, _ in turns()])
     assert all(done.cached_tokens for done in again)
     for done, expected in zip(again, run(cold, [request(p, NEW) for p, _ in turns()]), strict=True):
