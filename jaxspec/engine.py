@@ -23,7 +23,10 @@ from jaxspec import memory
 from jaxspec.chosen_length import ChosenLength
 from jaxspec.loading import LoadedModel
 from jaxspec.prefill import bucket, rows_ahead, rows_bucket
-from jaxspec.records import ChooseLength, Drafting, Extras, FieldError, at_least
+from jaxspec.prefixes.entries import PrefixStats
+from jaxspec.prefixes.pool import Pool
+from jaxspec.prefixes.store import Store
+from jaxspec.records import ChooseLength, Drafting, Extras, FieldError, Range, at_least
 from jaxspec.requests import (
     Completion,
     Request,
@@ -39,6 +42,7 @@ from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, own_context
 from jaxspec.state import DecodeSpec
 
+BYTES = Range("0 or more", lambda x: x >= 0, 0, 1 << 62, "a whole number")
 STOP_IDS = 4
 """Stop ids that a slot has room for, unless the engine is made for more."""
 
@@ -63,6 +67,9 @@ class Engine:
         there is one slot, on a CPU, or on a mesh with a data axis.
       invariant: no row depends on its neighbours, to the last bit; prompts share small passes only.
       choose_length: when to verify fewer drafts than there are, if that is quicker. See `records.ChooseLength`.
+      prefix_bytes: of each device's memory, for prefixes of prompts that were read: prompts that begin with one
+        do not read it again, see `prefixes`. 0: none.
+      prefix_host_bytes: of host memory, for prefixes that no longer fit there. 0: they are forgotten.
       programs: compiled programs to share with other engines; None for its own.
 
     Raises:
@@ -85,6 +92,8 @@ class Engine:
         read_ahead: int | None = None,
         invariant: bool = False,
         choose_length: ChooseLength = "exact",
+        prefix_bytes: int = 0,
+        prefix_host_bytes: int = 0,
         programs: Programs | None = None,
     ):
         for name, value in (
@@ -95,8 +104,18 @@ class Engine:
         ):
             if value is not None and (wrong := at_least(1).refusal(value)):
                 raise FieldError(name, wrong)
-        if read_ahead is not None and (wrong := at_least(0).refusal(read_ahead)):
-            raise FieldError("read_ahead", wrong)
+        for name, value, allowed in (
+            ("read_ahead", read_ahead, at_least(0)),
+            ("prefix_bytes", prefix_bytes, BYTES),
+            ("prefix_host_bytes", prefix_host_bytes, BYTES),
+        ):
+            if value is not None and (wrong := allowed.refusal(value)):
+                raise FieldError(name, wrong)
+        if prefix_host_bytes and not prefix_bytes:
+            raise FieldError(
+                "prefix_host_bytes",
+                lambda say: f"needs {say('prefix_bytes')}: prefixes are made on the device",
+            )
         self.target, self.drafter = target, drafter
         weights = target.params, drafter.params if drafter else None
         mesh = mesh_of(target=weights[0], drafter=weights[1])
@@ -124,6 +143,9 @@ class Engine:
         self.steps_per_return = steps_per_return
         self.max_prefill_tokens = max_prefill_tokens
         self.num_stop_ids = bucket(num_stop_ids, smallest=STOP_IDS)
+        self._prefixes: Store | None = None
+        if prefix_bytes:
+            self._prefixes = Store(Pool(self.runtime, prefix_bytes), prefix_host_bytes)
         self._names = 0  # ids that were made up
         # Several devices, or several processes, need their programs in one order, which one thread keeps.
         self._pool = ThreadPoolExecutor(1, "jaxspec") if self.mesh.size == 1 else None
@@ -238,6 +260,7 @@ class Engine:
     @target_params.setter
     def target_params(self, params: Any) -> None:
         self.runtime.target_params = params
+        self._forget_prefixes()
 
     @property
     def drafter_params(self) -> Params | None:
@@ -247,6 +270,16 @@ class Engine:
     @drafter_params.setter
     def drafter_params(self, params: Any) -> None:
         self.runtime.drafter_params = params
+        self._forget_prefixes()
+
+    @property
+    def prefix_stats(self) -> PrefixStats | None:
+        """What the store of prefixes did and holds; None where there is none."""
+        return None if self._prefixes is None else self._prefixes.stats
+
+    def _forget_prefixes(self, *, drop_arrays: bool = False) -> None:
+        if self._prefixes is not None:
+            self._prefixes.clear(drop_arrays=drop_arrays)
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -324,8 +357,12 @@ class Engine:
         """
         events: list[Update | Completion] = [*self._ended]
         self._ended.clear()
-        with own_context(self.mesh):
-            events += self._scheduler.step(self.steps_per_return)
+        try:
+            with own_context(self.mesh):
+                events += self._scheduler.step(self.steps_per_return)
+        except BaseException:  # its arrays may be half written, or gone
+            self._forget_prefixes(drop_arrays=True)
+            raise
         for event in events:
             if isinstance(event, Completion):
                 self._live.discard(event.id)
@@ -378,7 +415,10 @@ class Engine:
             self.reset()
 
     def reset(self) -> None:
-        """Forget all requests and give back the memory of the caches; the next request gets new ones."""
+        """Forget all requests and give back the memory of the caches; the next request gets new ones.
+
+        Stored prefixes stay.
+        """
         self._scheduler.close()
         self._begin()
 
@@ -391,4 +431,5 @@ class Engine:
             self._pool,
             num_stop_ids=self.num_stop_ids,
             max_prefill_tokens=self.max_prefill_tokens,
+            prefixes=self._prefixes,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import jax
@@ -227,20 +227,25 @@ def chunks(
 
 
 def chunk_of(
-    some: Mapping[int, tuple[Sequence[int] | np.ndarray, int]], rows: int, width: int, slots: int
+    some: Mapping[int, tuple[Sequence[int] | np.ndarray, int]],
+    rows: int,
+    width: int,
+    slots: int,
+    ends: Mapping[int, int] = {},
 ) -> PrefillChunk:
     """Return a pass over the prompts of some slots, each from its own place on.
 
     Args:
       some: by slot, the prompt and how many of its tokens are read already.
       slots: how many there are; a row without a prompt names this one, which does not exist.
+      ends: by slot, how many tokens are read after the pass, where that is not all it has room for.
     """
     of = np.full(rows, slots, np.int32)
     tokens = np.zeros((rows, width), np.int32)
     start, count = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     is_last = np.zeros(rows, bool)
     for row, (slot, (prompt, begin)) in enumerate(some.items()):
-        piece = prompt[begin : begin + width]
+        piece = prompt[begin : min(begin + width, ends.get(slot, len(prompt)))]
         of[row], start[row], count[row] = slot, begin, len(piece)
         tokens[row, : len(piece)] = piece
         is_last[row] = begin + len(piece) == len(prompt)
@@ -252,15 +257,30 @@ class PromptReader:
 
     Attributes:
       unread: the prompts of slots that are not read to the end, and how many of their tokens are.
+      stops: where passes over some of them have to end.
+      taken: the slots of the newest pass, and how many of their tokens are read after it.
     """
 
     def __init__(self, shapes: Shapes):
         self.shapes = shapes
         self.unread: dict[int, tuple[Sequence[int] | np.ndarray, int]] = {}
+        self.stops: dict[int, Set[int]] = {}
+        self.taken: dict[int, int] = {}
 
-    def start(self, prompts: Mapping[int, Sequence[int] | np.ndarray]) -> None:
-        """Take the prompts of more slots."""
-        self.unread |= {slot: (prompt, 0) for slot, prompt in prompts.items()}
+    def start(
+        self,
+        prompts: Mapping[int, Sequence[int] | np.ndarray],
+        begin: int = 0,
+        stops: Set[int] = frozenset(),
+    ) -> None:
+        """Take the prompts of more slots.
+
+        Args:
+          begin: how many of their tokens are read already.
+          stops: where passes over them have to end. More may be added later.
+        """
+        self.unread |= {slot: (prompt, begin) for slot, prompt in prompts.items()}
+        self.stops |= dict.fromkeys(prompts, stops)
 
     def forget(self, slot: int) -> None:
         """Read no more of a slot's prompt."""
@@ -271,18 +291,22 @@ class PromptReader:
 
         Rows of a pass that nobody needs point past the last slot.
         """
-        left = {slot: len(prompt) - begin for slot, (prompt, begin) in self.unread.items()}
+        left = {slot: self._stop(slot) - begin for slot, (_, begin) in self.unread.items()}
         rows, width, taken = self.shapes.next_pass(left)
-        chunk = chunk_of(
-            {slot: self.unread[slot] for slot in taken}, rows, width, self.shapes.slots
-        )
-        ended = [slot for slot in taken if left[slot] <= width]
+        some = {slot: self.unread[slot] for slot in taken}
+        self.taken = {slot: some[slot][1] + min(width, left[slot]) for slot in taken}
+        chunk = chunk_of(some, rows, width, self.shapes.slots, self.taken)
+        ended = [slot for slot in taken if self.taken[slot] == len(some[slot][0])]
         for slot in taken:
-            prompt, begin = self.unread[slot]
-            self.unread[slot] = prompt, begin + width
+            self.unread[slot] = some[slot][0], self.taken[slot]
         for slot in ended:
             del self.unread[slot]
         return chunk, ended
+
+    def _stop(self, slot: int) -> int:
+        """Return where the next passes over a slot's prompt end."""
+        prompt, begin = self.unread[slot]
+        return min((at for at in self.stops[slot] if at > begin), default=len(prompt))
 
 
 def read_prompts(

@@ -96,6 +96,7 @@ class Completion:
         penalties, temperature and filters. 0 in greedy rows.
       top_logprobs: the target's best tokens in each one's place, as pairs of id and log-probability, best first.
       field: the field of the request that `error` is about, where it is the request's fault.
+      cached_tokens: of the prompt, which were not read again, since an earlier prompt began with them.
     """
 
     id: Hashable
@@ -107,6 +108,7 @@ class Completion:
     sampled_logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
     field: str | None = None
+    cached_tokens: int = 0
 
 
 def refused(request: Request, error: FieldError) -> Completion:

@@ -120,7 +120,7 @@ class Programs:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         *,
-        donate: int,
+        donate: int | None,
         mesh: Mesh,
         spec: DecodeSpec | None = None,
     ) -> Any:
@@ -128,7 +128,7 @@ class Programs:
 
         Args:
           function: takes a state and returns the next one, which gets the old one's memory.
-          donate: the place of the state in `args`.
+          donate: the place of the state in `args`; None where no argument gives its memory.
           spec: the function's first argument, before `args`; None where it takes none.
         """
         leaves, tree = jax.tree.flatten(args)
@@ -137,8 +137,10 @@ class Programs:
         if key not in self.compiled:
             jitted = jax.jit(
                 function if spec is None else _with_spec(function, spec),
-                donate_argnums=donate,
-                out_shardings=jax.tree.map(lambda x: x.sharding, args[donate]),
+                donate_argnums=() if donate is None else donate,
+                out_shardings=None
+                if donate is None
+                else jax.tree.map(lambda x: x.sharding, args[donate]),
                 compiler_options=COMPILER_OPTIONS,
             )
             with jax.set_mesh(mesh):
@@ -220,6 +222,7 @@ class Runtime:
         self.target_params, self.drafter_params = target_params, drafter_params
         self.batch_size = batch_size
         self.cache_length, self.read_ahead = cache_length, read_ahead
+        self.invariant = invariant
         rows = read_ahead or batch_size
         self.shapes = Shapes.of(spec.target, rows, self.mesh, invariant=invariant)
         self.programs = Programs() if programs is None else programs

@@ -15,6 +15,8 @@ import numpy as np
 
 from jaxspec.chosen_length import ChosenLength
 from jaxspec.prefill import PromptReader, chunk_of
+from jaxspec.prefixes.reading import SharedReading
+from jaxspec.prefixes.store import Store
 from jaxspec.requests import Completion, Request, Update
 from jaxspec.runtime import Runtime
 from jaxspec.slots import Slots
@@ -26,6 +28,7 @@ class Scheduler:
     Args:
       pool: who waits for the device; None: the caller does.
       max_prefill_tokens: prompt tokens that are read before rows decode on; None for all that wait for a slot.
+      prefixes: what was read before, and is copied instead; None: everything is read.
 
     Attributes:
       waiting: requests without a row, in their order.
@@ -39,6 +42,7 @@ class Scheduler:
         *,
         num_stop_ids: int,
         max_prefill_tokens: int | None,
+        prefixes: Store | None = None,
     ):
         self.runtime, self.chosen_length, self.pool = runtime, chosen_length, pool
         self.max_prefill_tokens = max_prefill_tokens
@@ -48,6 +52,9 @@ class Scheduler:
         if runtime.read_ahead:
             self.ahead = Slots(runtime, runtime.read_ahead, num_stop_ids)
         self._reader = PromptReader(runtime.shapes)
+        self._prefixes = prefixes and SharedReading(
+            prefixes, self._reader, invariant=runtime.invariant
+        )
         self._busy: Slots | None = None  # whose state the device has
         self._read_since = 0  # prompt tokens since rows decoded, padding included
 
@@ -95,6 +102,8 @@ class Scheduler:
         for rows, width in runtime.shapes.all():
             chunk = chunk_of({}, rows, width, reading.count)
             reading.state = runtime.feed(reading.state, chunk)
+        if self._prefixes is not None:
+            reading.state = self._prefixes.store.warm_up(reading.state)
         if reading is not running:
             running.state = runtime.insert(running.state, reading.state, {})
         if runtime.spec.extras.grammars:
@@ -138,10 +147,24 @@ class Scheduler:
             self._reader.unread or (self.slots.read and len(self.slots.free) < self._worth_reading)
         ):
             return
-        new = {place: self.waiting.popleft() for place in self._reading.free[: len(self.waiting)]}
-        if new:
-            self._reading.admit(new)
+        free = self._reading.free
+        new = dict(zip(free, self._next(len(free)), strict=False))
+        if not new:
+            return
+        self._reading.admit(new)
+        if self._prefixes is not None:
+            self._prefixes.begin(self._reading, new)
+        else:
             self._reader.start({place: request.prompt_ids for place, request in new.items()})
+
+    def _next(self, count: int) -> list[Request]:
+        """Take the first requests that wait, at most so many, and leave those that gain by waiting on."""
+        if self._prefixes is None or not count:
+            return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
+        ready = self._prefixes.ready(self.waiting, count)
+        taken = {request.id for request in ready}
+        self.waiting = deque(request for request in self.waiting if request.id not in taken)
+        return ready
 
     def _is_time_to_read(self) -> bool:
         """Tell whether a pass over prompts comes next; rows that decode wait for it."""
@@ -187,6 +210,8 @@ class Scheduler:
         taken_s = slots.wait()
         if self._read_since:
             self.runtime.timings.prefill_s += taken_s
+            if self._prefixes is not None:
+                self._prefixes.keep(slots)
         else:
             self.runtime.timings.decode_s += taken_s
             self.chosen_length.learn(slots.new_acceptance_lengths, taken_s)

@@ -111,11 +111,13 @@ class Row:
     Attributes:
       guide: follows its grammar.
       is_read: whether its prompt is read, so that its first token is there.
+      cached_tokens: of the prompt, which were copied and not read.
     """
 
     request: Request
     guide: Guide | None = None
     is_read: bool = False
+    cached_tokens: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
@@ -142,6 +144,10 @@ class Row:
         Args:
           error: what its `stop_at` raised.
         """
+        done = self._completion(reason, error)
+        return dataclasses.replace(done, cached_tokens=self.cached_tokens)
+
+    def _completion(self, reason: Reason, error: Exception | None) -> Completion:
         tokens, logprobs = tuple(self.tokens), self._logprobs()
         if error is not None:
             return callback_failed(self.request, error, tokens, **logprobs)
@@ -248,6 +254,11 @@ class Slots:
         free = np.full_like(next(iter(first.values())), ALL)
         masks = np.stack([first.get(place, free) for place in places])
         return dataclasses.replace(chunk, masks=masks)
+
+    def is_spoilt(self, place: int) -> bool:
+        """Tell whether a row's numbers are not finite, as far as the work that was waited for says."""
+        assert self._news is not None
+        return bool(self._news.spoilt[place])
 
     def place_of(self, id: Hashable) -> int | None:
         """Return the row that a request has."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx, struct
@@ -118,7 +118,15 @@ class Draft(struct.PyTreeNode):
 
 
 class Drafter(nnx.Module, Generic[StateT]):
-    """A small model that proposes tokens. Its state is a pytree with one row for each slot."""
+    """A small model that proposes tokens. Its state is a pytree with one row for each slot.
+
+    Attributes:
+      absorbs_again: whether a state may absorb its newest tokens, up to those of a block, a second time, and is
+        then as after the first. The tokens may be others from some place on. A stored prefix then serves prompts
+        that part from it a few tokens before its end.
+    """
+
+    absorbs_again: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

@@ -48,6 +48,8 @@ _NO_SOFTCAP = 1e6  # so high a cap bends no logit, and unlike infinity it can be
 class DFlashDrafter(Drafter[DFlashState]):
     """A DFlash drafter; it borrows the target's embedding and head."""
 
+    absorbs_again = True
+
     def __init__(self, config: DFlashConfig, *, dtype: jnp.dtype):
         d, c = config.hidden_size, config.hidden_size * len(config.feature_layers)
         self.config = config

@@ -84,6 +84,8 @@ class FrozenKV(NamedTuple):
 class MTPDrafter(Drafter[MTPState]):
     """An MTP assistant. It uses the target's embedding and caches, and has a head of its own."""
 
+    absorbs_again = True
+
     def __init__(self, config: MTPConfig, *, dtype: jnp.dtype):
         d, backbone, vocab = config.hidden_size, config.backbone_hidden_size, config.vocab_size
         self.config = config

@@ -6,6 +6,7 @@ Read `Reply`. A route has a kind: how its objects are called, and which choices 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 import uuid
@@ -250,6 +251,10 @@ class Reply:
                 raise self._too_late() from None
             if isinstance(event, Completion):
                 _refuse_failed(event)
+                if (
+                    index % self._wish.n
+                ):  # the choices of a prompt share it: its first one says what was there
+                    event = dataclasses.replace(event, cached_tokens=0)
             yield event
 
     @property

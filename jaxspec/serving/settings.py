@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,17 @@ class ProgramOptions:
         False,
         "No reply depends on the requests beside it, to the last bit: on a GPU, prompts then share small "
         "passes only.",
+    )
+    prefix_gib: float | None = option(
+        None,
+        "GiB of each device for beginnings of prompts, which are then not read again; 0: none. Default: half of "
+        "what is left on a GPU, and at most 1 on a CPU.",
+        range=Range("0 or more; 0: none", lambda x: (x >= 0) & (x < math.inf)),
+    )
+    prefix_host_gib: float = option(
+        0.0,
+        "GiB of host memory for beginnings that no longer fit on the device.",
+        range=Range("0 or more; 0: none", lambda x: (x >= 0) & (x < math.inf)),
     )
     no_penalties: bool = option(False, "Refuse penalties, which cost a little in every step.")
     max_logit_bias: int = option(64, "Tokens of a request's logit_bias.", range=at_least(0))

@@ -34,6 +34,12 @@ def test_options_that_make_no_sense(invoke: Run) -> None:  # noqa: F811
         (["--port", "99999"], "--port"),
         (["target", "--num-draft-tokens", "3"], "--num-draft-tokens needs a drafter"),
         (["target", "--cache-length", "99999"], "--cache-length 99999"),
+        (["target", "--prefix-gib", "1e-7"], "--prefix-gib 1e-07 holds no prefix of a whole slot"),
+        (
+            ["target", "--prefix-gib", "1e6"],
+            "--prefix-gib 1000000.0: weights, caches and logits leave",
+        ),
+        (["target", "--prefix-gib", "0", "--prefix-host-gib", "1"], "--prefix-host-gib"),
         (["mute"], "has no tokenizer.json"),
     ):
         if args[0] != "--port":

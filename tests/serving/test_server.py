@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from jaxspec.records import Sampling
-from jaxspec.requests import Request
+from jaxspec.requests import Completion, Request
 from jaxspec.tokenizer import stop_at_text
 from tests.cli import pair as tiny
 from tests.serving.conftest import Live
+from tests.serving.fake_engine import FakeEngine
 
 PROMPT = (tiny.BOS, 262, 263, 264, 265)
 GREEDY: dict[str, Any] = dict(temperature=0, repetition_penalty=1.0, return_token_ids=True)
@@ -290,6 +293,31 @@ def test_about_the_server(live: Live) -> None:
     assert [model["id"] for model in models["data"]] == ["tiny", "alias"]
     assert live.client.get("/v1/models/alias").json()["max_model_len"] == 124
     assert live.client.get("/v1/models/other").status_code == 404
+
+
+class Remembers(FakeEngine):
+    """Reads a prompt once, and copies it for the choices after the first one."""
+
+    def step(self) -> Any:
+        def cached(event: Any) -> Any:
+            name = event.id
+            is_later = isinstance(event, Completion) and name != self.admitted[0]
+            return dataclasses.replace(event, cached_tokens=2) if is_later else event
+
+        return [cached(event) for event in super().step()]
+
+
+def test_usage_counts_a_prompt_once_and_what_was_not_read_of_it(fake: Callable[..., Live]) -> None:
+    """The choices of a request share their prompt. There cannot be more of it than there is."""
+    live = fake(Remembers())
+    asked: dict[str, Any] = dict(prompt="a b", max_tokens=4)
+    usage = live.post("/v1/completions", n=3, **asked).json()["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (3, 0)
+    usage = live.post("/v1/completions", n=3, **asked).json()["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (3, 2)
+    text = live.client.get("/metrics").text
+    assert 'vllm:prefix_cache_queries_total{model_name="tiny"} 18.0' in text
+    assert 'vllm:prefix_cache_hits_total{model_name="tiny"} 10.0' in text
 
 
 def test_counts_have_the_names_that_dashboards_know(live: Live) -> None:

@@ -16,6 +16,7 @@ from jaxspec.records import (
     SEEDS,
     ChooseLength,
     Drafting,
+    Range,
     Sampling,
     at_least,
     option,
@@ -86,7 +87,9 @@ class DecodingOptions:
         0, "Each completion's own is made of this and its place in the list.", range=SEEDS
     )
     num_samples: int = option(
-        1, "Completions of each prompt; each reads the prompt for itself.", range=at_least(1)
+        1,
+        "Completions of each prompt; each reads the prompt for itself, unless --prefix-gib is given.",
+        range=at_least(1),
     )
     stop_ids: tuple[int, ...] = option(
         (),
@@ -146,6 +149,12 @@ class RunningOptions:
         "only.",
     )
     choose_length: ChooseLength = option("exact", CHOOSE_LENGTH_HELP)
+    prefix_gib: float = option(
+        0.0,
+        "GiB of each device for beginnings of prompts: samples of one prompt, and prompts that begin alike, are then "
+        "read once.",
+        range=Range("0 or more; 0: none", lambda x: (x >= 0) & (x < math.inf)),
+    )
     compilation_cache: str | None = option(
         None,
         "Where compiled programs are kept. Default: the user's cache directory.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import os
@@ -41,6 +42,7 @@ from jaxspec.commands.generate.report import (
 from jaxspec.commands.generate.rows import Key, RowsFile, RowsStream, open_rows
 from jaxspec.commands.options import note
 from jaxspec.commands.output import OutputError
+from jaxspec.commands.prefixes import prefix_bytes
 from jaxspec.commands.startup import (
     join_processes,
     load_models,
@@ -123,7 +125,8 @@ def make_engine(
     Rows that are done already count: a run that goes on has the shapes, and so the rounding, of the first one.
     """
     running = options.running
-    return Engine.fitting(
+    make = functools.partial(
+        Engine.fitting,
         target,
         drafter,
         list(job.requests.values()),
@@ -134,6 +137,10 @@ def make_engine(
         drafting=options.drafting,
         steps_per_return=STREAMING_STEPS if len(job.requests) == 1 else BATCH_STEPS,
     )
+    engine = make()  # allocates nothing
+    if nbytes := prefix_bytes(engine, running.prefix_gib):
+        return make(prefix_bytes=nbytes)
+    return engine
 
 
 def take_over(rows: RowsFile | RowsStream, job: Job, engine: Engine, console: Console) -> set[Key]:

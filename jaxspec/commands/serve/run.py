@@ -16,6 +16,7 @@ from jaxspec.api import BUNDLED
 from jaxspec.commands import interruption
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError, note
+from jaxspec.commands.prefixes import GIB, prefix_bytes
 from jaxspec.commands.serve.command import NetworkOptions
 from jaxspec.commands.startup import (
     load_models,
@@ -100,9 +101,11 @@ def run(
         scheme = "http" if network.tls_cert is None else "https"
         host, port = bound.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
+        stats = engine.prefix_stats
+        prefixes = f", {memory.gib(stats.pool_bytes)} GiB for prefixes" if stats else ""
         console.print(
             f"serving {served.names[0]} on {scheme}://{address}:{port}/v1, {engine.batch_size} slots of "
-            f"{engine.cache_length} positions",
+            f"{engine.cache_length} positions{prefixes}",
             markup=False,
             soft_wrap=True,
         )
@@ -196,7 +199,17 @@ def make_engine(
     if not memory.fits(spec, slots + ahead, length, mesh):
         ahead = 0
     memory.check_fits(spec, slots + ahead, length, mesh)
-    return Engine(target, drafter, cache_length=length, read_ahead=ahead, **shared)
+    shared |= dict(cache_length=length, read_ahead=ahead)
+    engine = Engine(target, drafter, **shared)
+    nbytes = prefix_bytes(engine, programs.prefix_gib)
+    host_bytes = int(programs.prefix_host_gib * GIB)
+    if host_bytes and not nbytes:
+        raise FieldError(
+            "prefix_host_gib", "is for what no longer fits on the device: it holds none"
+        )
+    if not nbytes:
+        return engine
+    return Engine(target, drafter, prefix_bytes=nbytes, prefix_host_bytes=host_bytes, **shared)
 
 
 def name_of(target: LoadedModel) -> str:

@@ -1,0 +1,54 @@
+"""How much memory a command gives to beginnings of prompts."""
+
+from __future__ import annotations
+
+from jaxspec import memory
+from jaxspec.engine import Engine
+from jaxspec.prefill import on_cpu
+from jaxspec.prefixes.pool import least_bytes
+from jaxspec.records import FieldError
+
+GIB = 1 << 30
+
+
+def prefix_bytes(engine: Engine, gib: float | None) -> int:
+    """Return the bytes of each device that beginnings of prompts get.
+
+    Args:
+      gib: as asked; None for half of what weights, caches and logits leave on a GPU. On a CPU, whose memory is not
+        the server's alone, an eighth of it and at most 1 GiB; nothing where that holds no whole slot.
+
+    Raises:
+      FieldError: what is asked does not fit, holds no whole slot, or slots are split over devices.
+    """
+    rows, mesh = engine.batch_size + engine.read_ahead, engine.mesh
+    limit, is_split = memory.bytes_limit(mesh), mesh.shape["data"] > 1
+    if gib == 0 or (gib is None and (limit is None or is_split)):
+        return 0
+    if is_split:
+        raise FieldError("prefix_gib", "needs a mesh whose data axis has one device; leave it out")
+    least, left = least_bytes(engine.runtime), None
+    if limit is not None:
+        left = limit - memory.footprint(engine.spec, rows, engine.cache_length, mesh).total
+    if gib is None:
+        assert left is not None
+        nbytes = min(left // 8, GIB) if on_cpu(mesh) else left // 2
+        return nbytes if nbytes >= least else 0
+    nbytes = int(gib * GIB)
+    if nbytes < least:
+        raise FieldError(
+            "prefix_gib",
+            lambda say: (
+                f"{say('prefix_gib', gib)} holds no prefix of a whole slot, which takes {least / GIB:.3f} GiB; "
+                f"give as much, or {say('prefix_gib', 0)} for none"
+            ),
+        )
+    if left is not None and nbytes > left:
+        raise FieldError(
+            "prefix_gib",
+            lambda say: (
+                f"{say('prefix_gib', gib)}: weights, caches and logits leave {left / GIB:.3f} GiB of each device; "
+                "give less, or fewer slots"
+            ),
+        )
+    return nbytes
