@@ -49,11 +49,16 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {
-                "reasoning_tokens": self.reasoning_tokens,
-                "accepted_prediction_tokens": self.accepted_tokens,
-                "rejected_prediction_tokens": self.drafted_tokens - self.accepted_tokens,
-            },
+            "completion_tokens_details": self.details,
+        }
+
+    @property
+    def details(self) -> dict[str, int]:
+        """What the new tokens were, as the protocol has it."""
+        return {
+            "reasoning_tokens": self.reasoning_tokens,
+            "accepted_prediction_tokens": self.accepted_tokens,
+            "rejected_prediction_tokens": self.drafted_tokens - self.accepted_tokens,
         }
 
 

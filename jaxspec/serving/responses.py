@@ -351,7 +351,7 @@ class ResponsesReply(Reply):
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens},
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+                "output_tokens_details": usage.details,
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             }
             if is_over

@@ -10,6 +10,11 @@ from tests.serving.fake_engine import FakeEngine
 
 LENGTHS = (4, 1, 3, 2)
 """What its steps commit, in turn; the first token comes from the prompt."""
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if tools %}{{ tools | length }} tools{% endif %}"
+    "{% if enable_thinking is defined %}thinking {{ enable_thinking }}{% endif %}<|im_start|>assistant\n"
+)
 
 
 class ScriptedEngine(FakeEngine):

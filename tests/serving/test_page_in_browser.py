@@ -10,23 +10,15 @@ from typing import Any
 
 import pytest
 
-from jaxspec.serving.settings import Settings
-from jaxspec.serving.wishes import Served
-from jaxspec.tokenizer import Tokenizer
 from tests.chat.models import QWEN
-from tests.serving.conftest import Live, run_server
-from tests.serving.scripted import LENGTHS, ScriptedEngine
+from tests.serving.conftest import Live
+from tests.serving.scripted import LENGTHS
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 DESKTOP, PHONE = (1280, 800), (390, 844)
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if tools %}{{ tools | length }} tools{% endif %}"
-    "{% if enable_thinking is defined %}thinking {{ enable_thinking }}{% endif %}<|im_start|>assistant\n"
-)
 MARKUP = (
     "<img src=x onerror=\"document.title='broken'\"><b>bold</b> & <script>document.title=1</script>"
 )
@@ -48,31 +40,6 @@ def browser() -> Iterator[Any]:
 
 
 Open = Callable[..., Any]
-
-
-@pytest.fixture
-def start(served: Served) -> Iterator[Callable[..., tuple[Live, ScriptedEngine]]]:
-    """Starts a server that gives these replies; the rest are settings."""
-    tokenizer = Tokenizer(QWEN.tokenizer.backend, chat_template=TEMPLATE)
-    running: list[Iterator[Live]] = []
-
-    def start(*replies: str, **settings: Any) -> tuple[Live, ScriptedEngine]:
-        engine = ScriptedEngine(map(QWEN.encode, replies))
-        changed = Served(
-            ("scripted",),
-            tokenizer,
-            served.spec,
-            served.generation,
-            served.cache_length,
-            Settings(**settings),
-        )
-        running.append(run_server(changed, engine))
-        return next(running[-1]), engine
-
-    yield start
-    for server in running:
-        for _ in server:
-            pass
 
 
 @pytest.fixture
@@ -120,9 +87,9 @@ def done(page: Any) -> None:
     expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
 
 
-def test_markup_is_text_and_accepted_drafts_are_coloured(start: Any, look: Open) -> None:
+def test_markup_is_text_and_accepted_drafts_are_coloured(scripted: Any, look: Open) -> None:
     """What the user and the model write is shown letter by letter; a step's drafts are marked, its last token not."""
-    live, _ = start(f"Look: {MARKUP} of the class and the name")
+    live, _ = scripted(f"Look: {MARKUP} of the class and the name")
     page = look(live)
     ask(page, MARKUP)
     done(page)
@@ -146,9 +113,9 @@ def test_markup_is_text_and_accepted_drafts_are_coloured(start: Any, look: Open)
     assert plain.evaluate("e => getComputedStyle(e).backgroundColor") == "rgba(0, 0, 0, 0)"
 
 
-def test_the_live_picture(start: Any, look: Open) -> None:
+def test_the_live_picture(scripted: Any, look: Open) -> None:
     """A bar for each position, of the share of steps whose draft there was accepted."""
-    live, engine = start("of the class and the name " * 8)
+    live, engine = scripted("of the class and the name " * 8)
     page = look(live)
     ask(page, "a")
     done(page)
@@ -165,9 +132,9 @@ def test_the_live_picture(start: Any, look: Open) -> None:
     assert float(page.locator("#per-step").inner_text()) == pytest.approx(2.5, abs=0.1)
 
 
-def test_thinking_is_folded_and_a_tool_s_answer_goes_back(start: Any, look: Open) -> None:
+def test_thinking_is_folded_and_a_tool_s_answer_goes_back(scripted: Any, look: Open) -> None:
     call = QWEN.call("weather", {"city": "<b>Oslo</b>"})
-    live, engine = start(QWEN.thought("I look outside.") + "Let me see." + call, "Rain.")
+    live, engine = scripted(QWEN.thought("I look outside.") + "Let me see." + call, "Rain.")
     page = look(live)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Tools, as a JSON list").fill("{")
@@ -193,9 +160,9 @@ def test_thinking_is_folded_and_a_tool_s_answer_goes_back(start: Any, look: Open
     assert "Let me see." in second
 
 
-def test_a_reply_is_stopped(start: Any, look: Open) -> None:
+def test_a_reply_is_stopped(scripted: Any, look: Open) -> None:
     """By the button, or by Escape: the row is free, what came stays, and the next prompt is answered."""
-    live, engine = start("and the name " * 30)
+    live, engine = scripted("and the name " * 30)
     page = look(live)
     for stop in (
         lambda: page.get_by_role("button", name="Stop").click(),
@@ -209,12 +176,21 @@ def test_a_reply_is_stopped(start: Any, look: Open) -> None:
         expect(page.locator(".end").last).to_have_text("Stopped.")
         engine.gate.set()
         live.settle()
+    engine.gate.clear()
+    ask(page, "ccc")
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    page.get_by_role("button", name="New chat").click()
+    engine.gate.set()
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    assert page.locator("article").count() == 0
     ask(page, "b")
     done(page)
+    prompt = live.served.tokenizer.decode(engine.asked[-1].prompt_ids)
+    assert prompt.startswith("user\nb")  # nothing is left of what was before
 
 
-def test_settings_reach_the_engine(start: Any, look: Open) -> None:
-    live, engine = start("and the name " * 30)
+def test_settings_reach_the_engine(scripted: Any, look: Open) -> None:
+    live, engine = scripted("and the name " * 30)
     page = look(live)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").fill("0.25")
@@ -237,8 +213,8 @@ def test_settings_reach_the_engine(start: Any, look: Open) -> None:
     assert live.served.tokenizer.decode(engine.asked[1].prompt_ids) == "the "
 
 
-def test_it_asks_for_the_key(start: Any, look: Open) -> None:
-    live, _ = start("Yes.", api_key=("secret",))
+def test_it_asks_for_the_key(scripted: Any, look: Open) -> None:
+    live, _ = scripted("Yes.", api_key=("secret",))
     page = look(live)
     field = page.get_by_label("API key")
     for key in ("wrong", "secret"):
@@ -252,8 +228,8 @@ def test_it_asks_for_the_key(start: Any, look: Open) -> None:
     assert "secret" not in page.content()
 
 
-def test_an_error_is_shown_and_the_prompt_kept(start: Any, look: Open) -> None:
-    live, engine = start("Yes.")
+def test_an_error_is_shown_and_the_prompt_kept(scripted: Any, look: Open) -> None:
+    live, engine = scripted("Yes.")
     page = look(live, allowed="400")
     ask(page, "word " * 200)
     expect(page.locator(".end.wrong")).to_contain_text("this model has room for")
@@ -263,9 +239,9 @@ def test_an_error_is_shown_and_the_prompt_kept(start: Any, look: Open) -> None:
     assert "word" not in live.served.tokenizer.decode(engine.asked[0].prompt_ids)
 
 
-def test_on_a_phone_and_by_keyboard(start: Any, look: Open) -> None:
+def test_on_a_phone_and_by_keyboard(scripted: Any, look: Open) -> None:
     """Nothing is wider than the screen, the picture is folded, and Tab reaches all there is to press."""
-    live, _ = start("supercalifragilistic" * 20)
+    live, _ = scripted("supercalifragilistic" * 20)
     page = look(live, PHONE)
     expect(page.locator("#model")).to_have_text("scripted")
     assert not page.locator("#positions").is_visible()

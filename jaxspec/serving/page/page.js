@@ -56,15 +56,16 @@ async function run(path, body) {
 }
 
 async function chat() {
+  const mine = conversation; // another may have begun when the reply ends
   const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-  const body = { messages: [...system, ...conversation], max_completion_tokens: most() };
+  const body = { messages: [...system, ...mine], max_completion_tokens: most() };
   if (settings.thinking) {
     body.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
   }
   if (settings.tools) body.tools = JSON.parse(settings.tools);
   const reply = await run("v1/chat/completions", body);
   if (reply) {
-    conversation.push(reply.toMessage());
+    mine.push(reply.toMessage());
     if (reply.reason === "tool_calls") askForResults(reply);
   }
   return reply;
@@ -87,6 +88,7 @@ function most() {
 async function send() {
   const text = $("prompt").value;
   if (!text.trim() || stopping) return;
+  const mine = conversation;
   const mode = new FormData($("ask")).get("mode");
   const asked = message("user", mode === "chat" ? "You" : "Text");
   asked.classList.toggle("raw", mode === "text");
@@ -101,7 +103,7 @@ async function send() {
     reply = await run("v1/completions", { prompt: text, max_tokens: most() });
   }
   if (!reply) {
-    if (mode === "chat") conversation.pop();
+    if (mode === "chat") mine.pop();
     if (!$("prompt").value) $("prompt").value = text; // to be sent again
   }
 }
