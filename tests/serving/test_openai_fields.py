@@ -39,7 +39,7 @@ LIMIT = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{live.client.base_url}/v1", api_key="none", max_retries=0) as c:
         yield c
@@ -51,7 +51,7 @@ def ask(
     """Ask a route in its own words; fields are those of the protocol, whoever knows them."""
     extra = OWN if route != "responses" else OWN | FOREIGN
     body = {name: value for name, value in fields.items() if name not in extra}
-    body |= {"model": client_model(client), "stream": stream}
+    body |= {"model": "tiny", "stream": stream}
     body["extra_body"] = {name: value for name, value in fields.items() if name in extra}
     if route == "completions":
         return client.completions.create(prompt=prompt, **body)
@@ -59,10 +59,6 @@ def ask(
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return client.chat.completions.create(messages=given, **body)
     return client.responses.create(input=prompt, **body)
-
-
-def client_model(client: Any) -> str:
-    return next(iter(client.models.list())).id
 
 
 def text_of(client: Any, route: str, *, stream: bool, **fields: Any) -> str:
@@ -128,19 +124,33 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def alone(live: Live) -> dict[str, dict[str, str]]:
+    """What an engine alone writes after a text and in a chat: by field, and "plain" without any."""
+    found: dict[str, dict[str, str]] = {}
+    for kind in ("completions", "chat"):
+        plain = Request(ids_of(live, kind), COUNT, PLAIN, (tiny.EOS,), seed=3, sample=0)
+        asked = {"plain": plain} | {n: case.means(plain, live) for n, case in CASES.items()}
+        found[kind] = {
+            name: completed_text(live.served.tokenizer, done.token_ids, STOPS * (name == "stop"))
+            for name, done in zip(asked, live.alone(*asked.values()), strict=True)
+        }
+    return {**found, "responses": found["chat"]}
+
+
+def ids_of(live: Live, route: str) -> tuple[int, ...]:
+    """Return the ids of the prompt that `ask` gives a route."""
+    said = {"messages": [{"role": "user", "content": "a b"}]}
+    asked = {"prompt": "a b"} if route == "completions" else said
+    return tuple(live.post("/tokenize", **asked).json()["tokens"])
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_field_does_what_it_does_to_an_engine_alone(
-    client: Any, live: Live, route: str, name: str
+    client: Any, alone: dict[str, dict[str, str]], route: str, name: str
 ) -> None:
     """And that is something: without the field the reply is another."""
-    case, decode = CASES[name], live.served.tokenizer.decode
-    asked = {"messages": [{"role": "user", "content": "a b"}]}
-    prompt = live.post("/tokenize", **({"prompt": "a b"} if route == "completions" else asked))
-    plain = Request(tuple(prompt.json()["tokens"]), COUNT, PLAIN, (tiny.EOS,), seed=3)
-    without, alone = live.alone(plain, replace(case.means(plain, live), sample=0))
-    stops = STOPS if name == "stop" else []
-    wanted = completed_text(live.served.tokenizer, alone.token_ids, stops)
     fields: dict[str, Any] = dict(
         temperature=1.5,
         top_p=1.0,
@@ -151,9 +161,10 @@ def test_a_field_does_what_it_does_to_an_engine_alone(
         seed=3,
         limit=COUNT,
     )
-    fields |= case.says
+    fields |= CASES[name].says
     fields[LIMIT[route]] = fields.pop("limit")
-    assert wanted != decode(without.token_ids)
+    wanted = alone[route][name]
+    assert wanted != alone[route]["plain"]
     assert text_of(client, route, stream=False, **fields) == wanted
     assert text_of(client, route, stream=True, **fields) == wanted
 
@@ -247,12 +258,10 @@ def test_usage_whole_and_streamed(client: Any, live: Live, route: str) -> None:
         cached, details = whole.input_tokens_details.cached_tokens, whole.output_tokens_details
     assert told == whole or cached == 0  # a store of prefixes may have known the second prompt
     assert told.total_tokens == whole.total_tokens == sum(counts)
-    asked = {"messages": [{"role": "user", "content": "a b"}]}
-    prompt = live.post("/tokenize", **({"prompt": "a b"} if route == "completions" else asked))
-    ids = prompt.json()["tokens"]
+    ids = ids_of(live, route)
     generation = live.served.generation
     sampling = Sampling(repetition_penalty=generation.repetition_penalty)
-    (alone,) = live.alone(Request(tuple(ids), 20, sampling))
+    (alone,) = live.alone(Request(ids, 20, sampling))
     assert counts == (len(ids), 20)
     assert 0 <= cached <= len(ids)
     accepted = [min(length - 1, 20) for length in alone.acceptance_lengths]
@@ -417,16 +426,17 @@ def test_tool_choice(written: Any, route: str, stream: bool) -> None:
         named = {"type": "function", "function": {"name": "time"}}
     forced = ' {"zones": []}}\n</tool_call>'
     free = "Yes." + QWEN.call("time", {"zones": []})
-    for choice, declared, reply, wanted in (
+    cases: list[tuple[Any, list[Any], str, list[str]]] = [
         ("auto", tools, free, ["time"]),
         ("none", tools, free, []),
         ("required", tools[:1], forced, ["weather"]),
         (named, tools, forced, ["time"]),
-    ):
-        client, live, engine = written(reply)
+    ]
+    client, live, engine = written(*(reply for _, _, reply, _ in cases))
+    for choice, declared, _, wanted in cases:
         found = ask(client, route, tools=declared, tool_choice=choice, stream=stream)
         assert names_of(found, route, stream) == wanted, choice
-        prompt = live.served.tokenizer.decode(engine.asked[0].prompt_ids)
+        prompt = live.served.tokenizer.decode(engine.asked[-1].prompt_ids)
         assert ("tools" in prompt) == (choice != "none")
 
 
