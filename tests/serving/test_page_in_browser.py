@@ -247,8 +247,9 @@ def test_on_a_phone_and_by_keyboard(scripted: Any, look: Open) -> None:
     assert not page.locator("#positions").is_visible()
     ask(page, "a")
     done(page)
-    assert page.evaluate("document.documentElement.scrollWidth") == PHONE[0]
-    assert page.evaluate("document.documentElement.scrollHeight") == PHONE[1]
+    for box in ("html", "#messages"):
+        assert page.locator(box).evaluate("e => [e.scrollWidth, e.clientWidth]") == [PHONE[0]] * 2
+    assert page.locator("html").evaluate("e => e.scrollHeight") == PHONE[1]
     page.keyboard.press("Tab")
     reached = []
     for _ in range(12):
