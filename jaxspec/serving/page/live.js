@@ -81,7 +81,8 @@ export class Live {
     $("rate").textContent = rate;
     $("per-step").textContent = perStep;
     $("accepted").textContent = drafted ? percent(accepted / drafted) : "–";
-    $("brief").textContent = steps ? `${perStep} tokens a step · ${rate}/s` : "";
+    const brief = [`${perStep} tokens a step`, ...(this.#rate ? [`${rate}/s`] : [])];
+    $("brief").textContent = steps ? brief.join(" · ") : "";
     drawPositions($("positions"), this.#all);
     drawSpeed($("speed"), this.#points);
   }
