@@ -66,11 +66,12 @@ class Request:
 class Update:
     """A request has more tokens; `token_ids` are all it has so far.
 
-    Log-probabilities are those of a `Completion`, of requests that ask for them.
+    `acceptance_lengths` and log-probabilities are those of a `Completion`; the latter of requests that ask for them.
     """
 
     id: Hashable
     token_ids: tuple[int, ...]
+    acceptance_lengths: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None
     sampled_logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None

@@ -136,7 +136,9 @@ class Row:
     def update(self) -> Update:
         """Return its tokens so far."""
         asks = self.request.sampling.logprobs or self.request.sampling.top_logprobs
-        return Update(self.request.id, tuple(self.tokens), **(self._logprobs() if asks else {}))
+        lengths = tuple(self.acceptance_lengths)
+        logprobs = self._logprobs() if asks else {}
+        return Update(self.request.id, tuple(self.tokens), lengths, **logprobs)
 
     def completion(self, reason: Reason, error: Exception | None = None) -> Completion:
         """Return how it ended.

@@ -18,7 +18,7 @@ from starlette.routing import Route
 import jaxspec
 from jaxspec import chat
 from jaxspec.records import FieldError
-from jaxspec.serving import generating
+from jaxspec.serving import generating, pages
 from jaxspec.serving.door import Door, told_of
 from jaxspec.serving.errors import ApiError, wrong_value
 from jaxspec.serving.metrics import Metrics
@@ -64,6 +64,7 @@ def make_app(served: Served, opened: OpenEngine, scorer: Scorer, metrics: Metric
             Route("/health", routes.health),
             Route("/version", routes.version),
             Route("/metrics", routes.metrics),
+            *([] if served.settings.no_page else pages.routes()),
         ],
         middleware=[*([cors] if origins else []), Middleware(Door, settings=served.settings)],
         exception_handlers={

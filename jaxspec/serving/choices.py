@@ -6,13 +6,15 @@ stream are made by the same lines. Under speculation several tokens come at once
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspec import chat
 from jaxspec.requests import Completion, Update
 from jaxspec.serving.prompts import Best, Scores
+from jaxspec.serving.steps import StepSplit
 from jaxspec.serving.wishes import Wish
 from jaxspec.tokenizer import TextStream, Tokenizer
 
@@ -27,14 +29,17 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     accepted_tokens: int = 0
     drafted_tokens: int = 0
 
-    def add(self, done: Completion, num_draft_tokens: int) -> None:
-        """Count a completion."""
+    def add(self, done: Completion, num_draft_tokens: int, reasoning_tokens: int) -> None:
+        """Count a completion. Of accepted drafts, only those count that the reply shows."""
+        split = StepSplit().push(len(done.token_ids), done.acceptance_lengths)
+        self.reasoning_tokens += reasoning_tokens
         self.completion_tokens += len(done.token_ids)
         self.cached_tokens += getattr(done, "cached_tokens", 0)
-        self.accepted_tokens += sum(done.acceptance_lengths) - len(done.acceptance_lengths)
+        self.accepted_tokens += sum(accepted for _, accepted in split)
         self.drafted_tokens += num_draft_tokens * len(done.acceptance_lengths)
 
     def to_json(self) -> dict[str, Any]:
@@ -44,10 +49,16 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": self.accepted_tokens,
-                "rejected_prediction_tokens": self.drafted_tokens - self.accepted_tokens,
-            },
+            "completion_tokens_details": self.details,
+        }
+
+    @property
+    def details(self) -> dict[str, int]:
+        """What the new tokens were, as the protocol has it."""
+        return {
+            "reasoning_tokens": self.reasoning_tokens,
+            "accepted_prediction_tokens": self.accepted_tokens,
+            "rejected_prediction_tokens": self.drafted_tokens - self.accepted_tokens,
         }
 
 
@@ -159,17 +170,22 @@ class Piece:
       logprobs: of the tokens that came, where the request asks.
       token_ids: those that came.
       reason: why it is over; None while it goes on.
+      of_tokens: what each token added to the delta, if the request asks for steps.
+      rest: what the delta has beyond that: text that was held back until the end.
     """
 
     delta: dict[str, Any]
     token_ids: tuple[int, ...]
     logprobs: dict[str, Any] | None = None
     reason: str | None = None
+    of_tokens: tuple[dict[str, Any], ...] = ()
+    rest: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to show yet."""
-        return not self.delta and self.logprobs is None and self.reason is None
+        is_silent = not self.delta and self.logprobs is None and self.reason is None
+        return is_silent and not self.of_tokens
 
 
 class TextChoice:
@@ -182,7 +198,13 @@ class TextChoice:
         self._stream = TextStream(tokenizer, wish.stops)
         top = wish.top_logprobs
         self._logprobs = None if top is None else Logprobs(tokenizer, top)
+        self._by_token = wish.steps
         self._seen = self._characters = 0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning; a text has none."""
+        return 0
 
     def echo(self, scores: Scores | None) -> Piece | None:
         """Return the prompt, which comes before all else; None where it is not shown."""
@@ -198,13 +220,16 @@ class TextChoice:
     def push(self, event: Update | Completion) -> Piece:
         """Take all tokens so far, and return what is new."""
         is_done = isinstance(event, Completion)
-        take = self._stream.finish if is_done else self._stream.push
-        text, begin = take(event.token_ids), self._seen
-        self._seen = len(event.token_ids)
+        ids, begin, self._seen = event.token_ids, self._seen, len(event.token_ids)
+        pieces: list[str] = []
+        if self._by_token:
+            pieces = [self._stream.push(ids[:end]) for end in range(begin + 1, len(ids) + 1)]
+        rest = self._stream.finish(ids) if is_done else self._stream.push(ids)
+        text = "".join(pieces) + rest
         logprobs = None
         if self._logprobs is not None and (begin < self._seen or is_done):
             logprobs = self._logprobs.text_form(
-                event.token_ids[begin:],
+                ids[begin:],
                 (event.logprobs or ())[begin:],
                 (event.top_logprobs or ())[begin:],
                 self._characters,
@@ -212,9 +237,11 @@ class TextChoice:
             self._characters += sum(map(len, logprobs["tokens"]))
         return Piece(
             {"text": text} if text else {},
-            event.token_ids[begin:],
+            ids[begin:],
             logprobs,
             finish_reason(event) if isinstance(event, Completion) else None,
+            tuple({"text": piece} if piece else {} for piece in pieces),
+            {"text": rest} if rest else {},
         )
 
 
@@ -240,20 +267,33 @@ class ChatChoice:
         )
         top = wish.top_logprobs
         self._logprobs = None if top is None else Logprobs(tokenizer, top)
+        self._by_token = wish.steps
         self._seen = 0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far."""
+        return self._parser.reasoning_tokens
 
     def push(self, event: Update | Completion) -> Piece:
         """Take all tokens so far, and return what is new."""
         begin, self._seen = self._seen, len(event.token_ids)
-        events = self._parser.push(event.token_ids[begin:])
+        new = event.token_ids[begin:]
+        told: list[list[chat.Event]] = []
+        if self._by_token:  # the parser takes one at a time anyway
+            told = [self._parser.push((token,)) for token in new]
+            new = ()
+        rest = self._parser.push(new)
         reason = None
         if isinstance(event, Completion):
-            events += self._parser.finish(finish_reason(event))
+            rest += self._parser.finish(finish_reason(event))
             reason = self._parser.finish_reason
         logprobs = None
         if self._logprobs is not None and (begin < self._seen or reason):
             logprobs = self._logprobs.chat_form(event, begin)
-        return Piece(_delta(events), event.token_ids[begin:], logprobs, reason)
+        delta = _delta([*itertools.chain(*told), *rest])
+        of_tokens = tuple(map(_delta, told))
+        return Piece(delta, event.token_ids[begin:], logprobs, reason, of_tokens, _delta(rest))
 
     def message(self, event: Completion) -> tuple[dict[str, Any], Piece]:
         """Take a whole reply, and return its message and the rest."""

@@ -19,11 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.generating import internal_error
+from jaxspec.serving.pages import FILES
 from jaxspec.serving.settings import Settings
 
 LOG = logging.getLogger("jaxspec.serving")
-OPEN_PATHS = ("/health", "/version", "/metrics")
-"""What needs no key: those who watch servers ask for these."""
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics", *FILES})
+"""What needs no key: those who watch servers ask for some of these, and the page asks its reader for the key."""
 _ID = re.compile(r"[\w.:-]{1,128}")
 
 

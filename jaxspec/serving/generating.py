@@ -33,6 +33,7 @@ from jaxspec.serving.handles import Event
 from jaxspec.serving.open_engine import NotAccepted, OpenEngine
 from jaxspec.serving.prompts import Scores
 from jaxspec.serving.protocol import Generating
+from jaxspec.serving.steps import Steps
 from jaxspec.serving.wishes import Served, Wish
 
 LOG = logging.getLogger("jaxspec.serving")
@@ -126,7 +127,6 @@ class Reply:
         raise AssertionError("a handle ends with a completion")
 
     def _whole_choice(self, index: int, done: Completion, scores: Scores | None) -> dict[str, Any]:
-        self._count(done)
         choice = self._kind.choice(self._served.tokenizer, self._wish, index)
         if isinstance(choice, ChatChoice):
             message, piece = choice.message(done)
@@ -137,6 +137,7 @@ class Reply:
             text = piece.delta.get("text", "")
             self.texts.append(text)
             shown = {"text": text}
+        self._count(done, choice.reasoning_tokens)
         made = {
             "index": index,
             **shown,
@@ -188,18 +189,21 @@ class Reply:
             if (piece := choice.echo(scores)) is not None:
                 yield self._chunk(index, piece.delta, piece)
         ids: tuple[int, ...] = ()  # that came without anything to show
+        steps = Steps(self._served.spec.depth)
         async for event in self._events(index):
             piece = choice.push(event)
             ids += piece.token_ids
             stop = None
             if isinstance(event, Completion):
-                self._count(event)
+                self._count(event, choice.reasoning_tokens)
                 stop = self._stop_reason(event)
             if piece.is_empty:
                 continue
             chunk = self._chunk(index, piece.delta, piece, stop)
             if self._asked.return_token_ids:
                 chunk["token_ids"] = ids
+            if self._wish.steps:
+                chunk["jaxspec"] = steps.push(event, piece.of_tokens, piece.rest)
             ids = ()
             yield chunk
 
@@ -269,8 +273,8 @@ class Reply:
         ids = self._asked.stop_token_ids or ()
         return stop_reason(done, self._served.tokenizer, self._wish, ids)
 
-    def _count(self, done: Completion) -> None:
-        self.usage.add(done, self._served.spec.num_draft_tokens)
+    def _count(self, done: Completion, reasoning_tokens: int) -> None:
+        self.usage.add(done, self._served.spec.num_draft_tokens, reasoning_tokens)
 
 
 def internal_error() -> ApiError:

@@ -45,6 +45,7 @@ class Generating(Asked):
     stream_options: StreamOptions | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
+    return_steps: bool | None = None
     prompt_logprobs: int | None = None
     # What the reply may be: `grammars` reads them.
     response_format: dict[str, Any] | None = None

@@ -312,7 +312,7 @@ class ResponsesReply(Reply):
             events = parser.push(event.token_ids[seen:])
             seen = len(event.token_ids)
             if isinstance(event, Completion):
-                self._count(event)
+                self._count(event, parser.reasoning_tokens)
                 events += parser.finish(finish_reason(event))
                 status = "completed" if event.finish_reason == "stop" else "incomplete"
             for made in self._items.take(events):
@@ -363,7 +363,7 @@ class ResponsesReply(Reply):
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens},
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage.details,
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             }
             if is_over

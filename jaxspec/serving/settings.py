@@ -50,6 +50,7 @@ class Settings:
     cors_origin: tuple[str, ...] = option(
         (), "Let pages of this origin call the server; * for all. Repeatable. Default: none."
     )
+    no_page: bool = option(False, "No chat page at /.")
     log_prompts: bool = option(False, "Write prompts and replies to the log, too.")
 
 

@@ -45,6 +45,7 @@ class Wish:
       echo: whether replies begin with the prompt.
       prompt_logprobs: best tokens to show beside each of the prompt's; None: none of them.
       tools: what the request says of tools.
+      steps: whether a stream says which tokens came in one step.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -55,6 +56,7 @@ class Wish:
     echo: bool = False
     prompt_logprobs: int | None = None
     tools: chat.ToolChoice = field(default_factory=chat.ToolChoice)
+    steps: bool = False
 
     def prompt_of(self, choice: int) -> tuple[int, ...]:
         """Return the prompt that a choice continues."""
@@ -301,6 +303,7 @@ class Served:
             stops,
             top_logprobs,
             tools=tools or chat.ToolChoice(),
+            steps=bool(asked.return_steps and asked.stream),
         )
 
     def _check_ids(self, prompts: Sequence[tuple[int, ...]]) -> None:

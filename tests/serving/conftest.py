@@ -29,8 +29,10 @@ from jaxspec.serving.server import bind
 from jaxspec.serving.settings import Settings
 from jaxspec.serving.wishes import Served
 from jaxspec.tokenizer import Tokenizer
+from tests.chat.models import QWEN
 from tests.cli import pair as tiny
 from tests.serving.fake_engine import FakeEngine
+from tests.serving.scripted import CHAT_TEMPLATE, ScriptedEngine
 
 GRAMMARS = importlib.util.find_spec("llguidance") is not None
 EXTRAS = Extras(penalties=True, num_biases=4, logprobs=True, top_logprobs=3, grammars=GRAMMARS)
@@ -146,6 +148,26 @@ def fake(served: Served) -> Iterator[Callable[..., Live]]:
         changed = dataclasses.replace(served, settings=Settings(**settings))
         running.append(run_server(changed, engine or FakeEngine()))
         return next(running[-1])
+
+    yield start
+    for server in running:
+        for _ in server:
+            pass
+
+
+@pytest.fixture
+def scripted(served: Served) -> Iterator[Callable[..., tuple[Live, ScriptedEngine]]]:
+    """Starts a server that chats in Qwen3's form and gives these replies; the rest are settings."""
+    tokenizer = Tokenizer(QWEN.tokenizer.backend, chat_template=CHAT_TEMPLATE)
+    running: list[Iterator[Live]] = []
+
+    def start(*replies: str, **settings: Any) -> tuple[Live, ScriptedEngine]:
+        engine = ScriptedEngine(map(QWEN.encode, replies))
+        changed = dataclasses.replace(
+            served, names=("scripted", "tiny"), tokenizer=tokenizer, settings=Settings(**settings)
+        )
+        running.append(run_server(changed, engine))
+        return next(running[-1]), engine
 
     yield start
     for server in running:

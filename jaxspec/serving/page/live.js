@@ -1,0 +1,199 @@
+// Figures and pictures of how speculation goes. `Live.take` hears of steps as they come.
+
+const WINDOW_MS = 500; // tokens a second are those of so long
+const SETTLED_MS = 50; // before so long a rate means nothing
+const $ = (id) => document.getElementById(id);
+const percent = (share) => `${Math.round(share * 100)} %`;
+
+export class Live {
+  #all = new Steps();
+  #reply = new Steps();
+  #begin = 0;
+  #arrivals = []; // [ms, tokens] of this reply
+  #points = []; // [s, tokens a second] of this reply
+  #rate = 0;
+  #drawing = false;
+
+  /** A request is sent. */
+  start() {
+    this.#reply = new Steps();
+    this.#begin = performance.now();
+    this.#arrivals = [];
+    this.#points = [];
+    this.#rate = 0;
+    $("first").textContent = "–";
+    this.#draw();
+  }
+
+  /** Steps came. */
+  take(steps) {
+    const now = performance.now();
+    let count = 0;
+    for (const step of steps) {
+      this.#reply.add(step);
+      this.#all.add(step);
+      count += step.tokens.length;
+    }
+    if (!count) return;
+    if (!this.#arrivals.length) $("first").textContent = `${Math.round(now - this.#begin)} ms`;
+    this.#arrivals.push([now, count]);
+    const first = this.#arrivals[0][0];
+    if (now - first >= SETTLED_MS) {
+      // Those of the first arrival took the prompt's time, too.
+      const since = Math.max(first, now - WINDOW_MS);
+      const recent = this.#arrivals.slice(1).filter(([at]) => at > since);
+      const tokens = recent.reduce((sum, [, n]) => sum + n, 0);
+      this.#points.push([(now - first) / 1000, (tokens * 1000) / (now - since)]);
+      const later = this.#arrivals.slice(1).reduce((sum, [, n]) => sum + n, 0);
+      this.#rate = (later * 1000) / (now - first);
+    }
+    this.#soon();
+  }
+
+  /** The conversation begins anew. */
+  clear() {
+    this.#all = new Steps();
+    this.start();
+  }
+
+  /** Say in a sentence how this reply went. */
+  sentence() {
+    const { tokens, steps, drafted } = this.#reply;
+    if (!tokens) return "";
+    const ofSteps = drafted ? ` in ${steps} steps` : "";
+    const rate = this.#rate ? `, ${Math.round(this.#rate)} tokens a second` : "";
+    return `${tokens} tokens${ofSteps}${rate}`;
+  }
+
+  #soon() {
+    if (this.#drawing) return;
+    this.#drawing = true;
+    requestAnimationFrame(() => {
+      this.#drawing = false;
+      this.#draw();
+    });
+  }
+
+  #draw() {
+    const { steps, drafted, accepted } = this.#reply;
+    const perStep = drafted ? (accepted / steps + 1).toFixed(2) : steps ? "1" : "–";
+    const rate = this.#rate ? Math.round(this.#rate).toLocaleString("en") : "–";
+    $("rate").textContent = rate;
+    $("per-step").textContent = perStep;
+    $("accepted").textContent = drafted ? percent(accepted / drafted) : "–";
+    const brief = [`${perStep} tokens a step`, ...(this.#rate ? [`${rate}/s`] : [])];
+    $("brief").textContent = steps ? brief.join(" · ") : "";
+    drawPositions($("positions"), this.#all);
+    drawSpeed($("speed"), this.#points);
+  }
+}
+
+/** Counts of verify steps. The prompt's own token belongs to none. */
+class Steps {
+  tokens = 0;
+  steps = 0;
+  drafted = 0;
+  accepted = 0;
+  atLeast = []; // how many steps accepted the draft in each place
+
+  add({ drafted, accepted, tokens }) {
+    const isFirst = this.tokens === 0;
+    this.tokens += tokens.length;
+    if (isFirst) return;
+    this.steps += 1;
+    this.drafted += drafted;
+    this.accepted += accepted;
+    for (let place = 0; place < drafted; place++) {
+      this.atLeast[place] = (this.atLeast[place] ?? 0) + (place < accepted ? 1 : 0);
+    }
+  }
+}
+
+// --- pictures ---------------------------------------------------------------------------------------
+
+const LEFT = 42, RIGHT = 316, TOP = 8, BOTTOM = 108;
+
+function make(name, attributes, text) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+/** Return the lines of a scale, from 0 to the most. */
+function scale(most, label) {
+  return [0, most / 2, most].flatMap((value) => {
+    const y = BOTTOM - (value / most) * (BOTTOM - TOP);
+    return [
+      make("line", { class: "grid", x1: LEFT, x2: RIGHT, y1: y, y2: y }),
+      make("text", { x: LEFT - 5, y: y + 3.5, "text-anchor": "end" }, label(value)),
+    ];
+  });
+}
+
+/** Write into a picture why there is nothing to see. */
+function say(svg, text) {
+  svg.setAttribute("aria-label", text);
+  svg.replaceChildren(make("text", { x: 160, y: 65, "text-anchor": "middle" }, text));
+}
+
+function drawPositions(svg, { atLeast, steps, tokens }) {
+  if (!atLeast.length) {
+    const said = tokens ? "No drafter: one token a step" : "No reply yet";
+    say(svg, said);
+    return;
+  }
+  const shares = atLeast.map((count) => count / steps);
+  const width = (RIGHT - LEFT) / shares.length;
+  const bars = shares.flatMap((share, place) => {
+    const height = share * (BOTTOM - TOP);
+    const bar = make("rect", {
+      class: "bar",
+      x: LEFT + place * width + width * 0.12,
+      y: BOTTOM - height,
+      width: width * 0.76,
+      height,
+      rx: 2,
+    });
+    bar.style.setProperty("--depth", depth(place, shares.length));
+    const middle = LEFT + (place + 0.5) * width;
+    return [bar, make("text", { x: middle, y: 122, "text-anchor": "middle" }, place + 1)];
+  });
+  svg.replaceChildren(...scale(1, percent), ...bars);
+  const said = shares.map((share, place) => `position ${place + 1}: ${percent(share)}`);
+  svg.setAttribute("aria-label", `Drafts accepted. ${said.join(", ")}`);
+}
+
+function drawSpeed(svg, points) {
+  if (points.length < 2) {
+    say(svg, "No reply long enough yet");
+    return;
+  }
+  const most = round(Math.max(...points.map(([, rate]) => rate)));
+  const [last] = points.at(-1);
+  const [begin] = points[0];
+  const x = (s) => (LEFT + (s / last) * (RIGHT - LEFT)).toFixed(1);
+  const y = (rate) => (BOTTOM - (rate / most) * (BOTTOM - TOP)).toFixed(1);
+  const line = points.map(([s, rate]) => `${x(s)} ${y(rate)}`).join("L");
+  svg.replaceChildren(
+    ...scale(most, (value) => Math.round(value)),
+    make("path", { class: "area", d: `M${x(begin)} ${BOTTOM}L${line}L${x(last)} ${BOTTOM}Z` }),
+    make("path", { class: "line", d: `M${line}` }),
+    make("text", { x: LEFT, y: 122 }, "0 s"),
+    make("text", { x: RIGHT, y: 122, "text-anchor": "end" }, `${last.toFixed(1)} s`),
+  );
+  const now = Math.round(points.at(-1)[1]);
+  svg.setAttribute("aria-label", `Tokens a second: ${now} at ${last.toFixed(1)} s, most ${most}`);
+}
+
+/** Return the next number of one digit and zeros, or of 15 and zeros. */
+function round(value) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
+  const digit = [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((d) => d * power >= value);
+  return digit * power;
+}
+
+/** Return where a position is between the first, 0, and the last, 1. */
+export function depth(place, count) {
+  return count > 1 ? (place / (count - 1)).toFixed(3) : 0;
+}

@@ -1,0 +1,319 @@
+// What the page does: asks, shows the reply, and keeps the conversation. Read `run` first.
+
+import { Refused, events, json, useKey } from "./api.js";
+import { Live } from "./live.js";
+import { Reply, make, message } from "./reply.js";
+
+const $ = (id) => document.getElementById(id);
+const SAVED = "jaxspec.settings";
+const MOST = 512; // new tokens, where nobody says otherwise
+const POLL_MS = 2000;
+const NEAR_PX = 80; // so near to its end the conversation scrolls with what comes
+const ENDS = { length: "It came to its limit of tokens.", tool_calls: "It waits for what the tools say." };
+
+const live = new Live();
+let model = null; // as /v1/models has it
+let conversation = []; // messages, without the system's
+let stopping = null; // the AbortController of what runs
+let settings = load();
+
+// --- asking ------------------------------------------------------------------------------------------
+
+/** Ask for a reply, and show it while it comes. Returns whether there is one. */
+async function run(path, body) {
+  const reply = new Reply(model?.id ?? "Model");
+  reply.article.classList.toggle("raw", "prompt" in body);
+  const stop = new AbortController();
+  begin(stop);
+  show(reply.article);
+  live.start();
+  let end = "";
+  let failed = null;
+  try {
+    await ready();
+    for await (const event of events(path, { ...common(), ...body }, stop.signal)) {
+      const stick = isAtEnd();
+      for (const choice of event.choices) {
+        reply.take(choice);
+        live.take(choice.jaxspec?.steps ?? []);
+      }
+      if (stick) scroll();
+    }
+    end = ENDS[reply.reason] ?? "";
+  } catch (error) {
+    if (stop.signal.aborted) end = "Stopped.";
+    else failed = error;
+  }
+  if (failed && !(failed instanceof Refused)) console.error(failed);
+  const said = failed ? failed.message : [end, live.sentence()].filter(Boolean).join(" ");
+  const stick = isAtEnd();
+  reply.end(said, Boolean(failed));
+  if (stick) scroll();
+  finish(failed ? said : `Reply done. ${said}`);
+  if (failed?.status === 401) askForKey();
+  if (failed && !reply.content && !reply.reasoning) return null;
+  return reply;
+}
+
+async function chat() {
+  const mine = conversation; // another may have begun when the reply ends
+  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
+  const body = { messages: [...system, ...mine], max_completion_tokens: most() };
+  if (settings.thinking) {
+    body.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
+  }
+  if (settings.tools) body.tools = JSON.parse(settings.tools);
+  const reply = await run("v1/chat/completions", body);
+  if (reply) {
+    mine.push(reply.toMessage());
+    if (reply.reason === "tool_calls") askForResults(reply);
+  }
+  return reply;
+}
+
+/** Return what every request says. */
+function common() {
+  const body = { stream: true, return_steps: true };
+  if (model) body.model = model.id;
+  if (settings.temperature !== "") body.temperature = Number(settings.temperature);
+  if (settings.seed !== "") body.seed = Number(settings.seed);
+  return body;
+}
+
+function most() {
+  if (settings.most !== "") return Number(settings.most);
+  return model ? Math.max(1, Math.min(MOST, Math.floor(model.max_model_len / 2))) : MOST;
+}
+
+async function send() {
+  const text = $("prompt").value;
+  if (!text.trim() || stopping) return;
+  const mine = conversation;
+  const mode = new FormData($("ask")).get("mode");
+  const asked = message("user", mode === "chat" ? "You" : "Text");
+  asked.classList.toggle("raw", mode === "text");
+  asked.append(make("div", "text", text));
+  show(asked);
+  $("prompt").value = "";
+  let reply;
+  if (mode === "chat") {
+    conversation.push({ role: "user", content: text });
+    reply = await chat();
+  } else {
+    reply = await run("v1/completions", { prompt: text, max_tokens: most() });
+  }
+  if (!reply) {
+    if (mode === "chat") mine.pop();
+    if (!$("prompt").value) $("prompt").value = text; // to be sent again
+  }
+}
+
+/** Ask what the called tools say, and go on with it. */
+function askForResults(reply) {
+  const form = make("form", "results");
+  for (const call of reply.calls) {
+    const label = make("label", "", `What ${call.name} says`);
+    const field = make("textarea");
+    field.rows = 2;
+    label.append(field);
+    form.append(label);
+  }
+  form.append(make("button", "main", "Send results"));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (stopping) return;
+    const fields = form.querySelectorAll("textarea");
+    reply.calls.forEach((call, place) => {
+      const content = fields[place].value;
+      conversation.push({ role: "tool", tool_call_id: call.id, name: call.name, content });
+      const shown = message("tool", call.name);
+      shown.append(make("div", "text", content));
+      show(shown);
+    });
+    form.remove();
+    chat();
+  });
+  reply.article.append(form);
+  scroll();
+}
+
+// --- the conversation --------------------------------------------------------------------------------
+
+function begin(stop) {
+  stopping = stop;
+  const hadFocus = document.activeElement === $("send");
+  $("send").hidden = true;
+  $("stop").hidden = false;
+  if (hadFocus) $("stop").focus();
+  $("messages").setAttribute("aria-busy", "true");
+  $("told").textContent = "The model writes.";
+}
+
+function finish(said) {
+  stopping = null;
+  const hadFocus = document.activeElement === $("stop");
+  $("stop").hidden = true;
+  $("send").hidden = false;
+  if (hadFocus) $("prompt").focus();
+  $("messages").removeAttribute("aria-busy");
+  $("told").textContent = said;
+}
+
+function show(article) {
+  $("welcome").hidden = true;
+  $("messages").append(article);
+  scroll();
+}
+
+function isAtEnd() {
+  const { scrollHeight, scrollTop, clientHeight } = $("messages");
+  return scrollHeight - scrollTop - clientHeight < NEAR_PX;
+}
+
+function scroll() {
+  $("messages").scrollTop = $("messages").scrollHeight;
+}
+
+function clear() {
+  stopping?.abort();
+  conversation = [];
+  for (const article of $("messages").querySelectorAll("article")) article.remove();
+  $("welcome").hidden = false;
+  live.clear();
+  $("prompt").focus();
+}
+
+// --- settings and the key ----------------------------------------------------------------------------
+
+function load() {
+  const plain = { temperature: "", most: "", seed: "", thinking: "", system: "", tools: "" };
+  try {
+    return { ...plain, ...JSON.parse(localStorage.getItem(SAVED)) };
+  } catch {
+    return plain;
+  }
+}
+
+function openSettings() {
+  const form = $("settings").querySelector("form");
+  for (const [name, value] of Object.entries(settings)) form.elements[name].value = value;
+  checkTools(form.elements.tools);
+  $("settings").showModal();
+}
+
+function checkTools(field) {
+  let wrong = "";
+  try {
+    if (field.value.trim() && !Array.isArray(JSON.parse(field.value))) wrong = "Expected a list.";
+  } catch (error) {
+    wrong = `This is no JSON: ${error.message}`;
+  }
+  field.setCustomValidity(wrong);
+}
+
+function saveSettings(form) {
+  for (const name of Object.keys(settings)) settings[name] = form.elements[name].value.trim();
+  try {
+    localStorage.setItem(SAVED, JSON.stringify(settings));
+  } catch {
+    // a browser that keeps nothing
+  }
+  $("settings").close();
+}
+
+function askForKey() {
+  if (!$("key").open) $("key").showModal();
+}
+
+/** Learn what the server has. */
+async function meet() {
+  try {
+    const { data } = await json("v1/models");
+    model = data[0];
+    $("model").textContent = model.id;
+    document.title = `${model.id} · jaxspec`;
+  } catch (error) {
+    if (error.status === 401) askForKey();
+    return;
+  }
+  const messages = [{ role: "user", content: "a" }];
+  const canChat = await json("tokenize", { messages }).then(
+    () => true,
+    (error) => error.status !== 400,
+  );
+  if (canChat) return;
+  const [chats, text] = $("ask").elements.mode;
+  chats.disabled = true;
+  chats.parentNode.title = "This model has no chat template.";
+  text.checked = true;
+  $("welcome").querySelector("[data-mode=chat]").hidden = true;
+}
+
+/** Know a model by the time that a request names it. */
+async function ready() {
+  if (!model) await meet();
+}
+
+/** Show how the server is, as long as it is not ready. */
+async function watch() {
+  let state;
+  try {
+    ({ status: state } = await json("health"));
+  } catch {
+    state = "not reachable";
+  }
+  $("state").textContent = state;
+  $("state").hidden = state === "ready";
+  setTimeout(watch, state === "ready" ? 10 * POLL_MS : POLL_MS);
+}
+
+// --- wiring ------------------------------------------------------------------------------------------
+
+function submitted(form, then) {
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    then(form);
+  });
+}
+
+submitted($("ask"), send);
+submitted($("settings").querySelector("form"), saveSettings);
+submitted($("key").querySelector("form"), (form) => {
+  useKey(form.elements.key.value);
+  form.reset();
+  $("key").close();
+  meet();
+});
+for (const dialog of [$("settings"), $("key")]) {
+  dialog.querySelector("[value=cancel]").addEventListener("click", () => dialog.close());
+}
+$("settings").querySelector("[name=tools]").addEventListener("input", (e) => checkTools(e.target));
+$("settings-open").addEventListener("click", openSettings);
+$("clear").addEventListener("click", clear);
+$("stop").addEventListener("click", () => stopping?.abort());
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) stopping?.abort();
+});
+for (const example of $("welcome").querySelectorAll("button")) {
+  example.addEventListener("click", () => {
+    $("prompt").value = example.textContent;
+    $("ask").elements.mode.value = example.dataset.mode;
+    $("prompt").focus();
+    send();
+  });
+}
+$("colour").addEventListener("change", (event) => {
+  document.body.classList.toggle("plain", !event.target.checked);
+});
+for (const span of document.querySelectorAll(".legend .draft")) {
+  span.style.setProperty("--depth", span.dataset.depth);
+}
+$("live").open = matchMedia("(min-width: 56rem)").matches;
+live.clear();
+watch();
+meet();

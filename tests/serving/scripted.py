@@ -1,0 +1,62 @@
+"""An engine that says what a test wrote down, in steps as speculation makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import cycle
+
+from jaxspec.requests import Completion, Request, Update
+from tests.serving.fake_engine import FakeEngine
+
+LENGTHS = (4, 1, 3, 2)
+"""What its steps commit, in turn; the first token comes from the prompt."""
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if tools %}{{ tools | length }} tools{% endif %}"
+    "{% if enable_thinking is defined %}thinking {{ enable_thinking }}{% endif %}<|im_start|>assistant\n"
+)
+
+
+class ScriptedEngine(FakeEngine):
+    """Gives each request the next of its replies, a step at a time.
+
+    Attributes:
+      replies: token ids of each.
+      asked: the requests that came.
+    """
+
+    def __init__(self, replies: Iterable[list[int]] = ()) -> None:
+        super().__init__()
+        self.replies = list(replies)
+        self.asked: list[Request] = []
+
+    def step(self) -> list[Update | Completion]:
+        self._own()
+        self.in_step.set()
+        self.gate.wait()
+        self.in_step.clear()
+        events: list[Update | Completion] = list(self.ended)
+        self.ended.clear()
+        while self.waiting and len(self.running) < self.batch_size:
+            request = self.waiting.pop(0)
+            self.asked.append(request)
+            self.running[request.id] = request, 0
+        for name, (request, steps) in list(self.running.items()):
+            reply = self.replies[self.asked.index(request) % len(self.replies)]
+            lengths = tuple(length for length, _ in zip(cycle(LENGTHS), range(steps), strict=False))
+            count = min(1 + sum(lengths), len(reply), request.max_new_tokens)
+            tokens = tuple(reply[:count])
+            self.running[name] = request, steps + 1
+            events.append(Update(name, tokens, lengths))
+            if count in (len(reply), request.max_new_tokens):
+                del self.running[name]
+                reason = "stop" if count == len(reply) else "length"
+                events.append(Completion(name, tokens, reason, lengths))
+        return events
+
+    def cancel(self, id: object) -> None:
+        if id in self.running:
+            del self.running[id]
+            self.ended.append(Completion(id, finish_reason="cancelled"))
+            return
+        super().cancel(id)

@@ -1,0 +1,142 @@
+"""The page at /, without a browser: its files, and what it needs from the server. `test_page_in_browser` looks at it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxspec.requests import Completion, Request, Update
+from jaxspec.serving.choices import Usage
+from jaxspec.serving.pages import FILES, FOLDER
+from jaxspec.serving.steps import StepSplit
+from jaxspec.serving.wishes import Served
+from tests.cli import pair as tiny
+from tests.serving.conftest import Live
+from tests.serving.test_server import WORDS, events, of_choice
+
+TEXTS = {path: (FOLDER / name).read_text(encoding="utf-8") for path, name in FILES.items()}
+SCRIPTS = "".join(text for path, text in TEXTS.items() if path.endswith(".js"))
+
+
+def test_the_page_needs_nothing_from_elsewhere(fake: Callable[..., Live]) -> None:
+    live = fake()
+    for path, text in TEXTS.items():
+        reply = live.client.get(path)
+        assert reply.text == text
+        policy = reply.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none';")
+        sources = {word for rule in policy.split(";") for word in rule.split()[1:]}
+        assert sources == {"'none'", "'self'", "data:"}
+        again = live.client.get(path, headers={"If-None-Match": reply.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    named = re.findall(r'(?:href|src)="(?!data:)([^"]+)"', TEXTS["/"])
+    named += [f"page/{name}" for name in re.findall(r'from "\./([^"]+)"', SCRIPTS)]
+    assert {f"/{path}" for path in named} == set(FILES) - {"/"}
+    assert {file.name for file in FOLDER.iterdir()} == set(FILES.values())
+    everything = "".join(TEXTS.values()).replace("http://www.w3.org/2000/svg", "")
+    assert "://" not in everything
+
+
+def test_its_scripts_put_text_in_as_text_and_name_what_is_there(live: Live) -> None:
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", SCRIPTS)
+    ids = set(re.findall(r'\bid="([^"]+)"', TEXTS["/"]))
+    assert set(re.findall(r'\$\("([^"]+)"\)', SCRIPTS)) <= ids
+    asked = set(re.findall(r'"(v1/[\w/]+|tokenize|health)"', SCRIPTS))
+    assert asked == {"v1/chat/completions", "v1/completions", "v1/models", "tokenize", "health"}
+    for path in asked:
+        assert live.client.get(f"/{path}").status_code in (200, 405), path
+
+
+def test_it_can_be_left_out_and_is_open_where_a_key_is_asked_for(fake: Callable[..., Live]) -> None:
+    without = fake(no_page=True)
+    assert [without.client.get(path).status_code for path in FILES] == [404] * len(FILES)
+    locked = fake(api_key=("k",))
+    assert [locked.client.get(path).status_code for path in FILES] == [200] * len(FILES)
+    assert locked.client.get("/v1/models").status_code == 401
+
+
+# --- steps -------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_split_into_steps_however_they_come() -> None:
+    """The first token is the prompt's; a cut ends inside a step, and drafts beyond it do not count."""
+    lengths = (3, 1, 4, 2)
+    whole = [(1, 0), (3, 2), (1, 0), (4, 3), (2, 1)]
+    assert StepSplit().push(11, lengths) == whole
+    split = StepSplit()
+    assert (
+        split.push(4, lengths[:1]) + split.push(5, lengths[:2]) + split.push(11, lengths) == whole
+    )
+    assert StepSplit().push(8, lengths) == [(1, 0), (3, 2), (1, 0), (3, 3)]
+    assert StepSplit().push(0, lengths) == []
+    assert StepSplit().push(3, ()) == [(1, 0)] * 3
+    usage = Usage()
+    usage.add(Completion(0, (7,) * 8, "stop", lengths), num_draft_tokens=3, reasoning_tokens=2)
+    details = usage.to_json()["completion_tokens_details"]
+    assert details == {
+        "reasoning_tokens": 2,
+        "accepted_prediction_tokens": 5,
+        "rejected_prediction_tokens": 7,
+    }
+
+
+def test_updates_know_the_steps_so_far(live: Live) -> None:
+    """What the newest update says of steps is the beginning of what the completion says."""
+    assert live.offline is not None
+    found = list(live.offline.run([Request((tiny.BOS, 263), 20)]))
+    done = found[-1]
+    assert isinstance(done, Completion)
+    for event in found[:-1]:
+        assert isinstance(event, Update)
+        count = len(event.acceptance_lengths)
+        assert event.acceptance_lengths == done.acceptance_lengths[:count]
+        assert len(event.token_ids) in (1 + sum(event.acceptance_lengths), 20)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_says_which_tokens_came_in_one_step(live: Live, path: str) -> None:
+    """As an engine alone says it. Who does not ask for it gets the events of the protocol and no more."""
+    body: dict[str, Any] = dict(prompt="a b", max_tokens=30, stop=["the"], **WORDS)
+    if path == "/v1/chat/completions":
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    body["logit_bias"] = {**body["logit_bias"], "271": 40}  # " the" comes late, and is held back
+    plain = of_choice(events(live, path, **body))
+    assert "jaxspec" not in json.dumps(plain)
+    pieces = of_choice(events(live, path, **body, return_steps=True))
+    shown = [piece["jaxspec"] for piece in pieces if "jaxspec" in piece]
+    steps = [step for told in shown for step in told["steps"]]
+    tokens = [token for step in steps for token in step["tokens"]]
+    ids = [i for piece in plain for i in piece.get("token_ids", ())]
+    assert [token["id"] for token in tokens] == ids
+
+    def text(said: dict[str, Any]) -> str:
+        return said.get("text", "") + said.get("content", "")
+
+    of_steps = "".join(map(text, tokens)) + "".join(text(told.get("rest", {})) for told in shown)
+    assert of_steps == "".join(text(piece.get("delta", piece)) for piece in plain) != ""
+    assert (steps[0]["drafted"], steps[0]["accepted"], len(steps[0]["tokens"])) == (0, 0, 1)
+    depth = live.served.spec.depth
+    for step in steps[1:-1]:
+        assert step["drafted"] == depth
+        assert step["accepted"] == len(step["tokens"]) - 1
+    whole = live.post(path, **body, return_steps=True).json()
+    assert "jaxspec" not in whole["choices"][0]
+    details = whole["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == sum(step["accepted"] for step in steps)
+
+
+def test_the_page_may_say_all_that_it_says(served: Served, live: Live) -> None:
+    """Its defaults fit a model of any size: half of the room at most, so that a prompt fits beside it."""
+    body = {
+        "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+        "max_completion_tokens": min(512, served.max_model_len // 2),
+        "temperature": 0.5,
+        "seed": 2**32 - 1,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "return_steps": True,
+    }
+    assert of_choice(events(live, "/v1/chat/completions", **body))[-1]["finish_reason"]
