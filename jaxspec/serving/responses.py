@@ -53,7 +53,8 @@ def wish_of(served: Served, asked: ResponsesAsked) -> Wish:
     Raises:
       ApiError: it cannot be served; says which field is wrong.
     """
-    kind = ((asked.text or {}).get("format") or {}).get("type", "text")
+    form = (asked.text or {}).get("format") or {}
+    kind = form.get("type", "text") if isinstance(form, Mapping) else form
     wrong = {
         "previous_response_id": asked.previous_response_id is not None,
         "background": bool(asked.background),
