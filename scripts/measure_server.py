@@ -11,7 +11,7 @@ programs are compiled before:
     server       event streams over loopback, to clients in another process, a connection for each request
 
 Cases take turns. Random weights have no tokenizer; one is made that has a word for each id of the vocabulary.
-With --profile the engine's thread and the server's are profiled in one more run, and their costliest functions printed.
+With --profile, one more run tells which functions the server's thread and the engine's spend their CPU time in.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def served(
         thread.start()
         if profile is not None:
             running.call(
-                lambda: profile.append(cProfile.Profile()) or profile[-1].enable()
+                lambda: profile.append(cProfile.Profile(time.thread_time)) or profile[-1].enable()
             ).result()
         given = b"\n".join([str(bound.getsockname()[1]).encode(), *bodies])
         command = [sys.executable, "-m", "scripts.measure_server", CLIENT]
@@ -174,7 +174,7 @@ def served(
 
 def _profiled(run: Callable[[], None], profile: list[Any]) -> Callable[[], None]:
     def target() -> None:
-        profile.insert(0, mine := cProfile.Profile())
+        profile.insert(0, mine := cProfile.Profile(time.thread_time))
         mine.enable()
         run()
         mine.disable()

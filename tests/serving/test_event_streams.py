@@ -86,7 +86,9 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def models() -> tuple[LoadedModel, LoadedModel]:
-    config = dataclasses.replace(tiny.config("31b"), vocab_size=VOCAB_SIZE)
+    config = dataclasses.replace(
+        tiny.config("31b"), vocab_size=VOCAB_SIZE, layer_types=("sliding", "full")
+    )
     graph = Graph(Gemma4, config, "float32")
     target = fakes.loaded(graph, tiny.random_params(graph, 0))
     rng = random.Random(0)
