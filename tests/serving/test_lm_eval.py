@@ -160,7 +160,7 @@ def continued_by_us(prompts: list[tuple[int, ...]]) -> list[str]:
     stops = pair.target.generation.eos_token_ids if pair.target.generation else ()
     stop_at = stop_at_text(tokenizer, ["\n"])
     requests = [Request(p, NEW_TOKENS, stop_ids=stops, stop_at=stop_at) for p in prompts]
-    engine = Engine.fitting(*pair, requests, batch_size=4)
+    engine = Engine.fitting(pair.target, pair.drafter, requests, batch_size=4)
     done = {e.id: e for e in engine.run(requests) if isinstance(e, Completion)}
     return [completed_text(tokenizer, done[i].token_ids, ["\n"]) for i in range(len(prompts))]
 

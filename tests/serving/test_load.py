@@ -153,6 +153,7 @@ def test_two_hundred_clients_get_their_own_tokens(read_ahead: int) -> None:
     server = run_server(served, engine, PromptScorer(pair.target, 1))
     live = next(server)
     url = live.client.base_url
+    address = url.host, url.port or 0
     seen = Seen()
 
     async def client(seed: int, end: float) -> None:
@@ -160,7 +161,7 @@ def test_two_hundred_clients_get_their_own_tokens(read_ahead: int) -> None:
         while time.monotonic() < end:
             job = rng.randrange(JOBS)
             leave = rng.randint(1, 20) if seed % 3 == 0 else 0
-            await ask((url.host, url.port), bodies[job], done[job].token_ids, leave, seen)
+            await ask(address, bodies[job], done[job].token_ids, leave, seen)
 
     async def load(seconds: float) -> None:
         end = time.monotonic() + seconds
