@@ -137,7 +137,8 @@ def _add(messages: list[dict[str, Any]], field: str, item: Mapping[str, Any]) ->
         text = output if isinstance(output, str | list) else json.dumps(output)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
     elif kind == "reasoning":
-        parts = [*(item.get("content") or []), *(item.get("summary") or [])]
+        given = item.get("content"), item.get("summary")
+        parts = [part for parts in given if isinstance(parts, list) for part in parts]
         text = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
         if text:
             messages.append({"role": "assistant", "content": None, "reasoning": text})

@@ -90,7 +90,8 @@ async def ask(
 
 
 @pytest.mark.slow
-def test_two_hundred_clients_get_their_own_tokens() -> None:
+@pytest.mark.parametrize("read_ahead", [0, 8])
+def test_two_hundred_clients_get_their_own_tokens(read_ahead: int) -> None:
     """No token is wrong, lost or told twice; no slot, file or thread is left behind."""
     programs = ProgramOptions(slots=32, cache_length=256)
     pair = jaxspec.load()
@@ -103,7 +104,8 @@ def test_two_hundred_clients_get_their_own_tokens() -> None:
         max_prefill_tokens=programs.max_prefill_tokens,
         programs=Programs(),
     )
-    offline, engine = Engine(*pair, **shared), Engine(*pair, **shared)
+    offline = Engine(*pair, **shared)
+    engine = Engine(*pair, **shared, read_ahead=read_ahead)
     rng = random.Random(0)
     requests = [
         Request(
@@ -151,6 +153,7 @@ def test_two_hundred_clients_get_their_own_tokens() -> None:
     server = run_server(served, engine, PromptScorer(pair.target, 1))
     live = next(server)
     url = live.client.base_url
+    address = url.host, url.port or 0
     seen = Seen()
 
     async def client(seed: int, end: float) -> None:
@@ -158,7 +161,7 @@ def test_two_hundred_clients_get_their_own_tokens() -> None:
         while time.monotonic() < end:
             job = rng.randrange(JOBS)
             leave = rng.randint(1, 20) if seed % 3 == 0 else 0
-            await ask((url.host, url.port), bodies[job], done[job].token_ids, leave, seen)
+            await ask(address, bodies[job], done[job].token_ids, leave, seen)
 
     async def load(seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -176,6 +179,7 @@ def test_two_hundred_clients_get_their_own_tokens() -> None:
     for name, values in (("first token", seen.first_s), ("whole", seen.total_s)):
         shown = ", ".join(f"p{p} {np.percentile(values, p) * 1e3:,.0f} ms" for p in (50, 95, 99))
         print(f"{name}: {shown}")
+    print(f"load averages of the machine: {os.getloadavg()}, {os.cpu_count()} cores")
     print(
         f"{seen.whole} whole streams, {seen.left} left, {seen.tokens / seconds:,.0f} tokens a second; "
         f"MiB, files, threads before {before}, after {after}"
