@@ -32,6 +32,7 @@ from jaxspec.records import FieldError
 from jaxspec.sharding import make_mesh
 from jaxspec.storage import conversion
 from pallas_kernels.experts import cases, experts
+from pallas_kernels.grouped import Codes
 from tests import tiny
 
 FORMATS = ("int8", "fp8")
@@ -120,27 +121,29 @@ def test_a_table_is_looked_up_and_multiplied_as_its_numbers(format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("how", ["reference", "triton"])
 def test_experts_read_codes(format, how):
-    x, logits, scale, gate_up, down = cases.inputs(cases.SMALL, 5, jnp.dtype("float32"))
+    x, logits, scale, gate_up, down = cases.inputs(cases.CODED, 5, jnp.dtype("float32"))
     quantised_ones = [quantise(w, format, (1,)) for w in (gate_up, down)]
-    codes, scales = [w.codes for w in quantised_ones], [w.scales for w in quantised_ones]
-    options: dict[str, Any] = dict(top_k=cases.SMALL.top_k, implementation=how)
+    weights = [Codes(w.codes, factors=w.scales) for w in quantised_ones]
+    options: dict[str, Any] = dict(top_k=cases.CODED.top_k, implementation=how)
     options["interpret"] = how == "triton"
-    found = experts(x, logits, scale, *codes, *scales, **options)
+    found = experts(x, logits, scale, *weights, **options)
     numbers = [w.dequantise() for w in quantised_ones]
     expected = experts(x, logits, scale, *numbers, **options)
     np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
 
 
-def test_experts_refuse_codes_without_scales_and_scales_without_codes():
-    x, logits, scale, gate_up, down = cases.inputs(cases.SMALL, 5, jnp.dtype("float32"))
+def test_experts_refuse_codes_without_factors_and_with_wrong_ones():
+    x, logits, scale, gate_up, down = cases.inputs(cases.CODED, 5, jnp.dtype("float32"))
+    codes = [jnp.moveaxis(w, 1, -1).astype(jnp.int8) for w in (gate_up, down)]
     with pytest.raises(ValueError, match="must have one dtype"):
         experts(x, logits, scale, gate_up.astype(jnp.int8), down.astype(jnp.int8), top_k=3)
-    scales = gate_up[:, 0], down[:, 0]
-    inputs_last = [jnp.moveaxis(w, 1, -1) for w in (gate_up, down)]
-    with pytest.raises(ValueError, match="must be codes"):
-        experts(x, logits, scale, *inputs_last, *scales, top_k=3)
-    with pytest.raises(ValueError, match="given together"):
-        experts(x, logits, scale, gate_up, down, scales[0], top_k=3)
+    with pytest.raises(ValueError, match="gate_up_factors must be"):
+        experts(x, logits, scale, *(Codes(c) for c in codes), top_k=3)
+    floats = [Codes(c.astype(jnp.float32), factors=down[:, 0]) for c in codes]
+    with pytest.raises(ValueError, match="codes must be of one dtype"):
+        experts(x, logits, scale, *floats, top_k=3)
+    with pytest.raises(ValueError, match="both be codes"):
+        experts(x, logits, scale, gate_up, Codes(codes[1], factors=down[:, 0]), top_k=3)
 
 
 # --- models ------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import Format, Shape, register
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.elementary import precision_of
+from pallas_kernels.grouped import Codes
 
 
 class PerChannel(Format):
@@ -84,6 +85,9 @@ class PerChannel(Format):
         scales = weight.scales[ids]
         scales = scales.reshape(*scales.shape, *[1] * len(weight.summed))
         return (weight.codes[ids].astype(jnp.float32) * scales).astype(weight.dtype)
+
+    def codes_of_experts(self, weight: QuantisedArray) -> tuple[Codes, None]:
+        return Codes(weight.codes, factors=weight.scales), None
 
 
 def sums(
