@@ -100,6 +100,18 @@ def test_a_product_equals_dequantise_then_multiply(format, dtype, shape, inputs)
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=tolerance)
 
 
+def test_dynamic_rounds_activations_with_a_scale_a_token():
+    """By hand: rows of very different sizes each keep four bits of their own largest number."""
+    rows = jnp.asarray([[448.0, 17.0, -1.0], [4.48e-3, 17e-5, -1e-5], [0.0, 0.0, 0.0]])
+    weight = quantise(jnp.eye(3), "fp8-dynamic", (0,))
+    found = project(rows, weight)
+    # 17 rounds to 16, as in the formulas of fp8.
+    expected = [[448.0, 16.0, -1.0], [4.48e-3, 16e-5, -1e-5], [0.0, 0.0, 0.0]]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    table = quantise(jnp.eye(3), "fp8-dynamic", (1,))
+    np.testing.assert_allclose(table_logits(rows, table), rows, rtol=1e-6)  # not of a head
+
+
 def unrounded(weight: QuantisedArray) -> np.ndarray:
     """Return the numbers that codes and scales stand for, before any rounding to 16 bits."""
     scales = np.expand_dims(np.asarray(weight.scales, np.float64), weight.summed)
