@@ -1,6 +1,6 @@
 """The products of experts whose weights are codes, of 8 bits or of 4 with groups, in Pallas Triton.
 
-They read the tiles that `triton.route` makes, as the products of that module do. The operands lie
+They read the tiles that `routing.route` makes, as the products of that module do. The operands lie
 the other way round: `pallas_kernels.grouped.operand` says why.
 """
 
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.experts.triton import Routed
+from pallas_kernels.experts.routing import Routed
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
 from pallas_kernels.grouped.operand import EightBits, FourBits, multiply_blocks
 from pallas_kernels.grouped.triton import Cut
