@@ -19,6 +19,7 @@ from jaxspec.models.layers import project, table_logits
 from jaxspec.quantised import FormatError, array
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.grouped import from_float4, from_int4, int4_name
+from pallas_kernels.experts import cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
 from pallas_kernels.grouped.coding import E2M1, numbers, pack, unpack
 from pallas_kernels.grouped.tuning import TABLE, cut_for
@@ -182,6 +183,22 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
             assert inputs % (64 * cut.splits * cut.unroll) == 0, name
             assert outputs % cut.outputs == 0
     assert TABLE[-1][0] == float("inf")
+
+
+@pytest.mark.parametrize("format", ["int4", "nvfp4"])
+def test_experts_read_codes_of_four_bits(format):
+    """The kernels, interpreted, and the reference, against experts of the same numbers."""
+    x, logits, scale, *weights = cases.inputs(cases.CODED, 5, jnp.dtype("float32"))
+    packed = [quantise(w, format, (1,)) for w in weights]
+    codes = [w.codes_of_experts()[0] for w in packed]
+    coding = packed[0].codes_of_experts()[1]
+    expected = experts(x, logits, scale, *(w.dequantise() for w in packed), top_k=3)
+    for how in ({"implementation": "reference"}, {"implementation": "triton", "interpret": True}):
+        found = experts(x, logits, scale, *codes, top_k=3, coding=coding, **how)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
+    wrong = [c._replace(scales=c.scales[:, :1]) for c in codes]
+    with pytest.raises(ValueError, match="gate_up_scales must be"):
+        experts(x, logits, scale, *wrong, top_k=3, coding=coding)
 
 
 # --- files -------------------------------------------------------------------------------------------

@@ -389,7 +389,9 @@ def test_a_manifest_with_an_unknown_format_is_refused(bundled, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["dflash", "mtp"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format", [*FORMATS, "fp8-dynamic", "int4", "int4-zeros", "nvfp4", "mxfp4"]
+)
 def test_decoding_is_lossless_against_the_quantised_target(format, drafter):
     """Plain and speculative passes multiply the same codes, so they choose the same tokens."""
     pair = jaxspec.load(drafter=drafter, quantize=format, quantize_head=format, dtype="float32")
