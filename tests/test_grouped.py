@@ -18,7 +18,7 @@ from jaxspec.families import graph_of
 from jaxspec.models.layers import project, table_logits
 from jaxspec.quantised import FormatError, array
 from jaxspec.quantised.choice import formats_for
-from jaxspec.quantised.grouped import from_float4, from_int4, int4_name
+from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
 from pallas_kernels.experts import cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
 from pallas_kernels.grouped.coding import E2M1, numbers, pack, unpack
@@ -87,7 +87,9 @@ def test_no_number_moves_by_more_than_half_a_step_of_its_group(format):
     """A step of integers is their scale. Of e2m1 the widest is from 4 to 6, a third of the largest."""
     x = random((130, 3)) * jnp.asarray([1.0, 1e-3, 50.0])
     weight = quantise(x, format, (0,))
-    group = quantised.named(format).coding.group
+    named = quantised.named(format)
+    assert isinstance(named, Grouped)
+    group = named.coding.group
     padded = np.pad(np.asarray(x), ((0, -130 % group), (0, 0))).reshape(-1, group, 3)
     low, high = np.minimum(padded.min(1), 0), np.maximum(padded.max(1), 0)
     largest = np.maximum(-low, high)

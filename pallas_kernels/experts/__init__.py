@@ -124,27 +124,33 @@ def _check(
     x: Array, gate_up: Array | Codes, down: Array | Codes, coding: Coding | None
 ) -> tuple[int, int, int]:
     """Check the weights, and return the numbers of experts, inputs and hidden numbers."""
-    if isinstance(gate_up, Codes) != isinstance(down, Codes):
-        raise ValueError("gate_up and down must both be numbers or both be codes")
     d = x.shape[1]
-    if not isinstance(gate_up, Codes) or not isinstance(down, Codes):
-        e, f = down.shape[0], down.shape[1]
-        _same("tokens and experts must have one dtype", x.dtype, gate_up.dtype, down.dtype)
-        _shapes(x, gate_up=(gate_up, (e, d, 2, f)), down=(down, (e, f, d)))
-        return e, d, f
+    if isinstance(gate_up, Codes) and isinstance(down, Codes):
+        return _check_codes(x, gate_up, down, coding)
+    if isinstance(gate_up, Codes) or isinstance(down, Codes):
+        raise ValueError("gate_up and down must both be numbers or both be codes")
+    e, f = down.shape[0], down.shape[1]
+    _same("tokens and experts must have one dtype", x.dtype, gate_up.dtype, down.dtype)
+    _shapes(x, gate_up=(gate_up, (e, d, 2, f)), down=(down, (e, f, d)))
+    return e, d, f
+
+
+def _check_codes(
+    x: Array, gate_up: Codes, down: Codes, coding: Coding | None
+) -> tuple[int, int, int]:
+    """Do the same for codes."""
+    d = x.shape[1]
     if coding is None:
         (e, _, f), codes = down.codes.shape, down.codes.dtype
         if codes not in CODES or gate_up.codes.dtype != codes:
             raise ValueError(
-                f"codes must be of one dtype of {CODES}; gate_up is {gate_up.codes.dtype}, down {codes}"
+                f"codes must be of one dtype of {CODES}; gate_up is {gate_up.codes.dtype}, "
+                f"down {codes}"
             )
         _shapes(x, gate_up=(gate_up.codes, (e, 2, f, d)), down=(down.codes, (e, d, f)))
     else:
         e, _, _, f, _ = gate_up.codes.shape
-        blocks, groups = (
-            (-(-d // BLOCK), -(-f // BLOCK)),
-            (-(-d // coding.group), -(-f // coding.group)),
-        )
+        blocks, groups = ([-(-n // size) for n in (d, f)] for size in (BLOCK, coding.group))
         _shapes(
             x,
             gate_up=(gate_up.codes, (e, blocks[0], 2, f, BLOCK // 2)),
@@ -153,9 +159,8 @@ def _check(
             down_scales=(down.scales, (e, groups[1], d)),
         )
     if coding is None or gate_up.factors is not None:
-        _shapes(
-            x, gate_up_factors=(gate_up.factors, (e, 2, f)), down_factors=(down.factors, (e, d))
-        )
+        factors = gate_up.factors, down.factors
+        _shapes(x, gate_up_factors=(factors[0], (e, 2, f)), down_factors=(factors[1], (e, d)))
     return e, d, f
 
 

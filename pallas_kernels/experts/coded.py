@@ -26,7 +26,8 @@ from pallas_kernels.triton import load, store
 def _parts(refs: tuple[Any, ...], weight: Codes) -> Codes:
     """Put references to the arrays of a weight into the place of these."""
     left = iter(refs)
-    return Codes(*(None if array is None else next(left) for array in weight))
+    placed: list[Any] = [None if array is None else next(left) for array in weight]
+    return Codes(*placed)
 
 
 def _operand(w: Codes, coding: Coding | None, expert: Array, after: Any, cut: Cut, interpret: bool):
