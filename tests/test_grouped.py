@@ -104,7 +104,7 @@ def test_no_number_moves_by_more_than_half_a_step_of_its_group(format):
 # --- products ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "int4-g128"])
 @pytest.mark.parametrize(
     ("shape", "inputs"), [((24, 5), 1), ((130, 2, 3, 8), 1), ((2, 3, 64, 24), 3)], ids=str
 )

@@ -152,7 +152,8 @@ class Grouped(Format):
         self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
     ) -> Float[Array, "R *out"]:
         inputs_first, several = 0 in weight.summed, len(weight.summed) > 1
-        if several and (not inputs_first or weight.shape[weight.summed[-1]] % BLOCK):
+        cut = max(BLOCK, self.coding.group)  # neither blocks nor groups may end within an axis
+        if several and (not inputs_first or weight.shape[weight.summed[-1]] % cut):
             numbers = self.dequantise(weight).astype(rows.dtype)
             return sums(rows, numbers, weight.summed).astype(dtype)
         kept = tuple(n for i, n in enumerate(weight.shape) if i not in weight.summed)
