@@ -79,7 +79,7 @@ def load_target(
 
     Args:
       dtype: "float32" or "bfloat16". All arrays are cast to it.
-      quantize: the format of linears and experts, "int8" or "fp8"; None for what is stored.
+      quantize: the format of linears and experts, such as "int8" or "int4"; None for what is stored.
       quantize_head: of embedding and head, likewise.
 
     Raises:

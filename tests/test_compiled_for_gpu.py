@@ -31,7 +31,6 @@ from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
-from jaxspec.prefixes import pool
 from jaxspec.quantised.choice import formats_for
 from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec
@@ -251,39 +250,7 @@ def test_a_row_that_was_read_ahead_is_copied_and_nothing_else() -> None:
     assert memory.temp_size_in_bytes < 1 << 20
 
 
-@pytest.mark.parametrize("function", [pool.keep, pool.restore])
-@pytest.mark.parametrize(("preset", "drafts"), [("31b", "chain"), ("26b-a4b", "mtp")])
-def test_a_prefix_is_copied_in_place(preset: str, drafts: str, function: Any) -> None:
-    """One program for all lengths: neither the pool nor the slots move, and nothing is kept on the way."""
-    spec = small(preset, drafts)
-    make = functools.partial(
-        states.init_state, cache_length=2048, num_stop_ids=4, cache_dtype=jnp.dtype("bfloat16")
-    )
-    state = jax.eval_shape(lambda: make(spec, 8))
-    full, other, _ = pool.split(state)
-    blocks = [(200, x.shape[1], pool.BLOCK, x.shape[3]) for x in full]
-    pages = pool.Pages(
-        [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(blocks, full, strict=True)],
-        [jax.ShapeDtypeStruct((10, *x.shape[1:]), x.dtype) for x in other],
-    )
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    some, tokens = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (16, 2048))
-    args = {
-        pool.keep: (pages, state, number, some, some, number, number),
-        pool.restore: (state, pages, number, some, number, number, tokens, number),
-    }[function]
-    jitted = jax.jit(function, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
-    with jax.sharding.use_abstract_mesh(NAMED_H200):
-        compiled = jitted.lower(*on_h200(args)).compile()
-    memory = compiled.memory_analysis()
-    print(memory)
-    donated = pages if function is pool.keep else (state.caches, state.drafter)
-    assert memory.alias_size_in_bytes >= cache_bytes(donated)
-    assert memory.temp_size_in_bytes < 1 << 20
-    assert big_moves(compiled.as_text()) == []
-
-
-@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4", "nvfp4"])
 @pytest.mark.parametrize(
     ("preset", "batch", "drafts", "temporary_mb"),
     [

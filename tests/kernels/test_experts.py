@@ -21,8 +21,9 @@ from pallas_kernels.experts.cases import (
     inputs,
     logits_for,
 )
+from pallas_kernels.experts.launch import Tiling
 from pallas_kernels.experts.routing import Routed, num_tiles, route
-from pallas_kernels.experts.triton import Block, Tiling
+from pallas_kernels.experts.triton import Block
 from pallas_kernels.experts.tuning import TABLE, tiling_for
 from tests.decode.cases import slow
 
@@ -197,7 +198,7 @@ def test_padding_chooses_no_expert(tokens: int) -> None:
     for run in (interpreted, reference):
         clean = run(x, logits, *others, top_k=SMALL.top_k)
         spoilt = x.at[~real].set(jnp.nan), logits.at[:, ~real].set(jnp.nan)
-        found = run(*spoilt, *others, None, None, real, top_k=SMALL.top_k)
+        found = run(*spoilt, *others, real, top_k=SMALL.top_k)
         assert (found[real] == clean[real]).all()
         assert (found[~real] == 0).all()
 
@@ -208,5 +209,5 @@ def test_experts_that_only_padding_chose_are_not_read() -> None:
     used = chosen_experts(SMALL, 4, "random")[np.asarray(real)]
     unused = np.setdiff1d(np.arange(SMALL.experts), used)
     given = *router, gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan)
-    found = interpreted(*given, None, None, real, top_k=SMALL.top_k)
+    found = interpreted(*given, real, top_k=SMALL.top_k)
     assert jnp.isfinite(found).all()

@@ -1,0 +1,112 @@
+"""A product of few rows with codes in Pallas Triton.
+
+A program multiplies the codes of some outputs with some rows, over a share of the inputs. `operand`
+says how a block of inputs is read and multiplied. Where outputs are few, several programs share the
+inputs of a tile (`splits`). XLA adds their parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
+from pallas_kernels.grouped.operand import EightBits, FourBits, multiply_blocks
+from pallas_kernels.triton import below, load, store
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a product is cut.
+
+    Attributes:
+      rows, outputs: of a program.
+      splits: programs that share the inputs of a tile.
+      unroll: blocks of inputs that a step of a program reads.
+      warps, stages: of a program, and steps that it loads ahead.
+      early: whether scales are multiplied before the product, see `operand.FourBits`.
+    """
+
+    rows: int
+    outputs: int
+    splits: int = 1
+    unroll: int = 1
+    warps: int = 2
+    stages: int = 4
+    early: bool = False
+
+
+def _linear(
+    x_ref, codes_ref, *refs, coding: Coding | None, inputs_first: bool, cut: Cut, interpret: bool
+):
+    """Write out[split, rows, outputs] of a tile.
+
+    `refs` are scales, zeros and factors, as far as there are any, and the output.
+    """
+    *given, out_ref = refs
+    *per_group, factors = given if len(given[-1].shape) == 1 else (*given, None)
+    share = x_ref.shape[1] // BLOCK // cut.splits
+    out = pl.program_id(0) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
+    row = pl.program_id(1) * cut.rows + lax.iota(jnp.int32, cut.rows)
+    in_use = below(row, x_ref.shape[0])
+    mask = None if in_use is None else in_use[:, None]
+    if coding is None:
+        operand = EightBits(codes_ref, (out,), interpret)
+    else:
+        scales, zeros = (*per_group, None)[:2]
+        place = ((), (out,)) if inputs_first else ((out,), ())
+        operand = FourBits(coding, codes_ref, scales, zeros, *place, cut.early, interpret)
+
+    def x_block(block):
+        def x(first, size):
+            k = block * BLOCK + first + lax.iota(jnp.int32, size)
+            return load(x_ref, row[:, None], k[None, :], mask=mask).T
+
+        return x
+
+    total = jnp.zeros((cut.outputs, cut.rows), jnp.float32)
+    start = pl.program_id(2) * share
+    (total,) = multiply_blocks((operand,), (total,), x_block, start, share, cut.unroll)
+    if factors is not None:
+        total = total * load(factors, out)[:, None]
+    store(out_ref, pl.program_id(2), row[:, None], out[None, :], value=total.T, mask=mask)
+
+
+def linear_triton(
+    x: Float[Array, "R K"],
+    weight: Codes,
+    *,
+    coding: Coding | None,
+    inputs_first: bool,
+    dtype: DTypeLike,
+    cut: Cut,
+    interpret: bool = False,
+) -> Float[Array, "R N"]:
+    """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them.
+
+    Args:
+      coding: None for codes of 8 bits, [N, K].
+    """
+    outputs = weight.codes.shape[1 if inputs_first and coding is not None else 0]
+    given = [array for array in weight if array is not None]
+    parts = pl.pallas_call(
+        functools.partial(
+            _linear, coding=coding, inputs_first=inputs_first, cut=cut, interpret=interpret
+        ),
+        out_shape=jax.ShapeDtypeStruct(
+            (cut.splits, x.shape[0], outputs), dtype if cut.splits == 1 else jnp.float32
+        ),
+        grid=(outputs // cut.outputs, pl.cdiv(x.shape[0], cut.rows), cut.splits),
+        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        interpret=interpret,
+        name="grouped_linear",
+    )(x, *given)
+    return parts[0] if cut.splits == 1 else jnp.sum(parts, axis=0).astype(dtype)
