@@ -23,6 +23,7 @@ from checkpoints_convert.headers import DTYPES, StoredTensor, nbytes_of, read_he
 from checkpoints_convert.rules import TensorSpec
 
 CONFIG_FILES = ("config.json", "generation_config.json")
+QUANTIZATION_FILE = "hf_quant_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -86,7 +87,13 @@ def _snapshot(repo: str, revision: str | None, token: str | None, offline: bool)
                 revision=revision,
                 token=token,
                 local_files_only=offline,
-                allow_patterns=["model*.safetensors", _INDEX, *CONFIG_FILES, *TOKENIZER_FILES],
+                allow_patterns=[
+                    "model*.safetensors",
+                    _INDEX,
+                    QUANTIZATION_FILE,
+                    *CONFIG_FILES,
+                    *TOKENIZER_FILES,
+                ],
             )
         )
     except errors.GatedRepoError:
@@ -111,12 +118,19 @@ def _snapshot(repo: str, revision: str | None, token: str | None, offline: bool)
 
 @dataclass(frozen=True)
 class HFCheckpoint:
-    """An opened Hugging Face directory, with parsed configs and checked file headers."""
+    """An opened Hugging Face directory, with parsed configs and checked file headers.
+
+    Attributes:
+      quantization: the parsed hf_quant_config.json, which ModelOpt writes; None if there is none.
+      self_described: whether the file says itself how each tensor is quantised, as GGUF does.
+    """
 
     directory: Path
     config: dict[str, Any]
     generation_config: dict[str, Any] | None
     tensors: dict[str, StoredTensor]
+    quantization: dict[str, Any] | None = None
+    self_described: bool = False
 
     def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
         """Read one tensor, and cast it to `dtype` if one is given.
@@ -175,8 +189,13 @@ def open_checkpoint(directory: Path) -> HFCheckpoint:
         if twice := sorted(set(held) & set(tensors)):
             raise CheckpointError(f"{file} repeats tensors of another shard: {listed(twice)}")
         tensors |= held
+    made_by = directory / QUANTIZATION_FILE
     return HFCheckpoint(
-        directory, config, read_json(generation) if _is_file(generation) else None, tensors
+        directory,
+        config,
+        read_json(generation) if _is_file(generation) else None,
+        tensors,
+        read_json(made_by) if _is_file(made_by) else None,
     )
 
 

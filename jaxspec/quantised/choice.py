@@ -40,29 +40,38 @@ def quantised_graph(
 ) -> Graph:
     """Return the graph of a model that is to be quantised while it is loaded.
 
+    What is stored quantised stays as it is. The options are for the rest.
+
     Args:
       graph: of what is stored at `source`.
       field: how the option that names the format of linears is called.
 
     Raises:
-      FieldError: a format is not known or does not run here, or the model is quantised already.
+      FieldError: a format is not known or does not run here, or all that it is meant for is quantised
+        already.
     """
     asked = {field: quantize, "quantize_head": quantize_head}
     asked = {name: format for name, format in asked.items() if format is not None}
     for name, format in asked.items():
         check_format(name, format)
-    if asked and graph.formats:
-        raise FieldError(
-            next(iter(asked)),
-            lambda name: (
-                f"{source} is quantised already, its weights are {graph.storage}: leave out "
-                f"{' and '.join(name(option) for option in asked)}, or load the model that it was "
-                "made of"
-            ),
-        )
-    for format in {format for _, format in graph.formats}:
+    stored = dict(graph.formats)
+    of_option = {
+        field: formats_for(graph, linears=quantize),
+        "quantize_head": formats_for(graph, tables=quantize_head),
+    }
+    for name, wanted in of_option.items():
+        if stored and wanted and not wanted.keys() - stored.keys():
+            raise FieldError(
+                name,
+                lambda name: (
+                    f"{source} is quantised already, its weights are {graph.storage}: leave out "
+                    f"{' and '.join(name(option) for option in asked)}, or load the model that it "
+                    "was made of"
+                ),
+            )
+    for format in set(stored.values()):
         check_device(field, format)
-    return graph.with_formats(formats_for(graph, quantize, quantize_head)) if asked else graph
+    return graph.with_formats(of_option[field] | of_option["quantize_head"] | stored)
 
 
 def check_format(field: str, format: str) -> None:
