@@ -161,10 +161,16 @@ class Graph:
             return {name: sharding}
         spec = (*sharding.spec, *[None] * (weight.ndim - len(sharding.spec)))
         format, placed = named(weight.format), {}
-        for part in weight.parts:
+        for part, array in weight.parts.items():
             follows = format.axes(part, weight.ndim, weight.summed)
-            of_part = PartitionSpec(*(None if i is None else spec[i] for i in follows))
-            placed[part] = NamedSharding(sharding.mesh, of_part)
+            of_part = [None if i is None else spec[i] for i in follows]
+            # Blocks of inputs may not divide where the inputs do. Such a part is whole everywhere.
+            for axis, size in enumerate(array.shape):
+                among = of_part[axis] or ()
+                among = (among,) if isinstance(among, str) else among
+                if size % math.prod(sharding.mesh.shape[name] for name in among):
+                    of_part[axis] = None
+            placed[part] = NamedSharding(sharding.mesh, PartitionSpec(*of_part))
         return _flat(name, placed)
 
     def unquantised(self) -> Graph:

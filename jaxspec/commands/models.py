@@ -9,7 +9,21 @@ from jaxspec.commands.options import UsageError, as_flag
 from jaxspec.records import Drafting, option
 
 Dtype = Literal["float32", "bfloat16"]
-Quantized = Literal["int8", "fp8"]
+# What `jaxspec.quantised.names(on_load=True)` returns, which needs JAX.
+Quantized = Literal[
+    "int8",
+    "fp8",
+    "int4",
+    "int4-g16",
+    "int4-g64",
+    "int4-g128",
+    "int4-zeros",
+    "int4-g16-zeros",
+    "int4-g64-zeros",
+    "int4-g128-zeros",
+    "nvfp4",
+    "mxfp4",
+]
 
 
 @dataclass(frozen=True)

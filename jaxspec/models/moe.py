@@ -76,6 +76,8 @@ class Experts(nnx.Module):
 
 def _codes_and_scales(weight: Array | QuantisedArray) -> tuple[Array, Array | None]:
     """Return what the kernels take: an array and no scales, or codes and their scales."""
-    if isinstance(weight, QuantisedArray):
+    if not isinstance(weight, QuantisedArray):
+        return weight, None
+    if weight.format in ("int8", "fp8"):
         return weight.codes, weight.scales
-    return weight, None
+    return weight.dequantise(), None

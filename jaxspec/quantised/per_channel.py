@@ -74,23 +74,29 @@ class PerChannel(Format):
     def multiply(
         self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
     ) -> Float[Array, "R *out"]:
-        last = weight.ndim - len(weight.summed)
-        meet = tuple(range(1, rows.ndim)), tuple(range(last, weight.ndim))
         assert rows.shape[1:] == tuple(weight.shape[i] for i in weight.summed)
-        sums = lax.dot_general(
-            rows,
-            weight.codes.astype(rows.dtype),
-            (meet, ((), ())),
-            precision=precision_of(rows),
-            preferred_element_type=jnp.float32,
-        )
-        return (sums * weight.scales).astype(dtype)
+        last = tuple(range(weight.ndim - len(weight.summed), weight.ndim))
+        out = sums(rows, weight.codes.astype(rows.dtype), last)
+        return (out * weight.scales).astype(dtype)
 
     def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
         assert 0 not in weight.summed
         scales = weight.scales[ids]
         scales = scales.reshape(*scales.shape, *[1] * len(weight.summed))
         return (weight.codes[ids].astype(jnp.float32) * scales).astype(weight.dtype)
+
+
+def sums(
+    rows: Float[Array, "R *in"], numbers: Float[Array, "..."], axes: tuple[int, ...]
+) -> Float[Array, "R *out"]:
+    """Sum products over all axes of rows but the first, and these of numbers, in float32."""
+    return lax.dot_general(
+        rows,
+        numbers,
+        ((tuple(range(1, rows.ndim)), axes), ((), ())),
+        precision=precision_of(rows),
+        preferred_element_type=jnp.float32,
+    )
 
 
 INT8 = register(PerChannel("int8", "8-bit integers, a scale per channel", jnp.int8, 127.0, 8.0))

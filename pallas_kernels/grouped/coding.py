@@ -1,0 +1,126 @@
+"""Four-bit codes with a scale for each group of inputs: what is stored, and the numbers it stands for.
+
+Two codings have 16 codes each:
+
+    int4    q = code - 8, so -8 to 7
+    e2m1    bits s e e m: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same below zero
+
+A number is (q - zero) * scale * factor. Zeros belong to groups, factors to outputs, and either may
+be absent. `BLOCK` inputs of an output are 32 bytes. The low half of byte j is the code of input j,
+the high half that of input j + 32. A GPU then unpacks 32 neighbouring inputs with one mask, and all
+of them share a scale where groups have 32 inputs or more.
+
+The arrays have the axes of the weight, [*leading, inputs, *trailing]. In the codes the axis of
+inputs has an entry for each block, and a last axis holds its 32 bytes. In the scales and zeros it
+has an entry for each group. The last block and the last group may reach past the inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Num, UInt8
+
+BLOCK = 64  # inputs of a block
+HALF = BLOCK // 2
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Coding:
+    """How codes become numbers.
+
+    Attributes:
+      kind: "int4" or "e2m1".
+      group: inputs that share a scale: 16, 32, 64 or 128.
+    """
+
+    kind: Literal["int4", "e2m1"]
+    group: int
+
+
+class Codes(NamedTuple):
+    """The arrays of a weight. The module says which axes they have."""
+
+    codes: UInt8[Array, "*axes 32"]
+    scales: Num[Array, "*axes"]
+    """Of a float dtype; or uint8, where u stands for 2^(u - 127)."""
+    zeros: Num[Array, "*axes"] | None = None
+    """int8, from -8 to 7."""
+    factors: Float[Array, "*axes"] | None = None
+    """float32, with the axes of the weight without that of inputs."""
+
+
+def pack(codes: Any, axis: int) -> Any:
+    """Pack codes from 0 to 15 by two: uint8 [*axes] becomes [*axes, 32]. Past the inputs they are 8.
+
+    The codes are of JAX or of numpy, and so is the result.
+    """
+    xp = np if isinstance(codes, np.ndarray) else jnp
+    codes = xp.moveaxis(codes, axis, -1)
+    past = -codes.shape[-1] % BLOCK
+    codes = xp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, past)], constant_values=8)
+    halves = codes.reshape(*codes.shape[:-1], -1, 2, HALF)
+    packed = halves[..., 0, :] | halves[..., 1, :] << 4
+    return xp.moveaxis(packed, -2, axis)
+
+
+def unpack(packed: UInt8[Array, "*blocks 32"], axis: int, inputs: int) -> UInt8[Array, "*axes"]:
+    """Return the codes, from 0 to 15. `pack` undone."""
+    packed = jnp.moveaxis(packed, axis, -2)
+    codes = jnp.stack([packed & 15, packed >> 4], axis=-2)
+    codes = codes.reshape(*codes.shape[:-3], -1)[..., :inputs]
+    return jnp.moveaxis(codes, -1, axis)
+
+
+def numbers(codes: UInt8[Array, "*axes"], kind: str) -> Float[Array, "*axes"]:
+    """Return the numbers of codes from 0 to 15, float32."""
+    wide = codes.astype(jnp.int32)
+    if kind == "int4":
+        return (wide - 8).astype(jnp.float32)
+    # The three low bits are the top of a float16's exponent and of its fraction, times 2^-14.
+    bits = (wide & 8) << 12 | (wide & 7) << 9
+    half = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+    return half.astype(jnp.float32) * 2.0**14
+
+
+def scale_numbers(scales: Num[Array, "*axes"]) -> Float[Array, "*axes"]:
+    """Return scales in float32."""
+    if scales.dtype == jnp.uint8:
+        return lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
+    if scales.dtype == jnp.float8_e4m3fn:
+        # The same value as a float16, times 2^-8. GPUs before 8.9 cannot convert e4m3.
+        bits = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint16)
+        bits = (bits & 0x80) << 8 | (bits & 0x7F) << 7
+        half = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+        return half.astype(jnp.float32) * 2.0**8
+    return scales.astype(jnp.float32)
+
+
+def dequantise(weight: Codes, coding: Coding, *, axis: int, inputs: int) -> Float[Array, "*axes"]:
+    """Return the weight in float32.
+
+    Args:
+      axis: that of the inputs.
+      inputs: how many there are.
+    """
+
+    def spread(x: Array) -> Array:
+        return jnp.repeat(x, coding.group, axis=axis)[_first(axis, inputs)]
+
+    w = numbers(unpack(weight.codes, axis, inputs), coding.kind)
+    if weight.zeros is not None:
+        w = w - spread(weight.zeros.astype(jnp.float32))
+    w = w * spread(scale_numbers(weight.scales))
+    if weight.factors is not None:
+        w = w * jnp.expand_dims(weight.factors, axis)
+    return w
+
+
+def _first(axis: int, count: int) -> tuple[slice, ...]:
+    return (*[slice(None)] * axis, slice(count))

@@ -1,0 +1,38 @@
+"""Tile sizes of the Triton kernel, by rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.grouped.triton import Cut
+
+# Compiled for an H200, not measured yet.
+TABLE = (
+    # Each row: most rows of x, cut.
+    (8, Cut(8, 128, unroll=2, warps=2, stages=4)),
+    (16, Cut(16, 128, unroll=2, warps=2, stages=4)),
+    (32, Cut(32, 128, unroll=1, warps=2, stages=4, early=True)),
+    (64, Cut(64, 128, unroll=1, warps=4, stages=4, early=True)),
+    (float("inf"), Cut(128, 128, unroll=1, warps=8, stages=4, early=True)),
+)
+# Programs that keep all processors of an H200 reading.
+PROGRAMS = 132 * 4
+
+
+def cut_for(rows: int, blocks: int, outputs: int) -> Cut:
+    """Return how to cut a product: the first row of the table whose limit is not exceeded, `fitted`."""
+    return fitted(next(cut for most, cut in TABLE if rows <= most), rows, blocks, outputs)
+
+
+def fitted(cut: Cut, rows: int, blocks: int, outputs: int) -> Cut:
+    """Return a cut whose outputs, splits and steps divide these sizes.
+
+    There are as many splits as keep the GPU busy. A split reads 4 blocks at least, because its part
+    of the result is written and read again.
+    """
+    tile = min(cut.outputs, outputs & -outputs)
+    tiles = outputs // tile * -(-rows // cut.rows)
+    divisors = [s for s in range(1, blocks + 1) if blocks % s == 0 and blocks // s >= 4] or [1]
+    splits = next((s for s in divisors if tiles * s >= PROGRAMS), divisors[-1])
+    unroll = max(u for u in range(1, cut.unroll + 1) if blocks // splits % u == 0)
+    return dataclasses.replace(cut, outputs=tile, splits=splits, unroll=unroll)

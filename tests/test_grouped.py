@@ -1,0 +1,260 @@
+"""Four-bit formats: codes by hand, weights of files, and the kernel against its plain reference."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxspec import quantised
+from jaxspec.commands.models import Quantized
+from jaxspec.configs.gemma4 import PRESETS
+from jaxspec.families import graph_of
+from jaxspec.models.layers import project, table_logits
+from jaxspec.quantised import FormatError, array
+from jaxspec.quantised.choice import formats_for
+from jaxspec.quantised.grouped import from_float4, from_int4, int4_name
+from pallas_kernels.grouped import Codes, Coding, Cut, linear
+from pallas_kernels.grouped.coding import E2M1, numbers, pack, unpack
+from pallas_kernels.grouped.tuning import TABLE, cut_for
+
+FORMATS = ("int4", "int4-g64-zeros", "nvfp4", "mxfp4")
+
+
+# Compiled whole: the test would else compile each of its operations.
+quantise = jax.jit(array.quantise, static_argnums=(1, 2))
+
+
+def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+# --- codes -------------------------------------------------------------------------------------------
+
+
+def test_the_options_name_every_format_of_loading():
+    assert get_args(Quantized) == quantised.names(on_load=True)
+
+
+def test_the_sixteen_numbers_of_both_codings():
+    codes = jnp.arange(16, dtype=jnp.uint8)
+    assert numbers(codes, "int4").tolist() == list(range(-8, 8))
+    assert numbers(codes, "e2m1").tolist() == [*E2M1, *(-x for x in E2M1)]
+    assert np.signbit(numbers(codes, "e2m1")[8])
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 130), 1), ((64, 2, 5), 0), ((2, 40, 3), 1)])
+def test_packed_codes_come_back(shape, axis):
+    codes = np.random.default_rng(0).integers(0, 16, shape).astype(np.uint8)
+    packed = pack(codes, axis)
+    assert packed.shape == (*shape[:axis], -(-shape[axis] // 64), *shape[axis + 1 :], 32)
+    np.testing.assert_array_equal(unpack(jnp.asarray(packed), axis, shape[axis]), codes)
+    np.testing.assert_array_equal(pack(jnp.asarray(codes), axis), packed)
+    first = np.moveaxis(codes, axis, -1)[..., 1], np.moveaxis(codes, axis, -1)[..., 33]
+    byte = np.take(packed, 0, axis)[..., 1]
+    np.testing.assert_array_equal(byte, first[0] | first[1] << 4)
+
+
+def test_codes_and_scales_are_those_of_the_formulas():
+    """By hand: a scale per group of 32. The farthest number has the code -8, whatever its sign."""
+    x = np.zeros((64, 1), np.float32)
+    x[:3, 0] = [4.0, -1.0, 0.26]  # scale 4 / -8 = -0.5: q = -8, 2, -0.52 -> -1
+    x[32:35, 0] = [-16.0, 14.0, 1.0]  # scale 2: q = -8, 7, 0.5 -> 0 (even)
+    weight = quantise(jnp.asarray(x), "int4", (0,))
+    assert weight.scales[:, 0].tolist() == [-0.5, 2.0]
+    codes = unpack(weight.codes, 0, 64)[:, 0].astype(jnp.int32) - 8
+    assert codes[:3].tolist() == [-8, 2, -1]
+    assert codes[32:35].tolist() == [-8, 7, 0]
+    floats = quantise(jnp.asarray(x), "mxfp4", (0,))
+    # 4 / 6 rounds up to 2^0, 16 / 6 to 2^2.
+    assert floats.scales[:, 0].tolist() == [127, 129]
+    assert floats.dequantise()[:3, 0].tolist() == [4.0, -1.0, 0.5]
+    assert floats.dequantise()[32:35, 0].tolist() == [-16.0, 16.0, 0.0]  # 0.25 is a tie: even
+    small = quantise(jnp.asarray(x), "nvfp4", (0,))
+    assert small.parts["factors"].tolist() == [np.float32(16 / 2688)]
+    assert small.scales.astype(jnp.float32)[:, 0].tolist() == [112, 0, 448, 0]
+    np.testing.assert_allclose(small.dequantise()[32:34, 0], [-16, 16], rtol=1e-6)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "int4-g16", "int4-g128", "int4-zeros"])
+def test_no_number_moves_by_more_than_half_a_step_of_its_group(format):
+    """A step of integers is their scale. Of e2m1 the widest is from 4 to 6, a third of the largest."""
+    x = random((130, 3)) * jnp.asarray([1.0, 1e-3, 50.0])
+    weight = quantise(x, format, (0,))
+    group = quantised.named(format).coding.group
+    padded = np.pad(np.asarray(x), ((0, -130 % group), (0, 0))).reshape(-1, group, 3)
+    low, high = np.minimum(padded.min(1), 0), np.maximum(padded.max(1), 0)
+    largest = np.maximum(-low, high)
+    half = {"int4": largest / 8, "nvfp4": largest / 6, "mxfp4": largest / 3}[format.split("-")[0]]
+    if format.endswith("zeros"):
+        half = (high - low) / 15  # a whole step, as the zero is rounded too
+    error = np.abs(np.asarray(weight.dequantise() - x))
+    assert (error <= 1.05 * np.repeat(half, group, 0)[:130]).all()
+    assert not np.asarray(quantise(jnp.zeros((64, 2)), format, (0,)).dequantise()).any()
+
+
+# --- products ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("shape", "inputs"), [((24, 5), 1), ((130, 2, 3, 8), 1), ((2, 3, 64, 24), 3)], ids=str
+)
+def test_a_product_equals_dequantise_then_multiply(format, shape, inputs):
+    weight = quantise(random(shape), format, tuple(range(inputs)))
+    rows = random((4, 6, *shape[:inputs]), 1)
+    expected = np.tensordot(np.asarray(rows, np.float64), np.asarray(weight.dequantise()), inputs)
+    np.testing.assert_allclose(project(rows, weight, inputs=inputs), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_table_is_looked_up_and_multiplied_as_its_numbers(format):
+    table = quantise(random((30, 80)), format, (1,))
+    values, ids = table.dequantise(), jnp.asarray([[3, 29, 0]])
+    np.testing.assert_array_equal(table[ids], values[ids])
+    rows = random((2, 5, 80), 1)
+    expected = jnp.einsum("btd,vd->btv", rows, values, precision="highest")
+    np.testing.assert_allclose(table_logits(rows, table), expected, rtol=0, atol=3e-5)
+
+
+def codes_of(kind: str, scales: str, zeros: bool, first: bool, inputs: int, outputs: int, g: int):
+    rng, axis = np.random.default_rng(0), 0 if first else 1
+
+    def shape(count: int) -> tuple[int, int]:
+        return (count, outputs) if first else (outputs, count)
+
+    codes = pack(jnp.asarray(rng.integers(0, 16, shape(inputs)), jnp.uint8), axis)
+    of_groups = shape(inputs // g)
+    numbers_ = (
+        rng.integers(124, 128, of_groups) if scales == "uint8" else rng.uniform(0.1, 0.2, of_groups)
+    )
+    zero = jnp.asarray(rng.integers(-8, 8, of_groups), jnp.int8) if zeros else None
+    factors = jnp.linspace(0.5, 2, outputs) if scales == "float8_e4m3fn" else None
+    return Codes(codes, jnp.asarray(numbers_, scales), zero, factors), Coding(kind, g)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "scales", "zeros", "group"),
+    [
+        ("int4", "bfloat16", False, 32),
+        ("int4", "float16", True, 16),
+        ("int4", "float32", True, 128),
+        ("e2m1", "float8_e4m3fn", False, 16),
+        ("e2m1", "uint8", False, 32),
+    ],
+)
+@pytest.mark.parametrize(("rows", "early"), [(3, False), (20, True)])
+def test_the_kernel_is_the_reference(kind, scales, zeros, group, rows, early):
+    """Errors against float32, in bfloat16. Inputs are first in one case and last in the other."""
+    weight, coding = codes_of(kind, scales, zeros, not early, 384, 32, group)
+    x = random((rows, 384)).astype(jnp.bfloat16)
+    how: dict[str, Any] = dict(coding=coding, inputs_first=not early, dtype=jnp.float32)
+    cut = Cut(8 if rows == 3 else 16, 16, splits=2, unroll=3, early=early)
+    ours = linear(x, weight, **how, implementation="triton", interpret=True, cut=cut)
+    theirs, exact = linear(x, weight, **how), linear(x.astype(jnp.float32), weight, **how)
+    error, allowed = (float(jnp.abs(y - exact).max()) for y in (ours, theirs))
+    assert error <= 2 * allowed + 1e-5 * float(jnp.abs(exact).max())
+
+
+def test_the_kernel_refuses_what_it_cannot_cut():
+    weight, coding = codes_of("int4", "bfloat16", False, True, 96, 32, 32)
+    how: dict[str, Any] = dict(coding=coding, dtype=jnp.float32, implementation="triton")
+    with pytest.raises(NotImplementedError, match="multiple of 64"):
+        linear(random((2, 96)), weight, **how, interpret=True)
+    with pytest.raises(ValueError, match=r"scales must be \(4, 32\)"):
+        linear(random((2, 128)), weight._replace(codes=jnp.tile(weight.codes, (1, 1, 1))), **how)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_product_of_every_target_is_cut_evenly(preset):
+    graph = graph_of(PRESETS[preset], "bfloat16")
+    for name in formats_for(graph, "int4", "int4"):
+        w, summed = graph.abstract_weights()[name], graph.declared()[name].summed
+        inputs = int(np.prod([w.shape[i] for i in summed]))
+        outputs = int(np.prod([n for i, n in enumerate(w.shape) if i not in summed]))
+        for rows in (2, 8, 16, 32, 64, 128, 512):
+            cut = cut_for(rows, inputs // 64, outputs)
+            assert inputs % (64 * cut.splits * cut.unroll) == 0, name
+            assert outputs % cut.outputs == 0
+    assert TABLE[-1][0] == float("inf")
+
+
+# --- files -------------------------------------------------------------------------------------------
+
+
+def on_device(weight: quantised.QuantisedArray) -> quantised.QuantisedArray:
+    return jax.tree.map(jnp.asarray, weight)
+
+
+@pytest.mark.parametrize(
+    ("scales", "zeros"), [("bfloat16", False), ("float16", True), ("float32", False)]
+)
+def test_integers_of_a_file_keep_codes_and_scales(scales, zeros):
+    """The weight of an attention's output, [K, G, H, D]. A file has [D, K * G * H]."""
+    rng, shape = np.random.default_rng(0), (2, 3, 64, 5)
+    q = rng.integers(-8, 8, (5, 384)).astype(np.int8)
+    s = rng.uniform(0.1, 1, (5, 12)).astype(ml_dtypes.bfloat16).astype(scales)
+    z = rng.integers(-8, 8, (5, 12)).astype(np.int8) if zeros else None
+    weight = from_int4(q, s, z, shape=shape, summed=(0, 1, 2), dtype=jnp.float32)
+    assert weight.format == int4_name(32, scales, zeros)
+    declared = quantised.named(weight.format).parts(shape, (0, 1, 2))
+    assert {n: (a.shape, a.dtype) for n, a in weight.parts.items()} == {
+        n: (a.shape, a.dtype) for n, a in declared.items()
+    }
+    expected = q.astype(np.float32) - (0 if z is None else np.repeat(z, 32, 1))
+    expected = expected * np.repeat(s.astype(np.float32), 32, 1)
+    np.testing.assert_array_equal(on_device(weight).dequantise(), expected.T.reshape(shape))
+
+
+def test_floats_of_a_file_keep_codes_scales_and_factors():
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (6, 128)).astype(np.uint8)
+    s = rng.uniform(1, 448, (6, 8)).astype(ml_dtypes.float8_e4m3fn)
+    factor = rng.uniform(0.001, 0.002, 6).astype(np.float32)
+    how: dict[str, Any] = dict(shape=(128, 2, 3), summed=(0,), dtype=jnp.float32)
+    weight = from_float4(codes, s, factor, **how)
+    table = np.asarray([*E2M1, *(-x for x in E2M1)], np.float32)
+    expected = table[codes] * np.repeat(s.astype(np.float32), 16, 1)
+    np.testing.assert_allclose(
+        on_device(weight).dequantise(), (expected * factor[:, None]).T.reshape(128, 2, 3), rtol=1e-6
+    )
+    exponents = rng.integers(120, 130, (6, 4)).astype(np.uint8)
+    plain = from_float4(codes, exponents, **how)
+    expected = table[codes] * np.repeat(2.0 ** (exponents.astype(np.float32) - 127), 32, 1)
+    np.testing.assert_array_equal(on_device(plain).dequantise(), expected.T.reshape(128, 2, 3))
+
+
+def test_files_that_do_not_fit_are_refused():
+    how: dict[str, Any] = dict(shape=(96, 4), summed=(0,), dtype=jnp.float32)
+    q = np.zeros((4, 96), np.int8)
+    with pytest.raises(FormatError, match=r"groups of 24 .*; expected groups of 32, 16, 64, 128"):
+        from_int4(q, np.ones((4, 4), np.float32), **how)
+    with pytest.raises(FormatError, match="scales of float64"):
+        from_int4(q, np.ones((4, 3), np.float64), **how)
+    with pytest.raises(FormatError, match="groups of 64, which do not divide 96 inputs"):
+        from_int4(np.zeros((4, 128), np.int8), np.ones((4, 2), np.float32), **how)
+    with pytest.raises(FormatError, match="scales has 9 numbers, expected 12"):
+        from_int4(q, np.ones((3, 3), np.float32), **how)
+    with pytest.raises(FormatError, match="expected float8_e4m3fn and 16"):
+        from_float4(q.astype(np.uint8), np.ones((4, 3), np.float32), **how)
+
+
+# --- meshes ------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_a_mesh_cannot_split_are_whole_everywhere():
+    """26B-A4B's MLP has 2112 inputs of `down`: 33 blocks."""
+    mesh = AbstractMesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    graph = graph_of(PRESETS["26b-a4b"], "bfloat16")
+    graph = graph.with_formats(formats_for(graph, "int4", "int4"))
+    shardings = graph.shardings(mesh)
+    for name, abstract in graph.abstract_params().items():
+        shardings[name].shard_shape(abstract.shape)  # every split divides
+    assert tuple(shardings["layers.0.mlp.down.codes"].spec) == (None, None, None)
+    assert tuple(shardings["layers.0.mlp.down.scales"].spec) == ("model", None)
+    assert shardings["layers.0.experts.down.codes"].spec[0] == "model"
