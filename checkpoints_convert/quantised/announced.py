@@ -6,6 +6,7 @@ A config names formats, the modules that have each of them, and modules that sta
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import re
@@ -31,12 +32,15 @@ class Spec:
         128 x 128.
       group: the number of inputs of a group; 0 where `per` is not "group".
       symmetric: whether there are no zero points.
+      scales: the dtype of the scales in the file, where they are not e4m3 or powers of two. Configs
+        do not announce it.
     """
 
     kind: str
     per: str
     group: int = 0
     symmetric: bool = True
+    scales: str = dataclasses.field(default="", compare=False)
 
     def __str__(self) -> str:
         """Say it in words."""

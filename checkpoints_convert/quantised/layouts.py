@@ -199,7 +199,7 @@ def _recognise_packed(name: str, parts: Parts, announced: Spec | None) -> tuple[
     scale = _needed(name, parts, "weight_scale")
     _of_dtype(name, scale, "scales", ("F32", "BF16", "F16"))
     symmetric = "weight_zero_point" not in parts
-    spec = _int4(name, shape, scale.shape, announced, symmetric)
+    spec = _int4(name, shape, scale.shape, scale.dtype, announced, symmetric)
     if not symmetric:
         zeros, groups = parts["weight_zero_point"], scale.shape[-1]
         expected = (*shape[:-2], math.ceil(shape[-2] / 8), groups)
@@ -272,7 +272,7 @@ def _recognise_qweight(name: str, parts: Parts, announced: Spec | None) -> tuple
             f"{name}: its zero points are {zeros.dtype}{list(zeros.shape)}, expected I32{list(expected)}"
         )
     symmetric = announced is not None and announced.symmetric
-    return _int4(name, shape, scale.shape[::-1], announced, symmetric), shape
+    return _int4(name, shape, scale.shape[::-1], scale.dtype, announced, symmetric), shape
 
 
 def _read_qweight(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> Source:
@@ -305,7 +305,7 @@ def _of_awq(outputs: int) -> np.ndarray:
 
 
 def _recognise_q4_0(name: str, parts: Parts, announced: Spec | None) -> tuple[Spec, Shape]:
-    return Spec("int4", "group", 32), _of_blocks(parts["q4_0"].shape, 18, 32)
+    return Spec("int4", "group", 32, scales="F16"), _of_blocks(parts["q4_0"].shape, 18, 32)
 
 
 def _read_q4_0(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> Source:
@@ -376,7 +376,9 @@ _READ: dict[str, Callable[[str, Spec, Shape, Parts, Read], Any]] = {
 }
 
 
-def _int4(name: str, shape: Shape, scales: Shape, announced: Spec | None, symmetric: bool) -> Spec:
+def _int4(
+    name: str, shape: Shape, scales: Shape, dtype: str, announced: Spec | None, symmetric: bool
+) -> Spec:
     """Return the format of 4-bit integers with scales of a shape [*out, groups]."""
     if scales[:-1] != shape[:-1] or not scales[-1] or shape[-1] % scales[-1]:
         raise CheckpointError(
@@ -384,8 +386,8 @@ def _int4(name: str, shape: Shape, scales: Shape, announced: Spec | None, symmet
             f"{list(shape)} into groups"
         )
     if scales[-1] == 1 and (announced is None or announced.per == "channel"):
-        return Spec("int4", "channel", 0, symmetric)
-    return Spec("int4", "group", shape[-1] // scales[-1], symmetric)
+        return Spec("int4", "channel", 0, symmetric, dtype)
+    return Spec("int4", "group", shape[-1] // scales[-1], symmetric, dtype)
 
 
 def _groups(name: str, shape: Shape, scales: Shape, group: int) -> None:

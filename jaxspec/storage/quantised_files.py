@@ -6,11 +6,17 @@ here they meet.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 
+from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.quantised.announced import Spec
-from checkpoints_convert.quantised.sources import PerChannel, Source
+from checkpoints_convert.quantised.sources import GroupedFloat4, GroupedInt4, PerChannel, Source
 from checkpoints_convert.rules import Shape
+from jaxspec.quantised.formats import named
+from jaxspec.quantised.grouped import GROUPS, from_float4, from_int4, int4_name
 
 _OF_BLOCKS = "int8"
 """The format of weights in blocks of 128 x 128. It has a scale for each row of blocks, so numbers are
@@ -25,6 +31,8 @@ def is_lossless(spec: Spec) -> bool:
 def format_of(spec: Spec, name: str, shape: Shape, summed: tuple[int, ...]) -> str | None:
     """Return the format of a weight that a file stores in some way; None if it is read as numbers.
 
+    Numbers are what the few weights become whose format no model multiplies by, such as GGUF's Q6_K.
+
     Args:
       name, shape, summed: of the weight.
 
@@ -35,7 +43,41 @@ def format_of(spec: Spec, name: str, shape: Shape, summed: tuple[int, ...]) -> s
         return _OF_BLOCKS
     if spec.kind in ("int8", "fp8") and spec.per in ("tensor", "channel"):
         return spec.kind
-    return None
+    if spec.kind in ("nvfp4", "mxfp4"):
+        _check_groups(name, spec, shape, summed)
+        return spec.kind
+    if spec.kind != "int4":
+        return None
+    whole = math.prod(shape[i] for i in summed)
+    return int4_name(
+        _group_of(name, spec, whole, shape, summed), _DTYPES[spec.scales], not spec.symmetric
+    )
+
+
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def _group_of(name: str, spec: Spec, whole: int, shape: Shape, summed: tuple[int, ...]) -> int:
+    """Return the group of the format that holds 4-bit integers.
+
+    Wider groups, and a scale for all inputs, become several groups with the same scale.
+    """
+    last = shape[summed[-1]]
+    stored = spec.group or whole
+    fitting = [group for group in GROUPS if stored % group == 0 and last % group == 0]
+    if not fitting:
+        raise CheckpointError(
+            f"{name}: has 4-bit integers in groups of {stored} of {last} inputs, and groups of "
+            f"{', '.join(map(str, GROUPS))} are read: take a build with one of these"
+        )
+    return max(fitting)
+
+
+def _check_groups(name: str, spec: Spec, shape: Shape, summed: tuple[int, ...]) -> None:
+    if shape[summed[-1]] % spec.group:
+        raise CheckpointError(
+            f"{name}: groups of {spec.group} do not divide its {shape[summed[-1]]} inputs"
+        )
 
 
 def parts_of(
@@ -46,10 +88,20 @@ def parts_of(
     Args:
       source: the weight with its rows in the order of the kept axes.
     """
-    assert isinstance(source, PerChannel)
-    inputs = tuple(shape[i] for i in summed)
-    kept = tuple(n for i, n in enumerate(shape) if i not in summed)
-    return {
-        "codes": source.codes.reshape(*kept, *inputs),
-        "scales": np.ascontiguousarray(source.scales.reshape(kept)),
-    }
+    about: dict[str, Any] = dict(shape=shape, summed=summed, dtype=np.float32)
+    if isinstance(source, GroupedInt4):
+        of_ours = named(format).parts(shape, summed)["scales"].shape
+        times = math.prod(of_ours) // math.prod(source.scales.shape)
+        scales = np.repeat(source.scales, times, axis=-1)
+        zeros = None if source.zeros is None else np.repeat(source.zeros, times, axis=-1)
+        made = from_int4(source.q, scales, zeros, **about)
+    elif isinstance(source, GroupedFloat4):
+        made = from_float4(source.codes, source.scales, source.factor, **about)
+    else:
+        assert isinstance(source, PerChannel)
+        inputs = tuple(shape[i] for i in summed)
+        kept = tuple(n for i, n in enumerate(shape) if i not in summed)
+        codes, scales = source.codes.reshape(*kept, *inputs), source.scales.reshape(kept)
+        return {"codes": codes, "scales": np.ascontiguousarray(scales)}
+    assert made.format == format, (made.format, format)
+    return {part: np.ascontiguousarray(array) for part, array in made.parts.items()}
