@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -289,3 +290,97 @@ def _experts(
     for end in made_of_all[0] if made_of_all else ():
         tensors[f"{base}.{end}"] = np.stack([made[end] for made in made_of_all])
     return tensors, np.stack(numbers)
+
+
+# --- GGUF ----------------------------------------------------------------------------------------
+
+_GGUF_NAMES = {
+    r"embed_tokens\.weight": "token_embd.weight",
+    r"norm\.weight": "output_norm.weight",
+    r"embed_tokens_per_layer\.weight": "per_layer_token_embd.weight",
+    r"per_layer_model_projection\.weight": "per_layer_model_proj.weight",
+    r"per_layer_projection_norm\.weight": "per_layer_proj_norm.weight",
+    r".*\.input_layernorm\.weight": "attn_norm.weight",
+    r".*\.post_attention_layernorm\.weight": "post_attention_norm.weight",
+    r".*\.pre_feedforward_layernorm\.weight": "ffn_norm.weight",
+    r".*\.post_feedforward_layernorm\.weight": "post_ffw_norm.weight",
+    r".*\.post_feedforward_layernorm_1\.weight": "post_ffw_norm_1.weight",
+    r".*\.pre_feedforward_layernorm_2\.weight": "pre_ffw_norm_2.weight",
+    r".*\.post_feedforward_layernorm_2\.weight": "post_ffw_norm_2.weight",
+    r".*\.self_attn\.([qkv])_proj\.weight": r"attn_\1.weight",
+    r".*\.self_attn\.o_proj\.weight": "attn_output.weight",
+    r".*\.self_attn\.([qk])_norm\.weight": r"attn_\1_norm.weight",
+    r".*\.mlp\.(gate|up|down)_proj\.weight": r"ffn_\1.weight",
+    r".*\.router\.proj\.weight": "ffn_gate_inp.weight",
+    r".*\.router\.scale": "ffn_gate_inp.scale",
+    r".*\.router\.per_expert_scale": "ffn_down_exps.scale",
+    r".*\.experts\.(gate_up|down)_proj": r"ffn_\1_exps.weight",
+    r".*\.layer_scalar": "layer_output_scale.weight",
+    r".*\.per_layer_input_gate\.weight": "inp_gate.weight",
+    r".*\.per_layer_projection\.weight": "proj.weight",
+    r".*\.post_per_layer_input_norm\.weight": "post_norm.weight",
+}
+"""Names of llama.cpp, as its gguf-py 0.19 has them."""
+
+
+def write_gguf(directory: Path, name: str, *, family: str = "gemma4") -> dict[str, np.ndarray]:
+    """Write a checkpoint with a GGUF file: matrices in Q4_0, the embedding in Q8_0, norms in F32."""
+    config, rng = CONFIGS[name], np.random.default_rng(11)
+    numbers: dict[str, np.ndarray] = {}
+    stored: dict[str, tuple[tuple[int, ...], int, bytes]] = {}
+    for full, shape in hf_layout.target_shapes(config).items():
+        draw = np.abs(rng.normal(size=shape).astype(np.float32)) / 8 + 0.1
+        if len(shape) > 1:
+            draw *= rng.choice([-1, 1], shape)
+        short = full.removeprefix("model.")
+        pattern = next(p for p in _GGUF_NAMES if re.fullmatch(p, short))
+        last = re.sub(pattern, _GGUF_NAMES[pattern], short)
+        layer = re.match(r"layers\.(\d+)\.", short)
+        theirs = f"blk.{layer[1]}.{last}" if layer else last
+        kind, raw, found = 0, draw.tobytes(), draw
+        if short == "embed_tokens.weight":
+            kind, (raw, found) = 8, _q8_0(draw)
+        elif len(shape) > 1 and shape[-1] % 32 == 0 and "router" not in short:
+            kind, (raw, found) = 2, _q4_0(draw)
+        stored[theirs], numbers[full] = (shape, kind, raw), found
+    stored["rope_freqs.weight"] = ((4,), 0, np.ones(4, np.float32).tobytes())
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(hf_layout.multimodal(config)))
+    (directory / "model-q4_0.gguf").write_bytes(_gguf_bytes(stored, family))
+    return numbers
+
+
+def _q4_0(w: np.ndarray) -> tuple[bytes, np.ndarray]:
+    blocks = w.reshape(*w.shape[:-1], -1, 32)
+    peak = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)
+    scale = (peak / -8).astype(np.float16)
+    codes = np.clip(np.round(blocks / scale.astype(np.float32)) + 8, 0, 15).astype(np.uint8)
+    raw = np.concatenate([scale.view(np.uint8), codes[..., :16] | codes[..., 16:] << 4], axis=-1)
+    return raw.tobytes(), ((codes.astype(np.float32) - 8) * scale).reshape(w.shape).astype("f4")
+
+
+def _q8_0(w: np.ndarray) -> tuple[bytes, np.ndarray]:
+    blocks = w.reshape(*w.shape[:-1], -1, 32)
+    scale = (np.abs(blocks).max(-1, keepdims=True) / 127).astype(np.float16)
+    codes = np.clip(np.round(blocks / scale.astype(np.float32)), -127, 127).astype(np.int8)
+    raw = np.concatenate([scale.view(np.uint8), codes.view(np.uint8)], axis=-1)
+    return raw.tobytes(), (codes.astype("f4") * scale.astype("f4")).reshape(w.shape)
+
+
+def _gguf_bytes(stored: dict[str, tuple[tuple[int, ...], int, bytes]], family: str) -> bytes:
+    def text(said: str) -> bytes:
+        return struct.pack("<Q", len(said.encode())) + said.encode()
+
+    vocabulary = struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
+    out = b"GGUF" + struct.pack("<IQQ", 3, len(stored), 3)
+    out += text("general.architecture") + struct.pack("<I", 8) + text(family)
+    out += text("tokenizer.ggml.tokens") + vocabulary
+    out += text("gemma4.rope.freq_base") + struct.pack("<If", 6, 1e6)
+    offset, data = 0, b""
+    for name, (shape, kind, raw) in stored.items():
+        sizes = struct.pack(f"<{len(shape)}Q", *shape[::-1])
+        out += text(name) + struct.pack("<I", len(shape)) + sizes
+        out += struct.pack("<IQ", kind, offset)
+        data += raw + b"\0" * (-len(raw) % 32)
+        offset = len(data)
+    return out + b"\0" * (-len(out) % 32) + data

@@ -199,9 +199,16 @@ BROKEN: dict[str, tuple[Edit, str]] = {
         ),
         r"lacks files that model\.safetensors\.index\.json names: xxx",
     ),
-    "GGUF": (
-        lambda d: [file.rename(d / "model.gguf") for file in d.glob("*.safetensors")],
-        r"holds GGUF files, which are not read yet \(model\.gguf\); take",
+    "no GGUF": (
+        lambda d: (
+            [file.rename(d / "model.gguf") for file in d.glob("*1-of*.safetensors")]
+            + [file.unlink() for file in d.glob("*.safetensors")]
+        ),
+        r"model\.gguf is no GGUF file",
+    ),
+    "several GGUF files": (
+        lambda d: [file.rename(file.with_suffix(".gguf")) for file in d.glob("*.safetensors")],
+        r"holds several GGUF files \(model-00001.*; leave one",
     ),
 }
 

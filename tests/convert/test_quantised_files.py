@@ -211,6 +211,39 @@ def test_a_round_trip_through_convert_keeps_codes_and_scales_to_the_bit(name, tm
         assert direct.params["layers.0.mlp.down.scales"].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("name", ["26b-a4b", "e2b"])
+def test_gguf_files_are_read_beside_a_config(name, tmp_path):
+    numbers = layout.write_gguf(tmp_path / "hf", name)
+    opened = open_source(tmp_path / "hf")
+    for fill in opened.plan.fills:
+        for source in fill.sources:
+            found = opened.view.numbers(source, np.dtype(np.float32), lambda name, array: None)
+            np.testing.assert_array_equal(found, numbers[source], err_msg=source)
+    if name == "e2b":
+        return
+    model = load(tmp_path / "hf")
+    assert dict(model.graph.formats)["layers.0.experts.down"] == "int4-float16"
+    assert "embedder.table" not in dict(model.graph.formats)  # Q8_0 becomes numbers
+    check_numbers(model, numbers)
+
+
+def test_gguf_files_of_others_and_damaged_ones_are_refused(tmp_path):
+    layout.write_gguf(tmp_path / "llama", "26b-a4b", family="llama")
+    with pytest.raises(CheckpointError, match="a model of 'llama'; only gemma4"):
+        open_source(tmp_path / "llama")
+    layout.write_gguf(tmp_path / "cut", "26b-a4b")
+    (file,) = (tmp_path / "cut").glob("*.gguf")
+    whole = file.read_bytes()
+    for size in (3, 20, 100, 5000, len(whole) - 64):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"truncated|no GGUF file|no whole"):
+            open_source(tmp_path / "cut")
+    (tmp_path / "cut" / "config.json").unlink()
+    file.write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"Put config.json and .* beside model-q4_0.gguf"):
+        open_source(tmp_path / "cut")
+
+
 # --- traps ---------------------------------------------------------------------------------------
 
 
