@@ -72,6 +72,7 @@ class View:
       tensors: every tensor, by the name that the rules know. A quantised weight has the shape of
         its numbers.
       weights: those of them that are not simply a tensor of the file.
+      quantised: the names of all quantised tensors, those that no rule needs among them.
       skipped: tensors of the file that no weight needs, with the reason.
       origins: the tensors of the file behind a name of `tensors`.
     """
@@ -79,6 +80,7 @@ class View:
     checkpoint: HFCheckpoint
     tensors: dict[str, TensorSpec]
     weights: dict[str, Weight]
+    quantised: frozenset[str]
     skipped: dict[str, str]
     origins: dict[str, tuple[str, ...]]
 
@@ -170,7 +172,8 @@ def open_view(
                 origins[name] = (*origins.get(name, ()), *origins.pop(matrix.name))
                 del tensors[matrix.name]
         tensors[name] = TensorSpec(weight.shape, dtypes.pop() if len(dtypes) == 1 else _PLAIN)
-    return View(checkpoint, tensors, reader.weights, groups.skipped, origins)
+    quantised = frozenset(groups.modules)
+    return View(checkpoint, tensors, reader.weights, quantised, groups.skipped, origins)
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,13 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 def _group_of(name: str, spec: Spec, whole: int, shape: Shape, summed: tuple[int, ...]) -> int:
     """Return the group of the format that holds 4-bit integers.
 
-    Wider groups, and a scale for all inputs, become several groups with the same scale.
+    Other groups, and a scale for all inputs, become several groups with the same scale. They are of
+    64 at most: that divides 704, so both weights of 26B-A4B's experts have one format.
     """
-    last = shape[summed[-1]]
-    stored = spec.group or whole
-    fitting = [group for group in GROUPS if stored % group == 0 and last % group == 0]
+    last, stored = shape[summed[-1]], spec.group or whole
+    if stored in GROUPS and last % stored == 0:
+        return stored
+    fitting = [group for group in GROUPS if group < 128 and not (stored % group or last % group)]
     if not fitting:
         raise CheckpointError(
             f"{name}: has 4-bit integers in groups of {stored} of {last} inputs, and groups of "

@@ -146,7 +146,7 @@ def open_source(directory: Path) -> Source:
     view = open_view(checkpoint, rules, announced, str(directory))
     plan = match(rules, shapes, view.tensors, str(directory))
     for name, original in plan.copies.items():
-        if view.spec(name) is None and view.spec(original) is None:
+        if not view.quantised & {name, original}:
             _check_copy(checkpoint, view.origins[name][0], view.origins[original][0], directory)
     for fill in plan.fills:
         if fill.transform is permutation:

@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.quantised.announced import read_announced
+from jaxspec.families import graph_of
 from jaxspec.loading import CheckpointError, LoadedModel, load_target
+from jaxspec.params import Graph
+from jaxspec.quantised import QuantisedArray
 from jaxspec.records import FieldError
 from jaxspec.sharding import make_mesh
 from jaxspec.storage.bridge import from_hf_names
 from jaxspec.storage.conversion import convert
-from jaxspec.storage.source import open_source
+from jaxspec.storage.source import Source, open_source
 from tests.convert import quantised_layout as layout
 
 IGNORED = ["lm_head", r"re:.*(vision_tower|embed_vision|audio_tower).*", r"re:.*router.*"]
@@ -94,6 +97,14 @@ def check_numbers(model: LoadedModel, numbers: dict[str, np.ndarray], rtol: floa
         np.testing.assert_allclose(found[name], array, rtol=0, atol=rtol * scale, err_msg=name)
 
 
+def check_read(opened: Source, numbers: dict[str, np.ndarray]) -> None:
+    """Compare what is read of a file, tensor by tensor. It compiles nothing."""
+    for fill in opened.plan.fills:
+        for name in fill.sources:
+            found = opened.view.numbers(name, np.dtype(np.float32), lambda name, array: None)
+            np.testing.assert_array_equal(found, numbers[name], err_msg=name)
+
+
 # --- what is loaded ------------------------------------------------------------------------------
 
 
@@ -123,10 +134,7 @@ def test_experts_are_found_under_every_name(name, moe, stacked, tmp_path):
     writer, config = FORMATS[name]
     numbers, _ = layout.write(tmp_path / "hf", "26b-a4b", writer, config, moe=moe, stacked=stacked)
     opened = open_source(tmp_path / "hf")
-    for fill in opened.plan.fills:
-        for source in fill.sources:
-            found = opened.view.numbers(source, np.dtype(np.float32), lambda name, array: None)
-            np.testing.assert_array_equal(found, numbers[source], err_msg=source)
+    check_read(opened, numbers)
 
 
 def test_experts_one_by_one_may_be_plain_numbers(tmp_path):
@@ -162,7 +170,7 @@ def test_scales_of_activations_and_unused_layers_are_named_as_skipped(tmp_path):
     manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
     assert f"{layer}.7.self_attn.k_proj.weight_scale_2" in manifest["skipped"]
     assert manifest["tensors"][f"{layer}.0.mlp.down_proj.weight"] == "U8"
-    check_numbers(load(tmp_path / "hf"), numbers)
+    check_read(open_source(tmp_path / "hf"), numbers)
 
 
 def test_a_mixture_of_formats_is_loaded_if_it_is_announced(tmp_path):
@@ -215,10 +223,7 @@ def test_a_round_trip_through_convert_keeps_codes_and_scales_to_the_bit(name, tm
 def test_gguf_files_are_read_beside_a_config(name, tmp_path):
     numbers = layout.write_gguf(tmp_path / "hf", name)
     opened = open_source(tmp_path / "hf")
-    for fill in opened.plan.fills:
-        for source in fill.sources:
-            found = opened.view.numbers(source, np.dtype(np.float32), lambda name, array: None)
-            np.testing.assert_array_equal(found, numbers[source], err_msg=source)
+    check_read(opened, numbers)
     if name == "e2b":
         return
     model = load(tmp_path / "hf")
@@ -242,6 +247,62 @@ def test_gguf_files_of_others_and_damaged_ones_are_refused(tmp_path):
     file.write_bytes(whole)
     with pytest.raises(CheckpointError, match=r"Put config.json and .* beside model-q4_0.gguf"):
         open_source(tmp_path / "cut")
+
+
+def test_a_scale_for_a_whole_channel_is_repeated_for_its_groups(tmp_path):
+    def write(w: np.ndarray) -> tuple[layout.Tensors, np.ndarray]:
+        return layout.pack_quantized(w.shape[1], False)(w)
+
+    config = of_int4(32, False)
+    config["config_groups"]["group_0"]["weights"] |= {"strategy": "channel", "group_size": None}
+    numbers, _ = layout.write(tmp_path / "hf", "26b-a4b", write, config)
+    opened = open_source(tmp_path / "hf")
+    check_read(opened, numbers)
+    graph = opened.quantised_graph(graph_of(opened.config, "float32"))
+    fill = next(f for f in opened.plan.fills if f.path == "layers.0.experts.down")
+    parts = opened.read(fill, graph, np.dtype(np.float32), lambda name, array: None)
+    assert isinstance(parts, dict)
+    abstract = graph.abstract_weights()[fill.path]
+    assert isinstance(abstract, QuantisedArray)
+    expected = fill.to_param([numbers[name] for name in fill.sources])
+    found = abstract.with_parts({part: jnp.asarray(x) for part, x in parts.items()}).dequantise()
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_what_no_model_multiplies_in_codes_becomes_numbers(tmp_path):
+    """Per-layer inputs, routers, and a quantised copy of the tied head."""
+    more = r".*\.(per_layer_input_gate|per_layer_projection)\.weight"
+    fp8, config = FORMATS["fp8 channel"]
+    config = {**config, "ignore": IGNORED[1:3]}
+    head = {"lm_head.weight": np.zeros((40, 64), layout.E4M3)}
+    head["lm_head.weight_scale"] = np.ones((40, 1), layout.BF16)
+    numbers, _ = layout.write(
+        tmp_path / "hf",
+        "e2b",
+        {f"{layout.QUANTISED}|{more}|.*per_layer_model_projection.weight": fp8},
+        config,
+        edit=lambda tensors: tensors.update(head),
+    )
+    opened = open_source(tmp_path / "hf")
+    check_read(opened, numbers)
+    assert opened.skipped["lm_head.weight_scale"] == "tied head"
+    formats = dict(opened.quantised_graph(graph_of(opened.config, "float32")).formats)
+    assert "layers.0.mlp.down" in formats
+    assert not any("per_layer" in name for name in formats)
+
+
+def test_a_model_computes_with_the_codes_of_a_file_what_it_computes_with_their_numbers(tmp_path):
+    layout.write(tmp_path / "hf", "26b-a4b", *FORMATS["nvfp4 ct"])
+    model = load(tmp_path / "hf")
+
+    def logits(graph: Graph, params: Any) -> jax.Array:
+        tokens, start = jnp.arange(6, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
+        return graph.bind(params)(tokens, start, jnp.full(1, 6, jnp.int32), None).logits
+
+    run = jax.jit(logits, static_argnums=0)
+    found = run(model.graph, model.params)
+    expected = run(model.graph.unquantised(), model.graph.dequantise(model.params))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
 
 
 # --- traps ---------------------------------------------------------------------------------------
