@@ -267,18 +267,20 @@ def _modelopt(values: Mapping[str, Any]) -> Announced:
 
 
 def _modelopt_spec(title: str, values: Any) -> Spec:
-    algorithm = values.get("quant_algo") if isinstance(values, Mapping) else values
+    if not isinstance(values, Mapping):
+        _refuse(title, f"has a layer of {_short(values)}")
+    algorithm, group = values.get("quant_algo"), values.get("group_size")
     spec = _MODELOPT.get(str(algorithm).upper())
     if spec is None:
-        _refuse(title, f"has the quant_algo {_short(algorithm)}; read are {', '.join(_MODELOPT)}")
-    if spec.group and values.get("group_size") not in (None, spec.group):
-        _refuse(title, f"has groups of {_short(values.get('group_size'))}, not {spec.group}")
+        _refuse(title, f"has the quant_algo {_short(algorithm)}, and not {', '.join(_MODELOPT)}")
+    if spec.group and group not in (None, spec.group):
+        _refuse(title, f"has groups of {_short(group)}, not {spec.group}")
     return spec
 
 
 def _fp8(values: Mapping[str, Any]) -> Announced:
     title, blocks = "FP8", values.get("weight_block_size")
-    if blocks is not None and list(blocks) != [128, 128]:
+    if blocks is not None and blocks != [128, 128]:
         _refuse(title, f"has blocks of {_short(blocks)}, not 128 x 128")
     if values.get("fmt", "e4m3") != "e4m3":
         _refuse(title, f"has numbers of {_short(values.get('fmt'))}, not e4m3")

@@ -228,7 +228,7 @@ def _read_packed(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -
     if not spec.symmetric:
         turned = get("weight_zero_point").swapaxes(-1, -2)  # packed along outputs
         zeros = (_nibbles(turned)[..., : shape[-2]].swapaxes(-1, -2) - 8).astype(np.int8)
-    return GroupedInt4((_nibbles(packed) - 8).astype(np.int8), scales, zeros)
+    return GroupedInt4(_signed(_nibbles(packed)), scales, zeros)
 
 
 def _nvfp4(name: str, parts: Parts, shape: Shape, factor: str) -> tuple[Spec, Shape]:
@@ -293,7 +293,7 @@ def _read_qweight(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) 
             f"{name}: config.json says that it is symmetric, but some zero points are not 8"
         )
     moved = None if spec.symmetric else (z - 8).astype(np.int8)
-    return GroupedInt4(_bytes(q - 8), np.ascontiguousarray(scales.T), moved)
+    return GroupedInt4(_signed(np.ascontiguousarray(q)), np.ascontiguousarray(scales.T), moved)
 
 
 def _of_awq(outputs: int) -> np.ndarray:
@@ -418,10 +418,14 @@ def _nibbles(words: np.ndarray) -> np.ndarray:
 
 def _low_first(packed: np.ndarray) -> np.ndarray:
     """Return the two numbers of each byte of the last axis, lowest bits first."""
-    out = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
-    out[..., ::2], out[..., 1::2] = packed & 15, packed >> 4
-    return out
+    # A byte hl becomes the word 0h0l, whose lower byte comes first.
+    words = packed.astype("<u2")
+    words |= words << 4
+    words &= 0x0F0F
+    return words.view(np.uint8)
 
 
-def _bytes(q: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(q.astype(np.int8))
+def _signed(nibbles: np.ndarray) -> np.ndarray:
+    """Return numbers from 0 to 15, less 8, in place."""
+    np.subtract(nibbles, 8, out=nibbles)
+    return nibbles.view(np.int8)

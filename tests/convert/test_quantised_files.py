@@ -6,6 +6,7 @@ scales stand for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -504,3 +505,47 @@ def test_what_is_not_read_is_refused_by_name_with_what_works(values, said):
     ):
         with pytest.raises(CheckpointError, match=rf"{said}.*(--quantize int8|no regular)"):
             read_announced(config)
+
+
+RUBBISH: tuple[Any, ...] = (
+    None,
+    0,
+    -1,
+    4,
+    True,
+    1.5,
+    "",
+    "x",
+    [],
+    [[]],
+    [4, 4],
+    {},
+    {"a": 1},
+    [{}],
+)
+
+
+def _paths(values: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = values.items() if isinstance(values, dict) else ()
+    return [at] * bool(at) + [path for key, x in items for path in _paths(x, (*at, key))]
+
+
+@pytest.mark.parametrize(
+    "config", [ct(OF_FP8), MODELOPT, AWQ, GPTQ, FP8], ids=lambda c: c["quant_method"]
+)
+def test_rubbish_in_a_config_is_read_or_refused(config):
+    """Never a traceback of another kind, whatever stands under a key."""
+    extra = {"quantized_layers": {"a": {"quant_algo": "FP8"}}, "dynamic": {"-:a": {}}}
+    extra |= {"modules_to_not_convert": ["a"], "transform_config": {}, "sparsity_config": {}}
+    whole = {**config, **extra}
+    for path in _paths(whole):
+        for rubbish in RUBBISH:
+            values = json.loads(json.dumps(whole))
+            inner = values
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = rubbish
+            with contextlib.suppress(CheckpointError):
+                announced = read_announced({"quantization_config": values})
+                assert announced is not None
+                announced.of(GATE)
