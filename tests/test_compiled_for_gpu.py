@@ -250,7 +250,7 @@ def test_a_row_that_was_read_ahead_is_copied_and_nothing_else() -> None:
     assert memory.temp_size_in_bytes < 1 << 20
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4", "nvfp4"])
 @pytest.mark.parametrize(
     ("preset", "batch", "drafts", "temporary_mb"),
     [

@@ -31,6 +31,7 @@ from jaxspec.records import FieldError
 from jaxspec.sharding import make_mesh
 from jaxspec.storage import conversion
 from pallas_kernels.experts import cases, experts
+from pallas_kernels.grouped import Codes
 from tests import tiny
 
 FORMATS = ("int8", "fp8")
@@ -98,6 +99,18 @@ def test_a_product_equals_dequantise_then_multiply(format, dtype, shape, inputs)
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=tolerance)
 
 
+def test_dynamic_rounds_activations_with_a_scale_a_token():
+    """By hand: rows of very different sizes each keep four bits of their own largest number."""
+    rows = jnp.asarray([[448.0, 17.0, -1.0], [4.48e-3, 17e-5, -1e-5], [0.0, 0.0, 0.0]])
+    weight = quantise(jnp.eye(3), "fp8-dynamic", (0,))
+    found = project(rows, weight)
+    # 17 rounds to 16, as in the formulas of fp8.
+    expected = [[448.0, 16.0, -1.0], [4.48e-3, 16e-5, -1e-5], [0.0, 0.0, 0.0]]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    table = quantise(jnp.eye(3), "fp8-dynamic", (1,))
+    np.testing.assert_allclose(table_logits(rows, table), rows, rtol=1e-6)  # not of a head
+
+
 def unrounded(weight: QuantisedArray) -> np.ndarray:
     """Return the numbers that codes and scales stand for, before any rounding to 16 bits."""
     scales = np.expand_dims(np.asarray(weight.scales, np.float64), weight.summed)
@@ -119,27 +132,29 @@ def test_a_table_is_looked_up_and_multiplied_as_its_numbers(format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("how", ["reference", "triton"])
 def test_experts_read_codes(format, how):
-    x, logits, scale, gate_up, down = cases.inputs(cases.SMALL, 5, jnp.dtype("float32"))
+    x, logits, scale, gate_up, down = cases.inputs(cases.CODED, 5, jnp.dtype("float32"))
     quantised_ones = [quantise(w, format, (1,)) for w in (gate_up, down)]
-    codes, scales = [w.codes for w in quantised_ones], [w.scales for w in quantised_ones]
-    options: dict[str, Any] = dict(top_k=cases.SMALL.top_k, implementation=how)
+    weights = [Codes(w.codes, factors=w.scales) for w in quantised_ones]
+    options: dict[str, Any] = dict(top_k=cases.CODED.top_k, implementation=how)
     options["interpret"] = how == "triton"
-    found = experts(x, logits, scale, *codes, *scales, **options)
+    found = experts(x, logits, scale, *weights, **options)
     numbers = [w.dequantise() for w in quantised_ones]
     expected = experts(x, logits, scale, *numbers, **options)
     np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
 
 
-def test_experts_refuse_codes_without_scales_and_scales_without_codes():
-    x, logits, scale, gate_up, down = cases.inputs(cases.SMALL, 5, jnp.dtype("float32"))
+def test_experts_refuse_codes_without_factors_and_with_wrong_ones():
+    x, logits, scale, gate_up, down = cases.inputs(cases.CODED, 5, jnp.dtype("float32"))
+    codes = [jnp.moveaxis(w, 1, -1).astype(jnp.int8) for w in (gate_up, down)]
     with pytest.raises(ValueError, match="must have one dtype"):
         experts(x, logits, scale, gate_up.astype(jnp.int8), down.astype(jnp.int8), top_k=3)
-    scales = gate_up[:, 0], down[:, 0]
-    inputs_last = [jnp.moveaxis(w, 1, -1) for w in (gate_up, down)]
-    with pytest.raises(ValueError, match="must be codes"):
-        experts(x, logits, scale, *inputs_last, *scales, top_k=3)
-    with pytest.raises(ValueError, match="given together"):
-        experts(x, logits, scale, gate_up, down, scales[0], top_k=3)
+    with pytest.raises(ValueError, match="gate_up_factors must be"):
+        experts(x, logits, scale, *(Codes(c) for c in codes), top_k=3)
+    floats = [Codes(c.astype(jnp.float32), factors=down[:, 0]) for c in codes]
+    with pytest.raises(ValueError, match="codes must be of one dtype"):
+        experts(x, logits, scale, *floats, top_k=3)
+    with pytest.raises(ValueError, match="both be codes"):
+        experts(x, logits, scale, gate_up, Codes(codes[1], factors=down[:, 0]), top_k=3)
 
 
 # --- models ------------------------------------------------------------------------------------------

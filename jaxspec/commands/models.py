@@ -13,6 +13,7 @@ Dtype = Literal["float32", "bfloat16"]
 Quantized = Literal[
     "int8",
     "fp8",
+    "fp8-dynamic",
     "int4",
     "int4-g16",
     "int4-g64",

@@ -11,14 +11,15 @@ from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole_rows
 from pallas_kernels.experts import add_up, choose, experts, router_logits
+from pallas_kernels.grouped import Codes, Coding
 from pallas_kernels.norms import router_norm
 
 
 class Experts(nnx.Module):
     """Router and experts. Both read the residual, each with a norm of its own.
 
-    Only `pallas_kernels.experts` multiplies activations by `gate_up` and `down`. It takes codes and
-    scales of formats with a scale per output channel.
+    Only `pallas_kernels.experts` multiplies activations by `gate_up` and `down`. It takes codes of
+    8 bits with a scale per output channel, and codes of 4 bits with groups.
     """
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
@@ -59,25 +60,20 @@ class Experts(nnx.Module):
           x: the residual, normed for the experts.
           to_router: the residual, normed for the router.
         """
-        gate_up, gate_up_scales = _codes_and_scales(self.gate_up[...])
-        down, down_scales = _codes_and_scales(self.down[...])
+        gate_up, coding = _codes(self.gate_up[...])
+        down, _ = _codes(self.down[...])
         out = experts(
             whole_rows(x).reshape(-1, x.shape[-1]),
             self.logits(to_router),
             self.expert_scale[...],
             gate_up,
             down,
-            gate_up_scales,
-            down_scales,
             top_k=self.top_k,
+            coding=coding,
         )
         return whole_rows(out.reshape(x.shape))
 
 
-def _codes_and_scales(weight: Array | QuantisedArray) -> tuple[Array, Array | None]:
-    """Return what the kernels take: an array and no scales, or codes and their scales."""
-    if not isinstance(weight, QuantisedArray):
-        return weight, None
-    if weight.format in ("int8", "fp8"):
-        return weight.codes, weight.scales
-    return weight.dequantise(), None
+def _codes(weight: Array | QuantisedArray) -> tuple[Array | Codes, Coding | None]:
+    """Return what the kernels take: an array; or codes, and the coding of those of 4 bits."""
+    return weight.codes_of_experts() if isinstance(weight, QuantisedArray) else (weight, None)

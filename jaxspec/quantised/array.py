@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.quantised.formats import named
 from jaxspec.shapes import Array, Float, Int
+from pallas_kernels.grouped import Codes, Coding
 
 
 @jax.tree_util.register_pytree_node_class
@@ -74,6 +75,10 @@ class QuantisedArray:
           dtype: of the result. Sums and scales are float32.
         """
         return named(self.format).multiply(rows, self, dtype)
+
+    def codes_of_experts(self) -> tuple[Codes, Coding | None]:
+        """Return the arrays as `pallas_kernels.experts` takes them."""
+        return named(self.format).codes_of_experts(self)
 
     def __getitem__(self, index: Any) -> Any:
         """Return itself for `...`, and for token ids the rows of a table, as numbers."""

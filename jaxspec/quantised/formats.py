@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxspec.shapes import Array, Float, Int
+from pallas_kernels.grouped import Codes, Coding
 
 if TYPE_CHECKING:
     from jaxspec.quantised.array import QuantisedArray
@@ -62,6 +63,13 @@ class Format(abc.ABC):
     @abc.abstractmethod
     def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
         """Return rows of a table as numbers."""
+
+    @abc.abstractmethod
+    def codes_of_experts(self, weight: QuantisedArray) -> tuple[Codes, Coding | None]:
+        """Return the weight of experts as `pallas_kernels.experts` takes it, and its coding.
+
+        The coding is None for codes of 8 bits.
+        """
 
 
 _FORMATS: dict[str, Format] = {}

@@ -187,6 +187,9 @@ class Grouped(Format):
         )
         return self.dequantise(of_ids)
 
+    def codes_of_experts(self, weight: QuantisedArray) -> tuple[Codes, Coding]:
+        return Codes(**weight.parts), self.coding
+
     def of_arrays(
         self, codes: Any, scales: Any, zeros: Any, factors: Any, shape: Shape, summed: Shape
     ) -> dict[str, np.ndarray]:

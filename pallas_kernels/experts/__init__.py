@@ -1,24 +1,25 @@
 """Experts for few tokens: the choice of a router, a gated MLP per expert, and a weighted sum.
 
 `reference.py` shows what is computed. `triton.py` shows how the kernels read each expert in use
-once and the others never. `tuning.py` has tile sizes.
+once and the others never. `coded.py` has the products for weights that are codes, `launch.py` the
+order of all. `tuning.py` has tile sizes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
+from pallas_kernels.experts.launch import Tiling, experts_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
-from pallas_kernels.experts.triton import Tiling, experts_triton
 from pallas_kernels.experts.tuning import tiling_for
+from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
 
-# The dtypes of codes that the kernels read.
+# The dtypes of codes of 8 bits that the kernels read.
 CODES = ("int8", "float8_e4m3fn")
 
 __all__ = ["Tiling", "add_up", "choose", "experts", "reference", "router_logits"]
@@ -28,12 +29,11 @@ def experts(
     x: Float[Array, "T D"],
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
-    gate_up: Num[Array, "E _ _ _"],
-    down: Num[Array, "E _ _"],
-    gate_up_scales: Float[Array, "E 2 F"] | None = None,
-    down_scales: Float[Array, "E D"] | None = None,
+    gate_up: Num[Array, "E D 2 F"] | Codes,
+    down: Num[Array, "E F D"] | Codes,
     *,
     top_k: int,
+    coding: Coding | None = None,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
     interpret: bool = False,
@@ -48,13 +48,13 @@ def experts(
       logits: float32 logits of the router, in S parts that are added up. The sum is rounded to the
         dtype of x, as a product would be. `choose` says which experts and weights follow from it.
       expert_scale: a factor of the weight of each expert.
-      gate_up: gate and up matrices of each expert, side by side.
-      down: down matrix of each expert.
-      gate_up_scales, down_scales: factors of the output channels of both, in float32. With them
-        `gate_up` and `down` are codes of int8 or float8_e4m3fn with inputs last, [E, 2, F, D] and
-        [E, D, F]. None: they are the weights.
+      gate_up: gate and up matrices of each expert, side by side; or their codes. Codes of 8 bits
+        have inputs last, [E, 2, F, D], and factors [E, 2, F]. Codes of 4 bits are
+        [E, D / 64, 2, F, 32], their scales [E, D / group, 2, F]: see `grouped.coding`.
+      down: down matrix of each expert; or its codes, [E, D, F] or [E, F / 64, D, 32].
       top_k: number of experts of a token.
-      implementation: "triton" needs 16-bit experts and an NVIDIA GPU of compute capability 8.0 or
+      coding: of codes of 4 bits; None for codes of 8 bits, and for numbers.
+      implementation: "triton" needs 16-bit tokens and an NVIDIA GPU of compute capability 8.0 or
         newer (or `interpret`). "auto" takes it where it can run, and takes "reference" elsewhere.
       tiling: tile sizes of the kernels; None takes them from the table in `tuning.py`.
       interpret: whether to interpret the kernels. They then run on any device, slowly. For tests.
@@ -63,37 +63,50 @@ def experts(
       ValueError: shapes or dtypes do not fit together.
       NotImplementedError: implementation is "triton" and it cannot run.
     """
-    _check(x, logits, expert_scale, gate_up, down, top_k, down_scales)
-    _check_scales(x, gate_up, down, gate_up_scales, down_scales)
-    tiling = tiling or tiling_for(x.shape[0] * top_k / gate_up.shape[0])
-    triton = Candidate(
-        "triton",
-        functools.partial(experts_triton, top_k=top_k, tiling=tiling, interpret=interpret),
-        reason=why_not_triton(x, interpret=interpret)
-        or why_not_triton(gate_up, interpret=interpret, dtypes=(x.dtype, *CODES)),
-    )
-    plain = functools.partial(reference, top_k=top_k)
-    weights = (gate_up, down, gate_up_scales, down_scales)
-    return dispatch(implementation, [triton], plain, x, logits, expert_scale, *weights)
+    e, d, f = _check(x, gate_up, down, coding)
+    _check_router(x, logits, expert_scale, e, top_k)
+    bits = None if not isinstance(gate_up, Codes) else 8 if coding is None else 4
+    tiling = tiling or tiling_for(x.shape[0] * top_k / e, bits)
+    reason = why_not_triton(x, interpret=interpret)
+    if isinstance(gate_up, Codes):
+        reason = reason or _why_not_codes(x, gate_up, f, interpret)
+        tiling = _dividing(tiling, f, d)
+    else:
+        reason = reason or why_not_triton(gate_up, interpret=interpret, dtypes=(x.dtype,))
+    options = dict(top_k=top_k, coding=coding)
+    kernel = functools.partial(experts_triton, **options, tiling=tiling, interpret=interpret)
+    plain = functools.partial(reference, **options)
+    candidates = [Candidate("triton", kernel, reason)]
+    return dispatch(implementation, candidates, plain, x, logits, expert_scale, gate_up, down)
 
 
-def _check(
-    x: Array,
-    logits: Array,
-    expert_scale: Array,
-    gate_up: Any,
-    down: Any,
-    top_k: int,
-    down_scales: Array | None,
+def _why_not_codes(x: Array, gate_up: Codes, f: int, interpret: bool) -> str | None:
+    if not interpret and x.dtype != jnp.bfloat16:
+        return f"the kernel for codes is cut for bfloat16, not {x.dtype}"
+    if x.shape[1] % BLOCK or f % BLOCK:
+        return f"the kernel for codes needs multiples of {BLOCK}, not {x.shape[1]} and {f}"
+    if gate_up.codes.size >= 2**31:
+        return f"the kernel's offsets are 32 bits, and there are {gate_up.codes.size} codes"
+    return None
+
+
+def _dividing(tiling: Tiling, f: int, d: int) -> Tiling:
+    """Return a tiling whose columns and steps divide the sizes of both products."""
+
+    def fitted(cut, outputs: int, inputs: int):
+        unroll = max(u for u in range(1, cut.unroll + 1) if inputs // BLOCK % u == 0)
+        tile = min(cut.outputs, outputs & -outputs)
+        return dataclasses.replace(cut, outputs=tile, unroll=unroll)
+
+    if f % BLOCK or d % BLOCK:
+        return tiling
+    return Tiling(tiling.rows, fitted(tiling.gate_up, f, d), fitted(tiling.down, d, f))
+
+
+def _check_router(
+    x: Array, logits: Array, expert_scale: Array, num_experts: int, top_k: int
 ) -> None:
-    if down_scales is not None:  # codes have inputs last
-        gate_up, down = (jax.eval_shape(_inputs_second, w) for w in (gate_up, down))
-    (t, d), (e, f, _) = x.shape, down.shape
-    if gate_up.shape != (e, d, 2, f) or down.shape != (e, f, d):
-        raise ValueError(
-            f"for tokens {x.shape}, gate_up must be [E, D, 2, F] and down [E, F, D]; "
-            f"they are {gate_up.shape} and {down.shape}"
-        )
+    t, e = x.shape[0], num_experts
     if logits.shape[1:] != (t, e) or expert_scale.shape != (e,) or logits.dtype != jnp.float32:
         raise ValueError(
             f"logits must be float32 [parts, {t}, {e}] and expert_scale [{e}]; they are "
@@ -103,26 +116,52 @@ def _check(
         raise ValueError(f"{top_k} different experts a token, of {e}")
 
 
-def _inputs_second(codes: Array) -> Array:
-    """Bring codes to the order of weights."""
-    return jnp.moveaxis(codes, -1, 1)
-
-
-def _check_scales(
-    x: Array, gate_up: Array, down: Array, gate_up_scales: Array | None, down_scales: Array | None
-) -> None:
-    dtypes = f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}"
-    if gate_up_scales is None or down_scales is None:
-        if gate_up_scales is not down_scales:
-            raise ValueError("gate_up_scales and down_scales must be given together")
-        if not x.dtype == gate_up.dtype == down.dtype:
-            raise ValueError(f"tokens and experts must have one dtype; {dtypes}")
-        return
-    if gate_up.dtype not in CODES or down.dtype != gate_up.dtype:
-        raise ValueError(f"experts with scales must be codes of one dtype of {CODES}; {dtypes}")
-    e, d, f = down.shape
-    if gate_up_scales.shape != (e, 2, f) or down_scales.shape != (e, d):
-        raise ValueError(
-            f"gate_up_scales must be [{e}, 2, {f}] and down_scales [{e}, {d}]; they are "
-            f"{gate_up_scales.shape} and {down_scales.shape}"
+def _check(
+    x: Array, gate_up: Array | Codes, down: Array | Codes, coding: Coding | None
+) -> tuple[int, int, int]:
+    """Check the weights, and return the numbers of experts, inputs and hidden numbers."""
+    if isinstance(gate_up, Codes) != isinstance(down, Codes):
+        raise ValueError("gate_up and down must both be numbers or both be codes")
+    d = x.shape[1]
+    if not isinstance(gate_up, Codes) or not isinstance(down, Codes):
+        e, f = down.shape[0], down.shape[1]
+        _same("tokens and experts must have one dtype", x.dtype, gate_up.dtype, down.dtype)
+        _shapes(x, gate_up=(gate_up, (e, d, 2, f)), down=(down, (e, f, d)))
+        return e, d, f
+    if coding is None:
+        (e, _, f), codes = down.codes.shape, down.codes.dtype
+        if codes not in CODES or gate_up.codes.dtype != codes:
+            raise ValueError(
+                f"codes must be of one dtype of {CODES}; gate_up is {gate_up.codes.dtype}, down {codes}"
+            )
+        _shapes(x, gate_up=(gate_up.codes, (e, 2, f, d)), down=(down.codes, (e, d, f)))
+    else:
+        e, _, _, f, _ = gate_up.codes.shape
+        blocks, groups = (
+            (-(-d // BLOCK), -(-f // BLOCK)),
+            (-(-d // coding.group), -(-f // coding.group)),
         )
+        _shapes(
+            x,
+            gate_up=(gate_up.codes, (e, blocks[0], 2, f, BLOCK // 2)),
+            down=(down.codes, (e, blocks[1], d, BLOCK // 2)),
+            gate_up_scales=(gate_up.scales, (e, groups[0], 2, f)),
+            down_scales=(down.scales, (e, groups[1], d)),
+        )
+    if coding is None or gate_up.factors is not None:
+        _shapes(
+            x, gate_up_factors=(gate_up.factors, (e, 2, f)), down_factors=(down.factors, (e, d))
+        )
+    return e, d, f
+
+
+def _same(say: str, *dtypes: jnp.dtype) -> None:
+    if len(set(dtypes)) > 1:
+        raise ValueError(f"{say}; they are {', '.join(map(str, dtypes))}")
+
+
+def _shapes(x: Array, **arrays: tuple[Array | None, tuple[int, ...]]) -> None:
+    for name, (array, expected) in arrays.items():
+        found = None if array is None else array.shape
+        if found != expected:
+            raise ValueError(f"for tokens {x.shape}, {name} must be {expected}, not {found}")

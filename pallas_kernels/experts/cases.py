@@ -25,6 +25,8 @@ GEMMA4_26B_A4B = Shape(experts=128, top_k=8, width=2816, hidden=704)
 SMALL = Shape(experts=24, top_k=3, width=81, hidden=43)
 # The routing of 26B-A4B, with experts that are small enough for the interpreter.
 NARROW = Shape(experts=128, top_k=8, width=48, hidden=24)
+# Sizes that are multiples of 64, as the kernels for codes need.
+CODED = Shape(experts=8, top_k=3, width=192, hidden=128)
 
 ROUTINGS = ("random", "same", "spread", "skewed")
 

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.elementary import contract, gelu_tanh
+from pallas_kernels.grouped.coding import Codes, Coding, dequantise
 from pallas_kernels.lone_row import twice_if_alone
 
 PART_INPUTS = 256  # inputs of the router that each part sums
@@ -53,12 +54,11 @@ def reference(
     x: Float[Array, "T D"],
     logits: Float[Array, "S T E"],
     expert_scale: Float[Array, " E"],
-    gate_up: Num[Array, "E _ _ _"],
-    down: Num[Array, "E _ _"],
-    gate_up_scales: Float[Array, "E 2 F"] | None = None,
-    down_scales: Float[Array, "E D"] | None = None,
+    gate_up: Float[Array, "E D 2 F"] | Codes,
+    down: Float[Array, "E F D"] | Codes,
     *,
     top_k: int,
+    coding: Coding | None = None,
 ) -> Float[Array, "T D"]:
     """Run every expert on every token, and sum the results of the chosen experts.
 
@@ -66,6 +66,17 @@ def reference(
     experts. Sums are accumulated in float32. Arguments as in `pallas_kernels.experts.experts`.
     """
     chosen, weights = choose(add_up(logits, x.dtype), expert_scale, top_k)
+    gate_up_scales = down_scales = None
+    if isinstance(gate_up, Codes) and isinstance(down, Codes):
+        if coding is None:
+            gate_up_scales, down_scales = gate_up.factors, down.factors
+            gate_up, down = gate_up.codes, down.codes
+        else:
+            f = gate_up.codes.shape[3]
+            gate_up = dequantise(gate_up, coding, axis=1, inputs=x.shape[1]).astype(x.dtype)
+            down = dequantise(down, coding, axis=1, inputs=f).astype(x.dtype)
+    assert not isinstance(gate_up, Codes)
+    assert not isinstance(down, Codes)
     e, d, _, f = (gate_up.shape[i] for i in ((0, 1, 2, 3) if down_scales is None else (0, 3, 1, 2)))
     combine = jnp.zeros((x.shape[0], e), jnp.float32)
     # Row by row, so that a row on another device stays there.

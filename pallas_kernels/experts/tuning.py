@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pallas_kernels.experts.triton import Block, Tiling
+from pallas_kernels.experts.launch import Tiling
+from pallas_kernels.experts.triton import Block
+from pallas_kernels.grouped.triton import Cut
 
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16) with the experts of 26B-A4B: 2816 x 704, and 8
 # of 128 per token. The kernels of one layer take:
@@ -29,9 +31,38 @@ TABLE = (
 )
 
 
-def tiling_for(tokens_an_expert: float) -> Tiling:
+# The same for codes. Compiled for an H200, not measured yet.
+CODED = {
+    8: (
+        (0.75, Tiling(16, Cut(16, 32, unroll=2, stages=4), Cut(16, 128, stages=4))),
+        (24.0, Tiling(16, Cut(16, 64, unroll=1, stages=4), Cut(16, 128, stages=4))),
+        (
+            float("inf"),
+            Tiling(64, Cut(64, 64, warps=4, stages=4), Cut(64, 128, warps=4, stages=4)),
+        ),
+    ),
+    4: (
+        (0.75, Tiling(16, Cut(16, 32, stages=6), Cut(16, 128, stages=4))),
+        (24.0, Tiling(16, Cut(16, 64, unroll=1, stages=4), Cut(16, 128, stages=4))),
+        (
+            float("inf"),
+            Tiling(
+                64,
+                Cut(64, 64, warps=4, stages=4, early=True),
+                Cut(64, 128, warps=4, stages=4, early=True),
+            ),
+        ),
+    ),
+}
+
+
+def tiling_for(tokens_an_expert: float, code_bits: int | None = None) -> Tiling:
     """Return the tiling for this mean number of tokens per expert.
 
     It is the first row of the table whose limit is not exceeded.
+
+    Args:
+      code_bits: of weights that are codes, 4 or 8; None for weights that are numbers.
     """
-    return next(tiling for most, tiling in TABLE if tokens_an_expert <= most)
+    table = TABLE if code_bits is None else CODED[code_bits]
+    return next(tiling for most, tiling in table if tokens_an_expert <= most)

@@ -45,10 +45,14 @@ class Coding:
 
 
 class Codes(NamedTuple):
-    """The arrays of a weight. The module says which axes they have."""
+    """The arrays of a weight. The module says which axes they have.
 
-    codes: UInt8[Array, "*axes 32"]
-    scales: Num[Array, "*axes"]
+    A weight of 8-bit codes, int8 or e4m3, has these too: codes [*outputs, *inputs] and factors
+    [*outputs]. It has no scales, and no `Coding`.
+    """
+
+    codes: Num[Array, "..."]
+    scales: Num[Array, "*axes"] | None = None
     """Of a float dtype; or uint8, where u stands for 2^(u - 127)."""
     zeros: Num[Array, "*axes"] | None = None
     """int8, from -8 to 7."""
@@ -116,6 +120,7 @@ def dequantise(weight: Codes, coding: Coding, *, axis: int, inputs: int) -> Floa
     w = numbers(unpack(weight.codes, axis, inputs), coding.kind)
     if weight.zeros is not None:
         w = w - spread(weight.zeros.astype(jnp.float32))
+    assert weight.scales is not None
     w = w * spread(scale_numbers(weight.scales))
     if weight.factors is not None:
         w = w * jnp.expand_dims(weight.factors, axis)

@@ -21,7 +21,8 @@ from pallas_kernels.experts.cases import (
     inputs,
     logits_for,
 )
-from pallas_kernels.experts.triton import Block, Routed, Tiling, num_tiles, route
+from pallas_kernels.experts.launch import Tiling
+from pallas_kernels.experts.triton import Block, Routed, num_tiles, route
 from pallas_kernels.experts.tuning import TABLE, tiling_for
 from tests.decode.cases import slow
 

@@ -1,0 +1,162 @@
+"""The products of experts whose weights are codes, of 8 bits or of 4 with groups, in Pallas Triton.
+
+They read the tiles that `triton.route` makes, as the products of that module do. The operands lie
+the other way round: `pallas_kernels.grouped.operand` says why.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.experts.triton import Routed
+from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
+from pallas_kernels.grouped.operand import EightBits, FourBits, multiply_blocks
+from pallas_kernels.grouped.triton import Cut
+from pallas_kernels.triton import load, store
+
+
+def _parts(refs: tuple[Any, ...], weight: Codes) -> Codes:
+    """Put references to the arrays of a weight into the place of these."""
+    left = iter(refs)
+    return Codes(*(None if array is None else next(left) for array in weight))
+
+
+def _operand(w: Codes, coding: Coding | None, expert: Array, after: Any, cut: Cut, interpret: bool):
+    if coding is None:
+        return EightBits(w.codes, (expert, *after), interpret)
+    return FourBits(coding, w.codes, w.scales, w.zeros, (expert,), after, cut.early, interpret)
+
+
+def _x_block(ref: Any, row: Array, in_use: Array) -> Any:
+    """Return a function from a block to what `FourBits.add` takes as x."""
+    inputs = ref.shape[1]
+
+    def block_of(block: Array) -> Any:
+        def x(first: int, size: int) -> Array:
+            k = block * BLOCK + first + lax.iota(jnp.int32, size)
+            return load(ref, row[:, None], k[None, :], mask=in_use[:, None] & (k < inputs)).T
+
+        return x
+
+    return block_of
+
+
+def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, cut, interpret):
+    """Write hidden[tile] = gelu_tanh(x @ gate) * (x @ up) for some columns."""
+    *of_weight, hidden_ref = refs
+    w = _parts(tuple(of_weight), like)
+    tile, f = pl.program_id(1), hidden_ref.shape[1]
+    expert, used = expert_ref[tile], used_ref[tile]
+    column = pl.program_id(0) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
+    in_use = lax.iota(jnp.int32, cut.rows) < used
+
+    @pl.when(used > 0)
+    def _():
+        pair = jnp.where(in_use, pair_ref[pl.ds(tile * cut.rows, cut.rows)], 0)
+        both = tuple(_operand(w, coding, expert, (i, column), cut, interpret) for i in range(2))
+        zeros = jnp.zeros((cut.outputs, cut.rows), jnp.float32)
+        sums = multiply_blocks(
+            both,
+            (zeros, zeros),
+            _x_block(x_ref, pair // top_k, in_use),
+            0,
+            x_ref.shape[1] // BLOCK,
+            cut.unroll,
+        )
+        if w.factors is not None:
+            sums = tuple(
+                total * load(w.factors, expert, i, column)[:, None] for i, total in enumerate(sums)
+            )
+        # As in the reference, both are rounded before the activation.
+        gate, up = (a.astype(hidden_ref.dtype).astype(jnp.float32) for a in sums)
+        hidden = (jax.nn.gelu(gate, approximate=True) * up).T
+        row = tile * cut.rows + lax.iota(jnp.int32, cut.rows)
+        mask = in_use[:, None] & (column[None, :] < f)
+        store(hidden_ref, row[:, None], column[None, :], value=hidden, mask=mask)
+
+
+def _down(
+    expert_ref, used_ref, pair_ref, weight_ref, hidden_ref, *refs, like, coding, cut, interpret
+):
+    """Write out[pairs of the tile] = weights * (hidden[tile] @ down) for some columns."""
+    *of_weight, out_ref = refs
+    w = _parts(tuple(of_weight), like)
+    tile, d = pl.program_id(1), out_ref.shape[1]
+    expert, used = expert_ref[tile], used_ref[tile]
+    column = pl.program_id(0) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
+    in_use = lax.iota(jnp.int32, cut.rows) < used
+
+    @pl.when(used > 0)
+    def _():
+        at = tile * cut.rows + lax.iota(jnp.int32, cut.rows)
+        pair = jnp.where(in_use, pair_ref[pl.ds(tile * cut.rows, cut.rows)], out_ref.shape[0])
+        weight = plgpu.load(weight_ref.at[pair], mask=in_use, other=0)
+        (total,) = multiply_blocks(
+            (_operand(w, coding, expert, (column,), cut, interpret),),
+            (jnp.zeros((cut.outputs, cut.rows), jnp.float32),),
+            _x_block(hidden_ref, at, in_use),
+            0,
+            hidden_ref.shape[1] // BLOCK,
+            cut.unroll,
+        )
+        if w.factors is not None:
+            total = total * load(w.factors, expert, column)[:, None]
+        mask = in_use[:, None] & (column[None, :] < d)
+        store(out_ref, pair[:, None], column[None, :], value=total.T * weight[:, None], mask=mask)
+
+
+def multiply_gate_up(
+    routed: Routed,
+    x: Float[Array, "T D"],
+    gate_up: Codes,
+    *,
+    coding: Coding | None,
+    top_k: int,
+    cut: Cut,
+    interpret: bool = False,
+) -> Float[Array, "padded F"]:
+    """Return the activations of each row of each tile. They are undefined for a row not in use."""
+    f = gate_up.codes.shape[2 if coding is None else 3]
+    how: dict[str, Any] = dict(like=gate_up, coding=coding, cut=cut, interpret=interpret)
+    return pl.pallas_call(
+        functools.partial(_gate_up, top_k=top_k, **how),
+        out_shape=jax.ShapeDtypeStruct((routed.pair.size, f), x.dtype),
+        grid=(f // cut.outputs, routed.expert.size),
+        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        interpret=interpret,
+        name="experts_gate_up",
+    )(routed.expert, routed.used, routed.pair, x, *_given(gate_up))
+
+
+def multiply_down(
+    routed: Routed,
+    hidden: Float[Array, "padded F"],
+    down: Codes,
+    *,
+    coding: Coding | None,
+    cut: Cut,
+    interpret: bool = False,
+) -> Float[Array, "pairs D"]:
+    """Return the result of each pair times its weight, in the dtype of `hidden`."""
+    d = down.codes.shape[1 if coding is None else 2]
+    how: dict[str, Any] = dict(like=down, coding=coding, cut=cut, interpret=interpret)
+    return pl.pallas_call(
+        functools.partial(_down, **how),
+        out_shape=jax.ShapeDtypeStruct((routed.weight.size, d), hidden.dtype),
+        grid=(d // cut.outputs, routed.expert.size),
+        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        interpret=interpret,
+        name="experts_down",
+    )(*routed, hidden, *_given(down))
+
+
+def _given(weight: Codes) -> list[Array]:
+    return [array for array in weight if array is not None]

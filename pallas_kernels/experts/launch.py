@@ -1,0 +1,69 @@
+"""Route, multiply and add up: the kernels of `experts`, one after another."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.experts import coded, triton
+from pallas_kernels.experts.triton import Block
+from pallas_kernels.grouped.coding import Codes, Coding
+from pallas_kernels.grouped.triton import Cut
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Rows of a tile (a power of two, at least 16), and how both products are cut.
+
+    Attributes:
+      gate_up, down: `Block`s for weights that are numbers, `Cut`s for codes.
+    """
+
+    rows: int
+    gate_up: Block | Cut
+    down: Block | Cut
+
+
+def experts_triton(
+    x: Float[Array, "T D"],
+    logits: Float[Array, "S T E"],
+    expert_scale: Float[Array, " E"],
+    gate_up: Float[Array, "E D 2 F"] | Codes,
+    down: Float[Array, "E F D"] | Codes,
+    *,
+    coding: Coding | None,
+    top_k: int,
+    tiling: Tiling,
+    interpret: bool = False,
+) -> Float[Array, "T D"]:
+    """Launch the kernels. Arguments as in `pallas_kernels.experts.experts`, which checks them."""
+    rows = tiling.rows
+    routed = triton.route(
+        logits, expert_scale, top_k=top_k, dtype=x.dtype, rows=rows, interpret=interpret
+    )
+    first, second = tiling.gate_up, tiling.down
+    if isinstance(gate_up, Codes):
+        assert isinstance(down, Codes)
+        assert isinstance(first, Cut)
+        assert isinstance(second, Cut)
+        first, second = (dataclasses.replace(cut, rows=rows) for cut in (first, second))
+        hidden = coded.multiply_gate_up(
+            routed, x, gate_up, coding=coding, top_k=top_k, cut=first, interpret=interpret
+        )
+        out = coded.multiply_down(
+            routed, hidden, down, coding=coding, cut=second, interpret=interpret
+        )
+    else:
+        assert not isinstance(down, Codes)
+        assert isinstance(first, Block)
+        assert isinstance(second, Block)
+        hidden = triton.multiply_gate_up(
+            routed, x, gate_up, top_k=top_k, rows=rows, block=first, interpret=interpret
+        )
+        out = triton.multiply_down(
+            routed, hidden, down, rows=rows, block=second, interpret=interpret
+        )
+    pairs = out.reshape(x.shape[0], top_k, -1).astype(jnp.float32)
+    return jnp.sum(pairs, axis=1).astype(x.dtype)
