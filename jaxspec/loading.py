@@ -82,7 +82,7 @@ def load_target(
     Args:
       dtype: "float32" or "bfloat16". All arrays are cast to it.
       quantize: the format of linears and experts, "int8" or "fp8"; None for what is stored. Those
-        that are stored quantised stay as they are.
+        that are stored quantised stay as they are, but fp8 may become "fp8-dynamic".
       quantize_head: of embedding and head, likewise.
 
     Raises:
@@ -136,7 +136,7 @@ def _load(
         return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
     opened = open_source(directory)
     _check_role(source, opened.family, role)
-    stored = opened.quantised_graph(graph_of(opened.config, dtype))
+    stored = opened.quantised_graph(graph_of(opened.config, dtype), formats[0])
     graph = quantised_graph(stored, source, *formats, option)
     check_weights_fit(graph, mesh or _default_mesh())
     shardings = {} if mesh is None else {**graph.weight_shardings(mesh), **graph.shardings(mesh)}

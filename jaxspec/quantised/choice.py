@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import named, names
 from jaxspec.records import FieldError, shown
 from pallas_kernels.dispatch import capability
@@ -40,7 +41,8 @@ def quantised_graph(
 ) -> Graph:
     """Return the graph of a model that is to be quantised while it is loaded.
 
-    What is stored quantised stays as it is. The options are for the rest.
+    What is stored quantised stays as it is. The options are for the rest. Only a format of the same
+    arrays may take the place of another: fp8-dynamic that of fp8.
 
     Args:
       graph: of what is stored at `source`.
@@ -59,8 +61,10 @@ def quantised_graph(
         field: formats_for(graph, linears=quantize),
         "quantize_head": formats_for(graph, tables=quantize_head),
     }
+    chosen: dict[str, str] = {}
     for name, wanted in of_option.items():
-        if stored and wanted and not wanted.keys() - stored.keys():
+        can = {n: f for n, f in wanted.items() if n not in stored or _same_arrays(graph, n, f)}
+        if wanted and not can:
             raise FieldError(
                 name,
                 lambda name: (
@@ -69,9 +73,17 @@ def quantised_graph(
                     "was made of"
                 ),
             )
+        chosen |= can
     for format in set(stored.values()):
         check_device(field, format)
-    return graph.with_formats(of_option[field] | of_option["quantize_head"] | stored)
+    return graph.with_formats(stored | chosen)
+
+
+def _same_arrays(graph: Graph, name: str, format: str) -> bool:
+    """Tell whether the stored arrays of a quantised weight are those of another format too."""
+    weight = graph.abstract_weights()[name]
+    assert isinstance(weight, QuantisedArray)
+    return weight.parts == named(format).parts(weight.shape, weight.summed)
 
 
 def check_format(field: str, format: str) -> None:

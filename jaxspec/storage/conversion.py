@@ -112,7 +112,7 @@ def convert(
         total = sum(opened.nbytes(fill) for fill in fills)
         done = 0
         graph = graph_of(opened.config, dtype or "bfloat16")
-        stored = opened.quantised_graph(graph)
+        stored = opened.quantised_graph(graph, quantize)
         graph = quantised_graph(stored, str(directory), quantize, quantize_head, "quantize")
 
         def stored_as(fill: Fill) -> np.dtype:

@@ -28,19 +28,22 @@ def is_lossless(spec: Spec) -> bool:
     return spec.per != "block"
 
 
-def format_of(spec: Spec, name: str, shape: Shape, summed: tuple[int, ...]) -> str | None:
+def format_of(
+    spec: Spec, name: str, shape: Shape, summed: tuple[int, ...], quantize: str | None = None
+) -> str | None:
     """Return the format of a weight that a file stores in some way; None if it is read as numbers.
 
     Numbers are what the few weights become whose format no model multiplies by, such as GGUF's Q6_K.
 
     Args:
       name, shape, summed: of the weight.
+      quantize: the format that was asked for.
 
     Raises:
       CheckpointError: its groups do not divide its inputs.
     """
     if spec.per == "block":
-        return _OF_BLOCKS
+        return quantize or _OF_BLOCKS
     if spec.kind in ("int8", "fp8") and spec.per in ("tensor", "channel"):
         return spec.kind
     if spec.kind in ("nvfp4", "mxfp4"):

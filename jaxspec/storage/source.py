@@ -71,11 +71,12 @@ class Source:
             )
         return specs[fill.sources[0]]
 
-    def quantised_graph(self, graph: Graph) -> Graph:
+    def quantised_graph(self, graph: Graph, quantize: str | None = None) -> Graph:
         """Return the graph with the formats of what the file holds quantised.
 
         Args:
           graph: of the model, with nothing quantised.
+          quantize: the format of weights that have to be rounded again; None for int8.
 
         Raises:
           CheckpointError: a weight has a format that is not read, or several.
@@ -84,7 +85,7 @@ class Source:
         for fill in self.plan.fills:
             spec, about = self.spec_of(fill), declared[fill.path]
             if spec is not None and about.summed:
-                format = format_of(spec, fill.path, fill.shape, about.summed)
+                format = format_of(spec, fill.path, fill.shape, about.summed, quantize)
                 formats |= {fill.path: format} if format is not None else {}
         return graph.with_formats(formats)
 

@@ -154,6 +154,9 @@ def test_blocks_are_rounded_again_with_a_scale_a_channel(name, tmp_path):
     model = load(tmp_path / "hf")
     assert model.graph.storage == "int8 and float32"
     check_numbers(model, numbers, rtol=0.5 / 127 * 1.001)
+    opened = open_source(tmp_path / "hf")
+    asked = opened.quantised_graph(graph_of(opened.config, "float32"), "fp8")
+    assert asked.storage == "fp8 and float32"
 
 
 def test_scales_of_activations_and_unused_layers_are_named_as_skipped(tmp_path):
@@ -198,6 +201,9 @@ def test_what_the_file_leaves_may_be_quantised_and_the_rest_may_not(tmp_path):
     layout.write(tmp_path / "all", "26b-a4b", *FORMATS["fp8 channel"])
     with pytest.raises(FieldError, match="is quantised already"):
         load(tmp_path / "all", quantize="int8")
+    # The same codes and scales, with activations rounded too.
+    dynamic = load(tmp_path / "all", quantize="fp8-dynamic")
+    assert dynamic.graph.storage == "fp8-dynamic and float32"
 
 
 @pytest.mark.parametrize("name", ["fp8 channel", "int4 g32 zeros", "nvfp4 modelopt", "mxfp4"])
