@@ -420,7 +420,8 @@ def load(
       drafter: likewise, or "dflash" or "mtp" for the bundled ones, or "none". None means the bundled
         DFlash drafter for the bundled target, and no drafter for any other.
       dtype: "float32" or "bfloat16"; None for bfloat16 on GPUs and float32 elsewhere.
-      quantize: "int8" or "fp8" for the target's linears and experts; None leaves them as they are.
+      quantize: the format of the target's linears and experts, such as "int8" or "int4"
+        (`quantised.names`); None leaves them as they are.
         `quantize_head` is for its embedding and head, `quantize_drafter` for all of the drafter.
       revision: of the target's hub id; `drafter_revision` is the drafter's.
       token: for the hub; None for the one huggingface_hub knows.

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxspec.records import FieldError, Sampling
-from jaxspec.requests import Request, sampling_params
+from jaxspec.requests import Request, sampling_values
 from jaxspec.runtime import Runtime
 from jaxspec.sharding import fetch
 from jaxspec.state import DecodeState
@@ -151,7 +151,7 @@ class ChosenLength:
             range(b),
             [runtime.cache_length] * b,
             np.full((b, num_stop_ids), -1, np.int32),
-            sampling_params(runtime.spec, [Sampling()] * b),
+            sampling_values(runtime.spec, [Sampling()] * b),
             np.zeros((b, 2), np.uint32),
         )
 

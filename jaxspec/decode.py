@@ -216,7 +216,7 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
         state.drafter,
         TargetView(target, state.caches, spec.suppress_tokens, spec.verify_length),
         state.anchors,
-        state.lengths,
+        state.active_lengths,
         num_draft_tokens=spec.num_draft_tokens,
         tree=spec.tree,
         draws=draws,
@@ -232,12 +232,12 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
 def target_pass(
     target: Target, state: DecodeState, draft: Draft, feature_layers: tuple[int, ...] = ()
 ) -> TargetOutput:
-    """Run the target over every row's anchor and drafts. Rows that are finished write nothing."""
+    """Run the target over every row's anchor and drafts. Rows that are finished write and read nothing."""
     tokens = jnp.concatenate([state.anchors[:, None], draft.tokens], axis=1)
     with jax.named_scope("verify"):
         return target(
             tokens,
-            state.lengths,
+            state.active_lengths,
             jnp.where(state.active, jnp.int32(tokens.shape[1]), 0),
             state.caches,
             feature_layers=feature_layers,

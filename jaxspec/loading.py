@@ -81,8 +81,8 @@ def load_target(
 
     Args:
       dtype: "float32" or "bfloat16". All arrays are cast to it.
-      quantize: the format of linears and experts, "int8" or "fp8"; None for what is stored. Those
-        that are stored quantised stay as they are, but fp8 may become "fp8-dynamic".
+      quantize: the format of linears and experts, such as "int8" or "int4"; None for what is
+        stored. Those that are stored quantised stay as they are, but fp8 may become "fp8-dynamic".
       quantize_head: of embedding and head, likewise.
 
     Raises:

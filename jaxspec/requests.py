@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxspec.records import SEEDS, VALUES, FieldError, Sampling, at_least, is_a, shown, whole
 from jaxspec.runtime import Runtime, cache_length_for
-from jaxspec.sampling import SamplingParams
 from jaxspec.state import Admission, DecodeSpec
 
 PRIORITIES = whole(-(2**31), 2**31 - 1)
@@ -208,17 +207,18 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
     return None
 
 
-def sampling_params(spec: DecodeSpec, rows: Sequence[Sampling]) -> SamplingParams:
-    """Return what rows ask of sampling as arrays, a row each."""
-    values = {name: np.asarray([getattr(r, name) for r in rows]) for name in VALUES}
-    values["top_k"] = np.minimum(values["top_k"], spec.target.config.vocab_size)
-    ids = np.full((len(rows), spec.extras.num_biases), -1)
-    biases = np.zeros(ids.shape)
+def sampling_values(spec: DecodeSpec, rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
+    """Return what rows ask of sampling as arrays, a row each, as `DecodeSpec.sampling` takes them."""
+    values = {name: np.asarray([getattr(r, name) for r in rows], np.float32) for name in VALUES}
+    most = spec.target.config.vocab_size
+    values["top_k"] = np.asarray([min(r.top_k, most) for r in rows], np.int32)
+    ids = np.full((len(rows), spec.extras.num_biases), -1, np.int32)
+    biases = np.zeros(ids.shape, np.float32)
     for row, asked in enumerate(rows):
         count = len(asked.logit_bias)
         ids[row, :count] = list(asked.logit_bias)
         biases[row, :count] = list(asked.logit_bias.values())
-    return spec.sampling(len(rows), **values, bias_ids=ids, bias_values=biases)
+    return dict(values, bias_ids=ids, bias_values=biases)
 
 
 def admission(
@@ -241,6 +241,6 @@ def admission(
         [row if row in new else rows for row in range(rows)],
         [r.max_new_tokens for r in asked],
         stop_ids,
-        sampling_params(runtime.spec, [r.sampling for r in asked]),
+        sampling_values(runtime.spec, [r.sampling for r in asked]),
         seeds,
     )

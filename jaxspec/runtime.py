@@ -32,7 +32,6 @@ from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.prefill import Shapes, chunks
 from jaxspec.records import Drafting, Extras, FieldError
-from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, on_decoding_mesh, place_rows
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk, settle_num_draft_tokens
@@ -152,12 +151,6 @@ def _with_spec(function: Any, spec: DecodeSpec) -> Any:
     return bound
 
 
-@jax.jit
-def row_keys(seeds: jax.Array) -> jax.Array:
-    """Return a key for each [seed, sample] row."""
-    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s[0]), s[1]))(seeds)
-
-
 @dataclass
 class Timings:
     """Seconds of wall clock, device work waited for; compilation stands apart from the other two."""
@@ -260,27 +253,28 @@ class Runtime:
         slots: Sequence[int] | np.ndarray,
         max_new_tokens: Sequence[int],
         stop_ids: np.ndarray,
-        sampling: SamplingParams,
+        sampling: Mapping[str, np.ndarray],
         seeds: np.ndarray,
     ) -> Admission:
         """Return what `admit` takes, a row each; a slot of `batch_size` is no slot at all.
 
         Args:
           stop_ids: [rows, I], padded with -1.
+          sampling: as `requests.sampling_values` returns it.
           seeds: [rows, 2]: a seed, and which sample of it.
         """
-        rows = Admission(
-            slots=jnp.asarray(slots, np.int32),
-            max_new_tokens=jnp.asarray(max_new_tokens, np.int32),
-            stop_ids=jnp.asarray(stop_ids, np.int32),
-            sampling=sampling,
-            keys=row_keys(self.place(seeds.astype(np.uint32))),
+        own = dict(
+            slots=np.asarray(slots, np.int32),
+            max_new_tokens=np.asarray(max_new_tokens, np.int32),
+            stop_ids=np.asarray(stop_ids, np.int32),
+            seeds=seeds.astype(np.uint32),
         )
-        return self.place(rows)
+        own, values = self.place((own, dict(sampling)))  # all in one call
+        return Admission(**own, sampling=self.spec.sampling(len(seeds), **values))
 
     def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
         """Give slots to new rows."""
-        return self.program("admit", state, admission)(state, admission)
+        return self._change("admit", state, admission)
 
     def prefill(
         self, state: DecodeState, prompts: Mapping[int, Sequence[int] | np.ndarray]
@@ -328,18 +322,29 @@ class Runtime:
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
         """End the rows of slots that the host found finished."""
-        return self.program("retire", state, rows := self.place(finished))(state, rows)
+        return self._change("retire", state, self.place(finished))
 
     def clear(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
         """Empty the caches of slots that are spoilt."""
         return self.program("clear", state, rows := self.place(slots))(state, rows)
 
     def insert(
-        self, state: DecodeState, other: DecodeState, source: int, target: int
+        self, state: DecodeState, other: DecodeState, targets: Mapping[int, int]
     ) -> DecodeState:
-        """Copy a row of another state into a slot."""
-        given = other, *self.place((np.int32(source), np.int32(target)))
+        """Copy rows of another state into slots.
+
+        Args:
+          targets: the slot for each row there.
+        """
+        pairs = np.full((len(other.active), 2), -1, np.int32)
+        pairs[: len(targets)] = [*targets.items()] or pairs[:0]
+        given = other, self.place(pairs)
         return self.program("insert", state, *given)(state, *given)
+
+    def _change(self, phase: Phase, state: DecodeState, given: Any) -> DecodeState:
+        """Run a program that touches no caches: then it need not take them, which takes the host longer."""
+        small = state.small
+        return state.with_small(self.program(phase, small, given)(small, given))
 
     def program(
         self,

@@ -96,7 +96,7 @@ class Scheduler:
             chunk = chunk_of({}, rows, width, reading.count)
             reading.state = runtime.feed(reading.state, chunk)
         if reading is not running:
-            running.state = runtime.insert(running.state, reading.state, 0, 0)
+            running.state = runtime.insert(running.state, reading.state, {})
         running.state = self.chosen_length.measure(runtime.decode(running.state, 1))
         for slots in self._all:
             nobody = np.zeros(slots.count, bool)

@@ -243,8 +243,7 @@ def place_rows(tree: T, mesh: Mesh) -> T:
     if not places:
         return tree
     some = [leaves[i] for i in places]
-    split = [partition(("batch",)[: np.ndim(x)], np.shape(x), mesh) for x in some]
-    shardings = [NamedSharding(mesh, axes) for axes in split]
+    shardings = [_sharding_of_rows(np.shape(x), mesh) for x in some]
     if shardings[0].is_fully_addressable:  # one call for all of them is several times quicker
         placed = jax.device_put(some, shardings)
     else:
@@ -252,6 +251,11 @@ def place_rows(tree: T, mesh: Mesh) -> T:
     for i, x in zip(places, placed, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sharding_of_rows(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, partition(("batch",)[: len(shape)], shape, mesh))
 
 
 def fetch(tree: T) -> T:

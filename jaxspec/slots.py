@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxspec.requests import (
     Completion,
@@ -29,12 +28,13 @@ from jaxspec.requests import (
 )
 from jaxspec.runtime import Runtime
 from jaxspec.sampling import Logprobs
-from jaxspec.shapes import Array, Bool, Int
+from jaxspec.shapes import Array, Int
 from jaxspec.sharding import fetch
 from jaxspec.state import DecodeState
 
 
-class News(struct.PyTreeNode):
+@dataclasses.dataclass(frozen=True)
+class News:
     """What rows have that the host does not know yet.
 
     Attributes:
@@ -43,37 +43,50 @@ class News(struct.PyTreeNode):
       acceptance_lengths, logprobs: likewise.
     """
 
-    active: Bool[Array, " B"]
-    stopped: Bool[Array, " B"]
-    failed: Bool[Array, " B"]
-    spoilt: Bool[Array, " B"]
-    num_tokens: Int[Array, " B"]
-    num_steps: Int[Array, " B"]
-    tokens: Int[Array, "B W"]
-    acceptance_lengths: Int[Array, "B S"]
+    active: np.ndarray
+    stopped: np.ndarray
+    failed: np.ndarray
+    spoilt: np.ndarray
+    num_tokens: np.ndarray
+    num_steps: np.ndarray
+    tokens: np.ndarray
+    acceptance_lengths: np.ndarray
     logprobs: Logprobs | None
+
+    @classmethod
+    def of(cls, state: DecodeState, known: np.ndarray, *, tokens: int, steps: int) -> News:
+        """Fetch what is new in a state.
+
+        Args:
+          known: how many tokens of each row the host knows, and how many steps: [2, B].
+          tokens, steps: the most that can be new.
+        """
+        packed, logprobs = fetch(_news(state.small, known, tokens=tokens, steps=steps))
+        flags, counts = packed[:, :4].astype(bool).T, packed[:, 4:6].T
+        return cls(*flags, *counts, packed[:, 6 : 6 + tokens], packed[:, 6 + tokens :], logprobs)
 
 
 @functools.partial(jax.jit, static_argnames=("tokens", "steps"))
-def _news(state: DecodeState, known: Int[Array, "2 B"], *, tokens: int, steps: int) -> News:
-    """Return what is new in a state without its caches.
-
-    Args:
-      known: how many tokens of each row the host knows, and how many steps.
-      tokens, steps: the most that can be new.
-    """
+def _news(
+    state: DecodeState, known: Int[Array, "2 B"], *, tokens: int, steps: int
+) -> tuple[Int[Array, "B _"], Logprobs | None]:
+    """Return what is new, as `News.of`, with all whole numbers in one array: each array takes a fetch."""
 
     def since(values: Array, start: Int[Array, " B"], count: int) -> Array:
         columns = start[:, None] + jnp.arange(count, dtype=jnp.int32)
         return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(values, columns)
 
-    return News(
+    of_rows = (
         *(state.active, state.stopped, state.failed, state.spoilt),
         *(state.num_tokens, state.num_steps),
-        tokens=since(state.tokens, known[0], tokens),
-        acceptance_lengths=since(state.acceptance_lengths, known[1], steps),
-        logprobs=jax.tree.map(lambda x: since(x, known[0], tokens), state.logprobs),
     )
+    some = (
+        jnp.stack([x.astype(jnp.int32) for x in of_rows], axis=1),
+        since(state.tokens, known[0], tokens),
+        since(state.acceptance_lengths, known[1], steps),
+    )
+    logprobs = jax.tree.map(lambda x: since(x, known[0], tokens), state.logprobs)
+    return jnp.concatenate(some, axis=1), logprobs
 
 
 Work = tuple[DecodeState, News, float]
@@ -212,8 +225,8 @@ class Slots:
         Args:
           targets: the row here for each row there.
         """
+        self.state = self.runtime.insert(self.state, other.state, targets)
         for source, target in targets.items():
-            self.state = self.runtime.insert(self.state, other.state, source, target)
             self.rows[target], other.rows[source] = other.rows[source], None
             self._spoilt[target] = other._spoilt[source]
 
@@ -236,8 +249,7 @@ class Slots:
         def work() -> Work:
             begin = time.perf_counter()
             state = call(before)
-            small = dataclasses.replace(state, caches=(), drafter=None)
-            news = fetch(_news(small, np.array(known, np.int32).T, tokens=most, steps=steps))
+            news = News.of(state, np.array(known, np.int32).T, tokens=most, steps=steps)
             return state, news, time.perf_counter() - begin
 
         self._read_then = self.read

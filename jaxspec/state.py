@@ -25,7 +25,7 @@ from jaxspec.models.target import Caches, Target, init_caches
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras, FieldError, Tree, whole
 from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts
-from jaxspec.shapes import Array, Bool, Float, Int, Params
+from jaxspec.shapes import Array, Bool, Float, Int, Params, UInt32
 from jaxspec.sharding import state_shardings
 
 LogitsFn = Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Float[Array, "B T V"]]
@@ -196,6 +196,20 @@ class DecodeState(struct.PyTreeNode):
     sampling: SamplingParams
     keys: Array
 
+    @property
+    def active_lengths(self) -> Int[Array, " B"]:
+        """How many positions a step of each row sees; 0 where the row is not active."""
+        return jnp.where(self.active, self.lengths, 0)
+
+    @property
+    def small(self) -> DecodeState:
+        """The same without caches and the drafter's state, which are most of its arrays."""
+        return dataclasses.replace(self, caches=(), drafter=None)
+
+    def with_small(self, small: DecodeState) -> DecodeState:
+        """Return the same with all but its caches and the drafter's state replaced."""
+        return dataclasses.replace(small, caches=self.caches, drafter=self.drafter)
+
 
 class PrefillChunk(struct.PyTreeNode):
     """Prompt tokens for some slots; a row past its end has count 0, a slot of B is no slot at all."""
@@ -208,13 +222,22 @@ class PrefillChunk(struct.PyTreeNode):
 
 
 class Admission(struct.PyTreeNode):
-    """The requests that take over some slots, before their prefill."""
+    """The requests that take over some slots, before their prefill.
+
+    Attributes:
+      seeds: of each row a seed, and which sample of it; see `row_keys`.
+    """
 
     slots: Int[Array, " b"]
     max_new_tokens: Int[Array, " b"]
     stop_ids: Int[Array, "b I"]
     sampling: SamplingParams
-    keys: Array
+    seeds: UInt32[Array, "b 2"]
+
+
+def row_keys(seeds: UInt32[Array, "b 2"]) -> Array:
+    """Return the key of each row, from a seed and which sample of it."""
+    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s[0]), s[1]))(seeds)
 
 
 def init_state(
@@ -313,7 +336,7 @@ def admit(state: DecodeState, new: Admission) -> DecodeState:
         failed=put("failed", False),
         max_new_tokens=put("max_new_tokens", new.max_new_tokens),
         stop_ids=put("stop_ids", new.stop_ids),
-        keys=put("keys", new.keys),
+        keys=put("keys", row_keys(new.seeds)),
         counts=jax.tree.map(
             lambda x: x.at[new.slots].set(jnp.zeros((), x.dtype), mode="drop"), state.counts
         ),
@@ -344,21 +367,28 @@ def clear(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
     )
 
 
-def insert(
-    state: DecodeState, other: DecodeState, source: Int[Array, ""], target: Int[Array, ""]
-) -> DecodeState:
-    """Copy a whole row of another state over a row of this one, caches and all."""
+def insert(state: DecodeState, other: DecodeState, pairs: Int[Array, "P 2"]) -> DecodeState:
+    """Copy whole rows of another state over rows of this one, caches and all.
 
-    def put(old: Array, new: Array) -> Array:
-        row = lax.dynamic_index_in_dim(new, source)
-        return lax.dynamic_update_index_in_dim(old, row, target, 0)
+    Args:
+      pairs: a row there and the row here that it goes to; the pairs end before the first negative number.
+    """
 
-    return jax.tree.map(put, state, other)
+    def copy(i: Array, state: DecodeState) -> DecodeState:
+        source, target = pairs[i]
+
+        def put(old: Array, new: Array) -> Array:
+            row = lax.dynamic_index_in_dim(new, source)
+            return lax.dynamic_update_index_in_dim(old, row, target, 0)
+
+        return jax.tree.map(put, state, other)
+
+    return lax.fori_loop(0, jnp.sum(pairs[:, 0] >= 0, dtype=jnp.int32), copy, state)
 
 
 def take_rows(state: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
     """Return what some slots hold beside their caches and the drafter's state."""
-    return jax.tree.map(lambda x: x[slots], dataclasses.replace(state, caches=(), drafter=None))
+    return jax.tree.map(lambda x: x[slots], state.small)
 
 
 def put_rows(state: DecodeState, rows: DecodeState, slots: Int[Array, " b"]) -> DecodeState:

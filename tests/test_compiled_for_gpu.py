@@ -240,10 +240,10 @@ def test_a_row_that_was_read_ahead_is_copied_and_nothing_else() -> None:
         states.init_state, cache_length=2048, num_stop_ids=4, cache_dtype=jnp.dtype("bfloat16")
     )
     state, ahead = (jax.eval_shape(lambda rows=rows: make(spec, rows)) for rows in (32, 16))
-    number = jax.ShapeDtypeStruct((), jnp.int32)
+    pairs = jax.ShapeDtypeStruct((16, 2), jnp.int32)
     insert = jax.jit(states.insert, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
     with jax.sharding.use_abstract_mesh(NAMED_H200):
-        compiled = insert.lower(*on_h200((state, ahead, number, number))).compile()
+        compiled = insert.lower(*on_h200((state, ahead, pairs))).compile()
     memory = compiled.memory_analysis()
     print(memory)
     assert memory.alias_size_in_bytes >= cache_bytes((state.caches, state.drafter))

@@ -18,7 +18,8 @@ from jaxspec.families import graph_of
 from jaxspec.models.layers import project, table_logits
 from jaxspec.quantised import FormatError, array
 from jaxspec.quantised.choice import formats_for
-from jaxspec.quantised.grouped import from_float4, from_int4, int4_name
+from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
+from pallas_kernels.experts import cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
 from pallas_kernels.grouped.coding import E2M1, numbers, pack, unpack
 from pallas_kernels.grouped.tuning import TABLE, cut_for
@@ -86,7 +87,9 @@ def test_no_number_moves_by_more_than_half_a_step_of_its_group(format):
     """A step of integers is their scale. Of e2m1 the widest is from 4 to 6, a third of the largest."""
     x = random((130, 3)) * jnp.asarray([1.0, 1e-3, 50.0])
     weight = quantise(x, format, (0,))
-    group = quantised.named(format).coding.group
+    named = quantised.named(format)
+    assert isinstance(named, Grouped)
+    group = named.coding.group
     padded = np.pad(np.asarray(x), ((0, -130 % group), (0, 0))).reshape(-1, group, 3)
     low, high = np.minimum(padded.min(1), 0), np.maximum(padded.max(1), 0)
     largest = np.maximum(-low, high)
@@ -182,6 +185,22 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
             assert inputs % (64 * cut.splits * cut.unroll) == 0, name
             assert outputs % cut.outputs == 0
     assert TABLE[-1][0] == float("inf")
+
+
+@pytest.mark.parametrize("format", ["int4", "nvfp4"])
+def test_experts_read_codes_of_four_bits(format):
+    """The kernels, interpreted, and the reference, against experts of the same numbers."""
+    x, logits, scale, *weights = cases.inputs(cases.CODED, 5, jnp.dtype("float32"))
+    packed = [quantise(w, format, (1,)) for w in weights]
+    codes = [w.codes_of_experts()[0] for w in packed]
+    coding = packed[0].codes_of_experts()[1]
+    expected = experts(x, logits, scale, *(w.dequantise() for w in packed), top_k=3)
+    for how in ({"implementation": "reference"}, {"implementation": "triton", "interpret": True}):
+        found = experts(x, logits, scale, *codes, top_k=3, coding=coding, **how)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
+    wrong = [c._replace(scales=c.scales[:, :1]) for c in codes]
+    with pytest.raises(ValueError, match="gate_up_scales must be"):
+        experts(x, logits, scale, *wrong, top_k=3, coding=coding)
 
 
 # --- files -------------------------------------------------------------------------------------------

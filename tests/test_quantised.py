@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -129,15 +130,20 @@ def test_a_table_is_looked_up_and_multiplied_as_its_numbers(format):
     np.testing.assert_allclose(table_logits(rows, table), expected, rtol=0, atol=2e-5)
 
 
+def pair(of: Iterable[Codes]) -> tuple[Codes, Codes]:
+    gate_up, down = of
+    return gate_up, down
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("how", ["reference", "triton"])
 def test_experts_read_codes(format, how):
     x, logits, scale, gate_up, down = cases.inputs(cases.CODED, 5, jnp.dtype("float32"))
     quantised_ones = [quantise(w, format, (1,)) for w in (gate_up, down)]
-    weights = [Codes(w.codes, factors=w.scales) for w in quantised_ones]
+    coded = (Codes(w.codes, factors=w.scales) for w in quantised_ones)
     options: dict[str, Any] = dict(top_k=cases.CODED.top_k, implementation=how)
     options["interpret"] = how == "triton"
-    found = experts(x, logits, scale, *weights, **options)
+    found = experts(x, logits, scale, *pair(coded), **options)
     numbers = [w.dequantise() for w in quantised_ones]
     expected = experts(x, logits, scale, *numbers, **options)
     np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
@@ -149,8 +155,8 @@ def test_experts_refuse_codes_without_factors_and_with_wrong_ones():
     with pytest.raises(ValueError, match="must have one dtype"):
         experts(x, logits, scale, gate_up.astype(jnp.int8), down.astype(jnp.int8), top_k=3)
     with pytest.raises(ValueError, match="gate_up_factors must be"):
-        experts(x, logits, scale, *(Codes(c) for c in codes), top_k=3)
-    floats = [Codes(c.astype(jnp.float32), factors=down[:, 0]) for c in codes]
+        experts(x, logits, scale, *pair(Codes(c) for c in codes), top_k=3)
+    floats = pair(Codes(c.astype(jnp.float32), factors=down[:, 0]) for c in codes)
     with pytest.raises(ValueError, match="codes must be of one dtype"):
         experts(x, logits, scale, *floats, top_k=3)
     with pytest.raises(ValueError, match="both be codes"):
@@ -362,7 +368,9 @@ def test_a_manifest_with_an_unknown_format_is_refused(bundled, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["dflash", "mtp"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format", [*FORMATS, "fp8-dynamic", "int4", "int4-zeros", "nvfp4", "mxfp4"]
+)
 def test_decoding_is_lossless_against_the_quantised_target(format, drafter):
     """Plain and speculative passes multiply the same codes, so they choose the same tokens."""
     pair = jaxspec.load(drafter=drafter, quantize=format, quantize_head=format, dtype="float32")

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.params import param
 from jaxspec.quantised import QuantisedArray
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.sharding import whole_rows
 from pallas_kernels.experts import add_up, choose, experts, router_logits
 from pallas_kernels.grouped import Codes, Coding
@@ -52,13 +52,17 @@ class Experts(nnx.Module):
         return choose(logits, self.expert_scale[...], self.top_k)
 
     def __call__(
-        self, x: Float[Array, "B T D"], to_router: Float[Array, "B T D"]
+        self,
+        x: Float[Array, "B T D"],
+        to_router: Float[Array, "B T D"],
+        real: Bool[Array, " rows"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Return the weighted sum of each token's experts.
 
         Args:
           x: the residual, normed for the experts.
           to_router: the residual, normed for the router.
+          real: which tokens are no padding, row by row; results of the others are 0. None: all.
         """
         gate_up, coding = _codes(self.gate_up[...])
         down, _ = _codes(self.down[...])
@@ -68,6 +72,7 @@ class Experts(nnx.Module):
             self.expert_scale[...],
             gate_up,
             down,
+            real,
             top_k=self.top_k,
             coding=coding,
         )

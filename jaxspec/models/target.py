@@ -17,6 +17,7 @@ from flax import nnx, struct
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.base import TargetConfig
+from jaxspec.models.xla import materialize
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
 from pallas_kernels.lone_row import twice_if_alone
 
@@ -33,6 +34,7 @@ class Placement(struct.PyTreeNode):
       slots: cache row of each batch row; None when they are the same.
       ancestors: the rows that each row may see, itself included: of a draft tree, or of several texts in
         one row. None for a chain.
+      real: which tokens are no padding, row by row; experts do no work for the others. None: all.
       remat: whether a backward pass computes each layer again, instead of keeping what it needs of it.
     """
 
@@ -41,6 +43,7 @@ class Placement(struct.PyTreeNode):
     count: Int[Array, " B"]
     slots: Int[Array, " B"] | None = None
     ancestors: Bool[Array, "B T T"] | None = None
+    real: Bool[Array, " rows"] | None = None
     remat: bool = struct.field(pytree_node=False, default=False)
 
     @property
@@ -190,9 +193,11 @@ def place(
 ) -> Placement:
     """Return where the tokens of a pass stand; arguments as in a target's call."""
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    # XLA would compute it again in every layer.
+    real = materialize((offset < count[:, None]).reshape(-1))
     if ancestors is not None:
         offset = jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
-    return Placement(start[:, None] + offset, start, count, slots, ancestors)
+    return Placement(start[:, None] + offset, start, count, slots, ancestors, real)
 
 
 def _repeat_token(
@@ -202,7 +207,11 @@ def _repeat_token(
     logit_rows: Int[Array, "1 R"] | None,
 ) -> tuple[Int[Array, "1 2"], Placement, Caches | None, Int[Array, "1 R"]]:
     """Make of a pass over one token a pass over two at one place; `count` says that one is real."""
-    pair = where.replace(positions=jnp.repeat(where.positions, 2, axis=1))
+    assert where.real is not None
+    pair = where.replace(
+        positions=jnp.repeat(where.positions, 2, axis=1),
+        real=jnp.concatenate([where.real, jnp.zeros_like(where.real)]),
+    )
     rows = jnp.zeros((1, 1), jnp.int32) if logit_rows is None else logit_rows
     return jnp.repeat(tokens, 2, axis=1), pair, caches, rows
 

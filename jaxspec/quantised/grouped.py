@@ -283,8 +283,9 @@ def from_float4(
     scales = np.asarray(scales)
     about = scales.dtype, np.shape(codes)[-1] // scales.shape[-1]
     if about == (np.dtype(ml_dtypes.float8_e4m3fn), 16):
-        factor = np.float32(1) if factor is None else factor
-        return _made("nvfp4", codes, scales, None, factor, shape, summed, dtype)
+        ones = np.ones((), np.float32)
+        factors = ones if factor is None else factor
+        return _made("nvfp4", codes, scales, None, factors, shape, summed, dtype)
     if about != (np.dtype(np.uint8), 32) or factor is not None:
         raise FormatError(
             f"4-bit floats with scales of {about[0]} and groups of {about[1]}; expected "

@@ -85,7 +85,7 @@ def convert(
       source: a directory or a hub id.
       destination: the directory to write, which must not exist yet.
       dtype: "float32" or "bfloat16" casts all parameters; None keeps the dtypes of the source.
-      quantize: the format of linears and experts, "int8" or "fp8"; None leaves them as numbers.
+      quantize: the format of linears and experts, such as "int8" or "int4"; None leaves them as numbers.
       quantize_head: of embedding and head, likewise.
 
     Raises:

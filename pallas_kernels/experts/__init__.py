@@ -1,7 +1,7 @@
 """Experts for few tokens: the choice of a router, a gated MLP per expert, and a weighted sum.
 
-`reference.py` shows what is computed. `triton.py` shows how the kernels read each expert in use
-once and the others never. `coded.py` has the products for weights that are codes, `launch.py` the
+`reference.py` shows what is computed. `routing.py` and `triton.py` show how the kernels read each
+expert in use once and the others never. `coded.py` has the products for weights that are codes, `launch.py` the
 order of all. `tuning.py` has tile sizes.
 """
 
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Bool, Float, Num
 
 from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
 from pallas_kernels.experts.launch import Tiling, experts_triton
@@ -31,6 +31,7 @@ def experts(
     expert_scale: Float[Array, " E"],
     gate_up: Num[Array, "E D 2 F"] | Codes,
     down: Num[Array, "E F D"] | Codes,
+    real: Bool[Array, " T"] | None = None,
     *,
     top_k: int,
     coding: Coding | None = None,
@@ -52,6 +53,8 @@ def experts(
         have inputs last, [E, 2, F, D], and factors [E, 2, F]. Codes of 4 bits are
         [E, D / 64, 2, F, 32], their scales [E, D / group, 2, F]: see `grouped.coding`.
       down: down matrix of each expert; or its codes, [E, D, F] or [E, F / 64, D, 32].
+      real: which tokens are no padding. Experts that only the others chose are not read, and the
+        results of the others are 0. None: all.
       top_k: number of experts of a token.
       coding: of codes of 4 bits; None for codes of 8 bits, and for numbers.
       implementation: "triton" needs 16-bit tokens and an NVIDIA GPU of compute capability 8.0 or
@@ -77,7 +80,8 @@ def experts(
     kernel = functools.partial(experts_triton, **options, tiling=tiling, interpret=interpret)
     plain = functools.partial(reference, **options)
     candidates = [Candidate("triton", kernel, reason)]
-    return dispatch(implementation, candidates, plain, x, logits, expert_scale, gate_up, down)
+    weights = gate_up, down, real
+    return dispatch(implementation, candidates, plain, x, logits, expert_scale, *weights)
 
 
 def _why_not_codes(x: Array, gate_up: Codes, f: int, interpret: bool) -> str | None:
@@ -120,27 +124,33 @@ def _check(
     x: Array, gate_up: Array | Codes, down: Array | Codes, coding: Coding | None
 ) -> tuple[int, int, int]:
     """Check the weights, and return the numbers of experts, inputs and hidden numbers."""
-    if isinstance(gate_up, Codes) != isinstance(down, Codes):
-        raise ValueError("gate_up and down must both be numbers or both be codes")
     d = x.shape[1]
-    if not isinstance(gate_up, Codes) or not isinstance(down, Codes):
-        e, f = down.shape[0], down.shape[1]
-        _same("tokens and experts must have one dtype", x.dtype, gate_up.dtype, down.dtype)
-        _shapes(x, gate_up=(gate_up, (e, d, 2, f)), down=(down, (e, f, d)))
-        return e, d, f
+    if isinstance(gate_up, Codes) and isinstance(down, Codes):
+        return _check_codes(x, gate_up, down, coding)
+    if isinstance(gate_up, Codes) or isinstance(down, Codes):
+        raise ValueError("gate_up and down must both be numbers or both be codes")
+    e, f = down.shape[0], down.shape[1]
+    _same("tokens and experts must have one dtype", x.dtype, gate_up.dtype, down.dtype)
+    _shapes(x, gate_up=(gate_up, (e, d, 2, f)), down=(down, (e, f, d)))
+    return e, d, f
+
+
+def _check_codes(
+    x: Array, gate_up: Codes, down: Codes, coding: Coding | None
+) -> tuple[int, int, int]:
+    """Do the same for codes."""
+    d = x.shape[1]
     if coding is None:
         (e, _, f), codes = down.codes.shape, down.codes.dtype
         if codes not in CODES or gate_up.codes.dtype != codes:
             raise ValueError(
-                f"codes must be of one dtype of {CODES}; gate_up is {gate_up.codes.dtype}, down {codes}"
+                f"codes must be of one dtype of {CODES}; gate_up is {gate_up.codes.dtype}, "
+                f"down {codes}"
             )
         _shapes(x, gate_up=(gate_up.codes, (e, 2, f, d)), down=(down.codes, (e, d, f)))
     else:
         e, _, _, f, _ = gate_up.codes.shape
-        blocks, groups = (
-            (-(-d // BLOCK), -(-f // BLOCK)),
-            (-(-d // coding.group), -(-f // coding.group)),
-        )
+        blocks, groups = ([-(-n // size) for n in (d, f)] for size in (BLOCK, coding.group))
         _shapes(
             x,
             gate_up=(gate_up.codes, (e, blocks[0], 2, f, BLOCK // 2)),
@@ -149,9 +159,8 @@ def _check(
             down_scales=(down.scales, (e, groups[1], d)),
         )
     if coding is None or gate_up.factors is not None:
-        _shapes(
-            x, gate_up_factors=(gate_up.factors, (e, 2, f)), down_factors=(down.factors, (e, d))
-        )
+        factors = gate_up.factors, down.factors
+        _shapes(x, gate_up_factors=(factors[0], (e, 2, f)), down_factors=(factors[1], (e, d)))
     return e, d, f
 
 

@@ -1,6 +1,6 @@
 """The products of experts whose weights are codes, of 8 bits or of 4 with groups, in Pallas Triton.
 
-They read the tiles that `triton.route` makes, as the products of that module do. The operands lie
+They read the tiles that `routing.route` makes, as the products of that module do. The operands lie
 the other way round: `pallas_kernels.grouped.operand` says why.
 """
 
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.experts.triton import Routed
+from pallas_kernels.experts.routing import Routed
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
 from pallas_kernels.grouped.operand import EightBits, FourBits, multiply_blocks
 from pallas_kernels.grouped.triton import Cut
@@ -26,7 +26,8 @@ from pallas_kernels.triton import load, store
 def _parts(refs: tuple[Any, ...], weight: Codes) -> Codes:
     """Put references to the arrays of a weight into the place of these."""
     left = iter(refs)
-    return Codes(*(None if array is None else next(left) for array in weight))
+    placed: list[Any] = [None if array is None else next(left) for array in weight]
+    return Codes(*placed)
 
 
 def _operand(w: Codes, coding: Coding | None, expert: Array, after: Any, cut: Cut, interpret: bool):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.experts import coded, triton
+from pallas_kernels.experts.routing import route
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.grouped.coding import Codes, Coding
 from pallas_kernels.grouped.triton import Cut
@@ -32,6 +33,7 @@ def experts_triton(
     expert_scale: Float[Array, " E"],
     gate_up: Float[Array, "E D 2 F"] | Codes,
     down: Float[Array, "E F D"] | Codes,
+    real: Bool[Array, " T"] | None = None,
     *,
     coding: Coding | None,
     top_k: int,
@@ -40,8 +42,8 @@ def experts_triton(
 ) -> Float[Array, "T D"]:
     """Launch the kernels. Arguments as in `pallas_kernels.experts.experts`, which checks them."""
     rows = tiling.rows
-    routed = triton.route(
-        logits, expert_scale, top_k=top_k, dtype=x.dtype, rows=rows, interpret=interpret
+    routed = route(
+        logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=rows, interpret=interpret
     )
     first, second = tiling.gate_up, tiling.down
     if isinstance(gate_up, Codes):
@@ -66,4 +68,8 @@ def experts_triton(
             routed, hidden, down, rows=rows, block=second, interpret=interpret
         )
     pairs = out.reshape(x.shape[0], top_k, -1).astype(jnp.float32)
-    return jnp.sum(pairs, axis=1).astype(x.dtype)
+    total = jnp.sum(pairs, axis=1).astype(x.dtype)
+    if real is None:
+        return total
+    # Nothing was written for pairs of padding. What is there may not be finite.
+    return jnp.where(real[:, None], total, jnp.zeros((), x.dtype))

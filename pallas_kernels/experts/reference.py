@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.elementary import contract, gelu_tanh
 from pallas_kernels.grouped.coding import Codes, Coding, dequantise
@@ -56,6 +56,7 @@ def reference(
     expert_scale: Float[Array, " E"],
     gate_up: Float[Array, "E D 2 F"] | Codes,
     down: Float[Array, "E F D"] | Codes,
+    real: Bool[Array, " T"] | None = None,
     *,
     top_k: int,
     coding: Coding | None = None,
@@ -100,7 +101,7 @@ def reference(
         of_each = contract("erf,edf->erd", hidden, down.astype(x.dtype))
         return jnp.sum(of_each * down_scales[:, None], axis=0).astype(x.dtype)
 
-    return twice_if_alone(
+    out = twice_if_alone(
         run,
         x,
         combine,
@@ -108,3 +109,4 @@ def reference(
         repeat=lambda x, c: (jnp.repeat(x, 2, axis=0), jnp.repeat(c, 2, axis=0)),
         first=lambda out: out[:1],
     )
+    return out if real is None else jnp.where(real[:, None], out, jnp.zeros((), out.dtype))

@@ -1,8 +1,7 @@
 """A mixture of experts for few tokens in Pallas Triton: each expert in use is read once.
 
-`route` chooses experts. It sorts the pairs (token, choice) by expert and cuts them into tiles. All
-rows of a tile belong to one expert. Routing is one kernel for few tokens. For more tokens it is two
-kernels, because all blocks of tokens must have chosen before the first pair can be placed.
+`routing.route` chooses experts. It sorts the pairs (token, choice) by expert and cuts them into
+tiles. All rows of a tile belong to one expert.
 
 `_gate_up` multiplies each tile by the gate and up matrices of its expert, and applies the
 activation. `_down` multiplies the tile by the down matrix and by the weights of the pairs, and
@@ -19,33 +18,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from pallas_kernels.experts.routing import Routed
 from pallas_kernels.triton import below, dot, load, store
-
-# Most tokens of a program that routes. It must not exceed the rows of any tile; see `_place`.
-BLOCK_TOKENS = 16
-
-
-class Routed(NamedTuple):
-    """The pairs (token * top_k + choice) in tiles by expert, and their weights."""
-
-    expert: Int[Array, " tiles"]
-    """The expert of each tile; undefined for a tile that is not used."""
-    used: Int[Array, " tiles"]
-    """How many rows of each tile are used: its first ones; 0 for a tile that is not used."""
-    pair: Int[Array, " padded"]
-    """The pair of each row of each tile; undefined for a row that is not used."""
-    weight: Float[Array, " pairs"]
-    """The weight of the result of each pair."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,125 +45,6 @@ class Block:
     inputs: int
     warps: int
     stages: int
-
-
-def num_tiles(pairs: int, num_experts: int, rows: int) -> int:
-    """Return the most tiles that a routing can need. Each expert in use may leave one not full."""
-    in_use = min(pairs, num_experts)
-    return in_use + (pairs - in_use) // rows
-
-
-def _choose(
-    logits_ref, scale_ref, weight_ref, *, block: int, top_k: int, dtype: DTypeLike
-) -> Array:
-    """Choose experts for a block of tokens, and write their weights.
-
-    Returns:
-      For each token and expert: the number of the choice that is this expert, or -1.
-    """
-    parts, tokens, num_experts = logits_ref.shape
-    token = pl.program_id(0) * block + lax.iota(jnp.int32, block)
-    expert = lax.iota(jnp.int32, _power(num_experts))[None, :]
-    inside = (token < tokens)[:, None] & (expert < num_experts)
-    # The scale is loaded first, because it comes from memory. The logits were just written and are
-    # still in L2.
-    scale = load(scale_ref, expert, mask=expert < num_experts).astype(jnp.float32)
-    logits = jnp.zeros(inside.shape, jnp.float32)
-    for part in range(parts):
-        logits += load(logits_ref, part, token[:, None], expert, mask=inside)
-    logits = jnp.where(inside, logits.astype(dtype).astype(jnp.float32), -jnp.inf)
-    probs = jnp.exp(logits - jnp.max(logits, axis=1)[:, None])
-    probs = probs / jnp.sum(probs, axis=1)[:, None]
-    # If one probability of a token is NaN, all are. Such a token gets the first experts, and NaN
-    # weights.
-    left = jnp.where(probs == probs, probs, jnp.inf)
-    # The bits of nonnegative floats, read as integers, are in the same order as the floats. The
-    # largest integer of a warp takes one instruction. An argmax takes twenty, one after another.
-    left = lax.bitcast_convert_type(left, jnp.int32)
-    choice = jnp.full(left.shape, -1, jnp.int32)
-    for j in range(top_k):
-        best = left == jnp.max(left, axis=1)[:, None]
-        first = jnp.min(jnp.where(best, expert, num_experts), axis=1)
-        mine = expert == first[:, None]
-        choice, left = jnp.where(mine, j, choice), jnp.where(mine, -1, left)
-    choice = jnp.where(inside, choice, -1)
-    weights = probs / jnp.sum(jnp.where(choice >= 0, probs, 0), axis=1)[:, None] * scale
-    # An index that is not stored must point outside, because the interpreter writes old values back
-    # to it.
-    pair = jnp.where(choice >= 0, token[:, None] * top_k + choice, weight_ref.shape[0])
-    plgpu.store(weight_ref.at[pair], weights, mask=choice >= 0)
-    return choice
-
-
-def _place(choice, before, counts, expert_ref, used_ref, pair_ref, *, top_k, rows, programs):
-    """Write the pairs of the program's tokens into tiles, and write its share of the tiles' data.
-
-    Args:
-      choice: what `_choose` returned.
-      before: for each expert, the number of pairs in earlier programs.
-      counts: for each expert, the number of pairs in all programs.
-    """
-    me, (block, experts) = pl.program_id(0), choice.shape
-    tiles = (counts + rows - 1) // rows
-    end = jnp.cumsum(tiles)
-    first = end - tiles
-    # Program `me` writes the `me`-th tile of every expert. A block has no more tokens than a tile
-    # has rows, so there are at least as many programs as tiles of one expert.
-    owned = me < tiles
-    tile = jnp.where(owned, first + me, expert_ref.shape[0])
-    plgpu.store(expert_ref.at[tile], lax.iota(jnp.int32, experts), mask=owned)
-    plgpu.store(used_ref.at[tile], jnp.minimum(counts - me * rows, rows), mask=owned)
-    share = _power(pl.cdiv(expert_ref.shape[0], programs))
-    tile = me * share + lax.iota(jnp.int32, share)
-    unused = (tile >= jnp.sum(tiles)) & (tile < expert_ref.shape[0])
-    tile = jnp.where(unused, tile, expert_ref.shape[0])
-    plgpu.store(used_ref.at[tile], jnp.zeros((share,), jnp.int32), mask=unused)
-    mine = (choice >= 0).astype(jnp.int32)
-    row = (first * rows + before)[None, :] + jnp.cumsum(mine, axis=0) - mine
-    row = jnp.where(mine > 0, row, pair_ref.shape[0])
-    token = me * block + lax.broadcasted_iota(jnp.int32, choice.shape, 0)
-    plgpu.store(pair_ref.at[row], token * top_k + choice, mask=mine > 0)
-
-
-def _route_few(
-    logits_ref, scale_ref, expert_ref, used_ref, pair_ref, weight_ref, *, block, top_k, dtype, rows
-):
-    """Choose experts and place the pairs, when there is only one block of tokens."""
-    choice = _choose(logits_ref, scale_ref, weight_ref, block=block, top_k=top_k, dtype=dtype)
-    counts = jnp.sum((choice >= 0).astype(jnp.int32), axis=0)
-    refs = expert_ref, used_ref, pair_ref
-    _place(choice, jnp.zeros_like(counts), counts, *refs, top_k=top_k, rows=rows, programs=1)
-
-
-def _choose_block(logits_ref, scale_ref, weight_ref, choice_ref, count_ref, *, block, top_k, dtype):
-    """Choose experts for the tokens of a block, and count how often each expert was chosen."""
-    me = pl.program_id(0)
-    choice = _choose(logits_ref, scale_ref, weight_ref, block=block, top_k=top_k, dtype=dtype)
-    row = me * block + lax.iota(jnp.int32, block)[:, None]
-    expert = lax.iota(jnp.int32, choice.shape[1])
-    store(choice_ref, row, expert[None, :], value=choice, mask=row >= 0)
-    plgpu.store(count_ref.at[me, expert], jnp.sum((choice >= 0).astype(jnp.int32), axis=0))
-
-
-def _place_block(
-    choice_ref, count_ref, expert_ref, used_ref, pair_ref, *, block: int, top_k: int, rows: int
-):
-    """Place the pairs of a block of tokens behind those of all earlier blocks."""
-    me, (programs, experts) = pl.program_id(0), count_ref.shape
-    expert, some = lax.iota(jnp.int32, experts), min(_power(programs), 32)
-
-    def count(step, sums):
-        other = step * some + lax.iota(jnp.int32, some)[:, None]
-        counts = load(count_ref, other, expert[None, :], mask=other < programs)
-        earlier = jnp.where(other < me, counts, 0)
-        return sums[0] + jnp.sum(earlier, axis=0), sums[1] + jnp.sum(counts, axis=0)
-
-    zeros = jnp.zeros((experts,), jnp.int32)
-    before, counts = lax.fori_loop(0, pl.cdiv(programs, some), count, (zeros, zeros))
-    row = me * block + lax.iota(jnp.int32, block)[:, None]
-    choice = load(choice_ref, row, expert[None, :])
-    refs = expert_ref, used_ref, pair_ref
-    _place(choice, before, counts, *refs, top_k=top_k, rows=rows, programs=programs)
 
 
 def _gate_up(
@@ -260,67 +123,6 @@ def _down(
 
 def _both(a: Array | None, b: Array | None) -> Array | None:
     return a if b is None else b if a is None else a & b
-
-
-def _power(size: int) -> int:
-    return pl.next_power_of_2(size)
-
-
-def route(
-    logits: Float[Array, "S T E"],
-    expert_scale: Float[Array, " E"],
-    *,
-    top_k: int,
-    dtype: DTypeLike,
-    rows: int,
-    interpret: bool = False,
-) -> Routed:
-    """Choose experts as `reference.choose` does, and sort the pairs by expert into tiles of rows.
-
-    Args:
-      logits: float32 logits of the router, in parts.
-      expert_scale: a factor of the weight of each expert.
-      top_k: number of experts of a token.
-      dtype: the summed logits are rounded to this dtype.
-      rows: rows of a tile.
-      interpret: whether to interpret the kernels.
-    """
-    _, tokens, num_experts = logits.shape
-    pairs = tokens * top_k
-    tiles = num_tiles(pairs, num_experts, rows)
-    block = min(_power(tokens), BLOCK_TOKENS)
-    programs = pl.cdiv(tokens, block)
-    weight = jax.ShapeDtypeStruct((pairs,), jnp.float32)
-    of_tiles = (
-        jax.ShapeDtypeStruct((tiles,), jnp.int32),
-        jax.ShapeDtypeStruct((tiles,), jnp.int32),
-        jax.ShapeDtypeStruct((tiles * rows,), jnp.int32),
-    )
-    call = functools.partial(
-        pl.pallas_call,
-        grid=(programs,),
-        # One warp per token, for up to 8 tokens. 8 tokens on an H200 take 3.1 us, instead of 3.6 us
-        # with half as many warps. More than 8 warps take longer to synchronize.
-        compiler_params=plgpu.CompilerParams(num_warps=min(block, 8), num_stages=1),
-        interpret=interpret,
-    )
-    if programs == 1:
-        kernel = functools.partial(_route_few, block=block, top_k=top_k, dtype=dtype, rows=rows)
-        few = call(kernel, out_shape=(*of_tiles, weight), name="experts_route")
-        return Routed(*few(logits, expert_scale))
-    padded = _power(num_experts)
-    weight, choice, count = call(
-        functools.partial(_choose_block, block=block, top_k=top_k, dtype=dtype),
-        out_shape=(
-            weight,
-            jax.ShapeDtypeStruct((programs * block, padded), jnp.int32),
-            jax.ShapeDtypeStruct((programs, padded), jnp.int32),
-        ),
-        name="experts_choose",
-    )(logits, expert_scale)
-    kernel = functools.partial(_place_block, block=block, top_k=top_k, rows=rows)
-    expert, used, pair = call(kernel, out_shape=of_tiles, name="experts_place")(choice, count)
-    return Routed(expert, used, pair, weight)
 
 
 def multiply_gate_up(

@@ -42,8 +42,14 @@ CODED = {
         ),
     ),
     4: (
-        (0.75, Tiling(16, Cut(16, 32, stages=6), Cut(16, 128, stages=4))),
-        (24.0, Tiling(16, Cut(16, 64, unroll=1, stages=4), Cut(16, 128, stages=4))),
+        (
+            0.75,
+            Tiling(16, Cut(16, 32, stages=6, early=True), Cut(16, 128, stages=4, early=True)),
+        ),
+        (
+            24.0,
+            Tiling(16, Cut(16, 64, stages=4, early=True), Cut(16, 128, stages=4, early=True)),
+        ),
         (
             float("inf"),
             Tiling(

@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.runtime import row_keys
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Params
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
@@ -54,7 +53,7 @@ def rollout(
             jnp.full(b, new_tokens),
             jnp.full((b, 1), -1),
             sampling,
-            row_keys(jnp.asarray(seeds)),
+            jnp.asarray(seeds),
         ),
     )
     for begin in range(0, t, chunk or t):

@@ -243,7 +243,7 @@ def test_a_new_request_starts_from_nothing() -> None:
         jnp.full(3, 4),
         jnp.full((3, 1), -1),
         spec.sampling(3),
-        jax.random.split(jax.random.key(1), 3),
+        jnp.ones((3, 2), jnp.uint32),
     )
     counts = states.admit(state, new).counts
     assert counts is not None

@@ -161,7 +161,8 @@ def test_caches_alias_and_nothing_large_is_copied_in_the_loop(name, drafter, sha
         text = program.as_text()
         memory = program.memory_analysis()
         assert memory is not None
-        assert memory.alias_size_in_bytes >= cache_bytes, kind
+        taken = 0 if kind in ("admit", "retire") else cache_bytes  # which take no caches
+        assert memory.alias_size_in_bytes >= taken, kind
         assert "input_output_alias" in text.splitlines()[0], kind
         if kind == "decode":
             assert "while(" in text

@@ -22,7 +22,8 @@ from pallas_kernels.experts.cases import (
     logits_for,
 )
 from pallas_kernels.experts.launch import Tiling
-from pallas_kernels.experts.triton import Block, Routed, num_tiles, route
+from pallas_kernels.experts.routing import Routed, num_tiles, route
+from pallas_kernels.experts.triton import Block
 from pallas_kernels.experts.tuning import TABLE, tiling_for
 from tests.decode.cases import slow
 
@@ -187,3 +188,26 @@ def test_a_choice_that_cannot_run_is_refused() -> None:
         args = inputs(SMALL, 2, jnp.dtype("bfloat16"))
         with pytest.raises(ValueError, match="interpret mode"):
             experts(*args, top_k=3, implementation="triton")
+
+
+@pytest.mark.parametrize("tokens", [5, 37])
+def test_padding_chooses_no_expert(tokens: int) -> None:
+    """Real tokens get the same bits as without it, whatever the padding holds, and padding gets 0."""
+    x, logits, *others = inputs(SMALL, tokens, jnp.dtype("float32"))
+    real = jnp.arange(tokens) % 3 > 0
+    for run in (interpreted, reference):
+        clean = run(x, logits, *others, top_k=SMALL.top_k)
+        spoilt = x.at[~real].set(jnp.nan), logits.at[:, ~real].set(jnp.nan)
+        found = run(*spoilt, *others, real, top_k=SMALL.top_k)
+        assert (found[real] == clean[real]).all()
+        assert (found[~real] == 0).all()
+
+
+def test_experts_that_only_padding_chose_are_not_read() -> None:
+    *router, gate_up, down = inputs(SMALL, 4, jnp.dtype("float32"))
+    real = jnp.asarray([True, False, True, False])
+    used = chosen_experts(SMALL, 4, "random")[np.asarray(real)]
+    unused = np.setdiff1d(np.arange(SMALL.experts), used)
+    given = *router, gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan)
+    found = interpreted(*given, real, top_k=SMALL.top_k)
+    assert jnp.isfinite(found).all()

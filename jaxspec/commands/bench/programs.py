@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec.cache import RING_MULTIPLE
 from jaxspec.prefill import PREFILL_CHUNK, chunk_of
 from jaxspec.records import Sampling
-from jaxspec.requests import sampling_params
+from jaxspec.requests import sampling_values
 from jaxspec.runtime import Runtime, cache_length_for
 from jaxspec.shapes import Int
 from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
@@ -30,7 +30,7 @@ def admission_of(runtime: Runtime, max_new_tokens: int, seed: int, sampling: Sam
     batch = runtime.batch_size
     seeds = np.stack([np.full(batch, seed), np.arange(batch)], axis=1)
     limits, no_stop = [max_new_tokens] * batch, np.full((batch, 1), -1)
-    asked = sampling_params(runtime.spec, [sampling] * batch)
+    asked = sampling_values(runtime.spec, [sampling] * batch)
     return runtime.admission(range(batch), limits, no_stop, asked, seeds)
 
 

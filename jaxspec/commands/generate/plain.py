@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxspec.engine import Engine
-from jaxspec.requests import Request, sampling_params
+from jaxspec.requests import Request, sampling_values
 from jaxspec.runtime import Runtime, make_spec
 from jaxspec.sharding import fetch, own_context
 from jaxspec.state import DecodeState
@@ -78,7 +78,7 @@ def measure(
             range(batch),
             [length - spec.step_tokens - len(row.prompt_ids) for row in rows],
             np.full((batch, engine.num_stop_ids), -1, np.int32),  # none stops
-            sampling_params(spec, [row.sampling for row in rows]),
+            sampling_values(spec, [row.sampling for row in rows]),
             np.zeros((batch, 2), np.uint32),
         )
         state = fast.admit(state, admission)
