@@ -8,6 +8,7 @@ from checkpoints_convert.rules import (
     Rule,
     RuleSet,
     Skip,
+    Stack,
     experts,
     for_layers,
     heads,
@@ -72,13 +73,13 @@ _SKIPS = (
     Skip(r"(model\.|language_model\.)*lm_head\.weight", "tied head", copy_of="embed_tokens.weight"),
 )
 
-_REFUSED = (
-    (
-        r".+\.experts\.\d+\..+",
-        "experts are stored one by one; only the fused layout of the bfloat16 release is read, "
-        "with experts.gate_up_proj and experts.down_proj",
-    ),
+_STACKS = (
+    Stack("experts.gate_up_proj", ("gate_proj", "up_proj")),
+    Stack("experts.down_proj", ("down_proj",)),
 )
+"""The release has all experts of a layer in one tensor. Quantised builds have a matrix each."""
+
+_ALIASES = ((".moe.", "."),)
 
 
 def rule_set(
@@ -107,7 +108,7 @@ def rule_set(
         i: "q" if i in shared else "qk" if i in key_is_value else "qkv" for i in range(num_layers)
     }
     attention = tuple(_qkv_rule(projections, i) for i, projections in names.items())
-    return RuleSet((*rules, *attention), _PREFIXES, skips, _REFUSED)
+    return RuleSet((*rules, *attention), _PREFIXES, skips, stacks=_STACKS, aliases=_ALIASES)
 
 
 def _qkv_rule(projections: str, layer: int) -> Rule:

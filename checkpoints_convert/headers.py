@@ -33,6 +33,7 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 """Dtypes by safetensors name. Most of them only occur in tensors that are skipped or refused."""
 

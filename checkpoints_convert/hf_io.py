@@ -20,9 +20,11 @@ import numpy as np
 from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.files import read_json
 from checkpoints_convert.headers import DTYPES, StoredTensor, nbytes_of, read_header
+from checkpoints_convert.quantised.gguf import read_gguf
 from checkpoints_convert.rules import TensorSpec
 
 CONFIG_FILES = ("config.json", "generation_config.json")
+QUANTIZATION_FILE = "hf_quant_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -86,7 +88,13 @@ def _snapshot(repo: str, revision: str | None, token: str | None, offline: bool)
                 revision=revision,
                 token=token,
                 local_files_only=offline,
-                allow_patterns=["model*.safetensors", _INDEX, *CONFIG_FILES, *TOKENIZER_FILES],
+                allow_patterns=[
+                    "model*.safetensors",
+                    _INDEX,
+                    QUANTIZATION_FILE,
+                    *CONFIG_FILES,
+                    *TOKENIZER_FILES,
+                ],
             )
         )
     except errors.GatedRepoError:
@@ -111,12 +119,19 @@ def _snapshot(repo: str, revision: str | None, token: str | None, offline: bool)
 
 @dataclass(frozen=True)
 class HFCheckpoint:
-    """An opened Hugging Face directory, with parsed configs and checked file headers."""
+    """An opened Hugging Face directory, with parsed configs and checked file headers.
+
+    Attributes:
+      quantization: the parsed hf_quant_config.json, which ModelOpt writes; None if there is none.
+      self_described: whether the file says itself how each tensor is quantised, as GGUF does.
+    """
 
     directory: Path
     config: dict[str, Any]
     generation_config: dict[str, Any] | None
     tensors: dict[str, StoredTensor]
+    quantization: dict[str, Any] | None = None
+    self_described: bool = False
 
     def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
         """Read one tensor, and cast it to `dtype` if one is given.
@@ -160,13 +175,18 @@ def open_checkpoint(directory: Path) -> HFCheckpoint:
     Raises:
       CheckpointError: the directory is no checkpoint, or a file is missing, truncated or corrupt.
     """
-    _refuse_gguf(directory)
+    gguf = _gguf_file(directory)
     if not _is_file(directory / "config.json"):
-        raise CheckpointError(f"{directory} is not a model: it has no config.json")
+        beside = (
+            ""
+            if gguf is None
+            else (f". Put config.json and the tokenizer's files of the model beside {gguf.name}")
+        )
+        raise CheckpointError(f"{directory} is not a model: it has no config.json{beside}")
     config = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
-    tensors: dict[str, StoredTensor] = {}
-    for file, indexed in _weight_files(directory).items():
+    tensors: dict[str, StoredTensor] = {} if gguf is None else read_gguf(gguf)
+    for file, indexed in _weight_files(directory).items() if gguf is None else ():
         held = read_header(file)
         if indexed is not None and (absent := sorted(set(indexed) - set(held))):
             raise CheckpointError(
@@ -175,19 +195,32 @@ def open_checkpoint(directory: Path) -> HFCheckpoint:
         if twice := sorted(set(held) & set(tensors)):
             raise CheckpointError(f"{file} repeats tensors of another shard: {listed(twice)}")
         tensors |= held
+    made_by = directory / QUANTIZATION_FILE
     return HFCheckpoint(
-        directory, config, read_json(generation) if _is_file(generation) else None, tensors
+        directory,
+        config,
+        read_json(generation) if _is_file(generation) else None,
+        tensors,
+        read_json(made_by) if _is_file(made_by) else None,
+        self_described=gguf is not None,
     )
 
 
-def _refuse_gguf(directory: Path) -> None:
-    """Refuse a directory whose only weights are in GGUF files."""
-    files = [file.name for file in sorted(directory.glob("*.gguf"))]
-    if files and not any(directory.glob("*.safetensors")):
+def _gguf_file(directory: Path) -> Path | None:
+    """Return the GGUF file that holds the weights of a directory; None if safetensors do.
+
+    Raises:
+      CheckpointError: there are several.
+    """
+    if any(directory.glob("*.safetensors")):
+        return None
+    # The vision tower has a file of its own.
+    files = [file for file in sorted(directory.glob("*.gguf")) if "mmproj" not in file.name]
+    if len(files) > 1:
         raise CheckpointError(
-            f"{directory} holds GGUF files, which are not read yet ({listed(files)}); take the "
-            "bfloat16 release of the model, and quantize it while it is loaded: --quantize int8"
+            f"{directory} holds several GGUF files ({listed(file.name for file in files)}); leave one"
         )
+    return files[0] if files else None
 
 
 def _weight_files(directory: Path) -> dict[Path, list[str] | None]:

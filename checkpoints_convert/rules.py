@@ -41,6 +41,9 @@ class Transform:
       name: name of the transform.
       to_param: returns the parameter for the source tensors and the shape of the parameter.
       to_sources: returns the source tensors for the parameter and the number of sources.
+      rows: joins arrays [out, n], one for each source, into one [*out, n] for the shape of the
+        parameter. What a row holds (codes, or scales of its groups) stays together. None where
+        no product multiplies by the parameter.
       integers: whether the parameter holds integers. Such a parameter stays int32 in every dtype
         that weights are cast to. Files store it as int64.
     """
@@ -48,6 +51,7 @@ class Transform:
     name: str
     to_param: Callable[[Sequence[Any], Shape], Any]
     to_sources: Callable[[Any, int], tuple[Any, ...]]
+    rows: Callable[[Sequence[Any], Shape], Any] | None = None
     integers: bool = False
 
 
@@ -87,10 +91,17 @@ def _to_output(param: Any, _: int) -> tuple[Any, ...]:
     return (_transpose(param.reshape(-1, param.shape[-1])),)
 
 
+def _linear_rows(sources: Sequence[Any], shape: Shape) -> Any:
+    return _join(sources).reshape(*shape[1:], -1)
+
+
+def _heads_rows(sources: Sequence[Any], shape: Shape) -> Any:
+    _, k, _, h = shape
+    return _join([s.reshape(k, -1, h, s.shape[-1]) for s in sources], axis=1)
+
+
 def _from_heads(sources: Sequence[Any], shape: Shape) -> Any:
-    d, k, _, h = shape
-    by_kv_head = _join([s.reshape(k, -1, h, d) for s in sources], axis=1)
-    return _transpose(by_kv_head.reshape(-1, d)).reshape(shape)
+    return _transpose(_heads_rows(sources, shape).reshape(-1, shape[0])).reshape(shape)
 
 
 def _to_heads(param: Any, count: int) -> tuple[Any, ...]:
@@ -98,6 +109,10 @@ def _to_heads(param: Any, count: int) -> tuple[Any, ...]:
     by_kv_head = _transpose(param.reshape(d, -1)).reshape(k, x, h, d)
     starts = [0, *range(x - count + 1, x + 1)]  # every later source has 1 head per kv head
     return tuple(by_kv_head[:, a:b].reshape(-1, d) for a, b in itertools.pairwise(starts))
+
+
+def _experts_rows(sources: Sequence[Any], shape: Shape) -> Any:
+    return sources[0].reshape(shape[0], *shape[2:], -1)
 
 
 def _from_experts(sources: Sequence[Any], shape: Shape) -> Any:
@@ -108,7 +123,12 @@ def _to_experts(param: Any, _: int) -> tuple[Any, ...]:
     return (_transpose(param.reshape(param.shape[0], param.shape[1], -1)),)
 
 
-same = Transform("same", lambda sources, shape: sources[0].reshape(shape), lambda x, _: (x,))
+same = Transform(
+    "same",
+    lambda sources, shape: sources[0].reshape(shape),
+    lambda x, _: (x,),
+    lambda sources, shape: sources[0],
+)
 """Copies embeddings, norms and scalars as they are."""
 
 integers = Transform("integers", same.to_param, same.to_sources, integers=True)
@@ -117,20 +137,20 @@ integers = Transform("integers", same.to_param, same.to_sources, integers=True)
 permutation = Transform("permutation", same.to_param, same.to_sources, integers=True)
 """Copies an ordering of all tokens as it is. Conversion checks that no token is left out."""
 
-linear = Transform("linear", _from_linear, _to_linear)
+linear = Transform("linear", _from_linear, _to_linear, _linear_rows)
 """Joins [out, in] matrices along out into [in, *out]: one projection, or gate and up."""
 
-linear_out = Transform("linear_out", _from_linear, _to_output)
+linear_out = Transform("linear_out", _from_linear, _to_output, lambda sources, shape: sources[0])
 """Turns one [out, in] matrix into [*in, out]: the output projection of attention."""
 
-heads = Transform("heads", _from_heads, _to_heads)
+heads = Transform("heads", _from_heads, _to_heads, _heads_rows)
 """Joins q, k and v matrices [heads * H, D] into [D, K, G + 2, H].
 
 Each kv head has its G queries, then its key, then its value. Layers with k = v have no value, and
 layers with shared K/V have queries only. k and v alone become [D, K, 2, H].
 """
 
-experts = Transform("experts", _from_experts, _to_experts)
+experts = Transform("experts", _from_experts, _to_experts, _experts_rows)
 """Turns stacked [E, out, in] matrices into [E, in, *out]. Gate rows come before up rows."""
 
 
@@ -189,6 +209,24 @@ class Skip:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Names matrices that a checkpoint may store one by one in place of one stacked tensor.
+
+    Attributes:
+      pattern: the end of the name of the stacked tensor, [E, out, in].
+      parts: the modules of one matrix, whose rows follow each other. Of "experts.gate_up_proj"
+        they are those of "experts.7", say.
+    """
+
+    pattern: str
+    parts: tuple[str, ...]
+
+    def names(self, stacked: str, index: int) -> tuple[str, ...]:
+        """Return the names of matrix `index` of a stacked tensor."""
+        return tuple(f"{stacked.rpartition('.')[0]}.{index}.{part}.weight" for part in self.parts)
+
+
+@dataclass(frozen=True)
 class RuleSet:
     """Everything that the conversion knows about one model.
 
@@ -196,17 +234,18 @@ class RuleSet:
       rules: one rule for every parameter.
       prefixes: what may stand before every source name. The first is the prefix of the releases.
       skips: tensors that are left out.
-      refused: layouts that are known but not supported. Each is a pattern of tensor names and the
-        message of the error.
       advice: what to do about tensors that may be missing. Each is a pattern of source names and
         the advice, which is added to the error.
+      stacks: tensors that may be stored matrix by matrix.
+      aliases: parts of names that some programs write, and what stands for them here.
     """
 
     rules: tuple[Rule, ...]
     prefixes: tuple[str, ...]
     skips: tuple[Skip, ...] = ()
-    refused: tuple[tuple[str, str], ...] = ()
     advice: tuple[tuple[str, str], ...] = ()
+    stacks: tuple[Stack, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
 def for_layers(rules: Iterable[Rule], layers: int, params: Iterable[str]) -> tuple[Rule, ...]:
@@ -298,15 +337,9 @@ def match(
       where: the name of the checkpoint, for messages.
 
     Raises:
-      CheckpointError: the layout is refused. Or tensors are missing, not known, or of a wrong shape
-        or dtype; the message lists the first of them and counts the others.
+      CheckpointError: tensors are missing, not known, or of a wrong shape or dtype; the message
+        lists the first of them and counts the others.
     """
-    for pattern, message in rules.refused:
-        found = [n for n in tensors if re.fullmatch(pattern, n)]
-        if found:
-            raise CheckpointError(
-                f"{where}: {message} (found {found[0]} and {len(found) - 1} more)"
-            )
     prefix = find_prefix(rules, tensors)
     fills = fills_for(rules, params, prefix)
     used = {name for fill in fills for name in fill.sources}

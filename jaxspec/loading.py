@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from checkpoints_convert import hf_io
@@ -21,11 +22,11 @@ from jaxspec.families import Family, ModelConfig, families, graph_of, named
 from jaxspec.memory import check_weights_fit
 from jaxspec.params import Graph
 from jaxspec.quantised.choice import quantised_graph
-from jaxspec.shapes import Params
+from jaxspec.shapes import Array, Params
 from jaxspec.sharding import make_mesh, place
 from jaxspec.storage.arrays import restore_params
-from jaxspec.storage.conversion import open_source
 from jaxspec.storage.manifest import MANIFEST, Manifest
+from jaxspec.storage.source import open_source
 from jaxspec.trees import flat_params
 
 __all__ = ["CheckpointError", "LoadedModel", "default_dtype", "load_drafter", "load_target"]
@@ -75,11 +76,13 @@ def load_target(
     Without `mesh`, arrays go to the default device one at a time. They are uncommitted, like all
     arrays that JAX places by itself. With `mesh`, each shard goes straight to its own device.
     A weight that is to be quantised is so as soon as it is on the device. So a device holds the
-    quantised weights, and the largest weight as numbers.
+    quantised weights, and the largest weight as numbers. What a file holds quantised goes to the
+    device as it is.
 
     Args:
       dtype: "float32" or "bfloat16". All arrays are cast to it.
-      quantize: the format of linears and experts, such as "int8" or "int4"; None for what is stored.
+      quantize: the format of linears and experts, such as "int8" or "int4"; None for what is
+        stored. Those that are stored quantised stay as they are, but fp8 may become "fp8-dynamic".
       quantize_head: of embedding and head, likewise.
 
     Raises:
@@ -133,13 +136,20 @@ def _load(
         return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
     opened = open_source(directory)
     _check_role(source, opened.family, role)
-    graph = quantised_graph(graph_of(opened.config, dtype), source, *formats, option)
+    stored = opened.quantised_graph(graph_of(opened.config, dtype), formats[0])
+    graph = quantised_graph(stored, source, *formats, option)
     check_weights_fit(graph, mesh or _default_mesh())
-    shardings = None if mesh is None else graph.weight_shardings(mesh)
+    shardings = {} if mesh is None else {**graph.weight_shardings(mesh), **graph.shardings(mesh)}
+
+    def placed(name: str, array: np.ndarray) -> Array:
+        return jnp.asarray(array) if mesh is None else place(array, shardings[name])
+
     params: Params = {}
-    for name, array in opened.arrays(jnp.dtype(dtype)):
-        placed = jnp.asarray(array) if shardings is None else place(array, shardings[name])
-        params |= graph.pack(name, placed)
+    for name, array in opened.arrays(graph, jnp.dtype(dtype)):
+        if isinstance(array, dict):  # as the file has them
+            params |= {f"{name}.{part}": placed(f"{name}.{part}", x) for part, x in array.items()}
+        else:
+            params |= graph.pack(name, placed(name, array))
     return LoadedModel(graph, params, opened.config, opened.generation, directory, source)
 
 

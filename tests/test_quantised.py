@@ -20,9 +20,8 @@ from jax.sharding import AbstractMesh, AxisType
 import jaxspec
 from jaxspec import loading, memory, quantised
 from jaxspec.api import BUNDLED
-from jaxspec.configs.base import ConfigError
 from jaxspec.configs.gemma4 import PRESETS
-from jaxspec.families import graph_of, recognise
+from jaxspec.families import graph_of
 from jaxspec.loading import CheckpointError, LoadedModel
 from jaxspec.models.layers import project, table_logits
 from jaxspec.params import Graph
@@ -335,32 +334,6 @@ def test_unknown_formats_are_refused_with_those_that_are_known():
         quantised.named("q4_k")
     with pytest.raises(ValueError, match=r"has no weight final_norm to quantise"):
         tiny.target("31b")[0].with_formats({"final_norm": "int8"})
-
-
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"quant_method": "awq", "bits": 4}, "quantised, AWQ"),
-        ({"quant_method": "gptq"}, "GPTQ"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "compressed-tensors 'pack-quantized', 4-bit groups",
-        ),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVIDIA ModelOpt 'NVFP4'"),
-        ({"quant_method": "exl3"}, "by a method that is not known, 'exl3'"),
-        ("int4", "as 'int4'"),
-    ],
-)
-def test_files_in_formats_that_are_not_read_are_refused_by_name(values, named):
-    """Also of drafters, and where a multimodal config says it of its text part."""
-    for config in (
-        {"model_type": "gemma4_text", "quantization_config": values},
-        {"model_type": "gemma4", "text_config": {"quantization_config": values}},
-        {"architectures": ["DFlashDraftModel"], "quantization_config": values},
-    ):
-        with pytest.raises(ConfigError, match=f"{named}.* not read yet; take .*--quantize int8"):
-            recognise(config)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ from jaxspec.configs.fields import (
     short_repr,
     size,
 )
-from jaxspec.configs.quantization import refuse_quantised
 from jaxspec.records import shown
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
@@ -217,7 +216,6 @@ def _gemma4_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     if outer in ("gemma4", "gemma4_unified") and not object_of(config, "text_config"):
         raise ConfigError(f"config.json has model_type {outer!r} but no text_config")
-    refuse_quantised(config)
     return text
 
 

@@ -26,7 +26,6 @@ from jaxspec.configs.fields import (
     size,
     words_of,
 )
-from jaxspec.configs.quantization import refuse_quantised
 from jaxspec.records import REQUIRED, shown
 
 MODEL_TYPES = ("qwen3",)
@@ -92,7 +91,6 @@ class Qwen3Config(TargetConfig):
                 f"config.json has architectures {shown(list(architectures))}; a Qwen3 target has "
                 f"{', '.join(ARCHITECTURES)}"
             )
-        refuse_quantised(config)
         refuse_unless(config, "hidden_act", ("silu",), default="silu")
         refuse_unless(config, "attention_bias", (False, None), default=False)
         refuse_unless(config, "tie_word_embeddings", (True, False), default=False)

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.configs.fields import WORDS, ConfigError, read
-from jaxspec.configs.quantization import refuse_quantised
 from jaxspec.families import dflash, gemma4, mtp, qwen3
 from jaxspec.families.base import (
     Assumption,
@@ -101,11 +100,9 @@ def recognise(config: Mapping[str, Any]) -> Family:
     Drafters are tried first, because the files of some have the `model_type` of a target.
 
     Raises:
-      ConfigError: no family has this model type or one of these architectures, or the weights are
-        quantised.
+      ConfigError: no family has this model type or one of these architectures.
     """
     read(config, "model_type", WORDS, None)
-    refuse_quantised(config)
     for family in (*families("drafter"), *families("target")):
         if family.recognises(config):
             return family

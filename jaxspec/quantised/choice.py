@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import named, names
 from jaxspec.records import FieldError, shown
 from pallas_kernels.dispatch import capability
@@ -40,29 +41,49 @@ def quantised_graph(
 ) -> Graph:
     """Return the graph of a model that is to be quantised while it is loaded.
 
+    What is stored quantised stays as it is. The options are for the rest. Only a format of the same
+    arrays may take the place of another: fp8-dynamic that of fp8.
+
     Args:
       graph: of what is stored at `source`.
       field: how the option that names the format of linears is called.
 
     Raises:
-      FieldError: a format is not known or does not run here, or the model is quantised already.
+      FieldError: a format is not known or does not run here, or all that it is meant for is quantised
+        already.
     """
     asked = {field: quantize, "quantize_head": quantize_head}
     asked = {name: format for name, format in asked.items() if format is not None}
     for name, format in asked.items():
         check_format(name, format)
-    if asked and graph.formats:
-        raise FieldError(
-            next(iter(asked)),
-            lambda name: (
-                f"{source} is quantised already, its weights are {graph.storage}: leave out "
-                f"{' and '.join(name(option) for option in asked)}, or load the model that it was "
-                "made of"
-            ),
-        )
-    for format in {format for _, format in graph.formats}:
+    stored = dict(graph.formats)
+    of_option = {
+        field: formats_for(graph, linears=quantize),
+        "quantize_head": formats_for(graph, tables=quantize_head),
+    }
+    chosen: dict[str, str] = {}
+    for name, wanted in of_option.items():
+        can = {n: f for n, f in wanted.items() if n not in stored or _same_arrays(graph, n, f)}
+        if wanted and not can:
+            raise FieldError(
+                name,
+                lambda name: (
+                    f"{source} is quantised already, its weights are {graph.storage}: leave out "
+                    f"{' and '.join(name(option) for option in asked)}, or load the model that it "
+                    "was made of"
+                ),
+            )
+        chosen |= can
+    for format in set(stored.values()):
         check_device(field, format)
-    return graph.with_formats(formats_for(graph, quantize, quantize_head)) if asked else graph
+    return graph.with_formats(stored | chosen)
+
+
+def _same_arrays(graph: Graph, name: str, format: str) -> bool:
+    """Tell whether the stored arrays of a quantised weight are those of another format too."""
+    weight = graph.abstract_weights()[name]
+    assert isinstance(weight, QuantisedArray)
+    return weight.parts == named(format).parts(weight.shape, weight.summed)
 
 
 def check_format(field: str, format: str) -> None:

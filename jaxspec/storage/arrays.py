@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.files import read_json
 from jaxspec.params import Graph
-from jaxspec.shapes import Array, Params
+from jaxspec.shapes import Params
 from jaxspec.storage.finite import check_on_devices, checked
 
 # The size of a chunk of a stored array. It bounds the memory of a write beside the array itself.
@@ -98,8 +98,8 @@ def restore_params(
 
     Args:
       mesh: where to place the weights; None is the default device.
-      stored: what the directory holds: the graph, with formats of its own. None: the graph itself.
-        A weight that has a format in `graph` alone is quantised as soon as it is on the devices.
+      stored: what the directory holds: the graph, with fewer formats. None: the graph itself. A
+        weight that has a format in `graph` alone is quantised as soon as it is on the devices.
 
     Raises:
       CheckpointError: names or shapes are not the graph's (they are listed), a file is damaged, or
@@ -116,7 +116,7 @@ def restore_params(
         arrays = zip(expected.items(), read_params(directory, list(expected)), strict=True)
         params: Params = {}
         for (n, a), x in arrays:
-            params |= _packed(graph, stored, n, jnp.asarray(x.astype(a.dtype, copy=False)))
+            params |= graph.pack(n, jnp.asarray(x.astype(a.dtype, copy=False)))
         return params
     shardings = stored.shardings(mesh)
     restore_args = {
@@ -125,14 +125,9 @@ def restore_params(
     }
     params = {}
     for name, x in _restored(directory, restore_args):
-        params |= _packed(graph, stored, name, x)
+        params |= graph.pack(name, x)
     check_on_devices(directory, params)
     return params
-
-
-def _packed(graph: Graph, stored: Graph, name: str, x: Array) -> Params:
-    """Return the arrays of a stored one: itself, or those that hold it in the graph's format."""
-    return {name: x} if stored.formats else graph.pack(name, x)
 
 
 def read_params(directory: Path, names: Sequence[str]) -> Iterator[np.ndarray]:

@@ -19,8 +19,9 @@ from checkpoints_convert.rules import find_prefix
 from jaxspec.families import ModelConfig
 from jaxspec.loading import LoadedModel
 from jaxspec.shapes import Array, Params
-from jaxspec.storage.conversion import parameter_shapes, refuse_quantised, rule_set
+from jaxspec.storage.conversion import refuse_quantised
 from jaxspec.storage.manifest import MANIFEST, Manifest
+from jaxspec.storage.source import parameter_shapes, rule_set
 from jaxspec.trees import flat_params
 
 

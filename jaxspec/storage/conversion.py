@@ -1,6 +1,6 @@
 """Conversion of Hugging Face files: to a directory in jaxspec's format, back, and into memory.
 
-Read `convert`, then `Source`. `convert` and `to_hf` hold one parameter at a time. Peak memory is
+Read `convert`; `source.py` has what it reads. `convert` and `to_hf` hold one parameter at a time. Peak memory is
 the size of the largest parameter plus a few hundred MB. A parameter that is joined or transposed
 counts twice. Output goes to a directory beside the destination, which is renamed at the end, see
 `storage.aside`. Until then nothing is at the destination, and the directory does not load.
@@ -13,10 +13,9 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,29 +23,19 @@ import numpy as np
 from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.hf_io import CONFIG_FILES, TOKENIZER_FILES
-from checkpoints_convert.rules import (
-    Fill,
-    Plan,
-    RuleSet,
-    Shape,
-    TensorSpec,
-    fills_for,
-    find_prefix,
-    match,
-    permutation,
-)
-from jaxspec.configs.base import ConfigError, GenerationDefaults
-from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
+from checkpoints_convert.rules import Fill, TensorSpec, fills_for, find_prefix
+from jaxspec.families import ModelConfig, graph_of
 from jaxspec.memory import check_host_fits
 from jaxspec.params import Graph
 from jaxspec.quantised import QuantisedArray
-from jaxspec.quantised.choice import check_format, formats_for
+from jaxspec.quantised.choice import check_format, quantised_graph
 from jaxspec.shapes import Array
 from jaxspec.storage.acceptance import FIELD, read_acceptance, write_acceptance
 from jaxspec.storage.arrays import LazyArray, check_tree, read_params, save_params, stored_arrays
 from jaxspec.storage.aside import written_aside
-from jaxspec.storage.finite import See, checked
+from jaxspec.storage.finite import checked
 from jaxspec.storage.manifest import MANIFEST, Manifest
+from jaxspec.storage.source import open_source, parameter_shapes, rule_set
 
 Progress = Callable[[str, int, int], None]
 """Called after every parameter with its name, the bytes done so far, and the total bytes."""
@@ -73,108 +62,6 @@ class Report:
     seconds: float
     skipped: dict[str, int]
     left_behind: int
-
-
-@dataclass(frozen=True)
-class Source:
-    """A Hugging Face checkpoint that was opened and recognised. It lacks no tensor."""
-
-    checkpoint: hf_io.HFCheckpoint
-    family: Family
-    config: ModelConfig
-    generation: GenerationDefaults | None
-    plan: Plan
-
-    def dtype_of(self, fill: Fill) -> np.dtype:
-        return hf_io.DTYPES[self.checkpoint.tensors[fill.sources[0]].dtype]
-
-    def read(self, fill: Fill, dtype: np.dtype, see: See) -> np.ndarray:
-        sources = [self.checkpoint.read(name, dtype) for name in fill.sources]
-        for name, source in zip(fill.sources, sources, strict=True):
-            see(name, source)
-        return fill.to_param(sources)
-
-    def arrays(self, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield every parameter by name, cast to `dtype`.
-
-        Raises:
-          CheckpointError: at the end, if weights are not finite.
-        """
-        with checked(self.checkpoint.directory) as see:
-            for fill in self.plan.fills:
-                yield fill.path, self.read(fill, fill.cast(dtype), see)
-
-
-def open_source(directory: Path) -> Source:
-    """Open a Hugging Face directory and match its tensors with the model's parameters.
-
-    Raises:
-      CheckpointError: a file is missing or damaged, or tensors do not fit; they are listed.
-      ConfigError: config.json is malformed, or describes a model that is not supported.
-    """
-    checkpoint = hf_io.open_checkpoint(directory)
-    family, config, generation = read_configs(
-        directory, checkpoint.config, checkpoint.generation_config
-    )
-    shapes = parameter_shapes(config)
-    plan = match(rule_set(config, shapes), shapes, checkpoint.tensors, str(directory))
-    for name, original in plan.copies.items():
-        if not checkpoint.equal(name, original):
-            raise CheckpointError(
-                f"{directory}: {name} differs from {original}, but its config.json says that they are "
-                "one (tie_word_embeddings); get the checkpoint again, or correct config.json"
-            )
-    for fill in plan.fills:
-        if fill.transform is permutation:
-            _check_ordering(checkpoint, fill.sources[0], str(directory))
-    return Source(checkpoint, family, config, generation, plan)
-
-
-def read_configs(
-    directory: Path, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
-) -> tuple[Family, ModelConfig, GenerationDefaults | None]:
-    """Read the parsed config files of a directory.
-
-    Returns:
-      The family, the model's config, and the defaults of decoding, which only a target has.
-
-    Raises:
-      ConfigError: naming the directory, the file and the key that is wrong.
-    """
-    try:
-        family = recognise(config)
-        model, defaults = family.read(config, generation_config), None
-        if family.role == "target":
-            defaults = GenerationDefaults.from_hf(generation_config, config)
-            defaults.check_fits(model.vocab_size)
-    except ConfigError as error:
-        raise ConfigError(f"{directory}: {error}") from None
-    return family, model, defaults
-
-
-def _check_ordering(checkpoint: hf_io.HFCheckpoint, name: str, where: str) -> None:
-    """Refuse a token ordering that leaves out tokens. Nothing else would fail on it."""
-    ids = checkpoint.read(name)
-    absent = np.setdiff1d(np.arange(ids.size), ids)
-    if absent.size:
-        raise CheckpointError(
-            f"{where}: {name} must list every token from 0 to {ids.size - 1} once, but {absent.size} "
-            f"are not in it, {absent[0]} the first; get the checkpoint again"
-        )
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shape of every parameter of the model that a config describes, by name."""
-    return {n: tuple(a.shape) for n, a in graph_of(config, "bfloat16").abstract_params().items()}
-
-
-def rule_set(config: ModelConfig, params: Iterable[str]) -> RuleSet:
-    """Return the conversion rules of the model that a config describes.
-
-    Args:
-      params: the names of the model's parameters.
-    """
-    return family_of(config).rules(config, params)
 
 
 # --- from Hugging Face ---------------------------------------------------------------------------
@@ -221,30 +108,29 @@ def convert(
         if (directory / MANIFEST).is_file():
             raise CheckpointError(f"{directory} is converted already; --to-hf is the way back")
         opened = open_source(directory)
-        tensors, fills = opened.checkpoint.tensors, opened.plan.fills
-        total = sum(tensors[name].nbytes for fill in fills for name in fill.sources)
+        fills = opened.plan.fills
+        total = sum(opened.nbytes(fill) for fill in fills)
         done = 0
-        plain = graph_of(opened.config, dtype or "bfloat16")
-        graph = plain.with_formats(formats_for(plain, quantize, quantize_head))
+        graph = graph_of(opened.config, dtype or "bfloat16")
+        stored = opened.quantised_graph(graph, quantize)
+        graph = quantised_graph(stored, str(directory), quantize, quantize_head, "quantize")
 
         def stored_as(fill: Fill) -> np.dtype:
             stored = opened.dtype_of(fill) if dtype is None else hf_io.numpy_dtype(dtype)
             return fill.cast(stored)
 
         def lazily(fill: Fill) -> dict[str, LazyArray]:
-            stored = stored_as(fill)
-
-            def make() -> np.ndarray:
+            def make() -> np.ndarray | dict[str, np.ndarray]:
                 nonlocal done
-                array = opened.read(fill, stored, see)
-                done += sum(tensors[name].nbytes for name in fill.sources)
+                array = opened.read(fill, graph, stored_as(fill), see)
+                done += opened.nbytes(fill)
                 if progress is not None:
                     progress(fill.path, done, total)
                 return array
 
             if fill.path in dict(graph.formats):
                 return _quantised(graph, fill.path, make)
-            return {fill.path: LazyArray(fill.shape, stored, make)}
+            return {fill.path: LazyArray(fill.shape, stored_as(fill), make)}  # type: ignore[arg-type]
 
         _check_memory(fills, opened.dtype_of)
         arrays = {name: array for fill in fills for name, array in lazily(fill).items()}
@@ -261,8 +147,12 @@ def convert(
             source=str(source),
             revision=revision,
             dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
-            tensors={name: tensors[name].dtype for fill in fills for name in fill.sources},
-            skipped=sorted(opened.plan.skipped),
+            tensors={
+                name: opened.checkpoint.tensors[name].dtype
+                for fill in fills
+                for name in opened.tensors_of(fill)
+            },
+            skipped=sorted(opened.skipped),
             measured_acceptance=opened.checkpoint.config.get(FIELD),
             formats=dict(graph.formats) or None,
             compute_dtype=compute if graph.formats else None,
@@ -271,17 +161,19 @@ def convert(
     return Report(
         opened.family.name,
         Path(destination),
-        sum(len(fill.sources) for fill in fills),
+        sum(len(opened.tensors_of(fill)) for fill in fills),
         len(fills),
         total,
         time.perf_counter() - started,
-        dict(Counter(opened.plan.skipped.values())),
+        dict(Counter(opened.skipped.values())),
         left_behind,
     )
 
 
-def _quantised(graph: Graph, name: str, make: Callable[[], np.ndarray]) -> dict[str, LazyArray]:
-    """Return the arrays of a weight that is quantised when the first of them is written.
+def _quantised(
+    graph: Graph, name: str, make: Callable[[], np.ndarray | dict[str, np.ndarray]]
+) -> dict[str, LazyArray]:
+    """Return the arrays of a weight that is read, or quantised, when the first of them is written.
 
     The arrays are made together. What is not written yet waits in memory: that is the scales, which
     are small. The codes come first, because names are written in order.
@@ -292,8 +184,11 @@ def _quantised(graph: Graph, name: str, make: Callable[[], np.ndarray]) -> dict[
 
     def part_of(part: str) -> np.ndarray:
         if part not in waiting:
-            packed = graph.pack(name, jnp.asarray(make()))
-            waiting.update({part: np.asarray(packed[f"{name}.{part}"]) for part in weight.parts})
+            made = make()
+            if not isinstance(made, dict):
+                packed = graph.pack(name, jnp.asarray(made))
+                made = {part: np.asarray(packed[f"{name}.{part}"]) for part in weight.parts}
+            waiting.update(made)
         return waiting.pop(part)
 
     return {

@@ -24,14 +24,9 @@ from jaxspec.shapes import Array, Params
 from jaxspec.storage.arrays import LazyArray, save_params
 from jaxspec.storage.aside import written_aside
 from jaxspec.storage.bridge import checkpoint_prefix
-from jaxspec.storage.conversion import (
-    _copy_files,
-    parameter_shapes,
-    refuse_quantised,
-    rule_set,
-    write_weights,
-)
+from jaxspec.storage.conversion import _copy_files, refuse_quantised, write_weights
 from jaxspec.storage.manifest import Manifest
+from jaxspec.storage.source import parameter_shapes, rule_set
 from jaxspec.trees import flat_params
 
 _STORED = {"float32": "F32", "bfloat16": "BF16"}

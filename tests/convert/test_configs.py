@@ -97,7 +97,6 @@ def test_suppressed_tokens_come_from_generation_config():
     [
         ({"model_type": "llama"}, "llama"),
         ({"hidden_activation": "relu"}, "hidden_activation"),
-        ({"quantization_config": {"quant_method": "x"}}, "quantised"),
         ({"num_attention_heads": 12}, "multiple"),
         ({"vocab_size": None}, "vocab_size"),
         ({"layer_types": ["sliding_attention"]}, "layer_types lists 1 layers"),

@@ -191,10 +191,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             r"\['Qwen3ForSequenceClassification'\]; a Qwen3 target has Qwen3ForCausalLM",
         ),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantised, block-wise FP8.* take the bfloat16 release",
-        ),
         ({"hidden_act": "gelu"}, r"hidden_act = 'gelu'; only \['silu'\]"),
         ({"attention_bias": True}, "attention_bias = True; only"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),

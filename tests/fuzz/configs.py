@@ -19,8 +19,8 @@ from checkpoints_convert.files import read_json
 from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
 from jaxspec.families import recognise
 from jaxspec.loading import CheckpointError
-from jaxspec.storage import conversion
 from jaxspec.storage.manifest import Manifest
+from jaxspec.storage.source import open_source, read_configs
 from tests import tiny_qwen3
 from tests.convert import hf_layout
 from tests.convert.hf_layout import ASSISTANTS, DRAFTERS, RELEASED, TINY, TINY_ASSISTANTS
@@ -142,12 +142,12 @@ def read(base: Base) -> tuple[Any, GenerationDefaults | None]:
         manifest = Manifest.read(base.directory)
         return manifest.config, manifest.generation
     if base.weights:
-        source = conversion.open_source(base.directory)
+        source = open_source(base.directory)
         return source.config, source.generation
     values = read_json(base.directory / "config.json")
     file = base.directory / "generation_config.json"
     more = read_json(file) if file.is_file() else None
-    _, config, generation = conversion.read_configs(base.directory, values, more)
+    _, config, generation = read_configs(base.directory, values, more)
     return config, generation
 
 
@@ -346,7 +346,7 @@ def _base(
 
 def _manifest(path: Path, source: Path) -> Base:
     path.mkdir()
-    opened = conversion.open_source(source)
+    opened = open_source(source)
     Manifest(
         kind=opened.family.name,
         config=opened.config,

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from jaxspec.configs.base import ConfigError
 from jaxspec.loading import CheckpointError
-from jaxspec.storage import conversion
+from jaxspec.storage.source import open_source
 from tests.convert import hf_layout
 from tests.convert.hf_layout import TINY, TINY_DRAFTER
 from tests.fuzz import mutate
@@ -54,7 +54,7 @@ def _case(place: Path, good: Path, rng: random.Random, number: int) -> Case:
     places = (str(place),)
 
     def run() -> None:
-        source = conversion.open_source(place)
+        source = open_source(place)
         _check(place, {n: source.checkpoint.read(n) for n in source.checkpoint.tensors})
 
     return judge(

@@ -1,0 +1,112 @@
+"""Which of our formats holds what a quantised file stores, and the arrays of that format.
+
+`checkpoints_convert.quantised` knows files. `jaxspec.quantised` knows what models multiply by. Only
+here they meet.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.quantised.announced import Spec
+from checkpoints_convert.quantised.sources import GroupedFloat4, GroupedInt4, PerChannel, Source
+from checkpoints_convert.rules import Shape
+from jaxspec.quantised.formats import named
+from jaxspec.quantised.grouped import GROUPS, from_float4, from_int4, int4_name
+
+_OF_BLOCKS = "int8"
+"""The format of weights in blocks of 128 x 128. It has a scale for each row of blocks, so numbers are
+rounded again, and the steps of int8 are finer than those of fp8 for all but the smallest numbers."""
+
+
+def is_lossless(spec: Spec) -> bool:
+    """Tell whether our format keeps codes and scales of the file to the bit."""
+    return spec.per != "block"
+
+
+def format_of(
+    spec: Spec, name: str, shape: Shape, summed: tuple[int, ...], quantize: str | None = None
+) -> str | None:
+    """Return the format of a weight that a file stores in some way; None if it is read as numbers.
+
+    Numbers are what the few weights become whose format no model multiplies by, such as GGUF's Q6_K.
+
+    Args:
+      name, shape, summed: of the weight.
+      quantize: the format that was asked for.
+
+    Raises:
+      CheckpointError: its groups do not divide its inputs.
+    """
+    if spec.per == "block":
+        return quantize or _OF_BLOCKS
+    if spec.kind in ("int8", "fp8") and spec.per in ("tensor", "channel"):
+        return spec.kind
+    if spec.kind in ("nvfp4", "mxfp4"):
+        _check_groups(name, spec, shape, summed)
+        return spec.kind
+    if spec.kind != "int4":
+        return None
+    whole = math.prod(shape[i] for i in summed)
+    return int4_name(
+        _group_of(name, spec, whole, shape, summed), _DTYPES[spec.scales], not spec.symmetric
+    )
+
+
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def _group_of(name: str, spec: Spec, whole: int, shape: Shape, summed: tuple[int, ...]) -> int:
+    """Return the group of the format that holds 4-bit integers.
+
+    Other groups, and a scale for all inputs, become several groups with the same scale. They are of
+    64 at most: that divides 704, so both weights of 26B-A4B's experts have one format.
+    """
+    last, stored = shape[summed[-1]], spec.group or whole
+    if stored in GROUPS and last % stored == 0:
+        return stored
+    fitting = [group for group in GROUPS if group < 128 and not (stored % group or last % group)]
+    if not fitting:
+        raise CheckpointError(
+            f"{name}: has 4-bit integers in groups of {stored} of {last} inputs, and groups of "
+            f"{', '.join(map(str, GROUPS))} are read: take a build with one of these"
+        )
+    return max(fitting)
+
+
+def _check_groups(name: str, spec: Spec, shape: Shape, summed: tuple[int, ...]) -> None:
+    if shape[summed[-1]] % spec.group:
+        raise CheckpointError(
+            f"{name}: groups of {spec.group} do not divide its {shape[summed[-1]]} inputs"
+        )
+
+
+def parts_of(
+    source: Source, format: str, shape: Shape, summed: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a format that hold a weight of a file. Nothing is rounded.
+
+    Args:
+      source: the weight with its rows in the order of the kept axes.
+    """
+    about: dict[str, Any] = dict(shape=shape, summed=summed, dtype=np.float32)
+    if isinstance(source, GroupedInt4):
+        of_ours = named(format).parts(shape, summed)["scales"].shape
+        times = math.prod(of_ours) // math.prod(source.scales.shape)
+        scales = np.repeat(source.scales, times, axis=-1)
+        zeros = None if source.zeros is None else np.repeat(source.zeros, times, axis=-1)
+        made = from_int4(source.q, scales, zeros, **about)
+    elif isinstance(source, GroupedFloat4):
+        made = from_float4(source.codes, source.scales, source.factor, **about)
+    else:
+        assert isinstance(source, PerChannel)
+        inputs = tuple(shape[i] for i in summed)
+        kept = tuple(n for i, n in enumerate(shape) if i not in summed)
+        codes, scales = source.codes.reshape(*kept, *inputs), source.scales.reshape(kept)
+        return {"codes": codes, "scales": np.ascontiguousarray(scales)}
+    assert made.format == format, (made.format, format)
+    return {part: np.ascontiguousarray(array) for part, array in made.parts.items()}

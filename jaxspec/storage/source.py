@@ -1,0 +1,211 @@
+"""A Hugging Face checkpoint as our parameters: opened, recognised, and read weight by weight.
+
+Read `open_source`, then `Source.read`. A weight that the file holds quantised is read as codes and
+scales, to the bit, where the model multiplies by such a format (`jaxspec.quantised`). Elsewhere it
+is read as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints_convert import hf_io
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.quantised import sources
+from checkpoints_convert.quantised.announced import Spec, read_announced
+from checkpoints_convert.quantised.view import View, open_view
+from checkpoints_convert.rules import Fill, Plan, RuleSet, Shape, match, permutation
+from jaxspec.configs.base import ConfigError, GenerationDefaults
+from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
+from jaxspec.params import Graph
+from jaxspec.storage.finite import See, checked
+from jaxspec.storage.quantised_files import format_of, is_lossless, parts_of
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face checkpoint that was opened and recognised. It lacks no tensor."""
+
+    checkpoint: hf_io.HFCheckpoint
+    family: Family
+    config: ModelConfig
+    generation: GenerationDefaults | None
+    plan: Plan
+    view: View
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """The tensors of the file that are not used, with the reason."""
+        origins = self.view.origins
+        named = {tensor: why for name, why in self.plan.skipped.items() for tensor in origins[name]}
+        return named | self.view.skipped
+
+    def tensors_of(self, fill: Fill) -> list[str]:
+        """Return the tensors of the file that a parameter is made of."""
+        return [tensor for name in fill.sources for tensor in self.view.origins[name]]
+
+    def nbytes(self, fill: Fill) -> int:
+        """Return the bytes of these tensors."""
+        return sum(self.checkpoint.tensors[name].nbytes for name in self.tensors_of(fill))
+
+    def dtype_of(self, fill: Fill) -> np.dtype:
+        return hf_io.DTYPES[self.view.tensors[fill.sources[0]].dtype]
+
+    def spec_of(self, fill: Fill) -> Spec | None:
+        """Return how the file stores a parameter; None for plain numbers.
+
+        Raises:
+          CheckpointError: its sources have several formats.
+        """
+        specs = {name: self.view.spec(name) for name in fill.sources}
+        if len(set(specs.values())) > 1:
+            said = ", ".join(f"{n} is {spec or 'plain numbers'}" for n, spec in specs.items())
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {said}. They are one weight here, {fill.path}, and "
+                "must have one format; take a build that treats them alike"
+            )
+        return specs[fill.sources[0]]
+
+    def quantised_graph(self, graph: Graph, quantize: str | None = None) -> Graph:
+        """Return the graph with the formats of what the file holds quantised.
+
+        Args:
+          graph: of the model, with nothing quantised.
+          quantize: the format of weights that have to be rounded again; None for int8.
+
+        Raises:
+          CheckpointError: a weight has a format that is not read, or several.
+        """
+        formats, declared = {}, graph.declared()
+        for fill in self.plan.fills:
+            spec, about = self.spec_of(fill), declared[fill.path]
+            if spec is not None and about.summed:
+                format = format_of(spec, fill.path, fill.shape, about.summed, quantize)
+                formats |= {fill.path: format} if format is not None else {}
+        return graph.with_formats(formats)
+
+    def read(
+        self, fill: Fill, graph: Graph, dtype: np.dtype, see: See
+    ) -> np.ndarray | dict[str, np.ndarray]:
+        """Read a parameter: an array, or the arrays of its format as the file has them.
+
+        Args:
+          graph: as `quantised_graph` returned it, or with more formats. What it quantises beyond
+            the file is returned as numbers.
+          dtype: of arrays. Numbers that are to be quantised again are float32.
+        """
+        spec, format = self.spec_of(fill), dict(graph.formats).get(fill.path)
+        if spec is not None and format is not None:
+            if is_lossless(spec):
+                return self._codes(fill, graph, format, see)
+            dtype = np.dtype(np.float32)
+        numbers = [self.view.numbers(name, dtype, see) for name in fill.sources]
+        return fill.to_param(numbers)
+
+    def _codes(self, fill: Fill, graph: Graph, format: str, see: See) -> dict[str, np.ndarray]:
+        rows = fill.transform.rows
+        assert rows is not None, fill.path
+        found = [self.view.source(name, see) for name in fill.sources]
+        joined = sources.arrange(found, lambda arrays: rows(arrays, fill.shape))
+        return parts_of(joined, format, fill.shape, graph.declared()[fill.path].summed)
+
+    def arrays(
+        self, graph: Graph, dtype: np.dtype
+    ) -> Iterator[tuple[str, np.ndarray | dict[str, np.ndarray]]]:
+        """Yield every parameter by name, as `read` returns it.
+
+        Raises:
+          CheckpointError: at the end, if weights are not finite.
+        """
+        with checked(self.checkpoint.directory) as see:
+            for fill in self.plan.fills:
+                yield fill.path, self.read(fill, graph, fill.cast(dtype), see)
+
+
+def open_source(directory: Path) -> Source:
+    """Open a Hugging Face directory and match its tensors with the model's parameters.
+
+    Raises:
+      CheckpointError: a file is missing or damaged, or tensors do not fit; they are listed.
+      ConfigError: config.json is malformed, or describes a model that is not supported.
+    """
+    checkpoint = hf_io.open_checkpoint(directory)
+    family, config, generation = read_configs(
+        directory, checkpoint.config, checkpoint.generation_config
+    )
+    shapes = parameter_shapes(config)
+    rules = rule_set(config, shapes)
+    try:
+        announced = read_announced(checkpoint.config, checkpoint.quantization)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+    view = open_view(checkpoint, rules, announced, str(directory))
+    plan = match(rules, shapes, view.tensors, str(directory))
+    for name, original in plan.copies.items():
+        if not view.quantised & {name, original}:
+            _check_copy(checkpoint, view.origins[name][0], view.origins[original][0], directory)
+    for fill in plan.fills:
+        if fill.transform is permutation:
+            _check_ordering(checkpoint, fill.sources[0], str(directory))
+    return Source(checkpoint, family, config, generation, plan, view)
+
+
+def read_configs(
+    directory: Path, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
+) -> tuple[Family, ModelConfig, GenerationDefaults | None]:
+    """Read the parsed config files of a directory.
+
+    Returns:
+      The family, the model's config, and the defaults of decoding, which only a target has.
+
+    Raises:
+      ConfigError: naming the directory, the file and the key that is wrong.
+    """
+    try:
+        family = recognise(config)
+        model, defaults = family.read(config, generation_config), None
+        if family.role == "target":
+            defaults = GenerationDefaults.from_hf(generation_config, config)
+            defaults.check_fits(model.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from None
+    return family, model, defaults
+
+
+def _check_copy(checkpoint: hf_io.HFCheckpoint, name: str, original: str, where: Path) -> None:
+    """Refuse a tied head that is not the embedding."""
+    if not checkpoint.equal(name, original):
+        raise CheckpointError(
+            f"{where}: {name} differs from {original}, but its config.json says that they are "
+            "one (tie_word_embeddings); get the checkpoint again, or correct config.json"
+        )
+
+
+def _check_ordering(checkpoint: hf_io.HFCheckpoint, name: str, where: str) -> None:
+    """Refuse a token ordering that leaves out tokens. Nothing else would fail on it."""
+    ids = checkpoint.read(name)
+    absent = np.setdiff1d(np.arange(ids.size), ids)
+    if absent.size:
+        raise CheckpointError(
+            f"{where}: {name} must list every token from 0 to {ids.size - 1} once, but {absent.size} "
+            f"are not in it, {absent[0]} the first; get the checkpoint again"
+        )
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shape of every parameter of the model that a config describes, by name."""
+    return {n: tuple(a.shape) for n, a in graph_of(config, "bfloat16").abstract_params().items()}
+
+
+def rule_set(config: ModelConfig, params: Iterable[str]) -> RuleSet:
+    """Return the conversion rules of the model that a config describes.
+
+    Args:
+      params: the names of the model's parameters.
+    """
+    return family_of(config).rules(config, params)
