@@ -407,6 +407,7 @@ def load(
     quantize: str | None = None,
     quantize_head: str | None = None,
     quantize_drafter: str | None = None,
+    kv_dtype: str | None = None,
     revision: str | None = None,
     drafter_revision: str | None = None,
     token: str | None = None,
@@ -422,6 +423,7 @@ def load(
       dtype: "float32" or "bfloat16"; None for bfloat16 on GPUs and float32 elsewhere.
       quantize: "int8" or "fp8" for the target's linears and experts; None leaves them as they are.
         `quantize_head` is for its embedding and head, `quantize_drafter` for all of the drafter.
+      kv_dtype: "bfloat16", "float32" or "fp8" for the target's keys and values; None for `dtype`.
       revision: of the target's hub id; `drafter_revision` is the drafter's.
       token: for the hub; None for the one huggingface_hub knows.
       offline: use the hub cache and no network.
@@ -446,5 +448,7 @@ def load(
         at = str(BUNDLED / source) if source in BUNDLED_DRAFTERS else source
         asked: dict[str, Any] = dict(quantize=quantize_drafter, revision=drafter_revision)
         loaded_drafter = load_drafter(at, **asked, **hub)
-    hub |= dict(quantize=quantize, quantize_head=quantize_head, revision=revision)
+    hub |= dict(
+        quantize=quantize, quantize_head=quantize_head, kv_dtype=kv_dtype, revision=revision
+    )
     return Pair(load_target(target or str(BUNDLED / "target"), **hub), loaded_drafter)

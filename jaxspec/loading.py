@@ -21,6 +21,7 @@ from jaxspec.families import Family, ModelConfig, families, graph_of, named
 from jaxspec.memory import check_weights_fit
 from jaxspec.params import Graph
 from jaxspec.quantised.choice import quantised_graph
+from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.shapes import Params
 from jaxspec.sharding import make_mesh, place
 from jaxspec.storage.arrays import restore_params
@@ -65,6 +66,7 @@ def load_target(
     dtype: str,
     quantize: str | None = None,
     quantize_head: str | None = None,
+    kv_dtype: str | None = None,
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
@@ -81,6 +83,8 @@ def load_target(
       dtype: "float32" or "bfloat16". All arrays are cast to it.
       quantize: the format of linears and experts, "int8" or "fp8"; None for what is stored.
       quantize_head: of embedding and head, likewise.
+      kv_dtype: of keys and values in caches, "bfloat16", "float32" or "fp8"; None for `dtype`. fp8
+        takes the scales of the checkpoint, if it has any.
 
     Raises:
       CheckpointError, ConfigError: the model is missing, incomplete, or not a target.
@@ -88,7 +92,7 @@ def load_target(
       FieldError: a format is not known, does not run here, or the model is quantised already.
     """
     formats = (quantize, quantize_head)
-    return _load("target", source, dtype, formats, revision, token, offline, mesh)
+    return _load("target", source, dtype, formats, kv_dtype, revision, token, offline, mesh)
 
 
 def load_drafter(
@@ -106,7 +110,7 @@ def load_drafter(
     A head of the drafter's own is quantised with the rest.
     """
     formats = (quantize, quantize)
-    return _load("drafter", source, dtype, formats, revision, token, offline, mesh)
+    return _load("drafter", source, dtype, formats, None, revision, token, offline, mesh)
 
 
 def _load(
@@ -114,6 +118,7 @@ def _load(
     source: str,
     dtype: str,
     formats: tuple[str | None, str | None],
+    kv_dtype: str | None,
     revision: str | None,
     token: str | None,
     offline: bool,
@@ -128,12 +133,14 @@ def _load(
         _check_role(source, named(manifest.kind), role)
         stored = manifest.graph(dtype)
         graph = quantised_graph(stored, source, *formats, option)
+        graph = with_kv_dtype(graph, kv_dtype, manifest.kv_scales)
         check_weights_fit(graph, mesh or _default_mesh())
         params = restore_params(directory, graph, mesh, stored)
         return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
     opened = open_source(directory)
     _check_role(source, opened.family, role)
     graph = quantised_graph(graph_of(opened.config, dtype), source, *formats, option)
+    graph = with_kv_dtype(graph, kv_dtype, opened.kv_scales if kv_dtype == "fp8" else None)
     check_weights_fit(graph, mesh or _default_mesh())
     shardings = None if mesh is None else graph.weight_shardings(mesh)
     params: Params = {}

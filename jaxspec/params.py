@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.quantised import QuantisedArray, named
 from jaxspec.quantised.array import quantise
+from jaxspec.quantised.kv import KVFormat
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding import partition
 from jaxspec.trees import flat_params
@@ -81,12 +82,14 @@ class Graph:
       module: an nnx.Module, constructed by (config, dtype=dtype).
       dtype: of products and of the weights that are not quantised, "float32" or "bfloat16".
       formats: the quantised weights with their formats, by name; see `with_formats`.
+      kv: how a target stores keys and values; None in `dtype`.
     """
 
     module: type[Any]
     config: Any
     dtype: str
     formats: tuple[tuple[str, str], ...] = ()
+    kv: KVFormat | None = None
 
     def of_dtype(self, dtype: str) -> Graph:
         """Return the same model with weights of another dtype.
@@ -116,13 +119,24 @@ class Graph:
         return dataclasses.replace(self, formats=tuple(sorted(formats.items())))
 
     @property
+    def kv_dtype(self) -> str:
+        """The dtype of keys and values in caches: "bfloat16", "float32" or "fp8"."""
+        return self.dtype if self.kv is None else self.kv.name
+
+    @property
+    def cache_dtype(self) -> jnp.dtype:
+        """The dtype of keys and values, as arrays have it."""
+        return jnp.dtype(self.dtype) if self.kv is None else self.kv.dtype
+
+    @property
     def storage(self) -> str:
         """The dtype of the weights in words: "bfloat16", or "int8 and bfloat16"."""
         return " and ".join((*dict.fromkeys(format for _, format in self.formats), self.dtype))
 
     def __repr__(self) -> str:
         """Return one line."""
-        return f"Graph({self.module.__name__}, {self.config}, {self.storage})"
+        cache = "" if self.kv is None else f", keys and values {self.kv_dtype}"
+        return f"Graph({self.module.__name__}, {self.config}, {self.storage}{cache})"
 
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape and dtype of every array of this graph's params, by name."""
@@ -225,7 +239,10 @@ class Graph:
         state = nnx.from_flat_state(
             [(_path(n), v.replace(weights[n])) for n, v in variables.items()]
         )
-        return nnx.merge(graphdef, state)
+        module = nnx.merge(graphdef, state)
+        if self.kv is not None:
+            module.store_kv(self.kv)
+        return module
 
     def weights(self, params: Params) -> dict[str, Array | QuantisedArray]:
         """Return each weight by name: an array, or the arrays of a quantised one put together."""
@@ -365,8 +382,8 @@ def _all_arrays(params: Mapping[str, Any]) -> bool:
 
 
 def _abstract(graph: Graph) -> tuple[Any, dict[str, Any]]:
-    """Return the module's definition and its variables, none of them quantised."""
-    return _abstract_module(graph.unquantised())
+    """Return the module's definition and its variables, as if nothing were quantised."""
+    return _abstract_module(dataclasses.replace(graph, formats=(), kv=None))
 
 
 @functools.cache

@@ -259,7 +259,7 @@ class Runtime:
             rows or self.batch_size,
             self.cache_length,
             num_stop_ids,
-            jnp.dtype(self.spec.target.dtype),
+            self.spec.target.cache_dtype,
             self.mesh,
         )
 

@@ -10,6 +10,7 @@ from jaxspec.records import Drafting, option
 
 Dtype = Literal["float32", "bfloat16"]
 Quantized = Literal["int8", "fp8"]
+KVDtype = Literal["bfloat16", "float32", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class ModelOptions:
     offline: bool = option(False, "Use what is in the hub cache, and no network.")
     dtype: Dtype | None = option(
         None, "Of weights and caches. Default: bfloat16 on GPU, float32 on CPU."
+    )
+    kv_dtype: KVDtype | None = option(
+        None,
+        "Of the target's keys and values in caches. fp8 halves what bfloat16 takes, and rounds. Default: as --dtype.",
     )
     quantize: Quantized | None = option(
         None, "Quantise the target's linears and experts while they are loaded."
@@ -73,11 +78,13 @@ class ModelOptions:
     @property
     def quantized(self) -> str:
         """Say what is quantised, as in ", weights int8": nothing, where nothing is."""
-        asked = {
+        asked: dict[str, str | None] = {
             "weights": self.quantize,
             "head": self.quantize_head,
             "drafter": self.quantize_drafter,
         }
+        if self.kv_dtype != self.dtype:
+            asked["keys and values"] = self.kv_dtype
         return "".join(f", {what} {format}" for what, format in asked.items() if format)
 
     def check_drafter(self, drafting: Drafting) -> None:

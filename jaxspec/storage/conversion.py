@@ -24,6 +24,7 @@ import numpy as np
 from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.hf_io import CONFIG_FILES, TOKENIZER_FILES
+from checkpoints_convert.kv_scales import read_kv_scales
 from checkpoints_convert.rules import (
     Fill,
     Plan,
@@ -35,7 +36,7 @@ from checkpoints_convert.rules import (
     match,
     permutation,
 )
-from jaxspec.configs.base import ConfigError, GenerationDefaults
+from jaxspec.configs.base import ConfigError, GenerationDefaults, TargetConfig
 from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
 from jaxspec.memory import check_host_fits
 from jaxspec.params import Graph
@@ -84,6 +85,15 @@ class Source:
     config: ModelConfig
     generation: GenerationDefaults | None
     plan: Plan
+
+    @functools.cached_property
+    def kv_scales(self) -> tuple[tuple[float, float], ...] | None:
+        """The scales of keys and values for each layer of a target; None where there are none."""
+        if not isinstance(self.config, TargetConfig):
+            return None
+        layers = self.config.num_layers
+        owners = [i for i in range(layers) if self.config.owns_kv(i)]
+        return read_kv_scales(self.checkpoint, owners, layers)
 
     def dtype_of(self, fill: Fill) -> np.dtype:
         return hf_io.DTYPES[self.checkpoint.tensors[fill.sources[0]].dtype]
@@ -267,6 +277,7 @@ def convert(
             formats=dict(graph.formats) or None,
             compute_dtype=compute if graph.formats else None,
             cache_dtype=compute if graph.formats else None,
+            kv_scales=opened.kv_scales,
         ).write(aside)
     return Report(
         opened.family.name,

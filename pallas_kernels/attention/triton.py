@@ -63,6 +63,7 @@ def _attend(
     scale: float,
     window: int | None,
     causal: bool,
+    value_scale: float,
 ):
     """Attend from one tile of rows of one kv head to one share of its keys."""
     _, _, groups, tokens, width = q_ref.shape
@@ -128,6 +129,7 @@ def _attend(
                 mask = mask if real is None else real[None, :] & (True if mask is None else mask)
                 visible &= load(seen_ref, b, token[:, None], slot[None, :], mask=mask) != 0
             # Scores are in base 2, because the GPU has powers of base 2.
+            k, v = k.astype(q.dtype), v.astype(q.dtype)  # of narrow keys, in registers
             score = jnp.where(visible, dot(q, k.T) * (scale * math.log2(math.e)), UNSEEN)
             new = jnp.maximum(most, jnp.max(score, axis=1))
             kept, p = jnp.exp2(most - new), jnp.exp2(score - new[:, None])
@@ -140,6 +142,8 @@ def _attend(
     weight = jnp.where(weight == 0, 1.0, weight)  # no keys: a result of 0
     out_ref, *log_weight_ref = refs
     out = total / weight[:, None]
+    if value_scale != 1:
+        out *= value_scale
     mask = None if inside is None else inside[:, None]
     out_index = (b, token[:, None], head, group[:, None])
     store(out_ref, split, *out_index, made, value=out, mask=mask)
@@ -187,6 +191,7 @@ def attention_triton(
     window: int | None,
     causal: bool,
     tiling: Tiling,
+    value_scale: float = 1.0,
     interpret: bool = False,
 ) -> Float[Array, "B T K G H"]:
     """Launch the kernels. `pallas_kernels.attention.attention` documents and checks arguments."""
@@ -209,6 +214,7 @@ def attention_triton(
             scale=scale,
             window=window,
             causal=causal,
+            value_scale=value_scale,
         ),
         out_shape=out_shape,
         grid=(pl.cdiv(t * g, tiling.rows) * splits * tiling.parts, k, b),
