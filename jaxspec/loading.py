@@ -47,7 +47,7 @@ class LoadedModel:
         """Return one line. The weights are left out, because they would fill pages."""
         size = sum(weight.size for weight in self.graph.abstract_weights().values())
         name = f"{self.source}: {self.graph.module.__name__}"
-        return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.storage})"
+        return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.dtypes})"
 
     def with_params(self, params: Any) -> LoadedModel:
         """Return the model with other weights, such as trained ones, as `trees.flat_params` takes them.

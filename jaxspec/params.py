@@ -133,10 +133,14 @@ class Graph:
         """The dtype of the weights in words: "bfloat16", or "int8 and bfloat16"."""
         return " and ".join((*dict.fromkeys(format for _, format in self.formats), self.dtype))
 
+    @property
+    def dtypes(self) -> str:
+        """`storage`, and the dtype of keys and values where it is another: "bfloat16, K/V fp8"."""
+        return self.storage if self.kv is None else f"{self.storage}, K/V {self.kv_dtype}"
+
     def __repr__(self) -> str:
         """Return one line."""
-        cache = "" if self.kv is None else f", keys and values {self.kv_dtype}"
-        return f"Graph({self.module.__name__}, {self.config}, {self.storage}{cache})"
+        return f"Graph({self.module.__name__}, {self.config}, {self.dtypes})"
 
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape and dtype of every array of this graph's params, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,8 +85,18 @@ class ModelOptions:
             "drafter": self.quantize_drafter,
         }
         if self.kv_dtype != self.dtype:
-            asked["keys and values"] = self.kv_dtype
+            asked["K/V"] = self.kv_dtype
         return "".join(f", {what} {format}" for what, format in asked.items() if format)
+
+    @property
+    def rounds(self) -> bool:
+        """Tell whether the target's weights, or its keys and values, are rounded on the way in."""
+        return any((self.quantize, self.quantize_head, self.kv_dtype))
+
+    @property
+    def unrounded(self) -> ModelOptions:
+        """The same models, with the target as it is."""
+        return dataclasses.replace(self, quantize=None, quantize_head=None, kv_dtype=None)
 
     def check_drafter(self, drafting: Drafting) -> None:
         """Refuse what only a drafter can do where there is none.

@@ -26,8 +26,7 @@ def models_digest(spec: DecodeSpec, target: LoadedModel, drafter: LoadedModel | 
     drafting = dataclasses.asdict(spec.drafting) if drafter else None
     directories = [fingerprint(model.directory) for model in (target, drafter) if model]
     quantised = [spec.drafter.storage] if spec.drafter and spec.drafter.formats else []
-    caches = [] if spec.target.kv is None else [f"keys and values {spec.target.kv_dtype}"]
-    dtypes = spec.target.storage, *caches, *quantised
+    dtypes = spec.target.dtypes, *quantised
     return _digest([1, directories, *dtypes, drafting])  # 1: of this format
 
 
