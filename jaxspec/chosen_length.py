@@ -64,7 +64,7 @@ class ChosenLength:
         spec = runtime.spec
         fixed = choose == "never" or invariant or spec.tree is not None
         # In other dtypes passes of other widths may part at near-ties.
-        exact = spec.target.dtype == spec.target.kv_dtype == "float32"
+        exact = spec.target.dtype == spec.target.cache_dtype.name == "float32"
         fixed |= choose == "exact" and not exact
         if spec.num_draft_tokens and not fixed and jax.process_count() == 1:
             lengths = ladder(spec.num_draft_tokens)

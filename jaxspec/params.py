@@ -119,13 +119,8 @@ class Graph:
         return dataclasses.replace(self, formats=tuple(sorted(formats.items())))
 
     @property
-    def kv_dtype(self) -> str:
-        """The dtype of keys and values in caches: "bfloat16", "float32" or "fp8"."""
-        return self.dtype if self.kv is None else self.kv.name
-
-    @property
     def cache_dtype(self) -> jnp.dtype:
-        """The dtype of keys and values, as arrays have it."""
+        """The dtype of keys and values in caches."""
         return jnp.dtype(self.dtype) if self.kv is None else self.kv.dtype
 
     @property
@@ -136,7 +131,7 @@ class Graph:
     @property
     def dtypes(self) -> str:
         """`storage`, and the dtype of keys and values where it is another: "bfloat16, K/V fp8"."""
-        return self.storage if self.kv is None else f"{self.storage}, K/V {self.kv_dtype}"
+        return self.storage if self.kv is None else f"{self.storage}, K/V {self.kv.name}"
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -244,9 +239,7 @@ class Graph:
             [(_path(n), v.replace(weights[n])) for n, v in variables.items()]
         )
         module = nnx.merge(graphdef, state)
-        if self.kv is not None:
-            module.store_kv(self.kv)
-        return module
+        return module if self.kv is None else module.store_kv(self.kv)
 
     def weights(self, params: Params) -> dict[str, Array | QuantisedArray]:
         """Return each weight by name: an array, or the arrays of a quantised one put together."""

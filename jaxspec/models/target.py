@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -123,14 +123,15 @@ class Target(nnx.Module):
         """Return the `attention.Attention` of a layer."""
         raise NotImplementedError(f"{type(self).__name__} has one way to store keys and values")
 
-    def store_kv(self, format: KVFormat) -> None:
-        """Store keys and values in another format from now on. `Graph.bind` calls it."""
+    def store_kv(self, format: KVFormat) -> Self:
+        """Store keys and values in another format from now on. Return the module itself."""
         self.kv = format
         for i, layer in enumerate(self.config.layers):
             owner = self.attention_of(layer.kv_owner)
             k_norm = owner.k_norm[...]
             stored = format.of_layer(layer.kv_owner, k_norm, k_norm.dtype)
             self.attention_of(i).store_kv(stored)
+        return self
 
     def stored_kv(self, layer: int) -> KVStorage | None:
         """Return how a layer stores the keys and values that its queries see; None as they are."""

@@ -36,7 +36,7 @@ from checkpoints_convert.rules import (
     match,
     permutation,
 )
-from jaxspec.configs.base import ConfigError, GenerationDefaults, TargetConfig
+from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
 from jaxspec.memory import check_host_fits
 from jaxspec.params import Graph
@@ -89,7 +89,7 @@ class Source:
     @functools.cached_property
     def kv_scales(self) -> tuple[tuple[float, float], ...] | None:
         """The scales of keys and values for each layer of a target; None where there are none."""
-        if not isinstance(self.config, TargetConfig):
+        if self.family.role != "target":
             return None
         layers = self.config.num_layers
         owners = [i for i in range(layers) if self.config.owns_kv(i)]

@@ -219,8 +219,8 @@ def test_what_cannot_be_is_refused_with_what_can(monkeypatch: pytest.MonkeyPatch
 def test_graphs_say_how_they_store_keys_and_values() -> None:
     gemma = tiny.target("31b")[0]
     narrow = kv.with_kv_dtype(gemma, "fp8")
-    assert (gemma.kv_dtype, narrow.kv_dtype) == ("float32", "fp8")
+    assert (gemma.dtypes, narrow.dtypes) == ("float32", "float32, K/V fp8")
     assert "float32, K/V fp8" in repr(narrow)
     assert "K/V" not in repr(gemma)
     assert isinstance(DecodeSpec(narrow, None).of_dtype("bfloat16").target, Graph)
-    assert DecodeSpec(narrow, None).of_dtype("bfloat16").target.kv_dtype == "fp8"
+    assert DecodeSpec(narrow, None).of_dtype("bfloat16").target.cache_dtype == FP8
