@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ class Target(nnx.Module):
         """Return the `attention.Attention` of a layer."""
         raise NotImplementedError(f"{type(self).__name__} has one way to store keys and values")
 
-    def store_kv(self, format: KVFormat) -> Self:
+    def store_kv(self, format: KVFormat) -> Target:
         """Store keys and values in another format from now on. Return the module itself."""
         self.kv = format
         for i, layer in enumerate(self.config.layers):

@@ -112,7 +112,8 @@ def attention(
         return _mosaic_kernel(h)(*args, **how, splits=splits)
 
     def triton(*args: Any) -> Array:
-        tiles = tiling or tiling_for(head_dim=h, rows=rows, heads=heads, longest=longest)
+        sizes: dict[str, Any] = {"head_dim": h, "rows": rows, "heads": heads, "longest": longest}
+        tiles = tiling or tiling_for(**sizes, narrow=narrow)
         return attention_triton(*args, **scaled, tiling=tiles, interpret=interpret)
 
     # At head dim 128 "auto" takes Mosaic only for more than one tile of rows. The kernel was not

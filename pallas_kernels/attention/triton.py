@@ -90,6 +90,10 @@ def _attend(
         k_ref, v_ref, positions_ref = (refs.pop(0) for _ in range(3))
         seen_ref = refs.pop(0) if has_mask else None
         size = k_ref.shape[2]
+        # The GPU converts fp8 to float16 in one instruction, and to bfloat16 in several. Queries are
+        # normed, so they are within its range, and float16 has more bits of them and of weights.
+        narrow = k_ref.dtype == jnp.float8_e4m3fn and q.dtype == jnp.bfloat16
+        rows = q.astype(jnp.float16) if narrow else q
         # A mask also needs shared memory. 128 rows of head dim 512 leave no room for it beside 32
         # keys. Masked keys are those of a tree, and so few that smaller blocks cost nothing.
         keys = min(16 if has_mask else tiling.keys, max(16, pl.next_power_of_2(size)))
@@ -109,6 +113,7 @@ def _attend(
             seen_ref=seen_ref,
             keys=keys,
             end=end,
+            q=rows,
         ):
             total, most, weight = carry
             slot = block * keys + lax.iota(jnp.int32, keys)
