@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from checkpoints_convert import kv_scales
 from checkpoints_convert.rules import (
     Rule,
     RuleSet,
@@ -70,6 +71,7 @@ _SKIPS = (
     Skip(r"(model\.)?(embed_vision|vision_embedder)\..+", "vision embedder"),
     Skip(r"(model\.)?embed_audio\..+", "audio embedder"),
     Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),
+    kv_scales.SKIP,
     Skip(r"(model\.|language_model\.)*lm_head\.weight", "tied head", copy_of="embed_tokens.weight"),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from checkpoints_convert import kv_scales
 from checkpoints_convert.rules import (
     Rule,
     RuleSet,
@@ -39,6 +40,7 @@ _RULES = (
 
 _SKIPS = (
     Skip(r"(.+\.)?rotary_emb\..+", "rotary tables, which are computed"),
+    kv_scales.SKIP,
     # This never skips an untied head, because a rule uses it.
     Skip(r"lm_head\.weight", "tied head", copy_of="embed_tokens.weight"),
 )

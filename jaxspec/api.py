@@ -402,6 +402,7 @@ def load(
     quantize: str | None = None,
     quantize_head: str | None = None,
     quantize_drafter: str | None = None,
+    kv_dtype: str | None = None,
     revision: str | None = None,
     drafter_revision: str | None = None,
     token: str | None = None,
@@ -418,9 +419,8 @@ def load(
       quantize: the format of the target's linears and experts, such as "int8" or "int4"
         (`quantised.names`); None leaves them as they are.
         `quantize_head` is for its embedding and head, `quantize_drafter` for all of the drafter.
-      revision: of the target's hub id; `drafter_revision` is the drafter's.
-      token: for the hub; None for the one huggingface_hub knows.
-      offline: use the hub cache and no network.
+      kv_dtype: "bfloat16", "float32" or "fp8" for the target's keys and values; None for `dtype`.
+      revision, drafter_revision: of hub ids. `token` is for the hub; `offline` uses its cache alone.
       mesh: devices to split both over, from `sharding.make_mesh`; decoding then runs there.
 
     Raises:
@@ -433,14 +433,14 @@ def load(
             f"drafter {source} is not known; expected a directory, a hub id (owner/name), or one of "
             f"{', '.join(known)}"
         )
-    hub: dict[str, Any] = dict(dtype=dtype or default_dtype(), token=token)
-    hub |= dict(offline=offline, mesh=mesh)
+    hub: Any = dict(dtype=dtype or default_dtype(), token=token, offline=offline, mesh=mesh)
     loaded_drafter = None
     if source == "none" and quantize_drafter is not None:
         raise FieldError("quantize_drafter", "was given, but there is no drafter: leave it out")
     if source != "none":  # first, being the quicker one to be wrong
         at = str(BUNDLED / source) if source in BUNDLED_DRAFTERS else source
-        asked: dict[str, Any] = dict(quantize=quantize_drafter, revision=drafter_revision)
-        loaded_drafter = load_drafter(at, **asked, **hub)
-    hub |= dict(quantize=quantize, quantize_head=quantize_head, revision=revision)
-    return Pair(load_target(target or str(BUNDLED / "target"), **hub), loaded_drafter)
+        asked: Any = dict(quantize=quantize_drafter, revision=drafter_revision, **hub)
+        loaded_drafter = load_drafter(at, **asked)
+    hub |= dict(quantize=quantize, quantize_head=quantize_head, kv_dtype=kv_dtype)
+    loaded = load_target(target or str(BUNDLED / "target"), revision=revision, **hub)
+    return Pair(loaded, loaded_drafter)

@@ -64,7 +64,8 @@ class ChosenLength:
         spec = runtime.spec
         fixed = choose == "never" or invariant or spec.tree is not None
         # In other dtypes passes of other widths may part at near-ties.
-        fixed |= choose == "exact" and spec.target.dtype != "float32"
+        exact = spec.target.dtype == spec.target.cache_dtype.name == "float32"
+        fixed |= choose == "exact" and not exact
         if spec.num_draft_tokens and not fixed and jax.process_count() == 1:
             lengths = ladder(spec.num_draft_tokens)
             self.chooser = Chooser(lengths, compiled=lengths[-1:])

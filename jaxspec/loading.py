@@ -22,6 +22,7 @@ from jaxspec.families import Family, ModelConfig, families, graph_of, named
 from jaxspec.memory import check_weights_fit
 from jaxspec.params import Graph
 from jaxspec.quantised.choice import quantised_graph
+from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding import make_mesh, place
 from jaxspec.storage.arrays import restore_params
@@ -47,7 +48,7 @@ class LoadedModel:
         """Return one line. The weights are left out, because they would fill pages."""
         size = sum(weight.size for weight in self.graph.abstract_weights().values())
         name = f"{self.source}: {self.graph.module.__name__}"
-        return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.storage})"
+        return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.dtypes})"
 
     def with_params(self, params: Any) -> LoadedModel:
         """Return the model with other weights, such as trained ones, as `trees.flat_params` takes them.
@@ -66,6 +67,7 @@ def load_target(
     dtype: str,
     quantize: str | None = None,
     quantize_head: str | None = None,
+    kv_dtype: str | None = None,
     revision: str | None = None,
     token: str | None = None,
     offline: bool = False,
@@ -84,6 +86,8 @@ def load_target(
       quantize: the format of linears and experts, such as "int8" or "int4"; None for what is
         stored. Those that are stored quantised stay as they are, but fp8 may become "fp8-dynamic".
       quantize_head: of embedding and head, likewise.
+      kv_dtype: of keys and values in caches, "bfloat16", "float32" or "fp8"; None for `dtype`. fp8
+        takes the scales of the checkpoint, if it has any.
 
     Raises:
       CheckpointError, ConfigError: the model is missing, incomplete, or not a target.
@@ -91,7 +95,7 @@ def load_target(
       FieldError: a format is not known, does not run here, or the model is quantised already.
     """
     formats = (quantize, quantize_head)
-    return _load("target", source, dtype, formats, revision, token, offline, mesh)
+    return _load("target", source, dtype, formats, kv_dtype, revision, token, offline, mesh)
 
 
 def load_drafter(
@@ -109,7 +113,7 @@ def load_drafter(
     A head of the drafter's own is quantised with the rest.
     """
     formats = (quantize, quantize)
-    return _load("drafter", source, dtype, formats, revision, token, offline, mesh)
+    return _load("drafter", source, dtype, formats, None, revision, token, offline, mesh)
 
 
 def _load(
@@ -117,6 +121,7 @@ def _load(
     source: str,
     dtype: str,
     formats: tuple[str | None, str | None],
+    kv_dtype: str | None,
     revision: str | None,
     token: str | None,
     offline: bool,
@@ -131,6 +136,7 @@ def _load(
         _check_role(source, named(manifest.kind), role)
         stored = manifest.graph(dtype)
         graph = quantised_graph(stored, source, *formats, option)
+        graph = with_kv_dtype(graph, kv_dtype, manifest.kv_scales)
         check_weights_fit(graph, mesh or _default_mesh())
         params = restore_params(directory, graph, mesh, stored)
         return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
@@ -138,6 +144,7 @@ def _load(
     _check_role(source, opened.family, role)
     stored = opened.quantised_graph(graph_of(opened.config, dtype), formats[0])
     graph = quantised_graph(stored, source, *formats, option)
+    graph = with_kv_dtype(graph, kv_dtype, opened.kv_scales if kv_dtype == "fp8" else None)
     check_weights_fit(graph, mesh or _default_mesh())
     shardings = {} if mesh is None else {**graph.weight_shardings(mesh), **graph.shardings(mesh)}
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec import host_memory
@@ -68,7 +67,7 @@ def footprint(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> Foo
             rows,
             cache_length=cache_length,
             num_stop_ids=1,
-            cache_dtype=jnp.dtype(spec.target.dtype),
+            cache_dtype=spec.target.cache_dtype,
         )
     )
     caches = (state.caches, state.drafter)

@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.quantised import QuantisedArray, named
 from jaxspec.quantised.array import quantise
+from jaxspec.quantised.kv import KVFormat
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding import partition
 from jaxspec.trees import flat_params
@@ -81,12 +82,14 @@ class Graph:
       module: an nnx.Module, constructed by (config, dtype=dtype).
       dtype: of products and of the weights that are not quantised, "float32" or "bfloat16".
       formats: the quantised weights with their formats, by name; see `with_formats`.
+      kv: how a target stores keys and values; None in `dtype`.
     """
 
     module: type[Any]
     config: Any
     dtype: str
     formats: tuple[tuple[str, str], ...] = ()
+    kv: KVFormat | None = None
 
     def of_dtype(self, dtype: str) -> Graph:
         """Return the same model with weights of another dtype.
@@ -116,13 +119,23 @@ class Graph:
         return dataclasses.replace(self, formats=tuple(sorted(formats.items())))
 
     @property
+    def cache_dtype(self) -> jnp.dtype:
+        """The dtype of keys and values in caches."""
+        return jnp.dtype(self.dtype) if self.kv is None else self.kv.dtype
+
+    @property
     def storage(self) -> str:
         """The dtype of the weights in words: "bfloat16", or "int8 and bfloat16"."""
         return " and ".join((*dict.fromkeys(format for _, format in self.formats), self.dtype))
 
+    @property
+    def dtypes(self) -> str:
+        """`storage`, and the dtype of keys and values where it is another: "bfloat16, K/V fp8"."""
+        return self.storage if self.kv is None else f"{self.storage}, K/V {self.kv.name}"
+
     def __repr__(self) -> str:
         """Return one line."""
-        return f"Graph({self.module.__name__}, {self.config}, {self.storage})"
+        return f"Graph({self.module.__name__}, {self.config}, {self.dtypes})"
 
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape and dtype of every array of this graph's params, by name."""
@@ -231,7 +244,8 @@ class Graph:
         state = nnx.from_flat_state(
             [(_path(n), v.replace(weights[n])) for n, v in variables.items()]
         )
-        return nnx.merge(graphdef, state)
+        module = nnx.merge(graphdef, state)
+        return module if self.kv is None else module.store_kv(self.kv)
 
     def weights(self, params: Params) -> dict[str, Array | QuantisedArray]:
         """Return each weight by name: an array, or the arrays of a quantised one put together."""
@@ -371,8 +385,8 @@ def _all_arrays(params: Mapping[str, Any]) -> bool:
 
 
 def _abstract(graph: Graph) -> tuple[Any, dict[str, Any]]:
-    """Return the module's definition and its variables, none of them quantised."""
-    return _abstract_module(graph.unquantised())
+    """Return the module's definition and its variables, as if nothing were quantised."""
+    return _abstract_module(dataclasses.replace(graph, formats=(), kv=None))
 
 
 @functools.cache

@@ -225,7 +225,7 @@ def empty_state(
         slots,
         cache_length=plan.cache_length(given.prompts.tokens.shape[1]),
         num_stop_ids=given.stop_ids.shape[1],
-        cache_dtype=jnp.dtype(plan.spec.target.dtype),
+        cache_dtype=plan.spec.target.cache_dtype,
         mesh=mesh,
     )
     return varying_as(state, target_params, drafter_params, given)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
@@ -266,7 +265,7 @@ class Runtime:
             rows or self.batch_size,
             self.cache_length,
             num_stop_ids,
-            jnp.dtype(self.spec.target.dtype),
+            self.spec.target.cache_dtype,
             self.mesh,
         )
 

@@ -278,6 +278,7 @@ def init_state(
 
     Args:
       cache_length: positions a slot can hold: prompt, new tokens and one step's tokens.
+      cache_dtype: of the target's keys and values. The drafter's own have the drafter's dtype.
       mesh: where it lives, by `sharding.state_shardings`; None for the default device.
     """
     sizes = (spec, batch, cache_length, num_stop_ids, cache_dtype)
@@ -317,7 +318,9 @@ def _empty_state(
         counts = TokenCounts(output.astype(bool), output)
     if spec.drafter is not None:
         drafter = spec.drafter.bind_abstract()
-        drafter_state = drafter.init_state(batch, cache_length=cache_length, dtype=cache_dtype)
+        drafter_state = drafter.init_state(
+            batch, cache_length=cache_length, dtype=spec.drafter.dtype
+        )
     return DecodeState(
         caches=init_caches(
             spec.target.config,

@@ -100,8 +100,14 @@ def _on_cuda(kernel: Callable[..., T], reference: Callable[..., T], *args: Any) 
     return call(*args)
 
 
+KV_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
+"""The dtypes of caches that Triton kernels read and write."""
+
+
 def why_not_triton(
-    *arrays: Array, interpret: bool, dtypes: Sequence[Any] = (jnp.bfloat16, jnp.float16)
+    *arrays: Array | jax.ShapeDtypeStruct,
+    interpret: bool,
+    dtypes: Sequence[Any] = (jnp.bfloat16, jnp.float16),
 ) -> str | None:
     """Return why a Triton kernel cannot take these arrays on the GPU of this machine, or None.
 
@@ -113,14 +119,16 @@ def why_not_triton(
     """
     for array in arrays:
         if not interpret and array.dtype not in dtypes:
-            return f"the Triton kernel is cut for bfloat16 and float16, not {array.dtype}"
+            cut_for = " and ".join(jnp.dtype(dtype).name for dtype in dtypes)
+            return f"the Triton kernel is cut for {cut_for}, not {array.dtype}"
         if array.size >= 2**31:
             return f"the Triton kernel's offsets are 32 bits, and an array has {array.size} numbers"
     if devices := devices_of_mesh():
         return f"the Triton kernel runs on one device, not on a mesh of {devices}"
     found = None if interpret else capability()
-    if found is not None and found < 8.0:
-        return f"the Triton kernel needs compute capability 8.0; this GPU has {found}"
+    least = 8.9 if any(array.dtype == jnp.float8_e4m3fn for array in arrays) else 8.0
+    if found is not None and found < least:
+        return f"the Triton kernel needs compute capability {least}; this GPU has {found}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Parts of the references: norm, rotary embedding, activation, products summed in float32.
+"""Parts of the references: norm, rotary embedding, rounding, products summed in float32.
 
 Models compute the same parts outside of kernels. They import these functions through
 `jaxspec.models.layers`, so that arithmetic which must agree to the last bit is written once. It is
@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 
@@ -51,6 +51,20 @@ def rotate(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
     return turned.astype(x.dtype)
+
+
+def stored_as(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """Round to the dtype of a cache. What fp8 (e4m3) has no number for becomes its largest one.
+
+    A plain conversion makes NaN of such numbers.
+    """
+    dtype = jnp.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    if dtype == jnp.float8_e4m3fn:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.minimum(jnp.maximum(x, -largest), largest)
+    return x.astype(dtype)
 
 
 def contract(spec: str, x: Array, y: Array) -> Float[Array, "..."]:

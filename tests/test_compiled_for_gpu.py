@@ -32,6 +32,7 @@ from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.quantised.choice import formats_for
+from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec
 from pallas_kernels.attention import KVSegment, attention
@@ -145,7 +146,7 @@ def compile_loop(spec: DecodeSpec, batch: int) -> tuple[Any, Any]:
     """Return the compiled loop and its abstract state."""
     state = jax.eval_shape(
         lambda: states.init_state(
-            spec, batch, cache_length=2048, num_stop_ids=4, cache_dtype=jnp.dtype("bfloat16")
+            spec, batch, cache_length=2048, num_stop_ids=4, cache_dtype=spec.target.cache_dtype
         )
     )
     args = (
@@ -165,7 +166,17 @@ def compile_loop(spec: DecodeSpec, batch: int) -> tuple[Any, Any]:
 
 MOVES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"}
 MOVES |= {"convert", "copy", "transpose", "concatenate", "slice", "dynamic-slice", "reshape", "pad"}
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+ITEM_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+}
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = \(?(\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
 
 
@@ -273,6 +284,36 @@ def test_quantised_weights_are_read_as_codes_and_never_written_out(
     print(f"{preset} {format}, batch {batch}: {memory}")
     assert memory.temp_size_in_bytes < temporary_mb << 20
     assert big_moves(compiled.as_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("preset", "batch", "drafts", "temporary_mb"),
+    [
+        ("26b-a4b", 8, "none", 32),
+        ("26b-a4b", 8, "chain", 128),
+        ("31b", 4, "mtp", 128),  # of which logits of 32 rows, in three forms: 100 MB
+        ("31b", 1, "mtp tree", 48),
+    ],
+)
+def test_caches_in_fp8_are_read_as_they_are(
+    preset: str, batch: int, drafts: str, temporary_mb: int
+) -> None:
+    """Kernels write them and convert what they read: no cache is copied, or written out in 16 bits."""
+    spec = small(preset, drafts)
+    spec = dataclasses.replace(spec, target=with_kv_dtype(spec.target, "fp8"))
+    compiled, state = compile_loop(spec, batch)
+    memory = compiled.memory_analysis()
+    print(f"{preset}, batch {batch}: {memory}")
+    caches = [cache for cache in state.caches if cache is not None]
+    assert {x.dtype for cache in caches for x in (cache.k, cache.v)} == {jnp.dtype("float8_e4m3fn")}
+    assert memory.alias_size_in_bytes >= cache_bytes((state.caches, state.drafter))
+    assert memory.temp_size_in_bytes < temporary_mb << 20
+    hlo = compiled.as_text()
+    assert big_moves(hlo) == []
+    # What any operation makes of the shape of a cache is fp8, or a mask of it: nothing wider.
+    shapes = {",".join(map(str, cache.k.shape)) for cache in caches}
+    made = re.findall(r"= \(?(\w+)\[([\d,]+)\]", hlo)
+    assert {dtype for dtype, shape in made if shape in shapes} <= {"f8e4m3fn", "pred"}
 
 
 @pytest.mark.parametrize(("preset", "centroids"), [("e4b", True), ("26b-a4b", False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,7 @@ Quantized = Literal[
     "nvfp4",
     "mxfp4",
 ]
+KVDtype = Literal["bfloat16", "float32", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class ModelOptions:
     offline: bool = option(False, "Use what is in the hub cache, and no network.")
     dtype: Dtype | None = option(
         None, "Of weights and caches. Default: bfloat16 on GPU, float32 on CPU."
+    )
+    kv_dtype: KVDtype | None = option(
+        None,
+        "Of the target's keys and values in caches. fp8 halves what bfloat16 takes, and rounds. Default: as --dtype.",
     )
     quantize: Quantized | None = option(
         None, "Quantise the target's linears and experts while they are loaded."
@@ -88,12 +94,24 @@ class ModelOptions:
     @property
     def quantized(self) -> str:
         """Say what is quantised, as in ", weights int8": nothing, where nothing is."""
-        asked = {
+        asked: dict[str, str | None] = {
             "weights": self.quantize,
             "head": self.quantize_head,
             "drafter": self.quantize_drafter,
         }
+        if self.kv_dtype != self.dtype:
+            asked["K/V"] = self.kv_dtype
         return "".join(f", {what} {format}" for what, format in asked.items() if format)
+
+    @property
+    def rounds(self) -> bool:
+        """Tell whether the target's weights, or its keys and values, are rounded on the way in."""
+        return any((self.quantize, self.quantize_head, self.kv_dtype))
+
+    @property
+    def unrounded(self) -> ModelOptions:
+        """The same models, with the target as it is."""
+        return dataclasses.replace(self, quantize=None, quantize_head=None, kv_dtype=None)
 
     def check_drafter(self, drafting: Drafting) -> None:
         """Refuse what only a drafter can do where there is none.

@@ -11,7 +11,7 @@ import abc
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from jaxspec.configs.fields import (
     FLAGS,
@@ -79,6 +79,7 @@ class TargetConfig(abc.ABC):
 
     Attributes:
       num_experts: the number of experts of each layer; 0 for a dense model.
+      normed_values: whether values of attention are normed, without a weight.
     """
 
     vocab_size: int
@@ -86,6 +87,7 @@ class TargetConfig(abc.ABC):
     max_positions: int
     num_experts: int = 0
     num_experts_per_token: int = 0
+    normed_values: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxspec.configs.base import (
     LayerSpec,
@@ -56,6 +56,8 @@ class Gemma4Config(TargetConfig):
       per_layer_input_size: 0 for a model without per-layer inputs.
       num_experts: 0 for a dense model.
     """
+
+    normed_values: ClassVar[bool] = True
 
     vocab_size: int = size()
     hidden_size: int = size()

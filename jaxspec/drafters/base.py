@@ -19,6 +19,7 @@ from flax import nnx, struct
 
 from jaxspec.cache import KVCache
 from jaxspec.models.target import Caches, Target, TargetOutput
+from jaxspec.quantised.kv import KVStorage
 from jaxspec.records import Tree
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, DTypeLike, Float, Int
@@ -44,6 +45,10 @@ class TargetView(struct.PyTreeNode):
         cache = self.caches[self.target.config.last_kv_owner(kind)]
         assert cache is not None
         return cache
+
+    def stored_kv(self, kind: str) -> KVStorage | None:
+        """Return how that layer stores its K/V; None as they are computed."""
+        return self.target.stored_kv(self.target.config.last_kv_owner(kind))
 
 
 class Kept(struct.PyTreeNode):

@@ -42,6 +42,7 @@ from jaxspec.models.residual import Residual, Sum
 from jaxspec.models.target import Target
 from jaxspec.models.xla import multiply_rows, traced_once
 from jaxspec.params import param
+from jaxspec.quantised.kv import KVStorage
 from jaxspec.records import Tree
 from jaxspec.sampling import argmax, draw_drafts
 from jaxspec.shapes import Array, DTypeLike, Float, Int
@@ -75,10 +76,12 @@ class FrozenKV(NamedTuple):
 
     Attributes:
       last: the last position in the caches, n - 1; one for each row, or in training for each node.
+      stored: how the target stores its K/V; None as they are computed.
     """
 
     segments: dict[LayerType, KVSegment]
     last: Int[Array, "B #F"]
+    stored: dict[LayerType, KVStorage | None] | None = None
 
 
 class MTPDrafter(Drafter[MTPState]):
@@ -143,12 +146,11 @@ class MTPDrafter(Drafter[MTPState]):
         tree: Tree | None = None,
         draws: Draws | None = None,
     ) -> Draft:
+        kinds = dict.fromkeys(self.config.layer_types)
         frozen = FrozenKV(
-            {
-                kind: kv.view(view.last_kv(kind), lengths)
-                for kind in dict.fromkeys(self.config.layer_types)
-            },
+            {kind: kv.view(view.last_kv(kind), lengths) for kind in kinds},
             lengths[:, None] - 1,
+            {kind: view.stored_kv(kind) for kind in kinds},
         )
         states = state[:, None]
 
@@ -224,7 +226,9 @@ class MTPDrafter(Drafter[MTPState]):
             ]
             stream = Residual(x, c.rms_norm_eps).norm(norms[0])
             for i, (layer, kind) in enumerate(zip(self.layers, c.layer_types, strict=True)):
-                stream = run_layer(layer, stream, norms[i + 1], rotary, last, frozen.segments[kind])
+                stored = None if frozen.stored is None else frozen.stored[kind]
+                read = frozen.segments[kind], stored
+                stream = run_layer(layer, stream, norms[i + 1], rotary, last, *read)
             return stream.normed, project(stream.normed, self.post_projection[...])
 
     def choices(self, hidden: Float[Array, "B F H"], suppressed: tuple[int, ...] = ()) -> Choices:
@@ -322,14 +326,15 @@ class MTPLayer(nnx.Module):
         rotary: Int[Array, "B F"],
         last: Int[Array, "B F"],
         segment: KVSegment,
+        stored: KVStorage | None,
     ) -> Sum:
         """Return the layer's output.
 
         Args:
           x: the residual stream, already normed with `pre_attention_norm`.
-          rotary, last, segment: as in `FrozenAttention`.
+          rotary, last, segment, stored: as in `FrozenAttention`.
         """
-        h = self.attention(x.normed, rotary, last, segment)
+        h = self.attention(x.normed, rotary, last, segment, stored)
         x = x.add(h, self.post_attention_norm[...]).norm(self.pre_mlp_norm[...])
         return x.add(self.mlp(x.normed), self.post_mlp_norm[...]).times(self.scalar[...])
 
@@ -364,12 +369,14 @@ class FrozenAttention(nnx.Module):
         rotary: Int[Array, "B F"],
         last: Int[Array, "B F"],
         segment: KVSegment,
+        stored: KVStorage | None,
     ) -> Float[Array, "B F H"]:
         """Attend from some nodes to the target's keys and values.
 
         Args:
           rotary: the position of each query in the rotary embedding.
           last: the last position that each query sees. A window counts back from it.
+          stored: how the target stores these keys and values; None as they are computed.
         """
         frequencies = rope_frequencies(self.q_norm.shape[0], self.theta, self.partial_factor)
         groups = self.out.shape[1]
@@ -382,7 +389,8 @@ class FrozenAttention(nnx.Module):
             frequencies,
             groups=groups,
             eps=self.eps,
+            stored=stored,
         )
         assert q is not None
-        out = attend(q, last, (segment,), scale=1.0, window=self.window)
+        out = attend(q, last, (segment,), scale=1.0, window=self.window, stored=stored)
         return whole_rows(project(out, self.out[...], inputs=3))

@@ -83,12 +83,12 @@ def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost
             products *= config.num_experts_per_token / config.num_experts
         weight_bytes += nbytes
         flops += products if a.ndim > 1 else 0.0
-    kv_bytes = 0.0
+    kv_bytes, stored = 0.0, graph.cache_dtype.itemsize
     for layer in config.layers:
         seen = context + tokens
         if layer.window is not None:
             seen = min(seen, layer.window)
-        kv_bytes += 2.0 * batch * seen * layer.num_kv_heads * layer.head_dim * itemsize(graph)
+        kv_bytes += 2.0 * batch * seen * layer.num_kv_heads * layer.head_dim * stored
         flops += 4.0 * rows * seen * layer.num_heads * layer.head_dim
     return StepCost(weight_bytes, kv_bytes, flops)
 
@@ -125,7 +125,7 @@ def table_bytes(graph: Graph) -> float:
 
 
 def itemsize(graph: Graph) -> int:
-    """Return the size in bytes of one number in a model's dtype, as activations and caches have it."""
+    """Return the size in bytes of one number in a model's dtype, as activations have it."""
     import jax.numpy as jnp
 
     return jnp.dtype(graph.dtype).itemsize

@@ -77,7 +77,7 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     levels = [1] * spec.depth
     if spec.tree is not None:
         levels[1:] = [spec.tree.topk] * (spec.depth - 1)
-    size = itemsize(spec.target)
+    size, stored = itemsize(spec.target), spec.target.cache_dtype.itemsize
     weight_bytes = flops = kv_bytes = 0.0
     for level in levels:
         rows = batch * level
@@ -95,7 +95,7 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
             seen = min(context, config.num_window_keys) if sliding else context
             heads = config.num_kv_heads if sliding else config.full_num_kv_heads
             head_dim = config.head_dim if sliding else config.full_head_dim
-            kv_bytes += 2.0 * batch * seen * heads * head_dim * size
+            kv_bytes += 2.0 * batch * seen * heads * head_dim * stored
             layers = config.layer_types.count(kind)
             flops += 4.0 * rows * seen * layers * config.num_heads * head_dim
     return StepCost(weight_bytes, kv_bytes, flops)

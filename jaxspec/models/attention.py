@@ -18,7 +18,8 @@ from jaxspec.models.layers import project, rope_cos_sin, rope_frequencies
 from jaxspec.models.target import Placement
 from jaxspec.params import param
 from jaxspec.quantised import QuantisedArray
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.quantised.kv import KVStorage
+from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.sharding import CACHE_AXES, constrain, whole_rows
 from pallas_kernels.attention import attention
 from pallas_kernels.qkv import QKV, Destination, qkv
@@ -73,8 +74,14 @@ class Attention(nnx.Module):
         into: dict[str, Any] = dict(fan_in=k * g * h, axes=OUT_WEIGHT_AXES, summed=(0, 1, 2))
         self.out = param(k, g, h, width, dtype=dtype, **into)
         self.owns_kv, self.norm_values = owns_kv, norm_values
+        self.stored: KVStorage | None = None  # as they are computed; see `store_kv`
         self.score_scale, self.window, self.eps = score_scale, spec.window, eps
         self.rope_theta, self.rotary_factor = rope_theta, rotary_factor
+
+    def store_kv(self, stored: KVStorage | None) -> None:
+        """Store the keys and values that the queries see in another way from now on."""
+        if stored is not None:
+            self.stored = nnx.data(stored)
 
     def __call__(
         self,
@@ -107,6 +114,9 @@ class Attention(nnx.Module):
             eps=self.eps,
             norm_values=self.norm_values,
             into=into,
+            stored=self.stored,
+            # Derivatives pass `rounded`, but not a conversion to fp8.
+            kv_dtype=None if self.stored is None or cache is None else self.stored.dtype,
         )
         if k is None or v is None:
             assert shared is not None
@@ -114,11 +124,20 @@ class Attention(nnx.Module):
         elif to_write is not None:
             cache, segments = kv.append_pass(to_write, into, k, v, *where.written)
         else:
+            if self.stored is not None and cache is None:
+                k, v = self.stored.rounded(k), self.stored.rounded(v)
             segments = (kv.pass_segment(k, v, where.positions, where.count, where.ancestors),)
             if cache is not None:
                 segments = (kv.view(cache, where.start, where.slots), *segments)
         assert q is not None
-        out = attend(q, where.positions, segments, scale=self.score_scale, window=self.window)
+        out = attend(
+            q,
+            where.positions,
+            segments,
+            scale=self.score_scale,
+            window=self.window,
+            stored=self.stored,
+        )
         return whole_rows(project(out, self.out[...], inputs=3)), cache, segments
 
 
@@ -134,6 +153,8 @@ def project_qkv(
     eps: float,
     norm_values: bool = False,
     into: Destination | None = None,
+    stored: KVStorage | None = None,
+    kv_dtype: DTypeLike | None = None,
 ) -> QKV:
     """Return queries, keys and values of rows:
 
@@ -149,14 +170,22 @@ def project_qkv(
       groups: queries of a kv head.
       norm_values: whether values are normed, which is without a weight.
       into: caches to write keys and values to, which are returned in their place.
+      stored: how keys and values are stored, those that the queries meet too; None as they are.
+      kv_dtype: of keys and values in the result; None for that of the caches, or else of x.
     """
+    value_factor = 1.0
+    if stored is not None:
+        # No multiplication of their own: the scale of keys is in the weights of the norms.
+        q_norm = None if q_norm is None else stored.q_norm(q_norm)
+        k_norm = None if k_norm is None else stored.k_norm(k_norm)
+        value_factor = 1 / stored.v_scale
     # Queries beside a key and a value cannot be split by themselves. Until they are cut out, none is.
     axes = QUERY_AXES if k_norm is None else KV_AXES
     projected = constrain(project(whole_rows(x), weight), *axes)
     angles = rope_cos_sin(positions, frequencies)
-    q, k, v = qkv(
-        projected, q_norm, k_norm, *angles, into, groups=groups, eps=eps, norm_values=norm_values
-    )
+    how: dict[str, Any] = dict(groups=groups, eps=eps, norm_values=norm_values)
+    how |= dict(kv_dtype=kv_dtype, value_factor=value_factor)
+    q, k, v = qkv(projected, q_norm, k_norm, *angles, into, **how)
     if q is not None:
         q = constrain(q, *axes)
     if k is not None and v is not None:
@@ -172,6 +201,7 @@ def attend(
     scale: float,
     window: int | None,
     causal: bool = True,
+    stored: KVStorage | None = None,
 ) -> Float[Array, "B T K G H"]:
     """Attend from each query to every key its position allows, over all segments at once.
 
@@ -183,7 +213,10 @@ def attend(
     Args:
       window: keys a query sees, itself included; None for all.
       segments: their keys need not be in order, and no position may stand in two of them.
+      stored: how keys and values are stored; `project_qkv` had the same for the queries.
     """
     q = constrain(q, *QUERY_AXES)
-    out = attention(q, q_positions, segments, scale=scale, window=window, causal=causal)
+    value_scale = 1.0 if stored is None else stored.v_scale
+    how: dict[str, Any] = dict(scale=scale, window=window, causal=causal, value_scale=value_scale)
+    out = attention(q, q_positions, segments, **how)
     return constrain(out, *QUERY_AXES)

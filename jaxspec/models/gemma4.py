@@ -52,6 +52,9 @@ class Gemma4(Target):
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         return softcap(self.head(hidden), self.config.final_logit_softcap)
 
+    def attention_of(self, layer: int) -> Attention:
+        return self.layers[layer].attention
+
     def run_layers(
         self,
         tokens: Int[Array, "B T"],

@@ -56,6 +56,9 @@ class Qwen3(Target):
         table = self.table if self.config.tied_head else self.head_table
         return table_logits(x, table[...])
 
+    def attention_of(self, layer: int) -> Attention:
+        return self.layers[layer].attention
+
     def run_layers(
         self,
         tokens: Int[Array, "B T"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.base import TargetConfig
 from jaxspec.models.xla import materialize
+from jaxspec.quantised.kv import KVFormat, KVStorage
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
 from pallas_kernels.lone_row import twice_if_alone
 
@@ -87,6 +89,7 @@ class Target(nnx.Module):
     """A decoder that can verify drafts. It is made with `(config, dtype=dtype)`."""
 
     config: TargetConfig
+    kv: KVFormat | None = None  # how keys and values are stored; None as they are computed
 
     @abc.abstractmethod
     def embed(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
@@ -115,6 +118,24 @@ class Target(nnx.Module):
           tokens: the ids that `x` embeds.
           caches: one entry a layer, or None to attend to this pass alone.
         """
+
+    def attention_of(self, layer: int) -> Any:
+        """Return the `attention.Attention` of a layer."""
+        raise NotImplementedError(f"{type(self).__name__} has one way to store keys and values")
+
+    def store_kv(self, format: KVFormat) -> Target:
+        """Store keys and values in another format from now on. Return the module itself."""
+        self.kv = format
+        for i, layer in enumerate(self.config.layers):
+            owner = self.attention_of(layer.kv_owner)
+            k_norm = owner.k_norm[...]
+            stored = format.of_layer(layer.kv_owner, k_norm, k_norm.dtype)
+            self.attention_of(i).store_kv(stored)
+        return self
+
+    def stored_kv(self, layer: int) -> KVStorage | None:
+        """Return how a layer stores the keys and values that its queries see; None as they are."""
+        return None if self.kv is None else self.attention_of(layer).stored
 
     def distinct_experts(
         self, tokens: Int[Array, "B T"], where: Placement, caches: Caches

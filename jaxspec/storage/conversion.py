@@ -157,6 +157,7 @@ def convert(
             formats=dict(graph.formats) or None,
             compute_dtype=compute if graph.formats else None,
             cache_dtype=compute if graph.formats else None,
+            kv_scales=opened.kv_scales,
         ).write(aside)
     return Report(
         opened.family.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxspec import __version__, quantised
 from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
 from jaxspec.families import ModelConfig, graph_of, named
 from jaxspec.params import Graph
+from jaxspec.quantised.kv import DTYPES as DTYPES_OF_KV
 from jaxspec.records import shown
 from jaxspec.storage.acceptance import FIELD
 
@@ -42,7 +44,9 @@ class Manifest:
         `dtype` is then that of the others.
       compute_dtype: the dtype of the numbers that weights were quantised from, in which products
         are meant to be computed; None if none is quantised. Loading may choose another one.
-      cache_dtype: the dtype of keys and values, likewise.
+      cache_dtype: the dtype of keys and values: of a model that was saved with another one than its
+        compute dtype too. Loading takes the one that it is asked for.
+      kv_scales: the scales of keys and of values for each layer that the source had; None for none.
     """
 
     kind: str
@@ -57,6 +61,7 @@ class Manifest:
     formats: dict[str, str] | None = None
     compute_dtype: str | None = None
     cache_dtype: str | None = None
+    kv_scales: tuple[tuple[float, float], ...] | None = None
 
     def graph(self, dtype: str) -> Graph:
         """Return the graph of what the directory holds, with weights and products of `dtype`.
@@ -126,6 +131,8 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     if values["generation"] is not None:
         generation = _config(GenerationDefaults, values, "generation")
         generation.check_fits(config.vocab_size)
+    if values.get("kv_scales") is not None:
+        values = {**values, "kv_scales": tuple(map(tuple, values["kv_scales"]))}
     return {**values, "kind": family.name, "config": config, "generation": generation}
 
 
@@ -147,7 +154,16 @@ def _are_formats(value: Any) -> bool:
     )
 
 
-_OF_QUANTISED = ("formats", "compute_dtype", "cache_dtype")
+def _are_scales(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(both, list)
+        and len(both) == 2
+        and all(type(x) is float and 0 < x < math.inf for x in both)
+        for both in value
+    )
+
+
+_OF_QUANTISED = ("formats", "compute_dtype", "cache_dtype", "kv_scales")
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
@@ -159,6 +175,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "skipped": lambda value: isinstance(value, list) and all(map(_is_text, value)),
     "formats": _are_formats,
     "compute_dtype": lambda value: value in ("float32", "bfloat16"),
-    "cache_dtype": lambda value: value in ("float32", "bfloat16"),
+    "cache_dtype": lambda value: value in DTYPES_OF_KV,
+    "kv_scales": lambda value: _are_scales(value),
 }
 """What a manifest holds beside configs."""

@@ -20,6 +20,7 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.rules import fills_for
 from jaxspec.families import family_of, graph_of
 from jaxspec.loading import LoadedModel
+from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
 from jaxspec.storage.arrays import LazyArray, save_params
 from jaxspec.storage.aside import written_aside
@@ -62,7 +63,8 @@ def save(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
             dtype=dtype,
             formats=dict(model.graph.formats) or None,
             compute_dtype=dtype if model.graph.formats else None,
-            cache_dtype=dtype if model.graph.formats else None,
+            cache_dtype=_cache_dtype(model.graph, dtype),
+            kv_scales=None if model.graph.kv is None else model.graph.kv.scales,
             tensors={
                 name: "I64" if fill.transform.integers else _STORED[dtype]
                 for fill in fills
@@ -109,6 +111,12 @@ def _checked(model: LoadedModel, params: Any) -> tuple[Params, str]:
     graph = graph_of(model.config, dtype if dtype in _STORED else model.graph.dtype)
     graph.with_formats(quantised).check(params)
     return params, dtype
+
+
+def _cache_dtype(graph: Graph, dtype: str) -> str | None:
+    if graph.kv is None:
+        return dtype if graph.formats else None
+    return graph.kv.name
 
 
 def _lazily(x: Array) -> LazyArray:

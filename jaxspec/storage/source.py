@@ -7,6 +7,7 @@ is read as numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.kv_scales import read_kv_scales
 from checkpoints_convert.quantised import sources
 from checkpoints_convert.quantised.announced import Spec, read_announced
 from checkpoints_convert.quantised.view import View, open_view
@@ -37,6 +39,15 @@ class Source:
     generation: GenerationDefaults | None
     plan: Plan
     view: View
+
+    @functools.cached_property
+    def kv_scales(self) -> tuple[tuple[float, float], ...] | None:
+        """The scales of keys and values for each layer of a target; None where there are none."""
+        if self.family.role != "target":
+            return None
+        layers = self.config.num_layers
+        owners = [i for i in range(layers) if self.config.owns_kv(i)]
+        return read_kv_scales(self.checkpoint, owners, layers)
 
     @property
     def skipped(self) -> dict[str, str]:

@@ -20,6 +20,7 @@ from pallas_kernels.attention.reference import KVSegment, reference
 from pallas_kernels.attention.triton import Tiling, attention_triton
 from pallas_kernels.attention.tuning import splits_for, tiling_for
 from pallas_kernels.dispatch import (
+    KV_DTYPES,
     Candidate,
     capability,
     devices_of_mesh,
@@ -62,6 +63,7 @@ def attention(
     scale: float,
     window: int | None = None,
     causal: bool = True,
+    value_scale: float = 1.0,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
     interpret: bool = False,
@@ -75,13 +77,15 @@ def attention(
     Args:
       q: queries. G of them share a kv head.
       q_positions: positions of the queries.
-      segments: keys and values in any order. Slots behind the last key of a segment may hold
+      segments: keys and values in any order, in the dtype of the queries or a narrower one, which
+        is converted as it is read. Slots behind the last key of a segment may hold
         anything for the kernels, even NaN. The reference needs finite values there.
       scale: factor of the scores.
       window: number of positions that a query sees, its own included; None for all.
       causal: whether queries see no later keys.
-      implementation: "reference" runs anywhere. "triton" needs 16-bit keys and an NVIDIA GPU of
-        compute capability 8.0 or newer (or `interpret`). "mosaic" needs 16-bit keys, a GPU of
+      value_scale: factor of the result, where values are stored divided by it.
+      implementation: "reference" runs anywhere. "triton" needs 16-bit queries, keys in 16 bits or
+        fp8, and an NVIDIA GPU of compute capability 8.0 or newer, 8.9 for fp8 (or `interpret`). "mosaic" needs 16-bit keys, a GPU of
         compute capability 9.0, a multiple of 8 slots, no `seen_by`, and head dim 512 or 128. At
         head dim 512 it needs one segment and no window. At head dim 128 it needs 8, 16, 32 or 64
         query heads per kv head, and at most one further segment, of at most 128 slots. "auto" takes
@@ -100,14 +104,17 @@ def attention(
     b, t, k, g, h = q.shape
     rows, heads, longest = t * g, b * k, max(s.k.shape[2] for s in segments)
     how = {"scale": scale, "window": window, "causal": causal}
+    scaled = {**how, "value_scale": value_scale}
+    narrow = {s.k.dtype for s in segments} != {q.dtype}
 
     def mosaic(*args: Any) -> Array:
         splits = splits_for(rows=rows, heads=heads, longest=longest)
         return _mosaic_kernel(h)(*args, **how, splits=splits)
 
     def triton(*args: Any) -> Array:
-        tiles = tiling or tiling_for(head_dim=h, rows=rows, heads=heads, longest=longest)
-        return attention_triton(*args, **how, tiling=tiles, interpret=interpret)
+        sizes: dict[str, Any] = {"head_dim": h, "rows": rows, "heads": heads, "longest": longest}
+        tiles = tiling or tiling_for(**sizes, narrow=narrow)
+        return attention_triton(*args, **scaled, tiling=tiles, interpret=interpret)
 
     # At head dim 128 "auto" takes Mosaic only for more than one tile of rows. The kernel was not
     # measured with fewer rows.
@@ -116,17 +123,19 @@ def attention(
         Candidate(
             "mosaic",
             mosaic,
-            reason=_why_not_mosaic(g, segments, window, interpret),
+            reason=_why_not_mosaic(g, segments, window, value_scale, interpret),
             worth_it=on_hopper and _worth_it(q, segments, FEWEST_BYTES),
         ),
         Candidate(
             "triton",
             triton,
-            reason=_why_not_triton(segments, interpret),
-            worth_it=_worth_it(q, segments, FEWEST_BYTES if h <= 256 else FEWEST_BYTES_WIDE),
+            reason=_why_not_triton(q, segments, interpret),
+            # XLA writes out keys that it converts, which is another cache.
+            worth_it=narrow
+            or _worth_it(q, segments, FEWEST_BYTES if h <= 256 else FEWEST_BYTES_WIDE),
         ),
     ]
-    plain = functools.partial(reference, **how)
+    plain = functools.partial(reference, **scaled)
     return dispatch(implementation, candidates, plain, q, q_positions, segments)
 
 
@@ -170,22 +179,30 @@ def _check(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Non
             )
         if s.seen_by is not None and s.seen_by.shape != (b, t, size):
             raise ValueError(f"seen_by must be {(b, t, size)}, not {s.seen_by.shape}")
-        if not q.dtype == s.k.dtype == s.v.dtype:
+        narrower = s.k.dtype.itemsize < q.dtype.itemsize
+        if s.k.dtype != s.v.dtype or not (q.dtype == s.k.dtype or narrower):
             raise ValueError(
-                f"queries, keys and values must have one dtype; they are {q.dtype}, {s.k.dtype}, "
-                f"{s.v.dtype}"
+                "keys and values must have one dtype, that of the queries or a narrower one; queries, "
+                f"keys and values are {q.dtype}, {s.k.dtype}, {s.v.dtype}"
             )
 
 
-def _why_not_triton(segments: tuple[KVSegment, ...], interpret: bool) -> str | None:
+def _why_not_triton(q: Array, segments: tuple[KVSegment, ...], interpret: bool) -> str | None:
     """Return why the Triton kernel cannot take these keys on the GPU of this machine, or None."""
     if (h := segments[0].k.shape[3]) not in (16, 32, 64, 128, 256, 512):
         return f"the Triton kernel takes head dims that are a power of two from 16 to 512, not {h}"
-    return why_not_triton(*(s.k for s in segments), interpret=interpret)
+    queries = jax.ShapeDtypeStruct((), q.dtype)
+    return why_not_triton(queries, interpret=interpret) or why_not_triton(
+        *(s.k for s in segments), interpret=interpret, dtypes=KV_DTYPES
+    )
 
 
 def _why_not_mosaic(
-    groups: int, segments: tuple[KVSegment, ...], window: int | None, interpret: bool
+    groups: int,
+    segments: tuple[KVSegment, ...],
+    window: int | None,
+    value_scale: float,
+    interpret: bool,
 ) -> str | None:
     """Return why no Mosaic kernel can take these keys on the GPU of this machine, or None."""
     keys, *more = (s.k for s in segments)
@@ -197,6 +214,8 @@ def _why_not_mosaic(
         return f"the Mosaic kernel is cut for bfloat16 and float16 keys, not {keys.dtype}"
     if (h := keys.shape[3]) not in (128, 512):
         return f"the Mosaic kernels are cut for head dims 128 and 512, not {h}"
+    if value_scale != 1:
+        return "the Mosaic kernels have no value_scale"
     if keys.shape[2] % 8:
         return f"the Mosaic kernel takes a multiple of 8 slots, not {keys.shape[2]}"
     if any(s.seen_by is not None for s in segments):

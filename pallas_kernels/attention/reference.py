@@ -29,6 +29,7 @@ def reference(
     scale: float,
     window: int | None,
     causal: bool,
+    value_scale: float = 1.0,
 ) -> Float[Array, "B T K G H"]:
     """Score every key of every segment, and mask the keys that a query does not see.
 
@@ -45,15 +46,17 @@ def reference(
         if s.seen_by is not None:
             visible &= s.seen_by
         visible = jnp.broadcast_to(visible[:, None, None], (b, 1, g, t, visible.shape[-1]))
-        score = contract("bkrh,bksh->bkrs", rows, s.k) * scale
+        score = contract("bkrh,bksh->bkrs", rows, s.k.astype(q.dtype)) * scale
         visible = visible.reshape(b, 1, g * t, -1)
         scores.append(jnp.where(visible, score, jnp.finfo(jnp.float32).min))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
     out, begin = jnp.zeros((), jnp.float32), 0
     for s in segments:
         end = begin + s.k.shape[2]
-        out += contract("bkrs,bksh->bkrh", weights[..., begin:end], s.v)
+        out += contract("bkrs,bksh->bkrh", weights[..., begin:end], s.v.astype(q.dtype))
         begin = end
+    if value_scale != 1:
+        out *= value_scale
     return out.reshape(b, k, g, t, h).transpose(0, 3, 1, 2, 4).astype(q.dtype)
 
 

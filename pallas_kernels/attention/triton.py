@@ -63,6 +63,7 @@ def _attend(
     scale: float,
     window: int | None,
     causal: bool,
+    value_scale: float,
 ):
     """Attend from one tile of rows of one kv head to one share of its keys."""
     _, _, groups, tokens, width = q_ref.shape
@@ -89,6 +90,10 @@ def _attend(
         k_ref, v_ref, positions_ref = (refs.pop(0) for _ in range(3))
         seen_ref = refs.pop(0) if has_mask else None
         size = k_ref.shape[2]
+        # The GPU converts fp8 to float16 in one instruction, and to bfloat16 in several. Queries are
+        # normed, so they are within its range, and float16 has more bits of them and of weights.
+        narrow = k_ref.dtype == jnp.float8_e4m3fn and q.dtype == jnp.bfloat16
+        rows = q.astype(jnp.float16) if narrow else q
         # A mask also needs shared memory. 128 rows of head dim 512 leave no room for it beside 32
         # keys. Masked keys are those of a tree, and so few that smaller blocks cost nothing.
         keys = min(16 if has_mask else tiling.keys, max(16, pl.next_power_of_2(size)))
@@ -108,6 +113,7 @@ def _attend(
             seen_ref=seen_ref,
             keys=keys,
             end=end,
+            q=rows,
         ):
             total, most, weight = carry
             slot = block * keys + lax.iota(jnp.int32, keys)
@@ -128,6 +134,7 @@ def _attend(
                 mask = mask if real is None else real[None, :] & (True if mask is None else mask)
                 visible &= load(seen_ref, b, token[:, None], slot[None, :], mask=mask) != 0
             # Scores are in base 2, because the GPU has powers of base 2.
+            k, v = k.astype(q.dtype), v.astype(q.dtype)  # of narrow keys, in registers
             score = jnp.where(visible, dot(q, k.T) * (scale * math.log2(math.e)), UNSEEN)
             new = jnp.maximum(most, jnp.max(score, axis=1))
             kept, p = jnp.exp2(most - new), jnp.exp2(score - new[:, None])
@@ -140,6 +147,8 @@ def _attend(
     weight = jnp.where(weight == 0, 1.0, weight)  # no keys: a result of 0
     out_ref, *log_weight_ref = refs
     out = total / weight[:, None]
+    if value_scale != 1:
+        out *= value_scale
     mask = None if inside is None else inside[:, None]
     out_index = (b, token[:, None], head, group[:, None])
     store(out_ref, split, *out_index, made, value=out, mask=mask)
@@ -187,6 +196,7 @@ def attention_triton(
     window: int | None,
     causal: bool,
     tiling: Tiling,
+    value_scale: float = 1.0,
     interpret: bool = False,
 ) -> Float[Array, "B T K G H"]:
     """Launch the kernels. `pallas_kernels.attention.attention` documents and checks arguments."""
@@ -209,6 +219,7 @@ def attention_triton(
             scale=scale,
             window=window,
             causal=causal,
+            value_scale=value_scale,
         ),
         out_shape=out_shape,
         grid=(pl.cdiv(t * g, tiling.rows) * splits * tiling.parts, k, b),

@@ -36,6 +36,8 @@ FULL = 132
 # Least number of keys of a split. With fewer, starting and adding up take longer than reading.
 FEWEST_KEYS = 128
 
+# Blocks of fp8 keys take half of the room, so at head dim 512 one more is loaded ahead. 4 sequences
+# of 32768 keys of 31B: one query 321 us instead of 360, 8 queries 568 us instead of 620.
 TABLE = (
     # Each row: largest head dim, most rows, (keys, warps, stages, parts).
     (128, 16, (64, 4, 3, 1)),
@@ -60,7 +62,9 @@ CHUNKS = (
 )
 
 
-def tiling_for(*, head_dim: int, rows: int, heads: int, longest: int) -> Tiling:
+def tiling_for(
+    *, head_dim: int, rows: int, heads: int, longest: int, narrow: bool = False
+) -> Tiling:
     """Return the tiling of the Triton kernel for these sizes.
 
     Chunks of prompts have tilings of their own. Otherwise it is the first row of the table with
@@ -71,6 +75,7 @@ def tiling_for(*, head_dim: int, rows: int, heads: int, longest: int) -> Tiling:
       rows: query heads of one kv head times tokens.
       heads: kv heads of all sequences.
       longest: slots of the longest segment.
+      narrow: whether keys are fp8.
     """
     for most, tiling in CHUNKS:
         if head_dim <= most and rows > MANY_ROWS and heads * rows >= FULL * MANY_ROWS:
@@ -82,6 +87,8 @@ def tiling_for(*, head_dim: int, rows: int, heads: int, longest: int) -> Tiling:
         raise ValueError(f"the table of tilings ends at head dim {TABLE[-1][0]}, not {head_dim}")
     _, most, (keys, warps, stages, parts) = next((r for r in same if power <= r[1]), same[-1])
     tile = min(power, most)
+    if narrow and head_dim > 256 and tile <= 64:
+        stages += 1
     programs = heads * -(-rows // tile) * parts
     return Tiling(tile, keys, warps, stages, _splits(programs, longest), parts)
 

@@ -6,10 +6,19 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-from jaxtyping import Array, Float
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float
 
-from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
+from pallas_kernels.dispatch import (
+    KV_DTYPES,
+    Candidate,
+    Implementation,
+    dispatch,
+    why_not_triton,
+)
 from pallas_kernels.qkv.reference import QKV, Destination, reference, write_kv
 from pallas_kernels.qkv.triton import qkv_triton
 
@@ -27,6 +36,8 @@ def qkv(
     groups: int,
     eps: float,
     norm_values: bool = True,
+    kv_dtype: DTypeLike | None = None,
+    value_factor: float = 1.0,
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> QKV:
@@ -46,20 +57,29 @@ def qkv(
       groups: queries of each kv head.
       eps: added to the mean square in each norm.
       norm_values: whether values are normed. Their norm has no weight.
-      implementation: "triton" needs 16-bit numbers and an NVIDIA GPU of compute capability 8.0 or
-        newer (or `interpret`). "auto" takes it where it can run, and takes "reference" elsewhere.
+      kv_dtype: the dtype of the keys and values in the result; None for that of the caches, or else
+        of `projected`. Keys and values are rounded to the dtype of `projected` first. Numbers beyond
+        the largest of fp8 (e4m3) become that one.
+      value_factor: what values are multiplied with before they are rounded to `kv_dtype`. A factor
+        of keys is part of `k_scale`, which may be float32.
+      implementation: "triton" needs 16-bit numbers, caches in 16 bits or fp8, and an NVIDIA GPU of compute capability 8.0 or
+        newer, 8.9 for fp8 (or `interpret`). "auto" takes it where it can run, and takes "reference"
+        elsewhere.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
     Raises:
       ValueError: shapes do not fit together.
       NotImplementedError: implementation is "triton" and it cannot run.
     """
-    _check(projected, q_scale, k_scale, cos, sin, into, groups)
-    how = {"groups": groups, "eps": eps, "norm_values": norm_values}
+    if kv_dtype is None:
+        kv_dtype = projected.dtype if into is None else into.k.dtype
+    how: dict[str, Any] = {"groups": groups, "eps": eps, "norm_values": norm_values}
+    how |= {"kv_dtype": jnp.dtype(kv_dtype), "value_factor": value_factor}
+    _check(projected, q_scale, k_scale, cos, sin, into, groups, how["kv_dtype"])
     triton = Candidate(
         "triton",
         functools.partial(qkv_triton, **how, interpret=interpret),
-        reason=_why_not(projected, into, interpret),
+        reason=_why_not(projected, into, how["kv_dtype"], interpret),
     )
     plain = functools.partial(reference, **how)
     return dispatch(implementation, [triton], plain, projected, q_scale, k_scale, cos, sin, into)
@@ -73,6 +93,7 @@ def _check(
     sin: Array,
     into: Destination | None,
     groups: int,
+    kv_dtype: jnp.dtype,
 ) -> None:
     b, t, k, x, h = projected.shape
     extra = x - groups
@@ -93,6 +114,10 @@ def _check(
         return
     if not extra:
         raise ValueError("there are no keys to write: pass into=None")
+    if not into.k.dtype == into.v.dtype == kv_dtype:
+        raise ValueError(
+            f"keys and values of {kv_dtype} cannot go to caches of {into.k.dtype} and {into.v.dtype}"
+        )
     size = into.k.shape[2]
     if not into.k.shape == into.v.shape == (into.k.shape[0], k, size, h):
         raise ValueError(
@@ -107,9 +132,14 @@ def _check(
         )
 
 
-def _why_not(projected: Array, into: Destination | None, interpret: bool) -> str | None:
+def _why_not(
+    projected: Array, into: Destination | None, kv_dtype: jnp.dtype, interpret: bool
+) -> str | None:
     """Return why the kernel cannot take these heads on the GPU of this machine, or None."""
     if (h := projected.shape[4]) not in (16, 32, 64, 128, 256, 512):
         return f"the Triton kernel takes head dims that are a power of two from 16 to 512, not {h}"
-    caches = () if into is None else (into.k, into.v)
-    return why_not_triton(projected, *caches, interpret=interpret)
+    stored = jax.ShapeDtypeStruct((), kv_dtype)  # of an array, the dtype counts and the size
+    caches = (stored,) if into is None else (into.k, into.v)
+    return why_not_triton(projected, interpret=interpret) or why_not_triton(
+        *caches, interpret=interpret, dtypes=KV_DTYPES
+    )

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.elementary import rms_norm, rotate
+from pallas_kernels.elementary import rms_norm, rotate, stored_as
 from pallas_kernels.lone_row import twice_if_alone
 
 
@@ -54,6 +55,8 @@ def reference(
     groups: int,
     eps: float,
     norm_values: bool,
+    kv_dtype: jnp.dtype,
+    value_factor: float,
 ) -> QKV:
     """Cut out queries, keys and values; norm and rotate them; write keys and values.
 
@@ -66,9 +69,14 @@ def reference(
         raw_k, v = projected[:, :, :, groups], projected[:, :, :, -1]  # the same row where k = v
         k = rotate(rms_norm(raw_k, k_scale, eps), cos, sin)
         v = rms_norm(v, None, eps) if norm_values else v
+        if value_factor != 1:
+            v = (v.astype(jnp.float32) * value_factor).astype(v.dtype)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         if into is not None:
             k, v = write_kv(into, k, v)
+        elif kv_dtype != projected.dtype:
+            # XLA may leave out a rounding whose result is converted back at once.
+            k, v = lax.optimization_barrier((stored_as(k, kv_dtype), stored_as(v, kv_dtype)))
     return QKV(q, k, v)
 
 
@@ -78,7 +86,7 @@ def write_kv(
     """Write keys and values to their slots. The write is in place when the caches are donated."""
 
     def one(old: Array, new: Array) -> Array:
-        new = new.astype(old.dtype)
+        new = stored_as(new, old.dtype)
         if into.rows is None:
             return _write_rows(old, new, into.index)
         heads = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :, None]

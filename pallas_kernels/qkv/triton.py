@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.elementary import stored_as
 from pallas_kernels.qkv.reference import QKV, Destination
 from pallas_kernels.triton import load, store
 
@@ -39,6 +40,7 @@ def _split(
     *,
     eps: float,
     norm_values: bool,
+    value_factor: float,
 ):
     """Norm, rotate and write the queries, the key and the value of one kv head of one token."""
     head, token, b = (pl.program_id(i) for i in range(3))
@@ -60,6 +62,10 @@ def _split(
         if projected_ref.shape[3] > groups + 1:
             x = _load_halves(projected_ref, b, token, head, groups + 1, columns=columns)
         v = _norm(x, None, eps, dtype) if norm_values else x
+        if value_factor != 1:
+            v = v[0] * value_factor, v[1] * value_factor
+        if k_ref.dtype != dtype:  # both are rounded to the dtype of the projection first
+            k, v = _rounded(k, dtype), _rounded(v, dtype)
         row, slot = b, token
         if into is not None:
             row = b if into.rows is None else load(into.rows, b)
@@ -76,7 +82,12 @@ def _load_halves(ref, *index, columns: Halves, mask: Array | None = None) -> Hal
 
 def _store_halves(ref, *index, columns: Halves, value: Halves, mask: Array) -> None:
     for column, half in zip(columns, value, strict=True):
-        store(ref, *index, column, value=half, mask=mask)
+        store(ref, *index, column, value=stored_as(half, ref.dtype), mask=mask)
+
+
+def _rounded(x: Halves, dtype: jnp.dtype) -> Halves:
+    first, second = (half.astype(dtype).astype(jnp.float32) for half in x)
+    return first, second
 
 
 def _norm(x: Halves, scale: Halves | None, eps: float, dtype: jnp.dtype) -> Halves:
@@ -88,7 +99,7 @@ def _norm(x: Halves, scale: Halves | None, eps: float, dtype: jnp.dtype) -> Halv
     first, second = first * factor, second * factor
     if scale is not None:
         first, second = first * scale[0], second * scale[1]
-    return first.astype(dtype).astype(jnp.float32), second.astype(dtype).astype(jnp.float32)
+    return _rounded((first, second), dtype)
 
 
 def _rotate(x: Halves, turn: Halves) -> Halves:
@@ -107,6 +118,8 @@ def qkv_triton(
     groups: int,
     eps: float,
     norm_values: bool,
+    kv_dtype: jnp.dtype,
+    value_factor: float,
     interpret: bool = False,
 ) -> QKV:
     """Launch the kernel. Arguments as in `pallas_kernels.qkv.qkv`, which checks them."""
@@ -121,9 +134,9 @@ def qkv_triton(
         before, queries = 3 + (q is not None) + (k is not None), int(q is not None)
         aliases = {before: queries, before + 1: queries + 1}
     elif k_scale is not None:
-        k = v = jax.ShapeDtypeStruct((b, kv_heads, t, h), dtype)
+        k = v = jax.ShapeDtypeStruct((b, kv_heads, t, h), kv_dtype)
     q, k, v = pl.pallas_call(
-        functools.partial(_split, eps=eps, norm_values=norm_values),
+        functools.partial(_split, eps=eps, norm_values=norm_values, value_factor=value_factor),
         out_shape=(q, k, v),
         grid=(kv_heads, t, b),
         input_output_aliases=aliases,

@@ -19,6 +19,7 @@ from jaxspec.engine import Engine
 from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
+from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.records import Drafting, Extras, Sampling
 from jaxspec.requests import Completion, Request
 from jaxspec.runtime import Programs
@@ -92,7 +93,11 @@ class Case:
 
 @functools.cache
 def target(name: str) -> LoadedModel:
-    """Return a feature set in float32 with random weights, in few layers."""
+    """Return a feature set in float32 with random weights, in few layers.
+
+    "31b fp8" has an fp8 K/V cache.
+    """
+    name, _, kv_dtype = name.partition(" ")
     if name in tiny_qwen3.FEATURE_SETS:
         return fakes.loaded(*tiny_qwen3.target(name))
     config = tiny.config(name)
@@ -103,7 +108,7 @@ def target(name: str) -> LoadedModel:
         num_kv_shared_layers=2 if config.num_kv_shared_layers else 0,
         max_positions=1024,
     )
-    graph = Graph(Gemma4, config, "float32")
+    graph = with_kv_dtype(Graph(Gemma4, config, "float32"), kv_dtype or None)
     suppress = tiny.SUPPRESS_TOKENS.get(name, ())
     params = tiny.random_params(graph, seed=0)
     if suppress:  # unless suppressed they win

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from pallas_kernels.attention.cases import Shape, cached, fresh, queries
 from pallas_kernels.attention.spans import masked_span, visible_span
 from pallas_kernels.attention.triton import Tiling
 from pallas_kernels.attention.tuning import TABLE, splits_for, tiling_for
+from pallas_kernels.elementary import stored_as
 
 SLIDING = Shape(4, 2, 32, window=24)
 FULL = Shape(6, 2, 64)
@@ -284,3 +286,45 @@ def test_the_mosaic_kernels(shape: Shape, lengths: Sequence[int], size: int, tok
     assert jnp.isfinite(ours).all()
     error, allowed = (jnp.max(jnp.abs(x - exact)[seen]) for x in (ours, theirs))
     assert error <= 2 * allowed
+
+
+def narrowed(segment: KVSegment) -> KVSegment:
+    """Return the same keys and values in fp8, stored 200 times as large; some are clipped."""
+    fp8 = jnp.float8_e4m3fn
+    k, v = (stored_as(x.astype(jnp.float32) * 200, fp8) for x in (segment.k, segment.v))
+    return segment._replace(k=k, v=v)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tree", "tiling"),
+    [
+        (SLIDING, False, SPLIT),
+        (FULL, True, TILING),
+        pytest.param(Shape(4, 2, 256, window=24), False, SPLIT, marks=pytest.mark.slow),
+        pytest.param(Shape(8, 1, 512), False, PARTS, marks=pytest.mark.slow),
+        pytest.param(DRAFT, False, TILING, marks=pytest.mark.slow),  # not causal
+    ],
+)
+def test_keys_in_fp8_are_what_they_are_in_float32(shape: Shape, tree: bool, tiling: Tiling) -> None:
+    """Numbers of fp8 are exact in 16 bits, so only the usual roundings are left."""
+    lengths, kind = [7, 33, 47, 100], jnp.dtype("bfloat16")
+    ring = shape.window is not None
+    q, at = queries(shape, lengths, 7, kind)
+    before = cached(shape, [n - 7 for n in lengths], 64 if ring else 100, kind, ring=ring)
+    segments = narrowed(before), narrowed(fresh(shape, at, kind, tree=tree))
+    how: dict[str, Any] = dict(scale=0.25 / 200, window=shape.window, causal=shape.causal)
+    run = functools.partial(attention, q, at, segments, **how, value_scale=1 / 200)
+    ours = run(implementation="triton", tiling=tiling, interpret=True)
+    theirs = run(implementation="reference")
+    wide = [s._replace(k=s.k.astype(jnp.float32), v=s.v.astype(jnp.float32)) for s in segments]
+    exact = reference(q.astype(jnp.float32), at, tuple(wide), **how) / 200
+    assert ours.dtype == theirs.dtype == kind
+    ours, theirs = (jnp.max(jnp.abs(x.astype(jnp.float32) - exact)) for x in (ours, theirs))
+    assert float(ours) <= 2 * float(theirs) < 0.1 * float(jnp.max(jnp.abs(exact)))
+
+
+def test_wider_keys_than_queries_are_refused() -> None:
+    lengths, kind = [7], jnp.dtype("bfloat16")
+    q, at = queries(FULL, lengths, 1, kind)
+    with pytest.raises(ValueError, match="that of the queries or a narrower one"):
+        attention(q, at, (cached(FULL, lengths, 16, jnp.dtype("float32")),), scale=1.0)

@@ -98,3 +98,37 @@ def test_a_kernel_that_cannot_run_is_refused() -> None:
     args, how = inputs(PLAIN, 1, 2, jnp.float32), {"groups": 2, "eps": 1e-6}
     with pytest.raises(NotImplementedError, match="bfloat16 and float16, not float32"):
         qkv(*args, **how, implementation="triton")
+
+
+@pytest.mark.parametrize("shape", [PLAIN, SAME], ids=["values", "values are keys"])
+def test_keys_and_values_are_stored_in_fp8(shape: Shape) -> None:
+    """Written to caches or not, they are rounded alike; those that no fp8 number reaches are clipped."""
+    args = list(inputs(shape, 2, 3, BFLOAT16))
+    args[2] = jnp.asarray(args[2], jnp.float32) * 300  # the norm of keys, divided by a scale
+    how: dict[str, Any] = dict(groups=shape.groups, eps=1e-6, value_factor=16.0)
+    how |= dict(kv_dtype=jnp.float8_e4m3fn)
+    caches = destination(shape, [0, 4], [3, 3], 3, 8, BFLOAT16)
+    narrow = (x.astype(jnp.float8_e4m3fn) for x in (caches.k, caches.v))
+    caches = caches._replace(**dict(zip("kv", narrow, strict=True)))
+    wide = qkv(*args, groups=shape.groups, eps=1e-6)
+    assert wide.k is not None
+    assert wide.v is not None
+    for run in (dict(implementation="triton", interpret=True), dict(implementation="reference")):
+        alone, written = qkv(*args, None, **how, **run), qkv(*args, caches, **how, **run)
+        assert alone.k is not None
+        assert alone.v is not None
+        for x, exact in ((alone.k, wide.k), (alone.v, wide.v * 16)):
+            assert x.dtype == jnp.float8_e4m3fn
+            exact = np.clip(np.asarray(exact, np.float32), -448, 448)
+            np.testing.assert_allclose(np.asarray(x, np.float32), exact, rtol=1 / 15, atol=2**-9)
+        assert float(jnp.max(jnp.abs(alone.k.astype(jnp.float32)))) == 448
+        for row, start in enumerate((0, 4)):
+            for new, cache in ((alone.k, written.k), (alone.v, written.v)):
+                assert cache is not None
+                assert (cache[row, :, start : start + 3] == new[row]).all()
+
+
+def test_keys_cannot_go_to_caches_of_another_dtype() -> None:
+    into = destination(PLAIN, [0], [3], 3, 8, BFLOAT16)
+    with pytest.raises(ValueError, match="cannot go to caches of bfloat16"):
+        qkv(*inputs(PLAIN, 1, 3, BFLOAT16), into, groups=2, eps=1e-6, kv_dtype=jnp.float8_e4m3fn)

@@ -25,6 +25,7 @@ from jaxspec.families import families, family_of, graph_of, presets, random_draf
 from jaxspec.loading import LoadedModel, default_dtype
 from jaxspec.params import Graph
 from jaxspec.quantised.choice import quantised_graph
+from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.records import Drafting, Extras, Sampling
 from jaxspec.runtime import make_spec
 from jaxspec.shapes import Params
@@ -161,6 +162,7 @@ def make_pair(
             models.quantize_head,
             "quantize",
         )
+        target_graph = with_kv_dtype(target_graph, models.kv_dtype)
         target_name = f"{preset}, random weights{models.quantized}"
         kind = models.drafter or family_of(target_graph.config).usual_drafter or "none"
         if kind != "none":

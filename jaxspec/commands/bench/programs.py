@@ -84,6 +84,8 @@ def with_random_caches(state: DecodeState, seed: int) -> DecodeState:
 def _normal_like(sharding: Any) -> Callable[[jax.Array, int, int], jax.Array]:
     def make(old: jax.Array, seed: jax.Array, index: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), index)
-        return jax.random.normal(key, old.shape, old.dtype)
+        # Numbers of fp8 are made as bfloat16. Real ones are larger by a scale, which costs the same.
+        made = jnp.bfloat16 if old.dtype.itemsize == 1 else old.dtype
+        return jax.random.normal(key, old.shape, made).astype(old.dtype)
 
     return jax.jit(make, donate_argnums=0, out_shardings=sharding)

@@ -112,6 +112,7 @@ def _models_of(pair: Pair, seed: int) -> dict[str, Any]:
         "tree": None if pair.spec.tree is None else dataclasses.asdict(pair.spec.tree),
         "synthetic_acceptance": pair.spec.drafting.synthetic_acceptance,
         "dtype": pair.spec.target.dtype,
+        "kv_dtype": pair.spec.target.cache_dtype.name,
         "weights": pair.spec.target.storage,
         "drafter_weights": None if pair.spec.drafter is None else pair.spec.drafter.storage,
         "device": device.device_kind,

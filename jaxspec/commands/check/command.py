@@ -79,9 +79,9 @@ def check_command(
     Shows every convention in force and where it came from, how many drafts
     are accepted at each position, whether another convention does better,
     which weights are odd, what the drafter's maker measured, and whether the
-    output equals plain decoding. With --quantize also what that changes: the
-    same text is read by the target as it is. Exit code 0: sound; 1: not; 2: a
-    mistake, nothing was checked.
+    output equals plain decoding. With --quantize or --kv-dtype also what that
+    changes: the same text is read by the target as it is. Exit code 0: sound;
+    1: not; 2: a mistake, nothing was checked.
 
       jaxspec check
 
@@ -114,7 +114,7 @@ def check_command(
 
             found = checked(models, checking, drafting.num_draft_tokens, say)
             formats = None
-            if models.quantize or models.quantize_head:
+            if models.rounds:
                 from jaxspec.commands.check.formats import compared
 
                 options = (checking.text, checking.rows, checking.new_tokens, checking.batch_size)

@@ -1,12 +1,12 @@
-"""What quantising changes: the quantised target beside the unquantised one, on the check's own text.
+"""What quantising changes, of weights or of keys and values: the target beside the unquantised one.
 
 `check` itself is about the quantised pair: output is lossless against the quantised target. Read
-`compared`. Both targets read the same text, one after the other, so that the device never holds both.
+`compared`. Both targets read the text of the check, one after the other, so that the device never
+holds both. Passes without caches round keys and values as caches do.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ class FormatsCompared:
     """What quantising the target changes. Pairs are of the unquantised and of the quantised target.
 
     Attributes:
-      weights: how each stores its weights.
+      weights: how each stores its weights, and K/V if in another dtype.
       nbytes: the size of the weights.
       bits_per_byte: of the text under each; of a token, where there is no tokenizer.
       top1_agreement: the share of tokens after which both find the same token likeliest.
@@ -97,8 +97,8 @@ def compared(
     seen: list[_Seen] = []
     prompts: Sequence[tuple[int, ...]] = ()
     num_bytes = 0
-    for options in (dataclasses.replace(models, quantize=None, quantize_head=None), models):
-        say(f"the target with {options.quantize or 'unquantised'} weights reads the text")
+    for options, kind in ((models.unrounded, "unquantised"), (models, "quantised")):
+        say(f"the {kind} target reads the text")
         target, drafter = load_models(options)
         assert drafter is not None
         if not prompts:
@@ -109,7 +109,7 @@ def compared(
         lengths = [n for c in done for n in c.acceptance_lengths]
         nbytes = sum(x.nbytes for x in target.params.values())
         read = _read(target, prompts)
-        seen.append(_Seen(target.graph.storage, nbytes, read, float(np.mean(lengths))))
+        seen.append(_Seen(target.graph.dtypes, nbytes, read, float(np.mean(lengths))))
         del target, drafter  # one of them fits where both may not
     whole, small = seen
     pairs = list(zip(whole.log_probs, small.log_probs, strict=True))

@@ -73,7 +73,7 @@ def read(
     """
     b, t = tokens.shape
     zeros = jnp.zeros(b, jnp.int32)
-    caches = init_caches(target.config, b, cache_length=t, slack=t, dtype=jnp.dtype(target.dtype))
+    caches = init_caches(target.config, b, cache_length=t, slack=t, dtype=target.cache_dtype)
     model: Target = target.bind(params)
     rows = logit_rows[:, None]
     return model(tokens, zeros, zeros + t, caches, feature_layers=feature_layers, logit_rows=rows)

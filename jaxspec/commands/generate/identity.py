@@ -26,7 +26,7 @@ def models_digest(spec: DecodeSpec, target: LoadedModel, drafter: LoadedModel | 
     drafting = dataclasses.asdict(spec.drafting) if drafter else None
     directories = [fingerprint(model.directory) for model in (target, drafter) if model]
     quantised = [spec.drafter.storage] if spec.drafter and spec.drafter.formats else []
-    dtypes = spec.target.storage, *quantised
+    dtypes = spec.target.dtypes, *quantised
     return _digest([1, directories, *dtypes, drafting])  # 1: of this format
 
 

@@ -305,7 +305,7 @@ def summarise(
         sampling=dataclasses.replace(job.sampling, logit_bias=options.biases),
         ban_tokens=options.banned,
         seed=options.decoding.seed,
-        dtype=engine.target.graph.storage,
+        dtype=engine.target.graph.dtypes,
         platform=device.platform,
         device=device.device_kind,
         mesh=dict(engine.mesh.shape),

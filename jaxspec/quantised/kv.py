@@ -1,0 +1,183 @@
+"""How a target stores keys and values: the dtype of its caches, and the scales of fp8.
+
+An fp8 number (e4m3) has four significant bits from 2^-6 to 448. Below 2^-6 it loses bits, and nothing is
+above 448. So keys and values are divided by a scale before they are stored. Keys are multiplied by
+it in the queries that meet them, and values in the result of attention:
+
+    stored = fp8(x / scale),    read = stored * scale
+
+Where keys and values are normed, weights bound them, and no text has to be read to find a scale:
+
+    |k| <= sqrt(H) * max|k_norm|    because a rotation keeps the length of a head
+    |v| <= sqrt(H)                  because the norm of values has no weight
+
+The scale is the least power of two that brings this bound to 448 or below. A power of two changes
+no bit of a number but its exponent. The scale of keys is computed from the weights in every
+program, so it follows weights that are trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxspec.records import FieldError, shown
+from jaxspec.shapes import Array, Float
+from pallas_kernels.dispatch import capability
+from pallas_kernels.elementary import stored_as
+
+if TYPE_CHECKING:
+    from jaxspec.params import Graph
+
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
+LARGEST = float(jnp.finfo(FP8).max)  # 448
+LEAST_CAPABILITY = 8.9  # of NVIDIA GPUs that convert fp8 in hardware: Ada, Hopper
+
+DTYPES = {"bfloat16": jnp.dtype(jnp.bfloat16), "float32": jnp.dtype(jnp.float32), "fp8": FP8}
+"""The names of `kv_dtype`."""
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How a target stores keys and values.
+
+    Attributes:
+      name: one of `DTYPES`.
+      scales: of keys and of values for each layer, from the checkpoint; None to derive them.
+    """
+
+    name: str
+    scales: tuple[tuple[float, float], ...] | None = None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return DTYPES[self.name]
+
+    def of_layer(
+        self, layer: int, k_norm: Float[Array, " H"], compute: jnp.dtype
+    ) -> KVStorage | None:
+        """Return how one layer stores its keys and values; None as they are computed.
+
+        Args:
+          layer: a layer that owns its keys and values.
+          k_norm: the weight of the norm of its keys.
+          compute: the dtype that keys and values are computed in.
+        """
+        if self.dtype == compute:
+            return None
+        if self.dtype != FP8:
+            return KVStorage(None, 1.0, self.dtype)
+        if self.scales is not None:
+            k, v = self.scales[layer]
+            return KVStorage(jnp.asarray(k, jnp.float32), v, FP8)
+        longest = math.sqrt(k_norm.shape[0])
+        most = longest * jnp.max(jnp.abs(k_norm.astype(jnp.float32)))
+        v = 2.0 ** math.ceil(math.log2(longest / LARGEST))
+        return KVStorage(power_of_two_above(most / LARGEST), v, FP8)
+
+
+class KVStorage(struct.PyTreeNode):
+    """How one layer stores keys and values, where that is not as they are computed.
+
+    Attributes:
+      k_scale: what keys are divided by; None for 1.
+      v_scale: what values are divided by.
+    """
+
+    k_scale: Float[Array, ""] | None
+    v_scale: float = struct.field(pytree_node=False)
+    dtype: jnp.dtype = struct.field(pytree_node=False)
+
+    def q_norm(self, weight: Float[Array, " H"]) -> Float[Array, " H"]:
+        """Return the weight of the norm of queries that meet stored keys."""
+        if self.k_scale is None:
+            return weight
+        return weight.astype(jnp.float32) * self.k_scale
+
+    def k_norm(self, weight: Float[Array, " H"]) -> Float[Array, " H"]:
+        """Return the weight of the norm of keys that are to be stored."""
+        if self.k_scale is None:
+            return weight
+        return weight.astype(jnp.float32) / self.k_scale
+
+    def rounded(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Round as storing would, in the dtype of x. Derivatives are those of no rounding."""
+
+        @jax.custom_jvp
+        def of(x: Array) -> Array:
+            # XLA may leave out a rounding whose result is converted back at once.
+            return lax.optimization_barrier(stored_as(x, self.dtype)).astype(x.dtype)
+
+        of.defjvp(lambda primals, tangents: (of(*primals), *tangents))
+        return of(x)
+
+
+def power_of_two_above(x: Float[Array, ""]) -> Float[Array, ""]:
+    """Return the least power of two that is not below x, a positive float32."""
+    bits = lax.bitcast_convert_type(jnp.maximum(x, 2.0**-100), jnp.uint32)
+    # One carries into the exponent, unless the mantissa is 0 already.
+    bits = (bits + jnp.uint32(0x7FFFFF)) & jnp.uint32(0xFF800000)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def with_kv_dtype(
+    graph: Graph, kv_dtype: str | None, scales: tuple[tuple[float, float], ...] | None = None
+) -> Graph:
+    """Return the graph of a target that stores keys and values in a dtype.
+
+    Args:
+      kv_dtype: one of `DTYPES`; None for the dtype that they are computed in.
+      scales: of keys and of values for each layer, from the checkpoint, if it has any.
+
+    Raises:
+      FieldError: the dtype is not known, or does not suit the target or this device.
+    """
+    if kv_dtype is None:
+        return graph
+    if kv_dtype not in DTYPES:
+        expected = ", ".join(DTYPES)
+        raise FieldError("kv_dtype", f"is {shown(kv_dtype)}; expected one of {expected}")
+    if kv_dtype == graph.dtype:
+        return graph
+    if DTYPES[kv_dtype].itemsize > jnp.dtype(graph.dtype).itemsize:
+        raise FieldError(
+            "kv_dtype",
+            lambda say: (
+                f"{say('kv_dtype', kv_dtype)} holds what is computed in {graph.dtype}, so it takes "
+                f"more bytes for the same numbers: leave it out, or give {say('dtype', kv_dtype)}"
+            ),
+        )
+    if kv_dtype == "fp8":
+        _check_fp8(graph, scales)
+    scales = scales if kv_dtype == "fp8" else None
+    return dataclasses.replace(graph, kv=KVFormat(kv_dtype, scales))
+
+
+def _check_fp8(graph: Graph, scales: tuple[tuple[float, float], ...] | None) -> None:
+    if scales is None and not graph.config.normed_values:
+        raise FieldError(
+            "kv_dtype",
+            f"is fp8, but {graph.module.__name__} does not norm its values, so nothing bounds them but "
+            "the text, and this checkpoint has no scales of keys and values: use bfloat16, or a "
+            "checkpoint with calibrated scales (self_attn.k_scale and v_scale)",
+        )
+    if scales is not None and len(scales) != graph.config.num_layers:
+        raise FieldError(
+            "kv_dtype",
+            f"is fp8, and the checkpoint has scales of {len(scales)} of {graph.config.num_layers} layers",
+        )
+    found = capability()
+    if found is not None and found < LEAST_CAPABILITY:
+        kind = jax.devices()[0].device_kind
+        raise FieldError(
+            "kv_dtype",
+            f"is fp8, which needs an NVIDIA GPU of compute capability {LEAST_CAPABILITY}; {kind} has "
+            f"{found}: use bfloat16",
+        )
