@@ -26,6 +26,7 @@ from jax.typing import ArrayLike
 
 from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.drafters.tree import settle_num_draft_tokens
 from jaxspec.grammars.guides import NOBODY
 from jaxspec.grammars.masking import words_of
 from jaxspec.grammars.matcher import ALL
@@ -36,7 +37,7 @@ from jaxspec.prefill import Shapes, chunks
 from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, on_decoding_mesh, place_rows
-from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk, settle_num_draft_tokens
+from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.trees import flat_params
 
 Phase = Literal["admit", "prefill", "decode", "retire", "clear", "insert"]

@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxspec.drafters.base import AnyDrafter
-from jaxspec.drafters.tree import check_tree
 from jaxspec.grammars.guides import NOBODY
 from jaxspec.models.target import Caches, Target, init_caches
 from jaxspec.params import Graph
@@ -448,30 +447,3 @@ _CHANGED = (
     "counts",
 )
 """What a step changes in a row."""
-
-
-def settle_num_draft_tokens(drafter: Graph, drafting: Drafting) -> int:
-    """Return how many tokens to draft a step: as asked, or the drafter's own number.
-
-    Raises:
-      FieldError: the drafter cannot propose so many.
-      ValueError: the tree does not allow it.
-    """
-    model, asked = drafter.bind_abstract(), drafting.num_draft_tokens
-    most = model.max_draft_tokens
-    if drafting.tree is not None:
-        if asked is None:
-            raise FieldError(
-                "num_draft_tokens",
-                lambda say: (
-                    f"a tree needs {say('num_draft_tokens')}: how many of its nodes to verify"
-                ),
-            )
-        check_tree(drafting.tree, asked, most)
-        return asked
-    drafts = model.default_draft_tokens if asked is None else asked
-    if not 1 <= drafts <= most:
-        raise FieldError(
-            "num_draft_tokens", f"is {drafts}; this drafter proposes 1 to {most} tokens a step"
-        )
-    return drafts

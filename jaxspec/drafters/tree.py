@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.drafters.base import Draft
-from jaxspec.records import FieldError, Tree
+from jaxspec.params import Graph
+from jaxspec.records import Drafting, FieldError, Tree
 from jaxspec.shapes import Array, Bool, Float, Int
 
 CarryT = TypeVar("CarryT")
@@ -137,3 +138,30 @@ def check_tree(tree: Tree, num_draft_tokens: int, max_depth: int) -> None:
 
 def _take(x: Array, index: Array) -> Array:
     return jnp.take_along_axis(x, index, axis=1)
+
+
+def settle_num_draft_tokens(drafter: Graph, drafting: Drafting) -> int:
+    """Return how many tokens to draft a step: as asked, or the drafter's own number.
+
+    Raises:
+      FieldError: the drafter cannot propose so many.
+      ValueError: the tree does not allow it.
+    """
+    model, asked = drafter.bind_abstract(), drafting.num_draft_tokens
+    most = model.max_draft_tokens
+    if drafting.tree is not None:
+        if asked is None:
+            raise FieldError(
+                "num_draft_tokens",
+                lambda say: (
+                    f"a tree needs {say('num_draft_tokens')}: how many of its nodes to verify"
+                ),
+            )
+        check_tree(drafting.tree, asked, most)
+        return asked
+    drafts = model.default_draft_tokens if asked is None else asked
+    if not 1 <= drafts <= most:
+        raise FieldError(
+            "num_draft_tokens", f"is {drafts}; this drafter proposes 1 to {most} tokens a step"
+        )
+    return drafts
