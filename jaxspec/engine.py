@@ -166,8 +166,8 @@ class Engine:
         slots = rows_bucket(batch_size, mesh)
         if read_ahead is None:
             read_ahead = rows_ahead(target.graph, slots, mesh) if len(requests) > slots else 0
-            if not memory.fits(spec, slots + read_ahead, cache_length, mesh):
-                read_ahead = 0
+            while read_ahead and not memory.fits(spec, slots + read_ahead, cache_length, mesh):
+                read_ahead //= 2
         memory.check_fits(spec, slots + read_ahead, cache_length, mesh)
         return cls(
             target,

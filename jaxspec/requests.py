@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxspec.records import SEEDS, VALUES, FieldError, Sampling, at_least, is_a, shown, whole
-from jaxspec.runtime import Runtime, cache_length_for
-from jaxspec.state import Admission, DecodeSpec
+from jaxspec.runtime import NewRows, Runtime, cache_length_for
+from jaxspec.state import DecodeSpec
 
 PRIORITIES = whole(-(2**31), 2**31 - 1)
 
@@ -209,7 +209,9 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
 
 def sampling_values(spec: DecodeSpec, rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
     """Return what rows ask of sampling as arrays, a row each, as `DecodeSpec.sampling` takes them."""
-    values = {name: np.asarray([getattr(r, name) for r in rows], np.float32) for name in VALUES}
+    values: dict[str, np.ndarray] = {
+        name: np.asarray([getattr(r, name) for r in rows], np.float32) for name in VALUES
+    }
     most = spec.target.config.vocab_size
     values["top_k"] = np.asarray([min(r.top_k, most) for r in rows], np.int32)
     ids = np.full((len(rows), spec.extras.num_biases), -1, np.int32)
@@ -223,7 +225,7 @@ def sampling_values(spec: DecodeSpec, rows: Sequence[Sampling]) -> dict[str, np.
 
 def admission(
     runtime: Runtime, new: Mapping[int, Request], *, rows: int, num_stop_ids: int
-) -> Admission:
+) -> NewRows:
     """Return requests as the program takes them that gives them rows of a state.
 
     Args:

@@ -17,7 +17,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -161,8 +161,23 @@ class Timings:
     decode_tokens: int = 0  # returned tokens but those of prefill
 
 
+class NewRows(NamedTuple):
+    """A `state.Admission` as the host has it."""
+
+    slots: np.ndarray
+    max_new_tokens: np.ndarray
+    stop_ids: np.ndarray
+    sampling: dict[str, np.ndarray]
+    seeds: np.ndarray
+
+
+def _admit(spec: DecodeSpec, state: DecodeState, new: NewRows) -> DecodeState:
+    sampling = spec.sampling(len(new.seeds), **new.sampling)
+    return states.admit(state, Admission(**{**new._asdict(), "sampling": sampling}))
+
+
 _FUNCTIONS: dict[Phase, Callable[..., Any]] = {
-    "admit": states.admit,
+    "admit": _admit,
     "prefill": decode.prefill,
     "decode": decode.decode_loop,
     "retire": states.retire,
@@ -255,7 +270,7 @@ class Runtime:
         stop_ids: np.ndarray,
         sampling: Mapping[str, np.ndarray],
         seeds: np.ndarray,
-    ) -> Admission:
+    ) -> NewRows:
         """Return what `admit` takes, a row each; a slot of `batch_size` is no slot at all.
 
         Args:
@@ -263,18 +278,17 @@ class Runtime:
           sampling: as `requests.sampling_values` returns it.
           seeds: [rows, 2]: a seed, and which sample of it.
         """
-        own = dict(
+        return NewRows(
             slots=np.asarray(slots, np.int32),
             max_new_tokens=np.asarray(max_new_tokens, np.int32),
             stop_ids=np.asarray(stop_ids, np.int32),
+            sampling=dict(sampling),
             seeds=seeds.astype(np.uint32),
         )
-        own, values = self.place((own, dict(sampling)))  # all in one call
-        return Admission(**own, sampling=self.spec.sampling(len(seeds), **values))
 
-    def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
+    def admit(self, state: DecodeState, new: NewRows) -> DecodeState:
         """Give slots to new rows."""
-        return self._change("admit", state, admission)
+        return self._change("admit", state, self._given(new))
 
     def prefill(
         self, state: DecodeState, prompts: Mapping[int, Sequence[int] | np.ndarray]
@@ -316,13 +330,13 @@ class Runtime:
         verify_length: int | None = None,
     ) -> Callable[..., DecodeState]:
         """Return the call that decodes such a state."""
-        limits = self.place((np.int32(max_steps), np.int32(until_active)))
+        limits = self._given((np.int32(max_steps), np.int32(until_active)))
         program = self.program("decode", state, *limits, verify_length=verify_length)
         return lambda state: program(state, *limits)
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
         """End the rows of slots that the host found finished."""
-        return self._change("retire", state, self.place(finished))
+        return self._change("retire", state, self._given(finished))
 
     def clear(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
         """Empty the caches of slots that are spoilt."""
@@ -338,8 +352,12 @@ class Runtime:
         """
         pairs = np.full((len(other.active), 2), -1, np.int32)
         pairs[: len(targets)] = [*targets.items()] or pairs[:0]
-        given = other, self.place(pairs)
+        given = other, self._given(pairs)
         return self.program("insert", state, *given)(state, *given)
+
+    def _given(self, rows: Any) -> Any:
+        """Return what a program is given of the host's. On one device the call itself places it, more quickly."""
+        return rows if self.mesh.size == 1 else self.place(rows)
 
     def _change(self, phase: Phase, state: DecodeState, given: Any) -> DecodeState:
         """Run a program that touches no caches: then it need not take them, which takes the host longer."""
@@ -367,10 +385,10 @@ class Runtime:
             begin = time.perf_counter()
             self.used[key] = self.programs.get(
                 function,
-                (*weights, state, *given),
+                (*weights, state, *self.place(given)),
                 donate=len(weights),
                 mesh=self.mesh,
-                spec=spec if runs_models else None,
+                spec=spec if runs_models or phase == "admit" else None,
             )
             self.timings.compile_s += time.perf_counter() - begin
         return Bound(self.used[key], weights)

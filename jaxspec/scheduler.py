@@ -165,7 +165,8 @@ class Scheduler:
         """Send some steps to the device; it does fewer when rows end that others wait for."""
         active, until = len(self.slots.read), 0
         if self.ahead is not None and self.ahead.read:
-            until = active - 1
+            # To return takes the host some milliseconds, so that a few rows end before it is worth it.
+            until = max(0, active - max(1, self.slots.count // 16))
         elif self.ahead is None and self.waiting and not self._reader.unread:
             until = max(0, active + len(self.slots.free) - self._worth_reading)
         self._read_since = 0

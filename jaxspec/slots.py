@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Executor, Future
@@ -62,8 +63,15 @@ class News:
           tokens, steps: the most that can be new.
         """
         packed, logprobs = fetch(_news(state.small, known, tokens=tokens, steps=steps))
-        flags, counts = packed[:, :4].astype(bool).T, packed[:, 4:6].T
-        return cls(*flags, *counts, packed[:, 6 : 6 + tokens], packed[:, 6 + tokens :], logprobs)
+        active, stopped, failed, spoilt = packed[:, :4].astype(bool).T
+        return cls(
+            *(active, stopped, failed, spoilt),
+            num_tokens=packed[:, 4],
+            num_steps=packed[:, 5],
+            tokens=packed[:, 6 : 6 + tokens],
+            acceptance_lengths=packed[:, 6 + tokens :],
+            logprobs=logprobs,
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("tokens", "steps"))
@@ -246,14 +254,21 @@ class Slots:
         most = min(max(1, steps * (self.runtime.spec.depth + 1)), self.runtime.cache_length)
         before, self._state = self.state, None
 
+        begun = threading.Event()
+
         def work() -> Work:
+            begun.set()
             begin = time.perf_counter()
             state = call(before)
             news = News.of(state, np.array(known, np.int32).T, tokens=most, steps=steps)
             return state, news, time.perf_counter() - begin
 
         self._read_then = self.read
-        self._work = work() if pool is None else pool.submit(work)
+        if pool is None:
+            self._work = work()
+            return
+        self._work = pool.submit(work)
+        begun.wait()  # else Python lets it wait while this thread is busy, for milliseconds
 
     def wait(self) -> float:
         """Wait for the work that was started, and return the seconds that it took."""

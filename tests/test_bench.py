@@ -403,9 +403,9 @@ def test_rows_sample_as_asked_and_the_report_says_so() -> None:
     spec = dataclasses.replace(pair.spec, extras=extras, drafter=None, drafting=Drafting())
     runtime = Runtime(spec, pair.target_params, None, batch_size=2, cache_length=64)
     rows = programs.admission_of(runtime, 9, 0, asked).sampling
-    assert rows.temperature.tolist() == pytest.approx([0.8, 0.8])
-    assert rows.top_k.tolist() == [40, 40]
-    assert rows.adjustments is not None
+    assert rows["temperature"].tolist() == pytest.approx([0.8, 0.8])
+    assert rows["top_k"].tolist() == [40, 40]
+    assert rows["repetition_penalty"].tolist() == pytest.approx([1.1, 1.1])
     assert run.described(asked) == "temperature 0.8, top-k 40, repetition-penalty 1.1"
     assert run.described(Sampling()) == "greedy"
 

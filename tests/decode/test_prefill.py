@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jaxspec import prefill
+from jaxspec.commands.bench import trace
 from jaxspec.engine import Completion, Engine, Request, Update
 from jaxspec.families import graph_of, presets
 from jaxspec.prefill import Shapes, chunks
@@ -96,6 +97,29 @@ def test_prompts_that_wait_together_share_a_pass() -> None:
     assert alone == [(1, 512)]
     long = [chunk.tokens.shape for chunk in chunks({0: np.zeros(5000, int)}, shapes)]
     assert long == [(1, 2048), (1, 2048), (1, 512), (1, 512)]
+
+
+@pytest.mark.parametrize(("full", "slots", "most_padding"), [(2048, 32, 0.15), (512, 8, 0.12)])
+def test_little_of_the_passes_over_a_stream_is_padding(
+    full: int, slots: int, most_padding: float
+) -> None:
+    """Rows are refilled as prompts end, as an engine that reads ahead does."""
+    shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192)
+    coming = [job.prompt_tokens for job in trace.generated(192, 7, None, 4096)]
+    left: dict[int, int] = {}
+    read = computed = number = 0
+    while coming or left:
+        while coming and len(left) < slots:
+            left[number], number = coming.pop(0), number + 1
+        rows, width, taken = shapes.next_pass(left)
+        computed += rows * width
+        for slot in taken:
+            read += min(left[slot], width)
+            left[slot] -= width
+            if left[slot] <= 0:
+                del left[slot]
+    assert read == 64_153
+    assert computed - read < most_padding * computed
 
 
 def test_decoding_stops_for_as_many_prompts_as_fill_a_pass() -> None:

@@ -30,9 +30,9 @@ from jaxspec.commands.bench.programs import (
     with_random_caches,
 )
 from jaxspec.commands.bench.results import CaseResult, Observed
-from jaxspec.runtime import Bound, Runtime
+from jaxspec.runtime import Bound, NewRows, Runtime
 from jaxspec.sharding import fetch
-from jaxspec.state import Admission, DecodeState
+from jaxspec.state import DecodeState
 
 WARM_UP_STEPS = 4  # the first run of a captured graph goes kernel by kernel, the second records it
 PART_STEPS = 16  # rounds of a timed run of drafting or verifying alone
@@ -47,8 +47,7 @@ class CasePrograms:
     """
 
     runtime: Runtime
-    admission: Admission
-    admit: Callable[..., DecodeState]
+    admission: NewRows
     fill: list[Callable[[DecodeState], DecodeState]]
     loop: Bound
     prefill_compile_s: float
@@ -70,7 +69,7 @@ class CasePrograms:
         runtime = Runtime(pair.spec, *weights, batch_size=len(prompts), cache_length=cache_length)
         state = runtime.init_state(num_stop_ids=1)
         admission = admission_of(runtime, new_tokens + 1, seed, pair.sampling)
-        admit = runtime.program("admit", state, admission)
+        state = runtime.admit(state, admission)
         begin = time.perf_counter()
         if context is None:
             fill = [
@@ -87,14 +86,14 @@ class CasePrograms:
         begin = time.perf_counter()
         loop = runtime.program("decode", state, runtime.place(np.int32(0)))
         decode_compile_s = time.perf_counter() - begin
-        made = cls(runtime, admission, admit, fill, loop, prefill_compile_s, decode_compile_s)
+        made = cls(runtime, admission, fill, loop, prefill_compile_s, decode_compile_s)
         return made, state
 
     def run(self, state: DecodeState, max_steps: int) -> tuple[DecodeState, float, float]:
         """Decode the batch from its prompts on; return also the seconds of prefill and of decoding."""
         steps = self.runtime.place(np.int32(max_steps))
         # The caches stay, and keep what is in them: old tokens are never looked at again.
-        state = jax.block_until_ready((self.admit(state, self.admission), steps))[0]
+        state = jax.block_until_ready((self.runtime.admit(state, self.admission), steps))[0]
         begin = time.perf_counter()
         for call in self.fill:
             state = call(state)

@@ -15,9 +15,9 @@ from jaxspec.cache import RING_MULTIPLE
 from jaxspec.prefill import PREFILL_CHUNK, chunk_of
 from jaxspec.records import Sampling
 from jaxspec.requests import sampling_values
-from jaxspec.runtime import Runtime, cache_length_for
+from jaxspec.runtime import NewRows, Runtime, cache_length_for
 from jaxspec.shapes import Int
-from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
+from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk
 
 
 def bench_cache_length(spec: DecodeSpec, positions: int) -> int:
@@ -25,7 +25,7 @@ def bench_cache_length(spec: DecodeSpec, positions: int) -> int:
     return cache_length_for(spec, positions, multiple=RING_MULTIPLE)
 
 
-def admission_of(runtime: Runtime, max_new_tokens: int, seed: int, sampling: Sampling) -> Admission:
+def admission_of(runtime: Runtime, max_new_tokens: int, seed: int, sampling: Sampling) -> NewRows:
     """Admit a request without stop ids to every slot."""
     batch = runtime.batch_size
     seeds = np.stack([np.full(batch, seed), np.arange(batch)], axis=1)
