@@ -222,7 +222,8 @@ class DecoderLayer(nnx.Module):
             h = self.mlp(x.normed)
         if self.has_experts:
             with jax.named_scope("experts"):
-                routed = self.experts(*x.norms[1:], where.real)
+                for_experts, to_router = x.norms[1:]
+                routed = self.experts(for_experts, to_router, where.real)
             h = (Branch(h, self.dense_post_norm[...]), Branch(routed, self.experts_post_norm[...]))
         out = x.add(h, self.post_mlp_norm[...])
         if self.has_per_layer:
