@@ -68,14 +68,16 @@ def experts(
     """
     e, d, f = _check(x, gate_up, down, coding)
     _check_router(x, logits, expert_scale, e, top_k)
-    bits = None if not isinstance(gate_up, Codes) else 8 if coding is None else 4
-    tiling = tiling or tiling_for(x.shape[0] * top_k / e, bits)
+    tiling = tiling or tiling_for(x.shape[0] * top_k / e, four_bits=coding is not None)
     reason = why_not_triton(x, interpret=interpret)
-    if isinstance(gate_up, Codes):
-        reason = reason or _why_not_codes(x, gate_up, f, interpret)
+    if coding is not None:
+        assert isinstance(gate_up, Codes)
+        reason = reason or _why_not_four_bits(x, gate_up, f, interpret)
         tiling = _dividing(tiling, f, d)
     else:
-        reason = reason or why_not_triton(gate_up, interpret=interpret, dtypes=(x.dtype,))
+        read = gate_up.codes if isinstance(gate_up, Codes) else gate_up
+        dtypes = (x.dtype, *CODES)
+        reason = reason or why_not_triton(read, interpret=interpret, dtypes=dtypes)
     options = dict(top_k=top_k, coding=coding)
     kernel = functools.partial(experts_triton, **options, tiling=tiling, interpret=interpret)
     plain = functools.partial(reference, **options)
@@ -84,11 +86,13 @@ def experts(
     return dispatch(implementation, candidates, plain, x, logits, expert_scale, *weights)
 
 
-def _why_not_codes(x: Array, gate_up: Codes, f: int, interpret: bool) -> str | None:
+def _why_not_four_bits(x: Array, gate_up: Codes, f: int, interpret: bool) -> str | None:
     if not interpret and x.dtype != jnp.bfloat16:
-        return f"the kernel for codes is cut for bfloat16, not {x.dtype}"
+        return f"the kernel for codes of 4 bits is cut for bfloat16, not {x.dtype}"
     if x.shape[1] % BLOCK or f % BLOCK:
-        return f"the kernel for codes needs multiples of {BLOCK}, not {x.shape[1]} and {f}"
+        return (
+            f"the kernel for codes of 4 bits needs multiples of {BLOCK}, not {x.shape[1]} and {f}"
+        )
     if gate_up.codes.size >= 2**31:
         return f"the kernel's offsets are 32 bits, and there are {gate_up.codes.size} codes"
     return None

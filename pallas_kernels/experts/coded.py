@@ -1,4 +1,4 @@
-"""The products of experts whose weights are codes, of 8 bits or of 4 with groups, in Pallas Triton.
+"""The products of experts whose weights are codes of 4 bits with groups, in Pallas Triton.
 
 They read the tiles that `routing.route` makes, as the products of that module do. The operands lie
 the other way round: `pallas_kernels.grouped.operand` says why.
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.experts.routing import Routed
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
-from pallas_kernels.grouped.operand import EightBits, FourBits, multiply_blocks
+from pallas_kernels.grouped.operand import FourBits, multiply_blocks
 from pallas_kernels.grouped.triton import Cut
 from pallas_kernels.triton import load, store
 
@@ -30,9 +30,7 @@ def _parts(refs: tuple[Any, ...], weight: Codes) -> Codes:
     return Codes(*placed)
 
 
-def _operand(w: Codes, coding: Coding | None, expert: Array, after: Any, cut: Cut, interpret: bool):
-    if coding is None:
-        return EightBits(w.codes, (expert, *after), interpret)
+def _operand(w: Codes, coding: Coding, expert: Array, after: Any, cut: Cut, interpret: bool):
     return FourBits(coding, w.codes, w.scales, w.zeros, (expert,), after, cut.early, interpret)
 
 
@@ -119,13 +117,13 @@ def multiply_gate_up(
     x: Float[Array, "T D"],
     gate_up: Codes,
     *,
-    coding: Coding | None,
+    coding: Coding,
     top_k: int,
     cut: Cut,
     interpret: bool = False,
 ) -> Float[Array, "padded F"]:
     """Return the activations of each row of each tile. They are undefined for a row not in use."""
-    f = gate_up.codes.shape[2 if coding is None else 3]
+    f = gate_up.codes.shape[3]
     how: dict[str, Any] = dict(like=gate_up, coding=coding, cut=cut, interpret=interpret)
     return pl.pallas_call(
         functools.partial(_gate_up, top_k=top_k, **how),
@@ -142,12 +140,12 @@ def multiply_down(
     hidden: Float[Array, "padded F"],
     down: Codes,
     *,
-    coding: Coding | None,
+    coding: Coding,
     cut: Cut,
     interpret: bool = False,
 ) -> Float[Array, "pairs D"]:
     """Return the result of each pair times its weight, in the dtype of `hidden`."""
-    d = down.codes.shape[1 if coding is None else 2]
+    d = down.codes.shape[2]
     how: dict[str, Any] = dict(like=down, coding=coding, cut=cut, interpret=interpret)
     return pl.pallas_call(
         functools.partial(_down, **how),

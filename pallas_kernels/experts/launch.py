@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -19,7 +20,7 @@ class Tiling:
     """Rows of a tile (a power of two, at least 16), and how both products are cut.
 
     Attributes:
-      gate_up, down: `Block`s for weights that are numbers, `Cut`s for codes.
+      gate_up, down: `Cut`s for codes of 4 bits, otherwise `Block`s.
     """
 
     rows: int
@@ -46,7 +47,8 @@ def experts_triton(
         logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=rows, interpret=interpret
     )
     first, second = tiling.gate_up, tiling.down
-    if isinstance(gate_up, Codes):
+    if coding is not None:
+        assert isinstance(gate_up, Codes)
         assert isinstance(down, Codes)
         assert isinstance(first, Cut)
         assert isinstance(second, Cut)
@@ -58,15 +60,14 @@ def experts_triton(
             routed, hidden, down, coding=coding, cut=second, interpret=interpret
         )
     else:
-        assert not isinstance(down, Codes)
         assert isinstance(first, Block)
         assert isinstance(second, Block)
-        hidden = triton.multiply_gate_up(
-            routed, x, gate_up, top_k=top_k, rows=rows, block=first, interpret=interpret
+        cut: dict[str, Any] = dict(rows=rows, interpret=interpret)
+        of_gate_up, of_down = (
+            (w.codes, w.factors) if isinstance(w, Codes) else (w, None) for w in (gate_up, down)
         )
-        out = triton.multiply_down(
-            routed, hidden, down, rows=rows, block=second, interpret=interpret
-        )
+        hidden = triton.multiply_gate_up(routed, x, *of_gate_up, top_k=top_k, block=first, **cut)
+        out = triton.multiply_down(routed, hidden, *of_down, block=second, **cut)
     pairs = out.reshape(x.shape[0], top_k, -1).astype(jnp.float32)
     total = jnp.sum(pairs, axis=1).astype(x.dtype)
     if real is None:

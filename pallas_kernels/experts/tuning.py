@@ -33,44 +33,34 @@ TABLE = (
 )
 
 
-# The same for codes. Compiled for an H200, not measured yet.
-CODED = {
-    8: (
-        (0.75, Tiling(16, Cut(16, 32, unroll=2, stages=4), Cut(16, 128, stages=4))),
-        (24.0, Tiling(16, Cut(16, 64, unroll=1, stages=4), Cut(16, 128, stages=4))),
-        (
-            float("inf"),
-            Tiling(64, Cut(64, 64, warps=4, stages=4), Cut(64, 128, warps=4, stages=4)),
+# The same for codes of 4 bits, which are chosen by compiled code and not by measurement.
+FOUR_BITS = (
+    (
+        0.75,
+        Tiling(16, Cut(16, 32, stages=6, early=True), Cut(16, 128, stages=4, early=True)),
+    ),
+    (
+        24.0,
+        Tiling(16, Cut(16, 64, stages=4, early=True), Cut(16, 128, stages=4, early=True)),
+    ),
+    (
+        float("inf"),
+        Tiling(
+            64,
+            Cut(64, 64, warps=4, stages=4, early=True),
+            Cut(64, 128, warps=4, stages=4, early=True),
         ),
     ),
-    4: (
-        (
-            0.75,
-            Tiling(16, Cut(16, 32, stages=6, early=True), Cut(16, 128, stages=4, early=True)),
-        ),
-        (
-            24.0,
-            Tiling(16, Cut(16, 64, stages=4, early=True), Cut(16, 128, stages=4, early=True)),
-        ),
-        (
-            float("inf"),
-            Tiling(
-                64,
-                Cut(64, 64, warps=4, stages=4, early=True),
-                Cut(64, 128, warps=4, stages=4, early=True),
-            ),
-        ),
-    ),
-}
+)
 
 
-def tiling_for(tokens_an_expert: float, code_bits: int | None = None) -> Tiling:
+def tiling_for(tokens_an_expert: float, four_bits: bool = False) -> Tiling:
     """Return the tiling for this mean number of tokens per expert.
 
     It is the first row of the table whose limit is not exceeded.
 
     Args:
-      code_bits: of weights that are codes, 4 or 8; None for weights that are numbers.
+      four_bits: whether weights are codes of 4 bits.
     """
-    table = TABLE if code_bits is None else CODED[code_bits]
+    table = FOUR_BITS if four_bits else TABLE
     return next(tiling for most, tiling in table if tokens_an_expert <= most)

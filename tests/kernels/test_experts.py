@@ -158,12 +158,12 @@ def test_the_table_covers_any_number_of_tokens() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(gate_up=jnp.zeros((4, 16, 8))), r"gate_up must be \[E, D, 2, F\]"),
-        (dict(x=jnp.zeros((2, 15))), r"gate_up must be \[E, D, 2, F\]"),
+        (dict(gate_up=jnp.zeros((4, 16, 8))), r"gate_up must be \(4, 16, 2, 8\), not"),
+        (dict(x=jnp.zeros((2, 15))), r"gate_up must be \(4, 15, 2, 8\), not"),
         (dict(logits=jnp.zeros((1, 2, 3))), r"logits must be float32 \[parts, 2, 4\]"),
         (dict(logits=jnp.zeros((1, 2, 4), jnp.bfloat16)), r"they are bfloat16 \(1, 2, 4\) and"),
         (dict(top_k=5), "5 different experts a token, of 4"),
-        (dict(x=jnp.zeros((2, 16), jnp.bfloat16)), "x is bfloat16, gate_up float32"),
+        (dict(x=jnp.zeros((2, 16), jnp.bfloat16)), "they are bfloat16, float32, float32"),
         (dict(implementation="mosaic"), "pass auto, reference or triton"),
     ],
 )
