@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Num, UInt8
+from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.grouped.coding import numbers
 
@@ -40,20 +40,6 @@ _DECODE = {
     ("e2m1", 0): _E2M1.format(mask="0x0f0f0f0f", sign="shl.b32 z, y, 4;", down=2),
     ("e2m1", 1): _E2M1.format(mask="0xf0f0f0f0", sign="mov.b32 z, y;", down=6),
 }
-# 128 + the low 7 bits, less 128 or 256, which the eighth bit makes of the exponent's last one.
-_INT8 = """{ .reg .b32 y, c, minus; mov.b32 minus, 0xbf80bf80;
-prmt.b32 y, $2, 0x43434343, 0x4140; and.b32 c, y, 0xff80ff80; and.b32 y, y, 0xff7fff7f;
-fma.rn.bf16x2 $0, c, minus, y;
-prmt.b32 y, $2, 0x43434343, 0x4342; and.b32 c, y, 0xff80ff80; and.b32 y, y, 0xff7fff7f;
-fma.rn.bf16x2 $1, c, minus, y; }"""
-# As e2m1, with 2^120.
-_E4M3 = """{ .reg .b32 y, z, zero, c; mov.b32 c, 0x7b807b80; mov.b32 zero, 0x80008000;
-prmt.b32 y, $2, 0, 0x1404;
-and.b32 z, y, 0x80008000; shr.u32 y, y, 4; and.b32 y, y, 0x07f007f0; or.b32 y, y, z;
-fma.rn.bf16x2 $0, y, c, zero;
-prmt.b32 y, $2, 0, 0x3424;
-and.b32 z, y, 0x80008000; shr.u32 y, y, 4; and.b32 y, y, 0x07f007f0; or.b32 y, y, z;
-fma.rn.bf16x2 $1, y, c, zero; }"""
 _MULTIPLY = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
 _SUBTRACT = "{ .reg .b32 minus; mov.b32 minus, 0xbf80bf80; fma.rn.bf16x2 $0, $2, minus, $1; }"
 _MULTIPLY_ADD = "fma.rn.f32 $0, $1, $2, $3;"
@@ -66,16 +52,6 @@ def half_numbers(
     if interpret:
         return numbers(packed >> 4 if half else packed & 15, kind).astype(dtype)
     return _asm(_DECODE[kind, half], "=r,=r,r", 4, jnp.dtype(jnp.bfloat16), packed)
-
-
-def byte_numbers(
-    codes: Num[Array, "N J"], dtype: jnp.dtype, *, interpret: bool
-) -> Float[Array, "N J"]:
-    """Return the numbers of int8 or e4m3. A dtype holds them exactly."""
-    if interpret:
-        return codes.astype(dtype)
-    code = _INT8 if codes.dtype == jnp.int8 else _E4M3
-    return _asm(code, "=r,=r,r", 4, jnp.dtype(jnp.bfloat16), codes)
 
 
 def multiply(x: Array, y: Array, *, interpret: bool) -> Array:

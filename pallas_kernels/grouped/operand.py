@@ -1,4 +1,4 @@
-"""The weight of a Triton kernel, read in blocks of 64 inputs as codes: of 4 bits with groups, or of 8.
+"""The weight of a Triton kernel, read in blocks of 64 inputs as codes of 4 bits with groups.
 
 A kernel multiplies outputs x inputs (the codes) by inputs x rows. So up to 8 rows are the right
 operand of the narrowest tensor core instruction, and numbers go from bytes to its left operand in
@@ -82,34 +82,8 @@ class FourBits:
         return total
 
 
-@dataclasses.dataclass(frozen=True)
-class EightBits:
-    """Codes [*outputs, inputs] of int8 or e4m3. Their scales belong to outputs and come last.
-
-    Attributes:
-      codes: a reference.
-      outputs: indices, of which one is an array [outputs].
-    """
-
-    codes: Any
-    outputs: tuple[Any, ...]
-    interpret: bool
-
-    def load_scales(self, block: Array | int, count: int) -> Scales:
-        """Return nothing for `count` blocks."""
-        return []
-
-    def add(self, total: Array, block: Array, scales: Scales, x: Any) -> Array:
-        """Add the product of a block to sums [outputs, rows], as `FourBits.add` does."""
-        k = block * BLOCK + lax.iota(jnp.int32, BLOCK)[None, :]
-        rows = x(0, BLOCK)
-        codes = load(self.codes, *_columns(self.outputs), k)
-        w = decode.byte_numbers(codes, rows.dtype, interpret=self.interpret)
-        return total + dot(w, rows)
-
-
 def multiply_blocks(
-    operands: tuple[FourBits | EightBits, ...],
+    operands: tuple[FourBits, ...],
     totals: tuple[Array, ...],
     x_block: Any,
     start: Array | int,

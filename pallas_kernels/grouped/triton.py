@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
-from pallas_kernels.grouped.operand import EightBits, FourBits, multiply_blocks
+from pallas_kernels.grouped.operand import FourBits, multiply_blocks
 from pallas_kernels.triton import below, load, store
 
 
@@ -44,9 +44,7 @@ class Cut:
     early: bool = False
 
 
-def _linear(
-    x_ref, codes_ref, *refs, coding: Coding | None, inputs_first: bool, cut: Cut, interpret: bool
-):
+def _linear(x_ref, codes_ref, *refs, coding: Coding, inputs_first: bool, cut: Cut, interpret: bool):
     """Write out[split, rows, outputs] of a tile.
 
     `refs` are scales, zeros and factors, as far as there are any, and the output.
@@ -58,12 +56,9 @@ def _linear(
     row = pl.program_id(1) * cut.rows + lax.iota(jnp.int32, cut.rows)
     in_use = below(row, x_ref.shape[0])
     mask = None if in_use is None else in_use[:, None]
-    if coding is None:
-        operand = EightBits(codes_ref, (out,), interpret)
-    else:
-        scales, zeros = (*per_group, None)[:2]
-        place = ((), (out,)) if inputs_first else ((out,), ())
-        operand = FourBits(coding, codes_ref, scales, zeros, *place, cut.early, interpret)
+    scales, zeros = (*per_group, None)[:2]
+    place = ((), (out,)) if inputs_first else ((out,), ())
+    operand = FourBits(coding, codes_ref, scales, zeros, *place, cut.early, interpret)
 
     def x_block(block):
         def x(first, size):
@@ -84,18 +79,14 @@ def linear_triton(
     x: Float[Array, "R K"],
     weight: Codes,
     *,
-    coding: Coding | None,
+    coding: Coding,
     inputs_first: bool,
     dtype: DTypeLike,
     cut: Cut,
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them.
-
-    Args:
-      coding: None for codes of 8 bits, [N, K].
-    """
-    outputs = weight.codes.shape[1 if inputs_first and coding is not None else 0]
+    """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them."""
+    outputs = weight.codes.shape[1 if inputs_first else 0]
     given = [array for array in weight if array is not None]
     parts = pl.pallas_call(
         functools.partial(
