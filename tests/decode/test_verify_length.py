@@ -224,7 +224,7 @@ def test_a_drafter_goes_on_after_plain_steps(drafter: str) -> None:
     def drafts(prompt: tuple[int, ...], steps: int, length: int) -> list[int]:
         state = runtime.init_state(4)
         state = runtime.admit(
-            state, admission(runtime, {0: Request(prompt, NEW_TOKENS)}, rows=1, num_stop_ids=4)
+            state, admission(runtime, {0: Request(prompt, NEW_TOKENS)}, {}, rows=1, num_stop_ids=4)
         )
         state = runtime.decode(runtime.prefill(state, {0: prompt}), steps, 0, 0)
 

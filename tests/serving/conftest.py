@@ -164,7 +164,11 @@ def scripted(served: Served) -> Iterator[Callable[..., tuple[Live, ScriptedEngin
     def start(*replies: str, **settings: Any) -> tuple[Live, ScriptedEngine]:
         engine = ScriptedEngine(map(QWEN.encode, replies))
         changed = dataclasses.replace(
-            served, names=("scripted", "tiny"), tokenizer=tokenizer, settings=Settings(**settings)
+            served,
+            names=("scripted", "tiny"),
+            tokenizer=tokenizer,
+            grammars=None,  # which are of the other tokenizer
+            settings=Settings(**settings),
         )
         running.append(run_server(changed, engine))
         return next(running[-1]), engine

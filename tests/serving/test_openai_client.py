@@ -169,7 +169,7 @@ def test_responses_that_are_refused(client: Any) -> None:
         ({"input": [{"role": "boss", "content": "a"}]}, "input[0].role"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"max_output_tokens": 10_000}, "max_output_tokens"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format"),
     ):
         with pytest.raises(openai.BadRequestError) as error:
             client.responses.create(**{**RESPONSE, "input": "a", **wrong})
