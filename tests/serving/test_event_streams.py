@@ -144,6 +144,7 @@ def run(engine: Engine) -> list[list[Any]]:
     return seen
 
 
+@pytest.mark.slow  # 12 s
 def test_clients_cannot_tell_whether_tokens_were_drafted(
     models: tuple[LoadedModel, LoadedModel],
 ) -> None:
