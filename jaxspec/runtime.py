@@ -300,7 +300,7 @@ class Runtime:
 
     def admit(self, state: DecodeState, new: NewRows) -> DecodeState:
         """Give slots to new rows."""
-        return self._change("admit", state, self._given(new))
+        return self._change("admit", state, self.given(new))
 
     def prefill(
         self, state: DecodeState, prompts: Mapping[int, Sequence[int] | np.ndarray]
@@ -348,14 +348,14 @@ class Runtime:
         guided: bool = False,
     ) -> Callable[..., DecodeState]:
         """Return the call that decodes such a state."""
-        limits = self._given((np.int32(max_steps), np.int32(until_active)))
+        limits = self.given((np.int32(max_steps), np.int32(until_active)))
         spec = self.spec.verifying(verify_length).asking(guided)
         program = self.program("decode", state, *limits, spec=spec)
         return lambda state: program(state, *limits)
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
         """End the rows of slots that the host found finished."""
-        return self._change("retire", state, self._given(finished))
+        return self._change("retire", state, self.given(finished))
 
     def clear(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
         """Empty the caches of slots that are spoilt."""
@@ -371,10 +371,10 @@ class Runtime:
         """
         pairs = np.full((len(other.active), 2), -1, np.int32)
         pairs[: len(targets)] = [*targets.items()] or pairs[:0]
-        given = other, self._given(pairs)
+        given = other, self.given(pairs)
         return self.program("insert", state, *given)(state, *given)
 
-    def _given(self, rows: Any) -> Any:
+    def given(self, rows: Any) -> Any:
         """Return what a program is given of the host's. On one device the call itself places it, more quickly."""
         return rows if self.mesh.size == 1 else self.place(rows)
 

@@ -80,8 +80,8 @@ def _cut(array: Array, row: Any, number: Any, tokens: int) -> Array:
     return lax.dynamic_slice(array, (row, jnp.int32(0), number * tokens, jnp.int32(0)), sizes)
 
 
-def _put(array: Array, piece: Array, row: Any, number: Any, tokens: int) -> Array:
-    at = (row, jnp.int32(0), number * tokens, jnp.int32(0))
+def _put(array: Array, piece: Array, row: Any, number: Any) -> Array:
+    at = (row, jnp.int32(0), number * piece.shape[2], jnp.int32(0))
     return lax.dynamic_update_slice(array, piece, at)
 
 
@@ -103,19 +103,12 @@ def keep(
     full, other, _ = split(state)
 
     def one(i: Any, blocks: list[Array]) -> list[Array]:
-        return [
-            lax.dynamic_update_slice_in_dim(
-                block, _cut(x, row, numbers[i], block.shape[2]), places[i], 0
-            )
-            for block, x in zip(blocks, full, strict=True)
-        ]
+        pairs = zip(full, blocks, strict=True)
+        cut = [_cut(x, row, numbers[i], block.shape[2]) for x, block in pairs]
+        return lower(blocks, cut, places[i])
 
     blocks = lax.fori_loop(0, count, one, pages.blocks) if full else []
-    snapshots = [
-        lax.dynamic_update_slice_in_dim(old, lax.dynamic_slice_in_dim(x, row, 1), snapshot, 0)
-        for old, x in zip(pages.snapshots, other, strict=True)
-    ]
-    return Pages(blocks, snapshots)
+    return Pages(blocks, lower(pages.snapshots, lift(other, row), snapshot))
 
 
 def restore(
@@ -136,18 +129,12 @@ def restore(
     full, other, join = split(state)
 
     def one(i: Any, full: list[Array]) -> list[Array]:
-        return [
-            _put(x, lax.dynamic_slice_in_dim(block, places[i], 1), row, i, block.shape[2])
-            for block, x in zip(pages.blocks, full, strict=True)
-        ]
+        pairs = zip(full, lift(pages.blocks, places[i]), strict=True)
+        return [_put(x, block, row, i) for x, block in pairs]
 
     if full:
         full = lax.fori_loop(0, count, one, full)
-    other = [
-        lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(old, snapshot, 1), row, 0)
-        for old, x in zip(pages.snapshots, other, strict=True)
-    ]
-    state = join(full, other)
+    state = join(full, lower(other, lift(pages.snapshots, snapshot), row))
     if state.counts is not None:
         counts = state.counts.with_prompt(tokens[None], length[None], row[None])
         state = state.replace(counts=counts)
@@ -314,16 +301,13 @@ class Pool:
           donate: False: the first argument stays.
         """
         runtime = self.runtime
-        is_host = [isinstance(x, np.ndarray | np.generic) for x in args]
-        placed = iter(runtime.place([x for x, host in zip(args, is_host, strict=True) if host]))
-        given = tuple(next(placed) if host else x for x, host in zip(args, is_host, strict=True))
         if (key := ("prefix", function.__name__, *shape)) not in runtime.used:
             begin = time.perf_counter()
             runtime.used[key] = runtime.programs.get(
-                function, given, donate=0 if donate else None, mesh=runtime.mesh
+                function, runtime.place(args), donate=0 if donate else None, mesh=runtime.mesh
             )
             runtime.timings.compile_s += time.perf_counter() - begin
-        return runtime.used[key](*given)
+        return runtime.used[key](*runtime.given(args))
 
 
 def _sharding(array: Any, mesh: Mesh) -> NamedSharding:

@@ -7,7 +7,6 @@ order of all. `tuning.py` has tile sizes.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from pallas_kernels.experts.launch import Tiling, experts_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
 from pallas_kernels.experts.tuning import tiling_for
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
+from pallas_kernels.grouped.triton import Cut
 
 # The dtypes of codes of 8 bits that the kernels read.
 CODES = ("int8", "float8_e4m3fn")
@@ -100,15 +100,13 @@ def _why_not_four_bits(x: Array, gate_up: Codes, f: int, interpret: bool) -> str
 
 def _dividing(tiling: Tiling, f: int, d: int) -> Tiling:
     """Return a tiling whose columns and steps divide the sizes of both products."""
-
-    def fitted(cut, outputs: int, inputs: int):
-        unroll = max(u for u in range(1, cut.unroll + 1) if inputs // BLOCK % u == 0)
-        tile = min(cut.outputs, outputs & -outputs)
-        return dataclasses.replace(cut, outputs=tile, unroll=unroll)
-
     if f % BLOCK or d % BLOCK:
         return tiling
-    return Tiling(tiling.rows, fitted(tiling.gate_up, f, d), fitted(tiling.down, d, f))
+    gate_up, down = tiling.gate_up, tiling.down
+    assert isinstance(gate_up, Cut)
+    assert isinstance(down, Cut)
+    cuts = gate_up.dividing(f, d // BLOCK), down.dividing(d, f // BLOCK)
+    return Tiling(tiling.rows, *cuts)
 
 
 def _check_router(

@@ -43,6 +43,12 @@ class Cut:
     stages: int = 4
     early: bool = False
 
+    def dividing(self, outputs: int, blocks: int) -> Cut:
+        """Return a cut whose outputs and steps divide these outputs, and these blocks of inputs."""
+        unroll = max(u for u in range(1, self.unroll + 1) if blocks % u == 0)
+        tile = min(self.outputs, outputs & -outputs)
+        return dataclasses.replace(self, outputs=tile, unroll=unroll)
+
 
 def _linear(x_ref, codes_ref, *refs, coding: Coding, inputs_first: bool, cut: Cut, interpret: bool):
     """Write out[split, rows, outputs] of a tile.

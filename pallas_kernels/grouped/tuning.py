@@ -35,5 +35,4 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int) -> Cut:
     tiles = outputs // tile * -(-rows // cut.rows)
     divisors = [s for s in range(1, blocks + 1) if blocks % s == 0 and blocks // s >= 4] or [1]
     splits = next((s for s in divisors if tiles * s >= PROGRAMS), divisors[-1])
-    unroll = max(u for u in range(1, cut.unroll + 1) if blocks // splits % u == 0)
-    return dataclasses.replace(cut, outputs=tile, splits=splits, unroll=unroll)
+    return dataclasses.replace(cut.dividing(outputs, blocks // splits), splits=splits)
