@@ -74,6 +74,22 @@ def pack(codes: Any, axis: int) -> Any:
     return xp.moveaxis(packed, -2, axis)
 
 
+def pack_pairs(pairs: Any) -> Any:
+    """Pack codes that a file has by neighbours: uint8 [*axes, inputs / 2] becomes [*axes, blocks, 32].
+
+    Args:
+      pairs: of JAX or of numpy, as the result is. Input 2j is in the low half of byte j.
+    """
+    xp = np if isinstance(pairs, np.ndarray) else jnp
+    past = -pairs.shape[-1] % HALF
+    if past:
+        pairs = xp.pad(pairs, [(0, 0)] * (pairs.ndim - 1) + [(0, past)], constant_values=0x88)
+    halves = pairs.reshape(*pairs.shape[:-1], -1, 2, HALF // 2)
+    first, second = halves[..., 0, :], halves[..., 1, :]
+    both = xp.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], axis=-1)
+    return both.reshape(*both.shape[:-2], HALF)
+
+
 def unpack(packed: UInt8[Array, "*blocks 32"], axis: int, inputs: int) -> UInt8[Array, "*axes"]:
     """Return the codes, from 0 to 15. `pack` undone."""
     packed = jnp.moveaxis(packed, axis, -2)
