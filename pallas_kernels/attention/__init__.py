@@ -123,7 +123,7 @@ def attention(
 
     def mosaic(*args: Any) -> Array:
         splits = splits_for(rows=rows, heads=heads, longest=longest)
-        return _mosaic_kernel(h)(*args, **how, splits=splits)
+        return _mosaic_kernel(h)(*args, **(scaled if h == 512 else how), splits=splits)
 
     def triton(*args: Any) -> Array:
         sizes: dict[str, Any] = {"head_dim": h, "rows": rows, "heads": heads, "longest": longest}
@@ -232,12 +232,12 @@ def _why_not_mosaic(
         return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
     if interpret:
         return "the Mosaic kernel is not interpreted"
-    if keys.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the Mosaic kernel is cut for bfloat16 and float16 keys, not {keys.dtype}"
     if (h := keys.shape[3]) not in (128, 512):
         return f"the Mosaic kernels are cut for head dims 128 and 512, not {h}"
-    if value_scale != 1:
-        return "the Mosaic kernels have no value_scale"
+    if keys.dtype not in (KV_DTYPES if h == 512 else (jnp.bfloat16, jnp.float16)):
+        return f"the Mosaic kernel of head dim {h} is not cut for {keys.dtype} keys"
+    if h == 128 and value_scale != 1:
+        return "the Mosaic kernel of head dim 128 has no value_scale"
     if keys.shape[2] % 8:
         return f"the Mosaic kernel takes a multiple of 8 slots, not {keys.shape[2]}"
     if any(s.seen_by is not None for s in segments):
