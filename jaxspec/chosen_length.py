@@ -10,7 +10,6 @@ drafts, and learns the rest while it decodes: see `verify_length.LEAST_S`.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -144,8 +143,8 @@ class ChosenLength:
                 if int(fetch(state.num_steps).max()) == most:
                     seconds.append(taken_s / most)
             chooser.compiled.add(length)
-            if len(seconds) > 1:
-                chooser.costs.add(length, runtime.batch_size, statistics.median(seconds[1:]))
+            for step_s in seconds[1:]:  # the first call of a program takes longer than others will
+                chooser.costs.add(length, runtime.batch_size, step_s)
         return runtime.clear(state, np.ones(runtime.batch_size, bool))
 
     def _made_up(self, state: DecodeState) -> Any:
