@@ -243,8 +243,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     log = told_of(request)
     log["error"] = error.message
-    if error.param is not None:
-        log["param"] = error.param
+    log |= {k: v for k, v in (("param", error.param), ("code", error.code)) if v is not None}
     return JSONResponse(error.to_json(), error.status, headers=error.headers)
 
 

@@ -99,7 +99,7 @@ class Door:
     ) -> None:
         usage = log.pop("usage", None)
         if "param" in log and not self._may_tell:
-            log["error"] = "refused"  # what is said of a field may quote it
+            log["error"] = "refused"  # what is said of a value may quote it
         line = {
             "request_id": name,
             "method": scope["method"],

@@ -98,7 +98,7 @@ def wish_of(served: Served, asked: ResponsesAsked) -> Wish:
     except ApiError as error:
         first = (error.param or "").partition("[")[0]
         if first in _PARAMS:
-            message = error.message.replace(first, _PARAMS[first])
+            message = error.message.replace(first, _PARAMS[first], 1)
             param = _PARAMS[first] + (error.param or "")[len(first) :]
             raise ApiError(error.status, message, param=param, code=error.code) from None
         raise

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxspec import chat
 from jaxspec.chat import rules
-from jaxspec.chat.tools import FirstCall, force
+from jaxspec.chat.tools import force
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine import STOP_IDS
 from jaxspec.grammars import Grammar, GrammarTokens
@@ -184,7 +184,6 @@ class Served:
             raise ApiError(400, said, param=wanted.field)
         if tools.required and self.grammars is not None:
             one = tools.forced is not None and asked.tool_choice != "required"
-            one |= not tools.parallel
             rule = rules.calls(self.tokenizer, prompt, tools.callable, one=one)
             if rule is not None:
                 kind, source, frame = rule
@@ -337,7 +336,7 @@ class Served:
         if stops:
             found.append(stop_at_text(self.tokenizer, stops))
         if tools.calls and not tools.parallel:
-            found.append(FirstCall(self.tokenizer, prompt))
+            found.append(chat.FirstCall(self.tokenizer, prompt))
         if len(found) < 2:
             return found[0] if found else None
         return lambda ids: min((n for f in found if (n := f(ids)) is not None), default=None)

@@ -105,7 +105,12 @@ def test_a_step_says_how_many_drafts_it_verified() -> None:
     """Where an engine chooses to verify fewer, or none, the others were not refused."""
     done = Completion(0, (1, 2, 3, 4, 5), "length", (1, 2, 9), verify_lengths=(0, 1, 8))
     told = Steps(depth=7).push(done, [{}] * 5, {})["steps"]
-    assert [(step["drafted"], step["accepted"]) for step in told] == [(0, 0), (0, 0), (1, 1), (7, 1)]
+    assert [(step["drafted"], step["accepted"]) for step in told] == [
+        (0, 0),
+        (0, 0),
+        (1, 1),
+        (7, 1),
+    ]
     two = Steps(depth=7)
     first = dataclasses.replace(done, token_ids=(1, 2), acceptance_lengths=(1,))
     apart = two.push(first, [{}] * 2, {})["steps"] + two.push(done, [{}] * 3, {})["steps"]
