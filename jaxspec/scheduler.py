@@ -201,7 +201,7 @@ class Scheduler:
         steps, length = self.chosen_length.next(running, most_steps)
         guided = any(request.grammar is not None for request in running)
         call = self.runtime.decoding(self._busy.state, steps, until, length, guided)
-        self._busy.start(self.pool, most_steps, call)
+        self._busy.start(self.pool, most_steps, call, length)
 
     def _look(self) -> list[Update | Completion]:
         """Wait for what the device does, and tell what came of it."""

@@ -120,25 +120,27 @@ class Row:
     cached_tokens: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
+    verify_lengths: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
 
-    def hear(self, news: News, place: int) -> None:
-        """Take what is new of the row in some place."""
+    def hear(self, news: News, place: int, verified: int) -> None:
+        """Take what is new of the row in some place, whose new steps verified so many drafts."""
         new = int(news.num_tokens[place]) - len(self.tokens)
         steps = int(news.num_steps[place]) - len(self.acceptance_lengths)
         assert new <= news.tokens.shape[1]
         assert steps <= news.acceptance_lengths.shape[1]
         self.tokens += news.tokens[place, :new].tolist()
         self.acceptance_lengths += news.acceptance_lengths[place, :steps].tolist()
+        self.verify_lengths += [verified] * steps
         if news.logprobs is not None and new:
             self.logprobs.append(jax.tree.map(lambda x: x[place, :new], news.logprobs))
 
     def update(self) -> Update:
         """Return its tokens so far."""
         asks = self.request.sampling.logprobs or self.request.sampling.top_logprobs
-        lengths = tuple(self.acceptance_lengths)
+        lengths = tuple(self.acceptance_lengths), tuple(self.verify_lengths)
         logprobs = self._logprobs() if asks else {}
-        return Update(self.request.id, tuple(self.tokens), lengths, **logprobs)
+        return Update(self.request.id, tuple(self.tokens), *lengths, **logprobs)
 
     def completion(self, reason: Reason, error: Exception | None = None) -> Completion:
         """Return how it ended.
@@ -157,8 +159,10 @@ class Row:
             return grammar_failed(self.request, self.guide.error, tokens, **logprobs)
         if reason == "error":
             return failed(self.request, tokens, **logprobs)
-        accepted = tuple(self.acceptance_lengths)
-        return Completion(self.request.id, tokens, reason, accepted, **logprobs)
+        accepted, verified = tuple(self.acceptance_lengths), tuple(self.verify_lengths)
+        return Completion(
+            self.request.id, tokens, reason, accepted, verify_lengths=verified, **logprobs
+        )
 
     def _logprobs(self) -> dict[str, Any]:
         """Return the fields of a `Completion` about log-probabilities."""
@@ -187,6 +191,7 @@ class Slots:
         self._work: Future[Work] | Work | None = None  # what the device does
         self._news: News | None = None
         self._read_then: list[int] = []  # rows whose prompts were read when it was started
+        self._verified = 0  # drafts that each of its steps verifies
         self._state: DecodeState | None = None
 
     @property
@@ -278,7 +283,11 @@ class Slots:
             self._spoilt[target] = other._spoilt[source]
 
     def start(
-        self, pool: Executor | None, steps: int, call: Callable[[DecodeState], DecodeState]
+        self,
+        pool: Executor | None,
+        steps: int,
+        call: Callable[[DecodeState], DecodeState],
+        verified: int = 0,
     ) -> None:
         """Send work to the device; `look` waits for it. Until then the state is not here.
 
@@ -286,6 +295,7 @@ class Slots:
           pool: who waits for the device; None: this call does. XLA's loops keep the thread that starts them busy,
             so only another one leaves the caller free.
           steps: decode steps that the work has, at most; 0: it reads prompts.
+          verified: drafts that each of these steps verifies.
         """
         known = [
             (len(row.tokens), len(row.acceptance_lengths)) if row else (0, 0) for row in self.rows
@@ -302,7 +312,7 @@ class Slots:
             news = News.of(state, np.array(known, np.int32).T, tokens=most, steps=steps)
             return state, news, time.perf_counter() - begin
 
-        self._read_then = self.read
+        self._read_then, self._verified = self.read, verified
         if pool is None:
             self._work = work()
             return
@@ -327,7 +337,7 @@ class Slots:
             if (row := self.rows[place]) is None:  # cancelled since
                 continue
             before = len(row.tokens)
-            row.hear(news, place)
+            row.hear(news, place, self._verified)
             reason: Reason | None = None
             if not news.active[place]:
                 reason = "error" if news.failed[place] else "length"
