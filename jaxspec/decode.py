@@ -298,6 +298,7 @@ def move_on(
         return state
     assert allowed is not None
     assert allowed.states is not None
+    assert state.automaton is not None
     row = verdict.accepted[:, None]
     if verdict.path is not None:
         row = jnp.take_along_axis(verdict.path, row, axis=1)

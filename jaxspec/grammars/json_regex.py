@@ -127,7 +127,7 @@ def regex_of(schema: Any) -> str:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise Unsupported(f"is no valid JSON: {error}") from None
-    return Schemas(schema, JsonRegex()).value(schema)
+    return Schemas(schema, JsonRegex()).whole()
 
 
 _UNIT = re.compile(

@@ -55,6 +55,8 @@ class Unsupported(FieldError):
     """A schema says what cannot be followed."""
 
     def __init__(self, why: str):
+        """Make an error. It follows the name of the field."""
+        self.why = why
         super().__init__(FIELD, why)
 
 
@@ -122,7 +124,7 @@ class Schemas:
     """Reads one schema for a notation.
 
     Args:
-      lenient: whether keywords that cannot be followed are ignored.
+      lenient: whether keywords that cannot be followed are ignored, and parts that cannot be are any value.
     """
 
     def __init__(self, root: Any, notation: Notation, *, lenient: bool = False):
@@ -131,17 +133,25 @@ class Schemas:
         self._done: dict[str, str] = {}
         self._count = self._depth = 0
 
-    def value(self, schema: Any) -> str:
-        """Return what a schema allows.
+    def whole(self) -> str:
+        """Return what the schema allows.
 
         Raises:
           Unsupported: naming the keyword.
         """
+        return self._value(self.root)
+
+    def value(self, schema: Any) -> str:
+        """Return what a part of the schema allows."""
         self._count, self._depth = self._count + 1, self._depth + 1
-        if self._count > _MOST_VALUES or self._depth > _MOST_DEPTH:
-            raise Unsupported("is too large, or its parts are nested too deeply")
         try:
+            if self._count > _MOST_VALUES or self._depth > _MOST_DEPTH:
+                raise Unsupported("is too large, or its parts are nested too deeply")
             return self._value(schema)
+        except Unsupported:
+            if not self.lenient:
+                raise
+            return self.to.anything()
         finally:
             self._depth -= 1
 
@@ -164,6 +174,8 @@ class Schemas:
     def _is_choice(self, used: Mapping[str, Any], name: str) -> bool:
         """Tell whether a list of schemas can be followed as a choice of one of them."""
         parts = used[name]
+        if self.lenient and {"type", "properties", "items"} & {*used}:
+            return False
         if not isinstance(parts, Sequence) or not parts:
             raise Unsupported(f"has {name}: {shown(parts)}; expected a list of schemas")
         if name == "anyOf" or len(parts) == 1:
@@ -192,8 +204,10 @@ class Schemas:
         if parts[0] != "#" or found is None:
             raise Unsupported(f"has $ref: {shown(name)}, which is nothing of its own")
         self._open.append(name)
-        self._done[name] = self.to.define(name, self.value(found))
-        self._open.pop()
+        try:
+            self._done[name] = self.to.define(name, self.value(found))
+        finally:
+            self._open.pop()
         return self._done[name]
 
     def _const(self, used: Mapping[str, Any]) -> str:

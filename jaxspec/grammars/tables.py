@@ -126,7 +126,8 @@ class _Maker:
     """Makes tables for a vocabulary."""
 
     def __init__(self, tokens: GrammarTokens, kind: Kind):
-        self.tokens, self.kind = tokens, kind
+        self.tokens: GrammarTokens = tokens
+        self.kind: Kind = kind
         self.texts, self.lengths, self.ids = _spelled(tokens)
 
     def tables(
