@@ -17,8 +17,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.prefill import bucket
-from jaxspec.records import FieldError, Sampling
+from jaxspec.records import FieldError, Sampling, shown
 from jaxspec.rollout import Given, Plan
 from jaxspec.rows import Prompts, padded_on_host, same_for_all, width_bucket
 from jaxspec.sampling import SamplingParams
@@ -45,6 +46,7 @@ def read(
     seeds: Value,
     max_new_tokens: Value,
     stop_ids: Value,
+    grammar: Any = None,
     *,
     default_stop_ids: Sequence[int],
 ) -> Given:
@@ -59,13 +61,21 @@ def read(
     limits = _limits(plan, max_new_tokens, rows, expected)
     count: Any = np.int32(rows) if plan.is_refilled(found) else None
     _check_positions(plan, found, limits)
+    stops, starts = _stop_ids(plan, stop_ids, default_stop_ids, rows, expected), None
+    if grammar is not None:
+        starts = _starts(plan, grammar, rows, b)
+        ends = grammar.stops if is_traced(grammar.stops) else np.asarray(grammar.stops)
+        xnp: Any = jnp if is_traced((stops, ends)) else np
+        stops = xnp.concatenate([stops, xnp.broadcast_to(ends, (rows, len(ends)))], axis=1)
     return Given(
         found,
         _sampling(plan, sampling, rows, expected),
         _seeds(seeds, rows, expected),
         limits,
-        _stop_ids(plan, stop_ids, default_stop_ids, rows, expected),
+        stops,
         count,
+        starts,
+        grammar,
     )
 
 
@@ -91,11 +101,11 @@ def padded(plan: Plan, given: Given, mesh: Mesh) -> Given:
         xnp: Any = jnp if isinstance(x, jax.Array) else np
         return xnp.concatenate([x, xnp.repeat(x[-1:], times, axis=0)])
 
-    given = jax.tree.map(repeated, given)
+    grammar = given.grammar
+    given = jax.tree.map(repeated, dataclasses.replace(given, grammar=None))
     limits = np.asarray(given.max_new_tokens)
-    return dataclasses.replace(
-        given, max_new_tokens=np.where(np.arange(len(limits)) < rows, limits, np.int32(1))
-    )
+    limits = np.where(np.arange(len(limits)) < rows, limits, np.int32(1))
+    return dataclasses.replace(given, max_new_tokens=limits, grammar=grammar)
 
 
 def prompts_bucket(count: int, parts: int) -> int:
@@ -245,6 +255,40 @@ def _stop_ids(plan: Plan, stop_ids: Any, default: Sequence[int], rows: int, expe
         raise FieldError("stop_ids", f"has shape {stops.shape}; {expected}, or ids for all")
     xnp: Any = jnp if is_traced(stops) else np
     return xnp.broadcast_to(stops, (rows, stops.shape[-1]))
+
+
+def _starts(plan: Plan, grammar: Any, rows: int, prompts: int) -> Any:
+    """Return the state that each row begins with.
+
+    Raises:
+      FieldError: this is no automaton, it is of another vocabulary, or prompts are not as many as its grammars.
+    """
+    if not isinstance(grammar, Automaton):
+        raise FieldError(
+            "grammar",
+            f"is {shown(grammar)}; a sampler's program takes tables, without the host: make them with "
+            "jaxspec.grammars.tables.automaton, or use an Engine for what they cannot follow",
+        )
+    if plan.spec.drafting.synthetic_acceptance is not None:
+        raise FieldError(
+            "grammar",
+            lambda say: (
+                f"{say('grammar')} says which tokens may follow, and "
+                f"{say('synthetic_acceptance')} takes any; leave one out"
+            ),
+        )
+    size = plan.spec.target.config.vocab_size
+    if len(grammar.classes) != size:
+        raise FieldError(
+            "grammar", f"was made for {len(grammar.classes)} tokens; the target has {size}"
+        )
+    if (count := len(grammar.starts)) not in (1, prompts):
+        raise FieldError(
+            "grammar", f"has {count} grammars; expected 1, or one for each of {prompts} prompts"
+        )
+    if is_traced(grammar.starts):
+        return jnp.repeat(grammar.starts, rows // count, total_repeat_length=rows)
+    return np.repeat(np.asarray(grammar.starts), rows // count)
 
 
 def _whole(name: str, value: Any, low: int, high: int, dtype: Any, more: str) -> np.ndarray:

@@ -29,11 +29,12 @@ from jax import lax
 
 from jaxspec.drafters.base import AnyDrafter, Draft, Draws, Kept, TargetView
 from jaxspec.drafters.tree import ancestors
+from jaxspec.grammars.automaton import FREE, Automaton, advance, masks_of, offered
 from jaxspec.grammars.guides import NOBODY
-from jaxspec.grammars.masking import ask_guides, masked
+from jaxspec.grammars.masking import Allowed, ask_guides, masked
 from jaxspec.models.target import Target, TargetOutput, keep_rows
 from jaxspec.sampling import NO_TOKEN, Stream, adjust, fold_keys, logprobs_of
-from jaxspec.shapes import Array, Bool, Float, Int, Params, UInt32
+from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk, put_rows, take_rows
 from jaxspec.verify import Verdict, synthetic_verify, tree_verify, verify
 
@@ -50,6 +51,7 @@ def prefill(
     drafter_params: Params | None,
     state: DecodeState,
     chunk: PrefillChunk,
+    grammar: Automaton | None = None,
 ) -> DecodeState:
     """Feed one chunk of prompts; slots whose prompt ends here get their first token and become active."""
     target, drafter = spec.bind(target_params, drafter_params)
@@ -75,24 +77,34 @@ def prefill(
     anchor_at = chunk.start + chunk.count - 1
     rows = dataclasses.replace(rows, lengths=anchor_at, active=chunk.is_last)
     no_draft = Draft.none(chunk.slots.shape[0])
-    masks = None if chunk.masks is None else chunk.masks[:, None]
-    adjusted, verdict = judge(spec, rows, no_draft, output.logits, masks)
+    allowed = None if chunk.masks is None else Allowed(chunk.masks[:, None])
+    if grammar is not None:
+        _, allowed = follow(grammar, rows, no_draft)
+    adjusted, verdict = judge(spec, rows, no_draft, output.logits, allowed)
+    rows = move_on(grammar, rows, allowed, verdict)
     rows = commit(spec, rows, output.logits, adjusted, no_draft.tokens, verdict)
     ends = jnp.where(chunk.is_last, chunk.slots, state.active.shape[0])  # the others are dropped
     return put_rows(state, rows, ends)
 
 
-def decode_step(target: Target, spec: DecodeSpec, state: DecodeState) -> DecodeState:
+def decode_step(
+    target: Target, spec: DecodeSpec, state: DecodeState, grammar: Automaton | None = None
+) -> DecodeState:
     """Add one token to every active row: the reference that speculation must equal."""
-    no_draft, masks = constrain(spec, state, Draft.none(state.anchors.shape[0]))
+    no_draft, allowed = constrain(spec, state, Draft.none(state.anchors.shape[0]), grammar)
     output = target_pass(target, state, no_draft)
-    adjusted, verdict = judge(spec, state, no_draft, output.logits, masks)
+    adjusted, verdict = judge(spec, state, no_draft, output.logits, allowed)
     state = dataclasses.replace(state, caches=output.caches)
+    state = move_on(grammar, state, allowed, verdict)
     return commit(spec, state, output.logits, adjusted, no_draft.tokens, verdict)
 
 
 def speculative_step(
-    target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState
+    target: Target,
+    drafter: AnyDrafter,
+    spec: DecodeSpec,
+    state: DecodeState,
+    grammar: Automaton | None = None,
 ) -> DecodeState:
     """Draft, verify, accept and commit: adds 1 to num_verified + 1 tokens to every active row.
 
@@ -100,9 +112,10 @@ def speculative_step(
       ValueError: the state's rings have too few spare slots; it was made for fewer draft tokens.
     """
     spec.check_slack(state)
-    draft, masks = constrain(spec, state, propose(target, drafter, spec, state))
+    draft, allowed = constrain(spec, state, propose(target, drafter, spec, state), grammar)
     output = target_pass(target, state, draft, drafter.feature_layers)
-    adjusted, verdict = judge(spec, state, draft, output.logits, masks)
+    adjusted, verdict = judge(spec, state, draft, output.logits, allowed)
+    state = move_on(grammar, state, allowed, verdict)
     count = jnp.where(state.active, verdict.accepted + 1, 0)  # the anchor and the accepted drafts
     tokens = draft.tokens
     if verdict.path is not None:
@@ -123,6 +136,7 @@ def plain_steps(
     spec: DecodeSpec,
     begin: Carry,
     alive: Callable[[Carry], Array],
+    grammar: Automaton | None = None,
 ) -> Carry:
     """Take up to `PLAIN_STEPS` steps without drafts, then let the drafter absorb their tokens all at once.
 
@@ -158,7 +172,7 @@ def plain_steps(
         def put(into: Array, of_step: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(into, of_step, taken, axis=1)
 
-        _, masks = constrain(spec, state, no_draft)
+        _, allowed = constrain(spec, state, no_draft, grammar)
         output = run(state)
         kept = Kept(
             put(kept.tokens, state.anchors[:, None]),
@@ -167,8 +181,9 @@ def plain_steps(
             kept.start,
             kept.count + state.active.astype(jnp.int32),  # a row that ended is not active again
         )
-        adjusted, verdict = judge(spec, state, no_draft, output.logits, masks)
+        adjusted, verdict = judge(spec, state, no_draft, output.logits, allowed)
         state = dataclasses.replace(state, caches=output.caches)
+        state = move_on(grammar, state, allowed, verdict)
         state = commit(spec, state, output.logits, adjusted, no_draft.tokens, verdict)
         return taken + 1, (step + 1, state), kept
 
@@ -183,8 +198,13 @@ def decode_loop(
     state: DecodeState,
     max_steps: Int[Array, ""],
     until_active: Int[Array, ""] | int = 0,
+    grammar: Automaton | None = None,
 ) -> DecodeState:
-    """Run up to `max_steps` steps on the device, fewer when no more than `until_active` rows are active."""
+    """Run up to `max_steps` steps on the device, fewer when no more than `until_active` rows are active.
+
+    Args:
+      grammar: of which rows have a state.
+    """
     target, drafter = spec.bind(target_params, drafter_params)
 
     def alive(carry: Carry) -> Array:
@@ -194,10 +214,10 @@ def decode_loop(
     def body(carry: Carry) -> Carry:
         step, state = carry
         if drafter is None:
-            return step + 1, decode_step(target, spec, state)
+            return step + 1, decode_step(target, spec, state, grammar)
         if not spec.num_verified:
-            return plain_steps(target, drafter, spec, carry, alive)
-        return step + 1, speculative_step(target, drafter, spec, state)
+            return plain_steps(target, drafter, spec, carry, alive, grammar)
+        return step + 1, speculative_step(target, drafter, spec, state, grammar)
 
     return lax.while_loop(alive, body, (jnp.int32(0), state))[1]
 
@@ -235,15 +255,16 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
 
 
 def constrain(
-    spec: DecodeSpec, state: DecodeState, draft: Draft
-) -> tuple[Draft, UInt32[Array, "B T words"] | None]:
-    """Ask what the grammars of rows allow before and after each draft.
+    spec: DecodeSpec, state: DecodeState, draft: Draft, grammar: Automaton | None = None
+) -> tuple[Draft, Allowed | None]:
+    """Ask what the grammars of rows allow before and after each draft: of the host, or of tables on the device.
 
     Returns:
-      The drafts, and packed masks of what each row of the block may choose; None where nobody is asked. Where a
-      grammar forces the text and a draft differs, it is replaced: the target can choose nothing else. Drafts that
+      The drafts, and what each row of the block may choose; None where nobody is asked. Where a grammar forces the text and a draft differs, it is replaced: the target can choose nothing else. Drafts that
       were drawn stay as they are, for they are judged by what they were drawn from.
     """
+    if grammar is not None:
+        return follow(grammar, state, draft)
     if not spec.guided:
         return draft, None
     assert state.guides is not None
@@ -256,7 +277,34 @@ def constrain(
         most_new=spec.depth + 1,
         force=draft.log_q is None,
     )
-    return dataclasses.replace(draft, tokens=tokens), masks
+    return dataclasses.replace(draft, tokens=tokens), Allowed(masks)
+
+
+def follow(grammar: Automaton, state: DecodeState, draft: Draft) -> tuple[Draft, Allowed]:
+    """Return what `constrain` does, by an automaton on the device."""
+    assert state.automaton is not None
+    replace = draft.log_q is None and draft.parents is None
+    with jax.named_scope("grammar"):
+        begin = jnp.where(state.active, state.automaton, FREE)
+        tokens, states = offered(grammar, begin, draft.tokens, draft.parents, replace=replace)
+        return dataclasses.replace(draft, tokens=tokens), Allowed(masks_of(grammar, states), states)
+
+
+def move_on(
+    grammar: Automaton | None, state: DecodeState, allowed: Allowed | None, verdict: Verdict
+) -> DecodeState:
+    """Bring the automaton's state of active rows behind the bonus token. Without an automaton, do nothing."""
+    if grammar is None:
+        return state
+    assert allowed is not None
+    assert allowed.states is not None
+    assert state.automaton is not None
+    row = verdict.accepted[:, None]
+    if verdict.path is not None:
+        row = jnp.take_along_axis(verdict.path, row, axis=1)
+    before = jnp.take_along_axis(allowed.states, row, axis=1)[:, 0]
+    after = advance(grammar, before, jnp.maximum(verdict.bonus, 0))
+    return dataclasses.replace(state, automaton=jnp.where(state.active, after, state.automaton))
 
 
 def target_pass(
@@ -280,15 +328,15 @@ def judge(
     state: DecodeState,
     draft: Draft,
     logits: Float[Array, "B T V"],
-    masks: UInt32[Array, "B T words"] | None = None,
+    allowed: Allowed | None = None,
 ) -> tuple[Float[Array, "B T V"], Verdict]:
     """Decide how many drafts of each row stay, and which token follows them.
 
-    A draft that its mask forbids has probability 0, and so is never accepted, nor is any behind it.
+    A draft that a grammar forbids has probability 0, and so is never accepted, nor is any behind it.
 
     Args:
       logits: the target's, a row for the anchor and for each draft.
-      masks: what grammars allow; None: everything.
+      allowed: what grammars allow; None: everything.
 
     Returns:
       The logits as they were judged, before temperature; and the verdict.
@@ -308,8 +356,8 @@ def judge(
             suppress_tokens=spec.suppress_tokens,
             extras=spec.extras,
         )
-        if masks is not None:
-            adjusted = masked(adjusted, masks)
+        if allowed is not None:
+            adjusted = masked(adjusted, allowed.masks)
         if spec.tree is not None and draft.parents is not None:
             how = (draft.parents, sampling, state.keys, step)
             return adjusted, tree_verify(adjusted, draft.tokens, *how, depth=spec.tree.depth)

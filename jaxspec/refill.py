@@ -87,7 +87,8 @@ def generate(
         until = jnp.where(waiting > 0, slots - waiting, 0)
         steps = jnp.int32(plan.max_new_tokens)  # by then no row is active
         state, owners, result = carry
-        return decode.decode_loop(plan.spec, *models, state, steps, until), owners, result
+        state = decode.decode_loop(plan.spec, *models, state, steps, until, given.grammar)
+        return state, owners, result
 
     state = empty_state(plan, mesh, *models, given, slots)
     owners = jnp.full(slots, rows, jnp.int32)

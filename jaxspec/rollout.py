@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.grammars.automaton import FREE, Automaton, state_after
 from jaxspec.prefill import read_prompts
 from jaxspec.rows import FinishReason, GenerateResult, Past, Prompts
 from jaxspec.runtime import cache_length_for
@@ -76,6 +77,8 @@ class Given(struct.PyTreeNode):
     Attributes:
       seeds: uint32 or typed PRNG keys, one for all rows or one for each, see `row_keys`.
       count: how many rows are no padding, where there are more than slots; None: every row has a slot.
+      starts: the state of a grammar that each row begins with, where there is one.
+      grammar: of all rows.
     """
 
     prompts: Prompts
@@ -84,12 +87,15 @@ class Given(struct.PyTreeNode):
     max_new_tokens: Int[Array, " R"]
     stop_ids: Int[Array, "R I"]
     count: Int[Array, ""] | None = None
+    starts: Int[Array, " R"] | None = None
+    grammar: Automaton | None = None
 
     def take(self, rows: Int[Array, " r"]) -> Given:
         """Return what some rows are given, and the prompt of each. All rows have seeds of their own."""
         samples = len(self.max_new_tokens) // len(self.prompts.tokens)
         own = (self.sampling, self.seeds, self.max_new_tokens, self.stop_ids)
-        return Given(self.prompts.take(rows // samples), *jax.tree.map(lambda x: x[rows], own))
+        some = jax.tree.map(lambda x: x[rows], (*own, None, self.starts))
+        return Given(self.prompts.take(rows // samples), *some, grammar=self.grammar)
 
 
 # --- functions ---------------------------------------------------------------------------------------
@@ -105,7 +111,9 @@ def generate(
     """Generate rows: prefill, decode until all have finished, and say what came of it."""
     state = prefill(plan, mesh, target_params, drafter_params, given)
     steps = jnp.int32(plan.max_new_tokens)
-    state = decode.decode_loop(plan.spec, target_params, drafter_params, state, steps)
+    state = decode.decode_loop(
+        plan.spec, target_params, drafter_params, state, steps, grammar=given.grammar
+    )
     return result_of(plan, state, given.prompts.past)
 
 
@@ -164,17 +172,22 @@ def fork(
         keys=given.seeds,
         max_new_tokens=given.max_new_tokens,
         stop_ids=given.stop_ids,
+        automaton=given.starts,
     )
     goes_on = jnp.ones(rows, bool)
     if (past := prompts.past) is not None:
         # The next draw has the number that it would have had in the call before.
         state = dataclasses.replace(state, num_steps=past.steps - 1)
         goes_on = past.finished == FinishReason.UNFINISHED
+        column = jnp.arange(prompts.tokens.shape[1], dtype=jnp.int32)
+        said = past.generated & (column < prompts.lengths[:, None])
         if state.counts is not None:
-            column = jnp.arange(prompts.tokens.shape[1], dtype=jnp.int32)
-            real = column < prompts.lengths[:, None]
-            counts = state.counts.with_output(prompts.tokens, past.generated & real)
+            counts = state.counts.with_output(prompts.tokens, said)
             state = dataclasses.replace(state, counts=counts)
+        if given.grammar is not None:
+            assert given.starts is not None
+            at = state_after(given.grammar, given.starts, prompts.tokens, said)
+            state = dataclasses.replace(state, automaton=at)
     head = prompts.lengths - 1
     last = PrefillChunk(
         slots=jnp.arange(rows, dtype=jnp.int32),
@@ -183,7 +196,7 @@ def fork(
         count=jnp.ones(rows, jnp.int32),
         is_last=goes_on,
     )
-    return decode.prefill(plan.spec, target_params, drafter_params, state, last)
+    return decode.prefill(plan.spec, target_params, drafter_params, state, last, given.grammar)
 
 
 def result_of(plan: Plan, state: DecodeState, past: Past | None) -> GenerateResult:
@@ -228,6 +241,8 @@ def empty_state(
         cache_dtype=plan.spec.target.cache_dtype,
         mesh=mesh,
     )
+    if given.grammar is not None:
+        state = dataclasses.replace(state, automaton=jnp.full_like(state.lengths, FREE))
     return varying_as(state, target_params, drafter_params, given)
 
 

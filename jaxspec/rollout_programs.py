@@ -15,6 +15,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxspec import decode, refill, rollout
 from jaxspec import state as states
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.rollout import Given, Plan
 from jaxspec.rows import GenerateResult
 from jaxspec.runtime import jit
@@ -129,9 +130,11 @@ def advance(
     drafter_params: Params | None,
     state: DecodeState,
     steps: Array,
+    grammar: Automaton | None,
 ) -> DecodeState:
     """Decode on for some steps."""
-    return decode.decode_loop(plan.spec, target_params, drafter_params, state, steps)
+    models = target_params, drafter_params
+    return decode.decode_loop(plan.spec, *models, state, steps, grammar=grammar)
 
 
 _FUNCTIONS: dict[str, tuple[Any, tuple[int, ...]]] = {

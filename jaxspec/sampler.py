@@ -21,13 +21,16 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxspec import memory
 from jaxspec.arguments import is_inside_jit, is_traced, padded, read
+from jaxspec.grammars import Grammar
+from jaxspec.grammars.automaton import Automaton
 from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph, KnownParams, accept_params
 from jaxspec.records import Drafting, Extras, FieldError, Sampling
@@ -93,8 +96,8 @@ class Sampler:
         if extras.grammars:
             raise FieldError(
                 "grammars",
-                "need the host in every step, which a sampler's program does without; use an Engine, or "
-                "mask by extras.logits_fn what follows from positions alone",
+                "need the host in every step, which a sampler's program does without; give a call tables of "
+                "jaxspec.grammars.tables.automaton as its grammar, or use an Engine",
             )
         if not isinstance(target, LoadedModel | Graph):
             if drafter is not None:
@@ -164,6 +167,7 @@ class Sampler:
         max_new_tokens: ArrayLike | Sequence[int] | None = None,
         stop_ids: ArrayLike | Sequence[Sequence[int]] | None = None,
         stop_at: StopAt | Sequence[StopAt | None] | None = None,
+        grammar: Automaton | Grammar | None = None,
     ) -> GenerateResult:
         """Generate R = B * num_samples rows.
 
@@ -179,12 +183,15 @@ class Sampler:
           stop_ids: [R, I] instead of the sampler's, padded with -1.
           stop_at: one for all rows or one a row, for stop texts: `tokenizer.stop_at_text` makes one. It
             needs the host, which looks every 16 steps.
+          grammar: what replies have to be, as tables of `grammars.tables.automaton`: one for all prompts, or one
+            for each. Its stop ids end rows too. Rows are those of the masked target. A `Grammar` is refused: it needs
+            the host.
 
         Raises:
           ValueError: params, prompts, sampling or seeds do not fit; every difference in params is named.
         """
         target_params, drafter_params = self._accept(target_params, drafter_params)
-        asked = (prompts, sampling, seeds, max_new_tokens, stop_ids)
+        asked = (prompts, sampling, seeds, max_new_tokens, stop_ids, grammar)
         if is_traced((target_params, drafter_params, *asked)) or is_inside_jit():
             if stop_at is not None:
                 raise ValueError(
@@ -203,6 +210,7 @@ class Sampler:
                 max_new_tokens=max_new_tokens,
                 stop_ids=stop_ids,
                 stop_at=stop_at,
+                grammar=grammar,
             )
             return result
         mesh, weights, given, rows = self._ready(target_params, drafter_params, asked)
@@ -221,6 +229,7 @@ class Sampler:
         max_new_tokens: ArrayLike | Sequence[int] | None = None,
         stop_ids: ArrayLike | Sequence[Sequence[int]] | None = None,
         stop_at: StopAt | Sequence[StopAt | None] | None = None,
+        grammar: Automaton | Grammar | None = None,
         steps_per_return: int = 16,
     ) -> Iterator[GenerateResult]:
         """Yield all that was generated so far, every `steps_per_return` verify steps; the last is whole.
@@ -229,7 +238,7 @@ class Sampler:
           ValueError: as in a call; or this is inside of jit.
         """
         target_params, drafter_params = self._accept(target_params, drafter_params)
-        asked = (prompts, sampling, seeds, max_new_tokens, stop_ids)
+        asked = (prompts, sampling, seeds, max_new_tokens, stop_ids, grammar)
         if is_traced((target_params, drafter_params, *asked)) or is_inside_jit():
             raise ValueError("streaming needs the host; inside jit call the sampler itself")
         if steps_per_return < 1:
@@ -267,7 +276,7 @@ class Sampler:
             yield result
             if not (active & (lengths >= counts)).any():
                 return
-            state = self._run("advance", mesh, weights, state, steps)
+            state = self._run("advance", mesh, weights, state, steps, given.grammar)
 
     def _accept(self, target_params: Any, drafter_params: Any) -> tuple[Any, Any]:
         """Return weights as programs take them: flat, and in the sampler's dtype if it has one."""
@@ -292,7 +301,9 @@ class Sampler:
                 slots, _ = self.plan.slots(mesh.shape["data"])
             memory.check_fits(self.spec, slots, self.plan.cache_length(t), mesh)
             self._fitting.add(shape)
-        given = _placed(given, mesh)
+        everywhere = _whole_on(given.grammar, mesh)
+        given = _placed(dataclasses.replace(given, grammar=None), mesh)
+        given = dataclasses.replace(given, grammar=everywhere)
         with on(mesh):
             keys = row_keys(given.seeds, self.plan.rows(given.prompts))
             if mesh.size > 1:  # in one place, whichever seeds they were made of
@@ -333,6 +344,13 @@ class Sampler:
 
 def _without_padding(result: GenerateResult, rows: int) -> GenerateResult:
     return result if len(result.tokens) == rows else first_rows(result, rows)
+
+
+def _whole_on(grammar: Automaton | None, mesh: Mesh) -> Automaton | None:
+    """Put tables onto every device of a mesh. They are no rows."""
+    if grammar is None or mesh.size == 1:
+        return grammar
+    return jax.tree.map(lambda x: place(x, NamedSharding(mesh, PartitionSpec())), grammar)
 
 
 def _placed(tree: T, mesh: Mesh) -> T:

@@ -194,6 +194,7 @@ class DecodeState(struct.PyTreeNode):
       stop_ids: padded with -1.
       keys: a typed PRNG key a row.
       guides: numbers of `grammars.guides`, where rows may have grammars.
+      automaton: states of an automaton, where rows have one.
     """
 
     caches: Caches
@@ -215,6 +216,7 @@ class DecodeState(struct.PyTreeNode):
     sampling: SamplingParams
     keys: Array
     guides: Int[Array, " B"] | None = None
+    automaton: Int[Array, " B"] | None = None
 
     @property
     def active_lengths(self) -> Int[Array, " B"]:
@@ -239,9 +241,7 @@ class PrefillChunk(struct.PyTreeNode):
     start: Int[Array, " b"]
     count: Int[Array, " b"]
     is_last: Bool[Array, " b"]  # the prompt ends in this chunk
-    masks: UInt32[Array, "b words"] | None = (
-        None  # what rows may say first, where there are grammars
-    )
+    masks: UInt32[Array, "b words"] | None = None  # of the first token, where there are guides
 
 
 class Admission(struct.PyTreeNode):
@@ -445,5 +445,6 @@ _CHANGED = (
     "acceptance_lengths",
     "logprobs",
     "counts",
+    "automaton",
 )
 """What a step changes in a row."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +15,14 @@ from jaxspec.records import FieldError
 
 pytest.importorskip("llguidance")
 pytest.importorskip("outlines_core")
-
-from jaxspec.grammars import Matcher
-from jaxspec.grammars.automaton import (
-    FREE,
-    advance,
-    automaton,
-    masks_of,
-    states_along,
-)
+from jaxspec.grammars import Matcher, tables
+from jaxspec.grammars.automaton import FREE, Automaton, advance, masks_of, offered, states_along
 from jaxspec.grammars.masking import masked, unpacked
-from tests.test_grammars import STOPS, allowed, encode, tokens
+from jaxspec.grammars.tables import automaton
+from tests.test_grammars import STOPS, allowed, closing, encode, schema, tokenizer, tokens
+from tests.words import ascii_tokens
+
+jsonschema = pytest.importorskip("jsonschema")
 
 REGEXES = [
     "yes|no|maybe so",
@@ -50,7 +49,7 @@ def choices(matcher: Matcher) -> set[int]:
 @pytest.mark.parametrize("regex", REGEXES)
 def test_masks_are_those_of_llguidance(regex: str) -> None:
     """At every step of random walks, up to the end."""
-    table = automaton(tokens(), [regex])
+    table = automaton(tokens(), "regex", regex)
     grammar = tokens().compile("regex", regex)
     rng = random.Random(regex)
     for _ in range(4):
@@ -69,7 +68,7 @@ def test_masks_are_those_of_llguidance(regex: str) -> None:
 
 def test_drafts_and_rows_in_one_call() -> None:
     """Rows of two grammars, one without, and one whose second draft breaks its grammar."""
-    table = automaton(tokens(), REGEXES[:3])
+    table = automaton(tokens(), "regex", *REGEXES[:3])
     of = {r: tokens().compile("regex", r) for r in REGEXES}
     digits, words = of[REGEXES[2]], of[REGEXES[0]]
     rows = [
@@ -99,7 +98,7 @@ def test_drafts_and_rows_in_one_call() -> None:
 
 
 def test_masked_logits() -> None:
-    table = automaton(tokens(), ["ab?"], states=8)
+    table = automaton(tokens(), "regex", "ab?")
     logits = jnp.zeros((1, tokens().vocab_size))
     out = masked(logits, masks_of(table, table.starts))
     assert set(np.flatnonzero(np.isfinite(out[0])).tolist()) == {*encode("a"), *encode("ab")}
@@ -111,22 +110,102 @@ def test_masked_logits() -> None:
 
 def test_tables_of_one_size_are_one_program() -> None:
     step = jax.jit(lambda *a: states_along(*a))
-    for regexes in (["a*"], ["yes|no"]):
-        table = automaton(tokens(), regexes, states=16)
+    for regex in ("a*", "yes|no"):
+        table = automaton(tokens(), "regex", regex)
         step(table, table.starts, jnp.zeros((1, 3), jnp.int32))
     assert step._cache_size() == 1
 
 
+def test_drafts_of_a_tree() -> None:
+    """Each node is judged after its own parent, and nothing behind a wrong one counts."""
+    table = automaton(tokens(), "regex", "[0-9][a-c]{2}")
+    (one, two), (a, b) = encode("1")[:1] + encode("2")[:1], encode("a")[:1] + encode("b")[:1]
+    drafts, parents = jnp.asarray([[one, two, a, b, a]]), jnp.asarray([[0, 0, 1, 2, 4]])
+    got = states_along(table, table.starts, drafts, parents)[0]
+    for path in ([], [one], [two], [one, a], [two, b], [two, b, a]):
+        chain = states_along(table, table.starts, jnp.asarray([path], jnp.int32).reshape(1, -1))
+        at = {0: 0, 1: 1 + (path[:1] == [two]), 2: 3 + (path[:1] == [two]), 3: 5}[len(path)]
+        assert got[at] == chain[0, -1] >= 0
+    wrong = states_along(table, table.starts, drafts.at[0, 0].set(a), parents)[0]
+    assert wrong.tolist() == [got[0], FREE, got[2], FREE, got[4], got[5]]
+
+
+def test_a_draft_that_breaks_the_grammar_is_replaced_where_the_text_is_forced() -> None:
+    """By the longest token that it begins with; where there is a choice, nothing is."""
+    table = automaton(tokens(), "regex", "[0-9]: the end")
+    wrong = encode("x")[:1] * 6
+    drafts, states = offered(table, table.starts, jnp.asarray([wrong]), replace=True)
+    assert drafts[0].tolist() == wrong
+    begun = jnp.asarray([[*encode("1")[:1], *wrong]])
+    drafts, states = offered(table, table.starts, begun, replace=True)
+    assert (states >= 0).all()
+    text = tokenizer().decode(drafts[0, 1:].tolist())
+    assert text.startswith(": the end"[: len(text)])
+    assert len(text) > 3
+
+
 @pytest.mark.parametrize(
-    ("regex", "states", "say"),
+    ("kind", "source", "say"),
     [
-        ("[a-z]{40}", 16, "42 states.*16"),
-        ("[^\\s\\S]", 16, "cannot be used"),
-        ("([", 16, "cannot be used"),
-        ("a" * 3000, 16, "at most"),
-        ("a", 0, "states is 0"),
+        ("regex", "[^\\s\\S]", "cannot be used"),
+        ("regex", "([", "cannot be used"),
+        ("regex", "", "not empty"),
+        ("regex", "a" * 30_000, "at most.*Engine"),
+        ("regex", "[a-z]{9000}", "states over bytes.*Engine"),
+        ("lark", 'start: "a"', "need a stack.*Engine"),
+        ("json_object", None, "nest without bound.*Engine"),
+        ("json_schema", {}, "any value"),
+        ("json_schema", {"$ref": "#"}, "contains itself"),
+        ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ("json_schema", {"type": "integer", "multipleOf": 3}, "multipleOf"),
+        ("json_schema", {"type": "string", "pattern": "(?=a)"}, "pattern"),
+        ("json_schema", "{", "no valid JSON"),
     ],
 )
-def test_what_does_not_fit_is_refused(regex: str, states: int, say: str) -> None:
+def test_what_does_not_fit_is_refused(kind: Any, source: Any, say: str) -> None:
     with pytest.raises(FieldError, match=say):
-        automaton(tokens(), [regex], states=states)
+        automaton(tokens(), kind, source)
+
+
+def test_tables_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_BYTES", 100_000)
+    with pytest.raises(FieldError, match=r"tables of .* MiB; at most .*Engine"):
+        automaton(tokens(), "regex", "[a-z]{300}")
+
+
+def test_a_text_that_no_token_spells_is_refused() -> None:
+    with pytest.raises(FieldError, match="no text that tokens can spell"):
+        automaton(ascii_tokens(130), "regex", "é+")
+
+
+def walk(table: Automaton, rng: random.Random) -> str | None:
+    """Return a random text of a grammar; None: it did not end."""
+    said, state, after = [], int(table.starts[0]), np.asarray(table.next)
+    masks, classes = np.asarray(table.masks), np.asarray(table.classes)
+    for _ in range(150):
+        may = allowed(masks[state])
+        ends = [i for i in may if i in closing() or i in STOPS]
+        token = rng.choice(ends if ends and rng.random() < 0.6 else may)
+        if token in STOPS:
+            return tokenizer().decode(said)
+        said.append(token)
+        state = int(after[state, classes[token]])
+    return None
+
+
+def test_what_tables_of_random_schemas_spell_is_valid() -> None:
+    """Those that can be tables: most. What cannot is refused by name."""
+    rng, made, ended = random.Random(0), 0, 0
+    for _ in range(150):
+        asked = schema(rng)
+        try:
+            table = automaton(tokens(), "json_schema", asked)
+        except FieldError:
+            continue
+        made += 1
+        text = walk(table, rng)
+        if text is not None:
+            ended += 1
+            jsonschema.validate(json.loads(text), asked)
+    assert made > 100
+    assert ended > 70

@@ -6,24 +6,16 @@ A model may think before it answers, whatever the answer has to be. So a rule fo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from jaxspec.chat.gemma_calls import gemma_calls
 from jaxspec.chat.parser import GEMMA4, Format, Role, format_of
 from jaxspec.tokenizer import Tokenizer
 
 _THINKING = r"""
 text: /(?s:.+)/?
 gap: /\n{1,2}/?
-"""
-_GEMMA_VALUES = r"""
-fields: pair ("," pair)*
-pair: KEY ":" value
-KEY: /[^\s:,{}\[\]"<]+/
-value: string | NUMBER | "true" | "false" | "null" | "{" fields? "}" | "[" (value ("," value)*)? "]"
-string: QUOTE text QUOTE
-NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
 """
 
 
@@ -49,44 +41,66 @@ def frame(tokenizer: Tokenizer, prompt: Sequence[int], body: str = "@body") -> s
 
 
 def calls(
-    tokenizer: Tokenizer, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]], *, one: bool
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    one: bool = False,
+    required: bool = True,
 ) -> tuple[Literal["lark", "json_schema"], Any, str | None] | None:
     """Return the rule of a reply that calls tools; None where the tokenizer has no markers.
+
+    The arguments of a call are those of the tool's schema.
 
     Args:
       tools: those that may be called.
       one: whether one call is all.
+      required: whether the reply has to call. If not, it may be text, and calls may follow.
 
     Returns:
       The kind of a grammar, its source and its frame, as `GrammarTokens.compile` takes them.
+
+    Raises:
+      FieldError: a tool is strict, and its schema cannot be followed.
     """
     known = format_of(tokenizer)
     if known is None:
         return None
     call, end = (_token(tokenizer, known, role) for role in ("call", "end call"))
     functions = [tool["function"] for tool in tools]
-    more = "" if one else "+"
+    # Text may come before calls that are no duty, and these may be missing.
+    before, more = ("", "" if one else "+") if required else ("text ", "*")
     if known is GEMMA4:
-        names = " | ".join(json.dumps(f["name"]) for f in functions)
+        rule = frame(tokenizer, prompt, f"{before}call{more}")
         quote = _token(tokenizer, known, "quote")
-        rule = frame(tokenizer, prompt, f"call{more}")
-        values = _GEMMA_VALUES.replace("QUOTE", quote)
-        source = f'{rule}call: {call} "call:" ({names}) "{{" fields? "}}" {end}\n{values}'
-        return "lark", source, None
-    schema = {"anyOf": [_hermes(function) for function in functions]}
-    body = f'({call} "\\n" @body "\\n" {end} gap){more}'
+        return "lark", f"{rule}{gemma_calls(functions, call, end, quote)}", None
+    schema = {"anyOf": [_hermes(function, f"#/anyOf/{i}") for i, function in enumerate(functions)]}
+    body = f'{before}({call} "\\n" @body "\\n" {end} gap){more}'
     return "json_schema", schema, frame(tokenizer, prompt, body)
 
 
-def _hermes(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a call of one tool."""
+def _hermes(function: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the schema of a call of one tool, which stands at a place of the whole schema."""
     arguments = function.get("parameters") or {"type": "object"}
+    arguments = _moved(arguments, f"{place}/properties/arguments")
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": arguments},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references within itself are those at another place."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {k: v if k in ("const", "enum") else _moved(v, place) for k, v in schema.items()}
+    if isinstance(name := schema.get("$ref"), str) and name.startswith("#"):
+        moved["$ref"] = place + name[1:]
+    return moved
 
 
 def _token(tokenizer: Tokenizer, known: Format, role: Any) -> str:

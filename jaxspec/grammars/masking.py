@@ -11,12 +11,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
 from jax.experimental import io_callback
 
 from jaxspec.grammars.guides import NOBODY, answer
 from jaxspec.grammars.matcher import ALL
 from jaxspec.shapes import Array, Bool, Float, Int, UInt32
+
+
+class Allowed(struct.PyTreeNode):
+    """What the rows of a block may choose.
+
+    Attributes:
+      masks: packed.
+      states: of an automaton, which the masks are of; None where the host was asked.
+    """
+
+    masks: UInt32[Array, "B T words"]
+    states: Int[Array, "B T"] | None = None
 
 
 def words_of(vocab_size: int) -> int:

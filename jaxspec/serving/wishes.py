@@ -182,13 +182,15 @@ class Served:
         if wanted is not None and tools.tools:
             said = f"{wanted.field} and tools: the reply would be one of them; leave one out"
             raise ApiError(400, said, param=wanted.field)
-        if tools.required and self.grammars is not None:
+        strict = any(tool["function"].get("strict") is True for tool in tools.tools)
+        if (tools.required or strict) and self.grammars is not None:
             one = tools.forced is not None and asked.tool_choice != "required"
-            rule = rules.calls(self.tokenizer, prompt, tools.callable, one=one)
+            may = tools.callable if tools.required else tools.tools
+            rule = rules.calls(self.tokenizer, prompt, may, one=one, required=bool(tools.required))
             if rule is not None:
                 kind, source, frame = rule
-                of_calls = Asked("tool_choice", kind, source)
-                return compiled(self.grammars, of_calls, frame=frame, lenient=True)
+                of_calls = Asked("tools", kind, source)
+                return compiled(self.grammars, of_calls, frame=frame, lenient=not strict)
         if wanted is None:
             return None
         return self._grammar(wanted, rules.frame(self.tokenizer, prompt))

@@ -27,7 +27,7 @@ from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
-from jaxspec.records import Sampling, Tree
+from jaxspec.records import Drafting, Sampling, Tree
 from jaxspec.rows import Prompts
 from jaxspec.sampler import Sampler
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
@@ -248,12 +248,15 @@ def test_verify_lengths_that_follow_from_the_past_keep_the_distribution(
 @functools.cache
 def language() -> Any:
     """Return the language as engines take it. No step of it is forced, so all ways to write it are allowed."""
+    return language_tokens().compile("regex", LANGUAGE)
+
+
+@functools.cache
+def language_tokens() -> Any:
     pytest.importorskip("llguidance")
     from jaxspec.grammars import GrammarTokens
 
-    return GrammarTokens(words.tokenizer(TEXTS, VOCAB - 1), VOCAB, [VOCAB - 1]).compile(
-        "regex", LANGUAGE
-    )
+    return GrammarTokens(words.tokenizer(TEXTS, VOCAB - 1), VOCAB, [VOCAB - 1])
 
 
 @pytest.mark.parametrize(
@@ -279,6 +282,46 @@ def test_rows_with_a_grammar_follow_the_masked_target(drafter, filters, options)
     given = dict(grammar=language(), grammars=True)
     tokens, accepted = sampled(drafter, filters, **given, **options)
     assert drafter is None or 0.01 < accepted < 0.9
+    assert min(p_values(tokens, filters, in_language=True)) > FALSE_ALARM
+    assert min(p_values(tokens, filters)) < FALSE_ALARM / 1000
+
+
+@pytest.mark.parametrize(
+    ("drafter", "filters", "drafting"),
+    [
+        ("likely", "temperature 1", {}),
+        *(
+            pytest.param(drafter, filters, drafting, marks=pytest.mark.slow)
+            for drafter, filters, drafting in [
+                (None, "cooler, top-k 5, top-p 0.9", {}),
+                ("unlikely", "temperature 1", dict(draft_sampling=True, verification="block")),
+                ("dflash", "temperature 1", {}),
+                ("mtp", "warmer, top-p 0.8", dict(draft_sampling=True)),
+                ("likely", "temperature 1", dict(tree=Tree(3, DRAFTS), num_draft_tokens=8)),
+            ]
+        ),
+    ],
+)
+def test_a_sampler_with_a_grammar_follows_the_masked_target(drafter, filters, drafting):
+    """By tables on the device, in one program."""
+    pytest.importorskip("outlines_core")
+    from jaxspec.grammars.tables import automaton
+
+    model = None if drafter is None else drafters()[drafter]
+    ask = Sampler(
+        (target(), model),
+        max_new_tokens=NEW_TOKENS,
+        num_samples=ROWS,
+        stop_ids=(),
+        drafting=Drafting(**drafting),
+    )
+    table = automaton(language_tokens(), "regex", LANGUAGE)
+    weights = target().params, None if model is None else model.params
+    done = ask(*weights, [PROMPT], Sampling(**FILTERS[filters]), seeds=4, grammar=table)
+    tokens = np.asarray(done.tokens)
+    steps = np.arange(NEW_TOKENS) < np.asarray(done.num_steps)[:, None]
+    accepted = (np.asarray(done.acceptance_lengths) - 1)[steps].mean()
+    assert (accepted > 0.03) == (drafter is not None)
     assert min(p_values(tokens, filters, in_language=True)) > FALSE_ALARM
     assert min(p_values(tokens, filters)) < FALSE_ALARM / 1000
 

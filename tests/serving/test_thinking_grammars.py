@@ -1,0 +1,184 @@
+"""Grammars beside reasoning: a reply may think first, and its answer or calls are what was asked for.
+
+Models with random weights, whose tokenizers have the markers of a family. They are biased to end what they begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from jaxspec.configs.base import GenerationDefaults
+from jaxspec.configs.gemma4 import Gemma4Config
+from jaxspec.engine import Engine
+from jaxspec.models.gemma4 import Gemma4
+from jaxspec.params import Graph
+from jaxspec.records import Extras
+from jaxspec.serving.settings import Settings
+from jaxspec.serving.wishes import Served
+from jaxspec.tokenizer import Tokenizer
+from tests import fakes, tiny
+from tests.chat.models import GEMMA, QWEN, Family
+from tests.serving.conftest import Live, no_scores, run_server
+
+pytest.importorskip("llguidance")
+from jaxspec.grammars import GrammarTokens
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
+LENGTH = 160
+
+
+@dataclasses.dataclass(frozen=True)
+class Thinking:
+    """A server of a family, and what its requests are biased to."""
+
+    family: Family
+    live: Live
+    biases: dict[str, float]
+
+    def post(self, **body: Any) -> Any:
+        given = {"messages": [{"role": "user", "content": "a"}], "temperature": 1.0, **body}
+        given |= {"max_tokens": 120, "logit_bias": self.biases, "n": 3}
+        return self.live.post("/v1/chat/completions", **given)
+
+
+def started(family: Family) -> Iterator[Live]:
+    """Start a server. Its template opens the reasoning where it is asked to."""
+    turn, think = family.format.turn, family.format.markers["think"]
+    template = (
+        f"{{% for m in messages %}}{turn}user\n{{{{ m.content }}}}{family.end}{{% endfor %}}"
+        f"{turn}model\n{{% if enable_thinking %}}{think}\n{{% endif %}}"
+    )
+    backend = family.tokenizer.backend
+    tokenizer = Tokenizer(backend, chat_template=template)
+    size, end = backend.get_vocab_size(), backend.token_to_id(family.end)
+    config = Gemma4Config(
+        vocab_size=size,
+        hidden_size=16,
+        layer_types=("sliding", "full"),
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        full_num_kv_heads=1,
+        full_head_dim=8,
+        intermediate_size=16,
+        sliding_window=8,
+        max_positions=512,
+    )
+    graph = Graph(Gemma4, config, "float32")
+    generation = GenerationDefaults(eos_token_ids=(end,))
+    target = fakes.loaded(graph, tiny.random_params(graph, 0), generation)
+    extras = Extras(num_biases=4, grammars=True)
+    drafter = fakes.dflash(target, block_size=3)
+    engine = Engine(target, drafter, extras=extras, batch_size=3, cache_length=LENGTH)
+    served = Served(
+        names=("thinking",),
+        tokenizer=tokenizer,
+        spec=engine.spec,
+        generation=generation,
+        cache_length=LENGTH,
+        settings=Settings(max_n=8),
+        grammars=GrammarTokens(tokenizer, size, [end]),
+    )
+    yield from run_server(served, engine, no_scores)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[GEMMA, pytest.param(QWEN, marks=pytest.mark.slow)],
+    ids=lambda family: family.format.name,
+)
+def thinking(request: pytest.FixtureRequest) -> Iterator[Thinking]:
+    family = request.param
+    bias = math.log(family.tokenizer.backend.get_vocab_size())
+    ends = [family.encode(text)[0] for text in (family.format.markers["end think"], "}", '"', ":")]
+    for live in started(family):
+        yield Thinking(family, live, {str(i): bias for i in ends})
+
+
+def streamed(reply: Any) -> dict[int, dict[str, str]]:
+    """Return the text of each choice by its place: reasoning, content, arguments."""
+    found: dict[int, dict[str, str]] = {}
+    for line in reply.text.splitlines():
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+            of = found.setdefault(
+                choice["index"], {"reasoning": "", "content": "", "arguments": ""}
+            )
+            delta = choice["delta"]
+            for name in ("reasoning", "content"):
+                of[name] += delta.get(name) or ""
+            for call in delta.get("tool_calls") or ():
+                of["arguments"] += call["function"].get("arguments") or ""
+    return found
+
+
+def whole(choice: dict[str, Any]) -> dict[str, str]:
+    message = choice["message"]
+    calls = message.get("tool_calls") or ()
+    return {
+        "reasoning": message.get("reasoning") or "",
+        "content": message.get("content") or "",
+        "arguments": "".join(call["function"]["arguments"] for call in calls),
+    }
+
+
+ASKED = [
+    ({"response_format": FORM}, "content"),
+    ({"structured_outputs": {"json": SCHEMA}}, "content"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "arguments",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "place"), ASKED, ids=["format", "structured", "tool"])
+@pytest.mark.parametrize("opened", [True, False], ids=["opened", "free"])
+def test_the_grammar_begins_behind_the_reasoning(
+    thinking: Thinking, asked: dict[str, Any], place: str, opened: bool
+) -> None:
+    kwargs = {"chat_template_kwargs": {"enable_thinking": opened}}
+    ended, thought = 0, 0
+    for seed in range(2):
+        body = {**asked, **kwargs, "seed": seed}
+        reply = thinking.post(**body).json()
+        said = streamed(thinking.post(**body, stream=True))
+        for choice in reply["choices"]:
+            parts = whole(choice)
+            assert said[choice["index"]] == parts
+            thought += bool(parts["reasoning"])
+            if choice["finish_reason"] != "length":
+                ended += 1
+                jsonschema.validate(json.loads(parts[place]), SCHEMA)
+                assert not parts["content"].strip() or place == "content"
+    assert ended >= 3
+    assert thought >= (4 if opened else 0)
+
+
+def test_a_strict_tool_that_may_be_called(thinking: Thinking) -> None:
+    """The reply may be text. If it calls, the arguments fit."""
+    call = thinking.family.encode(thinking.family.format.markers["call"])[0]
+    biases = {str(call): 9.0}
+    changed = dataclasses.replace(thinking, biases=biases)
+    reply = changed.post(tools=[TOOL], seed=1).json()
+    calls = [
+        json.loads(call["function"]["arguments"])
+        for choice in reply["choices"]
+        for call in choice["message"].get("tool_calls") or ()
+    ]
+    assert calls
+    for arguments in calls:
+        jsonschema.validate(arguments, SCHEMA)
