@@ -10,8 +10,8 @@ from pallas_kernels.grouped.triton import Cut
 # plain pass and in a verify pass, whatever their rows.
 TABLE = (
     # Each row: most rows of x, cut.
-    (8, Cut(8, 128, unroll=2, warps=2, stages=4, early=True)),
-    (16, Cut(16, 128, unroll=2, warps=2, stages=4, early=True)),
+    (8, Cut(8, 128, unroll=1, warps=2, stages=6, early=True)),
+    (16, Cut(16, 128, unroll=1, warps=2, stages=6, early=True)),
     (32, Cut(32, 128, unroll=1, warps=2, stages=4, early=True)),
     (64, Cut(64, 128, unroll=1, warps=4, stages=4, early=True)),
     (float("inf"), Cut(128, 128, unroll=1, warps=8, stages=4, early=True)),
