@@ -39,7 +39,7 @@ FOUR_BITS = (
         0.2,
         Tiling(
             8,
-            Cut(8, 64, splits=4, warps=1, stages=6, early=True),
+            Cut(8, 64, splits=11, warps=1, stages=4, early=True),
             Cut(8, 64, warps=1, stages=8, early=True),
         ),
     ),
@@ -47,15 +47,15 @@ FOUR_BITS = (
         0.5,
         Tiling(
             8,
-            Cut(8, 64, splits=2, warps=1, stages=6, early=True),
-            Cut(8, 64, warps=1, stages=6, early=True),
+            Cut(8, 64, splits=2, warps=1, stages=4, early=True),
+            Cut(8, 64, warps=1, stages=4, early=True),
         ),
     ),
     (
         16.0,
         Tiling(
             16,
-            Cut(16, 64, warps=1, stages=5, early=True),
+            Cut(16, 64, warps=1, stages=4, early=True),
             Cut(16, 128, stages=4, early=True),
         ),
     ),

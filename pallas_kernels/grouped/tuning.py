@@ -28,11 +28,11 @@ def cut_for(rows: int, blocks: int, outputs: int) -> Cut:
 def fitted(cut: Cut, rows: int, blocks: int, outputs: int) -> Cut:
     """Return a cut whose outputs, splits and steps divide these sizes.
 
-    There are as many splits as keep the GPU busy. A split reads 4 blocks at least, because its part
+    There are as many splits as keep the GPU busy. A split reads 3 blocks at least, because its part
     of the result is written and read again.
     """
     tile = min(cut.outputs, outputs & -outputs)
     tiles = outputs // tile * -(-rows // cut.rows)
-    divisors = [s for s in range(1, blocks + 1) if blocks % s == 0 and blocks // s >= 4] or [1]
+    divisors = [s for s in range(1, blocks + 1) if blocks % s == 0 and blocks // s >= 3] or [1]
     splits = next((s for s in divisors if tiles * s >= PROGRAMS), divisors[-1])
     return dataclasses.replace(cut.dividing(outputs, blocks // splits), splits=splits)
