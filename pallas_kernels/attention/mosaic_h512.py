@@ -98,6 +98,8 @@ def _convert(
             plgpu.barrier_wait(codes_there.at[chunk])
             part = plgpu.load(codes.at[chunk], layout=UPCAST)  # pyright: ignore[reportCallIssue]
             ring[piece, :, pl.ds(half * CHUNK, CHUNK)] = part.astype(ring.dtype)
+            # Also waits for all four warps, of which one arrives at the barrier of a cluster.
+            plgpu.commit_smem()
             plgpu.barrier_arrive(codes_free.at[chunk])
             # Also in the last round: the other block of the cluster signals here.
             plgpu.barrier_wait(codes_free.at[chunk])
@@ -105,7 +107,6 @@ def _convert(
             pl.when(values_next)(functools.partial(fetch, chunk, keys_and_values[1], i))
             keys_next = (piece >= 2) & (i + 1 < count)
             pl.when(keys_next)(functools.partial(fetch, chunk, keys_and_values[0], i + 1))
-        plgpu.commit_smem()
         plgpu.barrier_arrive(there.at[piece])
 
 
