@@ -88,26 +88,26 @@ def _convert(
         for chunk in range(CHUNKS):
             fetch(chunk, keys_and_values[0], 0)
 
-    @pl.loop(0, count)
-    def _(i):
-        for piece in range(PIECES):
-            pl.when(i > 0)(functools.partial(plgpu.barrier_wait, free.at[piece]))
-            for half in range(2):
-                chunk = piece % 2 * 2 + half
-                plgpu.barrier_wait(codes_there.at[chunk])
-                number = plgpu.load(codes.at[chunk], layout=UPCAST)  # pyright: ignore[reportCallIssue]
-                ring[piece, :, pl.ds(half * CHUNK, CHUNK)] = number.astype(ring.dtype)
-                plgpu.barrier_arrive(codes_free.at[chunk])
-                # Also in the last round: the other block of the cluster signals here.
-                plgpu.barrier_wait(codes_free.at[chunk])
-                if piece < 2:
-                    fetch(chunk, keys_and_values[1], i)
-                else:
-                    pl.when(i + 1 < count)(
-                        functools.partial(fetch, chunk, keys_and_values[0], i + 1)
-                    )
+    # Not unrolled: ptxas would keep the addresses of every piece, and has no registers for them.
+    @pl.loop(0, PIECES * count)
+    def _(number):
+        i, piece = lax.div(number, PIECES), lax.rem(number, PIECES)
+        pl.when(i > 0)(functools.partial(plgpu.barrier_wait, free.at[piece]))
+        for half in range(2):
+            chunk = lax.rem(piece, 2) * 2 + half
+            plgpu.barrier_wait(codes_there.at[chunk])
+            part = plgpu.load(codes.at[chunk], layout=UPCAST)  # pyright: ignore[reportCallIssue]
+            ring[piece, :, pl.ds(half * CHUNK, CHUNK)] = part.astype(ring.dtype)
+            # Also waits for all four warps, of which one arrives at the barrier of a cluster.
             plgpu.commit_smem()
-            plgpu.barrier_arrive(there.at[piece])
+            plgpu.barrier_arrive(codes_free.at[chunk])
+            # Also in the last round: the other block of the cluster signals here.
+            plgpu.barrier_wait(codes_free.at[chunk])
+            values_next = piece < 2
+            pl.when(values_next)(functools.partial(fetch, chunk, keys_and_values[1], i))
+            keys_next = (piece >= 2) & (i + 1 < count)
+            pl.when(keys_next)(functools.partial(fetch, chunk, keys_and_values[0], i + 1))
+        plgpu.barrier_arrive(there.at[piece])
 
 
 def _attend(
