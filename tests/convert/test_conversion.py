@@ -349,6 +349,7 @@ def test_weights_of_ours_are_written_under_their_names(tmp_path: Path):
 
 def test_large_checkpoints_are_written_in_shards(tmp_path: Path, monkeypatch):
     from checkpoints_convert import hf_io
+    from checkpoints_convert.errors import CheckpointError
     from checkpoints_convert.hf_io import Group, open_checkpoint, write_tensors
     from checkpoints_convert.rules import TensorSpec
 
