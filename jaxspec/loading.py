@@ -155,7 +155,8 @@ def _load(
     pieces_of_all = opened.all_pieces(graph, jnp.dtype(dtype))
     for name, recipe, pieces in read_ahead(pieces_of_all) if there else pieces_of_all:
         large = sum(x.nbytes for x in jax.tree.leaves(pieces)) >= _LARGE_BYTES
-        array = recipe.on_device(pieces) if there and large else recipe.on_host(pieces)
+        worthwhile = there and large and recipe.moves
+        array = recipe.on_device(pieces) if worthwhile else recipe.on_host(pieces)
         del pieces
         if isinstance(array, dict):  # as the file has them
             params |= {f"{name}.{part}": placed(f"{name}.{part}", x) for part, x in array.items()}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from checkpoints_convert.quantised.sources import as_pairs
+from checkpoints_convert.quantised.sources import as_pairs, low_first
 from jaxspec import quantised
 from jaxspec.commands.models import Quantized
 from jaxspec.configs.gemma4 import PRESETS
@@ -22,7 +22,7 @@ from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
 from pallas_kernels.experts import cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
-from pallas_kernels.grouped.coding import E2M1, numbers, pack, unpack
+from pallas_kernels.grouped.coding import E2M1, numbers, pack, pack_pairs, unpack
 from pallas_kernels.grouped.tuning import TABLE, cut_for
 
 FORMATS = ("int4", "int4-g64-zeros", "nvfp4", "mxfp4")
@@ -48,6 +48,16 @@ def test_the_sixteen_numbers_of_both_codings():
     assert numbers(codes, "int4").tolist() == list(range(-8, 8))
     assert numbers(codes, "e2m1").tolist() == [*E2M1, *(-x for x in E2M1)]
     assert np.signbit(numbers(codes, "e2m1")[8])
+
+
+@pytest.mark.parametrize("inputs", [64, 96, 130, 704])
+def test_codes_that_files_pair_are_packed_as_others(inputs):
+    """In files neighbours share a byte, in a block those 32 apart. Past the inputs codes are 8."""
+    codes = np.random.default_rng(0).integers(0, 16, (3, inputs)).astype(np.uint8)
+    expected, pairs = pack(codes, 1), as_pairs(codes)
+    np.testing.assert_array_equal(low_first(pairs), codes)
+    np.testing.assert_array_equal(pack_pairs(pairs), expected)
+    np.testing.assert_array_equal(pack_pairs(jnp.asarray(pairs)), expected)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((3, 130), 1), ((64, 2, 5), 0), ((2, 40, 3), 1)])

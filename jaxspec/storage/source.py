@@ -23,7 +23,17 @@ from checkpoints_convert.kv_scales import read_kv_scales
 from checkpoints_convert.quantised import sources
 from checkpoints_convert.quantised.announced import Spec, read_announced
 from checkpoints_convert.quantised.view import View, open_view
-from checkpoints_convert.rules import Fill, Plan, RuleSet, Shape, Transform, match, permutation
+from checkpoints_convert.rules import (
+    Fill,
+    Plan,
+    RuleSet,
+    Shape,
+    Transform,
+    integers,
+    match,
+    permutation,
+    same,
+)
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
 from jaxspec.params import Graph
@@ -57,6 +67,11 @@ class Recipe:
         assert rows is not None
         joined = sources.arrange(pieces, lambda arrays: rows(arrays, self.shape))
         return parts_of(joined, self.format, self.shape, self.summed)
+
+    @property
+    def moves(self) -> bool:
+        """Whether the arrays lie in another order than the pieces."""
+        return self.format is not None or self.transform not in (same, integers, permutation)
 
     def on_host(self, pieces: Sequence[Any]) -> np.ndarray | dict[str, np.ndarray]:
         """Return arrays of numpy, whose numbers lie in order."""

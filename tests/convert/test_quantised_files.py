@@ -270,13 +270,13 @@ def test_a_device_arranges_weights_as_the_host_does(name, tmp_path):
     layout.write(tmp_path / "hf", "26b-a4b", writer, config)
     opened = open_source(tmp_path / "hf")
     graph = opened.quantised_graph(graph_of(opened.config, "bfloat16"))
-    with contextlib.closing(opened.all_pieces(graph, np.dtype(ml_dtypes.bfloat16))) as everything:
-        for path, recipe, pieces in read_ahead(everything):
-            expected, found = recipe.on_host(pieces), recipe.on_device(pieces)
-            assert jax.tree.structure(found) == jax.tree.structure(expected)
-            for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-                assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-                assert np.asarray(ours).tobytes() == theirs.tobytes(), path
+    everything = opened.all_pieces(graph, np.dtype(ml_dtypes.bfloat16))
+    for path, recipe, pieces in read_ahead(everything):
+        expected, found = recipe.on_host(pieces), recipe.on_device(pieces)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+            assert np.asarray(ours).tobytes() == theirs.tobytes(), path
 
 
 def test_a_scale_for_a_whole_channel_is_repeated_for_its_groups(tmp_path):
