@@ -303,7 +303,7 @@ def test_neither_replies_nor_refusals_bring_text_into_the_log(
         assert "a secret" in refused.json()["error"]["message"]
         body["messages"] = [{"role": "user", "content": "a"}]
         assert live.post("/v1/chat/completions", stream=True, **body).status_code == 200
-        live.settle()
+        ends_soon(lambda: sum(record.message == "request" for record in caplog.records) == 2)
     lines = [getattr(record, "fields", {}) for record in caplog.records]
     assert [x["param"] for x in lines if x.get("status") == 400] == ["messages[0].content[0].type"]
     assert ("a secret" in str(lines)) == log_prompts
