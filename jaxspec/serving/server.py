@@ -76,6 +76,11 @@ class Server(uvicorn.Server):
         else:
             self._loop.call_soon_threadsafe(self._begin_to_drain)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Tell whether it is over, ten times a second. A failed engine answers nobody, so that a supervisor starts another."""
+        self.should_exit |= self._opened.state == "failed"
+        return await super().on_tick(counter)
+
     def _begin_to_drain(self) -> None:
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._drain())

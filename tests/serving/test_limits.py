@@ -191,6 +191,25 @@ def test_what_does_not_end_in_time_is_told_so(fake: Start, stream: bool) -> None
     assert not running.thread.is_alive()
 
 
+def test_an_engine_that_is_beyond_repair_ends_the_server(fake: Start) -> None:
+    """What runs a server starts another where it has ended, and not where it says that it cannot answer."""
+
+    class Broken(Slow):
+        def reset(self) -> None:
+            if self.thread is not None:
+                raise MemoryError("no room for the caches")
+            super().reset()
+
+    engine = Broken()
+    live = fake(engine)
+    running = Running(live, drain_s=60)
+    engine.failure = lambda engine: 1 // 0
+    assert running.post(**LONG).status_code == 500
+    running.thread.join(20)
+    assert not running.thread.is_alive()
+    assert live.opened.state == "failed"
+
+
 def test_a_second_signal_ends_requests_in_the_protocol_s_form(fake: Start) -> None:
     engine = FakeEngine()
     live = fake(engine)
@@ -303,7 +322,7 @@ def test_neither_replies_nor_refusals_bring_text_into_the_log(
         assert "a secret" in refused.json()["error"]["message"]
         body["messages"] = [{"role": "user", "content": "a"}]
         assert live.post("/v1/chat/completions", stream=True, **body).status_code == 200
-        live.settle()
+        ends_soon(lambda: sum(record.message == "request" for record in caplog.records) == 2)
     lines = [getattr(record, "fields", {}) for record in caplog.records]
     assert [x["param"] for x in lines if x.get("status") == 400] == ["messages[0].content[0].type"]
     assert ("a secret" in str(lines)) == log_prompts
