@@ -51,6 +51,9 @@ def choose(tools: Any, tool_choice: Any = None, *, grammars: bool = False) -> To
     | a named tool; "required" where one tool is declared | the reply begins with a call of it |
     | "required" where several are declared | the reply calls one or more; without grammars it is refused |
 
+    With grammars `rules.calls` holds the arguments of such calls to the tools' schemas, and those of `strict` tools
+    always.
+
     Args:
       tools: a list of declarations, {"type": "function", "function": {"name": ..., ...}}
         each. None: there are no tools.

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 
@@ -103,9 +104,10 @@ def started(family: Family) -> Iterator[Live]:
 )
 def thinking(request: pytest.FixtureRequest) -> Iterator[Thinking]:
     family = request.param
-    bias = math.log(family.tokenizer.backend.get_vocab_size())
+    bias = 1.5 * math.log(family.tokenizer.backend.get_vocab_size())
     ends = [family.encode(text)[0] for text in (family.format.markers["end think"], "}", '"', ":")]
     for live in started(family):
+        live.client.timeout = httpx.Timeout(120)  # its first request compiles
         yield Thinking(family, live, {str(i): bias for i in ends})
 
 
