@@ -220,7 +220,10 @@ WIDE, NARROW = Shape(16, 2, 512), Shape(16, 2, 128, causal=False)
         (dict(shape=Shape(8, 2, 128)), "8, 16, 32 or 64 heads of a kv head, not 4"),
         (dict(size=20), "a multiple of 8 slots, not 20"),
         (dict(dtype="float32"), "bfloat16, float16, not float32"),
-        (dict(shape=NARROW, fp8=True), "head dim 128 is cut for bfloat16, float16, not float8_e4m3"),
+        (
+            dict(shape=NARROW, fp8=True),
+            "head dim 128 is cut for bfloat16, float16, not float8_e4m3",
+        ),
         (dict(dtype="float32", fp8=True), "bfloat16, float16, not float32"),
         (dict(shape=Shape(16, 2, 512, window=24)), "one segment and no window"),
         (dict(interpret=True), "is not interpreted"),
@@ -319,9 +322,7 @@ def test_the_mosaic_kernel_converts_fp8(
     assert ours.dtype == kind
     assert jnp.isfinite(ours).all()
     seen = jnp.asarray(lengths) > 0
-    error, allowed = (
-        jnp.max(jnp.abs(x.astype(jnp.float32) - exact)[seen]) for x in (ours, theirs)
-    )
+    error, allowed = (jnp.max(jnp.abs(x.astype(jnp.float32) - exact)[seen]) for x in (ours, theirs))
     assert error <= 2 * allowed
 
 
