@@ -11,6 +11,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ TOKENIZER_FILES = (
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SLAB_BYTES = 64 << 20  # read at a time by a cast
+_SLAB_BYTES = 64 << 20  # read at a time by a cast, or by a thread
+_READERS = 8
 _SHARD_BYTES = 5 << 30
 
 
@@ -142,8 +144,7 @@ class HFCheckpoint:
         out = np.empty(tensor.shape, dtype or DTYPES[tensor.dtype])
         flat, start = out.reshape(-1), 0
         if out.dtype == DTYPES[tensor.dtype]:
-            with _bytes_of(tensor) as read_into:
-                read_into(flat)
+            _read_whole(tensor, flat.view(np.uint8))
             return out
         for slab in self.slabs(name):
             flat[start : start + slab.size] = slab
@@ -262,9 +263,32 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+def _read_whole(tensor: StoredTensor, into: np.ndarray) -> None:
+    """Read all bytes of a tensor, a large one in several threads.
+
+    One thread copies 2.3 GB/s out of memory on the host of an H200: it waits for fresh pages.
+    """
+
+    def read(start: int) -> None:
+        with _bytes_of(tensor, start) as read_into:
+            read_into(into[start : start + _SLAB_BYTES])
+
+    starts = range(0, tensor.nbytes, _SLAB_BYTES)
+    if len(starts) < 2:
+        for start in starts:
+            read(start)
+        return
+    with ThreadPoolExecutor(min(_READERS, len(starts))) as pool:
+        list(pool.map(read, starts))
+
+
 @contextlib.contextmanager
-def _bytes_of(tensor: StoredTensor) -> Iterator[Callable[[np.ndarray], None]]:
-    """Open the file of a tensor, and yield a function that reads its next bytes into an array."""
+def _bytes_of(tensor: StoredTensor, start: int = 0) -> Iterator[Callable[[np.ndarray], None]]:
+    """Open the file of a tensor, and yield a function that reads bytes into an array.
+
+    Args:
+      start: the first of its bytes to read. Each call reads those that follow.
+    """
 
     def read_into(array: np.ndarray) -> None:
         left = array.view(np.uint8).data
@@ -276,7 +300,7 @@ def _bytes_of(tensor: StoredTensor) -> Iterator[Callable[[np.ndarray], None]]:
 
     try:
         with tensor.file.open("rb", buffering=0) as file:
-            file.seek(tensor.offset)
+            file.seek(tensor.offset + start)
             yield read_into
     except OSError as error:
         raise CheckpointError(f"{tensor.file} cannot be read: {error.strerror}") from None

@@ -279,11 +279,6 @@ class Fill:
         """Return the dtype of this parameter when weights are cast to `dtype`."""
         return np.dtype(np.int32) if self.transform.integers else dtype
 
-    def to_param(self, sources: Sequence[np.ndarray]) -> np.ndarray:
-        # On raw bits: numpy moves plain integers several times faster than bfloat16.
-        bits = [s.view(_bits(s.dtype)) for s in sources]
-        return self.transform.to_param(bits, self.shape).view(sources[0].dtype)
-
     def to_sources(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
         parts = self.transform.to_sources(param.view(_bits(param.dtype)), len(self.sources))
         return tuple(np.ascontiguousarray(part).view(param.dtype) for part in parts)

@@ -10,7 +10,6 @@ drafts, and learns the rest while it decodes: see `verify_length.LEAST_S`.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxspec.news import Ask
 from jaxspec.records import FieldError, Sampling
 from jaxspec.requests import Request, sampling_values
 from jaxspec.runtime import Runtime
@@ -124,8 +124,12 @@ class ChosenLength:
             dict(zip(accepted.tolist(), counts.tolist(), strict=True)),
         )
 
-    def measure(self, state: DecodeState) -> DecodeState:
-        """Compile every length and time its steps, on rows that were made up; return the state, all slots empty."""
+    def measure(self, state: DecodeState, ask: Ask) -> DecodeState:
+        """Compile every length and time its steps, on rows that were made up; return the state, all slots empty.
+
+        Args:
+          ask: what is asked of all decode calls, which is a part of their programs.
+        """
         if (chooser := self.chooser) is None:
             return state
         runtime = self.runtime
@@ -137,15 +141,15 @@ class ChosenLength:
             seconds = []
             for most in (1, *[steps] * CALLS):
                 state = self._started(state, most)
-                call = runtime.decoding(state, most, 0, length)
+                call = runtime.decoding(state, ask, most, 0, length)
                 begin = time.perf_counter()
-                state = jax.block_until_ready(call(state))
+                state, _ = jax.block_until_ready(call(state))
                 taken_s = time.perf_counter() - begin
                 if int(fetch(state.num_steps).max()) == most:
                     seconds.append(taken_s / most)
             chooser.compiled.add(length)
-            if len(seconds) > 1:
-                chooser.costs.add(length, runtime.batch_size, statistics.median(seconds[1:]))
+            for step_s in seconds[1:]:  # the first call of a program takes longer than others will
+                chooser.costs.add(length, runtime.batch_size, step_s)
         return runtime.clear(state, np.ones(runtime.batch_size, bool))
 
     def _made_up(self, state: DecodeState) -> Any:

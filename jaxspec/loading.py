@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from checkpoints_convert import hf_io
@@ -27,7 +26,7 @@ from jaxspec.shapes import Array, Params
 from jaxspec.sharding import make_mesh, place
 from jaxspec.storage.arrays import restore_params
 from jaxspec.storage.manifest import MANIFEST, Manifest
-from jaxspec.storage.source import open_source
+from jaxspec.storage.source import open_source, read_ahead
 from jaxspec.trees import flat_params
 
 __all__ = ["CheckpointError", "LoadedModel", "default_dtype", "load_drafter", "load_target"]
@@ -148,16 +147,32 @@ def _load(
     check_weights_fit(graph, mesh or _default_mesh())
     shardings = {} if mesh is None else {**graph.weight_shardings(mesh), **graph.shardings(mesh)}
 
-    def placed(name: str, array: np.ndarray) -> Array:
+    def placed(name: str, array: Any) -> Array:
         return jnp.asarray(array) if mesh is None else place(array, shardings[name])
 
+    there = mesh is None and _moves_fast()
     params: Params = {}
-    for name, array in opened.arrays(graph, jnp.dtype(dtype)):
+    pieces_of_all = opened.all_pieces(graph, jnp.dtype(dtype))
+    for name, recipe, pieces in read_ahead(pieces_of_all) if there else pieces_of_all:
+        large = sum(x.nbytes for x in jax.tree.leaves(pieces)) >= _LARGE_BYTES
+        worthwhile = there and large and recipe.moves
+        array = recipe.on_device(pieces) if worthwhile else recipe.on_host(pieces)
+        del pieces
         if isinstance(array, dict):  # as the file has them
             params |= {f"{name}.{part}": placed(f"{name}.{part}", x) for part, x in array.items()}
         else:
             params |= graph.pack(name, placed(name, array))
+        del array
     return LoadedModel(graph, params, opened.config, opened.generation, directory, source)
+
+
+_LARGE_BYTES = 4 << 20
+"""From this size on a device moves numbers to their places. Others are not worth compiling for."""
+
+
+def _moves_fast() -> bool:
+    """Tell whether the default device transposes faster than the host, as all but the CPU do."""
+    return jax.default_backend() != "cpu"
 
 
 def _check_role(source: str, family: Family, wanted: Literal["target", "drafter"]) -> None:

@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.quantised import QuantisedArray, named
-from jaxspec.quantised.array import quantise
+from jaxspec.quantised.array import quantise_in_slices
 from jaxspec.quantised.kv import KVFormat
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding import partition
@@ -198,12 +198,14 @@ class Graph:
         format = dict(self.formats).get(name)
         if format is None:
             return {name: weight}
-        abstract, placed = self.abstract_weights()[name], None
+        abstract, placed, along = self.abstract_weights()[name], None, None
         assert isinstance(abstract, QuantisedArray)
         if isinstance(weight.sharding, NamedSharding):
             at = self.split_sharding(name, weight.sharding)
             placed = tuple((part, at[f"{name}.{part}"]) for part in sorted(abstract.parts))
-        make = _quantiser(format, abstract.summed, placed)
+            split = {i for i, axes in enumerate(weight.sharding.spec) if axes is not None}
+            along = tuple(i for i in range(weight.ndim) if i not in split)
+        make = _quantiser(format, abstract.summed, placed, along)
         # Waiting bounds memory: without it weights that are not quantised yet would pile up.
         return _flat(name, jax.block_until_ready(make(weight)))
 
@@ -423,11 +425,12 @@ def _quantiser(
     format: str,
     summed: tuple[int, ...],
     shardings: tuple[tuple[str, NamedSharding], ...] | None,
+    along: tuple[int, ...] | None,
 ) -> Callable[[Array], dict[str, Array]]:
     """Return a compiled function from a weight to the arrays of its format."""
 
     def run(weight: Array) -> dict[str, Array]:
-        return quantise(weight, format, summed).parts
+        return quantise_in_slices(weight, format, summed, along=along)
 
     return jax.jit(run, out_shardings=None if shardings is None else dict(shardings))
 

@@ -66,12 +66,14 @@ class Request:
 class Update:
     """A request has more tokens; `token_ids` are all it has so far.
 
-    `acceptance_lengths` and log-probabilities are those of a `Completion`; the latter of requests that ask for them.
+    `acceptance_lengths`, `verify_lengths` and log-probabilities are those of a `Completion`; the last of requests that
+    ask for them.
     """
 
     id: Hashable
     token_ids: tuple[int, ...]
     acceptance_lengths: tuple[int, ...] = ()
+    verify_lengths: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None
     sampled_logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
@@ -92,6 +94,7 @@ class Completion:
       acceptance_lengths: one number a verify step, the tokens it committed, bonus included, before any cut by a
         stop or the limit. Prefill's token belongs to no step. Empty after an error, so that no statistic
         counts them.
+      verify_lengths: one number a verify step, the drafts that it verified.
       logprobs: one number a token, under the target as it is. None where the engine does not keep them.
       sampled_logprobs: the same under the distribution that was sampled from: after suppressed tokens,
         penalties, temperature and filters. 0 in greedy rows.
@@ -110,6 +113,7 @@ class Completion:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
     field: str | None = None
     cached_tokens: int = 0
+    verify_lengths: tuple[int, ...] = ()
 
 
 def refused(request: Request, error: FieldError) -> Completion:

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxspec import decode, refill, rollout
 from jaxspec import state as states
 from jaxspec.grammars.automaton import Automaton
+from jaxspec.programs import jit
 from jaxspec.rollout import Given, Plan
 from jaxspec.rows import GenerateResult
-from jaxspec.runtime import jit
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding import constrain_params, left_to_xla
 from jaxspec.state import DecodeState

@@ -13,15 +13,12 @@ The engine, the sampler and the benchmark use it. Whoever wants to share program
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxspec import decode
@@ -31,9 +28,10 @@ from jaxspec.grammars.guides import NOBODY
 from jaxspec.grammars.masking import words_of
 from jaxspec.grammars.matcher import ALL
 from jaxspec.loading import LoadedModel
-from jaxspec.models.xla import COMPILER_OPTIONS
+from jaxspec.news import Ask, Most, Packed
 from jaxspec.params import Graph
 from jaxspec.prefill import Shapes, chunks
+from jaxspec.programs import Programs
 from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, on_decoding_mesh, place_rows
@@ -41,6 +39,9 @@ from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.trees import flat_params
 
 Phase = Literal["admit", "prefill", "decode", "retire", "clear", "insert"]
+
+Told = tuple[DecodeState, Packed | None]
+"""The next state, and the news that were asked for."""
 
 
 # --- what is decoded ---------------------------------------------------------------------------------
@@ -99,61 +100,7 @@ def cache_length_for(spec: DecodeSpec, positions: int, *, multiple: int = 1) -> 
     return -(-(positions + spec.step_tokens) // multiple) * multiple
 
 
-# --- programs ----------------------------------------------------------------------------------------
-
-
-class Programs:
-    """Compiled programs, by everything that shapes them: pass one on, and nothing is compiled twice."""
-
-    def __init__(self) -> None:
-        self.compiled: dict[Any, Any] = {}
-        self.state_makers: dict[Any, Callable[[], DecodeState]] = {}
-
-    def new_state(self, *sizes: Any) -> DecodeState:
-        """Return an empty state; arguments as in `state.state_maker`."""
-        if sizes not in self.state_makers:
-            self.state_makers[sizes] = states.state_maker(*sizes)
-        return self.state_makers[sizes]()
-
-    def get(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        *,
-        donate: int | None,
-        mesh: Mesh,
-        spec: DecodeSpec | None = None,
-    ) -> Any:
-        """Return the program of a function for arguments of these shapes, compiled if it is new.
-
-        Args:
-          function: takes a state and returns the next one, which gets the old one's memory.
-          donate: the place of the state in `args`; None where no argument gives its memory.
-          spec: the function's first argument, before `args`; None where it takes none.
-        """
-        leaves, tree = jax.tree.flatten(args)
-        shapes = tuple((x.shape, str(x.dtype), x.sharding) for x in leaves)
-        key = (function, spec, donate, tree, shapes)
-        if key not in self.compiled:
-            jitted = jax.jit(
-                function if spec is None else _with_spec(function, spec),
-                donate_argnums=() if donate is None else donate,
-                out_shardings=None
-                if donate is None
-                else jax.tree.map(lambda x: x.sharding, args[donate]),
-                compiler_options=COMPILER_OPTIONS,
-            )
-            with jax.set_mesh(mesh):
-                self.compiled[key] = jitted.lower(*args).compile()
-        return self.compiled[key]
-
-
-def _with_spec(function: Any, spec: DecodeSpec) -> Any:
-    def bound(*args: Any) -> Any:
-        return function(spec, *args)
-
-    bound.__name__ = function.__name__
-    return bound
+# --- slots -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -298,30 +245,46 @@ class Runtime:
             guides=None if guides is None else np.asarray(guides, np.int32),
         )
 
+    def ask(self, steps: int, known: np.ndarray | None = None) -> Ask:
+        """Return what to ask of a pass over prompts, or of a decode call.
+
+        Args:
+          steps: of the call, at most; 0: it reads prompts.
+          known: as `Ask.known`; None: nothing is known of any slot.
+        """
+        if known is None:
+            known = np.zeros((self.batch_size, 2), np.int32)
+        tokens = max(1, steps * (self.spec.depth + 1))
+        return Ask(known, Most(min(tokens, self.cache_length), steps))
+
     def admit(self, state: DecodeState, new: NewRows) -> DecodeState:
         """Give slots to new rows."""
         return self._change("admit", state, self.given(new))
 
     def prefill(
-        self, state: DecodeState, prompts: Mapping[int, Sequence[int] | np.ndarray]
+        self,
+        state: DecodeState,
+        prompts: Mapping[int, Sequence[int] | np.ndarray],
+        ask: Ask | None = None,
     ) -> DecodeState:
-        """Read the prompts of slots, and choose the first token of each."""
+        """Read the prompts of slots, and choose the first token of each.
+
+        Args:
+          ask: what others ask of the same programs; nobody hears what they pack.
+        """
         for chunk in chunks(prompts, self.shapes):
-            state = self.feed(state, chunk)
+            state, _ = self.feeding(state, chunk, ask)(state)
         return state
 
-    def feed(self, state: DecodeState, chunk: PrefillChunk) -> DecodeState:
-        """Read one chunk."""
-        return self.feeding(state, chunk)(state)
-
-    def feeding(self, state: DecodeState, chunk: PrefillChunk) -> Callable[..., DecodeState]:
-        """Return the call that reads one chunk into such a state."""
+    def feeding(
+        self, state: DecodeState, chunk: PrefillChunk, ask: Ask | None = None
+    ) -> Callable[[DecodeState], Told]:
+        """Return the call that reads one chunk into such a state, and packs what is asked."""
         if self.spec.extras.grammars and chunk.masks is None:
             words = words_of(self.spec.target.config.vocab_size)
             chunk = dataclasses.replace(chunk, masks=np.full((len(chunk.tokens), words), ALL))
         chunk = self.place(chunk)
-        program = self.program("prefill", state, chunk)
-        return lambda state: program(state, chunk)
+        return self._telling("prefill", state, ask, chunk)
 
     def decode(
         self,
@@ -337,21 +300,37 @@ class Runtime:
           verify_length: drafts that each step verifies; None for all.
           guided: whether rows have grammars.
         """
-        return self.decoding(state, max_steps, until_active, verify_length, guided)(state)
+        return self.decoding(state, None, max_steps, until_active, verify_length, guided)(state)[0]
 
     def decoding(
         self,
         state: DecodeState,
+        ask: Ask | None,
         max_steps: int,
         until_active: int = 0,
         verify_length: int | None = None,
         guided: bool = False,
-    ) -> Callable[..., DecodeState]:
-        """Return the call that decodes such a state."""
+    ) -> Callable[[DecodeState], Told]:
+        """Return the call that decodes such a state, and packs what is asked; other arguments as in `decode`."""
         limits = self.given((np.int32(max_steps), np.int32(until_active)))
         spec = self.spec.verifying(verify_length).asking(guided)
-        program = self.program("decode", state, *limits, spec=spec)
-        return lambda state: program(state, *limits)
+        return self._telling("decode", state, ask, *limits, spec=spec)
+
+    def _telling(
+        self,
+        phase: Phase,
+        state: DecodeState,
+        ask: Ask | None,
+        *given: Any,
+        spec: DecodeSpec | None = None,
+    ) -> Callable[[DecodeState], Told]:
+        """Return the call of a program that packs what is asked when it is done."""
+        if ask is None:
+            silent = self.program(phase, state, *given, spec=spec)
+            return lambda state: (silent(state, *given), None)
+        known = self.given(ask.known)
+        program = self.program(phase, state, *given, known, spec=spec, most=ask.most)
+        return lambda state: program(state, *given, known)
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
         """End the rows of slots that the host found finished."""
@@ -389,11 +368,14 @@ class Runtime:
         state: DecodeState,
         *given: ArrayLike | Any,
         spec: DecodeSpec | None = None,
+        most: Most | None = None,
     ) -> Bound:
         """Return the program of a phase for a state and what else it is given, compiled if it is new.
 
         Args:
           spec: a variant of the runtime's own; None for that one.
+          most: sizes of the news that it returns beside the state, of `Ask.known`, which it is given last; None: it
+            returns the state alone.
         """
         function, spec = _FUNCTIONS[phase], self.spec if spec is None else spec
         chunk = given[0].tokens.shape if isinstance(given[0], PrefillChunk) else ()
@@ -402,6 +384,8 @@ class Runtime:
             key = (*key, f"verifying {spec.verify_length}")
         if spec.guided:
             key = (*key, "guided")
+        if most is not None:
+            key = (*key, *most)
         runs_models = phase in ("prefill", "decode")
         weights = (self.target_params, self.drafter_params) if runs_models else ()
         if key not in self.used:
@@ -412,6 +396,7 @@ class Runtime:
                 donate=len(weights),
                 mesh=self.mesh,
                 spec=spec if runs_models or phase == "admit" else None,
+                most=most,
             )
             self.timings.compile_s += time.perf_counter() - begin
         return Bound(self.used[key], weights)
@@ -426,7 +411,3 @@ class Bound:
 
     def __call__(self, *given: Any) -> Any:
         return self.compiled(*self.weights, *given)
-
-
-jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
-"""`jax.jit` with the options that all programs of the decode loop are compiled with."""

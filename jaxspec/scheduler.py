@@ -99,23 +99,23 @@ class Scheduler:
         """Compile every program, and time all verify lengths; nobody may wait or run."""
         runtime, reading, running = self.runtime, self._reading, self.slots
         reading.admit({})
+        ask = reading.ask(0)
         for rows, width in runtime.shapes.all():
             chunk = chunk_of({}, rows, width, reading.count)
-            reading.state = runtime.feed(reading.state, chunk)
+            reading.state, _ = runtime.feeding(reading.state, chunk, ask)(reading.state)
         if self._prefixes is not None:
             reading.state = self._prefixes.store.warm_up(reading.state)
         if reading is not running:
             running.state = runtime.insert(running.state, reading.state, {})
-        if runtime.spec.extras.grammars:
-            running.state = runtime.decode(running.state, 1, guided=True)
-        running.state = self.chosen_length.measure(runtime.decode(running.state, 1))
+        ask = running.ask(most_steps)
+        for guided in (True, False) if runtime.spec.extras.grammars else (False,):
+            call = runtime.decoding(running.state, ask, 1, guided=guided)
+            running.state, _ = call(running.state)
+        running.state = self.chosen_length.measure(running.state, ask)
         for slots in self._all:
             nobody = np.zeros(slots.count, bool)
             slots.state = runtime.retire(slots.state, nobody)
             slots.state = runtime.clear(slots.state, nobody)
-        for slots, steps in ((reading, 0), (running, most_steps)):
-            slots.start(None, steps, lambda state: state)
-            slots.wait()
 
     def close(self) -> None:
         """Wait until the device is done with what it was sent."""
@@ -185,7 +185,9 @@ class Scheduler:
             row.is_read = True
         self._busy = self._reading
         chunk = self._busy.with_masks(chunk, ended)
-        self._busy.start(self.pool, 0, self.runtime.feeding(self._busy.state, chunk))
+        ask = self._busy.ask(0)
+        call = self.runtime.feeding(self._busy.state, chunk, ask)
+        self._busy.start(self.pool, ask.most, call)
 
     def _decode(self, most_steps: int) -> None:
         """Send some steps to the device; it does fewer when rows end that others wait for."""
@@ -200,8 +202,9 @@ class Scheduler:
         running = self._busy.requests
         steps, length = self.chosen_length.next(running, most_steps)
         guided = any(request.grammar is not None for request in running)
-        call = self.runtime.decoding(self._busy.state, steps, until, length, guided)
-        self._busy.start(self.pool, most_steps, call)
+        ask = self._busy.ask(most_steps)
+        call = self.runtime.decoding(self._busy.state, ask, steps, until, length, guided)
+        self._busy.start(self.pool, ask.most, call, length)
 
     def _look(self) -> list[Update | Completion]:
         """Wait for what the device does, and tell what came of it."""

@@ -1,13 +1,12 @@
 """The rows of a state, and the requests that have them: what each got so far, and how it ends.
 
-Read `Slots.start` and `Slots.look`. The device says in a few numbers a row what is new since the host last looked.
-Only that is fetched. When to read prompts and when to decode is the engine's business.
+Read `Slots.start` and `Slots.look`. What is new `news` says. When to read prompts and when to decode is the engine's
+business.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,11 +14,11 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.grammars.guides import Guide
 from jaxspec.grammars.matcher import ALL
+from jaxspec.news import Ask, Most, News
 from jaxspec.requests import (
     Completion,
     Reason,
@@ -30,75 +29,9 @@ from jaxspec.requests import (
     failed,
     grammar_failed,
 )
-from jaxspec.runtime import Runtime
+from jaxspec.runtime import Runtime, Told
 from jaxspec.sampling import Logprobs
-from jaxspec.shapes import Array, Int
-from jaxspec.sharding import fetch
 from jaxspec.state import DecodeState, PrefillChunk
-
-
-@dataclasses.dataclass(frozen=True)
-class News:
-    """What rows have that the host does not know yet.
-
-    Attributes:
-      num_tokens: all tokens of a row, known ones included; `num_steps` likewise.
-      tokens: the first ones that are not known. Columns past a row's last token mean nothing.
-      acceptance_lengths, logprobs: likewise.
-    """
-
-    active: np.ndarray
-    stopped: np.ndarray
-    failed: np.ndarray
-    spoilt: np.ndarray
-    num_tokens: np.ndarray
-    num_steps: np.ndarray
-    tokens: np.ndarray
-    acceptance_lengths: np.ndarray
-    logprobs: Logprobs | None
-
-    @classmethod
-    def of(cls, state: DecodeState, known: np.ndarray, *, tokens: int, steps: int) -> News:
-        """Fetch what is new in a state.
-
-        Args:
-          known: how many tokens of each row the host knows, and how many steps: [2, B].
-          tokens, steps: the most that can be new.
-        """
-        packed, logprobs = fetch(_news(state.small, known, tokens=tokens, steps=steps))
-        active, stopped, failed, spoilt = packed[:, :4].astype(bool).T
-        return cls(
-            *(active, stopped, failed, spoilt),
-            num_tokens=packed[:, 4],
-            num_steps=packed[:, 5],
-            tokens=packed[:, 6 : 6 + tokens],
-            acceptance_lengths=packed[:, 6 + tokens :],
-            logprobs=logprobs,
-        )
-
-
-@functools.partial(jax.jit, static_argnames=("tokens", "steps"))
-def _news(
-    state: DecodeState, known: Int[Array, "2 B"], *, tokens: int, steps: int
-) -> tuple[Int[Array, "B _"], Logprobs | None]:
-    """Return what is new, as `News.of`, with all whole numbers in one array: each array takes a fetch."""
-
-    def since(values: Array, start: Int[Array, " B"], count: int) -> Array:
-        columns = start[:, None] + jnp.arange(count, dtype=jnp.int32)
-        return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(values, columns)
-
-    of_rows = (
-        *(state.active, state.stopped, state.failed, state.spoilt),
-        *(state.num_tokens, state.num_steps),
-    )
-    some = (
-        jnp.stack([x.astype(jnp.int32) for x in of_rows], axis=1),
-        since(state.tokens, known[0], tokens),
-        since(state.acceptance_lengths, known[1], steps),
-    )
-    logprobs = jax.tree.map(lambda x: since(x, known[0], tokens), state.logprobs)
-    return jnp.concatenate(some, axis=1), logprobs
-
 
 Work = tuple[DecodeState, News, float]
 """What work on a state comes to: the next state, what is new, and the seconds that it took."""
@@ -120,25 +53,27 @@ class Row:
     cached_tokens: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
+    verify_lengths: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
 
-    def hear(self, news: News, place: int) -> None:
-        """Take what is new of the row in some place."""
+    def hear(self, news: News, place: int, verified: int) -> None:
+        """Take what is new of the row in some place, whose new steps verified so many drafts."""
         new = int(news.num_tokens[place]) - len(self.tokens)
         steps = int(news.num_steps[place]) - len(self.acceptance_lengths)
         assert new <= news.tokens.shape[1]
         assert steps <= news.acceptance_lengths.shape[1]
         self.tokens += news.tokens[place, :new].tolist()
         self.acceptance_lengths += news.acceptance_lengths[place, :steps].tolist()
+        self.verify_lengths += [verified] * steps
         if news.logprobs is not None and new:
             self.logprobs.append(jax.tree.map(lambda x: x[place, :new], news.logprobs))
 
     def update(self) -> Update:
         """Return its tokens so far."""
         asks = self.request.sampling.logprobs or self.request.sampling.top_logprobs
-        lengths = tuple(self.acceptance_lengths)
+        lengths = tuple(self.acceptance_lengths), tuple(self.verify_lengths)
         logprobs = self._logprobs() if asks else {}
-        return Update(self.request.id, tuple(self.tokens), lengths, **logprobs)
+        return Update(self.request.id, tuple(self.tokens), *lengths, **logprobs)
 
     def completion(self, reason: Reason, error: Exception | None = None) -> Completion:
         """Return how it ended.
@@ -157,8 +92,10 @@ class Row:
             return grammar_failed(self.request, self.guide.error, tokens, **logprobs)
         if reason == "error":
             return failed(self.request, tokens, **logprobs)
-        accepted = tuple(self.acceptance_lengths)
-        return Completion(self.request.id, tokens, reason, accepted, **logprobs)
+        accepted, verified = tuple(self.acceptance_lengths), tuple(self.verify_lengths)
+        return Completion(
+            self.request.id, tokens, reason, accepted, verify_lengths=verified, **logprobs
+        )
 
     def _logprobs(self) -> dict[str, Any]:
         """Return the fields of a `Completion` about log-probabilities."""
@@ -187,6 +124,7 @@ class Slots:
         self._work: Future[Work] | Work | None = None  # what the device does
         self._news: News | None = None
         self._read_then: list[int] = []  # rows whose prompts were read when it was started
+        self._verified = 0  # drafts that each of its steps verifies
         self._state: DecodeState | None = None
 
     @property
@@ -277,20 +215,32 @@ class Slots:
             self.rows[target], other.rows[source] = other.rows[source], None
             self._spoilt[target] = other._spoilt[source]
 
+    def ask(self, steps: int) -> Ask:
+        """Return what to ask the next program on this state.
+
+        Args:
+          steps: decode steps that it takes, at most; 0: it reads prompts.
+        """
+        known = [
+            (len(row.tokens), len(row.acceptance_lengths)) if row else (0, 0) for row in self.rows
+        ]
+        return self.runtime.ask(steps, np.array(known, np.int32))
+
     def start(
-        self, pool: Executor | None, steps: int, call: Callable[[DecodeState], DecodeState]
+        self,
+        pool: Executor | None,
+        most: Most,
+        call: Callable[[DecodeState], Told],
+        verified: int = 0,
     ) -> None:
         """Send work to the device; `look` waits for it. Until then the state is not here.
 
         Args:
           pool: who waits for the device; None: this call does. XLA's loops keep the thread that starts them busy,
             so only another one leaves the caller free.
-          steps: decode steps that the work has, at most; 0: it reads prompts.
+          most: what the work was asked for.
+          verified: drafts that each of its steps verifies.
         """
-        known = [
-            (len(row.tokens), len(row.acceptance_lengths)) if row else (0, 0) for row in self.rows
-        ]
-        most = min(max(1, steps * (self.runtime.spec.depth + 1)), self.runtime.cache_length)
         before, self._state = self.state, None
 
         begun = threading.Event()
@@ -298,11 +248,10 @@ class Slots:
         def work() -> Work:
             begun.set()
             begin = time.perf_counter()
-            state = call(before)
-            news = News.of(state, np.array(known, np.int32).T, tokens=most, steps=steps)
-            return state, news, time.perf_counter() - begin
+            state, packed = call(before)
+            return state, News.of(packed, most), time.perf_counter() - begin
 
-        self._read_then = self.read
+        self._read_then, self._verified = self.read, verified
         if pool is None:
             self._work = work()
             return
@@ -327,7 +276,7 @@ class Slots:
             if (row := self.rows[place]) is None:  # cancelled since
                 continue
             before = len(row.tokens)
-            row.hear(news, place)
+            row.hear(news, place, self._verified)
             reason: Reason | None = None
             if not news.active[place]:
                 reason = "error" if news.failed[place] else "length"

@@ -27,18 +27,25 @@ EXPLORE = 0.008
 """Share of the time that trying other lengths may lose."""
 MARGIN = 1.01
 """Another length is taken from so many times the tokens a second on."""
+BETWEEN = 1.02
+"""A length between plain decoding and all drafts has to promise so many times theirs: what it promises is less sure."""
 WORTH_COMPILING = 1.05
 """And it is compiled for so many."""
-EVIDENCE = 16
-"""Drafts of one depth that say enough to look again."""
+EVIDENCE, LATER_EVIDENCE = 16, 8
+"""Drafts of one depth that say enough for a first choice, and to look again. A row that is alone gets them in as
+many steps: a second look of 16 took so long to save up for that a text which became easy went unseen."""
 MEMORY_STEPS, MEMORY_ROWS = 32, 256
 """Acceptance counts half after so many steps, or so many steps of all rows together, whichever is later."""
 LEAST_WEIGHT = 4.0
 """However old, it counts as so many drafts: until something newer is known."""
 PACE_CALLS = 9
 """Calls whose times say how fast steps are now."""
+FIRST_TIMES = 2
+"""Times of a length, of which the shortest counts: something else may have run beside one of them."""
+TIMED_STEPS = 4
+"""Most steps of a call that is made for such a time."""
 TRIES, MOST_CHANGE = 5, 1.25
-"""Times of another length that say how it compares; and how far one of them may be from what is known."""
+"""Later times that say how a length compares with the one in use; and how far one may be from what is known."""
 PATIENCE_STEPS = 128
 """Steps between two tries."""
 
@@ -132,15 +139,23 @@ class Costs:
             else what this one is in proportion.
         """
         key = length, bucket_of(rows)
-        if in_use and key in self.table:
+        times = self._times.setdefault(key, deque(maxlen=TRIES))
+        if in_use and len(times) >= FIRST_TIMES:
             self._pace.append(seconds / self.table[key])
             return
-        times, now = self._times.setdefault(key, deque(maxlen=TRIES)), seconds / self.pace
-        if key in self.table:  # a much longer one is mostly another program's fault
+        now = seconds / self.pace
+        if len(times) >= FIRST_TIMES:  # a much longer one is mostly another program's fault
             old = self.table[key]
             now = min(max(now, old / MOST_CHANGE), old * MOST_CHANGE)
         times.append(now)
-        self.table[key] = statistics.median(times)
+        self.table[key] = statistics.median(times) if len(times) > FIRST_TIMES else min(times)
+
+    def is_sure(self, length: int) -> bool:
+        """Whether such a step was timed more than once, with any number of rows."""
+        return (
+            sum(len(times) for (known, _), times in self._times.items() if known == length)
+            >= FIRST_TIMES
+        )
 
     def is_known(self, length: int) -> bool:
         """Whether such a step was timed, with any number of rows."""
@@ -230,6 +245,7 @@ class Chooser:
         known = {v: speed for v, speed in speeds.items() if speed is not None}
         if not known or self.acceptance.is_empty:
             return self.full
+        known = {v: speed if v in (0, self.full) else speed / BETWEEN for v, speed in known.items()}
         found = max(known, key=lambda v: known[v])
         own = known.get(self.current)
         return self.current if own is not None and known[found] <= MARGIN * own else found
@@ -242,7 +258,10 @@ class Chooser:
           compile_s: what a program takes to compile.
         """
         self.current = best = self.best(rows)
-        few = min(most_steps, max(2, -(-EVIDENCE // max(rows, 1))))
+        few, fewer = (
+            min(most_steps, max(2, -(-drafts // max(rows, 1))))
+            for drafts in (EVIDENCE, LATER_EVIDENCE)
+        )
         if self.acceptance.is_empty:
             is_choice = any(self.costs.is_known(v) for v in self.lengths if v != self.full)
             return Choice(few if is_choice else most_steps, self.full)
@@ -250,13 +269,13 @@ class Chooser:
             self.compiled.add(new)
             self._since_compiling_s = 0.0
             return Choice(few, new)
-        unknown = [v for v in self.compiled if not self.costs.is_known(v)]
+        unknown = [v for v in self.compiled if not self.costs.is_sure(v)]
         if unknown:
-            return Choice(few, min(unknown))
+            return Choice(min(few, TIMED_STEPS), min(unknown))
         if self._since_try >= PATIENCE_STEPS:
-            other = self._to_try(best, few, rows)
+            other = self._to_try(best, fewer, rows)
             if other is not None:
-                return Choice(few, other)
+                return Choice(self._steps_of_try(other, best, fewer, most_steps, rows), other)
         return Choice(most_steps, best)
 
     def learn(
@@ -319,6 +338,12 @@ class Chooser:
             if self._loss_s(v, best, rows) * few <= self._credit_s[v]
         ]
         return min(found, key=lambda v: self._tried[v], default=None)
+
+    def _steps_of_try(self, other: int, best: int, least: int, most: int, rows: float) -> int:
+        """Return the steps of a try: as many as what is saved up pays for. So near-ties are looked at closely."""
+        loss_s = self._loss_s(other, best, rows)
+        paid = most if loss_s <= 0 else int(min(self._credit_s[other] / loss_s, most))
+        return max(least, paid)
 
     def _to_compile(self, rows: float, compile_s: float) -> int | None:
         """Return a length that is worth its program; None for none, or while little was decoded."""

@@ -128,7 +128,7 @@ def served(
     what = Served(
         ("m",), tokenizer, engine.spec, GenerationDefaults(), engine.cache_length, settings
     )
-    metrics = Metrics("m", engine.spec.num_draft_tokens)
+    metrics = Metrics("m")
     bodies = [
         json.dumps(
             dict(

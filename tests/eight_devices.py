@@ -27,6 +27,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -38,6 +39,7 @@ from jaxspec.api import BUNDLED
 from jaxspec.engine import Engine, Request
 from jaxspec.loading import LoadedModel, load_drafter, load_target
 from jaxspec.models.layers import project
+from jaxspec.quantised.choice import formats_for
 from jaxspec.records import Drafting, Extras, Sampling
 from jaxspec.rows import GenerateResult, Prompts
 from jaxspec.sampler import Sampler
@@ -154,6 +156,11 @@ def load() -> dict[str, Any]:
     pairs = {
         "random": (graph, graph.random_params(3, graph.shardings(mesh)), graph.random_params(3))
     }
+    with mock.patch("jaxspec.quantised.array.SLICE_NUMBERS", 5000):  # several slices a weight
+        for format in ("int8", "int4"):
+            packed = graph.with_formats(formats_for(graph, format))
+            split = packed.random_params(3, packed.weight_shardings(mesh))
+            pairs[format] = packed, split, packed.random_params(3)
     with tempfile.TemporaryDirectory() as directory:
         ours = str(pair.write_target(Path(directory) / "target"))
         for name, source, read in (

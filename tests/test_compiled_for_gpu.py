@@ -31,6 +31,7 @@ from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
+from jaxspec.quantised.array import quantise_in_slices
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.records import Drafting, Tree
@@ -379,3 +380,13 @@ def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
     # Some addresses are; what is summed takes 512 bytes of each thread.
     assert spilled
     assert max(map(int, spilled)) <= 64
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "mxfp4"])
+def test_quantising_takes_little_memory_beside_a_weight_and_its_codes(format):
+    """At once, 26B-A4B's experts would take 0.5 GB more as int4, and 1.5 GB as mxfp4."""
+    experts = jax.ShapeDtypeStruct((128, 2816, 2, 704), jnp.bfloat16, sharding=one_h200())
+    run = jax.jit(functools.partial(quantise_in_slices, format=format, summed=(1,)))
+    analysis = run.lower(experts).compile().memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 200e6

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from checkpoints_convert.quantised.sources import as_pairs, low_first
 from jaxspec import quantised
 from jaxspec.commands.models import Quantized
 from jaxspec.configs.gemma4 import PRESETS
@@ -21,7 +22,7 @@ from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
 from pallas_kernels.experts import cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
-from pallas_kernels.grouped.coding import E2M1, numbers, pack, unpack
+from pallas_kernels.grouped.coding import E2M1, numbers, pack, pack_pairs, unpack
 from pallas_kernels.grouped.tuning import TABLE, cut_for
 
 FORMATS = ("int4", "int4-g64-zeros", "nvfp4", "mxfp4")
@@ -47,6 +48,16 @@ def test_the_sixteen_numbers_of_both_codings():
     assert numbers(codes, "int4").tolist() == list(range(-8, 8))
     assert numbers(codes, "e2m1").tolist() == [*E2M1, *(-x for x in E2M1)]
     assert np.signbit(numbers(codes, "e2m1")[8])
+
+
+@pytest.mark.parametrize("inputs", [64, 96, 130, 704])
+def test_codes_that_files_pair_are_packed_as_others(inputs):
+    """In files neighbours share a byte, in a block those 32 apart. Past the inputs codes are 8."""
+    codes = np.random.default_rng(0).integers(0, 16, (3, inputs)).astype(np.uint8)
+    expected, pairs = pack(codes, 1), as_pairs(codes)
+    np.testing.assert_array_equal(low_first(pairs), codes)
+    np.testing.assert_array_equal(pack_pairs(pairs), expected)
+    np.testing.assert_array_equal(pack_pairs(jnp.asarray(pairs)), expected)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((3, 130), 1), ((64, 2, 5), 0), ((2, 40, 3), 1)])
@@ -219,7 +230,9 @@ def test_integers_of_a_file_keep_codes_and_scales(scales, zeros):
     q = rng.integers(-8, 8, (5, 384)).astype(np.int8)
     s = rng.uniform(0.1, 1, (5, 12)).astype(ml_dtypes.bfloat16).astype(scales)
     z = rng.integers(-8, 8, (5, 12)).astype(np.int8) if zeros else None
-    weight = from_int4(q, s, z, shape=shape, summed=(0, 1, 2), dtype=jnp.float32)
+    weight = from_int4(
+        as_pairs((q + 8).astype(np.uint8)), s, z, shape=shape, summed=(0, 1, 2), dtype=jnp.float32
+    )
     assert weight.format == int4_name(32, scales, zeros)
     declared = quantised.named(weight.format).parts(shape, (0, 1, 2))
     assert {n: (a.shape, a.dtype) for n, a in weight.parts.items()} == {
@@ -236,31 +249,31 @@ def test_floats_of_a_file_keep_codes_scales_and_factors():
     s = rng.uniform(1, 448, (6, 8)).astype(ml_dtypes.float8_e4m3fn)
     factor = rng.uniform(0.001, 0.002, 6).astype(np.float32)
     how: dict[str, Any] = dict(shape=(128, 2, 3), summed=(0,), dtype=jnp.float32)
-    weight = from_float4(codes, s, factor, **how)
+    weight = from_float4(as_pairs(codes), s, factor, **how)
     table = np.asarray([*E2M1, *(-x for x in E2M1)], np.float32)
     expected = table[codes] * np.repeat(s.astype(np.float32), 16, 1)
     np.testing.assert_allclose(
         on_device(weight).dequantise(), (expected * factor[:, None]).T.reshape(128, 2, 3), rtol=1e-6
     )
     exponents = rng.integers(120, 130, (6, 4)).astype(np.uint8)
-    plain = from_float4(codes, exponents, **how)
+    plain = from_float4(as_pairs(codes), exponents, **how)
     expected = table[codes] * np.repeat(2.0 ** (exponents.astype(np.float32) - 127), 32, 1)
     np.testing.assert_array_equal(on_device(plain).dequantise(), expected.T.reshape(128, 2, 3))
 
 
 def test_files_that_do_not_fit_are_refused():
     how: dict[str, Any] = dict(shape=(96, 4), summed=(0,), dtype=jnp.float32)
-    q = np.zeros((4, 96), np.int8)
+    pairs = np.zeros((4, 48), np.uint8)
     with pytest.raises(FormatError, match=r"groups of 24 .*; expected groups of 32, 16, 64, 128"):
-        from_int4(q, np.ones((4, 4), np.float32), **how)
+        from_int4(pairs, np.ones((4, 4), np.float32), **how)
     with pytest.raises(FormatError, match="scales of float64"):
-        from_int4(q, np.ones((4, 3), np.float64), **how)
+        from_int4(pairs, np.ones((4, 3), np.float64), **how)
     with pytest.raises(FormatError, match="groups of 64, which do not divide 96 inputs"):
-        from_int4(np.zeros((4, 128), np.int8), np.ones((4, 2), np.float32), **how)
+        from_int4(np.zeros((4, 64), np.uint8), np.ones((4, 2), np.float32), **how)
     with pytest.raises(FormatError, match="scales has 9 numbers, expected 12"):
-        from_int4(q, np.ones((3, 3), np.float32), **how)
+        from_int4(pairs, np.ones((3, 3), np.float32), **how)
     with pytest.raises(FormatError, match="expected float8_e4m3fn and 16"):
-        from_float4(q.astype(np.uint8), np.ones((4, 3), np.float32), **how)
+        from_float4(pairs, np.ones((4, 3), np.float32), **how)
 
 
 # --- meshes ------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from checkpoints_convert.quantised.sources import (
     GroupedInt4,
     PerChannel,
     Source,
+    as_pairs,
+    low_first,
 )
 from checkpoints_convert.rules import Shape, TensorSpec
 
@@ -217,7 +219,7 @@ def _read_packed(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -
         # This dialect stores what to divide by.
         return _read_nvfp4(packed, scales, np.float32(1) / get("weight_global_scale"))
     if spec.kind == "mxfp4":
-        return GroupedFloat4(_low_first(packed), scales.view(np.uint8))
+        return GroupedFloat4(packed, scales.view(np.uint8))
     if "weight_shape" in parts:
         stored = tuple(get("weight_shape").reshape(-1)[-2:].tolist())
         if stored != shape[-2:]:
@@ -228,7 +230,7 @@ def _read_packed(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -
     if not spec.symmetric:
         turned = get("weight_zero_point").swapaxes(-1, -2)  # packed along outputs
         zeros = (_nibbles(turned)[..., : shape[-2]].swapaxes(-1, -2) - 8).astype(np.int8)
-    return GroupedInt4(_signed(_nibbles(packed)), scales, zeros)
+    return GroupedInt4(np.ascontiguousarray(packed).view(np.uint8), scales, zeros)
 
 
 def _nvfp4(name: str, parts: Parts, shape: Shape, factor: str) -> tuple[Spec, Shape]:
@@ -247,7 +249,7 @@ def _read_nvfp4(codes: np.ndarray, scales: np.ndarray, factor: np.ndarray) -> Gr
     """Return NVFP4 with the factor of each matrix repeated for its rows. It multiplies."""
     rows = codes.shape[:-1]
     factor = np.broadcast_to(factor.astype(np.float32).reshape(*rows[:-1], 1), rows)
-    return GroupedFloat4(_low_first(codes), scales, factor)
+    return GroupedFloat4(codes, scales, factor)
 
 
 # --- qweight: AWQ and GPTQ -----------------------------------------------------------------------
@@ -278,14 +280,14 @@ def _recognise_qweight(name: str, parts: Parts, announced: Spec | None) -> tuple
 def _read_qweight(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> Source:
     codes, zeros, scales = get("qweight"), get("qzeros"), get("scales")
     if codes.shape[-1] != scales.shape[-1]:
-        q = _nibbles(codes)[..., _of_awq(shape[0])].T
+        pairs = as_pairs(_nibbles(codes)[..., _of_awq(shape[0])].T)
         z = _nibbles(zeros)[..., _of_awq(shape[0])].T
     else:
         if "g_idx" in parts:
             ordered = np.arange(shape[1]) // (shape[1] // scales.shape[0])
             if not np.array_equal(get("g_idx"), ordered):
                 raise CheckpointError(f"{name}: {_ACT_ORDER}")
-        q = _nibbles(np.ascontiguousarray(codes.T))
+        pairs = np.ascontiguousarray(codes.T).view(np.uint8)
         # The first version of the layout stores zero points less 1, in four bits.
         z = (_nibbles(zeros) + 1).T & 15
     if spec.symmetric and (z != 8).any():
@@ -293,7 +295,7 @@ def _read_qweight(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) 
             f"{name}: config.json says that it is symmetric, but some zero points are not 8"
         )
     moved = None if spec.symmetric else (z - 8).astype(np.int8)
-    return GroupedInt4(_signed(np.ascontiguousarray(q)), np.ascontiguousarray(scales.T), moved)
+    return GroupedInt4(pairs, np.ascontiguousarray(scales.T), moved)
 
 
 def _of_awq(outputs: int) -> np.ndarray:
@@ -313,7 +315,7 @@ def _read_q4_0(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> 
     blocks = get("q4_0").reshape(*shape[:-1], -1, 18)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
     nibbles = np.concatenate([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], axis=-1)
-    return GroupedInt4(nibbles.reshape(shape).astype(np.int8) - 8, scales)
+    return GroupedInt4(as_pairs(nibbles.reshape(shape)), scales)
 
 
 def _recognise_q8_0(name: str, parts: Parts, announced: Spec | None) -> tuple[Spec, Shape]:
@@ -413,19 +415,4 @@ def _of_dtype(name: str, tensor: TensorSpec, what: str, allowed: tuple[str, ...]
 
 def _nibbles(words: np.ndarray) -> np.ndarray:
     """Return the eight numbers of each 32-bit word of the last axis, lowest bits first."""
-    return _low_first(np.ascontiguousarray(words).view(np.uint8))
-
-
-def _low_first(packed: np.ndarray) -> np.ndarray:
-    """Return the two numbers of each byte of the last axis, lowest bits first."""
-    # A byte hl becomes the word 0h0l, whose lower byte comes first.
-    words = packed.astype("<u2")
-    words |= words << 4
-    words &= 0x0F0F
-    return words.view(np.uint8)
-
-
-def _signed(nibbles: np.ndarray) -> np.ndarray:
-    """Return numbers from 0 to 15, less 8, in place."""
-    np.subtract(nibbles, 8, out=nibbles)
-    return nibbles.view(np.int8)
+    return low_first(np.ascontiguousarray(words).view(np.uint8))

@@ -5,8 +5,10 @@ source matrix is [out, in], and stacked experts are [E, out, in]. `arrange` join
 matrices into one weight. `dequantise` is the formula of a format, in float32, and the reference of
 all that reads such weights.
 
-Codes are one byte a number here, whatever a file packs. Scales keep the dtype of the file. Nothing
-is rounded.
+Codes of 4 bits are two a byte, whatever a file packs: the byte j of a row has the codes of inputs 2j,
+in its low half, and 2j + 1. Most files have them so. Scales keep the dtype of the file. Nothing is
+rounded. The classes that models multiply by are pytrees, so that `arrange` may run in a jitted
+function.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -29,6 +32,7 @@ BLOCK = 128
 """Rows and columns of a block that shares a scale."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PerChannel:
     """Codes with one scale for each output channel: code * scale.
@@ -46,57 +50,59 @@ class PerChannel:
         return self.codes.astype(np.float32) * self.scales.astype(np.float32)[..., None]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GroupedInt4:
     """4-bit integers with one scale for each group of inputs: (q - zero) * scale.
 
     Attributes:
-      q: int8 [*out, in], from -8 to 7.
+      pairs: uint8 [*out, in / 2]: q + 8, from 0 to 15, two a byte.
       scales: float32, bfloat16 or float16 [*out, in / g].
       zeros: int8 [*out, in / g], from -8 to 7; None where all are 0.
     """
 
-    q: np.ndarray
+    pairs: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray | None = None
 
     @property
     def group(self) -> int:
         """The number of inputs that share a scale."""
-        return self.q.shape[-1] // self.scales.shape[-1]
+        return 2 * self.pairs.shape[-1] // self.scales.shape[-1]
 
     def dequantise(self) -> np.ndarray:
         """Return the numbers, float32 [*out, in]."""
-        q = self.q.astype(np.float32)
+        q = low_first(self.pairs).astype(np.float32) - 8
         if self.zeros is not None:
             q -= _spread(self.zeros, self.group)
         return q * _spread(self.scales, self.group)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GroupedFloat4:
     """4-bit floats (e2m1) with one scale for each group of inputs: e2m1 * scale * factor.
 
     Attributes:
-      codes: uint8 [*out, in], from 0 to 15; `E2M1_CODES` has their numbers.
+      pairs: uint8 [*out, in / 2]: codes from 0 to 15, two a byte. `E2M1_CODES` has their numbers.
       scales: [*out, in / g]. float8_e4m3fn for NVFP4 (g = 16). uint8 for MXFP4 (g = 32), where u
         stands for 2^(u - 127).
       factor: float32 [*out], which multiplies: the global scale of the source matrix of each row.
         None where there is none (MXFP4).
     """
 
-    codes: np.ndarray
+    pairs: np.ndarray
     scales: np.ndarray
     factor: np.ndarray | None = None
 
     @property
     def group(self) -> int:
         """The number of inputs that share a scale."""
-        return self.codes.shape[-1] // self.scales.shape[-1]
+        return 2 * self.pairs.shape[-1] // self.scales.shape[-1]
 
     def dequantise(self) -> np.ndarray:
         """Return the numbers, float32 [*out, in]."""
-        numbers = E2M1_CODES[self.codes] * _spread(power_of_two(self.scales), self.group)
+        numbers = E2M1_CODES[low_first(self.pairs)] * _spread(power_of_two(self.scales), self.group)
         return numbers if self.factor is None else numbers * self.factor[..., None]
 
 
@@ -159,10 +165,14 @@ def arrange(sources: Sequence[Source], rows: Arrange) -> Source:
             joined[field.name] = None
         else:
             per_row = (type(sources[0]), field.name) in _PER_ROW
-            # As whole numbers, which numpy moves several times faster than small floats.
-            bits = f"u{arrays[0].dtype.itemsize}"
-            moved = [(array[..., None] if per_row else array).view(bits) for array in arrays]
-            out = np.ascontiguousarray(rows(moved)).view(arrays[0].dtype)
+            moved = [array[..., None] if per_row else array for array in arrays]
+            dtype = arrays[0].dtype
+            if isinstance(arrays[0], np.ndarray):
+                # As whole numbers, which numpy moves several times faster than small floats.
+                moved = [array.view(f"u{dtype.itemsize}") for array in moved]
+                out = np.ascontiguousarray(rows(moved)).view(dtype)
+            else:
+                out = rows(moved)
             joined[field.name] = out[..., 0] if per_row else out
     return dataclasses.replace(sources[0], **joined)
 
@@ -192,6 +202,20 @@ def numbers(source: Source, dtype: np.dtype) -> np.ndarray:
         start += step
     assert out is not None
     return out
+
+
+def low_first(pairs: np.ndarray) -> np.ndarray:
+    """Return the two codes of each byte of the last axis, that of the low half first."""
+    # A byte hl becomes the word 0h0l, whose lower byte comes first.
+    words = pairs.astype("<u2")
+    words |= words << 4
+    words &= 0x0F0F
+    return words.view(np.uint8)
+
+
+def as_pairs(codes: np.ndarray) -> np.ndarray:
+    """Return codes from 0 to 15 two a byte, uint8. `low_first` undone."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def power_of_two(scales: np.ndarray) -> np.ndarray:

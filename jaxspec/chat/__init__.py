@@ -18,10 +18,11 @@ from jaxspec.chat.events import (
 )
 from jaxspec.chat.parser import Format, Parser, format_of, parser_for
 from jaxspec.chat.template import render
-from jaxspec.chat.tools import ToolChoice, choose, force
+from jaxspec.chat.tools import FirstCall, ToolChoice, choose, force
 
 __all__ = [
     "Event",
+    "FirstCall",
     "Format",
     "Parser",
     "Reasoning",

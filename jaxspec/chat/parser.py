@@ -126,6 +126,7 @@ class Parser:
 
     Attributes:
       reasoning_tokens: tokens so far between the markers of reasoning.
+      text_tokens: tokens so far of the answer, an end of the turn included.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Parser:
         """Make a parser. The arguments are as in `parser_for`; `known` is the format."""
         self._tokenizer = tokenizer
         self._format = known
-        self.reasoning_tokens = 0
+        self.reasoning_tokens = self.text_tokens = 0
         self._stop_texts = tuple(stop_texts)
         self._call_id = call_id or (lambda index: f"call_{uuid.uuid4().hex[:24]}")
         self._markers: dict[int, Role] = {}
@@ -157,7 +158,7 @@ class Parser:
         self._finish_reason: str | None = None
         self._begin_segment()
         self._read_prompt(prompt)
-        self.reasoning_tokens = 0  # the prompt's are not the reply's
+        self.reasoning_tokens = self.text_tokens = 0  # the prompt's are not the reply's
 
     @property
     def finish_reason(self) -> str | None:
@@ -219,6 +220,7 @@ class Parser:
         role = self._markers.get(token_id)
         if role is None or not self._marks(role):
             self.reasoning_tokens += self._mode == "reasoning"
+            self.text_tokens += self._mode == "text"
             self._ids.append(token_id)
             self._piece(self._stream.push(self._ids))
             return

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxspec.chat.gemma_calls import gemma_calls
-from jaxspec.chat.parser import GEMMA4, Format, format_of
+from jaxspec.chat.parser import GEMMA4, Format, Role, format_of
 from jaxspec.tokenizer import Tokenizer
 
 _THINKING = r"""
@@ -23,14 +23,18 @@ def frame(tokenizer: Tokenizer, prompt: Sequence[int], body: str = "@body") -> s
     """Return the rule of a reply that may think, and then is `body`; None where the tokenizer has no markers.
 
     Args:
-      prompt: what the reply continues. If it ends inside reasoning, the reply has to end that first.
+      prompt: what the reply continues. If it ends inside reasoning, the reply has to end that first. If its reasoning
+        is over, as where a template turns thinking off, there is no more.
     """
     known = format_of(tokenizer)
     if known is None:
         return None
     think, end = (_token(tokenizer, known, role) for role in ("think", "end think"))
-    if _is_thinking(tokenizer, known, prompt):
+    last = _last_marker(tokenizer, known, prompt)
+    if last == "think":
         start = f"start: text {end} gap {body}"
+    elif last == "end think":
+        start = f"start: {body}"
     else:
         start = f"start: (gap {think} text {end} gap)? {body}"
     return start + _THINKING
@@ -103,8 +107,9 @@ def _token(tokenizer: Tokenizer, known: Format, role: Any) -> str:
     return f"<[{tokenizer.backend.token_to_id(known.markers[role])}]>"
 
 
-def _is_thinking(tokenizer: Tokenizer, known: Format, prompt: Sequence[int]) -> bool:
-    """Tell whether a prompt ends inside reasoning."""
-    ids = [tokenizer.backend.token_to_id(known.markers[role]) for role in ("think", "end think")]
-    ids.append(tokenizer.backend.token_to_id(known.turn))
-    return next((i for i in reversed(prompt) if i in ids), None) == ids[0]
+def _last_marker(tokenizer: Tokenizer, known: Format, prompt: Sequence[int]) -> Role | None:
+    """Return the last marker of reasoning in the last turn of a prompt."""
+    roles: dict[int | None, Role | None] = {tokenizer.backend.token_to_id(known.turn): None}
+    for role in ("think", "end think"):
+        roles[tokenizer.backend.token_to_id(known.markers[role])] = role
+    return next((roles[i] for i in reversed(prompt) if i in roles), None)

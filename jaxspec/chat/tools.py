@@ -1,7 +1,7 @@
 """What a request says of tools: which the model may call, and which it must.
 
-`choose` reads `tools` and `tool_choice`. `force` makes the model begin with a call. Both do what can be
-done without a grammar. What cannot be kept without one is refused by name.
+`choose` reads `tools` and `tool_choice`. `force` makes the model begin with a call, and `FirstCall` ends a reply
+behind one. They do what can be done without a grammar. What cannot be kept without one is refused by name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.chat.calls import NAME
-from jaxspec.chat.parser import format_of
+from jaxspec.chat.events import ToolCallEnd
+from jaxspec.chat.parser import format_of, parser_for
 from jaxspec.records import FieldError, shown
 from jaxspec.tokenizer import Tokenizer
 
@@ -25,12 +26,14 @@ class ToolChoice:
       calls: whether the parser looks for calls.
       forced: the name of the tool that the reply must begin with a call of. `force` sees to it.
       required: the names of the tools of which the reply must call one. `rules.calls` sees to it.
+      parallel: whether a reply may have several calls. Else `FirstCall` ends it.
     """
 
     tools: tuple[dict[str, Any], ...] = ()
     calls: bool = False
     forced: str | None = None
     required: tuple[str, ...] = ()
+    parallel: bool = True
 
     @property
     def callable(self) -> list[dict[str, Any]]:
@@ -110,6 +113,24 @@ def force(tokenizer: Tokenizer, prompt: Sequence[int], name: str) -> list[int]:
     closing = known.markers["end think"] if last == think and think in after_turn else ""
     text = f"{closing}{known.markers['call']}{known.call_prefix}{name}{known.named_prefix}"
     return [*ids, *tokenizer.encode_rendered(text)]
+
+
+class FirstCall:
+    """Ends a reply behind its first complete call. It is a `Request.stop_at`, of one request."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        self._begin = lambda: parser_for(tokenizer, prompt)
+        self._parser, self._seen = self._begin(), 0
+
+    def __call__(self, token_ids: Sequence[int]) -> int | None:
+        """Return how many of a reply's tokens so far stay; None: all, and it goes on."""
+        if len(token_ids) < self._seen:  # an engine that started afresh begins again
+            self._parser, self._seen = self._begin(), 0
+        for token_id in token_ids[self._seen :]:
+            self._seen += 1
+            if any(isinstance(e, ToolCallEnd) for e in self._parser.push((token_id,))):
+                return self._seen
+        return None
 
 
 def _declared(tools: Any) -> tuple[dict[str, Any], ...]:

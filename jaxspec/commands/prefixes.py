@@ -15,15 +15,15 @@ def prefix_bytes(engine: Engine, gib: float | None) -> int:
     """Return the bytes of each device that beginnings of prompts get.
 
     Args:
-      gib: as asked; None for none on a GPU, where the store was not run yet. On a CPU, whose memory is not the
-        server's alone, an eighth of what is left and at most 1 GiB; nothing where that holds no whole slot.
+      gib: as asked; None for half of what weights, caches and logits leave on a GPU. On a CPU, whose memory is not the
+        server's alone, an eighth of it and at most 1 GiB; nothing where that holds no whole slot.
 
     Raises:
       FieldError: what is asked does not fit, holds no whole slot, or slots are split over devices.
     """
     rows, mesh = engine.batch_size + engine.read_ahead, engine.mesh
     limit, is_split = memory.bytes_limit(mesh), mesh.shape["data"] > 1
-    if gib == 0 or (gib is None and (limit is None or is_split or not on_cpu(mesh))):
+    if gib == 0 or (gib is None and (limit is None or is_split)):
         return 0
     if is_split:
         raise FieldError("prefix_gib", "needs a mesh whose data axis has one device; leave it out")
@@ -32,7 +32,7 @@ def prefix_bytes(engine: Engine, gib: float | None) -> int:
         left = limit - memory.footprint(engine.spec, rows, engine.cache_length, mesh).total
     if gib is None:
         assert left is not None
-        nbytes = min(left // 8, GIB)
+        nbytes = min(left // 8, GIB) if on_cpu(mesh) else left // 2
         return nbytes if nbytes >= least else 0
     nbytes = int(gib * GIB)
     if nbytes < least:

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxspec.quantised.formats import named
 from jaxspec.shapes import Array, Float, Int
@@ -124,3 +126,56 @@ def quantise(
     return QuantisedArray(
         parts, format=format, shape=x.shape, dtype=dtype or x.dtype, summed=summed
     )
+
+
+SLICE_NUMBERS = 16 << 20
+"""How many numbers of a weight are quantised together: 64 MB in float32."""
+
+
+def quantise_in_slices(
+    x: Float[Array, "..."],
+    format: str,
+    summed: tuple[int, ...],
+    *,
+    along: tuple[int, ...] | None = None,
+    numbers: int | None = None,
+) -> dict[str, Array]:
+    """Return the arrays of a weight in a format: those of `quantise`, to the bit, in little memory.
+
+    Every output is quantised by itself. So a loop takes some outputs after others and writes what it
+    makes into place. XLA would keep up to two copies in float32 of a weight that is quantised at once.
+
+    Args:
+      summed: the axes of x that a product sums over.
+      along: the axes that may be cut: those that no mesh splits. None for all.
+      numbers: of a slice, unless one output has more; None for `SLICE_NUMBERS`.
+    """
+    kept = [i for i in (range(x.ndim) if along is None else along) if i not in summed]
+    numbers = numbers or SLICE_NUMBERS
+    if x.size <= numbers or not kept:
+        return quantise(x, format, summed).parts
+    axis = max(kept, key=lambda i: x.shape[i])
+    step = min(x.shape[axis], max(1, numbers * x.shape[axis] // x.size))
+
+    def in_order(piece: Array) -> Array:
+        # Else XLA lays the whole weight out anew, in memory, as suits what is made of a slice.
+        return with_layout_constraint(piece, Layout(tuple(range(piece.ndim))))
+
+    def fill(index: Array, parts: dict[str, Array]) -> dict[str, Array]:
+        # The last slice may reach past the end. It then starts earlier, here and below.
+        piece = lax.dynamic_slice_in_dim(bits, index * step, step, axis)
+        piece = lax.bitcast_convert_type(piece, x.dtype)
+        made = quantise(in_order(piece), format, summed).parts
+        return {
+            name: lax.dynamic_update_slice_in_dim(
+                part, in_order(made[name]), index * step, axes[name].index(axis)
+            )
+            for name, part in parts.items()
+        }
+
+    # As whole numbers: on a CPU a slice of bfloat16 makes XLA widen all of the weight.
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    about = named(format).parts(x.shape, summed)
+    axes = {name: named(format).axes(name, x.ndim, summed) for name in about}
+    empty = {name: jnp.zeros(part.shape, part.dtype) for name, part in about.items()}
+    return lax.fori_loop(0, -(-x.shape[axis] // step), fill, empty)

@@ -31,7 +31,7 @@ from jaxspec.quantised.formats import Format, FormatError, Shape, named, registe
 from jaxspec.quantised.per_channel import sums
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.grouped import Codes, Coding, linear
-from pallas_kernels.grouped.coding import BLOCK, dequantise, pack, scale_numbers
+from pallas_kernels.grouped.coding import BLOCK, dequantise, pack, pack_pairs, scale_numbers
 
 GROUPS = (32, 16, 64, 128)
 """Sizes of groups of integers. The first is that of `int4`."""
@@ -192,12 +192,13 @@ class Grouped(Format):
         return Codes(**weight.parts), self.coding
 
     def of_arrays(
-        self, codes: Any, scales: Any, zeros: Any, factors: Any, shape: Shape, summed: Shape
-    ) -> dict[str, np.ndarray]:
-        """Return the arrays of a weight, given those of a file.
+        self, pairs: Any, scales: Any, zeros: Any, factors: Any, shape: Shape, summed: Shape
+    ) -> dict[str, Any]:
+        """Return the arrays of a weight, given those of a file. They are of JAX or of numpy, as these.
 
         Args:
-          codes: from 0 to 15, [*outputs, inputs], as files hold matrices.
+          pairs: codes from 0 to 15, two a byte, the first in the low half: uint8
+            [*outputs, inputs / 2], as files hold matrices.
           scales, zeros: [*outputs, groups].
           factors: [*outputs].
           shape, summed: of the weight, whose summed axes make up the axis of inputs.
@@ -213,31 +214,35 @@ class Grouped(Format):
         kept = tuple(i for i in range(len(shape)) if i not in summed)
         order = [(*kept, *summed).index(i) for i in range(len(shape))]
 
-        def placed(name: str, array: Any, size: int) -> np.ndarray:
+        xp = np if isinstance(pairs, np.ndarray) else jnp
+
+        def by_axes(name: str, array: Any, size: int) -> Any:
             sizes = tuple(shape[i] for i in kept) + tuple(shape[i] for i in summed[:-1])
             expected = math.prod(sizes) * (inputs // size)
-            if np.size(array) != expected:
-                raise FormatError(f"{name} has {np.size(array)} numbers, expected {expected}")
-            return np.asarray(array).reshape(*sizes, inputs // size).transpose(order)
+            if array.size != expected:
+                raise FormatError(f"{name} has {array.size} numbers, expected {expected}")
+            return array.reshape(*sizes, inputs // size)
 
         found = {
-            "codes": pack(placed("codes", codes, 1).astype(np.uint8), summed[-1]),
-            "scales": placed("scales", scales, group).astype(self.scales_dtype),
+            "codes": pack_pairs(by_axes("codes", pairs, 2)).transpose(*order, len(order)),
+            "scales": by_axes("scales", xp.asarray(scales, self.scales_dtype), group).transpose(
+                order
+            ),
         }
         if self.zeros:
-            found["zeros"] = placed("zeros", zeros, group).astype(np.int8)
+            found["zeros"] = by_axes("zeros", xp.asarray(zeros, np.int8), group).transpose(order)
         if self.factors:
             of_outputs = tuple(shape[i] for i in kept)
-            factors = np.asarray(factors, np.float32)
+            factors = xp.asarray(factors, np.float32)
             one_each = factors.reshape(of_outputs) if factors.size > 1 else factors.reshape(())
-            found["factors"] = np.array(np.broadcast_to(one_each, of_outputs))
+            found["factors"] = xp.broadcast_to(one_each, of_outputs)
         return found
 
 
 def from_int4(
-    q: np.ndarray,
-    scales: np.ndarray,
-    zeros: np.ndarray | None = None,
+    pairs: Any,
+    scales: Any,
+    zeros: Any = None,
     *,
     shape: Shape,
     summed: tuple[int, ...],
@@ -246,7 +251,8 @@ def from_int4(
     """Return a weight of 4-bit integers that a file holds: w = (q - zero) * scale. Nothing is rounded.
 
     Args:
-      q: int8 from -8 to 7, [*outputs, inputs].
+      pairs: q + 8, from 0 to 15, two a byte: uint8 [*outputs, inputs / 2]. The first of two is in
+        the low half. All arrays are of JAX, or all of numpy.
       scales: float32, bfloat16 or float16, [*outputs, inputs / group].
       zeros: int8 from -8 to 7, as scales; None where all are 0.
       shape, summed, dtype: of the weight. Its summed axes make up the axis of inputs.
@@ -254,16 +260,14 @@ def from_int4(
     Raises:
       FormatError: there is no format for such groups or scales, or shapes do not fit.
     """
-    scales = np.asarray(scales)
-    name = int4_name(np.shape(q)[-1] // scales.shape[-1], scales.dtype, zeros is not None)
-    codes = (np.asarray(q) + np.int8(8)).astype(np.uint8)
-    return _made(name, codes, scales, zeros, None, shape, summed, dtype)
+    name = int4_name(2 * pairs.shape[-1] // scales.shape[-1], scales.dtype, zeros is not None)
+    return _made(name, pairs, scales, zeros, None, shape, summed, dtype)
 
 
 def from_float4(
-    codes: np.ndarray,
-    scales: np.ndarray,
-    factor: np.ndarray | None = None,
+    pairs: Any,
+    scales: Any,
+    factor: Any = None,
     *,
     shape: Shape,
     summed: tuple[int, ...],
@@ -272,7 +276,7 @@ def from_float4(
     """Return a weight of 4-bit floats that a file holds: w = e2m1 * scale * factor. Nothing is rounded.
 
     Args:
-      codes: uint8 from 0 to 15, [*outputs, inputs].
+      pairs: codes from 0 to 15, two a byte, as in `from_int4`.
       scales: [*outputs, inputs / group]. float8_e4m3fn and groups of 16 (NVFP4), or uint8 and groups
         of 32, where u stands for 2^(u - 127) (MXFP4).
       factor: float32 [*outputs] or a scalar, which multiplies; None for 1.
@@ -281,18 +285,16 @@ def from_float4(
     Raises:
       FormatError: there is no format for such groups or scales, or shapes do not fit.
     """
-    scales = np.asarray(scales)
-    about = scales.dtype, np.shape(codes)[-1] // scales.shape[-1]
+    about = np.dtype(scales.dtype), 2 * pairs.shape[-1] // scales.shape[-1]
     if about == (np.dtype(ml_dtypes.float8_e4m3fn), 16):
-        ones = np.ones((), np.float32)
-        factors = ones if factor is None else factor
-        return _made("nvfp4", codes, scales, None, factors, shape, summed, dtype)
+        factors = np.ones((), np.float32) if factor is None else factor
+        return _made("nvfp4", pairs, scales, None, factors, shape, summed, dtype)
     if about != (np.dtype(np.uint8), 32) or factor is not None:
         raise FormatError(
             f"4-bit floats with scales of {about[0]} and groups of {about[1]}; expected "
             "float8_e4m3fn and 16 (NVFP4), or uint8 and 32 without a factor (MXFP4)"
         )
-    return _made("mxfp4", codes, scales, None, None, shape, summed, dtype)
+    return _made("mxfp4", pairs, scales, None, None, shape, summed, dtype)
 
 
 def int4_name(group: int, scales: Any = jnp.bfloat16, zeros: bool = False) -> str:
@@ -313,7 +315,7 @@ def int4_name(group: int, scales: Any = jnp.bfloat16, zeros: bool = False) -> st
 
 def _made(
     name: str,
-    codes: Any,
+    pairs: Any,
     scales: Any,
     zeros: Any,
     factors: Any,
@@ -323,7 +325,7 @@ def _made(
 ) -> QuantisedArray:
     format = named(name)
     assert isinstance(format, Grouped)
-    parts = format.of_arrays(codes, scales, zeros, factors, shape, summed)
+    parts = format.of_arrays(pairs, scales, zeros, factors, shape, summed)
     return QuantisedArray(parts, format=name, shape=shape, dtype=dtype, summed=summed)
 
 

@@ -50,7 +50,11 @@ def make_app(served: Served, opened: OpenEngine, scorer: Scorer, metrics: Metric
     routes = _Routes(served, opened, scorer, metrics)
     origins = list(served.settings.cors_origin)
     cors = Middleware(
-        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],
     )
     return Starlette(
         routes=[
@@ -237,7 +241,9 @@ class _Routes:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    told_of(request)["error"] = error.message
+    log = told_of(request)
+    log["error"] = error.message
+    log |= {k: v for k, v in (("param", error.param), ("code", error.code)) if v is not None}
     return JSONResponse(error.to_json(), error.status, headers=error.headers)
 
 

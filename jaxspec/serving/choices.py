@@ -7,7 +7,7 @@ stream are made by the same lines. Under speculation several tokens come at once
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,14 +33,14 @@ class Usage:
     accepted_tokens: int = 0
     drafted_tokens: int = 0
 
-    def add(self, done: Completion, num_draft_tokens: int, reasoning_tokens: int) -> None:
+    def add(self, done: Completion, reasoning_tokens: int) -> None:
         """Count a completion. Of accepted drafts, only those count that the reply shows."""
         split = StepSplit().push(len(done.token_ids), done.acceptance_lengths)
         self.reasoning_tokens += reasoning_tokens
         self.completion_tokens += len(done.token_ids)
-        self.cached_tokens += getattr(done, "cached_tokens", 0)
+        self.cached_tokens += done.cached_tokens
         self.accepted_tokens += sum(accepted for _, accepted in split)
-        self.drafted_tokens += num_draft_tokens * len(done.acceptance_lengths)
+        self.drafted_tokens += sum(done.verify_lengths)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as the protocol has it."""
@@ -125,12 +125,13 @@ class Logprobs:
 
     def chat_form(self, event: Update | Completion, begin: int) -> dict[str, Any]:
         """Return those of the tokens from `begin` on, as /v1/chat/completions has them."""
-        content = []
-        for place in range(begin, len(event.token_ids)):
-            best = event.top_logprobs[place][: self.top] if event.top_logprobs else ()
-            one = self._entry(event.token_ids[place], (event.logprobs or ())[place])
-            content.append({**one, "top_logprobs": [self._entry(i, x) for i, x in best]})
-        return {"content": content}
+        return {"content": [self.entry(event, i) for i in range(begin, len(event.token_ids))]}
+
+    def entry(self, event: Update | Completion, place: int) -> dict[str, Any]:
+        """Return those of one token, with the best ones in its place."""
+        best = event.top_logprobs[place][: self.top] if event.top_logprobs else ()
+        one = self._entry(event.token_ids[place], (event.logprobs or ())[place])
+        return {**one, "top_logprobs": [self._entry(i, x) for i, x in best]}
 
     def of_prompt(self, scores: Scores) -> list[dict[str, Any] | None]:
         """Return those of a prompt as `prompt_logprobs` has them, by token id: its own, and the best."""
@@ -156,6 +157,36 @@ class Logprobs:
 
 def _number(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB) if logprob == logprob else LEAST_LOGPROB
+
+
+class TextLogprobs:
+    """Finds the log-probabilities of the tokens of the text, among those of reasoning and of calls."""
+
+    def __init__(self, tokenizer: Tokenizer, wish: Wish):
+        """Begin with a reply."""
+        self._logprobs = Logprobs(tokenizer, wish.top_logprobs or 0)
+        self._stop_ids = wish.requests[0].all_stop_ids
+        self._held: list[dict[str, Any]] = []  # of tokens whose text is held back
+
+    def read(
+        self, parser: chat.Parser, event: Update | Completion, begin: int
+    ) -> Iterator[tuple[list[chat.Event], list[dict[str, Any]]]]:
+        """Let a parser read the tokens from `begin` on; yield its events, and the entries of their text."""
+        for place, token_id in enumerate(event.token_ids[begin:], begin):
+            before = parser.text_tokens
+            events = parser.push((token_id,))
+            is_text = parser.text_tokens > before
+            if is_text and token_id not in self._stop_ids:
+                self._held.append(self._logprobs.entry(event, place))
+            tells = any(isinstance(e, chat.Text) for e in events)
+            yield events, self.rest() if tells else []
+            if not is_text:
+                self._held = []  # newlines before a marker, which are no text
+
+    def rest(self) -> list[dict[str, Any]]:
+        """Return the entries that are left."""
+        held, self._held = self._held, []
+        return held
 
 
 # --- choices -----------------------------------------------------------------------------------------

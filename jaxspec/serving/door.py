@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import hmac
@@ -39,6 +40,7 @@ class Door:
     def __init__(self, app: ASGIApp, settings: Settings):
         self._app = app
         self._keys = [_digest(key) for key in settings.api_key]
+        self._may_tell = settings.log_prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, and write a line about it when it is over."""
@@ -67,6 +69,11 @@ class Door:
                 challenge = {"WWW-Authenticate": "Bearer"}
                 reply = JSONResponse(error.to_json(), 401, headers=challenge)
                 await reply(scope, receive, tell)
+        except asyncio.CancelledError:  # a second signal ends the server at once
+            log["error"] = "the server ended"
+            if not status:
+                error = ApiError(503, "the server ended the request", code="cancelled")
+                await JSONResponse(error.to_json(), 503)(scope, receive, tell)
         except TimeoutError:
             log["error"] = "the client did not read"
         except LocalProtocolError:
@@ -82,7 +89,7 @@ class Door:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-        digest = _digest(key.decode("latin-1"))
+        digest = _digest(key.strip().decode("latin-1"))
         # All are compared, and each in the same time, so that the time tells nothing.
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
         return kind.lower() == b"bearer" and any(matches)
@@ -91,6 +98,8 @@ class Door:
         self, scope: Scope, name: str, status: int, seconds: float, log: dict[str, Any]
     ) -> None:
         usage = log.pop("usage", None)
+        if "param" in log and not self._may_tell:
+            log["error"] = "refused"  # what is said of a value may quote it
         line = {
             "request_id": name,
             "method": scope["method"],

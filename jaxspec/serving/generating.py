@@ -188,11 +188,14 @@ class Reply:
             scores = await self._scored(index // self._wish.n)
             if (piece := choice.echo(scores)) is not None:
                 yield self._chunk(index, piece.delta, piece)
+        place = len(self.texts)
+        self.texts.append("")
         ids: tuple[int, ...] = ()  # that came without anything to show
         steps = Steps(self._served.spec.depth)
         async for event in self._events(index):
             piece = choice.push(event)
             ids += piece.token_ids
+            self.texts[place] += piece.delta.get("content", "") + piece.delta.get("text", "")
             stop = None
             if isinstance(event, Completion):
                 self._count(event, choice.reasoning_tokens)
@@ -274,7 +277,7 @@ class Reply:
         return stop_reason(done, self._served.tokenizer, self._wish, ids)
 
     def _count(self, done: Completion, reasoning_tokens: int) -> None:
-        self.usage.add(done, self._served.spec.num_draft_tokens, reasoning_tokens)
+        self.usage.add(done, reasoning_tokens)
 
 
 def internal_error() -> ApiError:

@@ -55,9 +55,8 @@ class Repeated(Collector):
 class Metrics:
     """Counts what an open engine tells it."""
 
-    def __init__(self, model: str, num_draft_tokens: int):
+    def __init__(self, model: str):
         self._registry = CollectorRegistry()
-        self._drafts = num_draft_tokens
         self._model = model
 
         def make(kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
@@ -126,12 +125,13 @@ class Metrics:
         self.latency.observe(handle.last_s - handle.submitted_s)
         self.prompt_tokens.inc(prompt)
         self.queries.inc(prompt)
-        self.hits.inc(getattr(completion, "cached_tokens", 0))
+        self.hits.inc(completion.cached_tokens)
         self.prompt_sizes.observe(prompt)
         self.reply_sizes.observe(len(completion.token_ids))
-        if self._drafts:
-            self.num_drafts.inc(len(lengths))
-            self.drafted.inc(self._drafts * len(lengths))
+        # Steps that verify no draft are those of plain decoding.
+        if drafted := [count for count in completion.verify_lengths if count]:
+            self.num_drafts.inc(len(drafted))
+            self.drafted.inc(sum(drafted))
             self.accepted.inc(sum(lengths) - len(lengths))
             for position in range(max(lengths, default=1) - 1):
                 count = sum(length - 1 > position for length in lengths)

@@ -206,11 +206,13 @@ class OpenEngine:
         return future
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no more requests, and wait until those there are done; tell whether they are."""
+        """Take no more requests, and wait until those there are done, or it is closed; tell whether they are."""
         with self._changed:
             if self._state in ("loading", "ready"):
                 self._state = "draining"
-            return self._changed.wait_for(lambda: not self._live, timeout_s)
+            is_over = lambda: not self._live or self._state in ("closed", "failed")  # noqa: E731
+            self._changed.wait_for(is_over, timeout_s)
+            return not self._live
 
     def close(self, timeout_s: float | None = None) -> None:
         """Cancel all requests, and end the worker. It ends when the device has returned."""

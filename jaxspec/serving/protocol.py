@@ -56,9 +56,15 @@ class Generating(Asked):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    # Understood, and refused where they ask for what is not there.
+    # Read by `NOT_SUPPORTED`.
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    use_beam_search: bool | None = None
+    truncate_prompt_tokens: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    logits_processors: Any = None
 
 
 class CompletionAsked(Generating):
@@ -68,9 +74,10 @@ class CompletionAsked(Generating):
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
+    suffix: str | None = None
+    prompt_embeds: Any = None
 
 
 class ChatAsked(Generating):
@@ -83,9 +90,42 @@ class ChatAsked(Generating):
     top_logprobs: int | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
+    echo: bool | None = None
     continue_final_message: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    chat_template: Any = None
+    documents: Any = None
+
+
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "continue_final_message": (False,),
+    "functions": ([],),
+    "function_call": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "documents": ([],),
+}
+"""Fields that would be served wrongly if they were ignored, with the values beside null that ask for nothing."""
 
 
 class TokenizeAsked(Asked):

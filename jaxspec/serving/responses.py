@@ -16,7 +16,7 @@ from typing import Any
 from jaxspec import chat
 from jaxspec.records import shown
 from jaxspec.requests import Completion
-from jaxspec.serving.choices import ChatChoice, finish_reason
+from jaxspec.serving.choices import ChatChoice, TextLogprobs, finish_reason
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.generating import Kind, Reply, internal_error
 from jaxspec.serving.open_engine import OpenEngine
@@ -27,6 +27,8 @@ from jaxspec.serving.wishes import Served, Wish
 LOG = logging.getLogger("jaxspec.serving")
 KIND = Kind("resp_", "response", "response", ChatChoice)
 Event = dict[str, Any]
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` has where log-probabilities are asked for."""
 _PARAMS = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -46,8 +48,12 @@ class ResponsesAsked(Generating):
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
     previous_response_id: str | None = None
     background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -60,14 +66,19 @@ def wish_of(served: Served, asked: ResponsesAsked) -> Wish:
     wrong = {
         "previous_response_id": asked.previous_response_id is not None,
         "background": bool(asked.background),
+        "conversation": asked.conversation is not None,
+        "prompt": asked.prompt is not None,
         "n": asked.n not in (None, 1),
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise ApiError(400, f"{name} is not supported", param=name)
-    kwargs = dict(asked.chat_template_kwargs or {})
-    if (effort := (asked.reasoning or {}).get("effort")) is not None:
-        kwargs.setdefault("enable_thinking", effort != "none")
+    effort = (asked.reasoning or {}).get("effort")
+    if not isinstance(effort, str | None):
+        name = "reasoning.effort"
+        raise ApiError(400, f"{name} is {shown(effort)}; expected a word", param=name)
+    top = asked.top_logprobs
+    wants_logprobs = bool(top) or LOGPROBS in (asked.include or ())
     same = {name: getattr(asked, name) for name in Generating.model_fields if name != "stream"}
     try:
         return served.chat(
@@ -77,13 +88,17 @@ def wish_of(served: Served, asked: ResponsesAsked) -> Wish:
                 max_completion_tokens=asked.max_output_tokens,
                 tools=asked.tools,
                 tool_choice=asked.tool_choice,
-                chat_template_kwargs=kwargs or None,
+                parallel_tool_calls=asked.parallel_tool_calls,
+                reasoning_effort=effort,
+                chat_template_kwargs=asked.chat_template_kwargs,
+                logprobs=wants_logprobs,
+                top_logprobs=top if wants_logprobs else None,
             )
         )
     except ApiError as error:
         first = (error.param or "").partition("[")[0]
         if first in _PARAMS:
-            message = error.message.replace(first, _PARAMS[first])
+            message = error.message.replace(first, _PARAMS[first], 1)
             param = _PARAMS[first] + (error.param or "")[len(first) :]
             raise ApiError(error.status, message, param=param, code=error.code) from None
         raise
@@ -168,11 +183,17 @@ class Output:
         self.items: list[dict[str, Any]] = []
         self._open = False  # whether the last item goes on
 
-    def take(self, events: Sequence[chat.Event]) -> Iterator[Event]:
-        """Tell of what the model wrote."""
+    def take(
+        self, events: Sequence[chat.Event], logprobs: Sequence[dict[str, Any]] | None = None
+    ) -> Iterator[Event]:
+        """Tell of what the model wrote.
+
+        Args:
+          logprobs: of the tokens of its text; None where nobody asks.
+        """
         for event in events:
             if isinstance(event, chat.Text):
-                yield from self._text("message", event.text)
+                yield from self._text("message", event.text, logprobs)
             elif isinstance(event, chat.Reasoning):
                 yield from self._text("reasoning", event.text)
             elif isinstance(event, chat.ToolCallStart):
@@ -210,12 +231,14 @@ class Output:
             kind = part["type"]
             said = {"content_index": 0, "text": part["text"]}
             if kind == "output_text":
-                said["logprobs"] = []
+                said["logprobs"] = part.get("logprobs", [])
             yield self._event(f"response.{kind}.done", said)
             yield self._event("response.content_part.done", {"content_index": 0, "part": part})
         yield self._event("response.output_item.done", {"item": item})
 
-    def _text(self, kind: str, text: str) -> Iterator[Event]:
+    def _text(
+        self, kind: str, text: str, logprobs: Sequence[dict[str, Any]] | None = None
+    ) -> Iterator[Event]:
         """Tell of a piece of text, of an item of that kind."""
         if not self._open or self.items[-1]["type"] != kind:
             yield from self._begin_text(kind)
@@ -223,7 +246,9 @@ class Output:
         part["text"] += text
         said = {"content_index": 0, "delta": text}
         if part["type"] == "output_text":
-            said["logprobs"] = []
+            said["logprobs"] = [*(logprobs or ())]
+        if logprobs is not None:
+            part.setdefault("logprobs", []).extend(logprobs)
         yield self._event(f"response.{part['type']}.delta", said)
 
     def _begin_text(self, kind: str) -> Iterator[Event]:
@@ -309,15 +334,22 @@ class ResponsesReply(Reply):
         )
         seen = 0
         status = "completed"
+        text = None if wish.top_logprobs is None else TextLogprobs(self._served.tokenizer, wish)
         async for event in self._events(0):
-            events = parser.push(event.token_ids[seen:])
+            if text is not None:
+                for events, logprobs in text.read(parser, event, seen):
+                    for made in self._items.take(events, logprobs):
+                        yield made
+            else:
+                for made in self._items.take(parser.push(event.token_ids[seen:])):
+                    yield made
             seen = len(event.token_ids)
             if isinstance(event, Completion):
                 self._count(event, parser.reasoning_tokens)
-                events += parser.finish(finish_reason(event))
+                events = parser.finish(finish_reason(event))
+                for made in self._items.take(events, text and text.rest()):
+                    yield made
                 status = "completed" if event.finish_reason == "stop" else "incomplete"
-            for made in self._items.take(events):
-                yield made
         for made in self._items.end(status):
             yield made
         self.texts += [i["content"][0]["text"] for i in self._items.items if i["type"] == "message"]
@@ -353,7 +385,8 @@ class ResponsesReply(Reply):
             "top_p": sampling.top_p,
             "tools": asked.tools or [],
             "tool_choice": asked.tool_choice or "auto",
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self._wish.tools.parallel,
+            "top_logprobs": self._wish.top_logprobs or 0,
             "reasoning": asked.reasoning or {"effort": None, "summary": None},
             "text": {"format": _format(asked) or {"type": "text"}},
             "truncation": "disabled",

@@ -20,6 +20,8 @@ from jaxspec.serving.open_engine import OpenEngine
 
 LOG = logging.getLogger("jaxspec.serving")
 HEADER_BYTES = 64 * 1024
+CLOSE_S = 2.0
+"""How long the device may take to return, once nobody waits for its work."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -40,13 +42,14 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def check_tls(cert: str, key: str | None) -> None:
+def check_tls(cert: str, key: str) -> None:
     """Raise an error unless a certificate and its key can be used.
 
     Raises:
       OSError: why not.
     """
-    ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
+    # With no password a key that has one would ask the terminal for it.
+    ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
 
 
 class Server(uvicorn.Server):
@@ -68,8 +71,15 @@ class Server(uvicorn.Server):
         """Take a signal. Python calls this between two instructions of the main thread."""
         if self._loop is None or self._draining is not None:
             self.should_exit = self.force_exit = True
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._opened.close, 0)
         else:
             self._loop.call_soon_threadsafe(self._begin_to_drain)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Tell whether it is over, ten times a second. A failed engine answers nobody, so that a supervisor starts another."""
+        self.should_exit |= self._opened.state == "failed"
+        return await super().on_tick(counter)
 
     def _begin_to_drain(self) -> None:
         if self._draining is None:
@@ -80,6 +90,7 @@ class Server(uvicorn.Server):
         done = await asyncio.to_thread(self._opened.drain, self._drain_s)
         if not done:
             LOG.warning("%d requests did not end in time", self._opened.num_live)
+            await asyncio.to_thread(self._opened.close, CLOSE_S)
         self.should_exit = True
 
 

@@ -84,8 +84,8 @@ class ProgramOptions:
     )
     prefix_gib: float | None = option(
         None,
-        "GiB of each device for beginnings of prompts, which are then not read again; 0: none. Default: at most "
-        "1 on a CPU, none on a GPU.",
+        "GiB of each device for beginnings of prompts, which are then not read again; 0: none. Default: half of "
+        "what is left on a GPU, and at most 1 on a CPU.",
         range=Range("0 or more; 0: none", lambda x: (x >= 0) & (x < math.inf)),
     )
     prefix_host_gib: float = option(

@@ -44,7 +44,7 @@ class Steps:
 
     def __init__(self, depth: int):
         self._depth, self._split = depth, StepSplit()
-        self._told = 0
+        self._told = self._steps = 0
 
     def push(
         self,
@@ -63,6 +63,9 @@ class Steps:
             new, of_tokens = of_tokens[:size], of_tokens[size:]
             begin, self._told = self._told, self._told + size
             tokens = [{"id": i, **said} for i, said in zip(ids[begin:], new, strict=False)]
-            drafted = self._depth if begin else 0
+            drafted = 0
+            if begin and self._steps < len(event.verify_lengths):
+                drafted = min(event.verify_lengths[self._steps], self._depth)
+                self._steps += 1
             steps.append({"drafted": drafted, "accepted": accepted, "tokens": tokens})
         return {"steps": steps, **({"rest": rest} if rest else {})}

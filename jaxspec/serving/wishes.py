@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,14 @@ from jaxspec import chat
 from jaxspec.chat import rules
 from jaxspec.chat.tools import force
 from jaxspec.configs.base import GenerationDefaults
+from jaxspec.engine import STOP_IDS
 from jaxspec.grammars import Grammar, GrammarTokens
-from jaxspec.records import FieldError, Sampling
+from jaxspec.records import FieldError, Range, Sampling
 from jaxspec.requests import Request, ids_refusal
 from jaxspec.runtime import cache_length_for
 from jaxspec.serving.errors import ApiError, wrong_value
 from jaxspec.serving.grammars import Asked, asked_grammar, compiled
-from jaxspec.serving.protocol import ChatAsked, CompletionAsked, Generating
+from jaxspec.serving.protocol import NOT_SUPPORTED, ChatAsked, CompletionAsked, Generating
 from jaxspec.serving.settings import Settings
 from jaxspec.state import DecodeSpec
 from jaxspec.tokenizer import Tokenizer, TokenizerError, stop_at_text
@@ -29,8 +30,11 @@ from jaxspec.tokenizer import Tokenizer, TokenizerError, stop_at_text
 COMPLETION_TOKENS = 16
 """New tokens of /v1/completions, where a request says nothing; the protocol's own number."""
 MOST_STOPS = 16
+StopAt = Callable[[Sequence[int]], int | None]
 _OF_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _OF_REQUEST = ("presence_penalty", "frequency_penalty")
+_PENALTIES = Range("from -2 to 2", lambda x: abs(x) <= 2)
+_BIASES = Range("from -100 to 100", lambda x: abs(x) <= 100)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Served:
     """The model that is served, as far as requests have to fit it.
 
     Attributes:
+      num_stop_ids: most stop ids of a request.
       grammars: the tokenizer as grammars see it; None where requests may have none, for the reason `no_grammars`.
     """
 
@@ -87,6 +92,7 @@ class Served:
     generation: GenerationDefaults
     cache_length: int
     settings: Settings
+    num_stop_ids: int = STOP_IDS
     grammars: GrammarTokens | None = None
     no_grammars: str = "this server was started without grammars"
 
@@ -102,8 +108,6 @@ class Served:
         Raises:
           ApiError: it cannot be served; says which field is wrong.
         """
-        if asked.suffix:
-            raise ApiError(400, "suffix is not supported", param="suffix")
         if asked.best_of is not None and asked.best_of != (asked.n or 1):
             raise ApiError(400, "best_of is not supported beyond n", param="best_of")
         prompts = self._prompts(asked)
@@ -133,19 +137,21 @@ class Served:
         Raises:
           ApiError: it cannot be served; says which field is wrong.
         """
-        if asked.continue_final_message:
-            name = "continue_final_message"
-            raise ApiError(400, f"{name} is not supported yet", param=name)
-        if asked.prompt_logprobs is not None:
-            name = "prompt_logprobs"
-            raise ApiError(400, f"{name} is for /v1/completions", param=name)
+        for name in ("echo", "prompt_logprobs"):
+            if getattr(asked, name) not in (None, False):
+                raise ApiError(400, f"{name} is for /v1/completions", param=name)
+        kwargs = asked.chat_template_kwargs or {}
+        if asked.reasoning_effort is not None:
+            kwargs = {"enable_thinking": asked.reasoning_effort != "none", **kwargs}
         try:
             can = self.grammars is not None
             tools = chat.choose(asked.tools, asked.tool_choice, grammars=can)
+            if asked.parallel_tool_calls is False:
+                tools = dataclasses.replace(tools, parallel=False)
             prompt = self.conversation(
                 asked.messages,
                 tools.tools,
-                asked.chat_template_kwargs,
+                kwargs,
                 asked.add_generation_prompt is not False,
             )
             grammar = self._grammar_of_chat(asked, prompt, tools)
@@ -214,6 +220,8 @@ class Served:
           ApiError, FieldError: it cannot be read, or the template refuses it.
         """
         given = {**(self.settings.chat_template_kwargs or {}), **(kwargs or {})}
+        if (name := "add_generation_prompt") in given:
+            raise FieldError("chat_template_kwargs", f"has {name}, which is a field of its own")
         try:
             return chat.render(
                 self.tokenizer,
@@ -276,20 +284,34 @@ class Served:
                 param="n",
             )
         stops = _stops(asked.stop)
+        tools = tools or chat.ToolChoice()
         seed = secrets.randbits(32) if asked.seed is None else asked.seed
         eos = () if asked.ignore_eos else self.generation.eos_token_ids
+        stop_ids = {*eos, *(asked.stop_token_ids or ())}
+        if len(stop_ids) > self.num_stop_ids:
+            raise ApiError(
+                400,
+                f"stop_token_ids: {len(stop_ids)} ids, the checkpoint's own included; this server was started "
+                f"for at most {self.num_stop_ids} (--max-stop-ids)",
+                param="stop_token_ids",
+            )
         try:
             shared: dict[str, Any] = dict(
                 sampling=self._sampling(asked, top_logprobs),
-                stop_ids=(*eos, *(asked.stop_token_ids or ())),
-                # The protocol allows 64 bits, and clients draw seeds from them all.
-                seed=seed % 2**32 if 0 <= seed < 2**64 else seed,
+                stop_ids=tuple(sorted(stop_ids)),
+                # The protocol allows 64 bits with a sign, and clients draw seeds from them all.
+                seed=seed % 2**32 if -(2**63) <= seed < 2**64 else seed,
                 priority=asked.priority or 0,
-                stop_at=stop_at_text(self.tokenizer, stops) if stops else None,
                 grammar=grammar,
             )
             requests = [
-                Request(prompt, count, sample=sample, **shared)
+                Request(
+                    prompt,
+                    count,
+                    sample=sample,
+                    stop_at=self._stop_at(prompt, stops, tools),
+                    **shared,
+                )
                 for prompt, count in zip(prompts, most, strict=True)
                 for sample in range(n)
                 if count
@@ -304,9 +326,22 @@ class Served:
             n,
             stops,
             top_logprobs,
-            tools=tools or chat.ToolChoice(),
+            tools=tools,
             steps=bool(asked.return_steps and asked.stream),
         )
+
+    def _stop_at(
+        self, prompt: tuple[int, ...], stops: tuple[str, ...], tools: chat.ToolChoice
+    ) -> StopAt | None:
+        """Return what ends a reply beside stop ids: a stop text, or its first call if it may have one only."""
+        found: list[StopAt] = []
+        if stops:
+            found.append(stop_at_text(self.tokenizer, stops))
+        if tools.calls and not tools.parallel:
+            found.append(chat.FirstCall(self.tokenizer, prompt))
+        if len(found) < 2:
+            return found[0] if found else None
+        return lambda ids: min((n for f in found if (n := f(ids)) is not None), default=None)
 
     def _check_ids(self, prompts: Sequence[tuple[int, ...]]) -> None:
         for prompt in prompts:
@@ -350,6 +385,9 @@ class Served:
         extras = self.spec.extras
         values = {name: getattr(asked, name) for name in (*_OF_CHECKPOINT, *_OF_REQUEST)}
         values = {name: value for name, value in values.items() if value is not None}
+        for name in _OF_REQUEST:
+            if wrong := _PENALTIES.refusal(values.get(name, 0)):
+                raise FieldError(name, wrong)
         if values.get("top_k") == -1:  # a common way to say "off"
             values["top_k"] = 0
         for name in _OF_CHECKPOINT:
@@ -380,15 +418,11 @@ class Served:
 
 def _refuse_unsupported(asked: Generating) -> None:
     """Refuse what would be served wrongly if it were ignored."""
-    wrong = {
-        "min_tokens": bool(asked.min_tokens),
-        "skip_special_tokens": asked.skip_special_tokens is False,
-        "stream_options": asked.stream_options is not None and not asked.stream,
-    }
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            reason = "needs stream: true" if name == "stream_options" else "is not supported yet"
-            raise ApiError(400, f"{name} {reason}", param=name)
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    for name, harmless in NOT_SUPPORTED.items():
+        if getattr(asked, name, None) not in (None, *harmless):
+            raise ApiError(400, f"{name} is not supported", param=name)
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:
@@ -401,10 +435,12 @@ def _stops(given: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
-    try:
-        biases = {int(token): bias for token, bias in given.items()}
-    except ValueError:
-        raise ApiError(400, "logit_bias: expected token ids as keys", param="logit_bias") from None
+    if not all(token.isascii() and token.lstrip("-").isdigit() for token in given):
+        raise ApiError(400, "logit_bias: expected token ids as keys", param="logit_bias")
+    for token, bias in given.items():
+        if wrong := _BIASES.refusal(bias):
+            raise ApiError(400, f"logit_bias of token {token} {wrong}", param="logit_bias")
+    biases = {int(token): bias for token, bias in given.items()}
     if len(biases) < len(given):
         raise ApiError(400, "logit_bias names a token twice", param="logit_bias")
     return biases

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
@@ -85,28 +86,30 @@ def _check_groups(name: str, spec: Spec, shape: Shape, summed: tuple[int, ...]) 
         )
 
 
-def parts_of(
-    source: Source, format: str, shape: Shape, summed: tuple[int, ...]
-) -> dict[str, np.ndarray]:
+def parts_of(source: Source, format: str, shape: Shape, summed: tuple[int, ...]) -> dict[str, Any]:
     """Return the arrays of a format that hold a weight of a file. Nothing is rounded.
 
     Args:
-      source: the weight with its rows in the order of the kept axes.
+      source: the weight with its rows in the order of the kept axes. Its arrays are of JAX or of
+        numpy, as the result is.
     """
     about: dict[str, Any] = dict(shape=shape, summed=summed, dtype=np.float32)
     if isinstance(source, GroupedInt4):
         of_ours = named(format).parts(shape, summed)["scales"].shape
         times = math.prod(of_ours) // math.prod(source.scales.shape)
-        scales = np.repeat(source.scales, times, axis=-1)
-        zeros = None if source.zeros is None else np.repeat(source.zeros, times, axis=-1)
-        made = from_int4(source.q, scales, zeros, **about)
+        scales, zeros = source.scales, source.zeros
+        if times > 1:
+            xp = np if isinstance(scales, np.ndarray) else jnp
+            scales = xp.repeat(scales, times, axis=-1)
+            zeros = None if zeros is None else xp.repeat(zeros, times, axis=-1)
+        made = from_int4(source.pairs, scales, zeros, **about)
     elif isinstance(source, GroupedFloat4):
-        made = from_float4(source.codes, source.scales, source.factor, **about)
+        made = from_float4(source.pairs, source.scales, source.factor, **about)
     else:
         assert isinstance(source, PerChannel)
         inputs = tuple(shape[i] for i in summed)
         kept = tuple(n for i, n in enumerate(shape) if i not in summed)
         codes, scales = source.codes.reshape(*kept, *inputs), source.scales.reshape(kept)
-        return {"codes": codes, "scales": np.ascontiguousarray(scales)}
+        return {"codes": codes, "scales": scales}
     assert made.format == format, (made.format, format)
-    return {part: np.ascontiguousarray(array) for part, array in made.parts.items()}
+    return made.parts

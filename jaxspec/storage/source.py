@@ -8,11 +8,13 @@ is read as numbers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from checkpoints_convert import hf_io
@@ -21,12 +23,72 @@ from checkpoints_convert.kv_scales import read_kv_scales
 from checkpoints_convert.quantised import sources
 from checkpoints_convert.quantised.announced import Spec, read_announced
 from checkpoints_convert.quantised.view import View, open_view
-from checkpoints_convert.rules import Fill, Plan, RuleSet, Shape, match, permutation
+from checkpoints_convert.rules import (
+    Fill,
+    Plan,
+    RuleSet,
+    Shape,
+    Transform,
+    integers,
+    match,
+    permutation,
+    same,
+)
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.families import Family, ModelConfig, family_of, graph_of, recognise
 from jaxspec.params import Graph
 from jaxspec.storage.finite import See, checked
 from jaxspec.storage.quantised_files import format_of, is_lossless, parts_of
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the tensors of a file become the arrays of a parameter. It moves codes and numbers.
+
+    Attributes:
+      transform, shape: of the parameter.
+      format, summed: of a weight whose codes and scales the file has; None of all others.
+    """
+
+    transform: Transform
+    shape: Shape
+    format: str | None = None
+    summed: tuple[int, ...] = ()
+
+    def __call__(self, pieces: Sequence[Any]) -> Any:
+        """Return an array, or the arrays of the format by name.
+
+        Args:
+          pieces: what `Source.pieces` returned, in numpy; or the same on a device, inside jit.
+        """
+        if self.format is None:
+            return self.transform.to_param(pieces, self.shape)
+        rows = self.transform.rows
+        assert rows is not None
+        joined = sources.arrange(pieces, lambda arrays: rows(arrays, self.shape))
+        return parts_of(joined, self.format, self.shape, self.summed)
+
+    @property
+    def moves(self) -> bool:
+        """Whether the arrays lie in another order than the pieces."""
+        return self.format is not None or self.transform not in (same, integers, permutation)
+
+    def on_host(self, pieces: Sequence[Any]) -> np.ndarray | dict[str, np.ndarray]:
+        """Return arrays of numpy, whose numbers lie in order."""
+        if self.format is not None:
+            return {part: np.ascontiguousarray(x) for part, x in self(pieces).items()}
+        # As whole numbers, which numpy moves several times faster than bfloat16.
+        dtype = pieces[0].dtype
+        return self([piece.view(f"u{dtype.itemsize}") for piece in pieces]).view(dtype)
+
+    def on_device(self, pieces: Sequence[Any]) -> Any:
+        """Put pieces on the default device, and return the arrays there. It compiles once a recipe."""
+        return _compiled(self)(pieces)
+
+
+@functools.cache
+def _compiled(recipe: Recipe) -> Callable[[Sequence[Any]], Any]:
+    return jax.jit(recipe)
 
 
 @dataclass(frozen=True)
@@ -105,6 +167,16 @@ class Source:
     ) -> np.ndarray | dict[str, np.ndarray]:
         """Read a parameter: an array, or the arrays of its format as the file has them.
 
+        Arguments are those of `pieces`.
+        """
+        recipe, pieces = self.pieces(fill, graph, dtype, see)
+        return recipe.on_host(pieces)
+
+    def pieces(
+        self, fill: Fill, graph: Graph, dtype: np.dtype, see: See
+    ) -> tuple[Recipe, list[Any]]:
+        """Read the tensors of a parameter, and return them with what makes the parameter of them.
+
         Args:
           graph: as `quantised_graph` returned it, or with more formats. What it quantises beyond
             the file is returned as numbers.
@@ -113,29 +185,33 @@ class Source:
         spec, format = self.spec_of(fill), dict(graph.formats).get(fill.path)
         if spec is not None and format is not None:
             if is_lossless(spec):
-                return self._codes(fill, graph, format, see)
+                summed = graph.declared()[fill.path].summed
+                recipe = Recipe(fill.transform, fill.shape, format, summed)
+                return recipe, [self.view.source(name, see) for name in fill.sources]
             dtype = np.dtype(np.float32)
         numbers = [self.view.numbers(name, dtype, see) for name in fill.sources]
-        return fill.to_param(numbers)
+        return Recipe(fill.transform, fill.shape), numbers
 
-    def _codes(self, fill: Fill, graph: Graph, format: str, see: See) -> dict[str, np.ndarray]:
-        rows = fill.transform.rows
-        assert rows is not None, fill.path
-        found = [self.view.source(name, see) for name in fill.sources]
-        joined = sources.arrange(found, lambda arrays: rows(arrays, fill.shape))
-        return parts_of(joined, format, fill.shape, graph.declared()[fill.path].summed)
-
-    def arrays(
-        self, graph: Graph, dtype: np.dtype
-    ) -> Iterator[tuple[str, np.ndarray | dict[str, np.ndarray]]]:
-        """Yield every parameter by name, as `read` returns it.
+    def all_pieces(self, graph: Graph, dtype: np.dtype) -> Iterator[tuple[str, Recipe, list[Any]]]:
+        """Yield every parameter by name, as `pieces` returns it.
 
         Raises:
           CheckpointError: at the end, if weights are not finite.
         """
         with checked(self.checkpoint.directory) as see:
             for fill in self.plan.fills:
-                yield fill.path, self.read(fill, graph, fill.cast(dtype), see)
+                yield fill.path, *self.pieces(fill, graph, fill.cast(dtype), see)
+
+
+def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """Yield items, and make the next one in a thread meanwhile. So at most two are in memory."""
+    end = object()
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, items, end)
+        while (item := coming.result()) is not end:
+            coming = pool.submit(next, items, end)
+            yield item
+            del item
 
 
 def open_source(directory: Path) -> Source:

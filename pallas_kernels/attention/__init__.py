@@ -33,8 +33,21 @@ __all__ = ["KVSegment", "Tiling", "attention", "reference"]
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
 HOPPER = 9.0
-# For speed, "auto" takes a kernel up to this many query tokens. More tokens are a prefill, whose
-# speed is not bound by reading keys.
+# More query tokens than this are a chunk of a prompt. "auto" takes the Triton kernel for one at head
+# dims up to 256, and Mosaic at head dim 512, where it can run. Microseconds of XLA and of the kernel
+# on an H200 (jax 0.11.2, bfloat16), for a layer's writes and reads of its cache:
+#
+#   rows x tokens        1x512     2x256     4x128     8x64        of a prompt that begins
+#   31B, ring of 1088    737, 255  345, 159  302, 163  317, 200
+#   31B, 8320 keys       899, 146                                  1x512 at 4096: 884, 520
+#                                                                  1x512 at 7680: 878, 852
+#   rows x tokens        1x2048    4x512     8x256     16x128
+#   26B-A4B, ring        799, 237  551, 239  560, 212  581, 247
+#   26B-A4B, 3072 keys   656, 389  637, 244            716, 264    1x2048 at 6144: 1667, 1472
+#   E4B, 1x512: ring 95, 80, and 3072 keys 128, 101
+#
+# XLA reads all slots of a cache, and writes all scores; a kernel reads the keys that are there.
+# Triton at head dim 512 takes 1407 at 7680, and so it is left to XLA.
 MOST_TOKENS = 64
 # To save memory, "auto" takes a kernel from this many bytes of float32 scores on. XLA would write
 # all scores to memory. 512 tokens of a prompt of 31B have so many scores from 16384 slots on.
@@ -90,7 +103,8 @@ def attention(
         head dim 512 it needs one segment and no window. At head dim 128 it needs 8, 16, 32 or 64
         query heads per kv head, and at most one further segment, of at most 128 slots. "auto" takes
         Mosaic, else Triton, where the kernel can run and one of two things holds: the kernel is
-        faster (many keys for few tokens), or the scores of the reference would fill memory.
+        faster (many keys for few tokens, most chunks of prompts), or the scores of the reference
+        would fill memory.
         Elsewhere "auto" takes the reference.
       tiling: tile sizes of the Triton kernel; None takes them from the table in `tuning.py`.
       interpret: whether to interpret the Triton kernel. It then runs on any device, slowly. For
@@ -109,7 +123,7 @@ def attention(
 
     def mosaic(*args: Any) -> Array:
         splits = splits_for(rows=rows, heads=heads, longest=longest)
-        return _mosaic_kernel(h)(*args, **how, splits=splits)
+        return _mosaic_kernel(h)(*args, **(scaled if h == 512 else how), splits=splits)
 
     def triton(*args: Any) -> Array:
         sizes: dict[str, Any] = {"head_dim": h, "rows": rows, "heads": heads, "longest": longest}
@@ -124,7 +138,7 @@ def attention(
             "mosaic",
             mosaic,
             reason=_why_not_mosaic(g, segments, window, value_scale, interpret),
-            worth_it=on_hopper and _worth_it(q, segments, FEWEST_BYTES),
+            worth_it=on_hopper and _worth_it(q, segments, FEWEST_BYTES, for_prompts=h == 512),
         ),
         Candidate(
             "triton",
@@ -132,23 +146,31 @@ def attention(
             reason=_why_not_triton(q, segments, interpret),
             # XLA writes out keys that it converts, which is another cache.
             worth_it=narrow
-            or _worth_it(q, segments, FEWEST_BYTES if h <= 256 else FEWEST_BYTES_WIDE),
+            or _worth_it(
+                q,
+                segments,
+                FEWEST_BYTES if h <= 256 else FEWEST_BYTES_WIDE,
+                for_prompts=h <= 256,
+            ),
         ),
     ]
     plain = functools.partial(reference, **scaled)
     return dispatch(implementation, candidates, plain, q, q_positions, segments)
 
 
-def _worth_it(q: Array, segments: tuple[KVSegment, ...], fewest_bytes: int) -> bool:
+def _worth_it(
+    q: Array, segments: tuple[KVSegment, ...], fewest_bytes: int, *, for_prompts: bool
+) -> bool:
     """Tell whether "auto" should take a kernel.
 
-    It should for few tokens with many keys, and where the scores would fill memory.
+    It should for few tokens with many keys, where the scores would fill memory, and for chunks of
+    prompts with a kernel that is quicker at them.
     """
     b, t, k, g, _ = q.shape
     score_bytes = 4 * b * t * k * g * sum(s.k.shape[2] for s in segments)
     read_bytes = score_bytes + sum(2 * s.k.size * s.k.dtype.itemsize for s in segments)
-    few_tokens = t <= MOST_TOKENS and read_bytes >= fewest_bytes
-    return few_tokens or score_bytes >= MOST_SCORE_BYTES
+    is_quicker = (for_prompts or t <= MOST_TOKENS) and read_bytes >= fewest_bytes
+    return is_quicker or score_bytes >= MOST_SCORE_BYTES
 
 
 def _mosaic_kernel(head_dim: int) -> Callable[..., Array]:
@@ -210,12 +232,12 @@ def _why_not_mosaic(
         return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
     if interpret:
         return "the Mosaic kernel is not interpreted"
-    if keys.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the Mosaic kernel is cut for bfloat16 and float16 keys, not {keys.dtype}"
     if (h := keys.shape[3]) not in (128, 512):
         return f"the Mosaic kernels are cut for head dims 128 and 512, not {h}"
-    if value_scale != 1:
-        return "the Mosaic kernels have no value_scale"
+    if keys.dtype not in (KV_DTYPES if h == 512 else (jnp.bfloat16, jnp.float16)):
+        return f"the Mosaic kernel of head dim {h} is not cut for {keys.dtype} keys"
+    if h == 128 and value_scale != 1:
+        return "the Mosaic kernel of head dim 128 has no value_scale"
     if keys.shape[2] % 8:
         return f"the Mosaic kernel takes a multiple of 8 slots, not {keys.shape[2]}"
     if any(s.seen_by is not None for s in segments):

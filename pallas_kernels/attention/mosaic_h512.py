@@ -33,7 +33,81 @@ COLUMNS = HEAD_DIM // 2  # columns of a piece, and of the results of a warpgroup
 KEYS = 64  # keys of a piece
 PIECES = 4  # pieces of a block: two of keys, two of values
 RING = 5  # pieces in shared memory: all that fit beside the queries
+CHUNK = 128  # columns of a piece of fp8 codes
+CHUNKS = HEAD_DIM // CHUNK
+UPCAST = plgpu.Layout.WGMMA_UPCAST_4X  # codes of a thread: eight neighbours
 NOWHERE = 1 << 30  # the position of an empty slot, which no query has reached
+
+
+def _load(keys_and_values, ring, there, free, *, first, count, cluster):
+    """Let TMA load keys and values into the ring."""
+
+    @pl.loop(0, count)
+    def _(i):
+        keys = pl.ds((first + i) * KEYS, KEYS)
+        for piece in range(PIECES):
+            number = PIECES * i + piece
+            place = lax.rem(number, RING)
+
+            wait = functools.partial(plgpu.barrier_wait, free.at[place])
+            pl.when(number >= RING)(wait)
+            columns = pl.ds(piece % 2 * COLUMNS, COLUMNS)
+            plgpu.copy_gmem_to_smem(
+                keys_and_values[piece // 2].at[keys, columns],
+                ring.at[place],
+                there.at[place],
+                collective_axes=("tile",) if cluster > 1 else None,
+            )
+
+    # The other block of the cluster loads into the memory of this block and signals there. Stay
+    # until it is done.
+    @pl.loop(jnp.maximum(PIECES * count - RING, 0), PIECES * count)
+    def _(number):
+        plgpu.barrier_wait(free.at[lax.rem(number, RING)])
+
+
+def _convert(
+    keys_and_values, ring, there, free, codes, codes_there, codes_free, *, first, count, cluster
+):
+    """Let TMA load keys and values in fp8, and convert them into the ring.
+
+    Keys have `CHUNKS` places for their codes, and values follow in the same places. Each is loaded
+    as soon as the codes before it are converted.
+    """
+
+    def fetch(chunk, ref, i):
+        plgpu.copy_gmem_to_smem(
+            ref.at[pl.ds((first + i) * KEYS, KEYS), pl.ds(chunk * CHUNK, CHUNK)],
+            codes.at[chunk],
+            codes_there.at[chunk],
+            collective_axes=("tile",) if cluster > 1 else None,
+        )
+
+    @pl.when(count > 0)
+    def _():
+        for chunk in range(CHUNKS):
+            fetch(chunk, keys_and_values[0], 0)
+
+    # Not unrolled: ptxas would keep the addresses of every piece, and has no registers for them.
+    @pl.loop(0, PIECES * count)
+    def _(number):
+        i, piece = lax.div(number, PIECES), lax.rem(number, PIECES)
+        pl.when(i > 0)(functools.partial(plgpu.barrier_wait, free.at[piece]))
+        for half in range(2):
+            chunk = lax.rem(piece, 2) * 2 + half
+            plgpu.barrier_wait(codes_there.at[chunk])
+            part = plgpu.load(codes.at[chunk], layout=UPCAST)  # pyright: ignore[reportCallIssue]
+            ring[piece, :, pl.ds(half * CHUNK, CHUNK)] = part.astype(ring.dtype)
+            # Also waits for all four warps, of which one arrives at the barrier of a cluster.
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(codes_free.at[chunk])
+            # Also in the last round: the other block of the cluster signals here.
+            plgpu.barrier_wait(codes_free.at[chunk])
+            values_next = piece < 2
+            pl.when(values_next)(functools.partial(fetch, chunk, keys_and_values[1], i))
+            keys_next = (piece >= 2) & (i + 1 < count)
+            pl.when(keys_next)(functools.partial(fetch, chunk, keys_and_values[0], i + 1))
+        plgpu.barrier_arrive(there.at[piece])
 
 
 def _attend(
@@ -52,9 +126,10 @@ def _attend(
     there,
     free,
     scored,
-    *,
+    *narrow,
     cluster: int,
     scale: float,
+    value_scale: float,
 ):
     """Attend from one tile of rows of one kv head to one share of its keys."""
     splits = out_ref.shape[0]
@@ -69,39 +144,19 @@ def _attend(
     count = jnp.minimum(share, blocks - start)
 
     @pl.when(warpgroup == 2)
-    def _load():
-        plgpu.set_max_registers(40, action="decrease")
+    def _():
+        plgpu.set_max_registers(72 if narrow else 40, action="decrease")
         for half in range(2):
             columns = pl.ds(half * COLUMNS, COLUMNS)
             source = q_ref.at[b, head, rows, columns]
             plgpu.copy_gmem_to_smem(source, queries.at[half], queries_there)
-
-        @pl.loop(0, count)
-        def _(i):
-            keys = pl.ds((first + start + i) * KEYS, KEYS)
-            for piece, ref in enumerate((k_ref, k_ref, v_ref, v_ref)):
-                number = PIECES * i + piece
-                place = lax.rem(number, RING)
-
-                wait = functools.partial(plgpu.barrier_wait, free.at[place])
-                pl.when(number >= RING)(wait)
-                columns = pl.ds(piece % 2 * COLUMNS, COLUMNS)
-                plgpu.copy_gmem_to_smem(
-                    ref.at[b, head, keys, columns],
-                    ring.at[place],
-                    there.at[place],
-                    collective_axes=("tile",) if cluster > 1 else None,
-                )
-
-        # The other block of the cluster loads into the memory of this block and signals there. Stay
-        # until it is done.
-        @pl.loop(jnp.maximum(PIECES * count - RING, 0), PIECES * count)
-        def _(number):
-            plgpu.barrier_wait(free.at[lax.rem(number, RING)])
+        keys_and_values = k_ref.at[b, head], v_ref.at[b, head]
+        how = {"first": first + start, "count": count, "cluster": cluster}
+        (_convert if narrow else _load)(keys_and_values, ring, there, free, *narrow, **how)
 
     @pl.when(warpgroup < 2)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(216 if narrow else 232, action="increase")
         layout = plgpu.Layout.WGMMA
         by_row = layout.reduce(1)
         factor = scale * math.log2(math.e)
@@ -109,8 +164,9 @@ def _attend(
 
         def step(i, carry):
             total, most, weight = carry
-            place = [lax.rem(PIECES * i + piece, RING) for piece in range(PIECES)]
-            values = ring.at[lax.rem(PIECES * i + 2 + warpgroup, RING)]
+            places = ring.shape[0]
+            place = [lax.rem(PIECES * i + piece, places) for piece in range(PIECES)]
+            values = ring.at[lax.rem(PIECES * i + 2 + warpgroup, places)]
             slot = (first + start + i) * KEYS
 
             def products(ref):
@@ -142,7 +198,7 @@ def _attend(
             p = jnp.exp2(score * factor - lax.broadcast_in_dim(new, score.shape, [0]))
             weight = weight * kept + jnp.sum(p, axis=1)
             total *= lax.broadcast_in_dim(kept, total.shape, [0])
-            p = p.astype(v_ref.dtype)
+            p = p.astype(ring.dtype)
             plgpu.barrier_wait(there.at[place[2]])
             plgpu.barrier_wait(there.at[place[3]])
 
@@ -167,7 +223,7 @@ def _attend(
         carry = total, of_rows(UNSEEN), of_rows(0.0)
         total, most, weight = lax.fori_loop(0, count, step, carry)
         weight = jnp.where(weight == 0, 1.0, weight)  # no keys: a result of 0
-        out = total / lax.broadcast_in_dim(weight, total.shape, [0])
+        out = total / lax.broadcast_in_dim(weight / value_scale, total.shape, [0])
         # The queries' memory is free once both have scored their last keys.
         plgpu.barrier_arrive(scored)
         plgpu.barrier_wait(scored)
@@ -196,22 +252,32 @@ def _launch(
     *,
     splits: int,
     scale: float,
+    value_scale: float,
 ) -> tuple[Float[Array, "X B K R H"], Float[Array, "X B K R"]]:
     b, k, rows, _ = q.shape
     groups = spans.shape[1]
     cluster = rows // ROWS // groups
+    # What `_convert` writes, the other block of a cluster does not write.
+    narrow = segment.k.dtype.itemsize == 1
+    places = PIECES if narrow else RING
     scratch = (
         plgpu.SMEM((2, ROWS, COLUMNS), q.dtype, transforms=lines(64)),
-        plgpu.SMEM((RING, KEYS, COLUMNS), q.dtype, transforms=lines(64)),
+        plgpu.SMEM((places, KEYS, COLUMNS), q.dtype, transforms=lines(64)),
         plgpu.SMEM((ROWS,), jnp.float32),
         plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_barriers=RING),
-        free_barrier(cluster, num_arrivals=2, num_barriers=RING),
+        plgpu.Barrier(num_barriers=places),
+        free_barrier(1 if narrow else cluster, num_arrivals=2, num_barriers=places),
         plgpu.Barrier(num_arrivals=2),
     )
+    if narrow:
+        scratch += (
+            plgpu.SMEM((CHUNKS, KEYS, CHUNK), segment.k.dtype, transforms=lines(128)),
+            plgpu.Barrier(num_barriers=CHUNKS),
+            free_barrier(cluster, num_barriers=CHUNKS),
+        )
 
     return launch(
-        functools.partial(_attend, cluster=cluster, scale=scale),
+        functools.partial(_attend, cluster=cluster, scale=scale, value_scale=value_scale),
         (spans, q_positions, segment.positions, q, segment.k, segment.v),
         q,
         grid=(groups, splits, k, b),
@@ -230,6 +296,7 @@ def attention_mosaic_h512(
     window: None,
     causal: bool,
     splits: int,
+    value_scale: float = 1.0,
 ) -> Float[Array, "B T K G H"]:
     """Launch the kernel. Arguments as in `pallas_kernels.attention.attention`, which checks them.
 
@@ -240,6 +307,9 @@ def attention_mosaic_h512(
     cluster = 2 if t * g > ROWS else 1
     fill = -(t * g) % (ROWS * cluster)
     rows = q.transpose(0, 2, 1, 3, 4).reshape(b, k, t * g, HEAD_DIM)
+    if segment.k.dtype.itemsize == 1:
+        # The GPU converts fp8 to float16 in one instruction, see `triton.py`.
+        rows = rows.astype(jnp.float16)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, fill), (0, 0)))
     by_row = jnp.pad(jnp.repeat(q_positions, g, axis=1), ((0, 0), (0, fill)), mode="edge")
     positions = jnp.pad(
@@ -261,6 +331,7 @@ def attention_mosaic_h512(
         segment._replace(positions=positions),
         splits=splits,
         scale=scale,
+        value_scale=value_scale,
     )
     out = shares[0] if splits == 1 else average_shares(shares, log_weights)
     out = out[:, :, : t * g].reshape(b, k, t, g, HEAD_DIM).transpose(0, 2, 1, 3, 4)

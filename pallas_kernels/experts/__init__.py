@@ -73,7 +73,7 @@ def experts(
     if coding is not None:
         assert isinstance(gate_up, Codes)
         reason = reason or _why_not_four_bits(x, gate_up, f, interpret)
-        tiling = _dividing(tiling, f, d)
+        tiling = _dividing(tiling, x.shape[0], f, d)
     else:
         read = gate_up.codes if isinstance(gate_up, Codes) else gate_up
         dtypes = (x.dtype, *CODES)
@@ -98,15 +98,18 @@ def _why_not_four_bits(x: Array, gate_up: Codes, f: int, interpret: bool) -> str
     return None
 
 
-def _dividing(tiling: Tiling, f: int, d: int) -> Tiling:
-    """Return a tiling whose columns and steps divide the sizes of both products."""
+def _dividing(tiling: Tiling, tokens: int, f: int, d: int) -> Tiling:
+    """Return a tiling whose columns and steps divide the sizes of both products.
+
+    A program of `routing` has up to 16 tokens, and a tile has room for all of them.
+    """
     if f % BLOCK or d % BLOCK:
         return tiling
     gate_up, down = tiling.gate_up, tiling.down
     assert isinstance(gate_up, Cut)
     assert isinstance(down, Cut)
     cuts = gate_up.dividing(f, d // BLOCK), down.dividing(d, f // BLOCK)
-    return Tiling(tiling.rows, *cuts)
+    return Tiling(tiling.rows if tokens <= tiling.rows else max(tiling.rows, 16), *cuts)
 
 
 def _check_router(

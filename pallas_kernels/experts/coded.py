@@ -2,6 +2,10 @@
 
 They read the tiles that `routing.route` makes, as the products of that module do. The operands lie
 the other way round: `pallas_kernels.grouped.operand` says why.
+
+Few tokens use few experts, too few for a GPU to read at full speed when a program reads all inputs
+of its columns. So several programs may share the inputs of gate and up (`splits`). XLA adds their
+parts and applies the activation.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.experts.routing import Routed
@@ -31,7 +36,8 @@ def _parts(refs: tuple[Any, ...], weight: Codes) -> Codes:
 
 
 def _operand(w: Codes, coding: Coding, expert: Array, after: Any, cut: Cut, interpret: bool):
-    return FourBits(coding, w.codes, w.scales, w.zeros, (expert,), after, cut.early, interpret)
+    how = cut.early, cut.warps, interpret
+    return FourBits(coding, w.codes, w.scales, w.zeros, (expert,), after, *how)
 
 
 def _x_block(ref: Any, row: Array, in_use: Array) -> Any:
@@ -49,10 +55,14 @@ def _x_block(ref: Any, row: Array, in_use: Array) -> Any:
 
 
 def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, cut, interpret):
-    """Write hidden[tile] = gelu_tanh(x @ gate) * (x @ up) for some columns."""
-    *of_weight, hidden_ref = refs
+    """Write hidden[pairs of the tile] = gelu_tanh(x @ gate) * (x @ up) for some columns.
+
+    Where inputs are shared, write parts [split, pairs of the tile, 2, columns] of both products.
+    """
+    *of_weight, out_ref = refs
     w = _parts(tuple(of_weight), like)
-    tile, f = pl.program_id(1), hidden_ref.shape[1]
+    tile, split = pl.program_id(1), pl.program_id(2)
+    pairs, f = out_ref.shape[1 if cut.splits > 1 else 0], out_ref.shape[-1]
     expert, used = expert_ref[tile], used_ref[tile]
     column = pl.program_id(0) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
     in_use = lax.iota(jnp.int32, cut.rows) < used
@@ -62,24 +72,36 @@ def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, 
         pair = jnp.where(in_use, pair_ref[pl.ds(tile * cut.rows, cut.rows)], 0)
         both = tuple(_operand(w, coding, expert, (i, column), cut, interpret) for i in range(2))
         zeros = jnp.zeros((cut.outputs, cut.rows), jnp.float32)
+        share = x_ref.shape[1] // BLOCK // cut.splits
         sums = multiply_blocks(
             both,
             (zeros, zeros),
             _x_block(x_ref, pair // top_k, in_use),
-            0,
-            x_ref.shape[1] // BLOCK,
+            split * share,
+            share,
             cut.unroll,
         )
         if w.factors is not None:
             sums = tuple(
                 total * load(w.factors, expert, i, column)[:, None] for i, total in enumerate(sums)
             )
-        # As in the reference, both are rounded before the activation.
-        gate, up = (a.astype(hidden_ref.dtype).astype(jnp.float32) for a in sums)
-        hidden = (jax.nn.gelu(gate, approximate=True) * up).T
-        row = tile * cut.rows + lax.iota(jnp.int32, cut.rows)
+        # An index that is not stored must point outside, because the interpreter writes old values
+        # back to it.
+        row = jnp.where(in_use, pair, pairs)[:, None]
         mask = in_use[:, None] & (column[None, :] < f)
-        store(hidden_ref, row[:, None], column[None, :], value=hidden, mask=mask)
+        if cut.splits > 1:
+            for i, total in enumerate(sums):
+                place = split, row, i, column[None, :]
+                store(out_ref, *place, value=total.T, mask=mask)
+        else:
+            hidden = _activated(*sums, out_ref.dtype)
+            store(out_ref, row, column[None, :], value=hidden.T, mask=mask)
+
+
+def _activated(gate: Array, up: Array, dtype: DTypeLike) -> Array:
+    """Return gelu_tanh(gate) * up. As in the reference, both are rounded before."""
+    gate, up = (a.astype(dtype).astype(jnp.float32) for a in (gate, up))
+    return jax.nn.gelu(gate, approximate=True) * up
 
 
 def _down(
@@ -95,13 +117,12 @@ def _down(
 
     @pl.when(used > 0)
     def _():
-        at = tile * cut.rows + lax.iota(jnp.int32, cut.rows)
-        pair = jnp.where(in_use, pair_ref[pl.ds(tile * cut.rows, cut.rows)], out_ref.shape[0])
+        pair = jnp.where(in_use, pair_ref[pl.ds(tile * cut.rows, cut.rows)], 0)
         weight = plgpu.load(weight_ref.at[pair], mask=in_use, other=0)
         (total,) = multiply_blocks(
             (_operand(w, coding, expert, (column,), cut, interpret),),
             (jnp.zeros((cut.outputs, cut.rows), jnp.float32),),
-            _x_block(hidden_ref, at, in_use),
+            _x_block(hidden_ref, pair, in_use),
             0,
             hidden_ref.shape[1] // BLOCK,
             cut.unroll,
@@ -109,6 +130,7 @@ def _down(
         if w.factors is not None:
             total = total * load(w.factors, expert, column)[:, None]
         mask = in_use[:, None] & (column[None, :] < d)
+        pair = jnp.where(in_use, pair, out_ref.shape[0])
         store(out_ref, pair[:, None], column[None, :], value=total.T * weight[:, None], mask=mask)
 
 
@@ -121,23 +143,30 @@ def multiply_gate_up(
     top_k: int,
     cut: Cut,
     interpret: bool = False,
-) -> Float[Array, "padded F"]:
-    """Return the activations of each row of each tile. They are undefined for a row not in use."""
-    f = gate_up.codes.shape[3]
+) -> Float[Array, "pairs F"]:
+    """Return the activations of each pair. They are undefined for pairs of padding."""
+    f, pairs = gate_up.codes.shape[3], routed.weight.size
     how: dict[str, Any] = dict(like=gate_up, coding=coding, cut=cut, interpret=interpret)
-    return pl.pallas_call(
+    shape, dtype = ((pairs, f), x.dtype)
+    if cut.splits > 1:
+        shape, dtype = (cut.splits, pairs, 2, f), jnp.float32
+    out = pl.pallas_call(
         functools.partial(_gate_up, top_k=top_k, **how),
-        out_shape=jax.ShapeDtypeStruct((routed.pair.size, f), x.dtype),
-        grid=(f // cut.outputs, routed.expert.size),
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        grid=(f // cut.outputs, routed.expert.size, cut.splits),
         compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         interpret=interpret,
         name="experts_gate_up",
     )(routed.expert, routed.used, routed.pair, x, *_given(gate_up))
+    if cut.splits == 1:
+        return out
+    total = jnp.sum(out, axis=0)
+    return _activated(total[:, 0], total[:, 1], x.dtype).astype(x.dtype)
 
 
 def multiply_down(
     routed: Routed,
-    hidden: Float[Array, "padded F"],
+    hidden: Float[Array, "pairs F"],
     down: Codes,
     *,
     coding: Coding,

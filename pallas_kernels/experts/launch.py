@@ -17,7 +17,9 @@ from pallas_kernels.grouped.triton import Cut
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Rows of a tile (a power of two, at least 16), and how both products are cut.
+    """Rows of a tile, and how both products are cut.
+
+    Rows are a power of two, at least 16; or 8, for codes of 4 bits and up to 8 tokens.
 
     Attributes:
       gate_up, down: `Cut`s for codes of 4 bits, otherwise `Block`s.

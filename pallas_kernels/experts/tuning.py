@@ -36,12 +36,28 @@ TABLE = (
 # The same for codes of 4 bits, which are chosen by compiled code and not by measurement.
 FOUR_BITS = (
     (
-        0.75,
-        Tiling(16, Cut(16, 32, stages=6, early=True), Cut(16, 128, stages=4, early=True)),
+        0.2,
+        Tiling(
+            8,
+            Cut(8, 64, splits=11, warps=1, stages=4, early=True),
+            Cut(8, 64, warps=1, stages=8, early=True),
+        ),
     ),
     (
-        24.0,
-        Tiling(16, Cut(16, 64, stages=4, early=True), Cut(16, 128, stages=4, early=True)),
+        0.5,
+        Tiling(
+            8,
+            Cut(8, 64, splits=2, warps=1, stages=4, early=True),
+            Cut(8, 64, warps=1, stages=4, early=True),
+        ),
+    ),
+    (
+        16.0,
+        Tiling(
+            16,
+            Cut(16, 64, warps=1, stages=4, early=True),
+            Cut(16, 128, stages=4, early=True),
+        ),
     ),
     (
         float("inf"),

@@ -18,7 +18,7 @@ from pallas_kernels.grouped import decode
 from pallas_kernels.grouped.coding import BLOCK, HALF, Coding, scale_numbers
 from pallas_kernels.triton import dot, load
 
-Scales = list[tuple[Array, ...]]
+Scales = list[tuple[Array | None, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class FourBits:
       early: whether numbers are multiplied by their scales before the product, in bfloat16. Else
         the product of each group is multiplied in float32. That rounds nothing, and costs rows / 32
         instructions a code.
+      warps: of the program.
     """
 
     coding: Coding
@@ -40,30 +41,59 @@ class FourBits:
     before: tuple[Any, ...]
     after: tuple[Any, ...]
     early: bool
+    warps: int
     interpret: bool
 
-    def load_scales(self, block: Array | int, count: int) -> Scales:
-        """Load what belongs to `count` blocks: for each product, its scales, and zeros if any."""
+    @property
+    def _of_groups(self) -> tuple[Any, ...]:
+        return (self.scales,) if self.zeros is None else (self.scales, self.zeros)
+
+    def _several_steps_ahead(self, ref: Any) -> bool:
+        """Tell whether Triton loads these scales several steps ahead, as it loads codes.
+
+        It does for operands of a product, where a thread loads 4 bytes of neighbours at least.
+        Scales are such operands where they are multiplied before the product.
+        """
+        outputs = next(i.size for i in (*self.before, *self.after) if jnp.ndim(i))
+        neighbours = bool(self.after) and jnp.ndim(self.after[-1]) == 1
+        return self.early and neighbours and outputs * ref.dtype.itemsize >= 4 * 32 * self.warps
+
+    def load_scales(self, block: Array | int, count: int, *, ahead: bool) -> Scales:
+        """Load what belongs to `count` blocks: for each product, its scales, and zeros if any.
+
+        Args:
+          ahead: load what Triton does not load several steps ahead; otherwise the rest. In the
+            place of what is not loaded is None.
+        """
         loaded, found = {}, []
         for first in range(0, count * BLOCK, min(self.coding.group, HALF)):
             key = first // min(self.coding.group, BLOCK)
             if key not in loaded:
                 group = (block * BLOCK + first) // self.coding.group
                 group = jnp.minimum(group, self.scales.shape[len(self.before)] - 1)
-                refs = (self.scales,) if self.zeros is None else (self.scales, self.zeros)
-                loaded[key] = tuple(load(ref, *self.before, group, *self.after) for ref in refs)
+                loaded[key] = tuple(
+                    None
+                    if self._several_steps_ahead(ref) == ahead
+                    else load(ref, *self.before, group, *self.after)
+                    for ref in self._of_groups
+                )
             found.append(loaded[key])
         return found
 
-    def add(self, total: Array, block: Array, scales: Scales, x: Any) -> Array:
+    def add(self, total: Array, block: Array, given: Scales, x: Any) -> Array:
         """Add the product of a block to sums [outputs, rows].
 
         Args:
-          scales: of the block's products.
+          given: what `load_scales` loaded ahead for the block.
           x: from the first input within the block, and their number, to [inputs, rows].
         """
         size, how = min(self.coding.group, HALF), dict[str, Any](interpret=self.interpret)
         before, after = _columns(self.before), _columns(self.after)
+        rest = self.load_scales(block, 1, ahead=False)
+        scales = [
+            tuple(a if b is None else b for a, b in zip(*pair, strict=True))
+            for pair in zip(given, rest, strict=True)
+        ]
         for first in range(0, HALF, size):
             byte = first + lax.iota(jnp.int32, size)[None, :]
             codes = load(self.codes, *before, block, *after, byte)
@@ -98,12 +128,13 @@ def multiply_blocks(
     """
 
     def scales(block: Array | int) -> tuple[Scales, ...]:
-        return tuple(operand.load_scales(block, unroll) for operand in operands)
+        return tuple(operand.load_scales(block, unroll, ahead=True) for operand in operands)
 
     def step(i: Array, carry: Any) -> Any:
         totals, now = carry
         block = start + i * unroll
-        # Loaded a step ahead: Triton prefetches only what is an operand of a product.
+        # What Triton does not load ahead is loaded one step ahead. Such a step takes as long as the
+        # memory takes to answer.
         then = scales(jnp.minimum(block + unroll, start + count - unroll))
         for u in range(unroll):
             x, added = x_block(block + u), []

@@ -44,10 +44,11 @@ class Cut:
     early: bool = False
 
     def dividing(self, outputs: int, blocks: int) -> Cut:
-        """Return a cut whose outputs and steps divide these outputs, and these blocks of inputs."""
-        unroll = max(u for u in range(1, self.unroll + 1) if blocks % u == 0)
+        """Return a cut whose outputs, splits and steps divide these outputs and blocks of inputs."""
+        splits = max(s for s in range(1, self.splits + 1) if blocks % s == 0)
+        unroll = max(u for u in range(1, self.unroll + 1) if blocks // splits % u == 0)
         tile = min(self.outputs, outputs & -outputs)
-        return dataclasses.replace(self, outputs=tile, unroll=unroll)
+        return dataclasses.replace(self, outputs=tile, splits=splits, unroll=unroll)
 
 
 def _linear(x_ref, codes_ref, *refs, coding: Coding, inputs_first: bool, cut: Cut, interpret: bool):
@@ -64,7 +65,8 @@ def _linear(x_ref, codes_ref, *refs, coding: Coding, inputs_first: bool, cut: Cu
     mask = None if in_use is None else in_use[:, None]
     scales, zeros = (*per_group, None)[:2]
     place = ((), (out,)) if inputs_first else ((out,), ())
-    operand = FourBits(coding, codes_ref, scales, zeros, *place, cut.early, interpret)
+    how = cut.early, cut.warps, interpret
+    operand = FourBits(coding, codes_ref, scales, zeros, *place, *how)
 
     def x_block(block):
         def x(first, size):

@@ -10,8 +10,8 @@ from pallas_kernels.grouped.triton import Cut
 # plain pass and in a verify pass, whatever their rows.
 TABLE = (
     # Each row: most rows of x, cut.
-    (8, Cut(8, 128, unroll=2, warps=2, stages=4, early=True)),
-    (16, Cut(16, 128, unroll=2, warps=2, stages=4, early=True)),
+    (8, Cut(8, 128, unroll=1, warps=2, stages=6, early=True)),
+    (16, Cut(16, 128, unroll=1, warps=2, stages=6, early=True)),
     (32, Cut(32, 128, unroll=1, warps=2, stages=4, early=True)),
     (64, Cut(64, 128, unroll=1, warps=4, stages=4, early=True)),
     (float("inf"), Cut(128, 128, unroll=1, warps=8, stages=4, early=True)),
@@ -28,11 +28,11 @@ def cut_for(rows: int, blocks: int, outputs: int) -> Cut:
 def fitted(cut: Cut, rows: int, blocks: int, outputs: int) -> Cut:
     """Return a cut whose outputs, splits and steps divide these sizes.
 
-    There are as many splits as keep the GPU busy. A split reads 4 blocks at least, because its part
+    There are as many splits as keep the GPU busy. A split reads 3 blocks at least, because its part
     of the result is written and read again.
     """
     tile = min(cut.outputs, outputs & -outputs)
     tiles = outputs // tile * -(-rows // cut.rows)
-    divisors = [s for s in range(1, blocks + 1) if blocks % s == 0 and blocks // s >= 4] or [1]
+    divisors = [s for s in range(1, blocks + 1) if blocks % s == 0 and blocks // s >= 3] or [1]
     splits = next((s for s in divisors if tiles * s >= PROGRAMS), divisors[-1])
     return dataclasses.replace(cut.dividing(outputs, blocks // splits), splits=splits)

@@ -316,4 +316,5 @@ def test_chat_knows_no_arrays() -> None:
     assert _importers("jaxspec/grammars", "jax", at_import_only=True) == [
         "jaxspec/grammars/automaton.py",
         "jaxspec/grammars/masking.py",
+        "jaxspec/grammars/tables.py",
     ]

@@ -97,8 +97,8 @@ def test_what_is_read_back_is_a_call(family: Family) -> None:
 
 @pytest.mark.parametrize("family", [GEMMA, QWEN], ids=lambda f: f.format.name)
 def test_an_answer_may_come_after_reasoning(family: Family) -> None:
-    """A prompt may begin the reasoning, which then has to end first."""
-    markers = family.format.markers
+    """A prompt may begin the reasoning, which then has to end first; or end it, as one with thinking turned off."""
+    markers, turn = family.format.markers, family.format.turn
     open_ = family.encode(markers["think"])
     for kind, source, answer in (
         ("json_schema", {"type": "array"}, "[1, 2]"),
@@ -114,6 +114,13 @@ def test_an_answer_may_come_after_reasoning(family: Family) -> None:
         grammar = tokens(family).compile(kind, source, frame=begun)
         assert fits(family, grammar, "so" + markers["end think"] + answer)
         assert not fits(family, grammar, answer)
+        over = family.encode(markers["think"] + "\n\n" + markers["end think"])
+        for prompt, may_think in ((over, False), ([*over, *family.encode(turn)], True)):
+            grammar = tokens(family).compile(
+                kind, source, frame=rules.frame(family.tokenizer, prompt)
+            )
+            assert fits(family, grammar, answer)
+            assert fits(family, grammar, thought(family, "so") + answer) == may_think
 
 
 def test_schemas_of_tools_may_say_more_than_is_followed() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.chat import choose, force, merged, message_of, parser_for, render
+from jaxspec.chat import FirstCall, choose, force, merged, message_of, parser_for, render
 from jaxspec.records import FieldError
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from tests.chat.models import GEMMA, QWEN, Family, corpus, parse
@@ -276,6 +276,26 @@ def test_a_forced_call_begins_in_the_prompt(family: Family, thinking: bool) -> N
         events = parser.push(family.encode(written)) + parser.finish("stop")
         assert merged(events) == merged(parse(family, family.encode(whole), [])[0])
         assert parser.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("family", [GEMMA, QWEN], ids=lambda f: f.format.name)
+def test_a_reply_may_end_behind_its_first_call(family: Family) -> None:
+    """However its tokens come, and if an engine begins anew."""
+    for name, reply in corpus(family).items():
+        ids = family.encode(reply)
+        found = []
+        for size in (1, 3, 50):
+            stop_at = FirstCall(family.tokenizer, ())
+            stop_at(ids[:2])
+            stops = [stop_at(ids[:count]) for count in range(1, len(ids) + size, size)]
+            found.append(next((stop for stop in stops if stop is not None), None))
+        assert len(set(found)) == 1, name
+        whole = message_of(parse(family, ids, [])[0]).get("tool_calls", [])
+        events, reason = parse(family, ids[: found[0]], [])
+        calls = message_of(events).get("tool_calls", [])
+        assert calls == whole[:1], name
+        if calls and name != "a call in a call":
+            assert reason == "tool_calls", name
 
 
 def test_nothing_can_be_forced_without_markers() -> None:

@@ -347,7 +347,9 @@ def test_weights_of_ours_are_written_under_their_names(tmp_path: Path):
     _assert_same(load_target(str(tmp_path), dtype="bfloat16").params, params)
 
 
-def test_large_checkpoints_are_written_in_shards(tmp_path: Path):
+def test_large_checkpoints_are_written_in_shards(tmp_path: Path, monkeypatch):
+    from checkpoints_convert import hf_io
+    from checkpoints_convert.errors import CheckpointError
     from checkpoints_convert.hf_io import Group, open_checkpoint, write_tensors
     from checkpoints_convert.rules import TensorSpec
 
@@ -359,6 +361,13 @@ def test_large_checkpoints_are_written_in_shards(tmp_path: Path):
     checkpoint = open_checkpoint(tmp_path)
     for name, array in arrays.items():
         np.testing.assert_array_equal(checkpoint.read(name), array)
+    monkeypatch.setattr(hf_io, "_SLAB_BYTES", 8)  # five threads read a tensor
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(checkpoint.read(name), array)
+    file = checkpoint.tensors["t4"].file
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(CheckpointError, match="is truncated: it ended while it was read"):
+        checkpoint.read("t4")
 
 
 def test_transformers_writes_the_names_we_read(tmp_path: Path):

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -25,7 +26,7 @@ from jaxspec.records import FieldError
 from jaxspec.sharding import make_mesh
 from jaxspec.storage.bridge import from_hf_names
 from jaxspec.storage.conversion import convert
-from jaxspec.storage.source import Source, open_source
+from jaxspec.storage.source import Recipe, Source, open_source, read_ahead
 from tests.convert import quantised_layout as layout
 
 IGNORED = ["lm_head", r"re:.*(vision_tower|embed_vision|audio_tower).*", r"re:.*router.*"]
@@ -262,6 +263,22 @@ def test_gguf_files_of_others_and_damaged_ones_are_refused(tmp_path):
         open_source(tmp_path / "cut")
 
 
+@pytest.mark.parametrize("name", ["plain", "fp8 channel", "int4 g32 zeros", "nvfp4 ct"])
+def test_a_device_arranges_weights_as_the_host_does(name, tmp_path):
+    """Large weights go to a GPU as they lie in the file, and are transposed and packed there."""
+    writer, config = FORMATS.get(name, ({}, None))
+    layout.write(tmp_path / "hf", "26b-a4b", writer, config)
+    opened = open_source(tmp_path / "hf")
+    graph = opened.quantised_graph(graph_of(opened.config, "bfloat16"))
+    everything = opened.all_pieces(graph, np.dtype(ml_dtypes.bfloat16))
+    for path, recipe, pieces in read_ahead(everything):
+        expected, found = recipe.on_host(pieces), recipe.on_device(pieces)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+            assert np.asarray(ours).tobytes() == theirs.tobytes(), path
+
+
 def test_a_scale_for_a_whole_channel_is_repeated_for_its_groups(tmp_path):
     def write(w: np.ndarray) -> tuple[layout.Tensors, np.ndarray]:
         return layout.pack_quantized(w.shape[1], False)(w)
@@ -277,7 +294,8 @@ def test_a_scale_for_a_whole_channel_is_repeated_for_its_groups(tmp_path):
     assert isinstance(parts, dict)
     abstract = graph.abstract_weights()[fill.path]
     assert isinstance(abstract, QuantisedArray)
-    expected = fill.to_param([numbers[name] for name in fill.sources])
+    made_of = [numbers[name] for name in fill.sources]
+    expected = Recipe(fill.transform, fill.shape).on_host(made_of)
     found = abstract.with_parts({part: jnp.asarray(x) for part, x in parts.items()}).dequantise()
     np.testing.assert_array_equal(found, expected)
 

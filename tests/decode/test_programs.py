@@ -16,8 +16,9 @@ import pytest
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.engine import Request
+from jaxspec.engine import Engine, Request
 from jaxspec.records import Drafting, Extras, Tree
+from jaxspec.runtime import Programs
 from jaxspec.state import DecodeSpec
 from tests import tiny
 from tests.decode.cases import NEW_TOKENS, case, engine_of, resampled, run, slow, target
@@ -83,6 +84,18 @@ def test_values_compile_nothing(drafter, compilations):
     length = engine.cache_length
     run(engine_of(c.target, engine.drafter, batch_size=4, cache_length=length, **tree), first)
     assert not compilations
+
+
+def test_what_is_new_comes_from_the_program_that_made_it(compilations):
+    """A small program of its own once packed it: one more dispatch after each pass and each decode call."""
+    c = case("31b")
+    engine = Engine(c.target, None, batch_size=4, cache_length=48, programs=Programs())
+    compilations.clear()  # of the weights
+    run(engine, [Request(c.prompts[0], 4)])
+    programs = sorted(key[0] for key in engine.runtime.used)
+    assert programs == ["admit", "decode", "prefill"]
+    state_maker = 1
+    assert len(compilations) == len(programs) + state_maker, compilations
 
 
 def programs(

@@ -72,7 +72,7 @@ def no_scores(ids: tuple[int, ...]) -> Scores:
 
 
 def run_server(served: Served, engine: Steps, scorer: Any = None, **options: Any) -> Iterator[Live]:
-    metrics = Metrics(served.names[0], served.spec.num_draft_tokens)
+    metrics = Metrics(served.names[0])
     opened = OpenEngine(
         engine, observer=metrics, max_waiting=served.settings.max_waiting, **options
     )

@@ -114,5 +114,6 @@ class FakeEngine:
                 del self.running[name]
                 reason = "length" if keep is None else "stop"
                 lengths = (2,) * (len(tokens) // 2)
-                events.append(Completion(name, tokens, reason, lengths))
+                verified = (1,) * len(lengths)
+                events.append(Completion(name, tokens, reason, lengths, verify_lengths=verified))
         return events

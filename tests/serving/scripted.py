@@ -10,6 +10,8 @@ from tests.serving.fake_engine import FakeEngine
 
 LENGTHS = (4, 1, 3, 2)
 """What its steps commit, in turn; the first token comes from the prompt."""
+VERIFIED = 3
+"""Drafts that each of its steps verifies."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     "{% if tools %}{{ tools | length }} tools{% endif %}"
@@ -46,12 +48,16 @@ class ScriptedEngine(FakeEngine):
             lengths = tuple(length for length, _ in zip(cycle(LENGTHS), range(steps), strict=False))
             count = min(1 + sum(lengths), len(reply), request.max_new_tokens)
             tokens = tuple(reply[:count])
+            keep = request.stop_at(tokens) if request.stop_at else None
+            tokens = tokens[:keep]
             self.running[name] = request, steps + 1
-            events.append(Update(name, tokens, lengths))
-            if count in (len(reply), request.max_new_tokens):
+            verified = (VERIFIED,) * len(lengths)
+            events.append(Update(name, tokens, lengths, verified))
+            if keep is not None or count in (len(reply), request.max_new_tokens):
                 del self.running[name]
-                reason = "stop" if count == len(reply) else "length"
-                events.append(Completion(name, tokens, reason, lengths))
+                reason = "length" if keep is None and count < len(reply) else "stop"
+                done = Completion(name, tokens, reason, lengths, verify_lengths=verified)
+                events.append(done)
         return events
 
     def cancel(self, id: object) -> None:

@@ -51,6 +51,8 @@ BODIES: list[dict[str, Any]] = [
         "tool_choice": "auto",
         "max_tokens": 3,
         "chat_template_kwargs": {"enable_thinking": True},
+        "parallel_tool_calls": False,
+        "reasoning_effort": "low",
     },
     {
         "input": [
@@ -62,6 +64,18 @@ BODIES: list[dict[str, Any]] = [
         "max_output_tokens": 3,
         "reasoning": {"effort": "low"},
         "text": {"format": {"type": "text"}},
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
+        "parallel_tool_calls": False,
+    },
+    {
+        "prompt": "a",
+        "max_tokens": 3,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"type": "array", "items": {"enum": [1, "a"]}}},
+        },
+        "structured_outputs": {"choice": None, "regex": None},
     },
     {"tokens": [2, 263, 300]},
 ]

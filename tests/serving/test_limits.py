@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
-from tests.serving.conftest import Live, connect
+from jaxspec.serving.app import make_app
+from jaxspec.serving.metrics import Metrics
+from jaxspec.serving.server import Server, bind
+from tests.serving.conftest import Live, connect, no_scores
 from tests.serving.fake_engine import FakeEngine
 
 Start = Callable[..., Live]
@@ -149,6 +156,77 @@ def test_draining(fake: Start) -> None:
     drained.join(20)
 
 
+class Running:
+    """A server as `jaxspec serve` runs it, in a thread."""
+
+    def __init__(self, live: Live, drain_s: float):
+        bound = bind("127.0.0.1", 0)
+        self.address = bound.getsockname()[:2]
+        app = make_app(live.served, live.opened, no_scores, Metrics("m"))
+        config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5)
+        self.server = Server(config, live.opened, drain_s)
+        self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+        run = self.server.run
+        self.thread = threading.Thread(target=run, kwargs={"sockets": [bound]}, daemon=True)
+        self.thread.start()
+        ends_soon(lambda: self.server.started)
+
+    def post(self, **body: Any) -> httpx.Response:
+        return httpx.post("http://{}:{}/v1/completions".format(*self.address), json=body)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_does_not_end_in_time_is_told_so(fake: Start, stream: bool) -> None:
+    """The server ends when its time to drain is over, not when the last request does."""
+    live = fake(Slow())
+    running = Running(live, drain_s=0.1)
+    with ThreadPoolExecutor() as pool:
+        reply = pool.submit(running.post, **LONG, stream=stream)
+        ends_soon(lambda: live.opened.num_running == 1)
+        running.server.handle_exit(signal.SIGTERM, None)
+        text = reply.result(20).text
+    assert '"code":"cancelled"' in text
+    assert text.endswith("data: [DONE]\n\n") == stream
+    running.thread.join(20)
+    assert not running.thread.is_alive()
+
+
+def test_an_engine_that_is_beyond_repair_ends_the_server(fake: Start) -> None:
+    """What runs a server starts another where it has ended, and not where it says that it cannot answer."""
+
+    class Broken(Slow):
+        def reset(self) -> None:
+            if self.thread is not None:
+                raise MemoryError("no room for the caches")
+            super().reset()
+
+    engine = Broken()
+    live = fake(engine)
+    running = Running(live, drain_s=60)
+    engine.failure = lambda engine: 1 // 0
+    assert running.post(**LONG).status_code == 500
+    running.thread.join(20)
+    assert not running.thread.is_alive()
+    assert live.opened.state == "failed"
+
+
+def test_a_second_signal_ends_requests_in_the_protocol_s_form(fake: Start) -> None:
+    engine = FakeEngine()
+    live = fake(engine)
+    engine.gate.clear()
+    running = Running(live, drain_s=60)
+    with ThreadPoolExecutor() as pool:
+        reply = pool.submit(running.post, **LONG)
+        ends_soon(lambda: live.opened.num_live == 1)
+        running.server.handle_exit(signal.SIGTERM, None)
+        ends_soon(lambda: live.opened.state == "draining")
+        running.server.handle_exit(signal.SIGTERM, None)
+        found = reply.result(20)
+    assert (found.status_code, found.json()["error"]["code"]) == (503, "cancelled")
+    running.thread.join(20)
+    assert not running.thread.is_alive()
+
+
 # --- failures ----------------------------------------------------------------------------------------
 
 
@@ -193,8 +271,8 @@ def test_api_keys(fake: Start) -> None:
         reply = live.client.get("/v1/models", headers=headers)
         assert reply.status_code == 401
         assert reply.json()["error"]["code"] == "invalid_api_key"
-    for key in ("first", "second"):
-        headers = {"Authorization": f"Bearer {key}"}
+    for said in ("Bearer first", "bearer second", "Bearer  second"):
+        headers = {"Authorization": said}
         assert live.client.get("/v1/models", headers=headers).status_code == 200
     assert live.client.get("/health").status_code == 200
 
@@ -206,6 +284,10 @@ def test_origins(fake: Start) -> None:
     assert name not in closed.client.options("/v1/models", headers=ask).headers
     reply = opened.client.options("/v1/models", headers=ask)
     assert (reply.status_code, reply.headers[name]) == (200, "https://page.example")
+    refused = opened.client.get("/v1/models", headers=ask)
+    assert (refused.status_code, refused.headers[name]) == (401, "https://page.example")
+    shown = refused.headers["access-control-expose-headers"].lower()
+    assert {"x-request-id", "retry-after"} <= set(shown.split(", "))
     other = opened.client.options("/v1/models", headers={**ask, "Origin": "https://evil.example"})
     assert name not in other.headers
 
@@ -226,6 +308,25 @@ def test_the_log_has_no_text_unless_asked(
     (line,) = (x for x in lines if x.get("request_id") == "my-request")
     assert (line["status"], line["completion_tokens"]) == (200, 3)
     assert ("ab the ab" in str(lines)) == log_prompts
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_neither_replies_nor_refusals_bring_text_into_the_log(
+    scripted: Any, caplog: pytest.LogCaptureFixture, log_prompts: bool
+) -> None:
+    """What is said of a wrong value may quote it. A stream's reply is there where one asks for text."""
+    live, _ = scripted("the reply", log_prompts=log_prompts)
+    body = {"messages": [{"role": "user", "content": [{"type": "a secret"}]}]}
+    with caplog.at_level(logging.INFO, "jaxspec.serving"):
+        refused = live.post("/v1/chat/completions", **body)
+        assert "a secret" in refused.json()["error"]["message"]
+        body["messages"] = [{"role": "user", "content": "a"}]
+        assert live.post("/v1/chat/completions", stream=True, **body).status_code == 200
+        ends_soon(lambda: sum(record.message == "request" for record in caplog.records) == 2)
+    lines = [getattr(record, "fields", {}) for record in caplog.records]
+    assert [x["param"] for x in lines if x.get("status") == 400] == ["messages[0].content[0].type"]
+    assert ("a secret" in str(lines)) == log_prompts
+    assert ("the reply" in str(lines)) == log_prompts
 
 
 def test_many_clients_of_whom_some_leave(fake: Start) -> None:

@@ -1,4 +1,7 @@
-"""Load: two hundred streaming clients for a minute or more, a third of which leave at random."""
+"""Load: two hundred streaming clients for a minute or more, a third of which leave at random.
+
+JAXSPEC_LOAD_CLIENTS and JAXSPEC_LOAD_S change both numbers.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ import pytest
 import jaxspec
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine import Engine
+from jaxspec.prefixes.store import LEAST_TOKENS
 from jaxspec.records import Sampling
 from jaxspec.requests import Completion, Request
 from jaxspec.runtime import Programs
@@ -27,7 +31,7 @@ from jaxspec.serving.settings import ProgramOptions, Settings
 from jaxspec.serving.wishes import Served
 from tests.serving.conftest import run_server
 
-CLIENTS, JOBS = 200, 60
+CLIENTS, JOBS = int(os.environ.get("JAXSPEC_LOAD_CLIENTS", "200")), 60
 SECONDS = float(os.environ.get("JAXSPEC_LOAD_S", "60"))
 PROMPTS = ("def read_config(path):", "class Queue:\n", "import os\n", "    for i in range(")
 
@@ -90,26 +94,29 @@ async def ask(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("read_ahead", [0, 8])
-def test_two_hundred_clients_get_their_own_tokens(read_ahead: int) -> None:
+@pytest.mark.parametrize(("read_ahead", "prefix_mib"), [(0, 0), (8, 0), (8, 256)])
+def test_many_clients_get_their_own_tokens(read_ahead: int, prefix_mib: int) -> None:
     """No token is wrong, lost or told twice; no slot, file or thread is left behind."""
-    programs = ProgramOptions(slots=32, cache_length=256)
+    cache_length = 512 if prefix_mib else 256
+    programs = ProgramOptions(slots=32, cache_length=cache_length)
     pair = jaxspec.load()
     shared: dict[str, Any] = dict(
         extras=programs.extras,
         batch_size=programs.slots,
-        cache_length=256,
+        cache_length=cache_length,
         num_stop_ids=programs.max_stop_ids,
         steps_per_return=programs.steps_per_return,
         max_prefill_tokens=programs.max_prefill_tokens,
         programs=Programs(),
     )
     offline = Engine(*pair, **shared)
-    engine = Engine(*pair, **shared, read_ahead=read_ahead)
+    engine = Engine(*pair, **shared, read_ahead=read_ahead, prefix_bytes=prefix_mib * 2**20)
     rng = random.Random(0)
+    long = LEAST_TOKENS + 20 if prefix_mib else 0
+    begin = [tuple(pair.encode(text * 99)[:long]) for text in PROMPTS[:2]]
     requests = [
         Request(
-            pair.encode(rng.choice(PROMPTS) * rng.randint(1, 4)),
+            rng.choice(begin) + pair.encode(rng.choice(PROMPTS) * rng.randint(1, 4)),
             rng.randint(8, 64),
             Sampling(temperature=rng.choice((0.0, 0.8, 1.2))),
             seed=i,
@@ -147,7 +154,7 @@ def test_two_hundred_clients_get_their_own_tokens(read_ahead: int) -> None:
         tokenizer=pair.tokenizer,
         spec=engine.spec,
         generation=pair.target.generation or GenerationDefaults(),
-        cache_length=256,
+        cache_length=cache_length,
         settings=Settings(max_waiting=CLIENTS),
     )
     server = run_server(served, engine, PromptScorer(pair.target, 1))
@@ -186,6 +193,9 @@ def test_two_hundred_clients_get_their_own_tokens(read_ahead: int) -> None:
     )
     for _ in server:
         pass
+    if prefix_mib:
+        print(f"prefixes: {engine.prefix_stats}")
+        assert engine.prefix_stats.hits > seen.whole
     assert not seen.wrong, seen.wrong[:3]
     assert seen.whole > CLIENTS
     assert seen.left

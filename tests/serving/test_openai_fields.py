@@ -102,7 +102,7 @@ CASES = {
     "top_p": Case({"top_p": 0.3}, sampled(top_p=0.3)),
     "top_k": Case({"top_k": 1}, sampled(top_k=1)),
     "min_p": Case({"min_p": 0.9}, sampled(min_p=0.9)),
-    "presence_penalty": Case({"presence_penalty": 30}, sampled(presence_penalty=30)),
+    "presence_penalty": Case({"presence_penalty": -2}, sampled(presence_penalty=-2)),
     "frequency_penalty": Case({"frequency_penalty": 2.0}, sampled(frequency_penalty=2.0)),
     "repetition_penalty": Case({"repetition_penalty": 1.2}, sampled(repetition_penalty=1.2)),
     "logit_bias": Case({"logit_bias": {"267": 100}}, sampled(logit_bias={267: 100})),
@@ -338,6 +338,34 @@ def test_reasoning_and_parallel_calls_of_a_chat(written: Any) -> None:
     assert [reason for reason in reasons if reason] == ["tool_calls"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["chat", "responses"])
+def test_one_call_and_no_more(written: Any, route: str, stream: bool) -> None:
+    """The row ends behind the call, whatever the model would have said."""
+    client, live, _ = written(ANSWER)
+    tools = TOOLS if route == "chat" else FLAT
+    reply = ask(client, route, tools=tools, parallel_tool_calls=False, stream=stream)
+    if route == "responses":
+        done = list(reply)[-1].response if stream else reply
+        calls = [item for item in done.output if item.type == "function_call"]
+        assert [(call.name, call.status) for call in calls] == [("weather", "completed")]
+        assert (done.status, done.parallel_tool_calls) == ("completed", False)
+    elif stream:
+        parts = [choice for event in reply for choice in event.choices]
+        calls = [call for part in parts for call in part.delta.tool_calls or ()]
+        assert {call.index for call in calls} == {0}
+        arguments = "".join(call.function.arguments for call in calls)
+        assert json.loads(arguments) == {"city": 'Oslo {"}'}
+        assert parts[-1].finish_reason == "tool_calls"
+    else:
+        (choice,) = reply.choices
+        assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+        assert choice.finish_reason == "tool_calls"
+        end = ANSWER.index("</tool_call>")
+        assert reply.usage.completion_tokens <= len(QWEN.encode(ANSWER[:end]))
+    live.settle()
+
+
 def test_the_client_s_own_helper_puts_a_stream_together(written: Any) -> None:
     client, _, _ = written(ANSWER)
     messages = [{"role": "user", "content": "a"}]
@@ -477,7 +505,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"min_p": 2}, "min_p"),
-    ({"seed": -1}, "seed"),
+    ({"seed": 2**64}, "seed"),
     ({"stop": [""]}, "stop"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from jaxspec.requests import Completion, Request, Update
 from jaxspec.serving.choices import Usage
 from jaxspec.serving.pages import FILES, FOLDER
-from jaxspec.serving.steps import StepSplit
+from jaxspec.serving.steps import Steps, StepSplit
 from jaxspec.serving.wishes import Served
 from tests.cli import pair as tiny
 from tests.serving.conftest import Live
@@ -75,12 +76,13 @@ def test_tokens_are_split_into_steps_however_they_come() -> None:
     assert StepSplit().push(0, lengths) == []
     assert StepSplit().push(3, ()) == [(1, 0)] * 3
     usage = Usage()
-    usage.add(Completion(0, (7,) * 8, "stop", lengths), num_draft_tokens=3, reasoning_tokens=2)
+    done = Completion(0, (7,) * 8, "stop", lengths, verify_lengths=(3, 0, 3, 2))
+    usage.add(done, reasoning_tokens=2)
     details = usage.to_json()["completion_tokens_details"]
     assert details == {
         "reasoning_tokens": 2,
         "accepted_prediction_tokens": 5,
-        "rejected_prediction_tokens": 7,
+        "rejected_prediction_tokens": 3,
     }
 
 
@@ -95,6 +97,24 @@ def test_updates_know_the_steps_so_far(live: Live) -> None:
         count = len(event.acceptance_lengths)
         assert event.acceptance_lengths == done.acceptance_lengths[:count]
         assert len(event.token_ids) in (1 + sum(event.acceptance_lengths), 20)
+        assert event.verify_lengths == done.verify_lengths[:count]
+    assert len(done.verify_lengths) == len(done.acceptance_lengths)
+
+
+def test_a_step_says_how_many_drafts_it_verified() -> None:
+    """Where an engine chooses to verify fewer, or none, the others were not refused."""
+    done = Completion(0, (1, 2, 3, 4, 5), "length", (1, 2, 9), verify_lengths=(0, 1, 8))
+    told = Steps(depth=7).push(done, [{}] * 5, {})["steps"]
+    assert [(step["drafted"], step["accepted"]) for step in told] == [
+        (0, 0),
+        (0, 0),
+        (1, 1),
+        (7, 1),
+    ]
+    two = Steps(depth=7)
+    first = dataclasses.replace(done, token_ids=(1, 2), acceptance_lengths=(1,))
+    apart = two.push(first, [{}] * 2, {})["steps"] + two.push(done, [{}] * 3, {})["steps"]
+    assert apart == told
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

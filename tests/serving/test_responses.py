@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import openai
+import pytest
+
 from jaxspec import chat
-from jaxspec.serving.responses import Output, messages_of
+from jaxspec.requests import Request, Update
+from jaxspec.serving.choices import TextLogprobs
+from jaxspec.serving.responses import LOGPROBS, Output, messages_of
+from jaxspec.serving.wishes import Wish
+from tests.chat.models import GEMMA, QWEN, Family, corpus
+from tests.serving.conftest import Live
 
 
 def test_items_become_messages() -> None:
@@ -81,3 +89,53 @@ def test_events_become_items() -> None:
     added = [e["item"] for e in told if e["type"] == "response.output_item.added"]
     assert [item["status"] for item in added] == ["in_progress"] * 4
     assert added[0]["content"] == []
+
+
+@pytest.mark.parametrize("family", [GEMMA, QWEN], ids=["gemma", "qwen"])
+def test_log_probabilities_are_those_of_the_text(family: Family) -> None:
+    """Tokens of reasoning, of calls and of markers have none, nor has the end of the turn."""
+    for name, reply in corpus(family).items():
+        ids = tuple(family.encode(reply))
+        event = Update(0, ids, logprobs=tuple(-float(i) for i in range(len(ids))))
+        wish = Wish(((1,),), (Request((1,), 99, stop_ids=ids[-1:]),), 1, (), 0)
+        found, parser = TextLogprobs(family.tokenizer, wish), chat.parser_for(family.tokenizer)
+        told = list(found.read(parser, event, 0))
+        told.append((parser.finish("stop"), found.rest()))
+        text = "".join(e.text for events, _ in told for e in events if isinstance(e, chat.Text))
+        entries = [entry for _, entries in told for entry in entries]
+        places = [-entry["logprob"] for entry in entries]
+        assert places == sorted(set(places)), name
+        written = family.tokenizer.decode([ids[int(place)] for place in places])
+        if name not in ("no call at all", "a call cut in its name"):  # which become text
+            assert written.replace("\n", "") == text.replace("\n", ""), name
+
+
+@pytest.mark.parametrize("asks", [{"include": [LOGPROBS]}, {"top_logprobs": 2}])
+def test_log_probabilities_are_those_of_a_chat(live: Live, asks: dict[str, Any]) -> None:
+    """In the reply, in its stream and in the client's own types."""
+    top = asks.get("top_logprobs", 0)
+    same: dict[str, Any] = {"temperature": 0, "extra_body": {"repetition_penalty": 1.0}}
+    with openai.OpenAI(base_url=f"{live.client.base_url}/v1", api_key="x") as client:
+        (choice,) = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "a"}],
+            max_tokens=6,
+            logprobs=True,
+            top_logprobs=top,
+            **same,
+        ).choices
+        said = {"model": "tiny", "input": "a", "max_output_tokens": 6, **same, **asks}
+        whole = client.responses.create(**said)
+        events = list(client.responses.create(**said, stream=True))
+        plain = client.responses.create(**{k: v for k, v in said.items() if k not in asks})
+    expected = [entry.model_dump() for entry in choice.logprobs.content]
+    assert len(expected) == 6
+    (message,) = whole.output
+    assert [entry.model_dump() for entry in message.content[0].logprobs] == expected
+    assert whole.top_logprobs == top
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    streamed = [(x.token, x.logprob) for e in deltas for x in e.logprobs]
+    (done,) = (e for e in events if e.type == "response.output_text.done")
+    assert streamed == [(x["token"], x["logprob"]) for x in expected]
+    assert streamed == [(x.token, x.logprob) for x in done.logprobs]
+    assert plain.output[0].content[0].logprobs is None

@@ -220,13 +220,13 @@ def test_biases_and_penalties_reach_the_engine(live: Live) -> None:
     punished = live.post(
         "/v1/completions",
         prompt="a",
-        max_tokens=5,
+        max_tokens=20,
         logit_bias={"262": 100, "263": 90},
-        presence_penalty=30,
+        frequency_penalty=2,
         **GREEDY,
     )
-    sampling = Sampling(logit_bias={262: 100, 263: 90}, presence_penalty=30)
-    (alone,) = live.alone(Request((tiny.BOS, 263), 5, sampling))
+    sampling = Sampling(logit_bias={262: 100, 263: 90}, frequency_penalty=2)
+    (alone,) = live.alone(Request((tiny.BOS, 263), 20, sampling))
     assert tuple(punished.json()["choices"][0]["token_ids"]) == alone.token_ids
     assert set(alone.token_ids) == {262, 263}
 
@@ -366,7 +366,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_p": 2}, "min_p"),
     ({"n": 0}, "n"),
     ({"n": 9}, "n"),
-    ({"seed": -1}, "seed"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"logit_bias": {"7": 100.5}}, "logit_bias"),
+    ({"logit_bias": {"1_0": 1}}, "logit_bias"),
+    ({"stop_token_ids": [5, 6, 7, 8, 9]}, "stop_token_ids"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"allowed_token_ids": [5]}, "allowed_token_ids"),
+    ({"bad_words": ["a"]}, "bad_words"),
+    ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": 5}, "stop"),
@@ -419,7 +430,25 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": 1000}, "max_completion_tokens"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"chat_template": "a"}}, "chat_template_kwargs"),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"reasoning_effort": 3}, "reasoning_effort"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "a", "format": "wav"}}, "audio"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"echo": True}, "echo"),
 ]
+HARMLESS: list[dict[str, Any]] = [
+    {"modalities": ["text"], "functions": [], "echo": False, "audio": None},
+    {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "user": "me"},
+    {"parallel_tool_calls": True, "reasoning_effort": "low", "prediction": None},
+    {"min_tokens": 0, "skip_special_tokens": True, "use_beam_search": False, "bad_words": []},
+]
+"""Fields of chats that ask for nothing that is not there."""
 
 
 @pytest.mark.parametrize(("wrong", "param"), CHAT_REFUSED, ids=lambda x: str(x)[:40])
@@ -428,6 +457,23 @@ def test_wrong_chats_are_refused_by_name(live: Live, wrong: dict[str, Any], para
     reply = live.post("/v1/chat/completions", **body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("fields", HARMLESS, ids=lambda x: next(iter(x)))
+def test_what_asks_for_nothing_is_no_error(live: Live, fields: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    reply = live.post("/v1/chat/completions", messages=messages, max_tokens=1, **fields)
+    assert reply.status_code == 200, reply.text
+
+
+def test_seeds_may_have_a_sign(live: Live) -> None:
+    """The protocol's are whole numbers of 64 bits with a sign."""
+
+    def text(seed: int) -> str:
+        body = {**WORDS, "seed": seed}
+        return live.post("/v1/completions", prompt="a", max_tokens=8, **body).json()["choices"][0]
+
+    assert text(-1) == text(2**32 - 1) == text(2**63 - 1) != text(1)
 
 
 def test_what_is_unknown_is_ignored(live: Live) -> None:

@@ -6,16 +6,18 @@ for slots, are read and decoded, and what is counted is what a client would see.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec.commands.options import UsageError
@@ -25,6 +27,7 @@ from jaxspec.requests import Completion, Request
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_RANGE = 300, 0.8, (32, 2048)
 NEW_TOKENS = (64, 512)
 PERCENTILES = (50, 95, 99)
+COMPILED = "/jax/core/compile/backend_compile_duration"
 _FIELDS = {"prompt_tokens", "new_tokens", "arrival_s"}
 
 
@@ -193,7 +196,8 @@ class TraceReport:
       acceptance_length: mean tokens a verify step; None without a drafter.
       lengths: by how many drafts were verified: steps of the batch, and milliseconds of one with all slots
         active. Empty where all drafts always were.
-      late_compilations: programs that were compiled after the warm-up.
+      programs, compile_s: of the engine, all compiled in the warm-up.
+      late_compilations: what JAX compiled after it, small programs of the host included.
     """
 
     requests: int
@@ -227,7 +231,8 @@ def run(
     say("compiling")
     engine.warm_up()
     programs, timings = engine.num_compilations, dataclasses.replace(engine.timings)
-    seen, moments, idle_s = replay(engine, jobs, requests, say)
+    with compilations() as late:
+        seen, moments, idle_s = replay(engine, jobs, requests, say)
     wall_s = moments[-1].at_s
     prefill_s = engine.timings.prefill_s - timings.prefill_s
     decode_s = engine.timings.decode_s - timings.decode_s
@@ -258,9 +263,25 @@ def run(
         },
         programs=programs,
         compile_s=timings.compile_s,
-        late_compilations=engine.num_compilations - programs,
+        late_compilations=len(late),
     )
     return report, moments
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[float]]:
+    """Collect the seconds of each compilation that JAX reports, whoever asked for it."""
+    seen: list[float] = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event == COMPILED:
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:

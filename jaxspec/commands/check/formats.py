@@ -24,8 +24,8 @@ from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import load_models
 from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph
+from jaxspec.programs import jit
 from jaxspec.records import Drafting
-from jaxspec.runtime import jit
 from jaxspec.shapes import Array, Float, Int, Params
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 

@@ -25,8 +25,8 @@ from jaxspec.drafters.base import AnyDrafter, Kept, TargetView
 from jaxspec.loading import LoadedModel
 from jaxspec.models.target import Target, TargetOutput, init_caches
 from jaxspec.params import Graph
+from jaxspec.programs import jit
 from jaxspec.requests import Completion
-from jaxspec.runtime import jit
 from jaxspec.shapes import Array, Int, Params
 from jaxspec.sharding import fetch, mesh_of, place_rows
 

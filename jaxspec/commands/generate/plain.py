@@ -82,22 +82,30 @@ def measure(
             np.zeros((batch, 2), np.uint32),
         )
         state = fast.admit(state, admission)
-        state = fast.prefill(state, {slot: row.prompt_ids for slot, row in enumerate(rows)})
-        state, speculative_s = _step_seconds(fast, state)
-        state, plain_s = _step_seconds(plain, dataclasses.replace(state, drafter=None))
+        prompts = {slot: row.prompt_ids for slot, row in enumerate(rows)}
+        state = fast.prefill(state, prompts, fast.ask(0))
+        most = engine.steps_per_return
+        state, speculative_s = _step_seconds(fast, state, most)
+        state, plain_s = _step_seconds(plain, dataclasses.replace(state, drafter=None), most)
     if speculative_s is None or plain_s is None:
         return None
     ratio = speculative_s / (plain_s * acceptance_length)
     return PlainSpeed(ratio, time.perf_counter() - begin)
 
 
-def _step_seconds(runtime: Runtime, state: DecodeState) -> tuple[DecodeState, float | None]:
-    """Return what a step takes at least; None if rows ended before a round was timed."""
-    found = []
+def _step_seconds(
+    runtime: Runtime, state: DecodeState, most: int
+) -> tuple[DecodeState, float | None]:
+    """Return what a step takes at least; None if rows ended before a round was timed.
+
+    Args:
+      most: steps of the run's decode calls, whose program this is.
+    """
+    found, ask = [], runtime.ask(most)
     for _ in range(ROUNDS):
-        before, call = int(fetch(state.num_steps).max()), runtime.decoding(state, STEPS)
+        before, call = int(fetch(state.num_steps).max()), runtime.decoding(state, ask, STEPS)
         begin = time.perf_counter()
-        state = jax.block_until_ready(call(state))
+        state, _ = jax.block_until_ready(call(state))
         taken_s = time.perf_counter() - begin
         if int(fetch(state.num_steps).max()) - before == STEPS:
             found.append(taken_s / STEPS)

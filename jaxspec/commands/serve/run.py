@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import sys
@@ -88,8 +89,9 @@ def run(
             generation=target.generation or GenerationDefaults(),
             cache_length=engine.cache_length,
             settings=settings,
+            num_stop_ids=engine.num_stop_ids,
         )
-        metrics = Metrics(served.names[0], engine.spec.num_draft_tokens)
+        metrics = Metrics(served.names[0])
         scorer = PromptScorer(target, programs.max_logprobs)
         log_to_stderr()
         opened = OpenEngine(
@@ -118,7 +120,7 @@ def run(
             tls_cert=network.tls_cert,
             tls_key=network.tls_key,
         )
-        opened.close(network.drain_timeout)
+        opened.close(server.CLOSE_S)
     if opened.state == "failed":
         raise UsageError("the engine has failed; the log says why")
 
@@ -132,8 +134,10 @@ def bind(network: NetworkOptions) -> Any:
     try:
         return server.bind(network.host, network.port)
     except OSError as error:
+        of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise UsageError(
-            f"--host {network.host} --port {network.port}: {error.strerror or error}; give another --port"
+            f"--host {network.host} --port {network.port}: {error.strerror or error}; give another "
+            f"{'--port' if of_port else '--host'}"
         ) from None
 
 
@@ -143,12 +147,20 @@ def check_tls(network: NetworkOptions) -> None:
     Raises:
       UsageError: the certificate or its key cannot be used.
     """
-    if network.tls_cert is None:
+    if network.tls_cert is None or network.tls_key is None:
         return
+    for name, file in (("--tls-cert", network.tls_cert), ("--tls-key", network.tls_key)):
+        try:
+            open(file, "rb").close()
+        except OSError as error:
+            raise UsageError(f"{name} {file}: {error.strerror or error}") from None
     try:
         server.check_tls(network.tls_cert, network.tls_key)
     except OSError as error:  # ssl.SSLError is one
-        raise UsageError(f"--tls-cert and --tls-key: {error}") from None
+        raise UsageError(
+            f"--tls-cert {network.tls_cert} --tls-key {network.tls_key}: {error}; expected PEM files, the "
+            "certificate's own key, and no password"
+        ) from None
 
 
 def grammars_of(

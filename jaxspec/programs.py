@@ -1,0 +1,90 @@
+"""Compiled programs, each for arguments of certain shapes, kept to be used again.
+
+Read `Programs.get`. Which programs there are is `runtime`'s and `prefixes.pool`'s business.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxspec import state as states
+from jaxspec.models.xla import COMPILER_OPTIONS
+from jaxspec.news import Most, Packed, pack
+from jaxspec.state import DecodeSpec, DecodeState
+
+jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+"""`jax.jit` with the options that all programs of the decode loop are compiled with."""
+
+
+class Programs:
+    """Compiled programs, by everything that shapes them: pass one on, and nothing is compiled twice."""
+
+    def __init__(self) -> None:
+        self.compiled: dict[Any, Any] = {}
+        self.state_makers: dict[Any, Callable[[], DecodeState]] = {}
+
+    def new_state(self, *sizes: Any) -> DecodeState:
+        """Return an empty state; arguments as in `state.state_maker`."""
+        if sizes not in self.state_makers:
+            self.state_makers[sizes] = states.state_maker(*sizes)
+        return self.state_makers[sizes]()
+
+    def get(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        donate: int | None,
+        mesh: Mesh,
+        spec: DecodeSpec | None = None,
+        most: Most | None = None,
+    ) -> Any:
+        """Return the program of a function for arguments of these shapes, compiled if it is new.
+
+        Args:
+          function: takes a state and returns the next one, which gets the old one's memory.
+          donate: the place of the state in `args`; None where no argument gives its memory.
+          spec: the function's first argument, before `args`; None where it takes none.
+          most: sizes of the news that the program returns beside the state. Then `Ask.known` is the last argument,
+            and the function does not take it. None: it returns the state alone.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        shapes = tuple((x.shape, str(x.dtype), x.sharding) for x in leaves)
+        key = (function, spec, most, donate, tree, shapes)
+        if key not in self.compiled:
+            bound = function if spec is None else _with_spec(function, spec)
+            placed = None
+            if donate is not None:
+                placed = jax.tree.map(lambda x: x.sharding, args[donate])
+            jitted = jax.jit(
+                bound if most is None else _with_news(bound, most),
+                donate_argnums=() if donate is None else donate,
+                out_shardings=placed if most is None else (placed, None),
+                compiler_options=COMPILER_OPTIONS,
+            )
+            with jax.set_mesh(mesh):
+                self.compiled[key] = jitted.lower(*args).compile()
+        return self.compiled[key]
+
+
+def _with_spec(function: Any, spec: DecodeSpec) -> Any:
+    def bound(*args: Any) -> Any:
+        return function(spec, *args)
+
+    bound.__name__ = function.__name__
+    return bound
+
+
+def _with_news(function: Any, most: Most) -> Any:
+    def telling(*args: Any) -> tuple[DecodeState, Packed]:
+        *given, known = args
+        state = function(*given)
+        return state, pack(state, known, most)
+
+    telling.__name__ = function.__name__
+    return telling

@@ -1,0 +1,49 @@
+"""Weights are quantised slice by slice, which takes little memory and changes no bit.
+
+`eight_devices.load` does it on a mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.quantised.array import quantise, quantise_in_slices
+
+# Shapes and summed axes of all kinds of weights: experts, gate and up, an output projection, a head.
+WEIGHTS = [((6, 64, 2, 10), (1,)), ((64, 2, 37), (0,)), ((2, 64, 21), (0, 1)), ((45, 128), (1,))]
+FORMATS = ["int8", "fp8", "int4", "int4-g128", "int4-g16-zeros", "nvfp4", "mxfp4"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_slices_have_the_bits_of_the_whole(format):
+    """No slice divides these weights: the last one reaches past the end, or starts earlier."""
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def both(x, summed, numbers):
+        sliced = quantise_in_slices(x, format, summed, numbers=numbers)
+        return quantise(x, format, summed).parts, sliced
+
+    for shape, summed in WEIGHTS:
+        x = jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16)
+        x = x.at[..., 0].set(0)  # groups of zeros, too
+        whole, sliced = both(x, summed, x.size // 4 + 1)
+        assert whole.keys() == sliced.keys()
+        for part, expected in whole.items():
+            assert sliced[part].dtype == expected.dtype
+            np.testing.assert_array_equal(
+                np.asarray(sliced[part]).view(np.uint8), np.asarray(expected).view(np.uint8), part
+            )
+
+
+def test_a_weight_is_not_copied_in_float32():
+    """What XLA needs beside a weight and its codes is some slices, whatever the size of the weight."""
+    x = jax.ShapeDtypeStruct((64, 256, 2, 128), jnp.bfloat16)
+    run = jax.jit(lambda x: quantise_in_slices(x, "mxfp4", (1,), numbers=1 << 16))
+    analysis = run.lower(x).compile().memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 2.5 * x.size, analysis  # float32: 4 bytes
