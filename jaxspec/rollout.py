@@ -94,8 +94,9 @@ class Given(struct.PyTreeNode):
         """Return what some rows are given, and the prompt of each. All rows have seeds of their own."""
         samples = len(self.max_new_tokens) // len(self.prompts.tokens)
         own = (self.sampling, self.seeds, self.max_new_tokens, self.stop_ids)
+        prompts = self.prompts.take(rows // samples)
         some = jax.tree.map(lambda x: x[rows], (*own, None, self.starts))
-        return Given(self.prompts.take(rows // samples), *some, grammar=self.grammar)
+        return Given(prompts, *some, grammar=self.grammar)
 
 
 # --- functions ---------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ class _Maker:
         )
 
     def _packed(self, after: Any, classes: Any, likely: Any, starts: Any) -> Automaton:
-        """Return tables in sizes that are powers of two."""
+        """Return tables in sizes that are rounded up."""
         used, words = len(after), self.tokens.words
         states, columns = (_bucket(n, least) for n, least in ((used, 16), (after.shape[1], 32)))
         if (size := states * (columns * 2 + words * 4) + classes.size * 4) > MOST_BYTES:
@@ -263,7 +263,8 @@ def _chunks(values: Any) -> Iterator[Any]:
 
 
 def _bucket(count: int, least: int) -> int:
-    return max(least, 1 << (count - 1).bit_length())
+    """Round a size up: to a power of two up to 256, and to multiples of 256 beyond."""
+    return max(least, 1 << (count - 1).bit_length()) if count <= 256 else -(-count // 256) * 256
 
 
 def _bits(allowed: Bool[np.ndarray, " V"], words: int) -> UInt32[np.ndarray, " words"]:
