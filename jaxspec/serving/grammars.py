@@ -19,7 +19,7 @@ from jaxspec.serving.protocol import Generating
 
 
 @dataclass(frozen=True)
-class Asked:
+class GrammarAsked:
     """A grammar that is asked for.
 
     Attributes:
@@ -31,7 +31,7 @@ class Asked:
     source: Any = None
 
 
-def asked_grammar(asked: Generating) -> Asked | None:
+def asked_grammar(asked: Generating) -> GrammarAsked | None:
     """Return the grammar that a request asks for; None for none.
 
     Raises:
@@ -57,11 +57,11 @@ def asked_grammar(asked: Generating) -> Asked | None:
     return found[0] if found else None
 
 
-def _of_format(field: str, given: Mapping[str, Any] | None) -> list[Asked]:
+def _of_format(field: str, given: Mapping[str, Any] | None) -> list[GrammarAsked]:
     if given is None or (kind := given.get("type")) == "text":
         return []
     if kind == "json_object":
-        return [Asked(field, "json_object")]
+        return [GrammarAsked(field, "json_object")]
     if kind != "json_schema":
         said = f'{field}.type is {shown(kind)}; it is "text", "json_object" or "json_schema"'
         raise ApiError(400, said, param=field)
@@ -70,26 +70,26 @@ def _of_format(field: str, given: Mapping[str, Any] | None) -> list[Asked]:
     if not isinstance(schema, Mapping):
         said = f"{field}.json_schema.schema is {shown(schema)}; expected a JSON schema"
         raise ApiError(400, said, param=field)
-    return [Asked(field, "json_schema", schema)]
+    return [GrammarAsked(field, "json_schema", schema)]
 
 
-def _kind(kind: Kind) -> Callable[[str, Any], Asked]:
-    return lambda field, value: Asked(field, kind, value)
+def _kind(kind: Kind) -> Callable[[str, Any], GrammarAsked]:
+    return lambda field, value: GrammarAsked(field, kind, value)
 
 
-def _choice(field: str, value: Any) -> Asked:
+def _choice(field: str, value: Any) -> GrammarAsked:
     """Return the grammar of one of some texts."""
     if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
         raise ApiError(400, f"{field} is {shown(value)}; expected a list of texts", param=field)
     # JSON's strings are those of Lark.
-    return Asked(
+    return GrammarAsked(
         field,
         "lark",
         "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value),
     )
 
 
-_FIELDS: dict[str, Callable[[str, Any], Asked]] = {
+_FIELDS: dict[str, Callable[[str, Any], GrammarAsked]] = {
     "regex": _kind("regex"),
     "lark": _kind("lark"),
     "guided_json": _kind("json_schema"),
@@ -97,7 +97,7 @@ _FIELDS: dict[str, Callable[[str, Any], Asked]] = {
     "guided_choice": _choice,
     "guided_grammar": _kind("lark"),
 }
-_STRUCTURED: dict[str, Callable[[str, Any], Asked]] = {
+_STRUCTURED: dict[str, Callable[[str, Any], GrammarAsked]] = {
     "json": _kind("json_schema"),
     "json_object": _kind("json_object"),
     "regex": _kind("regex"),
@@ -108,7 +108,7 @@ _STRUCTURED: dict[str, Callable[[str, Any], Asked]] = {
 
 
 def compiled(
-    tokens: GrammarTokens, asked: Asked, *, frame: str | None = None, lenient: bool = False
+    tokens: GrammarTokens, asked: GrammarAsked, *, frame: str | None = None, lenient: bool = False
 ) -> Grammar:
     """Return a grammar as the engine takes it. What was compiled lately is not compiled again.
 

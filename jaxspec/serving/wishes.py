@@ -21,7 +21,7 @@ from jaxspec.records import FieldError, Range, Sampling
 from jaxspec.requests import Request, ids_refusal
 from jaxspec.runtime import cache_length_for
 from jaxspec.serving.errors import ApiError, wrong_value
-from jaxspec.serving.grammars import Asked, asked_grammar, compiled
+from jaxspec.serving.grammars import GrammarAsked, asked_grammar, compiled
 from jaxspec.serving.protocol import NOT_SUPPORTED, ChatAsked, CompletionAsked, Generating
 from jaxspec.serving.settings import Settings
 from jaxspec.state import DecodeSpec
@@ -189,13 +189,13 @@ class Served:
             rule = rules.calls(self.tokenizer, prompt, may, one=one, required=bool(tools.required))
             if rule is not None:
                 kind, source, frame = rule
-                of_calls = Asked("tools", kind, source)
+                of_calls = GrammarAsked("tools", kind, source)
                 return compiled(self.grammars, of_calls, frame=frame, lenient=not strict)
         if wanted is None:
             return None
         return self._grammar(wanted, rules.frame(self.tokenizer, prompt))
 
-    def _grammar(self, wanted: Asked | None, frame: str | None = None) -> Grammar | None:
+    def _grammar(self, wanted: GrammarAsked | None, frame: str | None = None) -> Grammar | None:
         """Return a grammar as the engine takes it.
 
         Raises:
