@@ -124,6 +124,11 @@ class ChosenLength:
             dict(zip(accepted.tolist(), counts.tolist(), strict=True)),
         )
 
+    def begin_compiling(self, state: DecodeState, ask: Ask) -> None:
+        """Ask for the programs of every length; arguments as in `measure`."""
+        for length in self.chooser.lengths if self.chooser else ():
+            self.runtime.decoding(state, ask, 1, 0, length)
+
     def measure(self, state: DecodeState, ask: Ask) -> DecodeState:
         """Compile every length and time its steps, on rows that were made up; return the state, all slots empty.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ class Programs:
 
     def __init__(self) -> None:
         self.compiled: dict[Any, Any] = {}
+        self.coming: dict[Any, Future[Any]] = {}  # another thread compiles them
         self.state_makers: dict[Any, Callable[[], DecodeState]] = {}
 
     def new_state(self, *sizes: Any) -> DecodeState:
@@ -43,6 +45,7 @@ class Programs:
         mesh: Mesh,
         spec: DecodeSpec | None = None,
         most: Most | None = None,
+        compiler: Executor | None = None,
     ) -> Any:
         """Return the program of a function for arguments of these shapes, compiled if it is new.
 
@@ -52,24 +55,42 @@ class Programs:
           spec: the function's first argument, before `args`; None where it takes none.
           most: sizes of the news that the program returns beside the state. Then `Ask.known` is the last argument,
             and the function does not take it. None: it returns the state alone.
+          compiler: who compiles what is new; the program comes with a later call. None: this call does, and waits.
+
+        Returns:
+          The program; a `Future` of it with a `compiler` that is not done.
         """
         leaves, tree = jax.tree.flatten(args)
         shapes = tuple((x.shape, str(x.dtype), x.sharding) for x in leaves)
         key = (function, spec, most, donate, tree, shapes)
         if key not in self.compiled:
-            bound = function if spec is None else _with_spec(function, spec)
-            placed = None
-            if donate is not None:
-                placed = jax.tree.map(lambda x: x.sharding, args[donate])
-            jitted = jax.jit(
-                bound if most is None else _with_news(bound, most),
-                donate_argnums=() if donate is None else donate,
-                out_shardings=placed if most is None else (placed, None),
-                compiler_options=COMPILER_OPTIONS,
-            )
-            with jax.set_mesh(mesh):
-                self.compiled[key] = jitted.lower(*args).compile()
+            if key not in self.coming:
+                bound = function if spec is None else _with_spec(function, spec)
+                bound = bound if most is None else _with_news(bound, most)
+                compiling = _traced(bound, args, donate, mesh, tells=most is not None).compile
+                if compiler is None:
+                    self.compiled[key] = compiling()
+                    return self.compiled[key]
+                self.coming[key] = compiler.submit(compiling)
+            if compiler is not None:
+                return self.coming[key]
+            self.compiled[key] = self.coming.pop(key).result()
         return self.compiled[key]
+
+
+def _traced(
+    function: Any, args: tuple[Any, ...], donate: int | None, mesh: Mesh, *, tells: bool
+) -> jax.stages.Lowered:
+    """Trace a function. Python does that, for as long as XLA takes to compile what comes of it."""
+    placed = None if donate is None else jax.tree.map(lambda x: x.sharding, args[donate])
+    jitted = jax.jit(
+        function,
+        donate_argnums=() if donate is None else donate,
+        out_shardings=(placed, None) if tells else placed,
+        compiler_options=COMPILER_OPTIONS,
+    )
+    with jax.set_mesh(mesh):
+        return jitted.lower(*args)
 
 
 def _with_spec(function: Any, spec: DecodeSpec) -> Any:

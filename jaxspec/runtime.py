@@ -12,12 +12,15 @@ The engine, the sampler and the benchmark use it. Whoever wants to share program
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -175,6 +178,7 @@ class Runtime:
         self.programs = Programs() if programs is None else programs
         self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
         self.timings = Timings()
+        self._compiler: Executor | None = None  # who compiles meanwhile
         self.begun = (
             0.0  # when the last pass or steps were sent to the device, by `time.perf_counter`
         )
@@ -353,6 +357,23 @@ class Runtime:
         given = other, self.given(pairs)
         return self.program("insert", state, *given)(state, *given)
 
+    @contextlib.contextmanager
+    def compiling_aside(self) -> Iterator[None]:
+        """Trace what is asked for in this block while another thread compiles what was; call nothing of it in there.
+
+        XLA compiles without Python's lock. So the two take as long as the longer one of them.
+        """
+        if jax.process_count() > 1:  # they would have to compile in one order
+            yield
+            return
+        # One thread: on a GPU programs are tuned by timing them.
+        self._compiler = ThreadPoolExecutor(1, "jaxspec-compiler")
+        try:
+            yield
+        finally:
+            self._compiler.shutdown(wait=False)
+            self._compiler = None
+
     def given(self, rows: Any) -> Any:
         """Return what a program is given of the host's. On one device the call itself places it, more quickly."""
         return rows if self.mesh.size == 1 else self.place(rows)
@@ -390,15 +411,19 @@ class Runtime:
         weights = (self.target_params, self.drafter_params) if runs_models else ()
         if key not in self.used:
             begin = time.perf_counter()
-            self.used[key] = self.programs.get(
+            found = self.programs.get(
                 function,
                 (*weights, state, *self.place(given)),
                 donate=len(weights),
                 mesh=self.mesh,
                 spec=spec if runs_models or phase == "admit" else None,
                 most=most,
+                compiler=self._compiler,
             )
             self.timings.compile_s += time.perf_counter() - begin
+            if isinstance(found, Future):
+                return Bound(found, weights)
+            self.used[key] = found
         return Bound(self.used[key], weights)
 
 

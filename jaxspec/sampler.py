@@ -29,10 +29,11 @@ from jax.typing import ArrayLike
 
 from jaxspec import memory
 from jaxspec.arguments import is_inside_jit, is_traced, padded, read
+from jaxspec.given_params import KnownParams, accept_params
 from jaxspec.grammars import Grammar
 from jaxspec.grammars.automaton import Automaton
 from jaxspec.loading import LoadedModel
-from jaxspec.params import Graph, KnownParams, accept_params
+from jaxspec.params import Graph
 from jaxspec.records import Drafting, Extras, FieldError, Sampling
 from jaxspec.rollout import Given, Plan, row_keys
 from jaxspec.rollout_programs import first_rows, inside, look, on, programs_of, retire

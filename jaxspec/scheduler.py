@@ -98,20 +98,26 @@ class Scheduler:
     def warm_up(self, most_steps: int) -> None:
         """Compile every program, and time all verify lengths; nobody may wait or run."""
         runtime, reading, running = self.runtime, self._reading, self.slots
+        of_reading, of_running = reading.ask(0), running.ask(most_steps)
+        chunks = [chunk_of({}, rows, width, reading.count) for rows, width in runtime.shapes.all()]
+        kinds = (True, False) if runtime.spec.extras.grammars else (False,)
+        with runtime.compiling_aside():
+            for guided in kinds:  # which take longest
+                runtime.decoding(running.state, of_running, 1, guided=guided)
+            self.chosen_length.begin_compiling(running.state, of_running)
+            for chunk in chunks:
+                runtime.feeding(reading.state, chunk, of_reading)
         reading.admit({})
-        ask = reading.ask(0)
-        for rows, width in runtime.shapes.all():
-            chunk = chunk_of({}, rows, width, reading.count)
-            reading.state, _ = runtime.feeding(reading.state, chunk, ask)(reading.state)
+        for chunk in chunks:
+            reading.state, _ = runtime.feeding(reading.state, chunk, of_reading)(reading.state)
         if self._prefixes is not None:
             reading.state = self._prefixes.store.warm_up(reading.state)
         if reading is not running:
             running.state = runtime.insert(running.state, reading.state, {})
-        ask = running.ask(most_steps)
-        for guided in (True, False) if runtime.spec.extras.grammars else (False,):
-            call = runtime.decoding(running.state, ask, 1, guided=guided)
+        for guided in kinds:
+            call = runtime.decoding(running.state, of_running, 1, guided=guided)
             running.state, _ = call(running.state)
-        running.state = self.chosen_length.measure(running.state, ask)
+        running.state = self.chosen_length.measure(running.state, of_running)
         for slots in self._all:
             nobody = np.zeros(slots.count, bool)
             slots.state = runtime.retire(slots.state, nobody)

@@ -23,9 +23,10 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jaxspec.given_params import accept_params
 from jaxspec.loading import LoadedModel
 from jaxspec.models.target import Placement, Target
-from jaxspec.params import Graph, accept_params
+from jaxspec.params import Graph
 from jaxspec.records import Extras, Sampling
 from jaxspec.rows import GenerateResult, Prompts, check_ids, same_for_all
 from jaxspec.runtime import make_spec

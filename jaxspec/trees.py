@@ -28,7 +28,7 @@ def flat_params(params: Any) -> Params:
     Raises:
       ValueError: something is no array, or two arrays have one name.
     """
-    if isinstance(params, dict) and _all_arrays(params):
+    if isinstance(params, dict) and all_arrays(params):
         return params
     if isinstance(params, nnx.Module):
         params = nnx.state(params, nnx.Param)
@@ -52,7 +52,7 @@ def flat_params(params: Any) -> Params:
     return flat
 
 
-def _all_arrays(params: Mapping[str, Any]) -> bool:
+def all_arrays(params: Mapping[str, Any]) -> bool:
     """Tell whether all values are arrays of JAX, by their types: few, where values are many."""
     one_of_each = {type(x): x for x in params.values()}
     return all(isinstance(x, jax.Array) for x in one_of_each.values())

@@ -16,9 +16,10 @@ from safetensors.numpy import load_file
 
 import jaxspec
 from jaxspec.engine import Engine
+from jaxspec.given_params import accept_params
 from jaxspec.loading import CheckpointError, LoadedModel, load_drafter, load_target
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph, accept_params
+from jaxspec.params import Graph
 from jaxspec.shapes import Params
 from jaxspec.storage import saving
 from jaxspec.storage.bridge import checkpoint_prefix, from_hf_names, to_hf_names

@@ -7,6 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ import pytest
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.engine import Engine, Request
+from jaxspec.programs import Programs
 from jaxspec.records import Drafting, Extras, Tree
-from jaxspec.runtime import Programs
+from jaxspec.sharding import make_mesh
 from jaxspec.state import DecodeSpec
 from tests import tiny
 from tests.decode.cases import NEW_TOKENS, case, engine_of, resampled, run, slow, target
@@ -96,6 +98,25 @@ def test_what_is_new_comes_from_the_program_that_made_it(compilations):
     assert programs == ["admit", "decode", "prefill"]
     state_maker = 1
     assert len(compilations) == len(programs) + state_maker, compilations
+
+
+def test_a_program_that_another_thread_compiles_is_traced_once():
+    """Warm-up traced and compiled in turns, and half of its two minutes was tracing."""
+    traced, kept = [], Programs()
+
+    def add(x):
+        traced.append(x)
+        return x + 1
+
+    given: Any = dict(donate=None, mesh=make_mesh(devices=jax.devices()[:1]))
+    with ThreadPoolExecutor(1) as compiler:
+        coming = kept.get(add, (jnp.ones(3),), **given, compiler=compiler)
+        assert isinstance(coming, Future)
+        assert kept.get(add, (jnp.ones(3),), **given, compiler=compiler) is coming
+    program = kept.get(add, (jnp.ones(3),), **given)
+    assert program is coming.result()
+    assert program(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert len(traced) == 1
 
 
 def programs(
