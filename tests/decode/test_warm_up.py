@@ -121,7 +121,7 @@ def test_a_warm_engine_compiles_nothing(mode: str) -> None:
     models = (pair.target, pair.drafter if drafter else None)
     engine = Engine(*models, batch_size=4, cache_length=1024, **options)
     engine.warm_up()
-    allowed = [None]
+    allowed: list[Any] = [None]
     if engine.spec.extras.grammars:
         tokens = grammars.GrammarTokens.of_model(pair.target, pair.tokenizer)
         allowed.append(tokens.compile("regex", "[0-9]{3,9}"))

@@ -273,9 +273,9 @@ def compilations() -> Iterator[list[float]]:
     """Collect the seconds of each compilation that JAX reports, whoever asked for it."""
     seen: list[float] = []
 
-    def listen(event: str, duration: float, **_: object) -> None:
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILED:
-            seen.append(duration)
+            seen.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
