@@ -63,8 +63,8 @@ class Engine:
       max_prefill_tokens: prompt tokens, padding included, that are read before rows decode on; at least one pass.
         None: all prompts that have slots are read first.
       read_ahead: rows beside the slots, into which the prompts of waiting requests are read while all slots are
-        taken. A slot that is free then goes on at once. None: as many as keep passes full on a GPU, none where
-        there is one slot, on a CPU, or on a mesh with a data axis.
+        taken. A slot that is free then goes on at once. None: as many as keep passes full on a GPU, fewer where
+        memory is short; none where there is one slot, on a CPU, or on a mesh with a data axis.
       invariant: no row depends on its neighbours, to the last bit; prompts share small passes only.
       choose_length: when to verify fewer drafts than there are, if that is quicker. See `records.ChooseLength`.
       prefix_bytes: of each device's memory, for prefixes of prompts that were read: prompts that begin with one
@@ -75,6 +75,7 @@ class Engine:
     Raises:
       ConfigError: the drafter does not fit the target.
       FieldError: a number is out of range.
+      DeviceMemoryError: the devices cannot hold all of this. Nothing was allocated.
     """
 
     def __init__(
@@ -123,15 +124,21 @@ class Engine:
             raise FieldError(
                 "grammar", f"needs one device, and this mesh has {mesh.size}; leave one of them out"
             )
-        slots = rows_bucket(batch_size, mesh)
+        spec, slots = make_spec(target, drafter, drafting, extras), rows_bucket(batch_size, mesh)
+        sizes = spec, slots, cache_length, mesh
         if read_ahead is None:
             read_ahead = rows_ahead(target.graph, slots, mesh)
+            while read_ahead and not memory.fits(
+                *sizes, read_ahead=read_ahead, prefix_bytes=prefix_bytes
+            ):
+                read_ahead //= 2
         elif read_ahead and mesh.shape["data"] > 1:
             raise FieldError(
                 "read_ahead", "needs a mesh whose data axis has one device; leave it out"
             )
+        memory.check_fits(*sizes, read_ahead=read_ahead, prefix_bytes=prefix_bytes)
         self.runtime = Runtime(
-            make_spec(target, drafter, drafting, extras),
+            spec,
             *weights,
             batch_size=slots,
             cache_length=cache_length,
@@ -172,8 +179,7 @@ class Engine:
         Args:
           extras: None for what these requests ask for. A program without extras is quicker.
           cache_length: None for as many positions as the longest request needs, in buckets.
-          read_ahead: None for what an engine takes by default, where there are more requests than slots and the
-            memory allows it.
+          read_ahead: None for what an engine takes by default, where there are more requests than slots.
           options: of the engine, such as `steps_per_return` and `invariant`.
 
         Raises:
@@ -192,12 +198,8 @@ class Engine:
         else:
             check_cache_length(spec, cache_length)
         mesh = mesh_of(target=target.params, drafter=drafter.params if drafter else None)
-        slots = rows_bucket(batch_size, mesh)
-        if read_ahead is None:
-            read_ahead = rows_ahead(target.graph, slots, mesh) if len(requests) > slots else 0
-            while read_ahead and not memory.fits(spec, slots + read_ahead, cache_length, mesh):
-                read_ahead //= 2
-        memory.check_fits(spec, slots + read_ahead, cache_length, mesh)
+        if read_ahead is None and len(requests) <= rows_bucket(batch_size, mesh):
+            read_ahead = 0
         return cls(
             target,
             drafter,

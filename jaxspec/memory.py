@@ -1,7 +1,8 @@
 """Compute how much device memory a run needs, and refuse a run that cannot fit.
 
-The numbers come from configs alone, before anything is allocated. They count weights, caches and
-the logits of a step, for the shards that one device holds. They do not count activations. A run
+The numbers come from configs alone, before anything is allocated. They count weights, caches, the
+logits of a step and stored prefixes, for the shards that one device holds. They do not count
+activations. A run
 that is refused here cannot fit. A run that is not refused may still run out of memory by a little.
 
 A GPU knows its memory. A CPU's is what `host_memory` finds, so it is limited by control groups and
@@ -42,29 +43,41 @@ class Footprint:
     weights: int
     caches: int  # of target and drafter
     logits: int  # float32, for all tokens that a step verifies
+    prefixes: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.caches + self.logits
+        return self.weights + self.caches + self.logits + self.prefixes
 
     def __str__(self) -> str:
         """Return the total and its parts in GiB."""
-        parts = [f"{gib(getattr(self, f.name))} {f.name}" for f in dataclasses.fields(self)]
+        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        parts = [f"{gib(size)} {name}" for name, size in sizes.items() if size]
         return f"{gib(self.total)} GiB a device ({', '.join(parts)})"
 
 
-def footprint(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> Footprint:
+def footprint(
+    spec: DecodeSpec,
+    rows: int,
+    cache_length: int,
+    mesh: Mesh,
+    *,
+    read_ahead: int = 0,
+    prefix_bytes: int = 0,
+) -> Footprint:
     """Return the memory that decoding needs on each device.
 
     Args:
       cache_length: how many positions each cache has room for.
+      read_ahead: rows beside these, which have caches and take no part in steps.
+      prefix_bytes: of each device, for stored prefixes.
     """
     models = [spec.target] if spec.drafter is None else [spec.target, spec.drafter]
     state = jax.eval_shape(
         functools.partial(
             states.init_state,
             spec,
-            rows,
+            rows + read_ahead,
             cache_length=cache_length,
             num_stop_ids=1,
             cache_dtype=spec.target.cache_dtype,
@@ -76,7 +89,10 @@ def footprint(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> Foo
     )
     logits = 4 * rows * spec.step_tokens * spec.target.config.vocab_size
     return Footprint(
-        sum(weight_bytes(model, mesh) for model in models), _bytes(shards), logits // mesh.size
+        sum(weight_bytes(model, mesh) for model in models),
+        _bytes(shards),
+        logits // mesh.size,
+        prefix_bytes,
     )
 
 
@@ -116,35 +132,61 @@ def check_weights_fit(graph: Graph, mesh: Mesh) -> None:
         )
 
 
-def fits(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> bool:
-    """Tell whether decoding a batch fits into the devices, as far as that is known."""
+def fits(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh, **beside: int) -> bool:
+    """Tell whether decoding a batch fits into the devices, as far as that is known.
+
+    Args:
+      beside: as in `footprint`.
+    """
     limit = bytes_limit(mesh)
-    return limit is None or footprint(spec, rows, cache_length, mesh).total <= limit
+    return limit is None or footprint(spec, rows, cache_length, mesh, **beside).total <= limit
 
 
-def check_fits(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh) -> None:
+def check_fits(
+    spec: DecodeSpec,
+    rows: int,
+    cache_length: int,
+    mesh: Mesh,
+    *,
+    read_ahead: int = 0,
+    prefix_bytes: int = 0,
+) -> None:
     """Raise an error if decoding a batch needs more memory than a device has.
 
+    Args:
+      read_ahead, prefix_bytes: as in `footprint`.
+
     Raises:
-      DeviceMemoryError: the batch does not fit. The message has the most rows and the longest
-        caches that fit.
+      DeviceMemoryError: the batch does not fit. The message has the most rows, the longest caches,
+        the most rows read ahead and the most bytes for prefixes that fit, everything else as it is.
     """
     limit = bytes_limit(mesh)
     if limit is None:
         return
-    need = footprint(spec, rows, cache_length, mesh)
+    beside = dict(read_ahead=read_ahead, prefix_bytes=prefix_bytes)
+    need = footprint(spec, rows, cache_length, mesh, **beside)
     if need.total <= limit:
         return
     data = mesh.shape["data"]
 
-    most_rows = data * _most(rows // data, lambda n: fits(spec, n * data, cache_length, mesh))
-    longest = RING_MULTIPLE * _most(
-        cache_length // RING_MULTIPLE, lambda n: fits(spec, rows, n * RING_MULTIPLE, mesh)
-    )
-    ways = [f"{most_rows} rows of this length fit"] if most_rows else []
-    ways += [f"{rows} rows of {longest} positions fit"] if longest else []
+    def fit(rows: int = rows, length: int = cache_length, ahead: int = read_ahead) -> bool:
+        of = footprint(spec, rows, length, mesh, read_ahead=ahead, prefix_bytes=prefix_bytes)
+        return of.total <= limit
+
+    ways = []
+    if most_rows := data * _most(rows // data, lambda n: fit(rows=n * data)):
+        ways.append(f"{most_rows} rows of this length fit")
+    if longest := RING_MULTIPLE * _most(
+        cache_length // RING_MULTIPLE, lambda n: fit(length=n * RING_MULTIPLE)
+    ):
+        ways.append(f"{rows} rows of {longest} positions fit")
+    if read_ahead and fit(ahead=0):
+        ways.append(f"read_ahead={_most(read_ahead - 1, lambda n: fit(ahead=n))} fits")
+    if prefix_bytes and (left := limit - need.total + prefix_bytes) >= 0:
+        ways.append(f"prefix_bytes={left} fits")
+    what = f"{rows} rows" + (f", and {read_ahead} that are read ahead," if read_ahead else "")
     raise DeviceMemoryError(
-        f"{rows} rows with caches of {cache_length} positions need {need}, and {_device(mesh)} has "
+        f"{what} with caches of {cache_length} positions need {need}, and {_device(mesh)} has "
         f"{gib(limit)} GiB: {' or '.join(ways) or 'not one row fits; ' + _way_out(spec.target.dtype, mesh)}"
     )
 

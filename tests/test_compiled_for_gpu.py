@@ -349,19 +349,27 @@ def test_a_join_of_weights_would_be_seen() -> None:
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
-@pytest.mark.parametrize(("heads", "head_dim", "fresh"), [((4, 8), 512, 0), ((8, 8), 128, 16)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "fresh", "kind"),
+    [
+        ((4, 8), 512, 0, jnp.bfloat16),
+        ((4, 8), 512, 0, jnp.float8_e4m3fn),
+        ((8, 8), 128, 16, jnp.bfloat16),
+    ],
+)
 def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     heads: tuple[int, int],
     head_dim: int,
     fresh: int,
+    kind: Any,
 ) -> None:
     """31B's full layers: 227 KB of shared memory, and results that take half of all registers; its drafter's."""
     shape = (8, 16, *heads, head_dim)  # B T K G H
 
     def keys(size: int) -> tuple[Any, Any, Any]:
-        k = jax.ShapeDtypeStruct((8, heads[0], size, head_dim), jnp.bfloat16)
+        k = jax.ShapeDtypeStruct((8, heads[0], size, head_dim), kind)
         return k, k, jax.ShapeDtypeStruct((8, size), jnp.int32)
 
     def attend(q: Any, at: Any, *segments: Any) -> jax.Array:

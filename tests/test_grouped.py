@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, get_args
 
 import jax
@@ -20,7 +21,7 @@ from jaxspec.models.layers import project, table_logits
 from jaxspec.quantised import FormatError, array
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
-from pallas_kernels.experts import cases, experts
+from pallas_kernels.experts import Tiling, cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
 from pallas_kernels.grouped.coding import E2M1, numbers, pack, pack_pairs, unpack
 from pallas_kernels.grouped.tuning import TABLE, cut_for
@@ -191,10 +192,13 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
         w, summed = graph.abstract_weights()[name], graph.declared()[name].summed
         inputs = int(np.prod([w.shape[i] for i in summed]))
         outputs = int(np.prod([n for i, n in enumerate(w.shape) if i not in summed]))
-        for rows in (2, 8, 16, 32, 64, 128, 512):
-            cut = cut_for(rows, inputs // 64, outputs)
+        for rows, scale_bytes in itertools.product((2, 8, 16, 32, 64, 128, 512), (1, 2)):
+            cut = cut_for(rows, inputs // 64, outputs, scale_bytes)
             assert inputs % (64 * cut.splits * cut.unroll) == 0, name
             assert outputs % cut.outputs == 0
+            # Else scales are loaded one step ahead only, and steps wait for the memory.
+            four_bytes = cut.outputs * scale_bytes >= 4 * 32 * cut.warps
+            assert rows > 16 or four_bytes or cut.warps == 1, (name, cut)
     assert TABLE[-1][0] == float("inf")
 
 
@@ -206,7 +210,9 @@ def test_experts_read_codes_of_four_bits(format):
     codes = [w.codes_of_experts()[0] for w in packed]
     coding = packed[0].codes_of_experts()[1]
     expected = experts(x, logits, scale, *(w.dequantise() for w in packed), top_k=3)
-    for how in ({"implementation": "reference"}, {"implementation": "triton", "interpret": True}):
+    kernel = {"implementation": "triton", "interpret": True}
+    shared = Tiling(8, Cut(8, 64, splits=3, early=True), Cut(8, 64, early=True))
+    for how in ({"implementation": "reference"}, kernel, kernel | {"tiling": shared}):
         found = experts(x, logits, scale, *codes, top_k=3, coding=coding, **how)
         np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
     wrong = [c._replace(scales=c.scales[:, :1]) for c in codes]

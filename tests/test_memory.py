@@ -15,17 +15,20 @@ from typer.testing import CliRunner
 
 import jaxspec
 from checkpoints_convert import hf_io
+from jaxspec import engine as engines
 from jaxspec import host_memory, memory
 from jaxspec.commands.bench import trace
 from jaxspec.commands.cli import app
+from jaxspec.engine import Engine
 from jaxspec.families import graph_of, presets, random_drafter
 from jaxspec.host_memory import Room, room
 from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.records import Drafting
-from jaxspec.runtime import cache_bucket, make_spec
+from jaxspec.runtime import Runtime, cache_bucket, make_spec
 from jaxspec.sharding import MESH_AXES, make_mesh
 from jaxspec.storage.conversion import convert, to_hf
 from tests.convert import hf_layout
+from tests.decode.cases import case
 
 GIB = 1 << 30
 NO_LIMIT = 9223372036854771712  # as version 1 writes it
@@ -192,6 +195,43 @@ def test_cpu_devices_share_their_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     four = Mesh(np.array([jax.devices()[:1] * 4]), MESH_AXES)
     assert memory.bytes_limit(make_mesh(devices=jax.devices()[:1])) == 1000
     assert memory.bytes_limit(four) == 1000 // len(four.local_devices)
+
+
+def test_an_engine_counts_rows_read_ahead_and_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only `Engine.fitting` asked, and a server's store took what its rows needed. Nothing is allocated before."""
+    monkeypatch.setattr(jax, "live_arrays", lambda platform: [])
+    target, graph = case("31b").target, case("31b").target.graph
+    sizes = make_spec(target, None), 4, 1024, make_mesh(devices=jax.devices()[:1])
+    store = dict(read_ahead=4, prefix_bytes=1 << 24)
+    needed = memory.footprint(*sizes, **store)
+    four, eight = (memory.footprint(*sizes, read_ahead=n).caches for n in (0, 4))
+    assert eight == 2 * four
+    assert needed.logits == 4 * 4 * graph.config.vocab_size  # rows read ahead take no steps
+    assert needed.total == needed.weights + eight + needed.logits + (1 << 24)
+
+    def made(**options: int | None) -> Engine:
+        return Engine(target, None, batch_size=4, cache_length=1024, **options)  # pyright: ignore[reportArgumentType]
+
+    has(monkeypatch, needed.total)
+    assert made(**store).read_ahead == 4
+    has(monkeypatch, needed.total - 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Runtime, "__init__", None)  # nobody gets there
+        with pytest.raises(memory.DeviceMemoryError) as refused:
+            made(**store)
+    said = str(refused.value)
+    assert said.startswith("4 rows, and 4 that are read ahead, with caches of 1024 positions need")
+    assert "GiB a device (" in said
+    assert "0.0 prefixes)" in said
+    assert "3 rows of this length fit" in said
+    assert "4 rows of 960 positions fit" in said
+    assert "read_ahead=3 fits" in said
+    assert f"prefix_bytes={(1 << 24) - 1} fits" in said
+    for fits in (dict(store, read_ahead=3), dict(store, prefix_bytes=(1 << 24) - 1)):
+        made(**fits)
+    # Nobody asked for a number of rows read ahead: as many as there is room for.
+    monkeypatch.setattr(engines, "rows_ahead", lambda *_: 4)
+    assert made(read_ahead=None, prefix_bytes=1 << 24).read_ahead == 2
 
 
 def sparse(directory: Path, size: str) -> Path:

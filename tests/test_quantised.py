@@ -27,7 +27,7 @@ from jaxspec.models.layers import project, table_logits
 from jaxspec.params import Graph
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.array import quantise
-from jaxspec.quantised.choice import formats_for
+from jaxspec.quantised.choice import formats_for, quantised_graph
 from jaxspec.records import FieldError
 from jaxspec.sharding import make_mesh
 from jaxspec.storage import conversion
@@ -348,6 +348,16 @@ def test_a_gpu_too_old_is_refused_with_what_works_there(monkeypatch, format, fou
     monkeypatch.setattr("jaxspec.quantised.choice.capability", lambda: found)
     with pytest.raises(FieldError, match=f"is {format}, which needs .* capability {said}"):
         jaxspec.load(quantize=format)
+
+
+def test_a_file_that_a_gpu_is_too_old_for_is_refused_with_what_works_there(monkeypatch):
+    """Nobody gave --quantize, so the message must not be about it."""
+    monkeypatch.setattr("jaxspec.quantised.choice.capability", lambda: 8.0)
+    graph, _ = tiny.target("31b")
+    stored = graph.with_formats(formats_for(graph, "fp8"))
+    said = "the weights of 31b-fp8 are fp8, .* take a build in int8 or int4 or nvfp4 or mxfp4, or"
+    with pytest.raises(CheckpointError, match=said):
+        quantised_graph(stored, "31b-fp8", None, None, "quantize")
 
 
 def test_a_manifest_with_an_unknown_format_is_refused(bundled, tmp_path):

@@ -385,7 +385,8 @@ def _int4(
     if scales[:-1] != shape[:-1] or not scales[-1] or shape[-1] % scales[-1]:
         raise CheckpointError(
             f"{name}: its scales have the shape {list(scales)}, which does not divide "
-            f"{list(shape)} into groups"
+            f"{list(shape)} into groups; expected [{', '.join(map(str, shape[:-1]))}, "
+            f"{shape[-1]} / group]"
         )
     if scales[-1] == 1 and (announced is None or announced.per == "channel"):
         return Spec("int4", "channel", 0, symmetric, dtype)

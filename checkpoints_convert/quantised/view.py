@@ -160,7 +160,10 @@ def open_view(
         says = "announces no format" if announced is None else f"announces {announced.title}"
         raise CheckpointError(
             f"{where}: its config.json {says}, and its tensors do not fit that, "
-            f"{len(reader.wrong):,} problems:\n  " + listed(reader.wrong, "\n  ")
+            f"{len(reader.wrong):,} problem{'' if len(reader.wrong) == 1 else 's'}:\n  "
+            + listed(reader.wrong, "\n  ")
+            + "\nGet the files again. If they are whole, the build is at fault: take another one, or the "
+            "bfloat16 release with --quantize int8"
         )
     tensors, origins = dict(groups.tensors), dict(groups.origins)
     # Nothing is known of a module that no rule needs. If nothing skips it, that is an error.

@@ -21,7 +21,7 @@ def prefix_bytes(engine: Engine, gib: float | None) -> int:
     Raises:
       FieldError: what is asked does not fit, holds no whole slot, or slots are split over devices.
     """
-    rows, mesh = engine.batch_size + engine.read_ahead, engine.mesh
+    mesh = engine.mesh
     limit, is_split = memory.bytes_limit(mesh), mesh.shape["data"] > 1
     if gib == 0 or (gib is None and (limit is None or is_split)):
         return 0
@@ -29,7 +29,8 @@ def prefix_bytes(engine: Engine, gib: float | None) -> int:
         raise FieldError("prefix_gib", "needs a mesh whose data axis has one device; leave it out")
     least, left = least_bytes(engine.runtime), None
     if limit is not None:
-        left = limit - memory.footprint(engine.spec, rows, engine.cache_length, mesh).total
+        sizes = engine.spec, engine.batch_size, engine.cache_length, mesh
+        left = limit - memory.footprint(*sizes, read_ahead=engine.read_ahead).total
     if gib is None:
         assert left is not None
         nbytes = min(left // 8, GIB) if on_cpu(mesh) else left // 2

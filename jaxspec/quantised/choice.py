@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from checkpoints_convert.errors import CheckpointError
 from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import named, names
 from jaxspec.records import FieldError, shown
@@ -51,6 +52,7 @@ def quantised_graph(
     Raises:
       FieldError: a format is not known or does not run here, or all that it is meant for is quantised
         already.
+      CheckpointError: what is stored does not run here.
     """
     asked = {field: quantize, "quantize_head": quantize_head}
     asked = {name: format for name, format in asked.items() if format is not None}
@@ -74,8 +76,14 @@ def quantised_graph(
                 ),
             )
         chosen |= can
-    for format in set(stored.values()):
-        check_device(field, format)
+    for format in sorted(set(stored.values())):
+        if (lacking := _lacking(format)) is not None:
+            needs, works = lacking
+            build = f"a build in {works}, or " if works else ""
+            later = " with --quantize int8" if works else ""
+            raise CheckpointError(
+                f"the weights of {source} are {format}, {needs}: take {build}the bfloat16 release{later}"
+            )
     return graph.with_formats(stored | chosen)
 
 
@@ -104,14 +112,23 @@ def check_device(field: str, format: str) -> None:
     Raises:
       FieldError: naming the option, and what works there.
     """
+    if (lacking := _lacking(format)) is not None:
+        needs, works = lacking
+        instead = f"use {works}" if works else "leave the weights unquantised"
+        raise FieldError(field, f"is {format}, {needs}: {instead}")
+
+
+def _lacking(format: str) -> tuple[str, str] | None:
+    """Return what a format needs that this GPU lacks, and which formats work; None if it lacks nothing.
+
+    Of formats with variants only the first is named: int4 stands for int4-g64 too.
+    """
     least, found = named(format).least_capability, capability()
     if found is None or found >= least:
-        return
+        return None
     works = [name for name in names(on_load=True) if named(name).least_capability <= found]
-    instead = f"use {' or '.join(works)}" if works else "leave the weights unquantised"
     kind = jax.devices()[0].device_kind
-    raise FieldError(
-        field,
-        f"is {format}, which needs an NVIDIA GPU of compute capability {least}; {kind} has {found}: "
-        f"{instead}",
+    return (
+        f"which needs an NVIDIA GPU of compute capability {least}; {kind} has {found}",
+        " or ".join(name for name in works if "-" not in name),
     )

@@ -17,7 +17,8 @@ from starlette.routing import Route
 
 import jaxspec
 from jaxspec import chat
-from jaxspec.records import FieldError
+from jaxspec.records import FieldError, shown
+from jaxspec.requests import ids_refusal
 from jaxspec.serving import generating, pages
 from jaxspec.serving.door import Door, told_of
 from jaxspec.serving.errors import ApiError, wrong_value
@@ -196,6 +197,8 @@ class _Routes:
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self._read(request, DetokenizeAsked)
+        if wrong := ids_refusal(asked.tokens, self._served.spec.target.config.vocab_size):
+            raise ApiError(400, f"tokens {wrong}", param="tokens")
         return JSONResponse({"prompt": self._served.tokenizer.decode(asked.tokens)})
 
     # --- reading ---------------------------------------------------------------------------------
@@ -250,7 +253,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
 async def _refuse_http(request: Request, error: Exception) -> Response:
     """Put what the router refuses, such as an unknown path, into the protocol's form."""
     assert isinstance(error, HTTPException)
-    said = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    said = ApiError(
+        error.status_code, f"{request.method} {shown(request.url.path)}: {error.detail}"
+    )
     return JSONResponse(said.to_json(), said.status, headers=error.headers)
 
 

@@ -26,6 +26,8 @@ from jaxspec.serving.settings import Settings
 LOG = logging.getLogger("jaxspec.serving")
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics", *FILES})
 """What needs no key: those who watch servers ask for some of these, and the page asks its reader for the key."""
+MOST_OF_PATH = 200
+"""Characters of a path in the log."""
 _ID = re.compile(r"[\w.:-]{1,128}")
 
 
@@ -103,7 +105,7 @@ class Door:
         line = {
             "request_id": name,
             "method": scope["method"],
-            "path": scope["path"],
+            "path": scope["path"][:MOST_OF_PATH],
             "status": status,
             "ms": round(seconds * 1e3, 1),
             **(dataclasses.asdict(usage) if usage is not None else {}),

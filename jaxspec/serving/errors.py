@@ -12,7 +12,6 @@ _PARAMS = {
     "max_new_tokens": "max_tokens",
     "prompt_ids": "prompt",
     "stop_ids": "stop_token_ids",
-    "top_logprobs": "top_logprobs",
 }
 """Fields of ours, by what the protocol calls them."""
 

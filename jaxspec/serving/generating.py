@@ -258,9 +258,8 @@ class Reply:
                 raise self._too_late() from None
             if isinstance(event, Completion):
                 _refuse_failed(event)
-                if (
-                    index % self._wish.n
-                ):  # the choices of a prompt share it: its first one says what was there
+                # The choices of a prompt share it: its first one says what was there.
+                if index % self._wish.n:
                     event = dataclasses.replace(event, cached_tokens=0)
             yield event
 

@@ -37,7 +37,7 @@ def asked_grammar(asked: Generating) -> Asked | None:
     Raises:
       ApiError: it asks for two, or for one that is not supported.
     """
-    found = [*_of_format("response_format", asked.response_format)]
+    found = _of_format("response_format", asked.response_format)
     for name, read in _FIELDS.items():
         if (value := getattr(asked, name)) is not None:
             found.append(read(name, value))
@@ -55,11 +55,6 @@ def asked_grammar(asked: Generating) -> Asked | None:
             400, f"{names} both say what the reply may be; give one", param=found[1].field
         )
     return found[0] if found else None
-
-
-def of_format(field: str, given: Mapping[str, Any] | None) -> Asked | None:
-    """Return the grammar of a field such as `response_format`."""
-    return next(iter(_of_format(field, given)), None)
 
 
 def _of_format(field: str, given: Mapping[str, Any] | None) -> list[Asked]:

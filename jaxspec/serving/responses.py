@@ -16,6 +16,7 @@ from typing import Any
 from jaxspec import chat
 from jaxspec.records import shown
 from jaxspec.requests import Completion
+from jaxspec.serving import streaming
 from jaxspec.serving.choices import ChatChoice, TextLogprobs, finish_reason
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.generating import Kind, Reply, internal_error
@@ -362,8 +363,7 @@ class ResponsesReply(Reply):
     def _numbered(self, event: Event) -> bytes:
         value = {**event, "sequence_number": self._number}
         self._number += 1
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return f"event: {event['type']}\ndata: {text}\n\n".encode("utf-8", "replace")
+        return streaming.event(value, event["type"])
 
     def _response(self, status: str) -> dict[str, Any]:
         asked, usage, sampling = self._said, self.usage, self._wish.requests[0].sampling

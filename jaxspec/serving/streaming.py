@@ -20,11 +20,12 @@ class ClientGone(Exception):
     """The client has closed the connection."""
 
 
-def event(value: Mapping[str, Any]) -> bytes:
-    """Return a value as one event of a stream."""
+def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
+    """Return a value as one event of a stream, with a name where the protocol has one."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    head = "" if name is None else f"event: {name}\n"
     # A lone surrogate is no UTF-8.
-    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+    return f"{head}data: {text}\n\n".encode("utf-8", "replace")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -55,7 +56,6 @@ class EventStream:
         """Make a reply; `timeout_s` is how long the client may take to read what was written."""
         self._events = events
         self._timeout_s = timeout_s
-        self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come."""

@@ -98,10 +98,11 @@ def attention(
       causal: whether queries see no later keys.
       value_scale: factor of the result, where values are stored divided by it.
       implementation: "reference" runs anywhere. "triton" needs 16-bit queries, keys in 16 bits or
-        fp8, and an NVIDIA GPU of compute capability 8.0 or newer, 8.9 for fp8 (or `interpret`). "mosaic" needs 16-bit keys, a GPU of
-        compute capability 9.0, a multiple of 8 slots, no `seen_by`, and head dim 512 or 128. At
-        head dim 512 it needs one segment and no window. At head dim 128 it needs 8, 16, 32 or 64
-        query heads per kv head, and at most one further segment, of at most 128 slots. "auto" takes
+        fp8, and an NVIDIA GPU of compute capability 8.0 or newer, 8.9 for fp8 (or `interpret`).
+        "mosaic" needs 16-bit queries, a GPU of compute capability 9.0, a multiple of 8 slots, no
+        `seen_by`, and head dim 512 or 128. At head dim 512 it needs keys in 16 bits or fp8, one
+        segment and no window. At head dim 128 it needs 16-bit keys, no `value_scale`, 8, 16, 32 or
+        64 query heads per kv head, and at most one further segment, of at most 128 slots. "auto" takes
         Mosaic, else Triton, where the kernel can run and one of two things holds: the kernel is
         faster (many keys for few tokens, most chunks of prompts), or the scores of the reference
         would fill memory.
@@ -137,7 +138,7 @@ def attention(
         Candidate(
             "mosaic",
             mosaic,
-            reason=_why_not_mosaic(g, segments, window, value_scale, interpret),
+            reason=_why_not_mosaic(q, segments, window, value_scale, interpret),
             worth_it=on_hopper and _worth_it(q, segments, FEWEST_BYTES, for_prompts=h == 512),
         ),
         Candidate(
@@ -220,13 +221,14 @@ def _why_not_triton(q: Array, segments: tuple[KVSegment, ...], interpret: bool) 
 
 
 def _why_not_mosaic(
-    groups: int,
+    q: Array,
     segments: tuple[KVSegment, ...],
     window: int | None,
     value_scale: float,
     interpret: bool,
 ) -> str | None:
     """Return why no Mosaic kernel can take these keys on the GPU of this machine, or None."""
+    groups = q.shape[3]
     keys, *more = (s.k for s in segments)
     if jax.__version_info__ < (0, 11, 2):
         return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
@@ -234,8 +236,10 @@ def _why_not_mosaic(
         return "the Mosaic kernel is not interpreted"
     if (h := keys.shape[3]) not in (128, 512):
         return f"the Mosaic kernels are cut for head dims 128 and 512, not {h}"
-    if keys.dtype not in (KV_DTYPES if h == 512 else (jnp.bfloat16, jnp.float16)):
-        return f"the Mosaic kernel of head dim {h} is not cut for {keys.dtype} keys"
+    for x, dtypes in ((q, KV_DTYPES[:2]), (keys, KV_DTYPES if h == 512 else KV_DTYPES[:2])):
+        if x.dtype not in dtypes:
+            names = ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
+            return f"the Mosaic kernel of head dim {h} is cut for {names}, not {x.dtype}"
     if h == 128 and value_scale != 1:
         return "the Mosaic kernel of head dim 128 has no value_scale"
     if keys.shape[2] % 8:

@@ -7,6 +7,7 @@ order of all. `tuning.py` has tile sizes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ def experts(
     if coding is not None:
         assert isinstance(gate_up, Codes)
         reason = reason or _why_not_four_bits(x, gate_up, f, interpret)
-        tiling = _dividing(tiling, x.shape[0], f, d)
+        tiling = _dividing(tiling, x.shape[0], f, d, gate_up)
     else:
         read = gate_up.codes if isinstance(gate_up, Codes) else gate_up
         dtypes = (x.dtype, *CODES)
@@ -98,18 +99,21 @@ def _why_not_four_bits(x: Array, gate_up: Codes, f: int, interpret: bool) -> str
     return None
 
 
-def _dividing(tiling: Tiling, tokens: int, f: int, d: int) -> Tiling:
+def _dividing(tiling: Tiling, tokens: int, f: int, d: int, weight: Codes) -> Tiling:
     """Return a tiling whose columns and steps divide the sizes of both products.
 
-    A program of `routing` has up to 16 tokens, and a tile has room for all of them.
+    A program of `routing` has up to 16 tokens, and a tile has room for all of them. Scales of one
+    byte are read for twice as many outputs, for the reason that `grouped.tuning.fitted` gives.
     """
     if f % BLOCK or d % BLOCK:
         return tiling
     gate_up, down = tiling.gate_up, tiling.down
     assert isinstance(gate_up, Cut)
     assert isinstance(down, Cut)
-    cuts = gate_up.dividing(f, d // BLOCK), down.dividing(d, f // BLOCK)
-    return Tiling(tiling.rows if tokens <= tiling.rows else max(tiling.rows, 16), *cuts)
+    rows = tiling.rows if tokens <= tiling.rows else max(tiling.rows, 16)
+    if rows <= 16 and min(a.dtype.itemsize for a in weight[1:3] if a is not None) == 1:
+        gate_up, down = (dataclasses.replace(c, outputs=2 * c.outputs) for c in (gate_up, down))
+    return Tiling(rows, gate_up.dividing(f, d // BLOCK), down.dividing(d, f // BLOCK))
 
 
 def _check_router(

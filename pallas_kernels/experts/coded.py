@@ -94,7 +94,8 @@ def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, 
                 place = split, row, i, column[None, :]
                 store(out_ref, *place, value=total.T, mask=mask)
         else:
-            hidden = _activated(*sums, out_ref.dtype)
+            gate, up = sums
+            hidden = _activated(gate, up, out_ref.dtype)
             store(out_ref, row, column[None, :], value=hidden.T, mask=mask)
 
 

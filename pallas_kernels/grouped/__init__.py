@@ -56,7 +56,9 @@ def linear(
     blocks, outputs = weight.codes.shape[:2] if inputs_first else weight.codes.shape[1::-1]
     _check(x, weight, coding, inputs_first)
     how = dict(coding=coding, inputs_first=inputs_first, dtype=dtype)
-    cut = cut or cut_for(x.shape[0], blocks, outputs)
+    per_group = [array for array in (weight.scales, weight.zeros) if array is not None]
+    scale_bytes = min(array.dtype.itemsize for array in per_group)
+    cut = cut or cut_for(x.shape[0], blocks, outputs, scale_bytes)
     kernel = functools.partial(linear_triton, **how, cut=cut, interpret=interpret)
     reason = why_not_triton(x, interpret=interpret, dtypes=(jnp.bfloat16,))
     reason = reason or _why_not(x, weight, outputs)

@@ -18,7 +18,7 @@ from pallas_kernels.grouped import decode
 from pallas_kernels.grouped.coding import BLOCK, HALF, Coding, scale_numbers
 from pallas_kernels.triton import dot, load
 
-Scales = list[tuple[Array | None, ...]]
+Scales = list[tuple[Any, ...]]  # arrays, or None
 
 
 @dataclasses.dataclass(frozen=True)

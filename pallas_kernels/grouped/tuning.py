@@ -20,19 +20,27 @@ TABLE = (
 PROGRAMS = 132 * 4
 
 
-def cut_for(rows: int, blocks: int, outputs: int) -> Cut:
+def cut_for(rows: int, blocks: int, outputs: int, scale_bytes: int = 2) -> Cut:
     """Return how to cut a product: the first row of the table whose limit is not exceeded, `fitted`."""
-    return fitted(next(cut for most, cut in TABLE if rows <= most), rows, blocks, outputs)
+    cut = next(cut for most, cut in TABLE if rows <= most)
+    return fitted(cut, rows, blocks, outputs, scale_bytes)
 
 
-def fitted(cut: Cut, rows: int, blocks: int, outputs: int) -> Cut:
+def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2) -> Cut:
     """Return a cut whose outputs, splits and steps divide these sizes.
 
     There are as many splits as keep the GPU busy. A split reads 3 blocks at least, because its part
     of the result is written and read again.
+
+    Args:
+      scale_bytes: of a scale or of a zero, whichever is shorter. With few rows there are no more
+        warps than let each thread load 4 bytes of scales: see `operand.FourBits`.
     """
     tile = min(cut.outputs, outputs & -outputs)
     tiles = outputs // tile * -(-rows // cut.rows)
     divisors = [s for s in range(1, blocks + 1) if blocks % s == 0 and blocks // s >= 3] or [1]
     splits = next((s for s in divisors if tiles * s >= PROGRAMS), divisors[-1])
-    return dataclasses.replace(cut.dividing(outputs, blocks // splits), splits=splits)
+    cut = dataclasses.replace(cut.dividing(outputs, blocks // splits), splits=splits)
+    if cut.rows > 16:
+        return cut
+    return dataclasses.replace(cut, warps=max(1, min(cut.warps, tile * scale_bytes // 128)))

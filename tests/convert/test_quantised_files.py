@@ -406,7 +406,7 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "groups that do not divide": (
         "int4 g32",
         _changed(f"{GATE}.weight_scale", lambda x: np.repeat(x, 2, axis=1)[:, :3]),
-        r"shape \[96, 3\], which does not divide \[96, 64\] into groups",
+        r"shape \[96, 3\], which does not divide \[96, 64\] into groups; expected \[96, 64 / group\]",
     ),
     "other groups than announced": (
         "int4 g32",

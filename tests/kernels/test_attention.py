@@ -219,7 +219,12 @@ WIDE, NARROW = Shape(16, 2, 512), Shape(16, 2, 128, causal=False)
         (dict(shape=FULL), "head dims 128 and 512, not 64"),
         (dict(shape=Shape(8, 2, 128)), "8, 16, 32 or 64 heads of a kv head, not 4"),
         (dict(size=20), "a multiple of 8 slots, not 20"),
-        (dict(dtype="float32"), "bfloat16 and float16 keys, not float32"),
+        (dict(dtype="float32"), "bfloat16, float16, not float32"),
+        (
+            dict(shape=NARROW, fp8=True),
+            "head dim 128 is cut for bfloat16, float16, not float8_e4m3",
+        ),
+        (dict(dtype="float32", fp8=True), "bfloat16, float16, not float32"),
         (dict(shape=Shape(16, 2, 512, window=24)), "one segment and no window"),
         (dict(interpret=True), "is not interpreted"),
     ],
@@ -228,6 +233,8 @@ def test_what_the_mosaic_kernel_cannot_do_is_named(change: dict[str, Any], words
     shape, dtype = change.get("shape", WIDE), jnp.dtype(change.get("dtype", "bfloat16"))
     q, at = queries(shape, [9], 3, dtype)
     segments = (cached(shape, [9], change.get("size", 16), dtype),)
+    if "fp8" in change:
+        segments = (narrowed(segments[0]),)
     with pytest.raises(NotImplementedError, match=words):
         attention(
             q,
@@ -285,6 +292,37 @@ def test_the_mosaic_kernels(shape: Shape, lengths: Sequence[int], size: int, tok
     seen = jnp.asarray(lengths) > 0
     assert jnp.isfinite(ours).all()
     error, allowed = (jnp.max(jnp.abs(x - exact)[seen]) for x in (ours, theirs))
+    assert error <= 2 * allowed
+
+
+@pytest.mark.gpu
+@needs_new_jax
+@pytest.mark.parametrize(
+    ("shape", "lengths", "size", "tokens"),
+    [
+        (WIDE, [16, 500, 1000], 1000, 16),  # two tiles of rows: each block loads half for the other
+        (WIDE, [8, 0, 63, 64, 65], 256, 8),  # one, and a row that is empty
+        (WIDE, [1, 2, 2500], 2560, 1),  # many shares
+        (Shape(32, 4, 512, causal=False), [12, 700], 704, 12),
+    ],
+)
+def test_the_mosaic_kernel_converts_fp8(
+    shape: Shape, lengths: Sequence[int], size: int, tokens: int
+) -> None:
+    kind = jnp.dtype("bfloat16")
+    q, at = queries(shape, lengths, tokens, kind)
+    clean, spoilt = (
+        narrowed(cached(shape, lengths, size, kind, empty=x)) for x in (0.0, float("nan"))
+    )
+    how: dict[str, Any] = dict(scale=shape.head_dim**-0.5 / 200, causal=shape.causal)
+    ours = attention(q, at, (spoilt,), implementation="mosaic", value_scale=1 / 200, **how)
+    theirs = reference(q, at, (clean,), window=None, value_scale=1 / 200, **how)
+    wide = clean._replace(k=clean.k.astype(jnp.float32), v=clean.v.astype(jnp.float32))
+    exact = reference(q.astype(jnp.float32), at, (wide,), window=None, **how) / 200
+    assert ours.dtype == kind
+    assert jnp.isfinite(ours).all()
+    seen = jnp.asarray(lengths) > 0
+    error, allowed = (jnp.max(jnp.abs(x.astype(jnp.float32) - exact)[seen]) for x in (ours, theirs))
     assert error <= 2 * allowed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -109,11 +110,13 @@ class FakeEngine:
                 continue
             if keep is not None:
                 tokens = tokens[:keep]
-            events.append(Update(name, tokens))
+            asks = request.sampling.logprobs
+            logprobs = (-1.0,) * len(tokens) if asks else None
+            events.append(Update(name, tokens, logprobs=logprobs))
             if keep is not None or count == request.max_new_tokens:
                 del self.running[name]
                 reason = "length" if keep is None else "stop"
                 lengths = (2,) * (len(tokens) // 2)
-                verified = (1,) * len(lengths)
-                events.append(Completion(name, tokens, reason, lengths, verify_lengths=verified))
+                done = Completion(name, tokens, reason, lengths, logprobs=logprobs)
+                events.append(dataclasses.replace(done, verify_lengths=(1,) * len(lengths)))
         return events

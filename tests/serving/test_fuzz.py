@@ -53,6 +53,7 @@ BODIES: list[dict[str, Any]] = [
         "chat_template_kwargs": {"enable_thinking": True},
         "parallel_tool_calls": False,
         "reasoning_effort": "low",
+        "logprobs": True,
     },
     {
         "input": [

@@ -282,6 +282,9 @@ def test_tokens_and_back(live: Live) -> None:
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
     assert made["max_model_len"] == live.served.max_model_len
     assert live.post("/detokenize", tokens=made["tokens"]).json() == {"prompt": "ab é"}
+    for wrong in ([-1], [10**9], [2**70], [True], ["a"], 5):
+        refused = live.post("/detokenize", tokens=wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
     bare = live.post("/tokenize", prompt="ab é", add_special_tokens=False).json()
     assert bare["tokens"] == made["tokens"][0:] or bare["tokens"] == made["tokens"][1:]
 
@@ -489,6 +492,7 @@ def test_other_models_and_paths(live: Live) -> None:
     for reply in (live.client.get("/v1/nothing"), live.client.get("/v1/completions")):
         assert reply.status_code in (404, 405)
         assert reply.json()["error"]["message"]
+    assert len(live.client.get("/" + "a" * 5000).text) < 300
 
 
 BODIES = [

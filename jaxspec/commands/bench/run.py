@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxspec import memory
 from jaxspec.commands.bench import tables, trace, trace_report
 from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost
 from jaxspec.commands.bench.measure import measure
@@ -201,9 +200,6 @@ def run_trace(
         read_ahead=options.read_ahead,
         invariant=options.invariant,
         choose_length=options.choose_length,
-    )
-    memory.check_fits(
-        pair.spec, engine.batch_size + engine.read_ahead, engine.cache_length, engine.mesh
     )
     arrivals = "all at once" if not jobs[-1].arrival_s else f"over {jobs[-1].arrival_s:.1f} s"
     device = jax.devices()[0].device_kind

@@ -33,7 +33,7 @@ from jaxspec.loading import CheckpointError, LoadedModel
 from jaxspec.memory import DeviceMemoryError
 from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.requests import check_cache_length
-from jaxspec.runtime import cache_length_for
+from jaxspec.runtime import cache_length_for, make_spec
 from jaxspec.serving import server
 from jaxspec.serving.app import make_app
 from jaxspec.serving.door import JsonLines
@@ -201,18 +201,13 @@ def make_engine(
         max_prefill_tokens=programs.max_prefill_tokens,
         invariant=programs.invariant,
     )
-    engine = Engine(target, drafter, cache_length=1, **shared)  # allocates nothing
-    spec = engine.spec
+    spec = make_spec(target, drafter, drafting, extras)
     length = programs.cache_length
     if length is None:
         length = min(CACHE_LENGTH, cache_length_for(spec, spec.target.config.max_positions))
     check_cache_length(spec, length)
-    ahead, slots, mesh = engine.read_ahead, engine.batch_size, engine.mesh
-    if not memory.fits(spec, slots + ahead, length, mesh):
-        ahead = 0
-    memory.check_fits(spec, slots + ahead, length, mesh)
-    shared |= dict(cache_length=length, read_ahead=ahead)
-    engine = Engine(target, drafter, **shared)
+    engine = Engine(target, drafter, cache_length=length, **shared)
+    shared |= dict(cache_length=length, read_ahead=engine.read_ahead)
     nbytes = prefix_bytes(engine, programs.prefix_gib)
     host_bytes = int(programs.prefix_host_gib * GIB)
     if host_bytes and not nbytes:
