@@ -40,6 +40,7 @@ SCHEMA: dict[str, Any] = {
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
 LENGTH = 160
+pytestmark = pytest.mark.slow  # engines of its own; the rules alone are in tests/chat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,7 @@ def started(family: Family) -> Iterator[Live]:
 
 @pytest.fixture(
     scope="module",
-    params=[GEMMA, pytest.param(QWEN, marks=pytest.mark.slow)],
+    params=[GEMMA, QWEN],
     ids=lambda family: family.format.name,
 )
 def thinking(request: pytest.FixtureRequest) -> Iterator[Thinking]:
