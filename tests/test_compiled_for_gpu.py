@@ -37,6 +37,7 @@ from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec
 from pallas_kernels.attention import KVSegment, attention
+from pallas_kernels.grouped import Codes, Coding, linear
 
 CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 # Any copy of a weight of these shapes is larger (but the router's, 0.7 MB), any activation of one row smaller.
@@ -398,3 +399,33 @@ def test_quantising_takes_little_memory_beside_a_weight_and_its_codes(format):
     analysis = run.lower(experts).compile().memory_analysis()
     assert analysis is not None
     assert analysis.temp_size_in_bytes < 200e6
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "scales"), [("int4", 32, "bfloat16"), ("e2m1", 32, "uint8")]
+)
+def test_four_bit_codes_and_their_scales_are_read_several_steps_ahead(
+    kind, group, scales, tmp_path
+):
+    """No step waits for the memory: in the kernel's loop all reads are asynchronous.
+
+    With scales read one step ahead, gate and up of 26B-A4B's experts took 54 us a layer at batch 1,
+    to read 18 MB.
+    """
+    inputs, outputs = 2816, 8192
+    weight = Codes(
+        jax.ShapeDtypeStruct((inputs // 64, outputs, 32), jnp.uint8),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct((inputs // group, outputs), scales),  # type: ignore[arg-type]
+    )
+    how: dict[str, Any] = dict(coding=Coding(kind, group), dtype=jnp.bfloat16)
+    product = functools.partial(linear, **how, implementation="triton")
+    rows = jax.ShapeDtypeStruct((2, inputs), jnp.bfloat16)
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": ".*"}
+    with jax.sharding.use_abstract_mesh(NAMED_H200):
+        jax.jit(product, compiler_options=options).lower(*on_h200((rows, weight))).compile()
+    kernels = [path.read_text() for path in tmp_path.glob("*.ptx")]
+    [kernel] = [text for text in kernels if "grouped_linear" in text]
+    # From the label of the loop to the jump back to it.
+    [loop] = re.findall(r"\n(\$L\w+):(.*?)bra\S*\s+\1;", kernel, re.DOTALL)
+    assert loop[1].count("cp.async.c") >= 4
+    assert "ld.global" not in loop[1]
