@@ -31,7 +31,7 @@ from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
-from jaxspec.quantised.array import quantise_in_slices
+from jaxspec.quantised.array import quantise, quantise_in_slices
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.records import Drafting, Tree
@@ -286,6 +286,39 @@ def test_quantised_weights_are_read_as_codes_and_never_written_out(
     print(f"{preset} {format}, batch {batch}: {memory}")
     assert memory.temp_size_in_bytes < temporary_mb << 20
     assert big_moves(compiled.as_text()) == []
+
+
+@pytest.mark.parametrize("rows", [32, 512])
+def test_dynamic_products_multiply_8_bit_floats(rows: int) -> None:
+    """The MLP of 31B: both operands are e4m3, and sums leave in 16 bits."""
+    width, inner = 5376, 21504
+    shapes = {"gate_up": (width, 2 * inner), "down": (inner, width)}
+    weights = {
+        name: jax.eval_shape(
+            functools.partial(quantise, format="fp8-dynamic", summed=(0,)),
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        )
+        for name, shape in shapes.items()
+    }
+
+    def mlp(x: jax.Array, weights: dict[str, Any]) -> jax.Array:
+        gate, up = jnp.split(weights["gate_up"].multiply(x, x.dtype), 2, axis=1)
+        return weights["down"].multiply(jax.nn.gelu(gate) * up, x.dtype)
+
+    jitted = jax.jit(mlp, compiler_options=COMPILER_OPTIONS)
+    args = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16), weights
+    with jax.sharding.use_abstract_mesh(NAMED_H200):
+        hlo = jitted.lower(*on_h200(args)).compile().as_text() or ""
+    assert big_moves(hlo) == []
+    dots = re.findall(r" dot\((.*)\), lhs", hlo) + re.findall(r'matmul.f8"', hlo)
+    assert len(dots) == 2
+    made = set(re.findall(r"= \(?(\w+)\[([\d,]+)\]", hlo))
+    for shape in shapes.values():
+        whole = f"{shape[1]},{shape[0]}"
+        assert {dtype for dtype, made_shape in made if made_shape == whole} == {"f8e4m3fn"}
+    if rows == 512:  # fewer rows are split among blocks, which add in float32
+        outputs = re.findall(rf" (\w+)\[512,{2 * inner}\]\S* fusion\(", hlo)
+        assert set(outputs) == {"bf16"}
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,16 @@ def test_dynamic_rounds_activations_with_a_scale_a_token():
     np.testing.assert_allclose(table_logits(rows, table), rows, rtol=1e-6)  # not of a head
 
 
+def test_dynamic_rounds_its_sums_to_16_bits_and_no_further():
+    """The sums are rounded before they meet their scales, and once more afterwards."""
+    rows, weight = random((6, 64), 1), quantise(random((64, 32)), "fp8-dynamic", (0,))
+    rows = rows.astype("bfloat16")
+    found = project(rows, weight)
+    assert found.dtype == rows.dtype
+    expected = np.asarray(project(rows.astype("float32"), weight))
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=2.01 * 2.0**-8)
+
+
 def unrounded(weight: QuantisedArray) -> np.ndarray:
     """Return the numbers that codes and scales stand for, before any rounding to 16 bits."""
     scales = np.expand_dims(np.asarray(weight.scales, np.float64), weight.summed)

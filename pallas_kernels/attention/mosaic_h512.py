@@ -8,6 +8,11 @@ many products again, but neither hands anything over or waits for the other. Two
 one kv head form a cluster. Each block of a cluster loads half of every piece for both, so that 128
 rows read keys once.
 
+Keys and values in fp8 take another way into the ring. TMA loads their codes beside it, in pieces of
+64 keys and 128 columns. The warpgroup that loads them also converts them to float16, which holds
+them exactly. The other two do as ever, with queries in float16. Each block of a cluster converts
+every piece itself.
+
 A block of keys is masked only if some query does not see all of it. As in `triton.py`, shares of
 the keys are averaged at the end, weighted by the softmax weights of their keys, and results do not
 depend on the order of blocks.
