@@ -78,7 +78,8 @@ def load_target(
     arrays that JAX places by itself. With `mesh`, each shard goes straight to its own device.
     A weight that is to be quantised is so as soon as it is on the device. So a device holds the
     quantised weights, and the largest weight as numbers. What a file holds quantised goes to the
-    device as it is.
+    device as it is. A GPU transposes and packs large weights itself, and holds one of them twice
+    for that. The host reads the next weight meanwhile.
 
     Args:
       dtype: "float32" or "bfloat16". All arrays are cast to it.

@@ -388,11 +388,13 @@ def test_a_manifest_with_an_unknown_format_is_refused(bundled, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["dflash", "mtp"])
-@pytest.mark.parametrize(
-    "format", [*FORMATS, "fp8-dynamic", "int4", "int4-zeros", "nvfp4", "mxfp4"]
-)
+@pytest.mark.parametrize("format", [*FORMATS, "int4", "int4-zeros", "nvfp4", "mxfp4"])
 def test_decoding_is_lossless_against_the_quantised_target(format, drafter):
-    """Plain and speculative passes multiply the same codes, so they choose the same tokens."""
+    """Plain and speculative passes multiply the same codes, so they choose the same tokens.
+
+    Not so with fp8-dynamic, which rounds activations: where one lies between two numbers, the last
+    bit of a sum decides, and passes of other widths add in another order.
+    """
     pair = jaxspec.load(drafter=drafter, quantize=format, quantize_head=format, dtype="float32")
     prompts = ["def read_config(path):", "class Queue:\n    def __init__(self", "import os\n"]
     options: dict[str, Any] = dict(max_new_tokens=48, batch_size=3)
