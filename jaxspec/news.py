@@ -7,7 +7,7 @@ fetched. A program that packs costs no further one; on a GPU each one costs the 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,8 @@ class News:
     @classmethod
     def of(cls, packed: Packed, most: Most) -> News:
         """Wait for a program, and fetch what it packed."""
-        numbers, logprobs = fetch(packed)
+        on_host: Any = fetch(packed)  # arrays of numpy now
+        numbers, logprobs = on_host
         active, stopped, failed, spoilt = numbers[:, :4].astype(bool).T
         return cls(
             *(active, stopped, failed, spoilt),

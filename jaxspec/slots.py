@@ -249,6 +249,7 @@ class Slots:
             begun.set()
             begin = time.perf_counter()
             state, packed = call(before)
+            assert packed is not None
             return state, News.of(packed, most), time.perf_counter() - begin
 
         self._read_then, self._verified = self.read, verified

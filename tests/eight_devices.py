@@ -106,9 +106,8 @@ def misplaced(engine: Engine) -> list[str]:
         state = whole.small if key[0] in ("admit", "retire") else whole
         declared = jax.tree_util.tree_leaves_with_path(state_shardings(state, engine.mesh))
         shapes = jax.tree.leaves(state)
-        for (path, sharding), x, out in zip(
-            declared, shapes, jax.tree.leaves(program.output_shardings), strict=True
-        ):
+        found = jax.tree.leaves(program.output_shardings)[: len(declared)]  # news come behind
+        for (path, sharding), x, out in zip(declared, shapes, found, strict=True):
             if not out.is_equivalent_to(sharding, x.ndim):
                 wrong.append(f"{key[0]}: {jax.tree_util.keystr(path)} by {out}")
     return wrong

@@ -259,7 +259,7 @@ def test_state_is_donated():
     states = []
     decoding = engine.runtime.decoding
 
-    def remember(state: Any, *limits: int) -> Any:
+    def remember(state: Any, *limits: Any) -> Any:
         states.append(state)
         return decoding(state, *limits)
 
