@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.quantised import QuantisedArray, named
-from jaxspec.quantised.array import quantise_in_slices
+from jaxspec.quantised.array import quantiser
 from jaxspec.quantised.kv import KVFormat
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding import partition
@@ -204,7 +204,7 @@ class Graph:
             placed = tuple((part, at[f"{name}.{part}"]) for part in sorted(abstract.parts))
             split = {i for i, axes in enumerate(weight.sharding.spec) if axes is not None}
             along = tuple(i for i in range(weight.ndim) if i not in split)
-        make = _quantiser(format, abstract.summed, placed, along)
+        make = quantiser(format, abstract.summed, placed, along)
         # Waiting bounds memory: without it weights that are not quantised yet would pile up.
         return _flat(name, jax.block_until_ready(make(weight)))
 
@@ -354,21 +354,6 @@ def _wanted(graph: Graph) -> dict[str, tuple[tuple[int, ...], Any]]:
     The result is cached, because reading it from the variables takes 10 ms for a large model.
     """
     return {name: (v.shape, v.dtype) for name, v in graph.abstract_params().items()}
-
-
-@functools.cache
-def _quantiser(
-    format: str,
-    summed: tuple[int, ...],
-    shardings: tuple[tuple[str, NamedSharding], ...] | None,
-    along: tuple[int, ...] | None,
-) -> Callable[[Array], dict[str, Array]]:
-    """Return a compiled function from a weight to the arrays of its format."""
-
-    def run(weight: Array) -> dict[str, Array]:
-        return quantise_in_slices(weight, format, summed, along=along)
-
-    return jax.jit(run, out_shardings=None if shardings is None else dict(shardings))
 
 
 def _flat(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:

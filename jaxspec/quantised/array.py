@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding
 
 from jaxspec.quantised.formats import named
 from jaxspec.shapes import Array, Float, Int
@@ -179,3 +181,23 @@ def quantise_in_slices(
     axes = {name: named(format).axes(name, x.ndim, summed) for name in about}
     empty = {name: jnp.zeros(part.shape, part.dtype) for name, part in about.items()}
     return lax.fori_loop(0, -(-x.shape[axis] // step), fill, empty)
+
+
+@functools.cache
+def quantiser(
+    format: str,
+    summed: tuple[int, ...],
+    shardings: tuple[tuple[str, NamedSharding], ...] | None,
+    along: tuple[int, ...] | None,
+) -> Callable[[Array], dict[str, Array]]:
+    """Return a compiled function from a weight to the arrays of its format.
+
+    Args:
+      shardings: where the arrays lie on a mesh, by name; None on the default device.
+      along: as in `quantise_in_slices`.
+    """
+
+    def run(weight: Array) -> dict[str, Array]:
+        return quantise_in_slices(weight, format, summed, along=along)
+
+    return jax.jit(run, out_shardings=None if shardings is None else dict(shardings))
