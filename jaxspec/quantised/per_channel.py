@@ -110,7 +110,8 @@ class Dynamic(PerChannel):
         codes = jnp.clip(numbers, -self.largest, self.largest).astype(self.codes_dtype)
         last = tuple(range(weight.ndim - len(weight.summed), weight.ndim))
         # XLA joins no factor of each row with a product, so the product writes its sums. Those of 512
-        # rows with the gate and up of 31B are 88 MB in float32, beside 231 MB of weights.
+        # rows with the gate and up of 31B are 88 MB in float32, beside 231 MB of weights. The MLP takes
+        # 316 us with sums in bfloat16, and 322 or 356 in float32 (H200, jax 0.11.2; two programs).
         out = sums(codes, weight.codes, last, dtype).astype(jnp.float32)
         scales = scales.reshape(rows.shape[0], *[1] * (out.ndim - 1))
         return (out * (scales * weight.scales)).astype(dtype)
