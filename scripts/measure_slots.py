@@ -11,7 +11,7 @@ long, and a slot that is free gets the next request at once. The table is of the
     two       GiB, if requests of up to 1,024 positions had slots of as many
     pages     GiB, if each row had just its tokens, in pages of 128
     unused    share of a GPU's memory that slots have and tokens do not
-    most      slots that fit beside weights and the work space of a step, three times its logits
+    most      slots that fit beside weights and the logits of a step
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main() -> None:
         whole, used = slots * sizes[-1], mean(there)
         fixed = memory.footprint(spec, slots, length, mesh)
         free = SHARE * GPU_BYTES - fixed.weights
-        most = free / (sizes[-1] + 3 * fixed.logits / slots)
+        most = free / (sizes[-1] + fixed.logits / slots)
         table.add_row(
             f"{preset}, {kind} {drafts}{'' if kv_dtype is None else ', ' + kv_dtype}",
             f"{slots} x {length:,}",
