@@ -475,7 +475,7 @@ def test_the_ignore_list_is_honoured_tensor_by_tensor(tmp_path):
         place = tmp_path / str(len(list(tmp_path.iterdir())))
         layout.write(place, "26b-a4b", FORMATS["fp8 channel"][0], config)
         with pytest.raises(
-            CheckpointError, match=r"1 problems:\n.*gate_proj.weight: is fp8, .* no format"
+            CheckpointError, match=r"1 problem:\n.*gate_proj.weight: is fp8, .* no format"
         ):
             open_source(place)
 

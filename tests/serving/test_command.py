@@ -30,7 +30,7 @@ def test_a_port_in_use_is_known_before_models_are_loaded(invoke: Run) -> None:  
 def test_options_that_make_no_sense(invoke: Run) -> None:  # noqa: F811
     for args, said in (
         (["--tls-cert", "a.pem"], "--tls-cert and --tls-key go together"),
-        (["--tls-cert", "a.pem", "--tls-key", "b.pem"], "--tls-cert and --tls-key: "),
+        (["--tls-cert", "a.pem", "--tls-key", "b.pem"], "--tls-cert a.pem: No such file"),
         (["--port", "99999"], "--port"),
         (["target", "--num-draft-tokens", "3"], "--num-draft-tokens needs a drafter"),
         (["target", "--cache-length", "99999"], "--cache-length 99999"),
