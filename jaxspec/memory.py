@@ -27,7 +27,6 @@ from jaxspec.params import Graph
 from jaxspec.sharding import state_shardings
 from jaxspec.state import DecodeSpec
 
-
 LOGITS_HELD = 3
 """A step holds all logits as they are, adjusted, and as probabilities. Compiled for an H200, steps of
 256 rows of 26B-A4B take 12.4 GiB beside their arguments with DFlash, whose logits are 4 GiB, and 6.3
