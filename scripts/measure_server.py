@@ -11,7 +11,8 @@ programs are compiled before:
     server       event streams over loopback, to clients in another process, a connection for each request
 
 Cases take turns. Random weights have no tokenizer; one is made that has a word for each id of the vocabulary.
-With --profile, one more run tells which functions the server's thread and the engine's spend their CPU time in.
+With --profile, one more run tells which functions the server's thread and the engine's spend their CPU time in
+(Python 3.11 only).
 """
 
 from __future__ import annotations
@@ -205,6 +206,8 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
     """Measure and print a table."""
+    if profile and sys.version_info >= (3, 12):
+        raise typer.BadParameter("--profile needs Python 3.11; later ones profile one thread only")
     began = time.perf_counter()
     if random_weights is None:
         use_one_thread()
