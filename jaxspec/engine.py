@@ -127,7 +127,7 @@ class Engine:
         spec, slots = make_spec(target, drafter, drafting, extras), rows_bucket(batch_size, mesh)
         sizes = spec, slots, cache_length, mesh
         if read_ahead is None:
-            read_ahead = rows_ahead(target.graph, slots, mesh)
+            read_ahead = rows_ahead(slots, mesh)
             while read_ahead and not memory.fits(
                 *sizes, read_ahead=read_ahead, prefix_bytes=prefix_bytes
             ):
@@ -143,6 +143,7 @@ class Engine:
             batch_size=slots,
             cache_length=cache_length,
             read_ahead=read_ahead,
+            max_prefill_tokens=max_prefill_tokens,
             invariant=invariant,
             programs=programs,
         )

@@ -2,14 +2,13 @@
 
 Read `Shapes`, then `chunks`. A pass has some rows of some width, and each such shape is a program to compile, so
 there are few. What a pass takes depends on its tokens, padding included: up to some number of them the device is
-busy reading weights, whatever it computes on them. `full_pass` says how many tokens fill a device.
+busy reading weights, whatever it computes on them. `reading_tokens` says up to how many.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -39,6 +38,10 @@ SHARED_PREFILL = 256
 """Where there are several slots, a small pass has so many tokens: rows of a few widths. A row that comes alone pays
 for all of them."""
 
+FULL_PASS = 2048
+"""On a GPU a pass that many prompts share has up to so many tokens. E4B takes 12 ms for 512 of them on an H200, and
+21 ms for 2,048."""
+
 BALANCE = 184.0
 """Operations that an H200 does while it reads a byte: 790 TFLOP/s at 4.3 TB/s. An A100 does 195, an H100 260."""
 
@@ -54,7 +57,7 @@ def rows_bucket(count: int, mesh: Mesh) -> int:
     return data * bucket(-(-count // data))
 
 
-def rows_ahead(target: Graph, slots: int, mesh: Mesh) -> int:
+def rows_ahead(slots: int, mesh: Mesh) -> int:
     """Return how many rows it is worth to read ahead of free slots: twice what one pass of 128 tokens a row takes.
 
     None where there is one slot, which nobody shares; on a CPU, where all passes take as long for a token; and
@@ -62,7 +65,7 @@ def rows_ahead(target: Graph, slots: int, mesh: Mesh) -> int:
     """
     if slots == 1 or on_cpu(mesh) or mesh.shape["data"] > 1:
         return 0
-    return min(slots, 2 * full_pass(target, mesh) // MIDDLE_WIDTH)
+    return min(slots, 2 * FULL_PASS // MIDDLE_WIDTH)
 
 
 def on_cpu(mesh: Mesh) -> bool:
@@ -70,15 +73,26 @@ def on_cpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def full_pass(target: Graph, mesh: Mesh) -> int:
-    """Return the tokens of a pass that fills the devices, a power of two.
+def full_pass(mesh: Mesh, most: int | None) -> int:
+    """Return the tokens of a pass that many waiting prompts share, a power of two.
 
-    Twice as many as make arithmetic take as long as reading the weights: 512 for a dense model. A mixture of
-    experts reads all experts and computes with few, so it takes more: 2,048 for 26B-A4B. There a pass of 256
-    tokens takes 20 ms on an H200, and one of 2,048 takes 52 ms. On a CPU arithmetic binds from the start.
+    On a CPU arithmetic binds from the start, so passes are small.
+
+    Args:
+      most: tokens after which rows that decode go on; None for no bound. A pass has no more than that, or
+        `SHARED_PREFILL`.
     """
-    if on_cpu(mesh):
-        return SHARED_PREFILL
+    full = SHARED_PREFILL if on_cpu(mesh) else FULL_PASS
+    if most is not None:
+        full = min(full, 1 << most.bit_length() - 1)
+    return max(SHARED_PREFILL, full)
+
+
+def reading_tokens(target: Graph) -> float:
+    """Return for how many tokens arithmetic takes as long as reading the weights.
+
+    184 for a dense model. A mixture of experts reads all experts and computes with few: 1,215 for 26B-A4B.
+    """
     config, declared = target.config, target.declared()
     read = products = 0.0
     for name, array in target.abstract_weights().items():
@@ -90,7 +104,7 @@ def full_pass(target: Graph, mesh: Mesh) -> int:
         # Quantised weights count as numbers: shapes of passes do not depend on formats.
         read += array.size * array.dtype.itemsize
         products += 2.0 * array.size * share
-    return max(SHARED_PREFILL, 2 ** round(math.log2(2 * BALANCE * read / products)))
+    return BALANCE * read / products
 
 
 @dataclass(frozen=True)
@@ -102,21 +116,26 @@ class Shapes:
       full: tokens of a pass that many waiting prompts share; see `full_pass`. Where it is `SHARED_PREFILL`, the
         shapes that read a prompt follow from its own length alone, whoever waits beside it.
       longest: tokens of a pass of one row, where there is one slot.
+      reading: tokens that take as long as reading the weights; see `reading_tokens`.
     """
 
     slots: int
     mesh: Mesh
     full: int
     longest: int
+    reading: float
 
     @classmethod
-    def of(cls, target: Graph, slots: int, mesh: Mesh, *, invariant: bool) -> Shapes:
-        """Return the shapes for a model on a mesh."""
+    def of(
+        cls, target: Graph, slots: int, mesh: Mesh, *, invariant: bool, most: int | None = None
+    ) -> Shapes:
+        """Return the shapes for a model on a mesh; for `most` see `full_pass`."""
         return cls(
             slots,
             mesh,
-            full=SHARED_PREFILL if invariant else full_pass(target, mesh),
+            full=SHARED_PREFILL if invariant else full_pass(mesh, most),
             longest=PREFILL_CHUNK if on_cpu(mesh) else LONGEST_CHUNK,
+            reading=reading_tokens(target),
         )
 
     def width(self, left: int) -> int:
@@ -179,9 +198,9 @@ class Shapes:
     def _pass_cost(self, rows: int, width: int) -> float:
         """Return what a pass takes, in units of what one more token takes.
 
-        Measured for 26B-A4B on an H200: 20 ms for a pass of 256 tokens, 53 ms for 2,048.
+        On an H200 26B-A4B takes 20 ms for 256 tokens, 22 for 512 and 41 for 2,048.
         """
-        return 0.4 * self.full + rows * width
+        return self.reading + rows * width
 
     def worth_reading(self, waiting: Iterable[int]) -> int:
         """Return for how many free slots it is worth to stop decoding; 0 where no prompt waits.
@@ -291,7 +310,7 @@ class PromptReader:
 
         Rows of a pass that nobody needs point past the last slot.
         """
-        left = {slot: self._stop(slot) - begin for slot, (_, begin) in self.unread.items()}
+        left = self._left()
         rows, width, taken = self.shapes.next_pass(left)
         some = {slot: self.unread[slot] for slot in taken}
         self.taken = {slot: some[slot][1] + min(width, left[slot]) for slot in taken}
@@ -302,6 +321,15 @@ class PromptReader:
         for slot in ended:
             del self.unread[slot]
         return chunk, ended
+
+    @property
+    def next_tokens(self) -> int:
+        """The tokens of the next pass, padding included."""
+        rows, width, _ = self.shapes.next_pass(self._left())
+        return rows * width
+
+    def _left(self) -> dict[int, int]:
+        return {slot: self._stop(slot) - begin for slot, (_, begin) in self.unread.items()}
 
     def _stop(self, slot: int) -> int:
         """Return where the next passes over a slot's prompt end."""

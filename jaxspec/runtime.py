@@ -151,6 +151,8 @@ class Runtime:
       batch_size: slots; a multiple of the mesh's data axis, see `rows_bucket`.
       cache_length: positions a slot holds: prompt, new tokens and one step's tokens.
       read_ahead: rows of a second state, in which prompts are read. 0: they are read in the slots themselves.
+      max_prefill_tokens: prompt tokens that are read before rows decode on; no pass has more, see
+        `prefill.full_pass`. None: no bound.
       invariant: whether the shapes of all passes over a row follow from its own prompt alone.
       programs: where compiled programs are kept; None for a place of its own.
     """
@@ -164,6 +166,7 @@ class Runtime:
         batch_size: int,
         cache_length: int,
         read_ahead: int = 0,
+        max_prefill_tokens: int | None = None,
         invariant: bool = False,
         programs: Programs | None = None,
     ):
@@ -174,7 +177,9 @@ class Runtime:
         self.cache_length, self.read_ahead = cache_length, read_ahead
         self.invariant = invariant
         rows = read_ahead or batch_size
-        self.shapes = Shapes.of(spec.target, rows, self.mesh, invariant=invariant)
+        self.shapes = Shapes.of(
+            spec.target, rows, self.mesh, invariant=invariant, most=max_prefill_tokens
+        )
         self.programs = Programs() if programs is None else programs
         self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
         self.timings = Timings()

@@ -176,7 +176,8 @@ class Scheduler:
         """Tell whether a pass over prompts comes next; rows that decode wait for it."""
         if not self._reader.unread or not self.slots.read:
             return bool(self._reader.unread)
-        if self.max_prefill_tokens is not None and self._read_since >= self.max_prefill_tokens:
+        most, read = self.max_prefill_tokens, self._read_since
+        if most is not None and read and read + self._reader.next_tokens > most:
             return False
         # Read ahead, prompts wait for a slot, and not a slot for prompts. An eighth of them is kept ready.
         return self.ahead is None or len(self.ahead.read) < max(1, self.ahead.count // 8)

@@ -32,14 +32,18 @@ def chunks_as_shipped(tight: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 512)
 
 
-@pytest.mark.parametrize(
-    ("preset", "tokens"), [("26b-a4b", 2048), ("31b", 512), ("e4b", 512), ("qwen3-8b", 512)]
-)
-def test_a_pass_that_fills_a_gpu(preset: str, tokens: int) -> None:
+@pytest.mark.parametrize(("preset", "tokens"), [("26b-a4b", 1215), ("31b", 184), ("e4b", 184)])
+def test_what_reading_the_weights_costs(preset: str, tokens: int) -> None:
     """A mixture of experts reads all experts and computes with few of them."""
     graph = graph_of(presets()[preset], "bfloat16")
-    assert prefill.full_pass(graph, mesh_of("gpu")) == tokens
-    assert prefill.full_pass(graph, mesh_of("cpu")) == prefill.SHARED_PREFILL
+    assert round(prefill.reading_tokens(graph)) == tokens
+
+
+def test_a_shared_pass_has_no_more_tokens_than_rows_may_wait_for() -> None:
+    gpu, cpu = mesh_of("gpu"), mesh_of("cpu")
+    found = [prefill.full_pass(gpu, most) for most in (None, 5000, 2048, 2047, 700, 100)]
+    assert found == [2048, 2048, 2048, 1024, 512, 256]
+    assert prefill.full_pass(cpu, None) == prefill.SHARED_PREFILL
 
 
 lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
@@ -48,7 +52,7 @@ lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
 @settings(max_examples=30, deadline=None)
 @given(lengths=lengths, slots=st.sampled_from([1, 4, 32]), full=st.sampled_from([256, 512, 2048]))
 def test_every_token_is_read_once_and_in_order(lengths: list[int], slots: int, full: int) -> None:
-    shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192)
+    shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192, reading=1215.0)
     prompts = {slot: np.arange(length) for slot, length in enumerate(lengths[:slots])}
     read = dict.fromkeys(prompts, 0)
     known = shapes.all()
@@ -72,7 +76,7 @@ def test_every_token_is_read_once_and_in_order(lengths: list[int], slots: int, f
 @given(lengths=lengths)
 def test_small_passes_follow_from_a_prompts_own_length(lengths: list[int]) -> None:
     """What `invariant` promises: the same shapes in the same places, whoever waits."""
-    shapes = Shapes(64, mesh_of("gpu"), full=prefill.SHARED_PREFILL, longest=8192)
+    shapes = Shapes(64, mesh_of("gpu"), full=prefill.SHARED_PREFILL, longest=8192, reading=1215.0)
 
     def passes_of(prompts: dict[int, np.ndarray]) -> dict[int, list[tuple[Any, ...]]]:
         found: dict[int, list[tuple[Any, ...]]] = {slot: [] for slot in prompts}
@@ -90,13 +94,13 @@ def test_small_passes_follow_from_a_prompts_own_length(lengths: list[int]) -> No
 
 def test_prompts_that_wait_together_share_a_pass() -> None:
     """Of 26B-A4B: six prompts in one pass, where each by itself would take half as long as all."""
-    shapes = Shapes(32, mesh_of("gpu"), full=2048, longest=8192)
+    shapes = Shapes(32, mesh_of("gpu"), full=2048, longest=8192, reading=1215.0)
     waiting = {slot: np.zeros(length, int) for slot, length in enumerate((300, 400, 60, 200))}
     assert [chunk.tokens.shape for chunk in chunks(waiting, shapes)] == [(4, 512)]
     alone = [chunk.tokens.shape for chunk in chunks({0: waiting[0]}, shapes)]
     assert alone == [(1, 512)]
     long = [chunk.tokens.shape for chunk in chunks({0: np.zeros(5000, int)}, shapes)]
-    assert long == [(1, 2048), (1, 2048), (1, 512), (1, 512)]
+    assert long == [(1, 2048), (1, 2048), (1, 2048)]
 
 
 @pytest.mark.parametrize(("full", "slots", "most_padding"), [(2048, 32, 0.15), (512, 8, 0.12)])
@@ -104,7 +108,7 @@ def test_little_of_the_passes_over_a_stream_is_padding(
     full: int, slots: int, most_padding: float
 ) -> None:
     """Rows are refilled as prompts end, as an engine that reads ahead does."""
-    shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192)
+    shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192, reading=1215.0)
     coming = [job.prompt_tokens for job in trace.generated(192, 7, None, 4096)]
     left: dict[int, int] = {}
     read = computed = number = 0
@@ -123,12 +127,12 @@ def test_little_of_the_passes_over_a_stream_is_padding(
 
 
 def test_decoding_stops_for_as_many_prompts_as_fill_a_pass() -> None:
-    shapes = Shapes(64, mesh_of("gpu"), full=2048, longest=8192)
+    shapes = Shapes(64, mesh_of("gpu"), full=2048, longest=8192, reading=1215.0)
     assert shapes.worth_reading([]) == 0
     assert shapes.worth_reading([100]) == 1
     assert shapes.worth_reading([300] * 20) == 4
     assert shapes.worth_reading([20] * 20) == 8  # never more than an eighth of the slots
-    few = Shapes(8, mesh_of("gpu"), full=2048, longest=8192)
+    few = Shapes(8, mesh_of("gpu"), full=2048, longest=8192, reading=1215.0)
     assert few.worth_reading([300] * 20) == 1
 
 
@@ -159,6 +163,36 @@ def test_a_long_prompt_lets_others_decode_between_its_chunks(engine: Engine) -> 
     assert sum(first in ids for ids in told[:began]) >= 2
     assert done[first].token_ids == c.continuation(0)
     assert done[late].token_ids == c.continuation(c.prompts.index(long), 3)
+
+
+def test_rows_that_decode_wait_for_no_more_tokens_than_they_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four rows of 16 tokens make a pass: two passes are within the bound, and three are not."""
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
+    c = case(NAME)
+    long = max(c.prompts, key=len)
+    bounded = c.engine("mixed", batch_size=4, steps_per_return=1, max_prefill_tokens=130)
+    read: list[int] = [0]
+    feeding, decoding = bounded.runtime.feeding, bounded.runtime.decoding
+
+    def feed(state: Any, chunk: Any, *rest: Any) -> Any:
+        read[-1] += chunk.tokens.size
+        return feeding(state, chunk, *rest)
+
+    def decode(*given: Any) -> Any:
+        read.append(0)
+        return decoding(*given)
+
+    monkeypatch.setattr(bounded.runtime, "feeding", feed)
+    monkeypatch.setattr(bounded.runtime, "decoding", decode)
+    bounded.add(Request(c.prompts[0], NEW_TOKENS))
+    bounded.step()
+    for _ in range(3):
+        bounded.add(Request(long, 3))
+    while not bounded.is_idle:
+        bounded.step()
+    assert max(read[1:]) == 128
 
 
 def test_a_prompt_that_is_cancelled_while_it_is_read_leaves_nothing(engine: Engine) -> None:
