@@ -22,6 +22,7 @@ from jaxspec.records import FieldError, Sampling
 from jaxspec.requests import Request, sampling_values
 from jaxspec.runtime import Runtime
 from jaxspec.sharding import fetch
+from jaxspec.some_rows import fill
 from jaxspec.state import DecodeState
 from jaxspec.verify_length import Choice, Chooser, ladder
 
@@ -124,16 +125,26 @@ class ChosenLength:
             dict(zip(accepted.tolist(), counts.tolist(), strict=True)),
         )
 
-    def begin_compiling(self, state: DecodeState, ask: Ask) -> None:
+    def has_few(self, length: int) -> bool:
+        """Tell whether few rows have a program of their own for a length: for no drafts, and for all of them."""
+        return length in (0, self.runtime.spec.num_draft_tokens)
+
+    def begin_compiling(self, state: DecodeState, ask: Ask, few: Sequence[int]) -> None:
         """Ask for the programs of every length; arguments as in `measure`."""
+        full = self.runtime.spec.num_draft_tokens
         for length in self.chooser.lengths if self.chooser else ():
             self.runtime.decoding(state, ask, 1, 0, length)
+        for length in filter(self.has_few, self.chooser.lengths if self.chooser else (full,)):
+            for rows in few:
+                slots = fill([], rows, self.runtime.batch_size)
+                self.runtime.decoding(state, ask, 1, 0, length, slots=slots)
 
-    def measure(self, state: DecodeState, ask: Ask) -> DecodeState:
+    def measure(self, state: DecodeState, ask: Ask, few: Sequence[int]) -> DecodeState:
         """Compile every length and time its steps, on rows that were made up; return the state, all slots empty.
 
         Args:
           ask: what is asked of all decode calls, which is a part of their programs.
+          few: rows of programs for few of the slots.
         """
         if (chooser := self.chooser) is None:
             return state
@@ -143,19 +154,30 @@ class ChosenLength:
             return state
         state = runtime.admit(state, self._made_up(state))
         for length in chooser.lengths:
-            seconds = []
-            for most in (1, *[steps] * CALLS):
-                state = self._started(state, most)
-                call = runtime.decoding(state, ask, most, 0, length)
-                begin = time.perf_counter()
-                state, _ = jax.block_until_ready(call(state))
-                taken_s = time.perf_counter() - begin
-                if int(fetch(state.num_steps).max()) == most:
-                    seconds.append(taken_s / most)
+            for rows in (runtime.batch_size, *(few if self.has_few(length) else ())):
+                state, seconds = self._timed(state, ask, length, rows, steps)
+                for step_s in seconds[
+                    1:
+                ]:  # the first call of a program takes longer than others will
+                    chooser.costs.add(length, rows, step_s)
             chooser.compiled.add(length)
-            for step_s in seconds[1:]:  # the first call of a program takes longer than others will
-                chooser.costs.add(length, runtime.batch_size, step_s)
         return runtime.clear(state, np.ones(runtime.batch_size, bool))
+
+    def _timed(
+        self, state: DecodeState, ask: Ask, length: int, rows: int, steps: int
+    ) -> tuple[DecodeState, list[float]]:
+        """Return the state, and the seconds of a step in each of some calls with so many active rows."""
+        runtime, seconds = self.runtime, []
+        slots = None if rows == runtime.batch_size else fill(range(rows), rows, runtime.batch_size)
+        for most in (1, *[steps] * CALLS):
+            state = self._started(state, most, rows)
+            call = runtime.decoding(state, ask, most, 0, length, slots=slots)
+            begin = time.perf_counter()
+            state, _ = jax.block_until_ready(call(state))
+            taken_s = time.perf_counter() - begin
+            if int(fetch(state.num_steps).max()) == most:
+                seconds.append(taken_s / most)
+        return state, seconds
 
     def _made_up(self, state: DecodeState) -> Any:
         """Return requests for all slots, greedy, and never done."""
@@ -168,8 +190,8 @@ class ChosenLength:
             np.zeros((b, 2), np.uint32),
         )
 
-    def _started(self, state: DecodeState, steps: int) -> DecodeState:
-        """Let all rows stand in the middle of their caches, each after another token."""
+    def _started(self, state: DecodeState, steps: int, rows: int) -> DecodeState:
+        """Let all rows stand in the middle of their caches, each after another token; the first ones are active."""
         b, length = self.runtime.batch_size, self.runtime.cache_length
         room = length - steps * self.runtime.spec.step_tokens - 1
         tokens = np.random.default_rng(0).integers(
@@ -178,7 +200,7 @@ class ChosenLength:
         values = dict(
             lengths=np.full(b, max(min(length // 2, room), 1), np.int32),
             anchors=tokens.astype(np.int32),
-            active=np.ones(b, bool),
+            active=np.arange(b) < rows,
             num_tokens=np.ones(b, np.int32),
             num_steps=np.zeros(b, np.int32),
         )

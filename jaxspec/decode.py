@@ -35,7 +35,8 @@ from jaxspec.grammars.masking import Allowed, ask_guides, masked
 from jaxspec.models.target import Target, TargetOutput, keep_rows
 from jaxspec.sampling import NO_TOKEN, Stream, adjust, fold_keys, logprobs_of
 from jaxspec.shapes import Array, Bool, Float, Int, Params
-from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk, put_rows, take_rows
+from jaxspec.some_rows import narrowed, put_rows, take_rows, widened
+from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.verify import Verdict, synthetic_verify, tree_verify, verify
 
 Carry = tuple[Array, DecodeState]
@@ -124,7 +125,7 @@ def speculative_step(
         tokens = jnp.take_along_axis(tokens, after_anchor, axis=1)
         adjusted = jnp.take_along_axis(adjusted, verdict.path[:, :, None], axis=1)
     block = jnp.concatenate([state.anchors[:, None], tokens], axis=1)
-    kept = Kept.of(block, output, state.lengths, count)
+    kept = Kept.of(block, output, state.lengths, count, state.slots)
     drafter_state = drafter.absorb(state.drafter, kept)
     state = dataclasses.replace(state, caches=output.caches, drafter=drafter_state)
     return commit(spec, state, output.logits, adjusted, tokens, verdict)
@@ -159,8 +160,7 @@ def plain_steps(
         jnp.zeros((state.anchors.shape[0], PLAIN_STEPS), state.anchors.dtype),
         room(like.hidden),
         tuple(room(x) for x in like.features),
-        state.lengths,
-        jnp.zeros_like(state.lengths),
+        *(state.lengths, jnp.zeros_like(state.lengths), state.slots),
     )
 
     def more(carry: tuple[Array, Carry, Kept]) -> Array:
@@ -174,12 +174,12 @@ def plain_steps(
 
         _, allowed = constrain(spec, state, no_draft, grammar)
         output = run(state)
-        kept = Kept(
-            put(kept.tokens, state.anchors[:, None]),
-            put(kept.hidden, output.hidden),
-            tuple(put(*x) for x in zip(kept.features, output.features, strict=True)),
-            kept.start,
-            kept.count + state.active.astype(jnp.int32),  # a row that ended is not active again
+        kept = kept.replace(
+            tokens=put(kept.tokens, state.anchors[:, None]),
+            hidden=put(kept.hidden, output.hidden),
+            features=tuple(put(*x) for x in zip(kept.features, output.features, strict=True)),
+            # A row that ended is not active again.
+            count=kept.count + state.active.astype(jnp.int32),
         )
         adjusted, verdict = judge(spec, state, no_draft, output.logits, allowed)
         state = dataclasses.replace(state, caches=output.caches)
@@ -198,14 +198,17 @@ def decode_loop(
     state: DecodeState,
     max_steps: Int[Array, ""],
     until_active: Int[Array, ""] | int = 0,
+    slots: Int[Array, " R"] | None = None,
     grammar: Automaton | None = None,
 ) -> DecodeState:
     """Run up to `max_steps` steps on the device, fewer when no more than `until_active` rows are active.
 
     Args:
+      slots: the only rows that are computed; no other may be active. None: all.
       grammar: of which rows have a state.
     """
     target, drafter = spec.bind(target_params, drafter_params)
+    some = state if slots is None else narrowed(state, slots)
 
     def alive(carry: Carry) -> Array:
         step, state = carry
@@ -219,7 +222,8 @@ def decode_loop(
             return plain_steps(target, drafter, spec, carry, alive, grammar)
         return step + 1, speculative_step(target, drafter, spec, state, grammar)
 
-    return lax.while_loop(alive, body, (jnp.int32(0), state))[1]
+    some = lax.while_loop(alive, body, (jnp.int32(0), some))[1]
+    return some if slots is None else widened(state, some)
 
 
 # --- the parts of a step -----------------------------------------------------------------------------
@@ -239,7 +243,7 @@ def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: Decode
         draws = Draws(state.sampling.only(state.active), keys)
     draft = drafter.draft(
         state.drafter,
-        TargetView(target, state.caches, spec.suppress_tokens, spec.verify_length),
+        TargetView(target, state.caches, spec.suppress_tokens, spec.verify_length, state.slots),
         state.anchors,
         state.active_lengths,
         num_draft_tokens=spec.num_draft_tokens,
@@ -318,6 +322,7 @@ def target_pass(
             state.active_lengths,
             jnp.where(state.active, jnp.int32(tokens.shape[1]), 0),
             state.caches,
+            slots=state.slots,
             feature_layers=feature_layers,
             ancestors=None if draft.parents is None else ancestors(draft.parents),
         )

@@ -36,7 +36,8 @@ from jaxspec.rollout import Given, Plan, empty_state, fork, read, result_of, row
 from jaxspec.rows import GenerateResult, Prompts
 from jaxspec.shapes import Array, Bool, Int, Params
 from jaxspec.sharding import row_parts, varying_as
-from jaxspec.state import DecodeState, take_rows
+from jaxspec.some_rows import take_rows
+from jaxspec.state import DecodeState
 
 Carry = tuple[DecodeState, Int[Array, " B"], GenerateResult]
 """The slots, the row that each has or R for none, and what rows have said that are over."""
@@ -87,7 +88,7 @@ def generate(
         until = jnp.where(waiting > 0, slots - waiting, 0)
         steps = jnp.int32(plan.max_new_tokens)  # by then no row is active
         state, owners, result = carry
-        state = decode.decode_loop(plan.spec, *models, state, steps, until, given.grammar)
+        state = decode.decode_loop(plan.spec, *models, state, steps, until, grammar=given.grammar)
         return state, owners, result
 
     state = empty_state(plan, mesh, *models, given, slots)

@@ -319,11 +319,17 @@ class Runtime:
         until_active: int = 0,
         verify_length: int | None = None,
         guided: bool = False,
+        slots: np.ndarray | None = None,
     ) -> Callable[[DecodeState], Told]:
-        """Return the call that decodes such a state, and packs what is asked; other arguments as in `decode`."""
-        limits = self.given((np.int32(max_steps), np.int32(until_active)))
+        """Return the call that decodes such a state, and packs what is asked; other arguments as in `decode`.
+
+        Args:
+          slots: the only ones that are computed, see `some_rows.fill`; no other may be active. None: all.
+        """
+        given = (np.int32(max_steps), np.int32(until_active))
+        given = self.given(given if slots is None else (*given, slots))
         spec = self.spec.verifying(verify_length).asking(guided)
-        return self._telling("decode", state, ask, *limits, spec=spec)
+        return self._telling("decode", state, ask, *given, spec=spec)
 
     def _telling(
         self,
@@ -405,7 +411,8 @@ class Runtime:
         """
         function, spec = _FUNCTIONS[phase], self.spec if spec is None else spec
         chunk = given[0].tokens.shape if isinstance(given[0], PrefillChunk) else ()
-        key = (phase, *chunk, *state.stop_ids.shape)
+        rows = np.shape(given[-1 - (most is not None)]) if phase == "decode" else ()  # of few slots
+        key = (phase, *chunk, *rows, *state.stop_ids.shape)
         if spec.verify_length is not None:
             key = (*key, f"verifying {spec.verify_length}")
         if spec.guided:

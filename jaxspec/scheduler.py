@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 
 import numpy as np
 
+from jaxspec import some_rows
 from jaxspec.chosen_length import ChosenLength
 from jaxspec.prefill import PromptReader, chunk_of
 from jaxspec.prefixes.reading import SharedReading
@@ -55,6 +56,9 @@ class Scheduler:
         self._prefixes = prefixes and SharedReading(
             prefixes, self._reader, invariant=runtime.invariant
         )
+        self._few: tuple[
+            int, ...
+        ] = ()  # rows of programs for few of the slots, once they are compiled
         self._busy: Slots | None = None  # whose state the device has
         self._read_since = 0  # prompt tokens since rows decoded, padding included
 
@@ -100,11 +104,14 @@ class Scheduler:
         runtime, reading, running = self.runtime, self._reading, self.slots
         of_reading, of_running = reading.ask(0), running.ask(most_steps)
         chunks = [chunk_of({}, rows, width, reading.count) for rows, width in runtime.shapes.all()]
+        few = some_rows.counts(
+            runtime.spec, running.count, runtime.mesh, invariant=runtime.invariant
+        )
         kinds = (True, False) if runtime.spec.extras.grammars else (False,)
         with runtime.compiling_aside():
             for guided in kinds:  # which take longest
                 runtime.decoding(running.state, of_running, 1, guided=guided)
-            self.chosen_length.begin_compiling(running.state, of_running)
+            self.chosen_length.begin_compiling(running.state, of_running, few)
             for chunk in chunks:
                 runtime.feeding(reading.state, chunk, of_reading)
         reading.admit({})
@@ -117,7 +124,12 @@ class Scheduler:
         for guided in kinds:
             call = runtime.decoding(running.state, of_running, 1, guided=guided)
             running.state, _ = call(running.state)
-        running.state = self.chosen_length.measure(running.state, of_running)
+        for rows in few:
+            nobody = some_rows.fill([], rows, running.count)
+            call = runtime.decoding(running.state, of_running, 1, slots=nobody)
+            running.state, _ = call(running.state)
+        self._few = few
+        running.state = self.chosen_length.measure(running.state, of_running, few)
         for slots in self._all:
             nobody = np.zeros(slots.count, bool)
             slots.state = runtime.retire(slots.state, nobody)
@@ -210,8 +222,15 @@ class Scheduler:
         steps, length = self.chosen_length.next(running, most_steps)
         guided = any(request.grammar is not None for request in running)
         ask = self._busy.ask(most_steps)
-        call = self.runtime.decoding(self._busy.state, ask, steps, until, length, guided)
+        some = None if guided or not self.chosen_length.has_few(length) else self._some()
+        call = self.runtime.decoding(self._busy.state, ask, steps, until, length, guided, some)
         self._busy.start(self.pool, ask.most, call, length)
+
+    def _some(self) -> np.ndarray | None:
+        """Return the slots of the smallest program that computes all rows which run; None where that is for all."""
+        active = self.slots.read
+        rows = next((rows for rows in self._few if rows >= len(active)), None)
+        return None if rows is None else some_rows.fill(active, rows, self.slots.count)
 
     def _look(self) -> list[Update | Completion]:
         """Wait for what the device does, and tell what came of it."""

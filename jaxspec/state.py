@@ -195,6 +195,7 @@ class DecodeState(struct.PyTreeNode):
       keys: a typed PRNG key a row.
       guides: numbers of `grammars.guides`, where rows may have grammars.
       automaton: states of an automaton, where rows have one.
+      slots: the row of the caches and of the drafter's state that each row has; None when they are the same.
     """
 
     caches: Caches
@@ -217,6 +218,7 @@ class DecodeState(struct.PyTreeNode):
     keys: Array
     guides: Int[Array, " B"] | None = None
     automaton: Int[Array, " B"] | None = None
+    slots: Int[Array, " B"] | None = None
 
     @property
     def active_lengths(self) -> Int[Array, " B"]:
@@ -413,38 +415,3 @@ def insert(state: DecodeState, other: DecodeState, pairs: Int[Array, "P 2"]) -> 
         return jax.tree.map(put, state, other)
 
     return lax.fori_loop(0, jnp.sum(pairs[:, 0] >= 0, dtype=jnp.int32), copy, state)
-
-
-def take_rows(state: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
-    """Return what some slots hold beside their caches and the drafter's state."""
-    return jax.tree.map(lambda x: x[slots], state.small)
-
-
-def put_rows(state: DecodeState, rows: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
-    """Write back what a step changed in such rows; a slot past the last is dropped."""
-
-    def put(old: Array, new: Array) -> Array:
-        return old.at[slots].set(new, mode="drop")
-
-    changed = {
-        name: jax.tree.map(put, getattr(state, name), getattr(rows, name)) for name in _CHANGED
-    }
-    return dataclasses.replace(state, **changed)
-
-
-_CHANGED = (
-    "lengths",
-    "anchors",
-    "active",
-    "stopped",
-    "failed",
-    "spoilt",
-    "tokens",
-    "num_tokens",
-    "num_steps",
-    "acceptance_lengths",
-    "logprobs",
-    "counts",
-    "automaton",
-)
-"""What a step changes in a row."""

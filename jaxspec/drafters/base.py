@@ -33,12 +33,14 @@ class TargetView(struct.PyTreeNode):
     Attributes:
       num_verified: the target looks at so many of a chain's first drafts, and at no other. A drafter may leave
         the others out, if that changes none of the first ones. None: at all of them.
+      slots: the row of the caches and of the drafter's state that each row has; None when they are the same.
     """
 
     target: Target
     caches: Caches
     suppress_tokens: tuple[int, ...] = struct.field(pytree_node=False, default=())
     num_verified: int | None = struct.field(pytree_node=False, default=None)
+    slots: Int[Array, " B"] | None = None
 
     def last_kv(self, kind: str) -> KVCache:
         """Return the cache of the last layer of a kind ("sliding" or "full") that owns its K/V."""
@@ -129,9 +131,12 @@ class Drafter(nnx.Module, Generic[StateT]):
       absorbs_again: whether a state may absorb its newest tokens, up to those of a block, a second time, and is
         then as after the first. The tokens may be others from some place on. A stored prefix then serves prompts
         that part from it a few tokens before its end.
+      drafts_by_slot: whether `draft` heeds `TargetView.slots`. An engine then computes few rows alone, where few
+        run.
     """
 
     absorbs_again: ClassVar[bool] = False
+    drafts_by_slot: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

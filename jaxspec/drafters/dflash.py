@@ -49,6 +49,7 @@ class DFlashDrafter(Drafter[DFlashState]):
     """A DFlash drafter; it borrows the target's embedding and head."""
 
     absorbs_again = True
+    drafts_by_slot = True
 
     def __init__(self, config: DFlashConfig, *, dtype: jnp.dtype):
         d, c = config.hidden_size, config.hidden_size * len(config.feature_layers)
@@ -118,7 +119,7 @@ class DFlashDrafter(Drafter[DFlashState]):
         tree: Tree | None = None,
         draws: Draws | None = None,
     ) -> Draft:
-        context = tuple(kv.view(cache, lengths) for cache in state)
+        context = tuple(kv.view(cache, lengths, view.slots) for cache in state)
         depth = num_draft_tokens if tree is None else tree.depth
         # The positions of a block see each other, so all of them are there, whichever are verified.
         logits = self.block_logits(

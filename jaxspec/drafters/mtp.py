@@ -49,7 +49,7 @@ from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.sharding import whole_rows
 from pallas_kernels.lone_row import twice_if_alone
 
-MTPState = Float[Array, "B D"]
+MTPState = Float[Array, "N D"]
 """The target's post-norm hidden state of the last token that is in its caches."""
 
 # At most so many rows of scores are ranked by counting instead of sorting. For 8 rows both take
@@ -88,6 +88,7 @@ class MTPDrafter(Drafter[MTPState]):
     """An MTP assistant. It uses the target's embedding and caches, and has a head of its own."""
 
     absorbs_again = True
+    drafts_by_slot = True
 
     def __init__(self, config: MTPConfig, *, dtype: jnp.dtype):
         d, backbone, vocab = config.hidden_size, config.backbone_hidden_size, config.vocab_size
@@ -148,11 +149,11 @@ class MTPDrafter(Drafter[MTPState]):
     ) -> Draft:
         kinds = dict.fromkeys(self.config.layer_types)
         frozen = FrozenKV(
-            {kind: kv.view(view.last_kv(kind), lengths) for kind in kinds},
+            {kind: kv.view(view.last_kv(kind), lengths, view.slots) for kind in kinds},
             lengths[:, None] - 1,
             {kind: view.stored_kv(kind) for kind in kinds},
         )
-        states = state[:, None]
+        states = (state if view.slots is None else state[view.slots])[:, None]
 
         def expand(
             states: Float[Array, "B E D"],
