@@ -103,7 +103,12 @@ def write(
 def view(
     cache: KVCache, length: Int[Array, " b"], slots: Int[Array, " b"] | None = None
 ) -> KVSegment:
-    """Return what a cache holds after positions 0 .. length - 1 of each row are written."""
+    """Return what a cache holds after positions 0 .. length - 1 of each row are written.
+
+    Args:
+      slots: the cache row of each batch row, which attention reads where it is. None: cache row i is
+        batch row i.
+    """
     slot = jnp.arange(cache.k.shape[2], dtype=jnp.int32)[None, :]
     if cache.ring_slack is None:
         positions = jnp.where(slot < length[:, None], slot, -1)
@@ -111,9 +116,7 @@ def view(
         newest = length[:, None] - 1
         positions = newest - (newest - slot) % cache.k.shape[2]
         positions = jnp.maximum(positions, -1)
-    if slots is None:
-        return KVSegment(cache.k, cache.v, positions)
-    return KVSegment(cache.k[slots], cache.v[slots], positions)
+    return KVSegment(cache.k, cache.v, positions, rows=slots)
 
 
 def early_destination(
