@@ -263,20 +263,20 @@ def compile_pass(spec: DecodeSpec, slots: int, rows: int, tokens: int) -> tuple[
     )
     numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     of_row = numbers(rows)
-    params = spec.target.abstract_params()
+    params, run = spec.target.abstract_params(), functools.partial(decode.prefill, spec)
     if tokens > 16:
         drafter = None if spec.drafter is None else spec.drafter.abstract_params()
         is_last = jax.ShapeDtypeStruct((rows,), bool)
         chunk = PrefillChunk(of_row, numbers(rows, tokens), of_row, of_row, is_last)  # type: ignore[arg-type]
-        run, args = functools.partial(decode.prefill, spec), (params, drafter, state, chunk)
+        args = params, drafter, state, chunk
     else:
 
-        def run(params: Any, tokens: Any, caches: Any, start: Any, slots: Any) -> Any:
+        def verify(params: Any, tokens: Any, caches: Any, start: Any, slots: Any) -> Any:
             target, _ = spec.bind(params, None)
             count = jnp.full_like(start, tokens.shape[1])
             return target(tokens, start, count, caches, slots=slots)
 
-        args = params, numbers(rows, tokens), state.caches, of_row, of_row
+        run, args = verify, (params, numbers(rows, tokens), state.caches, of_row, of_row)
     jitted = jax.jit(run, donate_argnums=2, compiler_options=COMPILER_OPTIONS)
     with jax.sharding.use_abstract_mesh(NAMED_H200):
         return jitted.lower(*on_h200(args)).compile(), state
