@@ -29,7 +29,7 @@ from pallas_kernels.dispatch import (
     why_not_triton,
 )
 
-__all__ = ["KVSegment", "Tiling", "attention", "reference"]
+__all__ = ["KVSegment", "Tiling", "attention", "gathered", "reference"]
 
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
