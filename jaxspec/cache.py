@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
-from pallas_kernels.attention import KVSegment
+from pallas_kernels.attention import KVSegment, gathered
 from pallas_kernels.qkv import Destination, write_kv
 
 RING_MULTIPLE = 64  # ring sizes are rounded up to a multiple of this, so that kernels can tile them
@@ -103,7 +103,12 @@ def write(
 def view(
     cache: KVCache, length: Int[Array, " b"], slots: Int[Array, " b"] | None = None
 ) -> KVSegment:
-    """Return what a cache holds after positions 0 .. length - 1 of each row are written."""
+    """Return what a cache holds after positions 0 .. length - 1 of each row are written.
+
+    Args:
+      slots: the cache row of each batch row, which attention reads where it is. None: cache row i is
+        batch row i.
+    """
     slot = jnp.arange(cache.k.shape[2], dtype=jnp.int32)[None, :]
     if cache.ring_slack is None:
         positions = jnp.where(slot < length[:, None], slot, -1)
@@ -111,9 +116,7 @@ def view(
         newest = length[:, None] - 1
         positions = newest - (newest - slot) % cache.k.shape[2]
         positions = jnp.maximum(positions, -1)
-    if slots is None:
-        return KVSegment(cache.k, cache.v, positions)
-    return KVSegment(cache.k[slots], cache.v[slots], positions)
+    return KVSegment(cache.k, cache.v, positions, rows=slots)
 
 
 def early_destination(
@@ -133,7 +136,7 @@ def early_destination(
     return destination(cache, tokens, start, count, slots)
 
 
-def append_pass(
+def segments_of_pass(
     cache: KVCache,
     into: Destination | None,
     k: Float[Array, "_ K _ H"],
@@ -141,8 +144,10 @@ def append_pass(
     start: Int[Array, " b"],
     count: Int[Array, " b"],
     slots: Int[Array, " b"] | None = None,
-) -> tuple[KVCache, tuple[KVSegment, ...]]:
-    """Return the cache with a pass in it, and the segments that the queries of the pass attend to.
+    *,
+    lent: bool = False,
+) -> tuple[KVSegment, ...]:
+    """Return the segments that the queries of a pass attend to. `keep_pass` comes after that.
 
     Args:
       into: the result of `early_destination`.
@@ -150,13 +155,29 @@ def append_pass(
         already written. Otherwise they are the keys of the pass alone, which are read beside the
         old ring.
       v: values, as `k`.
+      lent: whether other layers read the segments too. An old ring is overwritten before they do, so
+        they get a copy of the rows in `slots`.
     """
     if into is not None:
-        new = cache.replace(k=k, v=v)
-        return new, (view(new, start + count, slots),)
+        return (view(cache.replace(k=k, v=v), start + count, slots),)
     positions = start[:, None] + jnp.arange(k.shape[2], dtype=jnp.int32)[None, :]
-    segments = view(cache, start, slots), pass_segment(k, v, positions, count)
-    return write(cache, k, v, start, count, slots), segments
+    before = view(cache, start, slots)
+    return gathered(before) if lent else before, pass_segment(k, v, positions, count)
+
+
+def keep_pass(
+    cache: KVCache,
+    into: Destination | None,
+    k: Float[Array, "_ K _ H"],
+    v: Float[Array, "_ K _ H"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+    slots: Int[Array, " b"] | None = None,
+) -> KVCache:
+    """Return the cache with a pass in it. The arguments are as in `segments_of_pass`."""
+    if into is not None:
+        return cache.replace(k=k, v=v)
+    return write(cache, k, v, start, count, slots)
 
 
 def pass_segment(

@@ -102,6 +102,8 @@ def _on_cuda(kernel: Callable[..., T], reference: Callable[..., T], *args: Any) 
 
 KV_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 """The dtypes of caches that Triton kernels read and write."""
+MOST_NUMBERS = 2**31
+"""Triton kernels take arrays of fewer numbers than this, because their offsets are 32 bits."""
 
 
 def why_not_triton(
@@ -121,7 +123,7 @@ def why_not_triton(
         if not interpret and array.dtype not in dtypes:
             cut_for = " and ".join(jnp.dtype(dtype).name for dtype in dtypes)
             return f"the Triton kernel is cut for {cut_for}, not {array.dtype}"
-        if array.size >= 2**31:
+        if array.size >= MOST_NUMBERS:
             return f"the Triton kernel's offsets are 32 bits, and an array has {array.size} numbers"
     if devices := devices_of_mesh():
         return f"the Triton kernel runs on one device, not on a mesh of {devices}"

@@ -35,7 +35,7 @@ from jaxspec.quantised.array import quantise, quantise_in_slices
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.records import Drafting, Tree
-from jaxspec.state import DecodeSpec
+from jaxspec.state import DecodeSpec, PrefillChunk
 from pallas_kernels.attention import KVSegment, attention
 from pallas_kernels.grouped import Codes, Coding, linear
 
@@ -246,6 +246,98 @@ def test_the_loop_copies_neither_weights_nor_caches(
     assert big_moves(hlo) == []
 
 
+NEEDS_MOSAIC = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2"
+)
+
+
+def compile_pass(spec: DecodeSpec, slots: int, rows: int, tokens: int) -> tuple[Any, Any]:
+    """Return a compiled pass over `rows` of many slots, and its abstract state.
+
+    A pass of more tokens than a draft block has is a chunk of prompts. The others verify drafts.
+    """
+    state = jax.eval_shape(
+        lambda: states.init_state(
+            spec, slots, cache_length=8320, num_stop_ids=4, cache_dtype=spec.target.cache_dtype
+        )
+    )
+    numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    of_row = numbers(rows)
+    params, run = spec.target.abstract_params(), functools.partial(decode.prefill, spec)
+    if tokens > 16:
+        drafter = None if spec.drafter is None else spec.drafter.abstract_params()
+        is_last = jax.ShapeDtypeStruct((rows,), bool)
+        chunk = PrefillChunk(of_row, numbers(rows, tokens), of_row, of_row, is_last)  # type: ignore[arg-type]
+        args = params, drafter, state, chunk
+    else:
+
+        def verify(params: Any, tokens: Any, caches: Any, start: Any, slots: Any) -> Any:
+            target, _ = spec.bind(params, None)
+            count = jnp.full_like(start, tokens.shape[1])
+            return target(tokens, start, count, caches, slots=slots)
+
+        run, args = verify, (params, numbers(rows, tokens), state.caches, of_row, of_row)
+    jitted = jax.jit(run, donate_argnums=2, compiler_options=COMPILER_OPTIONS)
+    with jax.sharding.use_abstract_mesh(NAMED_H200):
+        return jitted.lower(*on_h200(args)).compile(), state
+
+
+@NEEDS_MOSAIC
+@pytest.mark.parametrize(
+    ("preset", "drafts", "tokens", "fp8"),
+    [
+        ("31b", "none", 512, False),
+        ("31b", "none", 16, False),
+        ("31b", "none", 16, True),
+        ("26b-a4b", "chain", 512, False),  # absorbs the chunk too
+        ("26b-a4b", "none", 1, False),
+        # Six more layers read the same keys and values. In fewer layers XLA copies no ring either way.
+        ("e4b", "mtp", 512, False),
+    ],
+)
+def test_a_pass_over_a_few_of_many_slots_copies_no_cache(
+    monkeypatch: pytest.MonkeyPatch, preset: str, drafts: str, tokens: int, fp8: bool
+) -> None:
+    """Kernels read the rows of the caches where they are, and write there: no gather, no second cache."""
+    monkeypatch.setattr("pallas_kernels.attention.capability", lambda: 9.0)
+    spec = small(preset, drafts)
+    if preset == "e4b":
+        twelve = dict(layer_types=(("sliding",) * 5 + ("full",)) * 2, num_kv_shared_layers=6)
+        config = dataclasses.replace(spec.target.config, **twelve)  # type: ignore[arg-type]
+        spec = dataclasses.replace(spec, target=dataclasses.replace(spec.target, config=config))
+    if fp8:
+        spec = dataclasses.replace(spec, target=with_kv_dtype(spec.target, "fp8"))
+    slots, rows = 32, 4
+    compiled, state = compile_pass(spec, slots, rows, tokens)
+    memory = compiled.memory_analysis()
+    print(f"{preset} {drafts}, {rows} of {slots} slots, {tokens} tokens: {memory}")
+    caches = [cache for cache in state.caches if cache is not None]
+    assert memory.alias_size_in_bytes >= cache_bytes(state.caches)
+    hlo = compiled.as_text()
+    moves = moves_of_caches(hlo, caches)
+    if preset == "e4b":  # of the one ring that is lent, those layers get a copy of its four rows
+        moves = [move for move in moves if not re.search(r" = \(?bf16\[4,(1,)?2,576,256\]", move)]
+    assert moves == []
+
+
+def moves_of_caches(hlo: str, caches: list[Any]) -> list[str]:
+    """List what makes keys or values of all positions of a cache, whole caches that are written in place aside."""
+    sizes = {(str(cache.k.shape[2]), str(cache.k.shape[3])) for cache in caches}
+    whole = {",".join(map(str, cache.k.shape)) for cache in caches}
+    found = []
+    for line in hlo.splitlines():
+        match = _INSTRUCTION.match(line)
+        if not match:
+            continue
+        _, _, dims, op = match.groups()
+        has = set(dims.split(","))
+        if any(positions in has and width in has for positions, width in sizes):
+            in_place = dims in whole and op not in ("copy", "copy-start", "transpose", "gather")
+            if not in_place:
+                found.append(line.strip()[:160])
+    return found
+
+
 def test_a_row_that_was_read_ahead_is_copied_and_nothing_else() -> None:
     """Caches of the slots stay in place, and no second copy of a row is made on the way."""
     spec = small("26b-a4b", "chain")
@@ -382,7 +474,8 @@ def test_a_join_of_weights_would_be_seen() -> None:
         assert bool(big_moves(hlo)) == joined
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@NEEDS_MOSAIC
+@pytest.mark.parametrize("cache_rows", [None, 32])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "fresh", "kind"),
     [
@@ -398,13 +491,15 @@ def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
     head_dim: int,
     fresh: int,
     kind: Any,
+    cache_rows: int | None,
 ) -> None:
     """31B's full layers: 227 KB of shared memory, and results that take half of all registers; its drafter's."""
     shape = (8, 16, *heads, head_dim)  # B T K G H
 
-    def keys(size: int) -> tuple[Any, Any, Any]:
-        k = jax.ShapeDtypeStruct((8, heads[0], size, head_dim), kind)
-        return k, k, jax.ShapeDtypeStruct((8, size), jnp.int32)
+    def keys(size: int, cache_rows: int | None = None) -> tuple[Any, ...]:
+        k = jax.ShapeDtypeStruct((cache_rows or 8, heads[0], size, head_dim), kind)
+        rows = None if cache_rows is None else jax.ShapeDtypeStruct((8,), jnp.int32)
+        return k, k, jax.ShapeDtypeStruct((8, size), jnp.int32), None, rows
 
     def attend(q: Any, at: Any, *segments: Any) -> jax.Array:
         segments = tuple(KVSegment(*s) for s in segments)
@@ -413,7 +508,8 @@ def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
     args = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         jax.ShapeDtypeStruct(shape[:2], jnp.int32),
-        *(keys(size) for size in (2048, fresh) if size),
+        keys(2048, cache_rows),
+        *([keys(fresh)] if fresh else []),
     )
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     with jax.sharding.use_abstract_mesh(NAMED_H200):

@@ -16,6 +16,7 @@ from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.base import LayerSpec
 from jaxspec.models.layers import project, rope_cos_sin, rope_frequencies
 from jaxspec.models.target import Placement
+from jaxspec.models.xla import in_order
 from jaxspec.params import param
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.kv import KVStorage
@@ -43,6 +44,7 @@ class Attention(nnx.Module):
       width: of the residual stream.
       spec: heads and window of the layer.
       owns_kv: whether it has keys and values of its own.
+      lends_kv: whether other layers read its keys and values.
       values_are_keys: whether values are the raw keys (k = v).
       norm_values: whether values are normed, which is without a weight.
       score_scale: what scores are multiplied with.
@@ -55,6 +57,7 @@ class Attention(nnx.Module):
         spec: LayerSpec,
         *,
         owns_kv: bool = True,
+        lends_kv: bool = False,
         values_are_keys: bool = False,
         norm_values: bool = False,
         score_scale: float,
@@ -73,7 +76,7 @@ class Attention(nnx.Module):
             self.k_norm = param(h, dtype=dtype)
         into: dict[str, Any] = dict(fan_in=k * g * h, axes=OUT_WEIGHT_AXES, summed=(0, 1, 2))
         self.out = param(k, g, h, width, dtype=dtype, **into)
-        self.owns_kv, self.norm_values = owns_kv, norm_values
+        self.owns_kv, self.lends_kv, self.norm_values = owns_kv, lends_kv, norm_values
         self.stored: KVStorage | None = None  # as they are computed; see `store_kv`
         self.score_scale, self.window, self.eps = score_scale, spec.window, eps
         self.rope_theta, self.rotary_factor = rope_theta, rotary_factor
@@ -122,7 +125,8 @@ class Attention(nnx.Module):
             assert shared is not None
             segments = shared
         elif to_write is not None:
-            cache, segments = kv.append_pass(to_write, into, k, v, *where.written)
+            written = to_write, into, k, v, *where.written
+            segments = kv.segments_of_pass(*written, lent=self.lends_kv)
         else:
             if self.stored is not None and cache is None:
                 k, v = self.stored.rounded(k), self.stored.rounded(v)
@@ -138,6 +142,10 @@ class Attention(nnx.Module):
             window=self.window,
             stored=self.stored,
         )
+        if to_write is not None and k is not None and v is not None:
+            if into is None:
+                out, (k, v) = in_order(out, (k, v))
+            cache = kv.keep_pass(to_write, into, k, v, *where.written)
         return whole_rows(project(out, self.out[...], inputs=3)), cache, segments
 
 

@@ -178,6 +178,7 @@ class DecoderLayer(nnx.Module):
             d,
             spec,
             owns_kv=config.owns_kv(index),
+            lends_kv=any(spec.kv_owner == index for spec in config.layers[index + 1 :]),
             values_are_keys=config.k_eq_v and full,
             norm_values=True,
             score_scale=1.0,

@@ -8,6 +8,7 @@ use these:
   `pallas_kernels.lone_row` gives the reason for all of them.
 - `table_left_on_cpu`: choose whether the vocabulary's table is the left or the right operand.
 - `materialize`: compute a value once, where XLA would repeat it in each reader or take it apart.
+- `in_order`: let what reads a value wait for another value.
 - `traced_once`: trace and lower layers of one shape once.
 - `forgotten`: in a backward pass, compute a layer again instead of keeping its activations.
 
@@ -27,6 +28,7 @@ from jaxspec.shapes import Array, Float
 from pallas_kernels.lone_row import twice_if_alone
 
 T = TypeVar("T")
+U = TypeVar("U")
 CallableT = TypeVar("CallableT", bound=Callable)
 
 COMPILER_OPTIONS = {
@@ -100,6 +102,15 @@ def materialize(x: T) -> T:
     - The result of `table_left_on_cpu` before its transpose. XLA would swap the operands back.
     """
     return lax.optimization_barrier(x)
+
+
+def in_order(first: T, then: U) -> tuple[T, U]:
+    """Return two values. XLA computes nothing that reads the second one before it has the first one.
+
+    A chunk of a prompt attends to rings, and overwrites them after that. In long programs XLA does
+    not find this order by itself. It then copies the rings: for 32 slots of E4B, 76 copies of 19 MB.
+    """
+    return lax.optimization_barrier((first, then))
 
 
 def traced_once(function: CallableT) -> CallableT:

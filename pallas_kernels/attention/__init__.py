@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.reference import KVSegment, reference
+from pallas_kernels.attention.reference import KVSegment, gathered, reference
 from pallas_kernels.attention.triton import Tiling, attention_triton
 from pallas_kernels.attention.tuning import splits_for, tiling_for
 from pallas_kernels.dispatch import (
     KV_DTYPES,
+    MOST_NUMBERS,
     Candidate,
     capability,
     devices_of_mesh,
@@ -28,7 +29,7 @@ from pallas_kernels.dispatch import (
     why_not_triton,
 )
 
-__all__ = ["KVSegment", "Tiling", "attention", "reference"]
+__all__ = ["KVSegment", "Tiling", "attention", "gathered", "reference"]
 
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
@@ -92,7 +93,9 @@ def attention(
       q_positions: positions of the queries.
       segments: keys and values in any order, in the dtype of the queries or a narrower one, which
         is converted as it is read. Slots behind the last key of a segment may hold
-        anything for the kernels, even NaN. The reference needs finite values there.
+        anything for the kernels, even NaN. The reference needs finite values there. A segment with
+        `rows` holds a cache of any number of rows. Kernels read there what the batch needs, and the
+        reference copies it first.
       scale: factor of the scores.
       window: number of positions that a query sees, its own included; None for all.
       causal: whether queries see no later keys.
@@ -126,10 +129,11 @@ def attention(
         splits = splits_for(rows=rows, heads=heads, longest=longest)
         return _mosaic_kernel(h)(*args, **(scaled if h == 512 else how), splits=splits)
 
-    def triton(*args: Any) -> Array:
+    def triton(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Array:
         sizes: dict[str, Any] = {"head_dim": h, "rows": rows, "heads": heads, "longest": longest}
         tiles = tiling or tiling_for(**sizes, narrow=narrow)
-        return attention_triton(*args, **scaled, tiling=tiles, interpret=interpret)
+        how = {**scaled, "tiling": tiles, "interpret": interpret}
+        return attention_triton(q, q_positions, _counted_in_32_bits(segments), **how)
 
     # At head dim 128 "auto" takes Mosaic only for more than one tile of rows. The kernel was not
     # measured with fewer rows.
@@ -172,9 +176,13 @@ def _worth_it(
     It should for few tokens with many keys, where the scores would fill memory, and for chunks of
     prompts with a kernel that is quicker at them.
     """
-    b, t, k, g, _ = q.shape
+    b, t, k, g, h = q.shape
     score_bytes = 4 * b * t * k * g * sum(s.k.shape[2] for s in segments)
-    read_bytes = score_bytes + sum(2 * s.k.size * s.k.dtype.itemsize for s in segments)
+    read_bytes = score_bytes
+    for s in segments:
+        # XLA reads and writes the rows of a cache before it reads their copy.
+        times = 1 if s.rows is None else 3
+        read_bytes += times * 2 * b * k * s.k.shape[2] * h * s.k.dtype.itemsize
     is_quicker = (for_prompts or t <= MOST_TOKENS) and read_bytes >= fewest_bytes
     return is_quicker or score_bytes >= MOST_SCORE_BYTES
 
@@ -200,11 +208,14 @@ def _check(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Non
         raise ValueError("there are no keys: pass one segment or more")
     for s in segments:
         size = s.positions.shape[-1]
-        if not s.k.shape == s.v.shape == (b, k, size, h) or s.positions.shape != (b, size):
+        c = b if s.rows is None else s.k.shape[0]
+        if not s.k.shape == s.v.shape == (c, k, size, h) or s.positions.shape != (b, size):
             raise ValueError(
-                f"for queries {q.shape}, keys and values must be [{b}, {k}, S, {h}] and their positions "
+                f"for queries {q.shape}, keys and values must be [{c}, {k}, S, {h}] and their positions "
                 f"[{b}, S]; they are {s.k.shape}, {s.v.shape} and {s.positions.shape}"
             )
+        if s.rows is not None and s.rows.shape != (b,):
+            raise ValueError(f"for queries {q.shape}, rows must be {(b,)}, not {s.rows.shape}")
         if s.seen_by is not None and s.seen_by.shape != (b, t, size):
             raise ValueError(f"seen_by must be {(b, t, size)}, not {s.seen_by.shape}")
         narrower = s.k.dtype.itemsize < q.dtype.itemsize
@@ -215,11 +226,17 @@ def _check(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Non
             )
 
 
+def _counted_in_32_bits(segments: tuple[KVSegment, ...]) -> tuple[KVSegment, ...]:
+    """Replace each cache that is too large for the Triton kernel by a copy of the rows that are read."""
+    return tuple(gathered(s) if s.k.size >= MOST_NUMBERS else s for s in segments)
+
+
 def _why_not_triton(q: Array, segments: tuple[KVSegment, ...], interpret: bool) -> str | None:
     """Return why the Triton kernel cannot take these keys on the GPU of this machine, or None."""
     if (h := segments[0].k.shape[3]) not in (16, 32, 64, 128, 256, 512):
         return f"the Triton kernel takes head dims that are a power of two from 16 to 512, not {h}"
     queries = jax.ShapeDtypeStruct((), q.dtype)
+    segments = jax.eval_shape(_counted_in_32_bits, segments)
     return why_not_triton(queries, interpret=interpret) or why_not_triton(
         *(s.k for s in segments), interpret=interpret, dtypes=KV_DTYPES
     )

@@ -66,6 +66,27 @@ def cached(
     return KVSegment(k, v, jnp.asarray(positions, jnp.int32))
 
 
+def in_rows(
+    segment: KVSegment, rows: Sequence[int], cache_rows: int, *, unread: float = float("nan")
+) -> KVSegment:
+    """Return a segment that is spread over some rows of a larger cache.
+
+    Args:
+      segment: keys and values of as many rows as the batch has.
+      rows: the cache row of each batch row. A row past the end of the cache is dropped, and nobody
+        may see its keys.
+      cache_rows: number of rows of the cache.
+      unread: the value in all other rows.
+    """
+    which = jnp.asarray(rows, jnp.int32)
+
+    def spread(x: Array) -> Array:
+        full = jnp.full((cache_rows, *x.shape[1:]), jnp.asarray(unread, x.dtype))
+        return full.at[which].set(x, mode="drop")
+
+    return segment._replace(k=spread(segment.k), v=spread(segment.v), rows=which)
+
+
 def queries(
     shape: Shape, lengths: Sequence[int], tokens: int, dtype: jnp.dtype, seed: int = 1
 ) -> tuple[Array, Array]:

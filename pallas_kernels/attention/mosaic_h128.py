@@ -24,8 +24,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.mosaic_launch import ROWS, free_barrier, launch, lines
-from pallas_kernels.attention.reference import KVSegment
+from pallas_kernels.attention.mosaic_launch import (
+    ROWS,
+    cache_row_of,
+    free_barrier,
+    launch,
+    lines,
+    with_cache_rows,
+)
+from pallas_kernels.attention.reference import KVSegment, gathered
 from pallas_kernels.attention.spans import (
     UNSEEN,
     average_shares,
@@ -76,6 +83,7 @@ def _attend(
             token = jnp.minimum(tile * (ROWS // groups) + i, tokens - 1)
             place = queries.at[pl.ds(i * groups, groups)]
             plgpu.copy_gmem_to_smem(q_ref.at[b, token, head], place, queries_there)
+        cache_row = cache_row_of(spans_ref, (b, group, 5), sources[0])
 
         @pl.loop(0, count)
         def _(i):
@@ -86,7 +94,7 @@ def _attend(
 
                 def load(place=place, piece=piece):
                     plgpu.copy_gmem_to_smem(
-                        sources[piece].at[b, head, pl.ds((first + i) * KEYS, KEYS)],
+                        sources[piece].at[cache_row, head, pl.ds((first + i) * KEYS, KEYS)],
                         ring.at[place],
                         there.at[place],
                         collective_axes=("tile",) if cluster > 1 else None,
@@ -221,7 +229,7 @@ def _attend(
 def _launch(
     q: Float[Array, "B T K G H"],
     seen: Int[Array, "2 B R"],
-    spans: Int[Array, "B P 5"],
+    spans: Int[Array, "B P _"],
     positions: Int[Array, "B S"],
     sources: list[Array],
     *,
@@ -280,7 +288,7 @@ def attention_mosaic_h128(
     spans = visible_span(lowest, highest, positions, window=window, causal=causal)
     unseen = masked_span(spans, lowest, highest, positions, window=window, causal=causal)
     sources, fresh_spans = [cached.k, cached.v], jnp.zeros_like(spans)
-    for s in own:
+    for s in map(gathered, own):
         fresh_spans = visible_span(lowest, highest, s.positions, window=window, causal=causal)
         positions = jnp.concatenate([to_blocks(s.positions), positions], axis=1)
         sources += [jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 8), (0, 0))) for x in (s.k, s.v)]
@@ -292,7 +300,9 @@ def attention_mosaic_h128(
     shares, log_weights = _launch(
         q,
         jnp.pad(seen, ((0, 0), (0, 0), (0, fill)), mode="edge"),
-        jnp.concatenate([spans, unseen, fresh_spans[:, :, 1:]], axis=2),
+        with_cache_rows(
+            jnp.concatenate([spans, unseen, fresh_spans[:, :, 1:]], axis=2), cached.rows
+        ),
         positions,
         sources,
         fresh=sources[2].shape[2] if own else 0,

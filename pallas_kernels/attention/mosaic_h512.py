@@ -29,7 +29,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.mosaic_launch import ROWS, free_barrier, launch, lines
+from pallas_kernels.attention.mosaic_launch import (
+    ROWS,
+    cache_row_of,
+    free_barrier,
+    launch,
+    lines,
+    with_cache_rows,
+)
 from pallas_kernels.attention.reference import KVSegment
 from pallas_kernels.attention.spans import UNSEEN, average_shares, position_range, visible_span
 
@@ -155,7 +162,8 @@ def _attend(
             columns = pl.ds(half * COLUMNS, COLUMNS)
             source = q_ref.at[b, head, rows, columns]
             plgpu.copy_gmem_to_smem(source, queries.at[half], queries_there)
-        keys_and_values = k_ref.at[b, head], v_ref.at[b, head]
+        cache_row = cache_row_of(spans_ref, (b, group, 3), k_ref)
+        keys_and_values = k_ref.at[cache_row, head], v_ref.at[cache_row, head]
         how = {"first": first + start, "count": count, "cluster": cluster}
         (_convert if narrow else _load)(keys_and_values, ring, there, free, *narrow, **how)
 
@@ -252,7 +260,7 @@ def _attend(
 def _launch(
     q: Float[Array, "B K R H"],
     q_positions: Int[Array, "B R"],
-    spans: Int[Array, "B P 3"],
+    spans: Int[Array, "B P _"],
     segment: KVSegment,
     *,
     splits: int,
@@ -332,7 +340,7 @@ def attention_mosaic_h512(
     shares, log_weights = _launch(
         rows,
         by_row,
-        jnp.concatenate([spans, clear], axis=2),
+        with_cache_rows(jnp.concatenate([spans, clear], axis=2), segment.rows),
         segment._replace(positions=positions),
         splits=splits,
         scale=scale,

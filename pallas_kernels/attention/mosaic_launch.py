@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 ROWS = 64  # rows of a tile, which is what one wgmma multiplies
 
@@ -59,6 +59,34 @@ def launch(
         # No sum crosses warps. The memory that is reserved for such sums by default does not fit.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(*inputs)
+
+
+def with_cache_rows(
+    spans: Int[Array, "B P X"], rows: Int[Array, " B"] | None
+) -> Int[Array, "B P _"]:
+    """Return what a kernel knows of each group of tiles, and behind it the cache row that it reads.
+
+    Without `rows` the result is `spans`.
+    """
+    if rows is None:
+        return spans
+    column = jnp.broadcast_to(rows[:, None, None], (*spans.shape[:2], 1))
+    return jnp.concatenate([spans, column.astype(spans.dtype)], axis=2)
+
+
+def cache_row_of(spans_ref: Any, at: tuple[Any, Any, int], cache_ref: Any) -> Any:
+    """Return in a kernel the cache row that a batch row reads: its own, unless there is another.
+
+    A row past the end of the cache becomes the last one. It has no sequence, and so sees no key.
+
+    Args:
+      spans_ref: the result of `with_cache_rows`.
+      at: the batch row, the group of tiles, and the column of the cache row.
+    """
+    batch_row, _, column = at
+    if spans_ref.shape[2] == column:
+        return batch_row
+    return jnp.minimum(spans_ref[at], cache_ref.shape[0] - 1)
 
 
 def lines(numbers: int) -> tuple[Any, ...]:

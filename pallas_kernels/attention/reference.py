@@ -14,11 +14,24 @@ from pallas_kernels.elementary import contract
 class KVSegment(NamedTuple):
     """Keys and values, and the position of each; -1 marks an empty slot, which no query sees."""
 
-    k: Float[Array, "B K S H"]
-    v: Float[Array, "B K S H"]
+    k: Float[Array, "C K S H"]
+    v: Float[Array, "C K S H"]
     positions: Int[Array, "B S"]
     seen_by: Bool[Array, "B T S"] | None = None
     """Which queries may see each key; None for all queries that its position allows."""
+    rows: Int[Array, " B"] | None = None
+    """Which of C rows of a cache each batch row reads, 0 or more. None: batch row b reads cache row b."""
+
+
+def gathered(segment: KVSegment) -> KVSegment:
+    """Return a segment with a copy of the cache rows that the batch reads, in the batch's order.
+
+    A row past the end of the cache becomes the last one, as `jax.numpy` has it and the kernels too.
+    """
+    if segment.rows is None:
+        return segment
+    k, v = segment.k[segment.rows], segment.v[segment.rows]
+    return segment._replace(k=k, v=v, rows=None)
 
 
 def reference(
@@ -35,6 +48,7 @@ def reference(
 
     Scores and softmax are float32. Arguments as in `pallas_kernels.attention.attention`.
     """
+    segments = tuple(gathered(s) for s in segments)
     b, t, k, g, h = q.shape
     # Query heads of one kv head and tokens become rows (R = G * T). Both products are then plain
     # batched products in the layout of the caches. Any other order makes XLA transpose whole

@@ -57,8 +57,10 @@ def _attend(
     spans_ref,
     q_positions_ref,
     q_ref,
-    *refs,
-    masked: tuple[bool, ...],
+    segments,
+    out_ref,
+    log_weight_ref=None,
+    *,
     tiling: Tiling,
     scale: float,
     window: int | None,
@@ -85,18 +87,18 @@ def _attend(
         jnp.full((tiling.rows,), UNSEEN, jnp.float32),
         jnp.zeros((tiling.rows,), jnp.float32),
     )
-    refs = list(refs)
-    for i, has_mask in enumerate(masked):
-        k_ref, v_ref, positions_ref = (refs.pop(0) for _ in range(3))
-        seen_ref = refs.pop(0) if has_mask else None
-        size = k_ref.shape[2]
+    for i, (k_ref, v_ref, positions_ref, seen_ref, rows_ref) in enumerate(segments):
+        size, cache_row = k_ref.shape[2], b
+        if rows_ref is not None:  # past the end stand rows without a sequence, which see no key
+            cache_row = jnp.minimum(load(rows_ref, b), k_ref.shape[0] - 1)
         # The GPU converts fp8 to float16 in one instruction, and to bfloat16 in several. Queries are
         # normed, so they are within its range, and float16 has more bits of them and of weights.
         narrow = k_ref.dtype == jnp.float8_e4m3fn and q.dtype == jnp.bfloat16
         rows = q.astype(jnp.float16) if narrow else q
         # A mask also needs shared memory. 128 rows of head dim 512 leave no room for it beside 32
         # keys. Masked keys are those of a tree, and so few that smaller blocks cost nothing.
-        keys = min(16 if has_mask else tiling.keys, max(16, pl.next_power_of_2(size)))
+        most = tiling.keys if seen_ref is None else 16
+        keys = min(most, max(16, pl.next_power_of_2(size)))
         begin, end = spans_ref[b, tile, 2 * i], spans_ref[b, tile, 2 * i + 1]
         first = begin // keys
         blocks = jnp.maximum((end + keys - 1) // keys - first, 0)
@@ -111,6 +113,7 @@ def _attend(
             v_ref=v_ref,
             positions_ref=positions_ref,
             seen_ref=seen_ref,
+            cache_row=cache_row,
             keys=keys,
             end=end,
             q=rows,
@@ -118,11 +121,10 @@ def _attend(
             total, most, weight = carry
             slot = block * keys + lax.iota(jnp.int32, keys)
             real = below(slot, k_ref.shape[2])
-            k = load(
-                k_ref, b, head, slot[:, None], column, mask=None if real is None else real[:, None]
-            )
+            at = (cache_row, head, slot[:, None])
+            k = load(k_ref, *at, column, mask=None if real is None else real[:, None])
             # Slots behind the range may hold NaN, which a weight of 0 would not remove.
-            v = load(v_ref, b, head, slot[:, None], made, mask=(slot < end)[:, None])
+            v = load(v_ref, *at, made, mask=(slot < end)[:, None])
             position = load(positions_ref, b, slot, mask=real)
             visible = ((position >= 0) & (slot < end))[None, :]
             if window is not None:
@@ -145,17 +147,16 @@ def _attend(
 
     total, most, weight = carry
     weight = jnp.where(weight == 0, 1.0, weight)  # no keys: a result of 0
-    out_ref, *log_weight_ref = refs
     out = total / weight[:, None]
     if value_scale != 1:
         out *= value_scale
     mask = None if inside is None else inside[:, None]
     out_index = (b, token[:, None], head, group[:, None])
     store(out_ref, split, *out_index, made, value=out, mask=mask)
-    if log_weight_ref:
+    if log_weight_ref is not None:
         value = most + jnp.log2(weight)
         once = (row < tokens * groups) & (part == 0)
-        store(log_weight_ref[0], split, b, token, head, group, value=value, mask=once)
+        store(log_weight_ref, split, b, token, head, group, value=value, mask=once)
 
 
 def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
@@ -203,10 +204,10 @@ def attention_triton(
     b, t, k, g, _ = q.shape
     ends = position_range(q_positions, g, tiling.rows)
     spans = [visible_span(*ends, s.positions, window=window, causal=causal) for s in segments]
-    arrays = []
-    for s in segments:
-        arrays += [s.k, s.v, s.positions]
-        arrays += [] if s.seen_by is None else [s.seen_by.astype(jnp.int8)]
+    # Triton loads no truth values.
+    loaded = [
+        s if s.seen_by is None else s._replace(seen_by=s.seen_by.astype(jnp.int8)) for s in segments
+    ]
     splits = tiling.splits
     out_shape = [jax.ShapeDtypeStruct((splits, *q.shape), q.dtype)]
     if splits > 1:
@@ -214,7 +215,6 @@ def attention_triton(
     parts, *log_weights = pl.pallas_call(
         functools.partial(
             _attend,
-            masked=tuple(s.seen_by is not None for s in segments),
             tiling=tiling,
             scale=scale,
             window=window,
@@ -226,7 +226,7 @@ def attention_triton(
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
         interpret=interpret,
         name="attention",
-    )(jnp.concatenate(spans, axis=2), q_positions, q.transpose(0, 2, 3, 1, 4), *arrays)
+    )(jnp.concatenate(spans, axis=2), q_positions, q.transpose(0, 2, 3, 1, 4), loaded)
     if splits == 1:
         return parts[0]
     flat = (splits, b * t * k * g)

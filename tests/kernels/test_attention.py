@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.attention import KVSegment, attention, reference
-from pallas_kernels.attention.cases import Shape, cached, fresh, queries
+from pallas_kernels.attention.cases import Shape, cached, fresh, in_rows, queries
 from pallas_kernels.attention.spans import masked_span, visible_span
 from pallas_kernels.attention.triton import Tiling
 from pallas_kernels.attention.tuning import TABLE, splits_for, tiling_for
@@ -125,6 +125,46 @@ def test_what_is_behind_the_last_key_does_no_harm(shape: Shape, tiling: Tiling) 
 
 
 @pytest.mark.parametrize(
+    ("shape", "dtype", "tiling", "ring", "tree"),
+    [
+        (SLIDING, "float32", SPLIT, True, False),
+        (FULL, "bfloat16", TILING, False, True),
+        pytest.param(SLIDING, "bfloat16", TILING, True, True, marks=pytest.mark.slow),
+        pytest.param(FULL, "float32", PARTS, False, False, marks=pytest.mark.slow),
+        pytest.param(DRAFT, "bfloat16", SPLIT, False, False, marks=pytest.mark.slow),
+        pytest.param(DRAFT, "float32", TILING, False, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_cache_is_read_at_the_rows_of_the_batch(
+    shape: Shape, dtype: str, tiling: Tiling, ring: bool, tree: bool
+) -> None:
+    """Rows in any order, of a cache whose other rows hold NaN. The last row has no cache row."""
+    lengths, kind = [7, 47, 100, 7], jnp.dtype(dtype)
+    q, at = queries(shape, lengths, 7, kind)
+    before = cached(shape, [length - 7 for length in lengths], 32 if ring else 100, kind, ring=ring)
+    own = (fresh(shape, at, kind, tree=tree),)
+    many = in_rows(before, [3, 5, 0, 6], 6)
+    check(shape, q, at, (many, *own), tiling)
+    there = interpreted(shape, q, at, (many, *own), tiling)
+    assert (there == interpreted(shape, q, at, (before, *own), tiling)).all()
+
+
+def test_a_cache_that_is_too_large_for_the_kernel_is_read_through_a_copy() -> None:
+    """Its offsets are 32 bits. Of 512 rows of 8192 keys, a batch of 4 reads 34 million numbers."""
+    cache = jax.ShapeDtypeStruct((512, 2, 8192, 512), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((4, 1, 2, 8, 512), jnp.bfloat16)
+    index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    few = KVSegment(cache, cache, index(4, 8192), rows=index(4))  # type: ignore[arg-type]
+    call = functools.partial(attention, scale=1.0, implementation="triton")
+    jaxpr = str(jax.make_jaxpr(call)(q, index(4, 1), (few,)))
+    assert jaxpr.count(":bf16[4,2,8192,512] = gather[") == 2
+    whole = few._replace(positions=index(512, 8192), rows=None)
+    q = jax.ShapeDtypeStruct((512, *q.shape[1:]), q.dtype)
+    with pytest.raises(NotImplementedError, match="offsets are 32 bits"):
+        jax.eval_shape(call, q, index(512, 1), (whole,))
+
+
+@pytest.mark.parametrize(
     ("window", "causal", "expected"),
     [(None, True, (0, 12)), (None, False, (0, 20)), (4, True, (7, 12)), (4, False, (7, 20))],
 )
@@ -182,6 +222,7 @@ def test_the_table_has_a_row_for_every_shape() -> None:
         (dict(q=jnp.zeros((1, 2, 3, 2, 16))), r"keys and values must be \[1, 3, S, 16\]"),
         (dict(q=jnp.zeros((1, 2, 1, 2, 16), jnp.bfloat16)), "one dtype"),
         (dict(implementation="cuda"), "pass auto, reference, triton or mosaic"),
+        (dict(rows=jnp.zeros(2, int)), r"rows must be \(1,\), not \(2,\)"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:
@@ -194,6 +235,8 @@ def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:
         segments=(segment,),
         scale=1.0,
     )
+    if "rows" in change:
+        change = dict(segments=(segment._replace(rows=change["rows"]),))
     call: Any = getattr(attention, "__wrapped__", attention)
     with pytest.raises(ValueError, match=words):
         call(**{**good, **change})
@@ -324,6 +367,37 @@ def test_the_mosaic_kernel_converts_fp8(
     seen = jnp.asarray(lengths) > 0
     error, allowed = (jnp.max(jnp.abs(x.astype(jnp.float32) - exact)[seen]) for x in (ours, theirs))
     assert error <= 2 * allowed
+
+
+@pytest.mark.gpu
+@needs_new_jax
+@pytest.mark.parametrize(
+    ("shape", "tokens", "fp8"),
+    [
+        (WIDE, 16, False),
+        (WIDE, 16, True),
+        (WIDE, 1, False),
+        (NARROW, 16, False),
+        (Shape(8, 1, 128, window=512), 256, False),
+    ],
+)
+def test_the_mosaic_kernels_read_a_cache_at_the_rows_of_the_batch(
+    shape: Shape, tokens: int, fp8: bool
+) -> None:
+    """To the bit as from a cache of these rows alone, and the other rows hold NaN."""
+    lengths, kind, ring = [tokens, 500, 1000], jnp.dtype("bfloat16"), shape.window is not None
+    q, at = queries(shape, lengths, tokens, kind)
+    before = cached(shape, lengths, 768 if ring else 1000, kind, ring=ring)
+    before = narrowed(before) if fp8 else before
+    own = () if shape is not NARROW else (fresh(shape, at, kind),)
+    how: dict[str, Any] = dict(scale=shape.head_dim**-0.5, causal=shape.causal)
+    run = functools.partial(attention, q, at, window=shape.window, implementation="mosaic", **how)
+    many = in_rows(before, [6, 0, 3], 7)
+    assert (run((many, *own)) == run((before, *own))).all()
+    # A row of no sequence sees no key, and so may have no cache row.
+    idle = before._replace(positions=before.positions.at[1].set(-1))
+    there = in_rows(idle, [6, 7, 3], 7)
+    assert (run((there, *own)) == run((idle, *own)))[jnp.array([0, 2])].all()
 
 
 def narrowed(segment: KVSegment) -> KVSegment:

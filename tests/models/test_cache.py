@@ -43,7 +43,8 @@ def write_then_view(
     k, v, into = values, -values, kv.early_destination(cache, values.shape[2], start, count)
     if into is not None:
         k, v = write_kv(into, k, v)
-    return kv.append_pass(cache, into, k, v, start, count)
+    how = cache, into, k, v, start, count
+    return kv.keep_pass(*how), kv.segments_of_pass(*how)
 
 
 def empty(window: int | None, slack: int) -> KVCache:
