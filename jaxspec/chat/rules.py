@@ -79,6 +79,10 @@ def calls(
     return "json_schema", schema, frame(tokenizer, prompt, body)
 
 
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords whose value has schemas by names of any kind."""
+
+
 def _hermes(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return the schema of a call of one tool, which stands at a place of the whole schema."""
     arguments = function.get("parameters") or {"type": "object"}
@@ -97,9 +101,14 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(part, place) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {k: v if k in ("const", "enum") else _moved(v, place) for k, v in schema.items()}
-    if isinstance(name := schema.get("$ref"), str) and name.startswith("#"):
-        moved["$ref"] = place + name[1:]
+    moved = {}
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, Mapping):  # the names are no keywords
+            moved[name] = {n: _moved(part, place) for n, part in value.items()}
+        else:
+            moved[name] = value if name in ("const", "enum") else _moved(value, place)
+    if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
+        moved["$ref"] = place + to[1:]
     return moved
 
 
