@@ -242,6 +242,19 @@ def test_a_pattern_takes_no_time_to_refuse() -> None:
     assert time.monotonic() - begin < 1
 
 
+@FAMILIES
+def test_a_pattern_that_cannot_be_followed_refuses_no_call(family: Family) -> None:
+    """Unless the tool is strict. Other patterns are followed, and properties may be called `pattern`."""
+    ahead, plain = {"pattern": "^(?=.*x).*$"}, {"pattern": "^y$"}
+    asked = {"properties": {"a": ahead, "b": plain, "pattern": {"type": "boolean"}}}
+    with pytest.raises(FieldError):
+        grammar_of(family, [tool(asked)])
+    grammar = grammar_of(family, [tool(asked, strict=False)], one=True)
+    assert fits(family, grammar, family.call("f", {"a": "z", "b": "y", "pattern": True}))
+    assert not fits(family, grammar, family.call("f", {"a": "z", "b": "z"}))
+    assert not fits(family, grammar, family.call("f", {"pattern": 1}))
+
+
 def test_references_of_properties_that_are_called_like_keywords() -> None:
     """The call of Qwen3 is a part of a schema, and references move with it."""
     some = {"$ref": "#/$defs/some"}
