@@ -26,6 +26,11 @@ from tests.words import ascii_tokens
 
 jsonschema = pytest.importorskip("jsonschema")
 
+REPEATED: dict[str, Any] = {"$ref": "#/$defs/7", "$defs": {"0": {"type": "null"}}}
+"""Definitions that have the one before ten times. One expression of them is 10^7 times as large as the first."""
+for n in range(7):
+    REPEATED["$defs"][str(n + 1)] = {"anyOf": [{"$ref": f"#/$defs/{n}"}] * 10}
+
 REGEXES = [
     "yes|no|maybe so",
     "(a|bc)*d",
@@ -162,6 +167,7 @@ def test_a_draft_that_breaks_the_grammar_is_replaced_where_the_text_is_forced() 
         ("json_schema", {"type": "integer", "multipleOf": 3}, "multipleOf"),
         ("json_schema", {"type": "string", "pattern": "(?=a)"}, "pattern"),
         ("json_schema", "{", "no valid JSON"),
+        ("json_schema", REPEATED, "is too large"),
         ("json_schema", {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, "range of 18446"),
         # It has a backslash, which JSON escapes.
         ("json_schema", {"type": "string", "pattern": "^[A-z]+$"}, "characters beside it"),

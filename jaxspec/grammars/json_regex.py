@@ -50,7 +50,7 @@ class JsonRegex(Notation):
     def define(self, name: str, part: str) -> str:
         """Return the part itself."""
         del name
-        return part
+        return self.shared(part)  # definitions that have others several times grow fast
 
     def anything(self) -> str:
         """Refuse."""
