@@ -234,9 +234,10 @@ class Scheduler:
 
     def _look(self) -> list[Update | Completion]:
         """Wait for what the device does, and tell what came of it."""
-        assert self._busy is not None
-        slots, self._busy = self._busy, None
-        taken_s = slots.wait()
+        slots = self._busy
+        assert slots is not None
+        taken_s = slots.wait()  # who interrupts this may wait again, or close
+        self._busy = None
         if self._read_since:
             self.runtime.timings.prefill_s += taken_s
             if self._prefixes is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import jax
@@ -17,12 +18,18 @@ pytest.importorskip("llguidance")
 pytest.importorskip("outlines_core")
 from jaxspec.grammars import Matcher, tables
 from jaxspec.grammars.automaton import FREE, Automaton, advance, masks_of, offered, states_along
+from jaxspec.grammars.json_regex import regex_of
 from jaxspec.grammars.masking import masked, unpacked
 from jaxspec.grammars.tables import automaton
 from tests.test_grammars import STOPS, allowed, closing, encode, schema, tokenizer, tokens
 from tests.words import ascii_tokens
 
 jsonschema = pytest.importorskip("jsonschema")
+
+REPEATED: dict[str, Any] = {"$ref": "#/$defs/7", "$defs": {"0": {"type": "null"}}}
+"""Definitions that have the one before ten times. One expression of them is 10^7 times as large as the first."""
+for n in range(7):
+    REPEATED["$defs"][str(n + 1)] = {"anyOf": [{"$ref": f"#/$defs/{n}"}] * 10}
 
 REGEXES = [
     "yes|no|maybe so",
@@ -160,11 +167,30 @@ def test_a_draft_that_breaks_the_grammar_is_replaced_where_the_text_is_forced() 
         ("json_schema", {"type": "integer", "multipleOf": 3}, "multipleOf"),
         ("json_schema", {"type": "string", "pattern": "(?=a)"}, "pattern"),
         ("json_schema", "{", "no valid JSON"),
+        ("json_schema", REPEATED, "is too large"),
+        ("json_schema", {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, "range of 18446"),
+        # It has a backslash, which JSON escapes.
+        ("json_schema", {"type": "string", "pattern": "^[A-z]+$"}, "characters beside it"),
+        ("json_schema", {"type": "string", "pattern": "(?:" * 40 + '"' + ")" * 40}, "beside it"),
     ],
 )
 def test_what_does_not_fit_is_refused(kind: Any, source: Any, say: str) -> None:
     with pytest.raises(FieldError, match=say):
         automaton(tokens(), kind, source)
+
+
+def test_signs_that_are_no_letters() -> None:
+    r"""Rust reads \< as the beginning of a word, so it is no way to write a sign."""
+    table = automaton(tokens(), "json_schema", {"enum": ["<", ">=", "a/b."]})
+    assert {walk(table, random.Random(i)) for i in range(9)} == {'"<"', '">="', '"a/b."'}
+
+
+def test_a_digit_of_a_pattern_is_one_of_ascii() -> None:
+    """As in ECMAScript. For Rust the digits of all scripts are digits."""
+    for pattern in (r"^\d$", r"^[\d]$"):
+        regex = regex_of({"type": "string", "pattern": pattern})
+        assert re.fullmatch(regex, '"7"')
+        assert not re.fullmatch(regex, '"\u0667"')
 
 
 def test_tables_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from jaxspec.records import FieldError, shown
 # What keys are, without a schema.
 _KEY = r'[^\s:,{}\[\]"<]+'
 _KEYS = re.compile(rf"{_KEY}( +{_KEY})*")
+_UNWRITABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""Characters that no string of Lark has."""
 _VALUES = rf"""
 fields: pair ("," pair)*
 pair: KEY ":" value
@@ -76,6 +78,8 @@ class _Lark(Notation):
 
     def text(self, text: str) -> str:
         """Return what is this text."""
+        if _UNWRITABLE.search(text):
+            raise Unsupported(f"has {shown(text)}, with control characters")
         return json.dumps(text, ensure_ascii=False)  # JSON's strings are those of Lark
 
     def sequence(self, *parts: str) -> str:

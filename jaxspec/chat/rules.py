@@ -6,11 +6,14 @@ A model may think before it answers, whatever the answer has to be. So a rule fo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxspec.chat.gemma_calls import gemma_calls
 from jaxspec.chat.parser import GEMMA4, Format, Role, format_of
+from jaxspec.grammars.json_regex import pattern_parts
+from jaxspec.grammars.schemas import Unsupported
 from jaxspec.tokenizer import Tokenizer
 
 _THINKING = r"""
@@ -79,10 +82,15 @@ def calls(
     return "json_schema", schema, frame(tokenizer, prompt, body)
 
 
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords whose value has schemas by names of any kind."""
+
+
 def _hermes(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return the schema of a call of one tool, which stands at a place of the whole schema."""
     arguments = function.get("parameters") or {"type": "object"}
-    arguments = _moved(arguments, f"{place}/properties/arguments")
+    strict = function.get("strict") is True
+    arguments = _moved(arguments, f"{place}/properties/arguments", strict=strict)
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": arguments},
@@ -91,16 +99,34 @@ def _hermes(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """Return a schema whose references within itself are those at another place."""
+def _moved(schema: Any, place: str, *, strict: bool) -> Any:
+    """Return a schema whose references within itself are those at another place.
+
+    Args:
+      strict: whether it keeps patterns that cannot be followed, for which llguidance will refuse it.
+    """
+    move = functools.partial(_moved, place=place, strict=strict)
     if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
+        return [move(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {k: v if k in ("const", "enum") else _moved(v, place) for k, v in schema.items()}
-    if isinstance(name := schema.get("$ref"), str) and name.startswith("#"):
-        moved["$ref"] = place + name[1:]
+    moved = {}
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, Mapping):  # the names are no keywords
+            moved[name] = {n: move(part) for n, part in value.items()}
+        elif name != "pattern" or strict or _can_be_followed(value):
+            moved[name] = value if name in ("const", "enum") else move(value)
+    if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
+        moved["$ref"] = place + to[1:]
     return moved
+
+
+def _can_be_followed(pattern: Any) -> bool:
+    try:
+        pattern_parts(pattern)
+    except Unsupported:
+        return False
+    return True
 
 
 def _token(tokenizer: Tokenizer, known: Format, role: Any) -> str:

@@ -12,9 +12,10 @@ from jaxspec.records import shown
 
 _CHARACTER = r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])'
 _PLAIN = re.compile(
-    r"\(\?:|\\[dw.\-/+*?()]|\[(?!\^)(?:[\w \-/:@,.+]|\\[dw\-])+\]|[\w \-/:@,|()+*?{}]"
+    r"\(\?:|\((?!\?:)|\\[.\-/+*?()]|\[(?!\^)(?:[\w \-/:@,.+]|\\-)+\]|[\w \-/:@,|)+*?{}]"
 )
-_MOST_NUMBERS = 1_000
+_WRITTEN_OTHERWISE = '"\\' + "".join(map(chr, range(0x20)))
+_MOST_NUMBERS, _MOST_PATTERN = 1_000, 2_000
 
 
 class JsonRegex(Notation):
@@ -49,7 +50,7 @@ class JsonRegex(Notation):
     def define(self, name: str, part: str) -> str:
         """Return the part itself."""
         del name
-        return part
+        return self.shared(part)  # definitions that have others several times grow fast
 
     def anything(self) -> str:
         """Refuse."""
@@ -66,6 +67,9 @@ class JsonRegex(Notation):
         starts, middle, ends = pattern_parts(pattern)
         # Characters that JSON escapes would be written otherwise than the pattern has them.
         plain = re.fullmatch(f"(?:{_PLAIN.pattern})*", middle)
+        ranges = re.findall(r"\[[^\]]*\]", middle)  # those of [A-z] are among them
+        if any(re.match(one, c) for one in ranges if plain for c in _WRITTEN_OTHERWISE):
+            plain = None
         if (least, most) != (0, None) or not plain:
             raise Unsupported(
                 f"has pattern: {shown(pattern)}, with lengths or characters beside it"
@@ -89,12 +93,10 @@ class JsonRegex(Notation):
         if not whole or len(given) != 2 or not (isinstance(low, int) and isinstance(high, int)):
             say = ", ".join(f"{k}: {shown(v)}" for k, v in given.items())
             raise Unsupported(f"has a number with {say}, which is not supported there")
-        numbers = range(low + ("minimum" not in given), high + ("maximum" in given))
-        if not 0 < len(numbers) <= _MOST_NUMBERS:
-            raise Unsupported(
-                f"has a range of {len(numbers)} numbers; 1 to {_MOST_NUMBERS} are taken"
-            )
-        return self.either(*map(str, numbers))
+        begin, end = low + ("minimum" not in given), high + ("maximum" in given)
+        if not 0 < (count := end - begin) <= _MOST_NUMBERS:
+            raise Unsupported(f"has a range of {count} numbers; 1 to {_MOST_NUMBERS} are taken")
+        return self.either(*map(str, range(begin, end)))
 
     def key(self, name: str | None) -> str:
         """Return a key."""
@@ -110,7 +112,8 @@ class JsonRegex(Notation):
 
 
 def _escaped(character: str) -> str:
-    return "\\" + character if character.isascii() else character
+    # \< and \> are the beginning and the end of a word.
+    return "\\" + character if character.isascii() and character not in "<>" else character
 
 
 def regex_of(schema: Any) -> str:
@@ -130,27 +133,54 @@ def regex_of(schema: Any) -> str:
     return Schemas(schema, JsonRegex()).whole()
 
 
-_UNIT = re.compile(
-    r"\\[dDwWsS.\-/+*?()\[\]{}|\\^$nrt]|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?:|\(\?|[^\\\[]"
-)
+_ESCAPE = r"\\(?:[dDwWsSnrt]|[!-/:;=?@\[-`{-~])"
+_UNIT = re.compile(rf"{_ESCAPE}|\[\^?(?:{_ESCAPE}|[^\]\\])+\]|\(\?:|\(\?|[^\\\[]")
+_COUNT = re.compile(r"\{\d+(?:,\d*)?\}")
+_OF_ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 
 
 def pattern_parts(pattern: Any) -> tuple[bool, str, bool]:
-    """Return whether a schema's pattern begins at the start, its middle, and whether it ends at the end.
+    r"""Return whether a schema's pattern begins at the start, its middle, and whether it ends at the end.
+
+    Patterns are those of ECMAScript, where \d and \w stand for characters of ASCII. The middle says so to Rust.
 
     Raises:
       Unsupported: it has what expressions of Rust have not, or read differently.
     """
     why = Unsupported(f"has pattern: {shown(pattern)}, which is not supported")
-    units = _UNIT.findall(pattern) if isinstance(pattern, str) else []
-    if not isinstance(pattern, str) or "".join(units) != pattern or "(?" in units:
+    if not isinstance(pattern, str) or len(pattern) > _MOST_PATTERN or not pattern.isprintable():
+        raise why
+    units = _UNIT.findall(pattern)
+    if "".join(units) != pattern or "(?" in units or any(map(_reads_differently, units)):
         raise why
     starts, ends = units[:1] == ["^"], units[-1:] == ["$"]
     middle = units[starts : len(units) - ends]
     depth, is_choice = 0, False
-    for unit in middle:
+    for place, unit in enumerate(middle):
         depth += unit.startswith("(") - (unit == ")")
         is_choice |= depth == 0 and unit == "|"
+        if unit == "{" and not _COUNT.match("".join(middle[place:])):
+            raise why
     if {"^", "$"} & {*middle} or (is_choice and (starts or ends)) or not middle:
         raise why
-    return starts, "(?:" + "".join(middle) + ")", ends
+    try:
+        re.compile("".join(middle))  # it finds what is no expression at all
+    except (re.error, OverflowError, RecursionError):
+        raise why from None
+    return starts, "(?:" + "".join(map(_of_ascii, middle)) + ")", ends
+
+
+def _reads_differently(unit: str) -> bool:
+    """Tell whether a part of a pattern is a class in which Rust sees a class, or an operator on classes."""
+    inside = re.sub(_ESCAPE, "", unit[1:-1]) if len(unit) > 1 and unit[0] == "[" else ""
+    return any(odd in inside for odd in ("[", "&&", "--", "~~"))
+
+
+def _of_ascii(unit: str) -> str:
+    around = "{}" if unit.startswith("[") else "[{}]"
+
+    def put(escape: re.Match[str]) -> str:
+        of_class = _OF_ASCII.get(escape[0])
+        return escape[0] if of_class is None else around.format(of_class)
+
+    return re.sub(_ESCAPE, put, unit)

@@ -10,6 +10,7 @@ are never written, and there is no white space but one blank, where a notation s
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -176,7 +177,7 @@ class Schemas:
         parts = used[name]
         if self.lenient and {"type", "properties", "items"} & {*used}:
             return False
-        if not isinstance(parts, Sequence) or not parts:
+        if not _is_list(parts) or not parts:
             raise Unsupported(f"has {name}: {shown(parts)}; expected a list of schemas")
         if name == "anyOf" or len(parts) == 1:
             return True
@@ -192,12 +193,14 @@ class Schemas:
 
     def _reference(self, used: Mapping[str, Any]) -> str:
         name = used["$ref"]
+        if not isinstance(name, str):
+            raise Unsupported(f"has $ref: {shown(name)}; expected text")
         if name in self._done:
             return self._done[name]
         if name in self._open:
             return self.to.recursive(name)
         found: Any = self.root
-        parts = name.split("/") if isinstance(name, str) else [""]
+        parts = name.split("/")
         for part in parts[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             found = found.get(part) if isinstance(found, Mapping) else None
@@ -215,7 +218,7 @@ class Schemas:
 
     def _enum(self, used: Mapping[str, Any]) -> str:
         types = _types(used)
-        values = used["enum"] if isinstance(used["enum"], Sequence) else ()
+        values = used["enum"] if _is_list(used["enum"]) else ()
         fits = [v for v in values if types is None or any(_is_type(v, t) for t in types)]
         if not fits:
             raise Unsupported(f"has enum: {shown(used['enum'])}, none of which is of its type")
@@ -242,12 +245,10 @@ class Schemas:
                 self._only(used)
                 return self.to.anything()
             types = implied
-        known = [name for t in types for name in _KEYWORDS.get(t, ())]
+        known = [name for t in types for name in _KEYWORDS[t]]
         self._only(used, "type", *known)
         parts = []
         for kind in types:
-            if kind not in _KEYWORDS:
-                raise Unsupported(f"has type: {shown(kind)}, which is none of JSON")
             parts.append(
                 getattr(self, f"_{kind}")({k: used[k] for k in _KEYWORDS[kind] if k in used})
             )
@@ -263,22 +264,30 @@ class Schemas:
 
     def _string(self, used: Mapping[str, Any]) -> str:
         least, most = _range(used, "minLength", "maxLength")
+        pattern = used.get("pattern")
         try:
-            return self.to.string(least, most, used.get("pattern"))
+            if not isinstance(pattern, str | None):
+                raise Unsupported(f"has pattern: {shown(pattern)}; expected text")
+            return self.to.string(least, most, pattern)
         except Unsupported:
             if not self.lenient:
                 raise
             return self.to.string(least, most, None)
 
-    def _integer(self, used: Mapping[str, Any]) -> str:
-        return self.to.number({"type": "integer", **used})
+    def _integer(self, used: Mapping[str, Any], kind: str = "integer") -> str:
+        for name, value in used.items():
+            is_odd = isinstance(value, float) and not math.isfinite(value)
+            if is_odd or not isinstance(value, int | float):
+                raise Unsupported(f"has {name}: {shown(value)}; expected a number")
+        return self.to.number({"type": kind, **used})
 
     def _number(self, used: Mapping[str, Any]) -> str:
-        return self.to.number({"type": "number", **used})
+        return self._integer(used, "number")
 
     def _array(self, used: Mapping[str, Any]) -> str:
         least, most = _range(used, "minItems", "maxItems")
-        first = used.get("prefixItems", [])
+        if not _is_list(first := used.get("prefixItems", [])):
+            raise Unsupported(f"has prefixItems: {shown(first)}; expected a list of schemas")
         rest = used.get("items", True)
         if rest is False:
             most = min(len(first), len(first) if most is None else most)
@@ -308,8 +317,10 @@ class Schemas:
     def _object(self, used: Mapping[str, Any]) -> str:
         properties = used.get("properties")
         others, required = used.get("additionalProperties", True), used.get("required", [])
-        if not isinstance(properties, Mapping | None) or not isinstance(required, Sequence):
-            raise Unsupported("has properties that are no object, or required that is no list")
+        if not isinstance(properties, Mapping | None):
+            raise Unsupported(f"has properties: {shown(properties)}; expected an object")
+        if not _is_list(required) or not all(isinstance(name, str) for name in required):
+            raise Unsupported(f"has required: {shown(required)}; expected a list of names")
         if others is False or properties or (required and others is True):
             return self._fields(properties or {}, required, others)
         if required:
@@ -346,8 +357,17 @@ class Schemas:
 
 
 def _types(used: Mapping[str, Any]) -> list[Any] | None:
-    kind = used.get("type")
-    return kind if isinstance(kind, list) or kind is None else [kind]
+    if (kind := used.get("type")) is None:
+        return None
+    kinds = [*kind] if _is_list(kind) else [kind]
+    wrong = [one for one in kinds if not isinstance(one, str) or one not in _KEYWORDS]
+    if wrong or not kinds:
+        raise Unsupported(f"has type: {shown(wrong[0] if wrong else kind)}, which is none of JSON")
+    return kinds
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _is_type(value: Any, kind: str) -> bool:
@@ -355,16 +375,17 @@ def _is_type(value: Any, kind: str) -> bool:
     if isinstance(value, bool) or value is None:
         return kind == ("null" if value is None else "boolean")
     if isinstance(value, int | float):
-        return kind == "number" or (kind == "integer" and value == int(value))
+        return kind == "number" or (kind == "integer" and value % 1 == 0)
     of: Any = {"string": str, "object": Mapping, "array": list}.get(kind, ())
     return isinstance(value, of)
 
 
 def _range(used: Mapping[str, Any], least: str, most: str) -> tuple[int, int | None]:
-    low, high = used.get(least, 0), used.get(most)
+    low, high = used.get(least), used.get(most)
     for name, value in ((least, low), (most, high)):
-        if value is not None and (not isinstance(value, int) or value < 0):
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and (not is_whole or value < 0):
             raise Unsupported(f"has {name}: {shown(value)}; expected a whole number")
-    if high is not None and low > high:
+    if high is not None and (low or 0) > high:
         raise Unsupported(f"has {least}: {low} and {most}: {high}")
-    return low, high
+    return low or 0, high

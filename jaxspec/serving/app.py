@@ -156,7 +156,8 @@ class _Routes:
             log["prompts"] = [self._served.tokenizer.decode(p) for p in wish.prompts]
             log["replies"] = reply.texts
         if asked.stream:
-            return EventStream(reply.events(), timeout_s=settings.client_timeout)
+            timeout_s = settings.client_timeout
+            return EventStream(reply.events(), timeout_s=timeout_s, end=reply.cancel)
         return JSONResponse(await unless_gone(request, reply.whole()))
 
     # --- tokens ----------------------------------------------------------------------------------

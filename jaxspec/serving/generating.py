@@ -29,7 +29,7 @@ from jaxspec.serving.choices import (
     stop_reason,
 )
 from jaxspec.serving.errors import ApiError, not_accepted, wrong_value
-from jaxspec.serving.handles import Event
+from jaxspec.serving.handles import Event, Handle
 from jaxspec.serving.open_engine import NotAccepted, OpenEngine
 from jaxspec.serving.prompts import Scores
 from jaxspec.serving.protocol import Generating
@@ -76,13 +76,15 @@ class Reply:
         """
         self._kind, self._served, self._asked, self._wish = kind, served, asked, wish
         self._scores: list[Future[Scores]] = []
+        self._handles: list[Handle] = []
         try:
-            if wish.needs_scores:
-                self._scores = [opened.call(partial(scorer, prompt)) for prompt in wish.prompts]
-            self._handles = opened.submit_all(wish.requests)
-        except FieldError as error:
-            raise wrong_value(error) from None
-        except NotAccepted as error:
+            for prompt in wish.prompts if wish.needs_scores else ():
+                self._scores.append(opened.call(partial(scorer, prompt)))
+            self._handles += opened.submit_all(wish.requests)
+        except (FieldError, NotAccepted) as error:
+            self.cancel()  # nobody will read the scores
+            if isinstance(error, FieldError):
+                raise wrong_value(error) from None
             raise not_accepted(error) from None
         self._end_s = time.monotonic() + served.settings.timeout
         self._head = {

@@ -195,6 +195,7 @@ class Output:
         for event in events:
             if isinstance(event, chat.Text):
                 yield from self._text("message", event.text, logprobs)
+                logprobs = None if logprobs is None else ()  # told once, with the first piece
             elif isinstance(event, chat.Reasoning):
                 yield from self._text("reasoning", event.text)
             elif isinstance(event, chat.ToolCallStart):

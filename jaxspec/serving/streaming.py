@@ -48,14 +48,20 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 class EventStream:
     """A reply of events, an ASGI application.
 
-    When the client leaves, or does not read what was written for too long, the source of events is closed. So its
-    `finally` must give back what it holds.
+    When the client leaves, or does not read what was written for too long, the source of events is closed.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], *, timeout_s: float):
-        """Make a reply; `timeout_s` is how long the client may take to read what was written."""
+    def __init__(
+        self, events: AsyncIterator[bytes], *, timeout_s: float, end: Callable[[], object]
+    ):
+        """Make a reply.
+
+        Args:
+          timeout_s: how long the client may take to read what was written.
+          end: gives back what the reply holds. A source that was never asked does not run its own `finally`.
+        """
         self._events = events
-        self._timeout_s = timeout_s
+        self._timeout_s, self._end = timeout_s, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they come."""
@@ -69,6 +75,7 @@ class EventStream:
             await _end(writing, leaving)
             with contextlib.suppress(Exception):
                 await self._events.aclose()  # type: ignore[attr-defined]
+            self._end()
 
     async def _write(self, send: Send) -> None:
         headers = [
@@ -76,7 +83,8 @@ class EventStream:
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with asyncio.timeout(self._timeout_s):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for chunk in self._events:
             body = {"type": "http.response.body", "body": chunk, "more_body": True}
             async with asyncio.timeout(self._timeout_s):

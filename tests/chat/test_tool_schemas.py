@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 pytest.importorskip("llguidance")
 
 from jaxspec.chat import choose, message_of, parser_for, rules
+from jaxspec.chat.gemma_calls import gemma_calls
 from jaxspec.grammars import Grammar, GrammarTokens
+from jaxspec.grammars.json_regex import regex_of
 from jaxspec.records import FieldError
 from tests.chat.models import GEMMA, QWEN, Family
 from tests.chat.test_rules import fits, thought, tokens
@@ -180,6 +183,18 @@ ODD: list[tuple[Any, str]] = [
     ({"properties": {"a": {"$ref": "https://example.org/x"}}}, "ref"),
     ({"properties": {"a": {"type": "text"}}}, "none of JSON"),
     ({"properties": {"a": {}}, "not": {}}, "not"),
+    # Expressions of ECMAScript that Rust cannot read, or reads otherwise.
+    ({"properties": {"a": {"pattern": "^[^[]*$"}}}, "pattern"),
+    ({"properties": {"a": {"pattern": r"^[\w-\.]+@x$"}}}, "pattern"),
+    ({"properties": {"a": {"pattern": "^{x}$"}}}, "pattern"),
+    ({"properties": {"a": {"const": "\b"}}}, "control characters"),
+    # No schemas at all.
+    ({"properties": {"a": {"type": {}}}}, "none of JSON"),
+    ({"properties": {"a": {"$ref": []}}}, "expected text"),
+    ({"properties": {"a": {"prefixItems": {"b": 1}}}}, "expected a list"),
+    ({"properties": {"a": {}}, "required": [1]}, "expected a list of names"),
+    ({"properties": {"a": {"minimum": "0"}}}, "expected a number"),
+    ({"properties": {"a": {"maxLength": True}}}, "expected a whole number"),
 ]
 
 
@@ -191,6 +206,62 @@ def test_what_cannot_be_followed_is_refused_of_strict_tools_only(asked: Any, say
     name = next(iter(asked["properties"]))
     inside = f"{name}:[1,1]" if name == "a" and "pattern" not in str(asked) else ""
     assert fits(GEMMA, lenient, gemma_call(inside))
+
+
+def test_no_schema_is_too_odd_to_be_refused() -> None:
+    """Whatever a client sends, it gets a reason and no exception of another kind."""
+    rng, refused = random.Random(0), 0
+    words = ["object", "array", "string", "integer", "#", "#/$defs/a", "[A-z]+", "("]
+    keys = ["type", "properties", "required", "additionalProperties", "items", "prefixItems"]
+    keys += ["minItems", "maxLength", "pattern", "minimum", "$ref", "enum", "const", "anyOf"]
+
+    def value(depth: int) -> Any:
+        kind = rng.randrange(6 if depth < 4 else 3)
+        if kind < 3:
+            return rng.choice([words, [None, True, -1, 3], [10**30, 1e400, 10**400]][kind])
+        if kind == 3:
+            return [value(depth + 1) for _ in range(rng.randrange(3))]
+        names = ["a", "b"] if kind == 4 else rng.sample(keys, 3)
+        return {name: value(depth + 1) for name in names}
+
+    for _ in range(4000):
+        asked = {name: value(0) for name in rng.sample(keys, 3)}
+        gemma_calls([{"name": "f", "parameters": asked}], "<[1]>", "<[2]>", "<[3]>")
+        try:
+            regex_of(asked)
+        except FieldError:
+            refused += 1
+    assert refused > 1000
+
+
+def test_a_pattern_takes_no_time_to_refuse() -> None:
+    """Looking for the end of each bracket took the square of their number, and no other thread ran."""
+    begin = time.monotonic()
+    with pytest.raises(FieldError, match="pattern"):
+        grammar_of(GEMMA, [tool({"properties": {"a": {"pattern": "[" * 20_000}}})])
+    assert time.monotonic() - begin < 1
+
+
+@FAMILIES
+def test_a_pattern_that_cannot_be_followed_refuses_no_call(family: Family) -> None:
+    """Unless the tool is strict. Other patterns are followed, and properties may be called `pattern`."""
+    ahead, plain = {"pattern": "^(?=.*x).*$"}, {"pattern": "^y$"}
+    asked = {"properties": {"a": ahead, "b": plain, "pattern": {"type": "boolean"}}}
+    with pytest.raises(FieldError):
+        grammar_of(family, [tool(asked)])
+    grammar = grammar_of(family, [tool(asked, strict=False)], one=True)
+    assert fits(family, grammar, family.call("f", {"a": "z", "b": "y", "pattern": True}))
+    assert not fits(family, grammar, family.call("f", {"a": "z", "b": "z"}))
+    assert not fits(family, grammar, family.call("f", {"pattern": 1}))
+
+
+def test_references_of_properties_that_are_called_like_keywords() -> None:
+    """The call of Qwen3 is a part of a schema, and references move with it."""
+    some = {"$ref": "#/$defs/some"}
+    asked = {"properties": {"const": some, "enum": some}, "$defs": {"some": {"type": "boolean"}}}
+    grammar = grammar_of(QWEN, [tool(asked)], one=True)
+    assert fits(QWEN, grammar, QWEN.call("f", {"const": True, "enum": False}))
+    assert not fits(QWEN, grammar, QWEN.call("f", {"const": 1, "enum": False}))
 
 
 @FAMILIES

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import prefill, runtime
+from jaxspec import prefill, runtime, slots
 from jaxspec.engine import Completion, Engine, Request, Update
 from jaxspec.records import Sampling
 from jaxspec.requests import positions
@@ -408,3 +408,24 @@ def test_synthetic_acceptance_runs_the_whole_step():
 )
 def test_cache_buckets(length: int, bucket: int) -> None:
     assert runtime.cache_bucket(length) == bucket
+
+
+def test_an_interrupted_step_can_be_taken_again(engine, monkeypatch):
+    """Ctrl-C comes while the host waits for the device: nothing that the device did is lost."""
+    asked = requests()[:SLOTS]
+    expected = run(engine, asked)
+    waits, real = iter(range(100)), slots.Slots.wait
+
+    def wait(self: slots.Slots) -> float:
+        if next(waits) % 2 == 0:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(slots.Slots, "wait", wait)
+    names, done = [engine.add(request) for request in asked], {}
+    while not engine.is_idle:
+        try:
+            done |= {e.id: e for e in engine.step() if isinstance(e, Completion)}
+        except KeyboardInterrupt:
+            continue
+    assert [done[name].token_ids for name in names] == [d.token_ids for d in expected]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -9,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +21,7 @@ import uvicorn
 from jaxspec.serving.app import make_app
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.server import Server, bind
+from jaxspec.serving.streaming import EventStream
 from tests.serving.conftest import Live, connect, no_scores
 from tests.serving.fake_engine import FakeEngine
 
@@ -79,6 +81,25 @@ def test_a_client_that_does_not_read_holds_no_row(fake: Start) -> None:
         assert live.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
 
 
+def test_a_client_that_leaves_before_the_first_event() -> None:
+    """No head of a reply can be sent, and so nobody asks for events. What they hold is given back all the same."""
+    ended: list[str] = []
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 1"
+
+    async def receive() -> Any:
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(60)
+
+    stream = EventStream(events(), timeout_s=60, end=lambda: ended.append("end"))
+    asyncio.run(stream({"type": "http"}, receive, send))
+    assert ended == ["end"]
+
+
 def test_a_body_that_does_not_come(fake: Start) -> None:
     live = fake(client_timeout=0.2)
     with connect(live) as connection:
@@ -117,6 +138,20 @@ def test_a_full_queue_is_told_to_come_back(fake: Start) -> None:
         engine.gate.set()
     live.settle()
     assert live.post("/v1/completions", **LONG).status_code == 200
+
+
+def test_a_refused_request_leaves_no_work(fake: Start) -> None:
+    """Its prompt was to be scored. Nobody would read that, and the others would wait for it."""
+    engine = FakeEngine(batch_size=1)
+    live = fake(engine, max_waiting=0)
+    engine.gate.clear()
+    with live.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}):
+        ends_soon(engine.in_step.is_set)
+        assert live.post("/v1/completions", **LONG, echo=True, logprobs=0).status_code == 429
+        ((_, future),) = live.opened._calls
+        assert future.cancelled()
+        engine.gate.set()
+    live.settle()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -91,6 +91,18 @@ def test_events_become_items() -> None:
     assert added[0]["content"] == []
 
 
+def test_log_probabilities_are_told_once() -> None:
+    """The text that was held back until the end may come in two pieces."""
+    parser = chat.parser_for(QWEN.tokenizer, stop_texts=["b\n#"])
+    parser.push(QWEN.encode("a b\n"))
+    events = parser.finish("length")
+    assert len(events) == 2
+    output, entry = Output(), {"token": "b\n", "logprob": -1.0}
+    told = [*output.take(events, [entry])]
+    assert output.items[0]["content"][0]["logprobs"] == [entry]
+    assert [e for made in told for e in made.get("logprobs", ())] == [entry]
+
+
 @pytest.mark.parametrize("family", [GEMMA, QWEN], ids=["gemma", "qwen"])
 def test_log_probabilities_are_those_of_the_text(family: Family) -> None:
     """Tokens of reasoning, of calls and of markers have none, nor has the end of the turn."""
