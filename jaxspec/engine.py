@@ -358,14 +358,14 @@ class Engine:
         same time. Decoding ends after `steps_per_return` steps, or as soon as enough rows are done for those that
         wait. An engine that has nothing to do returns nothing.
         """
-        events: list[Update | Completion] = [*self._ended]
-        self._ended.clear()
         try:
             with own_context(self.mesh):
-                events += self._scheduler.step(self.steps_per_return)
+                came = self._scheduler.step(self.steps_per_return)
         except BaseException:  # its arrays may be half written, or gone
             self._forget_prefixes(drop_arrays=True)
             raise
+        events: list[Update | Completion] = [*self._ended, *came]
+        self._ended.clear()
         for event in events:
             if isinstance(event, Completion):
                 self._live.discard(event.id)

@@ -6,8 +6,10 @@ Read `Programs.get`. Which programs there are is `runtime`'s and `prefixes.pool`
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -20,6 +22,36 @@ from jaxspec.state import DecodeSpec, DecodeState
 
 jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 """`jax.jit` with the options that all programs of the decode loop are compiled with."""
+
+
+class Compiler:
+    """Compiles what it is given, one program after the other, since on a GPU programs are tuned by timing them.
+
+    Its thread is one that the end of Python does not wait for: a server that is stopped while it loads ends at once.
+    """
+
+    def __init__(self) -> None:
+        """Start its thread."""
+        self._asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._compile, name="jaxspec-compiler", daemon=True).start()
+
+    def submit(self, compiling: Callable[[], Any]) -> Future[Any]:
+        """Return what will be the program."""
+        future: Future[Any] = Future()
+        self._asked.put((future, compiling))
+        return future
+
+    def close(self) -> None:
+        """End the thread when it has compiled what it was given."""
+        self._asked.put(None)
+
+    def _compile(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            future, compiling = asked
+            try:
+                future.set_result(compiling())
+            except BaseException as error:
+                future.set_exception(error)
 
 
 class Programs:
@@ -45,7 +77,7 @@ class Programs:
         mesh: Mesh,
         spec: DecodeSpec | None = None,
         most: Most | None = None,
-        compiler: Executor | None = None,
+        compiler: Compiler | None = None,
     ) -> Any:
         """Return the program of a function for arguments of these shapes, compiled if it is new.
 

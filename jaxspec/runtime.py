@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +34,7 @@ from jaxspec.loading import LoadedModel
 from jaxspec.news import Ask, Most, Packed
 from jaxspec.params import Graph
 from jaxspec.prefill import Shapes, chunks
-from jaxspec.programs import Programs
+from jaxspec.programs import Compiler, Programs
 from jaxspec.records import Drafting, Extras, FieldError
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, on_decoding_mesh, place_rows
@@ -183,7 +183,7 @@ class Runtime:
         self.programs = Programs() if programs is None else programs
         self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
         self.timings = Timings()
-        self._compiler: Executor | None = None  # who compiles meanwhile
+        self._compiler: Compiler | None = None  # who compiles meanwhile
         self.begun = (
             0.0  # when the last pass or steps were sent to the device, by `time.perf_counter`
         )
@@ -377,12 +377,11 @@ class Runtime:
         if jax.process_count() > 1:  # they would have to compile in one order
             yield
             return
-        # One thread: on a GPU programs are tuned by timing them.
-        self._compiler = ThreadPoolExecutor(1, "jaxspec-compiler")
+        self._compiler = Compiler()
         try:
             yield
         finally:
-            self._compiler.shutdown(wait=False)
+            self._compiler.close()
             self._compiler = None
 
     def given(self, rows: Any) -> Any:

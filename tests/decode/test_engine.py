@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -429,3 +430,21 @@ def test_an_interrupted_step_can_be_taken_again(engine, monkeypatch):
         except KeyboardInterrupt:
             continue
     assert [done[name].token_ids for name in names] == [d.token_ids for d in expected]
+
+
+def test_what_ended_is_told_after_a_step_that_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    c = case("31b")
+    engine = c.engine("mixed", batch_size=2)
+    left, stays = (engine.add(Request(c.prompts[i], 4)) for i in (0, 1))
+    engine.cancel(left)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._scheduler, "step", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    done = {}
+    while not engine.is_idle:
+        done |= {e.id: e for e in engine.step() if isinstance(e, Completion)}
+    assert done[left].finish_reason == "cancelled"
+    assert done[stays].token_ids == c.continuation(1, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import jaxspec
 from jaxspec import grammars
 from jaxspec.commands.bench.trace import compilations
 from jaxspec.engine import Completion, Engine, Request
+from jaxspec.programs import Compiler
 from jaxspec.records import Drafting, Extras, Sampling, Tree
 from tests.decode.cases import case, request
 
@@ -139,3 +141,17 @@ def test_a_warm_engine_compiles_nothing(mode: str) -> None:
     assert len(done) == len(asked) + 2
     assert {d.error for d in done} == {None}
     assert not late
+
+
+def test_nobody_waits_for_programs_that_are_compiled_aside() -> None:
+    """A server that is stopped while it loads ends at once, however many programs were asked for."""
+    compiler, go_on = Compiler(), threading.Event()
+    first, second = compiler.submit(lambda: go_on.wait(60)), compiler.submit(lambda: 1 // 0)
+    compiler.close()
+    [thread] = [t for t in threading.enumerate() if t.name == "jaxspec-compiler"]
+    assert thread.daemon
+    assert not first.done()
+    go_on.set()
+    assert first.result(60)
+    assert isinstance(second.exception(60), ZeroDivisionError)
+    thread.join(60)
