@@ -1,4 +1,4 @@
-"""The products of experts whose weights are codes of 4 bits with groups, in Pallas Triton.
+"""The products of experts whose weights are codes, of 8 bits or of 4 with groups, in Pallas Triton.
 
 They read the tiles that `routing.route` makes, as the products of that module do. The operands lie
 the other way round: `pallas_kernels.grouped.operand` says why.
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.experts.routing import Routed
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
-from pallas_kernels.grouped.operand import FourBits, multiply_blocks
+from pallas_kernels.grouped.operand import EightBits, FourBits, multiply_blocks
 from pallas_kernels.grouped.triton import Cut
 from pallas_kernels.triton import load, store
 
@@ -35,19 +35,21 @@ def _parts(refs: tuple[Any, ...], weight: Codes) -> Codes:
     return Codes(*placed)
 
 
-def _operand(w: Codes, coding: Coding, expert: Array, after: Any, cut: Cut, interpret: bool):
+def _operand(
+    w: Codes, coding: Coding | None, expert: Array, after: Any, cut: Cut, interpret: bool
+) -> FourBits | EightBits:
+    if coding is None:
+        return EightBits(w.codes, (expert,), after, interpret)
     how = cut.early, cut.warps, interpret
     return FourBits(coding, w.codes, w.scales, w.zeros, (expert,), after, *how)
 
 
 def _x_block(ref: Any, row: Array, in_use: Array) -> Any:
     """Return a function from a block to what `FourBits.add` takes as x."""
-    inputs = ref.shape[1]
-
     def block_of(block: Array) -> Any:
         def x(first: int, size: int) -> Array:
             k = block * BLOCK + first + lax.iota(jnp.int32, size)
-            return load(ref, row[:, None], k[None, :], mask=in_use[:, None] & (k < inputs)).T
+            return load(ref, row[:, None], k[None, :], mask=in_use[:, None]).T
 
         return x
 
@@ -140,13 +142,13 @@ def multiply_gate_up(
     x: Float[Array, "T D"],
     gate_up: Codes,
     *,
-    coding: Coding,
+    coding: Coding | None,
     top_k: int,
     cut: Cut,
     interpret: bool = False,
 ) -> Float[Array, "pairs F"]:
     """Return the activations of each pair. They are undefined for pairs of padding."""
-    f, pairs = gate_up.codes.shape[3], routed.weight.size
+    f, pairs = gate_up.codes.shape[-2], routed.weight.size
     how: dict[str, Any] = dict(like=gate_up, coding=coding, cut=cut, interpret=interpret)
     shape, dtype = ((pairs, f), x.dtype)
     if cut.splits > 1:
@@ -170,12 +172,12 @@ def multiply_down(
     hidden: Float[Array, "pairs F"],
     down: Codes,
     *,
-    coding: Coding,
+    coding: Coding | None,
     cut: Cut,
     interpret: bool = False,
 ) -> Float[Array, "pairs D"]:
     """Return the result of each pair times its weight, in the dtype of `hidden`."""
-    d = down.codes.shape[2]
+    d = down.codes.shape[-2]
     how: dict[str, Any] = dict(like=down, coding=coding, cut=cut, interpret=interpret)
     return pl.pallas_call(
         functools.partial(_down, **how),

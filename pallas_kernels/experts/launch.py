@@ -19,10 +19,10 @@ from pallas_kernels.grouped.triton import Cut
 class Tiling:
     """Rows of a tile, and how both products are cut.
 
-    Rows are a power of two, at least 16; or 8, for codes of 4 bits and up to 8 tokens.
+    Rows are a power of two, at least 16; or 8, for codes.
 
     Attributes:
-      gate_up, down: `Cut`s for codes of 4 bits, otherwise `Block`s.
+      gate_up, down: `Cut`s for codes, otherwise `Block`s.
     """
 
     rows: int
@@ -49,8 +49,7 @@ def experts_triton(
         logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=rows, interpret=interpret
     )
     first, second = tiling.gate_up, tiling.down
-    if coding is not None:
-        assert isinstance(gate_up, Codes)
+    if isinstance(gate_up, Codes):
         assert isinstance(down, Codes)
         assert isinstance(first, Cut)
         assert isinstance(second, Cut)
@@ -64,12 +63,10 @@ def experts_triton(
     else:
         assert isinstance(first, Block)
         assert isinstance(second, Block)
+        assert not isinstance(down, Codes)
         cut: dict[str, Any] = dict(rows=rows, interpret=interpret)
-        of_gate_up, of_down = (
-            (w.codes, w.factors) if isinstance(w, Codes) else (w, None) for w in (gate_up, down)
-        )
-        hidden = triton.multiply_gate_up(routed, x, *of_gate_up, top_k=top_k, block=first, **cut)
-        out = triton.multiply_down(routed, hidden, *of_down, block=second, **cut)
+        hidden = triton.multiply_gate_up(routed, x, gate_up, top_k=top_k, block=first, **cut)
+        out = triton.multiply_down(routed, hidden, down, block=second, **cut)
     pairs = out.reshape(x.shape[0], top_k, -1).astype(jnp.float32)
     total = jnp.sum(pairs, axis=1).astype(x.dtype)
     if real is None:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.triton import load, store
 
-# Most tokens of a program that routes. It must not exceed the rows of any tile; see `_place`.
+# Most tokens of a program that routes, if a tile has so many rows; see `_place`.
 BLOCK_TOKENS = 16
 
 
@@ -204,7 +204,7 @@ def route(
     real = jnp.ones(tokens, jnp.int32) if real is None else real.astype(jnp.int32)
     pairs = tokens * top_k
     tiles = num_tiles(pairs, num_experts, rows)
-    block = min(pl.next_power_of_2(tokens), BLOCK_TOKENS)
+    block = min(pl.next_power_of_2(tokens), BLOCK_TOKENS, rows)
     programs = pl.cdiv(tokens, block)
     weight = jax.ShapeDtypeStruct((pairs,), jnp.float32)
     of_tiles = (

@@ -33,6 +33,24 @@ TABLE = (
 )
 
 
+def _coded(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> Tiling:
+    """Return a tiling for codes from (outputs, splits, unroll, warps, stages) of both products."""
+    cuts = (
+        Cut(rows, outputs, splits, unroll, warps, stages, early=True)
+        for outputs, splits, unroll, warps, stages in (gate_up, down)
+    )
+    return Tiling(rows, *cuts)
+
+
+EIGHT_BITS = (
+    (0.2, _coded(8, (64, 11, 1, 1, 4), (64, 1, 1, 1, 5))),
+    (0.5, _coded(8, (64, 2, 1, 1, 4), (64, 1, 1, 1, 5))),
+    (4.0, _coded(16, (64, 1, 1, 1, 4), (128, 1, 1, 2, 4))),
+    (16.0, _coded(16, (64, 1, 1, 1, 4), (128, 1, 1, 2, 4))),
+    (48.0, _coded(32, (64, 1, 1, 2, 4), (128, 1, 1, 2, 4))),
+    (96.0, _coded(64, (64, 1, 1, 4, 4), (128, 1, 1, 4, 4))),
+    (float("inf"), _coded(128, (64, 1, 1, 4, 4), (128, 1, 1, 8, 4))),
+)
 # The same for codes of 4 bits. Microseconds, with some of the loop around a product:
 #
 #   tokens           2 (equal)    8   32  128  512
@@ -85,13 +103,13 @@ FOUR_BITS = (
 )
 
 
-def tiling_for(tokens_an_expert: float, four_bits: bool = False) -> Tiling:
+def tiling_for(tokens_an_expert: float, bits: int = 16) -> Tiling:
     """Return the tiling for this mean number of tokens per expert.
 
     It is the first row of the table whose limit is not exceeded.
 
     Args:
-      four_bits: whether weights are codes of 4 bits.
+      bits: of a weight: 16, or 8 or 4 where it is a code.
     """
-    table = FOUR_BITS if four_bits else TABLE
+    table = {16: TABLE, 8: EIGHT_BITS, 4: FOUR_BITS}[bits]
     return next(tiling for most, tiling in table if tokens_an_expert <= most)

@@ -1,4 +1,4 @@
-"""The weight of a Triton kernel, read in blocks of 64 inputs as codes of 4 bits with groups.
+"""The weight of a Triton kernel, read in blocks of 64 inputs as codes: of 4 bits with groups, or of 8.
 
 A kernel multiplies outputs x inputs (the codes) by inputs x rows. So up to 8 rows are the right
 operand of the narrowest tensor core instruction, and numbers go from bytes to its left operand in
@@ -112,8 +112,34 @@ class FourBits:
         return total
 
 
+@dataclasses.dataclass(frozen=True)
+class EightBits:
+    """Codes [*before, *after, inputs] of 8 bits, whose factors come after the product.
+
+    Attributes:
+      codes: a reference.
+      before, after: indices of the outputs, of which one is an array [outputs].
+    """
+
+    codes: Any
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    interpret: bool
+
+    def load_scales(self, block: Array | int, count: int, *, ahead: bool) -> Scales:
+        """Load nothing: a group is all inputs of an output."""
+        return []
+
+    def add(self, total: Array, block: Array, given: Scales, x: Any) -> Array:
+        """Add the product of a block to sums [outputs, rows]. Arguments as in `FourBits.add`."""
+        inputs = block * BLOCK + lax.iota(jnp.int32, BLOCK)[None, :]
+        codes = load(self.codes, *_columns(self.before), *_columns(self.after), inputs)
+        rows = x(0, BLOCK)
+        return total + dot(decode.byte_numbers(codes, rows.dtype, interpret=self.interpret), rows)
+
+
 def multiply_blocks(
-    operands: tuple[FourBits, ...],
+    operands: tuple[FourBits | EightBits, ...],
     totals: tuple[Array, ...],
     x_block: Any,
     start: Array | int,
