@@ -46,6 +46,7 @@ def _operand(
 
 def _x_block(ref: Any, row: Array, in_use: Array) -> Any:
     """Return a function from a block to what `FourBits.add` takes as x."""
+
     def block_of(block: Array) -> Any:
         def x(first: int, size: int) -> Array:
             k = block * BLOCK + first + lax.iota(jnp.int32, size)
