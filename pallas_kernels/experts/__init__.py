@@ -110,7 +110,8 @@ def _dividing(tiling: Tiling, tokens: int, f: int, d: int, weight: Codes) -> Til
     per_group = [a.dtype.itemsize for a in weight[1:3] if a is not None]
     if rows <= 16 and per_group and min(per_group) == 1:
         gate_up, down = (dataclasses.replace(c, outputs=2 * c.outputs) for c in (gate_up, down))
-    return Tiling(rows, gate_up.dividing(f, d // BLOCK), down.dividing(d, f // BLOCK))
+    how = dict(last_may_reach_past=weight.scales is None)
+    return Tiling(rows, gate_up.dividing(f, d // BLOCK, **how), down.dividing(d, f // BLOCK, **how))
 
 
 def _check_router(

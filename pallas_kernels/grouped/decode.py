@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Num, UInt8
+from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.grouped.coding import numbers
 
@@ -74,12 +75,12 @@ def half_numbers(
 
 
 def byte_numbers(
-    codes: Num[Array, "N J"], dtype: jnp.dtype, *, interpret: bool
+    codes: UInt8[Array, "N J"], of: jnp.dtype, dtype: jnp.dtype, *, interpret: bool
 ) -> Float[Array, "N J"]:
-    """Return the numbers of codes of 8 bits, none of them NaN. A dtype holds them exactly."""
+    """Return the numbers of bytes that are int8 or e4m3, none of them NaN, in a dtype that holds all."""
     if interpret:
-        return codes.astype(dtype)
-    return _asm(_OF_BYTES[codes.dtype.name], "=r,=r,r", 4, jnp.dtype(jnp.bfloat16), codes)
+        return lax.bitcast_convert_type(codes, of).astype(dtype)
+    return _asm(_OF_BYTES[of.name], "=r,=r,r", 4, jnp.dtype(jnp.bfloat16), codes)
 
 
 def multiply(x: Array, y: Array, *, interpret: bool) -> Array:
