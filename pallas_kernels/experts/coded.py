@@ -154,8 +154,8 @@ def multiply_gate_up(
 ) -> Float[Array, "pairs F"]:
     """Return the activations of each pair. They are undefined for pairs of padding."""
     f, pairs = gate_up.codes.shape[-2], routed.weight.size
-    gate_up, coding = _as_bytes(gate_up, coding)
-    how: dict[str, Any] = dict(like=gate_up, coding=coding, cut=cut, interpret=interpret)
+    gate_up, kind = _as_bytes(gate_up, coding)
+    how: dict[str, Any] = dict(like=gate_up, coding=kind, cut=cut, interpret=interpret)
     shape, dtype = ((pairs, f), x.dtype)
     if cut.splits > 1:
         shape, dtype = (cut.splits, pairs, 2, f), jnp.float32
@@ -184,8 +184,8 @@ def multiply_down(
 ) -> Float[Array, "pairs D"]:
     """Return the result of each pair times its weight, in the dtype of `hidden`."""
     d = down.codes.shape[-2]
-    down, coding = _as_bytes(down, coding)
-    how: dict[str, Any] = dict(like=down, coding=coding, cut=cut, interpret=interpret)
+    down, kind = _as_bytes(down, coding)
+    how: dict[str, Any] = dict(like=down, coding=kind, cut=cut, interpret=interpret)
     return pl.pallas_call(
         functools.partial(_down, **how),
         out_shape=jax.ShapeDtypeStruct((routed.weight.size, d), hidden.dtype),

@@ -59,46 +59,12 @@ EIGHT_BITS = (
 # Without shared inputs gate and up take 61 for 2 tokens, and 79 for 8. Tiles of 32 rows take 241 and
 # 86 for 128 tokens, and tiles of 64 rows 256 and 139 for 512.
 FOUR_BITS = (
-    (
-        0.2,
-        Tiling(
-            8,
-            Cut(8, 64, splits=11, warps=1, stages=4, early=True),
-            Cut(8, 64, warps=1, stages=5, early=True),
-        ),
-    ),
-    (
-        0.5,
-        Tiling(
-            8,
-            Cut(8, 64, splits=2, warps=1, stages=4, early=True),
-            Cut(8, 128, warps=2, stages=6, early=True),
-        ),
-    ),
-    (
-        16.0,
-        Tiling(
-            16,
-            Cut(16, 64, warps=1, stages=4, early=True),
-            Cut(16, 128, warps=2, stages=4, early=True),
-        ),
-    ),
-    (
-        48.0,
-        Tiling(
-            32,
-            Cut(32, 64, warps=1, stages=4, early=True),
-            Cut(32, 128, warps=2, stages=4, early=True),
-        ),
-    ),
-    (
-        float("inf"),
-        Tiling(
-            64,
-            Cut(64, 64, warps=4, stages=4, early=True),
-            Cut(64, 128, warps=4, stages=4, early=True),
-        ),
-    ),
+    (0.2, _coded(8, (64, 22, 1, 1, 2), (64, 1, 1, 1, 5))),
+    (0.5, _coded(8, (64, 2, 1, 1, 3), (128, 1, 1, 2, 6))),
+    (2.0, _coded(8, (64, 1, 1, 1, 4), (128, 1, 1, 2, 4))),
+    (16.0, _coded(16, (64, 1, 1, 1, 3), (128, 1, 1, 2, 4))),
+    (48.0, _coded(32, (64, 1, 1, 1, 4), (128, 1, 1, 2, 4))),
+    (float("inf"), _coded(64, (64, 1, 1, 4, 4), (128, 1, 1, 4, 4))),
 )
 
 
