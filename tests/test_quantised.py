@@ -32,6 +32,7 @@ from jaxspec.records import FieldError
 from jaxspec.sharding import make_mesh
 from jaxspec.storage import conversion
 from pallas_kernels.experts import Tiling, cases, experts
+from pallas_kernels.experts.triton import Block
 from pallas_kernels.grouped import Codes, Cut
 from tests import tiny
 
@@ -160,9 +161,11 @@ def test_experts_read_codes(format, how):
     np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
     if how == "triton":  # programs that share the inputs of gate and up, and more tokens than rows
         shared = Tiling(8, Cut(8, 64, splits=3), Cut(8, 64))
+        in_columns = Tiling(16, Block(64, 64, 4, 4), Block(64, 64, 4, 4))
         many, of_many = jnp.tile(x, (4, 1)), jnp.tile(logits, (1, 4, 1))
-        found = experts(many, of_many, scale, *codes, tiling=shared, **options)
-        np.testing.assert_allclose(found, jnp.tile(expected, (4, 1)), rtol=0, atol=3e-5)
+        for tiling in (shared, in_columns):
+            found = experts(many, of_many, scale, *codes, tiling=tiling, **options)
+            np.testing.assert_allclose(found, jnp.tile(expected, (4, 1)), rtol=0, atol=3e-5)
 
 
 def test_experts_refuse_codes_without_factors_and_with_wrong_ones():

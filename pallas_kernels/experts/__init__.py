@@ -1,8 +1,8 @@
 """Experts for few tokens: the choice of a router, a gated MLP per expert, and a weighted sum.
 
 `reference.py` shows what is computed. `routing.py` and `triton.py` show how the kernels read each
-expert in use once and the others never. `coded.py` has the products for weights that are codes, `launch.py` the
-order of all. `tuning.py` has tile sizes.
+expert in use once and the others never. `coded.py` has the products for weights that are codes,
+`launch.py` the order of all. `tuning.py` has tile sizes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from jaxtyping import Array, Bool, Float, Num
 from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
 from pallas_kernels.experts.launch import Tiling, experts_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
-from pallas_kernels.experts.routing import BLOCK_TOKENS
+from pallas_kernels.experts.triton import Block
 from pallas_kernels.experts.tuning import tiling_for
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
-from pallas_kernels.grouped.triton import Cut
 
 # The dtypes of codes of 8 bits that the kernels read.
 CODES = ("int8", "float8_e4m3fn")
@@ -75,7 +74,7 @@ def experts(
     reason = why_not_triton(x, interpret=interpret)
     if isinstance(gate_up, Codes):
         reason = reason or _why_not_codes(x, gate_up, f, interpret)
-        tiling = _dividing(tiling, x.shape[0], f, d, gate_up)
+        tiling = _dividing(tiling, f, d, gate_up)
     else:
         reason = reason or why_not_triton(gate_up, interpret=interpret)
     options = dict(top_k=top_k, coding=coding)
@@ -95,18 +94,15 @@ def _why_not_codes(x: Array, gate_up: Codes, f: int, interpret: bool) -> str | N
     return why_not_triton(gate_up.codes, interpret=interpret, dtypes=dtypes)
 
 
-def _dividing(tiling: Tiling, tokens: int, f: int, d: int, weight: Codes) -> Tiling:
+def _dividing(tiling: Tiling, f: int, d: int, weight: Codes) -> Tiling:
     """Return a tiling whose columns and steps divide the sizes of both products.
 
-    Up to 16 tokens are routed by one program where a tile has room for all of them. Scales of one
-    byte are read for twice as many outputs, for the reason that `grouped.tuning.fitted` gives.
+    Scales of one byte are read for twice as many outputs, for the reason that
+    `grouped.tuning.fitted` gives.
     """
-    if f % BLOCK or d % BLOCK:
+    gate_up, down, rows = tiling.gate_up, tiling.down, tiling.rows
+    if f % BLOCK or d % BLOCK or isinstance(gate_up, Block) or isinstance(down, Block):
         return tiling
-    gate_up, down = tiling.gate_up, tiling.down
-    assert isinstance(gate_up, Cut)
-    assert isinstance(down, Cut)
-    rows = BLOCK_TOKENS if tiling.rows < tokens <= BLOCK_TOKENS else tiling.rows
     per_group = [a.dtype.itemsize for a in weight[1:3] if a is not None]
     if rows <= 16 and per_group and min(per_group) == 1:
         gate_up, down = (dataclasses.replace(c, outputs=2 * c.outputs) for c in (gate_up, down))

@@ -3,6 +3,9 @@
 They read the tiles that `routing.route` makes, as the products of that module do. The operands lie
 the other way round: `pallas_kernels.grouped.operand` says why.
 
+Codes of 4 bits always go through them. `tuning.py` says for how many tokens codes of 8 bits do; the
+other products of these are in `triton.py`.
+
 Few tokens use few experts, too few for a GPU to read at full speed when a program reads all inputs
 of its columns. So several programs may share the inputs of gate and up (`splits`). XLA adds their
 parts and applies the activation.

@@ -22,7 +22,7 @@ class Tiling:
     Rows are a power of two, at least 16; or 8, for codes.
 
     Attributes:
-      gate_up, down: `Cut`s for codes, otherwise `Block`s.
+      gate_up, down: `Cut`s for the kernels of `coded.py`, `Block`s for those of `triton.py`.
     """
 
     rows: int
@@ -49,9 +49,9 @@ def experts_triton(
         logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=rows, interpret=interpret
     )
     first, second = tiling.gate_up, tiling.down
-    if isinstance(gate_up, Codes):
+    if isinstance(first, Cut):
+        assert isinstance(gate_up, Codes)
         assert isinstance(down, Codes)
-        assert isinstance(first, Cut)
         assert isinstance(second, Cut)
         first, second = (dataclasses.replace(cut, rows=rows) for cut in (first, second))
         hidden = coded.multiply_gate_up(
@@ -61,12 +61,13 @@ def experts_triton(
             routed, hidden, down, coding=coding, cut=second, interpret=interpret
         )
     else:
-        assert isinstance(first, Block)
         assert isinstance(second, Block)
-        assert not isinstance(down, Codes)
         cut: dict[str, Any] = dict(rows=rows, interpret=interpret)
-        hidden = triton.multiply_gate_up(routed, x, gate_up, top_k=top_k, block=first, **cut)
-        out = triton.multiply_down(routed, hidden, down, block=second, **cut)
+        of_gate_up, of_down = (
+            (w.codes, w.factors) if isinstance(w, Codes) else (w, None) for w in (gate_up, down)
+        )
+        hidden = triton.multiply_gate_up(routed, x, *of_gate_up, top_k=top_k, block=first, **cut)
+        out = triton.multiply_down(routed, hidden, *of_down, block=second, **cut)
     pairs = out.reshape(x.shape[0], top_k, -1).astype(jnp.float32)
     total = jnp.sum(pairs, axis=1).astype(x.dtype)
     if real is None:

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels.experts.routing import Routed
 from pallas_kernels.triton import below, dot, load, store
@@ -47,11 +49,28 @@ class Block:
     stages: int
 
 
-def _gate_up(expert_ref, used_ref, pair_ref, x_ref, w_ref, hidden_ref, *, top_k, rows, block):
+def _coded(w_ref, before: tuple[Any, ...], k: Array, column: Array, dtype: DTypeLike) -> Array:
+    """Load codes [..., columns, inputs] as numbers [inputs, columns] of a dtype, which holds all.
+
+    A masked load of e4m3 does not lower. Past the end the last code is read instead: there the
+    activations are zero, or the column is not stored. Where blocks divide the inputs evenly the
+    index must stay as it is: Triton then knows that codes are neighbours, and loads many at a time.
+    """
+    columns, inputs = w_ref.shape[-2:]
+    if below(k, inputs) is not None:
+        k = jnp.minimum(k, inputs - 1)
+    if below(column, columns) is not None:
+        column = jnp.minimum(column, columns - 1)
+    return load(w_ref, *before, column[:, None], k[None, :]).astype(dtype).T
+
+
+def _gate_up(expert_ref, used_ref, pair_ref, x_ref, w_ref, *refs, top_k, rows, block: Block):
     """Write hidden[tile] = gelu_tanh(x @ gate) * (x @ up) for a block of columns.
 
-    x are the tokens of the rows of the tile.
+    x are the tokens of the rows of the tile. `refs` are the scales of the columns, where the
+    weights are codes, and the output.
     """
+    *scales_ref, hidden_ref = refs
     tile = pl.program_id(1)
     expert, used = expert_ref[tile], used_ref[tile]
     d, f = x_ref.shape[1], hidden_ref.shape[1]
@@ -67,12 +86,20 @@ def _gate_up(expert_ref, used_ref, pair_ref, x_ref, w_ref, hidden_ref, *, top_k,
             mask = _both(below(k[None, :], d), in_use[:, None])
             x = load(x_ref, token[:, None], k[None, :], mask=mask)
             inside = _both(below(k[:, None], d), below(column[None, :], f))
+            if scales_ref:
+                gate, up = (_coded(w_ref, (expert, i), k, column, x.dtype) for i in range(2))
+                return sums[0] + dot(x, gate), sums[1] + dot(x, up)
             gate = load(w_ref, expert, k[:, None], 0, column[None, :], mask=inside)
             up = load(w_ref, expert, k[:, None], 1, column[None, :], mask=inside)
             return sums[0] + dot(x, gate), sums[1] + dot(x, up)
 
         zeros = jnp.zeros((rows, block.columns), jnp.float32)
         gate, up = lax.fori_loop(0, pl.cdiv(d, block.inputs), step, (zeros, zeros))
+        if scales_ref:
+            gate, up = (
+                a * load(scales_ref[0], expert, i, column, mask=below(column, f))[None, :]
+                for i, a in enumerate((gate, up))
+            )
         # As in the reference, both are rounded before the activation.
         gate, up = (a.astype(hidden_ref.dtype).astype(jnp.float32) for a in (gate, up))
         hidden = jax.nn.gelu(gate, approximate=True) * up
@@ -87,12 +114,15 @@ def _down(
     weight_ref,
     hidden_ref,
     w_ref,
-    out_ref,
-    *,
+    *refs,
     rows: int,
     block: Block,
 ):
-    """Write out[pairs of the tile] = weights * (hidden[tile] @ down) for a block of columns."""
+    """Write out[pairs of the tile] = weights * (hidden[tile] @ down) for a block of columns.
+
+    `refs` are the scales of the columns, where the weights are codes, and the output.
+    """
+    *scales_ref, out_ref = refs
     tile = pl.program_id(1)
     expert, used = expert_ref[tile], used_ref[tile]
     f, d = hidden_ref.shape[1], out_ref.shape[1]
@@ -109,12 +139,17 @@ def _down(
             k = i * block.inputs + lax.iota(jnp.int32, block.inputs)
             mask = _both(below(k[None, :], f), in_use[:, None])
             hidden = load(hidden_ref, row[:, None], k[None, :], mask=mask)
+            if scales_ref:
+                return total + dot(hidden, _coded(w_ref, (expert,), k, column, hidden.dtype))
             inside = _both(below(k[:, None], f), below(column[None, :], d))
             w = load(w_ref, expert, k[:, None], column[None, :], mask=inside)
             return total + dot(hidden, w)
 
         total = jnp.zeros((rows, block.columns), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(f, block.inputs), step, total)
+        if scales_ref:
+            scale = load(scales_ref[0], expert, column, mask=below(column, d))
+            total = total * scale[None, :]
         mask = in_use[:, None] & (column[None, :] < d)
         store(out_ref, pair[:, None], column[None, :], value=total * weight[:, None], mask=mask)
 
@@ -126,7 +161,8 @@ def _both(a: Array | None, b: Array | None) -> Array | None:
 def multiply_gate_up(
     routed: Routed,
     x: Float[Array, "T D"],
-    gate_up: Float[Array, "E D 2 F"],
+    gate_up: Num[Array, "E _ _ _"],
+    scales: Float[Array, "E 2 F"] | None = None,
     *,
     top_k: int,
     rows: int,
@@ -134,7 +170,8 @@ def multiply_gate_up(
     interpret: bool = False,
 ) -> Float[Array, "padded F"]:
     """Return the activations of each row of each tile. They are undefined for a row not in use."""
-    f = gate_up.shape[3]
+    given = () if scales is None else (scales,)
+    f = gate_up.shape[3 if scales is None else 2]
     return pl.pallas_call(
         functools.partial(_gate_up, top_k=top_k, rows=rows, block=block),
         out_shape=jax.ShapeDtypeStruct((routed.pair.size, f), x.dtype),
@@ -142,13 +179,14 @@ def multiply_gate_up(
         compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=interpret,
         name="experts_gate_up",
-    )(routed.expert, routed.used, routed.pair, x, gate_up)
+    )(routed.expert, routed.used, routed.pair, x, gate_up, *given)
 
 
 def multiply_down(
     routed: Routed,
     hidden: Float[Array, "padded F"],
-    down: Float[Array, "E F D"],
+    down: Num[Array, "E _ _"],
+    scales: Float[Array, "E D"] | None = None,
     *,
     rows: int,
     block: Block,
@@ -158,7 +196,7 @@ def multiply_down(
 
     Results are rounded to the dtype of `hidden`, because float32 would take twice as long to read.
     """
-    d = down.shape[2]
+    d = down.shape[2 if scales is None else 1]
     return pl.pallas_call(
         functools.partial(_down, rows=rows, block=block),
         out_shape=jax.ShapeDtypeStruct((routed.weight.size, d), hidden.dtype),
@@ -166,4 +204,4 @@ def multiply_down(
         compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=interpret,
         name="experts_down",
-    )(*routed, hidden, down)
+    )(*routed, hidden, down, *(() if scales is None else (scales,)))
