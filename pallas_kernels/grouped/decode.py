@@ -1,14 +1,14 @@
 """Codes to numbers inside of Triton kernels, without the instructions that convert.
 
 Four bytes of 4-bit codes become eight bfloat16 in 11 instructions. Triton alone takes six times as
-many, because it converts codes one at a time. Here a byte
-permutation puts two codes into the low bits of two bfloat16 whose exponent is that of 128. So int4 is
-128 + code, less 136. Both are exact. e2m1 has its bits put where bfloat16 has sign, exponent and
-fraction. That number is 2^126 times too small, which a product makes good, also exactly.
+many, because it converts codes one at a time. Here a byte permutation puts two codes into the low
+bits of two bfloat16 whose exponent is that of 128. So int4 is 128 + code, less 136. Both are exact.
+e2m1 has its bits put where bfloat16 has sign, exponent and fraction. That number is 2^126 times too
+small, which a product makes good, also exactly.
 
 Four codes of 8 bits become four bfloat16 in 8 instructions (int8) or 12 (e4m3). Triton alone takes
-conversions, of which a processor of an H200 does 16 a clock. All together they convert 3.7 TB of
-codes a second, and the memory delivers 4.3. An int8 is its low 7 bits as 128 + x, less 128 or, where
+conversions, of which a processor of an H200 does 16 a clock. That is some 4 TB of codes a second on
+all processors, and the memory delivers 4.3. An int8 is its low 7 bits as 128 + x, less 128 or, where
 it is negative, 256: that is its own high bit, put where bfloat16 has an exponent. An e4m3 gets its
 bits put where bfloat16 has them, and is then 2^120 times too small.
 
