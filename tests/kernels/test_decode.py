@@ -51,17 +51,18 @@ def run(code: str, word: int) -> np.ndarray:
     return np.concatenate([of_bits(values["$0"]), of_bits(values["$1"])])
 
 
+# Every byte at every place of a register, beside bytes with other bits.
+BYTES = np.asarray([[b, 255 - b, b ^ 0x55, b ^ 0xAA] for b in range(256)], np.uint8)
+
+
 def of_every_byte(code: str) -> np.ndarray:
-    words = (int.from_bytes(bytes(range(i, i + 4)), "little") for i in range(0, 256, 4))
-    return np.concatenate([run(code, word) for word in words]).astype(np.float32)
-
-
-EVERY_BYTE = np.arange(256, dtype=np.uint8)
+    words = (int.from_bytes(four.tobytes(), "little") for four in BYTES)
+    return np.stack([run(code, word) for word in words]).astype(np.float32)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
 def test_every_code_of_8_bits(kind: str) -> None:
-    expected = EVERY_BYTE.view(jnp.dtype(kind)).astype(np.float32)
+    expected = BYTES.view(jnp.dtype(kind)).astype(np.float32)
     found = of_every_byte(decode._OF_BYTES[kind])
     real = ~np.isnan(expected)
     np.testing.assert_array_equal(found[real], expected[real])
@@ -71,7 +72,7 @@ def test_every_code_of_8_bits(kind: str) -> None:
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("kind", ["int4", "e2m1"])
 def test_every_code_of_4_bits(kind: str, half: int) -> None:
-    codes = EVERY_BYTE >> 4 if half else EVERY_BYTE & 15
+    codes = BYTES >> 4 if half else BYTES & 15
     expected = coding.numbers(jnp.asarray(codes), kind)
     found = of_every_byte(decode._DECODE[kind, half])
     np.testing.assert_array_equal(found, expected)
