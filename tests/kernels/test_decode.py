@@ -52,7 +52,7 @@ def run(code: str, word: int) -> np.ndarray:
 
 
 # Every byte at every place of a register, beside bytes with other bits.
-BYTES = np.asarray([[b, 255 - b, b ^ 0x55, b ^ 0xAA] for b in range(256)], np.uint8)
+BYTES = np.asarray([[b, b ^ 0xFF, b ^ 0xD5, b ^ 0x2A] for b in range(256)], np.uint8)
 
 
 def of_every_byte(code: str) -> np.ndarray:
