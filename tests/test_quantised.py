@@ -31,8 +31,9 @@ from jaxspec.quantised.choice import formats_for, quantised_graph
 from jaxspec.records import FieldError
 from jaxspec.sharding import make_mesh
 from jaxspec.storage import conversion
-from pallas_kernels.experts import cases, experts
-from pallas_kernels.grouped import Codes
+from pallas_kernels.experts import Tiling, cases, experts
+from pallas_kernels.experts.triton import Block
+from pallas_kernels.grouped import Codes, Cut
 from tests import tiny
 
 FORMATS = ("int8", "fp8")
@@ -153,10 +154,18 @@ def test_experts_read_codes(format, how):
     coded = (Codes(w.codes, factors=w.scales) for w in quantised_ones)
     options: dict[str, Any] = dict(top_k=cases.CODED.top_k, implementation=how)
     options["interpret"] = how == "triton"
-    found = experts(x, logits, scale, *pair(coded), **options)
+    codes = pair(coded)
+    found = experts(x, logits, scale, *codes, **options)
     numbers = [w.dequantise() for w in quantised_ones]
     expected = experts(x, logits, scale, *numbers, **options)
     np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
+    if how == "triton":  # programs that share the inputs of gate and up, and more tokens than rows
+        shared = Tiling(8, Cut(8, 64, splits=3), Cut(8, 64))
+        in_columns = Tiling(16, Block(64, 64, 4, 4), Block(64, 64, 4, 4))
+        many, of_many = jnp.tile(x, (4, 1)), jnp.tile(logits, (1, 4, 1))
+        for tiling in (shared, in_columns):
+            found = experts(many, of_many, scale, *codes, tiling=tiling, **options)
+            np.testing.assert_allclose(found, jnp.tile(expected, (4, 1)), rtol=0, atol=3e-5)
 
 
 def test_experts_refuse_codes_without_factors_and_with_wrong_ones():

@@ -1,8 +1,8 @@
 """Experts for few tokens: the choice of a router, a gated MLP per expert, and a weighted sum.
 
 `reference.py` shows what is computed. `routing.py` and `triton.py` show how the kernels read each
-expert in use once and the others never. `coded.py` has the products for weights that are codes, `launch.py` the
-order of all. `tuning.py` has tile sizes.
+expert in use once and the others never. `coded.py` has the products for weights that are codes,
+`launch.py` the order of all. `tuning.py` has tile sizes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Num
 from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
 from pallas_kernels.experts.launch import Tiling, experts_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
+from pallas_kernels.experts.triton import Block
 from pallas_kernels.experts.tuning import tiling_for
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
-from pallas_kernels.grouped.triton import Cut
 
 # The dtypes of codes of 8 bits that the kernels read.
 CODES = ("int8", "float8_e4m3fn")
@@ -69,16 +69,14 @@ def experts(
     """
     e, d, f = _check(x, gate_up, down, coding)
     _check_router(x, logits, expert_scale, e, top_k)
-    tiling = tiling or tiling_for(x.shape[0] * top_k / e, four_bits=coding is not None)
+    bits = 16 if not isinstance(gate_up, Codes) else 8 if coding is None else 4
+    tiling = tiling or tiling_for(x.shape[0] * top_k / e, bits)
     reason = why_not_triton(x, interpret=interpret)
-    if coding is not None:
-        assert isinstance(gate_up, Codes)
-        reason = reason or _why_not_four_bits(x, gate_up, f, interpret)
-        tiling = _dividing(tiling, x.shape[0], f, d, gate_up)
+    if isinstance(gate_up, Codes):
+        reason = reason or _why_not_codes(x, gate_up, f, interpret)
+        tiling = _dividing(tiling, f, d, gate_up)
     else:
-        read = gate_up.codes if isinstance(gate_up, Codes) else gate_up
-        dtypes = (x.dtype, *CODES)
-        reason = reason or why_not_triton(read, interpret=interpret, dtypes=dtypes)
+        reason = reason or why_not_triton(gate_up, interpret=interpret)
     options = dict(top_k=top_k, coding=coding)
     kernel = functools.partial(experts_triton, **options, tiling=tiling, interpret=interpret)
     plain = functools.partial(reference, **options)
@@ -87,33 +85,29 @@ def experts(
     return dispatch(implementation, candidates, plain, x, logits, expert_scale, *weights)
 
 
-def _why_not_four_bits(x: Array, gate_up: Codes, f: int, interpret: bool) -> str | None:
+def _why_not_codes(x: Array, gate_up: Codes, f: int, interpret: bool) -> str | None:
     if not interpret and x.dtype != jnp.bfloat16:
-        return f"the kernel for codes of 4 bits is cut for bfloat16, not {x.dtype}"
+        return f"the kernel for codes is cut for bfloat16, not {x.dtype}"
     if x.shape[1] % BLOCK or f % BLOCK:
-        return (
-            f"the kernel for codes of 4 bits needs multiples of {BLOCK}, not {x.shape[1]} and {f}"
-        )
-    if gate_up.codes.size >= 2**31:
-        return f"the kernel's offsets are 32 bits, and there are {gate_up.codes.size} codes"
-    return None
+        return f"the kernel for codes needs multiples of {BLOCK}, not {x.shape[1]} and {f}"
+    dtypes = (gate_up.codes.dtype,)
+    return why_not_triton(gate_up.codes, interpret=interpret, dtypes=dtypes)
 
 
-def _dividing(tiling: Tiling, tokens: int, f: int, d: int, weight: Codes) -> Tiling:
+def _dividing(tiling: Tiling, f: int, d: int, weight: Codes) -> Tiling:
     """Return a tiling whose columns and steps divide the sizes of both products.
 
-    A program of `routing` has up to 16 tokens, and a tile has room for all of them. Scales of one
-    byte are read for twice as many outputs, for the reason that `grouped.tuning.fitted` gives.
+    Scales of one byte are read for twice as many outputs, for the reason that
+    `grouped.tuning.fitted` gives.
     """
-    if f % BLOCK or d % BLOCK:
+    gate_up, down, rows = tiling.gate_up, tiling.down, tiling.rows
+    if f % BLOCK or d % BLOCK or isinstance(gate_up, Block) or isinstance(down, Block):
         return tiling
-    gate_up, down = tiling.gate_up, tiling.down
-    assert isinstance(gate_up, Cut)
-    assert isinstance(down, Cut)
-    rows = tiling.rows if tokens <= tiling.rows else max(tiling.rows, 16)
-    if rows <= 16 and min(a.dtype.itemsize for a in weight[1:3] if a is not None) == 1:
+    per_group = [a.dtype.itemsize for a in weight[1:3] if a is not None]
+    if rows <= 16 and per_group and min(per_group) == 1:
         gate_up, down = (dataclasses.replace(c, outputs=2 * c.outputs) for c in (gate_up, down))
-    return Tiling(rows, gate_up.dividing(f, d // BLOCK), down.dividing(d, f // BLOCK))
+    how = dict(last_may_reach_past=weight.scales is None)
+    return Tiling(rows, gate_up.dividing(f, d // BLOCK, **how), down.dividing(d, f // BLOCK, **how))
 
 
 def _check_router(

@@ -1,7 +1,10 @@
-"""The products of experts whose weights are codes of 4 bits with groups, in Pallas Triton.
+"""The products of experts whose weights are codes, of 8 bits or of 4 with groups, in Pallas Triton.
 
 They read the tiles that `routing.route` makes, as the products of that module do. The operands lie
 the other way round: `pallas_kernels.grouped.operand` says why.
+
+Codes of 4 bits always go through them. `tuning.py` says for how many tokens codes of 8 bits do; the
+other products of these are in `triton.py`.
 
 Few tokens use few experts, too few for a GPU to read at full speed when a program reads all inputs
 of its columns. So several programs may share the inputs of gate and up (`splits`). XLA adds their
@@ -23,7 +26,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.experts.routing import Routed
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
-from pallas_kernels.grouped.operand import FourBits, multiply_blocks
+from pallas_kernels.grouped.operand import EightBits, FourBits, multiply_blocks
 from pallas_kernels.grouped.triton import Cut
 from pallas_kernels.triton import load, store
 
@@ -35,23 +38,45 @@ def _parts(refs: tuple[Any, ...], weight: Codes) -> Codes:
     return Codes(*placed)
 
 
-def _operand(w: Codes, coding: Coding, expert: Array, after: Any, cut: Cut, interpret: bool):
+def _operand(
+    w: Codes, coding: Coding | jnp.dtype, expert: Array, after: Any, cut: Cut, interpret: bool
+) -> FourBits | EightBits:
+    if isinstance(coding, jnp.dtype):
+        return EightBits(w.codes, coding, (expert,), after, _block_size(coding, cut), interpret)
     how = cut.early, cut.warps, interpret
     return FourBits(coding, w.codes, w.scales, w.zeros, (expert,), after, *how)
 
 
-def _x_block(ref: Any, row: Array, in_use: Array) -> Any:
-    """Return a function from a block to what `FourBits.add` takes as x."""
-    inputs = ref.shape[1]
+def _block_size(coding: Coding | jnp.dtype, cut: Cut) -> int:
+    """Return the inputs of a block. Codes of 8 bits have one block a step."""
+    return BLOCK if isinstance(coding, Coding) else BLOCK * cut.unroll
+
+
+def _sums(
+    operands: tuple[Any, ...],
+    ref: Any,
+    row: Array,
+    in_use: Array,
+    split: Any,
+    coding: Any,
+    cut: Cut,
+) -> tuple[Array, ...]:
+    """Multiply the rows of an array by each operand, over a share of the inputs."""
+    size, inputs = _block_size(coding, cut), ref.shape[1]
+    share = pl.cdiv(inputs, size) // cut.splits
+    unroll = cut.unroll if isinstance(coding, Coding) else 1
 
     def block_of(block: Array) -> Any:
-        def x(first: int, size: int) -> Array:
-            k = block * BLOCK + first + lax.iota(jnp.int32, size)
-            return load(ref, row[:, None], k[None, :], mask=in_use[:, None] & (k < inputs)).T
+        def x(first: int, count: int) -> Array:
+            k = block * size + first + lax.iota(jnp.int32, count)
+            inside = None if inputs % size == 0 else (k < inputs)[None, :]
+            mask = in_use[:, None] if inside is None else in_use[:, None] & inside
+            return load(ref, row[:, None], k[None, :], mask=mask).T
 
         return x
 
-    return block_of
+    zeros = tuple(jnp.zeros((cut.outputs, cut.rows), jnp.float32) for _ in operands)
+    return multiply_blocks(operands, zeros, block_of, split * share, share, unroll)
 
 
 def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, cut, interpret):
@@ -71,16 +96,7 @@ def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, 
     def _():
         pair = jnp.where(in_use, pair_ref[pl.ds(tile * cut.rows, cut.rows)], 0)
         both = tuple(_operand(w, coding, expert, (i, column), cut, interpret) for i in range(2))
-        zeros = jnp.zeros((cut.outputs, cut.rows), jnp.float32)
-        share = x_ref.shape[1] // BLOCK // cut.splits
-        sums = multiply_blocks(
-            both,
-            (zeros, zeros),
-            _x_block(x_ref, pair // top_k, in_use),
-            split * share,
-            share,
-            cut.unroll,
-        )
+        sums = _sums(both, x_ref, pair // top_k, in_use, split, coding, cut)
         if w.factors is not None:
             sums = tuple(
                 total * load(w.factors, expert, i, column)[:, None] for i, total in enumerate(sums)
@@ -120,14 +136,8 @@ def _down(
     def _():
         pair = jnp.where(in_use, pair_ref[pl.ds(tile * cut.rows, cut.rows)], 0)
         weight = plgpu.load(weight_ref.at[pair], mask=in_use, other=0)
-        (total,) = multiply_blocks(
-            (_operand(w, coding, expert, (column,), cut, interpret),),
-            (jnp.zeros((cut.outputs, cut.rows), jnp.float32),),
-            _x_block(hidden_ref, pair, in_use),
-            0,
-            hidden_ref.shape[1] // BLOCK,
-            cut.unroll,
-        )
+        operand = _operand(w, coding, expert, (column,), cut, interpret)
+        (total,) = _sums((operand,), hidden_ref, pair, in_use, 0, coding, cut)
         if w.factors is not None:
             total = total * load(w.factors, expert, column)[:, None]
         mask = in_use[:, None] & (column[None, :] < d)
@@ -140,14 +150,15 @@ def multiply_gate_up(
     x: Float[Array, "T D"],
     gate_up: Codes,
     *,
-    coding: Coding,
+    coding: Coding | None,
     top_k: int,
     cut: Cut,
     interpret: bool = False,
 ) -> Float[Array, "pairs F"]:
     """Return the activations of each pair. They are undefined for pairs of padding."""
-    f, pairs = gate_up.codes.shape[3], routed.weight.size
-    how: dict[str, Any] = dict(like=gate_up, coding=coding, cut=cut, interpret=interpret)
+    f, pairs = gate_up.codes.shape[-2], routed.weight.size
+    gate_up, kind = _as_bytes(gate_up, coding)
+    how: dict[str, Any] = dict(like=gate_up, coding=kind, cut=cut, interpret=interpret)
     shape, dtype = ((pairs, f), x.dtype)
     if cut.splits > 1:
         shape, dtype = (cut.splits, pairs, 2, f), jnp.float32
@@ -170,13 +181,14 @@ def multiply_down(
     hidden: Float[Array, "pairs F"],
     down: Codes,
     *,
-    coding: Coding,
+    coding: Coding | None,
     cut: Cut,
     interpret: bool = False,
 ) -> Float[Array, "pairs D"]:
     """Return the result of each pair times its weight, in the dtype of `hidden`."""
-    d = down.codes.shape[2]
-    how: dict[str, Any] = dict(like=down, coding=coding, cut=cut, interpret=interpret)
+    d = down.codes.shape[-2]
+    down, kind = _as_bytes(down, coding)
+    how: dict[str, Any] = dict(like=down, coding=kind, cut=cut, interpret=interpret)
     return pl.pallas_call(
         functools.partial(_down, **how),
         out_shape=jax.ShapeDtypeStruct((routed.weight.size, d), hidden.dtype),
@@ -185,6 +197,14 @@ def multiply_down(
         interpret=interpret,
         name="experts_down",
     )(*routed, hidden, *_given(down))
+
+
+def _as_bytes(weight: Codes, coding: Coding | None) -> tuple[Codes, Coding | jnp.dtype]:
+    """Return a weight whose codes are bytes, and what these are."""
+    if coding is not None:
+        return weight, coding
+    codes = lax.bitcast_convert_type(weight.codes, jnp.uint8)
+    return weight._replace(codes=codes), weight.codes.dtype
 
 
 def _given(weight: Codes) -> list[Array]:

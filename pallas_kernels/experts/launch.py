@@ -19,10 +19,10 @@ from pallas_kernels.grouped.triton import Cut
 class Tiling:
     """Rows of a tile, and how both products are cut.
 
-    Rows are a power of two, at least 16; or 8, for codes of 4 bits and up to 8 tokens.
+    Rows are a power of two, at least 16; or 8, for codes.
 
     Attributes:
-      gate_up, down: `Cut`s for codes of 4 bits, otherwise `Block`s.
+      gate_up, down: `Cut`s for the kernels of `coded.py`, `Block`s for those of `triton.py`.
     """
 
     rows: int
@@ -49,10 +49,9 @@ def experts_triton(
         logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=rows, interpret=interpret
     )
     first, second = tiling.gate_up, tiling.down
-    if coding is not None:
+    if isinstance(first, Cut):
         assert isinstance(gate_up, Codes)
         assert isinstance(down, Codes)
-        assert isinstance(first, Cut)
         assert isinstance(second, Cut)
         first, second = (dataclasses.replace(cut, rows=rows) for cut in (first, second))
         hidden = coded.multiply_gate_up(
@@ -62,7 +61,6 @@ def experts_triton(
             routed, hidden, down, coding=coding, cut=second, interpret=interpret
         )
     else:
-        assert isinstance(first, Block)
         assert isinstance(second, Block)
         cut: dict[str, Any] = dict(rows=rows, interpret=interpret)
         of_gate_up, of_down = (

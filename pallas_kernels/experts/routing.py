@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.triton import load, store
 
-# Most tokens of a program that routes. It must not exceed the rows of any tile; see `_place`.
+# Most tokens of a program that routes.
 BLOCK_TOKENS = 16
 
 
@@ -97,12 +97,14 @@ def _place(choice, before, counts, expert_ref, used_ref, pair_ref, *, top_k, row
     tiles = (counts + rows - 1) // rows
     end = jnp.cumsum(tiles)
     first = end - tiles
-    # Program `me` writes the `me`-th tile of every expert. A block has no more tokens than a tile
-    # has rows, so there are at least as many programs as tiles of one expert.
-    owned = me < tiles
-    tile = jnp.where(owned, first + me, expert_ref.shape[0])
-    plgpu.store(expert_ref.at[tile], lax.iota(jnp.int32, experts), mask=owned)
-    plgpu.store(used_ref.at[tile], jnp.minimum(counts - me * rows, rows), mask=owned)
+    # Program `me` writes the `me`-th tile of every expert; or the next few, where a block has more
+    # tokens than a tile has rows. An expert has no more tiles than all programs write.
+    each = pl.cdiv(block, rows)
+    for mine in (me * each + i for i in range(each)):
+        owned = mine < tiles
+        tile = jnp.where(owned, first + mine, expert_ref.shape[0])
+        plgpu.store(expert_ref.at[tile], lax.iota(jnp.int32, experts), mask=owned)
+        plgpu.store(used_ref.at[tile], jnp.minimum(counts - mine * rows, rows), mask=owned)
     share = pl.next_power_of_2(pl.cdiv(expert_ref.shape[0], programs))
     tile = me * share + lax.iota(jnp.int32, share)
     unused = (tile >= jnp.sum(tiles)) & (tile < expert_ref.shape[0])

@@ -33,65 +33,67 @@ TABLE = (
 )
 
 
-# The same for codes of 4 bits. Microseconds, with some of the loop around a product:
+def _coded(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> Tiling:
+    """Return a tiling for codes from (outputs, splits, unroll, warps, stages) of both products."""
+    cuts = (
+        Cut(rows, outputs, splits, unroll, warps, stages, early=True)
+        for outputs, splits, unroll, warps, stages in (gate_up, down)
+    )
+    return Tiling(rows, *cuts)
+
+
+# The same for codes of 8 bits (int8), gate and up with the sum of shared inputs, then down, beside
+# the time of reading the experts in use at 4.3 TB/s. 16 to 64 tokens an expert lie between sizes
+# that were measured, and so do 9 to 16 tokens.
 #
-#   tokens           2 (equal)    8   32  128  512
-#   gate and up             26   61  119  124  247
-#   down                    16   34   58   62  118
+#   tokens                  1     8    32   128   512  2048
+#   gate and up            14    61   115   134   206   555
+#   reading                 7    47   106   118   118   118
+#   down                    9    30    61    84   120   301
+#   reading                 4    24    53    59    59    59
 #
-# Without shared inputs gate and up take 61 for 2 tokens, and 79 for 8. Tiles of 32 rows take 241 and
-# 86 for 128 tokens, and tiles of 64 rows 256 and 139 for 512.
-FOUR_BITS = (
-    (
-        0.2,
-        Tiling(
-            8,
-            Cut(8, 64, splits=11, warps=1, stages=4, early=True),
-            Cut(8, 64, warps=1, stages=5, early=True),
-        ),
-    ),
-    (
-        0.5,
-        Tiling(
-            8,
-            Cut(8, 64, splits=2, warps=1, stages=4, early=True),
-            Cut(8, 128, warps=2, stages=6, early=True),
-        ),
-    ),
-    (
-        16.0,
-        Tiling(
-            16,
-            Cut(16, 64, warps=1, stages=4, early=True),
-            Cut(16, 128, warps=2, stages=4, early=True),
-        ),
-    ),
-    (
-        48.0,
-        Tiling(
-            32,
-            Cut(32, 64, warps=1, stages=4, early=True),
-            Cut(32, 128, warps=2, stages=4, early=True),
-        ),
-    ),
-    (
-        float("inf"),
-        Tiling(
-            64,
-            Cut(64, 64, warps=4, stages=4, early=True),
-            Cut(64, 128, warps=4, stages=4, early=True),
-        ),
-    ),
+# Blocks of 64 inputs are half a line of memory: gate and up take 97 for 8 tokens, and 186 for 32.
+# From 16 rows on four warps of `coded` use the instructions for whole groups of warps, for which
+# Triton takes bytes apart: 200 for 128 tokens. So `triton` has the middle sizes.
+EIGHT_BITS = (
+    (0.2, _coded(8, (64, 11, 2, 4, 2), (64, 1, 2, 2, 4))),
+    (0.75, _coded(8, (64, 2, 2, 4, 3), (64, 1, 2, 2, 4))),
+    (4.0, _coded(8, (64, 1, 2, 4, 3), (64, 1, 2, 2, 4))),
+    (16.0, Tiling(16, Block(64, 128, warps=4, stages=5), Block(128, 64, warps=4, stages=4))),
+    (48.0, Tiling(32, Block(64, 128, warps=4, stages=4), Block(128, 64, warps=4, stages=4))),
+    (64.0, Tiling(64, Block(128, 64, warps=8, stages=4), Block(128, 64, warps=8, stages=4))),
+    (float("inf"), _coded(128, (64, 1, 1, 4, 4), (128, 1, 1, 4, 4))),
 )
 
 
-def tiling_for(tokens_an_expert: float, four_bits: bool = False) -> Tiling:
+# The same for codes of 4 bits (int4 in groups of 32):
+#
+#   tokens                  1     8    32   128   512
+#   gate and up            11    44    89   108   247
+#   reading                 4    26    59    66    66
+#   down                    7    22    38    47   118
+#   reading                 2    13    30    33    33
+#
+# (512 tokens with some of the loop around a product.) Tiles of 16 rows take 108 and 42 for 32
+# tokens, and tiles of 8 rows 114 and 56 for 128. nvfp4, whose scales are read one step ahead only,
+# takes 192 for gate and up of 32 tokens with tiles of 16 rows.
+FOUR_BITS = (
+    (0.2, _coded(8, (64, 22, 1, 1, 2), (64, 1, 1, 1, 5))),
+    (0.5, _coded(8, (64, 11, 1, 1, 3), (128, 1, 1, 2, 6))),
+    (4.0, _coded(8, (64, 1, 1, 1, 4), (128, 1, 1, 2, 4))),
+    (16.0, _coded(16, (64, 1, 1, 1, 3), (128, 1, 1, 2, 4))),
+    (48.0, _coded(32, (64, 1, 1, 1, 4), (128, 1, 1, 2, 4))),
+    (float("inf"), _coded(64, (64, 1, 1, 4, 4), (128, 1, 1, 4, 4))),
+)
+
+
+def tiling_for(tokens_an_expert: float, bits: int = 16) -> Tiling:
     """Return the tiling for this mean number of tokens per expert.
 
     It is the first row of the table whose limit is not exceeded.
 
     Args:
-      four_bits: whether weights are codes of 4 bits.
+      bits: of a weight: 16, or 8 or 4 where it is a code.
     """
-    table = FOUR_BITS if four_bits else TABLE
+    table = {16: TABLE, 8: EIGHT_BITS, 4: FOUR_BITS}[bits]
     return next(tiling for most, tiling in table if tokens_an_expert <= most)

@@ -1,4 +1,4 @@
-"""The weight of a Triton kernel, read in blocks of 64 inputs as codes of 4 bits with groups.
+"""The weight of a Triton kernel, read in blocks of 64 inputs as codes: of 4 bits with groups, or of 8.
 
 A kernel multiplies outputs x inputs (the codes) by inputs x rows. So up to 8 rows are the right
 operand of the narrowest tensor core instruction, and numbers go from bytes to its left operand in
@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from pallas_kernels.grouped import decode
 from pallas_kernels.grouped.coding import BLOCK, HALF, Coding, scale_numbers
-from pallas_kernels.triton import dot, load
+from pallas_kernels.triton import below, dot, load
 
 Scales = list[tuple[Any, ...]]  # arrays, or None
 
@@ -112,8 +112,41 @@ class FourBits:
         return total
 
 
+@dataclasses.dataclass(frozen=True)
+class EightBits:
+    """Codes [*before, *after, inputs] of 8 bits, whose factors come after the product.
+
+    Attributes:
+      codes: a reference; as uint8, because Pallas loads no e4m3 with a mask.
+      dtype: what the bytes are.
+      before, after: indices of the outputs, of which one is an array [outputs].
+      size: inputs of a block. A block of 128 is a whole line of memory for each output, which is
+        read faster than two halves at two times. The last block may reach past the inputs.
+    """
+
+    codes: Any
+    dtype: jnp.dtype
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    size: int
+    interpret: bool
+
+    def load_scales(self, block: Array | int, count: int, *, ahead: bool) -> Scales:
+        """Load nothing: a group is all inputs of an output."""
+        return []
+
+    def add(self, total: Array, block: Array, given: Scales, x: Any) -> Array:
+        """Add the product of a block to sums [outputs, rows]. Arguments as in `FourBits.add`."""
+        k = (block * self.size + lax.iota(jnp.int32, self.size))[None, :]
+        mask = below(k, self.codes.shape[-1])
+        codes = load(self.codes, *_columns(self.before), *_columns(self.after), k, mask=mask)
+        rows = x(0, self.size)
+        w = decode.byte_numbers(codes, self.dtype, rows.dtype, interpret=self.interpret)
+        return total + dot(w, rows)
+
+
 def multiply_blocks(
-    operands: tuple[FourBits, ...],
+    operands: tuple[FourBits | EightBits, ...],
     totals: tuple[Array, ...],
     x_block: Any,
     start: Array | int,

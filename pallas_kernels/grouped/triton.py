@@ -43,8 +43,15 @@ class Cut:
     stages: int = 4
     early: bool = False
 
-    def dividing(self, outputs: int, blocks: int) -> Cut:
-        """Return a cut whose outputs, splits and steps divide these outputs and blocks of inputs."""
+    def dividing(self, outputs: int, blocks: int, *, last_may_reach_past: bool = False) -> Cut:
+        """Return a cut whose outputs, splits and steps divide these outputs and blocks of inputs.
+
+        Args:
+          last_may_reach_past: the last step may; then only splits divide steps.
+        """
+        if last_may_reach_past:
+            steps = Cut.dividing(self, outputs, -(-blocks // self.unroll))
+            return dataclasses.replace(steps, unroll=self.unroll)
         splits = max(s for s in range(1, self.splits + 1) if blocks % s == 0)
         unroll = max(u for u in range(1, self.unroll + 1) if blocks // splits % u == 0)
         tile = min(self.outputs, outputs & -outputs)

@@ -25,6 +25,7 @@ from pallas_kernels.experts.launch import Tiling
 from pallas_kernels.experts.routing import Routed, num_tiles, route
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.experts.tuning import TABLE, tiling_for
+from pallas_kernels.grouped.triton import Cut
 from tests.decode.cases import slow
 
 # Blocks that cut NARROW and SMALL into several, with and without a rest.
@@ -86,9 +87,10 @@ def check_routed(logits: jax.Array, scale: jax.Array, top_k: int, rows: int) -> 
     return routed
 
 
-# Both sides of the 16 tokens that one program routes, and of the 512 whose counts are read at once.
+# Both sides of the 16 tokens (or the rows of a tile) that one program routes, and of the 512 whose counts are read at once.
 @pytest.mark.parametrize(
-    ("tokens", "rows"), [(1, 16), (2, 16), (40, 16), pytest.param(600, 64, marks=pytest.mark.slow)]
+    ("tokens", "rows"),
+    [(1, 16), (2, 16), (40, 16), (20, 8), pytest.param(600, 64, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_tiles_hold_every_pair_once(tokens: int, rows: int, routing: str) -> None:
@@ -153,6 +155,16 @@ def test_the_table_covers_any_number_of_tokens() -> None:
     assert [most for most, _ in TABLE] == sorted(most for most, _ in TABLE)
     assert tiling_for(0.01) == TABLE[0][1]
     assert tiling_for(1e9) == TABLE[-1][1]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_tables_for_codes_cut_the_experts_of_26b_evenly(bits: int) -> None:
+    e, d, f = (getattr(GEMMA4_26B_A4B, name) for name in ("experts", "width", "hidden"))
+    for tokens in (1, 8, 16, 32, 128, 512, 2048):
+        tiling = tiling_for(tokens * GEMMA4_26B_A4B.top_k / e, bits)
+        for cut, outputs, summed in ((tiling.gate_up, f, d), (tiling.down, d, f)):
+            if isinstance(cut, Cut):
+                assert cut.dividing(outputs, summed // 64, last_may_reach_past=bits == 8) == cut
 
 
 @pytest.mark.parametrize(
