@@ -44,22 +44,25 @@ class Cut:
 
 def _linear(x_ref, codes_ref, scales_ref, out_ref, *, cut: Cut, kind, interpret: bool):
     """Write out[split, rows, outputs] of a tile: sums, times their scales if there is one split."""
-    share = (x_ref.shape[-1] * (4 if cut.words else 1)) // cut.inputs // cut.splits
+    blocks = (x_ref.shape[-1] * (4 if cut.words else 1)) // cut.inputs
     out = pl.program_id(0) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
     row = pl.program_id(1) * cut.rows + lax.iota(jnp.int32, cut.rows)
-    start = pl.program_id(2) * share
+    split = pl.program_id(2)
+    start, end = (0, blocks) if cut.splits == 1 else (
+        (split + i) * blocks // cut.splits for i in range(2)
+    )
     in_use = below(row, x_ref.shape[-2])
     mask = None if in_use is None else in_use[:, None]
 
     def step(i, total):
-        k = (start + i) * cut.inputs + lax.iota(jnp.int32, cut.inputs)
+        k = i * cut.inputs + lax.iota(jnp.int32, cut.inputs)
         w = numbers(load(codes_ref, out[:, None], k[None, :]), interpret=interpret)
         x = load(x_ref, row[:, None], k[None, :], mask=mask)
         return total + dot(w, x.T)
 
     def step_of_words(i, total):
         size = cut.inputs // 4
-        k = (start + i) * size + lax.iota(jnp.int32, size)
+        k = i * size + lax.iota(jnp.int32, size)
         words = load(codes_ref, out[:, None], k[None, :])
         for b in range(4):
             x = load(x_ref, b, row[:, None], k[None, :], mask=mask)
@@ -67,10 +70,10 @@ def _linear(x_ref, codes_ref, scales_ref, out_ref, *, cut: Cut, kind, interpret:
         return total
 
     step = step_of_words if cut.words else step
-    total = lax.fori_loop(0, share, step, jnp.zeros((cut.outputs, cut.rows), jnp.float32))
+    total = lax.fori_loop(start, end, step, jnp.zeros((cut.outputs, cut.rows), jnp.float32))
     if cut.splits == 1:
         total = total * load(scales_ref, out)[:, None]
-    store(out_ref, pl.program_id(2), row[:, None], out[None, :], value=total.T, mask=mask)
+    store(out_ref, split, row[:, None], out[None, :], value=total.T, mask=mask)
 
 
 def linear_triton(
