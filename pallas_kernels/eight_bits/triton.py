@@ -45,8 +45,8 @@ class Cut:
 def _linear(x_ref, codes_ref, scales_ref, out_ref, *, cut: Cut, kind, interpret: bool):
     """Write out[split, rows, outputs] of a tile: sums, times their scales if there is one split."""
     blocks = (x_ref.shape[-1] * (4 if cut.words else 1)) // cut.inputs
-    out = pl.program_id(0) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
-    row = pl.program_id(1) * cut.rows + lax.iota(jnp.int32, cut.rows)
+    out = pl.program_id(1) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
+    row = pl.program_id(0) * cut.rows + lax.iota(jnp.int32, cut.rows)
     split = pl.program_id(2)
     start, end = (0, blocks) if cut.splits == 1 else (
         (split + i) * blocks // cut.splits for i in range(2)
@@ -96,7 +96,7 @@ def linear_triton(
         out_shape=jax.ShapeDtypeStruct(
             (cut.splits, rows, outputs), dtype if cut.splits == 1 else jnp.float32
         ),
-        grid=(outputs // cut.outputs, pl.cdiv(rows, cut.rows), cut.splits),
+        grid=(pl.cdiv(rows, cut.rows), outputs // cut.outputs, cut.splits),
         compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         interpret=interpret,
         name="eight_bit_linear",
