@@ -18,8 +18,10 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.eight_bits.decode import numbers, numbers_of_words
+from pallas_kernels.eight_bits.decode import numbers
 from pallas_kernels.triton import below, dot, load, store
+
+WORD = 4  # codes of a word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,74 +33,72 @@ class Cut:
       inputs: of a step of a program.
       splits: programs that share the inputs of a tile.
       warps, stages: of a program, and steps that it loads ahead.
+      words: whether codes are read in words of four. A step then makes four products, each of every
+        fourth input. The tensor cores' largest instructions (from 4 warps on) want two neighbouring
+        inputs in a thread, which would be loads of 2 bytes. Rows must lie in the same order, which
+        takes XLA a kernel of its own, or a part of the one before.
     """
 
     rows: int
     outputs: int
     inputs: int = 128
     splits: int = 1
-    warps: int = 4
+    warps: int = 2
     stages: int = 4
     words: bool = False
 
 
-def _linear(x_ref, codes_ref, scales_ref, out_ref, *, cut: Cut, kind, interpret: bool):
+def _linear(x_ref, codes_ref, scales_ref, out_ref, *, kind, cut: Cut, interpret: bool):
     """Write out[split, rows, outputs] of a tile: sums, times their scales if there is one split."""
-    blocks = (x_ref.shape[-1] * (4 if cut.words else 1)) // cut.inputs
-    out = pl.program_id(1) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
     row = pl.program_id(0) * cut.rows + lax.iota(jnp.int32, cut.rows)
-    split = pl.program_id(2)
-    start, end = (0, blocks) if cut.splits == 1 else (
-        (split + i) * blocks // cut.splits for i in range(2)
-    )
+    out = pl.program_id(1) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
+    split, size = pl.program_id(2), cut.inputs // WORD if cut.words else cut.inputs
     in_use = below(row, x_ref.shape[-2])
     mask = None if in_use is None else in_use[:, None]
 
     def step(i, total):
-        k = i * cut.inputs + lax.iota(jnp.int32, cut.inputs)
-        w = numbers(load(codes_ref, out[:, None], k[None, :]), interpret=interpret)
-        x = load(x_ref, row[:, None], k[None, :], mask=mask)
-        return total + dot(w, x.T)
-
-    def step_of_words(i, total):
-        size = cut.inputs // 4
         k = i * size + lax.iota(jnp.int32, size)
-        words = load(codes_ref, out[:, None], k[None, :])
-        for b in range(4):
-            x = load(x_ref, b, row[:, None], k[None, :], mask=mask)
-            total = total + dot(numbers_of_words(words, kind, b, interpret=interpret), x.T)
+        codes = load(codes_ref, out[:, None], k[None, :])
+        for byte in range(WORD) if cut.words else (None,):
+            part = () if byte is None else (byte,)
+            x = load(x_ref, *part, row[:, None], k[None, :], mask=mask)
+            total = total + dot(numbers(codes, kind, byte, interpret=interpret), x.T)
         return total
 
-    step = step_of_words if cut.words else step
-    total = lax.fori_loop(start, end, step, jnp.zeros((cut.outputs, cut.rows), jnp.float32))
+    steps = x_ref.shape[-1] // size
+    ends = (0, steps) if cut.splits == 1 else [(split + i) * steps // cut.splits for i in range(2)]
+    total = lax.fori_loop(*ends, step, jnp.zeros((cut.outputs, cut.rows), jnp.float32))
     if cut.splits == 1:
         total = total * load(scales_ref, out)[:, None]
     store(out_ref, split, row[:, None], out[None, :], value=total.T, mask=mask)
 
 
 def linear_triton(
-    x: Float[Array, "R K"],
-    codes: Shaped[Array, "N K"],
-    scales: Float[Array, " N"],
+    x: Float[Array, "R *in"],
+    codes: Shaped[Array, "*out_in"],
+    scales: Float[Array, "*out"],
     *,
     dtype: DTypeLike,
     cut: Cut,
     interpret: bool = False,
-) -> Float[Array, "R N"]:
+) -> Float[Array, "R *out"]:
     """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
-    rows, outputs = x.shape[0], codes.shape[0]
-    kind = codes.dtype
+    rows, outputs, kind, shape = x.shape[0], scales.size, codes.dtype, scales.shape
+    x, scales = x.reshape(rows, -1), scales.reshape(outputs)
+    codes = codes.reshape(outputs, -1)
     if cut.words:
-        codes = lax.bitcast_convert_type(codes.reshape(outputs, -1, 4), jnp.uint32)
-        x = x.reshape(rows, -1, 4).transpose(2, 0, 1)
+        codes = lax.bitcast_convert_type(codes.reshape(outputs, -1, WORD), jnp.uint32)
+        x = x.reshape(rows, -1, WORD).transpose(2, 0, 1)
     parts = pl.pallas_call(
-        functools.partial(_linear, cut=cut, kind=kind, interpret=interpret),
+        functools.partial(_linear, kind=kind, cut=cut, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct(
             (cut.splits, rows, outputs), dtype if cut.splits == 1 else jnp.float32
         ),
+        # Programs that read the same codes for other rows run side by side.
         grid=(pl.cdiv(rows, cut.rows), outputs // cut.outputs, cut.splits),
         compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         interpret=interpret,
         name="eight_bit_linear",
     )(x, codes, scales)
-    return parts[0] if cut.splits == 1 else (jnp.sum(parts, axis=0) * scales).astype(dtype)
+    out = parts[0] if cut.splits == 1 else (jnp.sum(parts, axis=0) * scales).astype(dtype)
+    return out.reshape(rows, *shape)

@@ -1,0 +1,87 @@
+"""Products with 8-bit codes: the kernel against its plain reference, and how it is cut."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.configs.gemma4 import PRESETS
+from jaxspec.families import graph_of
+from jaxspec.quantised.choice import formats_for
+from pallas_kernels.eight_bits import Cut, linear
+from pallas_kernels.eight_bits.cases import SHAPES
+from pallas_kernels.eight_bits.tuning import MOST_ROWS, TABLE, cut_for
+
+KINDS = (jnp.int8, jnp.float8_e4m3fn)
+
+
+def arguments(rows: int, inputs: tuple[int, ...], outputs: tuple[int, ...], kind) -> tuple:
+    """Return rows, every code that is a number in any order, and scales."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (rows, *inputs), jnp.bfloat16)
+    bits = jax.random.bits(keys[1], (*outputs, *inputs), jnp.uint8)
+    if kind != jnp.int8:
+        bits = jnp.where(bits & 127 == 127, 0, bits)  # that one is no number
+    codes = jax.lax.bitcast_convert_type(bits, kind)
+    return x, codes, jax.random.uniform(keys[2], outputs, jnp.float32, 0.5, 1.5) / 1024
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "cut"),
+    [
+        (1, Cut(8, 64, inputs=128)),
+        (5, Cut(8, 64, inputs=64, splits=3)),  # 5 steps: one, two and two
+        (21, Cut(16, 32, inputs=64, splits=2)),
+        (16, Cut(16, 64, inputs=64, words=True)),
+        (40, Cut(32, 64, inputs=64, splits=2, words=True)),
+    ],
+)
+def test_the_kernel_is_dequantise_then_multiply(kind, rows, cut):
+    """Two axes of inputs and two of outputs, as attention has; sums differ by float32's rounding."""
+    inputs = (5, 64) if cut.inputs == 64 else (4, 64)
+    x, codes, scales = arguments(rows, inputs, (2, 64), kind)
+    weight = (codes.astype(jnp.float32) * scales[..., None, None]).reshape(128, -1)
+    with jax.default_matmul_precision("highest"):
+        expected = (x.astype(jnp.float32).reshape(rows, -1) @ weight.T).reshape(rows, 2, 64)
+    how = dict(dtype=jnp.float32, interpret=True)
+    out = linear(x, codes, scales, implementation="triton", cut=cut, **how)
+    largest = float(jnp.max(jnp.abs(expected)))
+    # 320 products of float32 numbers, in another order.
+    assert float(jnp.max(jnp.abs(out - expected))) < 3e-6 * largest
+    plain = linear(x, codes, scales, implementation="reference", **how)
+    assert float(jnp.max(jnp.abs(plain - expected))) < 3e-6 * largest
+
+
+def test_the_kernel_refuses_what_it_cannot_cut():
+    for rows, inputs, said in ((MOST_ROWS + 1, 64, "rows at most"), (2, 96, "multiples of 64")):
+        x, codes, scales = arguments(rows, (inputs,), (64,), jnp.int8)
+        with pytest.raises(NotImplementedError, match=said):
+            linear(x, codes, scales, dtype=x.dtype, implementation="triton", interpret=True)
+    wide = x.astype(jnp.float32)
+    with pytest.raises(NotImplementedError, match="float32"):
+        linear(wide, codes, scales, dtype=wide.dtype, implementation="triton")
+    with pytest.raises(ValueError, match="codes must be"):
+        linear(x, codes.T, scales, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("preset", ["e2b", "e4b", "12b", "26b-a4b", "31b"])
+def test_every_product_of_every_target_is_cut_evenly(preset):
+    """And has a name in `cases`, under which scripts measure it."""
+    graph = graph_of(PRESETS[preset], "bfloat16")
+    graph = graph.with_formats(formats_for(graph, "int8", None))
+    found = set()
+    for name, codes in graph.abstract_params().items():
+        if not name.endswith(".codes") or "experts" in name:
+            continue
+        outputs = math.prod(graph.abstract_params()[name[:-5] + "scales"].shape)
+        found.add((codes.size // outputs, outputs))
+    assert found == {size for name, size in SHAPES.items() if name.startswith(preset + " ")}
+    for inputs, outputs in found:
+        for rows in (1, *(row[0] for row in TABLE)):
+            cut = cut_for(rows, inputs, outputs)
+            assert outputs % cut.outputs == inputs % cut.inputs == 0
+            assert 1 <= cut.splits <= inputs // cut.inputs
