@@ -36,6 +36,13 @@ prmt.b32 z, x, 0, 0x3322; {second} }}"""
 _OF_WORDS = """{{ .reg .b32 y, z, c, zero; mov.b32 c, {factor}; mov.b32 zero, 0x80008000;
 prmt.b32 z, $1, $2, 0x{b}{b}{a}{a}; {first} }}"""
 
+# The first and the second two codes of $1, as two bfloat16.
+E4M3_PAIRS = tuple(
+    "{ .reg .b32 y, z, c, zero; mov.b32 c, " + _POWER + "; mov.b32 zero, 0x80008000; "
+    f"prmt.b32 z, $1, 0, {places}; " + _E4M3.format(out="$0") + " }"
+    for places in ("0x1100", "0x3322")
+)
+
 
 def numbers(
     codes: Shaped[Array, "N K"], kind: DTypeLike, byte: int | None, *, interpret: bool

@@ -1,72 +1,55 @@
-"""A product with codes of 8 bits in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies."""
+"""A product of many rows with codes of 8 bits in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
+
+A block of threads has two warpgroups. Each multiplies outputs of its own with all rows, over a share
+of the inputs. TMA loads codes and rows into a ring in shared memory, several steps ahead. A warpgroup
+takes 64 x 64 codes into registers, converts them, and hands them to wgmma as its left operand. While
+these are multiplied it converts the next ones.
+
+Where outputs are few, several blocks share the inputs of a tile (`splits`). XLA adds their parts, in
+their order.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+from jaxtyping import Array, Float, Shaped
 
-LINE = 64  # inputs that one wgmma call multiplies: a line of 128 bytes of rows
+from pallas_kernels.eight_bits.decode import E4M3_PAIRS
+from pallas_kernels.eight_bits.tuning import LINE, TILE, MosaicCut
 
-
-@dataclasses.dataclass(frozen=True)
-class MosaicCut:
-    outputs: int = 128  # of each of two warpgroups
-    inputs: int = 128
-    splits: int = 1
-    stages: int = 3
-
-
-def _numbers(codes):
-    """[64, 64] codes in registers, as bfloat16 in the layout of wgmma's left operand."""
-    if codes.dtype == jnp.int8:
-        return plgpu.layout_cast(codes.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
-    layout = plgpu.Layout.WGMMA_UPCAST_2X
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.bfloat16, layout=layout),
-    )
-    def convert(_, codes):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm, vector
-        from jax.experimental.mosaic.gpu import utils
-
-        i32 = ir.IntegerType.get_signless(32)
-        two = ir.VectorType.get((2,), i32)
-        four = ir.VectorType.get((4,), ir.BF16Type.get())
-        made = np.empty_like(codes.registers)
-        for index, register in np.ndenumerate(codes.registers):
-            word = utils.bitcast(register, i32)
-            out = llvm.mlir_undef(two)
-            for half, bytes_ in enumerate(("1100", "3322")):
-                number = llvm.inline_asm(
-                    i32,
-                    [word],
-                    "{ .reg .b32 y, z, c, zero; mov.b32 c, 0x7b807b80; mov.b32 zero, 0x80008000;"
-                    f"prmt.b32 z, $1, 0, 0x{bytes_}; shr.u32 y, z, 4; and.b32 y, y, 0x07f007f0;"
-                    "lop3.b32 y, z, 0x80008000, y, 0xea; fma.rn.bf16x2 $0, y, c, zero; }",
-                    "=r,r",
-                )
-                out = llvm.insertelement(out, number, utils.c(half, i32))
-            made[index] = vector.bitcast(four, out)
-        return type(codes)(_registers=made, _layout=codes.layout, _is_signed=None)
-
-    return plgpu.layout_cast(convert(codes), plgpu.Layout.WGMMA)
+ROWS = 8  # rows are a multiple of it
 
 
-def _linear(x_ref, codes_ref, scales_ref, out_ref, ring, x_ring, result, there, free, *, cut, rows):
-    split, tile = lax.axis_index("split"), lax.axis_index("tile")
-    warpgroup = lax.axis_index("warpgroup")
-    steps = codes_ref.shape[1] // cut.inputs
+def _linear(
+    x_ref,
+    codes_ref,
+    scales_ref,
+    out_ref,
+    ring,
+    x_ring,
+    result,
+    there,
+    free,
+    *,
+    cut: MosaicCut,
+) -> None:
+    """Write out[split, rows, outputs] of a tile: sums times their scales."""
+    split, tile, warpgroup = (lax.axis_index(name) for name in ("split", "tile", "warpgroup"))
+    rows, steps = x_ref.shape[0], codes_ref.shape[1] // cut.inputs
     begin, end = (lax.div((split + i) * steps, cut.splits) for i in range(2))
-    lines, count, blocks = cut.inputs // LINE, end - begin, cut.outputs // 64
+    lines, count, blocks = cut.inputs // LINE, end - begin, cut.outputs // TILE
 
     def fetch(step):
         """Let TMA load what a step multiplies."""
@@ -77,89 +60,123 @@ def _linear(x_ref, codes_ref, scales_ref, out_ref, ring, x_ring, result, there, 
             plgpu.copy_gmem_to_smem(codes_ref.at[own, at], ring.at[place, line], there.at[place])
             plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place, line], there.at[place])
 
-    @pl.when(warpgroup == 0)
-    def _():
-        @pl.loop(0, jnp.minimum(count, cut.stages))
-        def _(step):
-            fetch(step)
-
     def give_back(step):
         @pl.when(step >= 0)
         def _():
             plgpu.barrier_arrive(free.at[lax.rem(step, cut.stages)])
 
     def refill(step):
-        """Load over what both have given back. One waits for the other, a step later."""
+        """Load over what both have given back. It was a step ago, so that none waits for the other."""
 
         @pl.when((step >= 0) & (step + cut.stages < count) & (warpgroup == 0))
         def _():
             plgpu.barrier_wait(free.at[lax.rem(step, cut.stages)])
             fetch(step + cut.stages)
 
+    @pl.when(warpgroup == 0)
+    def _():
+        pl.loop(0, jnp.minimum(count, cut.stages))(fetch)
+
     def multiply(*totals):
         @pl.loop(0, count)
-        def _(i):
-            place = lax.rem(i, cut.stages)
+        def _(step):
+            place = lax.rem(step, cut.stages)
             plgpu.barrier_wait(there.at[place])
             for line in range(lines):
                 for block in range(blocks):
-                    first = warpgroup * cut.outputs + block * 64
-                    codes = plgpu.load(
-                        ring.at[place, line, pl.ds(first, 64)], layout=plgpu.Layout.WGMMA_UPCAST_2X
-                    )
-                    w = _numbers(codes)
+                    first = warpgroup * cut.outputs + block * TILE
+                    w = _numbers(ring.at[place, line, pl.ds(first, TILE)])
                     plgpu.wgmma(totals[block], w, x_ring.at[place, line].transpose((1, 0)))
-                    # While this is multiplied the next codes are converted.
-                    plgpu.wgmma_wait(1)
+                    plgpu.wgmma_wait(1)  # for the one before this
                 if line == 0:
-                    # Nothing reads what belonged to the last step any more.
-                    give_back(i - 1)
-                    refill(i - 2)
+                    give_back(step - 1)
+                    refill(step - 2)
 
         plgpu.wgmma_wait(0)
         return [total[...] for total in totals]
 
-    totals = pl.run_scoped(multiply, *[plgpu.WGMMAAccumulatorRef((64, rows), jnp.float32)] * blocks)
-    mine = result.at[warpgroup]
-    for block in range(blocks):
-        first = (tile * 2 + warpgroup) * cut.outputs + block * 64
-        by_output = plgpu.Layout.WGMMA.reduce(1)
-        scales = plgpu.load(scales_ref.at[pl.ds(first, 64)], layout=by_output, optimized=False)
-        total = totals[block] * lax.broadcast_in_dim(scales, (64, rows), [0])
-        total = plgpu.layout_cast(total.astype(result.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        mine.T[...] = total
+    total = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
+    totals = pl.run_scoped(multiply, *[total] * blocks)
+    mine, by_output = result.at[warpgroup], plgpu.Layout.WGMMA.reduce(1)
+    for block, total in enumerate(totals):
+        own = pl.ds((tile * 2 + warpgroup) * cut.outputs + block * TILE, TILE)
+        scales = plgpu.load(scales_ref.at[own], layout=by_output, optimized=False)  # pyright: ignore[reportCallIssue]
+        total = (total * lax.broadcast_in_dim(scales, (TILE, rows), [0])).astype(result.dtype)
+        mine.T[...] = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(mine, out_ref.at[split, :, pl.ds(first, 64)])
+        plgpu.copy_smem_to_gmem(mine, out_ref.at[split, :, own])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.wait_smem_to_gmem(0)
 
 
-def linear_mosaic(x, codes, scales, *, dtype, cut):
-    rows, outputs, shape = x.shape[0], scales.size, scales.shape
-    x, scales, codes = x.reshape(rows, -1), scales.reshape(outputs), codes.reshape(outputs, -1)
-    part = dtype if cut.splits == 1 else jnp.float32
+def _numbers(codes_ref: Any) -> Array:
+    """Return codes [64, 64] in shared memory as bfloat16 in registers, as wgmma takes them."""
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+    codes = plgpu.load(codes_ref, layout=layout)  # pyright: ignore[reportCallIssue]
+    if codes.dtype == jnp.int8:  # in 4 instructions for two codes, as in `decode`
+        return plgpu.layout_cast(codes.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
 
-    def tiled(size, numbers):
-        return plgpu.TilingTransform((8, numbers)), plgpu.SwizzleTransform(size)
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.bfloat16, layout=layout),
+    )
+    def convert(_, codes):
+        # A register has four codes of e4m3. This Mosaic does not convert them to bfloat16.
+        word = ir.IntegerType.get_signless(32)
+        words, four = ir.VectorType.get((2,), word), ir.VectorType.get((4,), ir.BF16Type.get())
+        made = np.empty_like(codes.registers)
+        for index, register in np.ndenumerate(codes.registers):
+            out = llvm.mlir_undef(words)
+            for half, code in enumerate(E4M3_PAIRS):
+                pair = llvm.inline_asm(word, [utils.bitcast(register, word)], code, "=r,r")
+                out = llvm.insertelement(out, pair, utils.c(half, word))
+            made[index] = vector.bitcast(four, out)
+        return type(codes)(_registers=made, _layout=codes.layout, _is_signed=None)
 
-    lines = cut.inputs // LINE
+    return plgpu.layout_cast(convert(codes), plgpu.Layout.WGMMA)
+
+
+def linear_mosaic(
+    x: Float[Array, "R *in"],
+    codes: Shaped[Array, "*out_in"],
+    scales: Float[Array, "*out"],
+    *,
+    dtype: DTypeLike,
+    cut: MosaicCut,
+) -> Float[Array, "R *out"]:
+    """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
+    count, outputs, shape = x.shape[0], scales.size, scales.shape
+    x = jnp.pad(x.reshape(count, -1), ((0, -count % ROWS), (0, 0)))
+    rows, lines = x.shape[0], cut.inputs // LINE
+    part = jnp.dtype(dtype if cut.splits == 1 else jnp.float32)
+
+    def ring(*shape: int, dtype: Any) -> Any:
+        of_line = shape[-1] * jnp.dtype(dtype).itemsize
+        line = plgpu.TilingTransform((8, shape[-1])), plgpu.SwizzleTransform(of_line)
+        return plgpu.SMEM(shape, dtype, transforms=line)
+
     out = plgpu.kernel(
-        functools.partial(_linear, cut=cut, rows=rows),
+        functools.partial(_linear, cut=cut),
         out_type=jax.ShapeDtypeStruct((cut.splits, rows, outputs), part),
         grid=(cut.splits, outputs // (2 * cut.outputs)),
         grid_names=("split", "tile"),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=(
+            ring(cut.stages, lines, 2 * cut.outputs, LINE, dtype=codes.dtype),
+            ring(cut.stages, lines, rows, LINE, dtype=x.dtype),
             plgpu.SMEM(
-                (cut.stages, lines, 2 * cut.outputs, LINE), codes.dtype, transforms=tiled(64, LINE)
+                (2, rows, TILE),
+                part,
+                transforms=(
+                    plgpu.TilingTransform((8, 128 // part.itemsize)),
+                    plgpu.SwizzleTransform(128),
+                ),
             ),
-            plgpu.SMEM((cut.stages, lines, rows, LINE), x.dtype, transforms=tiled(128, LINE)),
-            plgpu.SMEM((2, rows, 64), part, transforms=tiled(128, 128 // jnp.dtype(part).itemsize)),
             plgpu.Barrier(num_arrivals=2 * lines, num_barriers=cut.stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=cut.stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(x, codes, scales)
-    out = out[0] if cut.splits == 1 else jnp.sum(out, axis=0).astype(dtype)
-    return out.reshape(rows, *shape)
+    )(x, codes.reshape(outputs, -1), scales.reshape(outputs))
+    total = out[0] if cut.splits == 1 else jnp.sum(out, axis=0).astype(dtype)
+    return total[:count].reshape(count, *shape)

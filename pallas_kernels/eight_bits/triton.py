@@ -66,8 +66,12 @@ def _linear(x_ref, codes_ref, scales_ref, out_ref, *, kind, cut: Cut, interpret:
         return total
 
     steps = x_ref.shape[-1] // size
-    ends = (0, steps) if cut.splits == 1 else [(split + i) * steps // cut.splits for i in range(2)]
-    total = lax.fori_loop(*ends, step, jnp.zeros((cut.outputs, cut.rows), jnp.float32))
+    first, last = (
+        (0, steps)
+        if cut.splits == 1
+        else (split * steps // cut.splits, (split + 1) * steps // cut.splits)
+    )
+    total = lax.fori_loop(first, last, step, jnp.zeros((cut.outputs, cut.rows), jnp.float32))
     if cut.splits == 1:
         total = total * load(scales_ref, out)[:, None]
     store(out_ref, split, row[:, None], out[None, :], value=total.T, mask=mask)

@@ -17,11 +17,39 @@ TABLE = (
     (MOST_ROWS, Cut(128, 128, inputs=128, warps=4, stages=3, words=True), 2),
 )
 PROCESSORS = 132  # of an H200
+LEAST_MOSAIC_ROWS = 64
+
+
+LINE = 64  # inputs of what Mosaic's wgmma is handed: rows of 128 bytes
+TILE = 64  # outputs of it
+SHARED_BYTES = 224 << 10  # of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicCut:
+    """How the Mosaic kernel cuts a product.
+
+    Attributes:
+      outputs: of each of the two warpgroups of a block.
+      inputs: of a step.
+      splits: blocks that share the inputs of a tile.
+      stages: steps that the ring in shared memory holds.
+    """
+
+    outputs: int = 128
+    inputs: int = 128
+    splits: int = 1
+    stages: int = 3
+
+    def shared_bytes(self, rows: int) -> int:
+        """Return the shared memory of a block: the ring, and a tile of results."""
+        step = self.inputs * (2 * self.outputs + 2 * rows)
+        return self.stages * step + 2 * rows * TILE * (2 if self.splits == 1 else 4)
 
 
 def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
     """Return how to cut a product: the first row of the table whose limit is not exceeded, `fitted`."""
-    cut, programs = next(row[1:] for row in TABLE if rows <= row[0])
+    cut, programs = next((row[1:] for row in TABLE if rows <= row[0]), TABLE[-1][1:])
     return fitted(cut, programs, rows, inputs, outputs)
 
 
@@ -45,3 +73,24 @@ def faster_than_xla(rows: int, inputs: int, outputs: int) -> bool:
     """Tell whether the kernel was faster than XLA's product, or would be by the table above."""
     del rows, inputs, outputs
     return True
+
+
+def mosaic_cut_for(rows: int, inputs: int, outputs: int) -> MosaicCut | None:
+    """Return how the Mosaic kernel cuts a product; None where Triton's is faster."""
+    if rows < LEAST_MOSAIC_ROWS or outputs % (2 * TILE):
+        return None
+    found = []
+    for own in (128, 64):
+        if outputs % (2 * own) or own * rows > 128 * 128:
+            continue
+        tiles = outputs // (2 * own)
+        splits = max(1, int(1.01 * PROCESSORS / tiles))
+        rounds = -(-tiles * splits // PROCESSORS)
+        for step, stages in ((128, 4), (128, 3), (64, 5), (64, 4), (64, 3), (64, 2)):
+            cut = MosaicCut(own, step, splits, stages)
+            if inputs % step == 0 and cut.shared_bytes(rows) <= SHARED_BYTES:
+                # Narrow tiles read rows twice as often.
+                used = tiles * splits / PROCESSORS / rounds * (1 if own == 128 else 0.85)
+                found.append((used, own, cut))
+                break
+    return max(found, key=lambda one: one[:2])[2] if found else None
