@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, BFloat16, DTypeLike, Shaped
+from jaxtyping import Array, BFloat16, Shaped
 
 # Two bytes, both halves of z, to two bfloat16. {out}: the register of the result.
 _INT8 = """lop3.b32 y, z, 0x007f007f, 0x43004300, 0xea;
@@ -28,49 +27,27 @@ lop3.b32 z, z, 0x00800080, 0xc300c300, 0xea; fma.rn.bf16x2 {out}, y, c, z;"""
 # a zero stays.
 _E4M3 = """shr.u32 y, z, 4; and.b32 y, y, 0x07f007f0; lop3.b32 y, z, 0x80008000, y, 0xea;
 fma.rn.bf16x2 {out}, y, c, zero;"""
-_ONE, _POWER = "0x3f803f80", "0x7b807b80"  # 1 and 2^120
-_NEIGHBOURS = """{{ .reg .b32 x, y, z, c, zero; mov.b32 c, {factor}; mov.b32 zero, 0x80008000;
+_FOUR = """{{ .reg .b32 x, y, z, c, zero; mov.b32 c, {factor}; mov.b32 zero, 0x80008000;
 mov.b32 x, $2;
 prmt.b32 z, x, 0, 0x1100; {first}
 prmt.b32 z, x, 0, 0x3322; {second} }}"""
-_OF_WORDS = """{{ .reg .b32 y, z, c, zero; mov.b32 c, {factor}; mov.b32 zero, 0x80008000;
-prmt.b32 z, $1, $2, 0x{b}{b}{a}{a}; {first} }}"""
-
-# The first and the second two codes of $1, as two bfloat16.
-E4M3_PAIRS = tuple(
-    "{ .reg .b32 y, z, c, zero; mov.b32 c, " + _POWER + "; mov.b32 zero, 0x80008000; "
-    f"prmt.b32 z, $1, 0, {places}; " + _E4M3.format(out="$0") + " }"
-    for places in ("0x1100", "0x3322")
-)
+_TWO = """{{ .reg .b32 y, z, c, zero; mov.b32 c, {factor}; mov.b32 zero, 0x80008000;
+prmt.b32 z, $1, 0, {places}; {first} }}"""
+_OF_INT8 = dict(factor="0x3f803f80", first=_INT8.format(out="$0"), second=_INT8.format(out="$1"))
+_OF_E4M3 = dict(factor="0x7b807b80", first=_E4M3.format(out="$0"), second=_E4M3.format(out="$1"))
+# The first and the second two codes of $1, for Mosaic.
+E4M3_PAIRS = tuple(_TWO.format(places=places, **_OF_E4M3) for places in ("0x1100", "0x3322"))
 
 
-def numbers(
-    codes: Shaped[Array, "N K"], kind: DTypeLike, byte: int | None, *, interpret: bool
-) -> BFloat16[Array, "N K"]:
-    """Return codes as bfloat16, which holds them exactly.
-
-    Args:
-      codes: of int8 or e4m3; or words of four, of which one is returned.
-      kind: the dtype of codes.
-      byte: which code of a word; None for codes that are not in words.
-    """
-    is_int8 = jnp.dtype(kind) == jnp.int8
+def numbers(codes: Shaped[Array, "N K"], *, interpret: bool) -> BFloat16[Array, "N K"]:
+    """Return codes of int8 or e4m3 as bfloat16, which holds them exactly."""
     if interpret:
-        if byte is not None:
-            codes = lax.bitcast_convert_type((codes >> (8 * byte)).astype(jnp.uint8), kind)
         return codes.astype(jnp.bfloat16)
-    body, factor = (_INT8, _ONE) if is_int8 else (_E4M3, _POWER)
-    if byte is None:
-        halves = dict(first=body.format(out="$0"), second=body.format(out="$1"))
-        code, constraints, pack = _NEIGHBOURS.format(factor=factor, **halves), "=r,=r,r", 4
-    else:
-        places = dict(a=byte, b=byte + 4, first=body.format(out="$0"))
-        code, constraints, pack = _OF_WORDS.format(factor=factor, **places), "=r,r,r", 2
     [out] = plgpu.elementwise_inline_asm(
-        code,
+        _FOUR.format(**(_OF_INT8 if codes.dtype == jnp.int8 else _OF_E4M3)),
         args=[codes],
-        constraints=constraints,
-        pack=pack,
+        constraints="=r,=r,r",
+        pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)],
     )
     return out

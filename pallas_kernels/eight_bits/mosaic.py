@@ -128,12 +128,13 @@ def _numbers(codes_ref: Any) -> Array:
         for index, register in np.ndenumerate(codes.registers):
             out = llvm.mlir_undef(words)
             for half, code in enumerate(E4M3_PAIRS):
-                pair = llvm.inline_asm(word, [utils.bitcast(register, word)], code, "=r,r")
+                pair: Any = llvm.inline_asm(word, [utils.bitcast(register, word)], code, "=r,r")
                 out = llvm.insertelement(out, pair, utils.c(half, word))
             made[index] = vector.bitcast(four, out)
         return type(codes)(_registers=made, _layout=codes.layout, _is_signed=None)
 
-    return plgpu.layout_cast(convert(codes), plgpu.Layout.WGMMA)
+    numbers: Any = convert
+    return plgpu.layout_cast(numbers(codes), plgpu.Layout.WGMMA)
 
 
 def linear_mosaic(

@@ -21,8 +21,6 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.eight_bits.decode import numbers
 from pallas_kernels.triton import below, dot, load, store
 
-WORD = 4  # codes of a word
-
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -33,10 +31,6 @@ class Cut:
       inputs: of a step of a program.
       splits: programs that share the inputs of a tile.
       warps, stages: of a program, and steps that it loads ahead.
-      words: whether codes are read in words of four. A step then makes four products, each of every
-        fourth input. The tensor cores' largest instructions (from 4 warps on) want two neighbouring
-        inputs in a thread, which would be loads of 2 bytes. Rows must lie in the same order, which
-        takes XLA a kernel of its own, or a part of the one before.
     """
 
     rows: int
@@ -45,27 +39,22 @@ class Cut:
     splits: int = 1
     warps: int = 2
     stages: int = 4
-    words: bool = False
 
 
-def _linear(x_ref, codes_ref, scales_ref, out_ref, *, kind, cut: Cut, interpret: bool):
+def _linear(x_ref, codes_ref, scales_ref, out_ref, *, cut: Cut, interpret: bool):
     """Write out[split, rows, outputs] of a tile: sums, times their scales if there is one split."""
     row = pl.program_id(0) * cut.rows + lax.iota(jnp.int32, cut.rows)
     out = pl.program_id(1) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
-    split, size = pl.program_id(2), cut.inputs // WORD if cut.words else cut.inputs
-    in_use = below(row, x_ref.shape[-2])
+    split, steps = pl.program_id(2), x_ref.shape[1] // cut.inputs
+    in_use = below(row, x_ref.shape[0])
     mask = None if in_use is None else in_use[:, None]
 
     def step(i, total):
-        k = i * size + lax.iota(jnp.int32, size)
-        codes = load(codes_ref, out[:, None], k[None, :])
-        for byte in range(WORD) if cut.words else (None,):
-            part = () if byte is None else (byte,)
-            x = load(x_ref, *part, row[:, None], k[None, :], mask=mask)
-            total = total + dot(numbers(codes, kind, byte, interpret=interpret), x.T)
-        return total
+        k = i * cut.inputs + lax.iota(jnp.int32, cut.inputs)
+        w = numbers(load(codes_ref, out[:, None], k[None, :]), interpret=interpret)
+        x = load(x_ref, row[:, None], k[None, :], mask=mask)
+        return total + dot(w, x.T)
 
-    steps = x_ref.shape[-1] // size
     first, last = (
         (0, steps)
         if cut.splits == 1
@@ -87,14 +76,10 @@ def linear_triton(
     interpret: bool = False,
 ) -> Float[Array, "R *out"]:
     """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
-    rows, outputs, kind, shape = x.shape[0], scales.size, codes.dtype, scales.shape
-    x, scales = x.reshape(rows, -1), scales.reshape(outputs)
-    codes = codes.reshape(outputs, -1)
-    if cut.words:
-        codes = lax.bitcast_convert_type(codes.reshape(outputs, -1, WORD), jnp.uint32)
-        x = x.reshape(rows, -1, WORD).transpose(2, 0, 1)
+    rows, outputs, shape = x.shape[0], scales.size, scales.shape
+    x, codes, scales = x.reshape(rows, -1), codes.reshape(outputs, -1), scales.reshape(outputs)
     parts = pl.pallas_call(
-        functools.partial(_linear, kind=kind, cut=cut, interpret=interpret),
+        functools.partial(_linear, cut=cut, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct(
             (cut.splits, rows, outputs), dtype if cut.splits == 1 else jnp.float32
         ),

@@ -13,8 +13,7 @@ TABLE = (
     (8, Cut(8, 64, inputs=128, warps=2, stages=5), 5),
     (16, Cut(16, 64, inputs=128, warps=2, stages=5), 5),
     (32, Cut(32, 64, inputs=128, warps=2, stages=4), 4),
-    (64, Cut(64, 128, inputs=256, warps=4, stages=3, words=True), 2),
-    (MOST_ROWS, Cut(128, 128, inputs=128, warps=4, stages=3, words=True), 2),
+    (MOST_ROWS, Cut(64, 64, inputs=128, warps=2, stages=4), 4),
 )
 PROCESSORS = 132  # of an H200
 LEAST_MOSAIC_ROWS = 64
@@ -42,9 +41,9 @@ class MosaicCut:
     stages: int = 3
 
     def shared_bytes(self, rows: int) -> int:
-        """Return the shared memory of a block: the ring, and a tile of results."""
+        """Return the shared memory of a block: the ring, and tiles of results, in float32 at most."""
         step = self.inputs * (2 * self.outputs + 2 * rows)
-        return self.stages * step + 2 * rows * TILE * (2 if self.splits == 1 else 4)
+        return self.stages * step + 2 * rows * TILE * 4
 
 
 def cut_for(rows: int, inputs: int, outputs: int) -> Cut:

@@ -36,8 +36,7 @@ def arguments(rows: int, inputs: tuple[int, ...], outputs: tuple[int, ...], kind
         (1, Cut(8, 64, inputs=128)),
         (5, Cut(8, 64, inputs=64, splits=3)),  # 5 steps: one, two and two
         (21, Cut(16, 32, inputs=64, splits=2)),
-        (16, Cut(16, 64, inputs=64, words=True)),
-        (40, Cut(32, 64, inputs=64, splits=2, words=True)),
+        (40, Cut(32, 64, inputs=64, splits=2)),
     ],
 )
 def test_the_kernel_is_dequantise_then_multiply(kind, rows, cut):
