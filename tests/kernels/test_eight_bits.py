@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -84,3 +85,27 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
             cut = cut_for(rows, inputs, outputs)
             assert outputs % cut.outputs == inputs % cut.inputs == 0
             assert 1 <= cut.splits <= inputs // cut.inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_product_of_every_target_on_a_gpu(name, kind):
+    """What "auto" takes is at most twice as far from float32 as XLA's product."""
+    inputs, outputs = SHAPES[name]
+    for rows in (1, 2, 8, 16, 24, 64, 128, 256):
+        x, codes, scales = arguments(rows, (inputs,), (outputs,), kind)
+        how = functools.partial(linear, dtype=jnp.bfloat16)
+        with jax.default_matmul_precision("highest"):
+            exact = jax.jit(functools.partial(how, implementation="reference", dtype=jnp.float32))(
+                x.astype(jnp.float32), codes, scales
+            )
+        errors = [
+            float(
+                jnp.max(
+                    jnp.abs(jax.jit(functools.partial(how, **choice))(x, codes, scales) - exact)
+                )
+            )
+            for choice in (dict(), dict(implementation="reference"))
+        ]
+        assert errors[0] <= 2 * errors[1], (rows, errors)
