@@ -44,17 +44,23 @@ def _linear(
     free,
     *,
     cut: MosaicCut,
+    first_tile: int,
+    splits: int,
 ) -> None:
-    """Write out[split, rows, outputs] of a tile: sums times their scales."""
+    """Write out[split, rows, outputs] of a tile: sums times their scales.
+
+    Args:
+      first_tile: of the codes that `out` has.
+    """
     split, tile, warpgroup = (lax.axis_index(name) for name in ("split", "tile", "warpgroup"))
     rows, steps = x_ref.shape[0], codes_ref.shape[1] // cut.inputs
-    begin, end = (lax.div((split + i) * steps, cut.splits) for i in range(2))
+    begin, end = (lax.div((split + i) * steps, splits) for i in range(2))
     lines, count, blocks = cut.inputs // LINE, end - begin, cut.outputs // TILE
 
     def fetch(step):
         """Let TMA load what a step multiplies."""
         place, first = lax.rem(step, cut.stages), (begin + step) * cut.inputs
-        own = pl.ds(tile * 2 * cut.outputs, 2 * cut.outputs)
+        own = pl.ds((first_tile + tile) * 2 * cut.outputs, 2 * cut.outputs)
         for line in range(lines):
             at = pl.ds(first + line * LINE, LINE)
             plgpu.copy_gmem_to_smem(codes_ref.at[own, at], ring.at[place, line], there.at[place])
@@ -99,12 +105,13 @@ def _linear(
     totals = pl.run_scoped(multiply, *[total] * blocks)
     mine, by_output = result.at[warpgroup], plgpu.Layout.WGMMA.reduce(1)
     for block, total in enumerate(totals):
-        own = pl.ds((tile * 2 + warpgroup) * cut.outputs + block * TILE, TILE)
+        first = (tile * 2 + warpgroup) * cut.outputs + block * TILE
+        own = pl.ds(first_tile * 2 * cut.outputs + first, TILE)
         scales = plgpu.load(scales_ref.at[own], layout=by_output, optimized=False)  # pyright: ignore[reportCallIssue]
         total = (total * lax.broadcast_in_dim(scales, (TILE, rows), [0])).astype(result.dtype)
         mine.T[...] = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(mine, out_ref.at[split, :, own])
+        plgpu.copy_smem_to_gmem(mine, out_ref.at[split, :, pl.ds(first, TILE)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.wait_smem_to_gmem(0)
 
@@ -148,36 +155,48 @@ def linear_mosaic(
     """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
     count, outputs, shape = x.shape[0], scales.size, scales.shape
     x = jnp.pad(x.reshape(count, -1), ((0, -count % ROWS), (0, 0)))
-    rows, lines = x.shape[0], cut.inputs // LINE
-    part = jnp.dtype(dtype if cut.splits == 1 else jnp.float32)
+    codes, scales = codes.reshape(outputs, -1), scales.reshape(outputs)
+    tiles, found = outputs // (2 * cut.outputs), []
+    for first, last, splits in ((0, cut.whole, 1), (cut.whole, tiles, cut.splits)):
+        if first < last:
+            out = _launch(x, codes, scales, jnp.dtype(dtype), cut, first, last - first, splits)
+            out = out[0] if splits == 1 else jnp.sum(out, axis=0).astype(dtype)
+            found.append(out[:count])
+    out = found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+    return out.reshape(count, *shape)
 
-    def ring(*shape: int, dtype: Any) -> Any:
-        of_line = shape[-1] * jnp.dtype(dtype).itemsize
-        line = plgpu.TilingTransform((8, shape[-1])), plgpu.SwizzleTransform(of_line)
-        return plgpu.SMEM(shape, dtype, transforms=line)
 
-    out = plgpu.kernel(
-        functools.partial(_linear, cut=cut),
-        out_type=jax.ShapeDtypeStruct((cut.splits, rows, outputs), part),
-        grid=(cut.splits, outputs // (2 * cut.outputs)),
+def _launch(
+    x: Float[Array, "R K"],
+    codes: Shaped[Array, "N K"],
+    scales: Float[Array, " N"],
+    dtype: Any,
+    cut: MosaicCut,
+    first: int,
+    tiles: int,
+    splits: int,
+) -> Float[Array, "X R M"]:
+    """Multiply by some tiles of outputs, from `first` on."""
+    (rows, lines), part = (x.shape[0], cut.inputs // LINE), dtype if splits == 1 else jnp.float32
+    part = jnp.dtype(part)
+
+    def memory(*shape: int, dtype: Any, line: int = LINE) -> Any:
+        swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
+
+    return plgpu.kernel(
+        functools.partial(_linear, cut=cut, first_tile=first, splits=splits),
+        out_type=jax.ShapeDtypeStruct((splits, rows, tiles * 2 * cut.outputs), part),
+        grid=(splits, tiles),
         grid_names=("split", "tile"),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=(
-            ring(cut.stages, lines, 2 * cut.outputs, LINE, dtype=codes.dtype),
-            ring(cut.stages, lines, rows, LINE, dtype=x.dtype),
-            plgpu.SMEM(
-                (2, rows, TILE),
-                part,
-                transforms=(
-                    plgpu.TilingTransform((8, 128 // part.itemsize)),
-                    plgpu.SwizzleTransform(128),
-                ),
-            ),
+            memory(cut.stages, lines, 2 * cut.outputs, LINE, dtype=codes.dtype),
+            memory(cut.stages, lines, rows, LINE, dtype=x.dtype),
+            memory(2, rows, TILE, dtype=part, line=128 // part.itemsize),
             plgpu.Barrier(num_arrivals=2 * lines, num_barriers=cut.stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=cut.stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(x, codes.reshape(outputs, -1), scales.reshape(outputs))
-    total = out[0] if cut.splits == 1 else jnp.sum(out, axis=0).astype(dtype)
-    return total[:count].reshape(count, *shape)
+    )(x, codes, scales)

@@ -33,12 +33,15 @@ class MosaicCut:
       inputs: of a step.
       splits: blocks that share the inputs of a tile.
       stages: steps that the ring in shared memory holds.
+      whole: how many tiles come first, which are not split. They are as many as all processors take
+        once or several times.
     """
 
     outputs: int = 128
     inputs: int = 128
     splits: int = 1
     stages: int = 3
+    whole: int = 0
 
     def shared_bytes(self, rows: int) -> int:
         """Return the shared memory of a block: the ring, and tiles of results, in float32 at most."""
@@ -80,16 +83,17 @@ def mosaic_cut_for(rows: int, inputs: int, outputs: int) -> MosaicCut | None:
         return None
     found = []
     for own in (128, 64):
-        if outputs % (2 * own) or own * rows > 128 * 128:
+        if outputs % (2 * own) or own * rows > 128 * 128:  # sums take half of all registers
             continue
         tiles = outputs // (2 * own)
-        splits = max(1, int(1.01 * PROCESSORS / tiles))
-        rounds = -(-tiles * splits // PROCESSORS)
+        rounds, rest = divmod(tiles, PROCESSORS)
+        splits = max(1, PROCESSORS // rest) if rest else 1
         for step, stages in ((128, 4), (128, 3), (64, 5), (64, 4), (64, 3), (64, 2)):
-            cut = MosaicCut(own, step, splits, stages)
+            splits = min(splits, inputs // step // 2)
+            cut = MosaicCut(own, step, splits, stages, rounds * PROCESSORS if splits > 1 else 0)
             if inputs % step == 0 and cut.shared_bytes(rows) <= SHARED_BYTES:
+                time = (rounds + (1 / splits if rest else 0)) * own
                 # Narrow tiles read rows twice as often.
-                used = tiles * splits / PROCESSORS / rounds * (1 if own == 128 else 0.85)
-                found.append((used, own, cut))
+                found.append((time * (1 if own == 128 else 1.15), own, cut))
                 break
-    return max(found, key=lambda one: one[:2])[2] if found else None
+    return min(found, key=lambda one: one[:2])[2] if found else None
