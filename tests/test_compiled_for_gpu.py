@@ -566,8 +566,8 @@ def test_four_bit_codes_and_their_scales_are_read_several_steps_ahead(
 
 
 def compiled_eight_bits(rows: int, kind: Any, how: str, options: Any = None) -> None:
-    """Compile the product of 31B's MLP with codes of 8 bits."""
-    inputs, outputs = 21504, 5376
+    """Compile a product of 31B's MLP with codes of 8 bits."""
+    inputs, outputs = 5376, 43008
     args = (
         jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16),
         jax.ShapeDtypeStruct((outputs, inputs), kind),

@@ -22,8 +22,9 @@ from pallas_kernels.eight_bits.tuning import (
     MOST_ROWS,
     MosaicCut,
     cut_for,
-    faster_than_xla,
     mosaic_cut_for,
+    mosaic_is_faster,
+    triton_is_faster,
 )
 
 LEAST = 64  # inputs and outputs are multiples of it
@@ -68,7 +69,7 @@ def linear(
             f"{(*scales.shape, *x.shape[1:])}; they are {codes.shape}"
         )
     sizes = x.shape[0], math.prod(x.shape[1:]), scales.size
-    own = cut if isinstance(cut, MosaicCut) else mosaic_cut_for(*sizes)
+    own = cut if isinstance(cut, MosaicCut) else mosaic_cut_for(*sizes, jnp.dtype(dtype).itemsize)
     how = cut if isinstance(cut, Cut) else cut_for(*sizes)
 
     def mosaic(*args: Array) -> Array:
@@ -78,11 +79,20 @@ def linear(
         return linear_mosaic(*args, dtype=dtype, cut=own)
 
     triton = functools.partial(linear_triton, dtype=dtype, cut=how, interpret=interpret)
-    fast = faster_than_xla(*sizes)
-    reason = _why_not_cut(*sizes)
+    reason, fp8 = _why_not_cut(*sizes), codes.dtype != jnp.int8
     candidates = [
-        Candidate("mosaic", mosaic, _why_not_mosaic(x, codes, own, interpret) or reason, fast),
-        Candidate("triton", triton, _why_not_triton(x, codes, interpret) or reason, fast),
+        Candidate(
+            "mosaic",
+            mosaic,
+            _why_not_mosaic(x, codes, own, interpret) or reason,
+            mosaic_is_faster(*sizes, fp8=fp8),
+        ),
+        Candidate(
+            "triton",
+            triton,
+            _why_not_triton(x, codes, interpret) or reason,
+            triton_is_faster(*sizes, fp8=fp8),
+        ),
     ]
     plain = functools.partial(reference, dtype=dtype)
     return dispatch(implementation, candidates, plain, x, codes, scales)

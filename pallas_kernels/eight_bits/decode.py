@@ -18,6 +18,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Shaped
 
 # Two bytes, both halves of z, to two bfloat16. {out}: the register of the result.
@@ -39,12 +40,17 @@ _OF_E4M3 = dict(factor="0x7b807b80", first=_E4M3.format(out="$0"), second=_E4M3.
 E4M3_PAIRS = tuple(_TWO.format(places=places, **_OF_E4M3) for places in ("0x1100", "0x3322"))
 
 
+def assembly(kind: DTypeLike) -> str:
+    """Return what makes two registers $0 and $1 of bfloat16 of a register $2 of four codes."""
+    return _FOUR.format(**(_OF_INT8 if jnp.dtype(kind) == jnp.int8 else _OF_E4M3))
+
+
 def numbers(codes: Shaped[Array, "N K"], *, interpret: bool) -> BFloat16[Array, "N K"]:
     """Return codes of int8 or e4m3 as bfloat16, which holds them exactly."""
     if interpret:
         return codes.astype(jnp.bfloat16)
     [out] = plgpu.elementwise_inline_asm(
-        _FOUR.format(**(_OF_INT8 if codes.dtype == jnp.int8 else _OF_E4M3)),
+        assembly(codes.dtype),
         args=[codes],
         constraints="=r,=r,r",
         pack=4,

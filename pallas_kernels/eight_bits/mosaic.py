@@ -153,6 +153,7 @@ def linear_mosaic(
     cut: MosaicCut,
 ) -> Float[Array, "R *out"]:
     """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
+    assert cut.stages >= 3  # places are filled again a step after they are given back
     count, outputs, shape = x.shape[0], scales.size, scales.shape
     x = jnp.pad(x.reshape(count, -1), ((0, -count % ROWS), (0, 0)))
     codes, scales = codes.reshape(outputs, -1), scales.reshape(outputs)

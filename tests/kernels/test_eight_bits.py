@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.configs.gemma4 import PRESETS
 from jaxspec.families import graph_of
 from jaxspec.quantised.choice import formats_for
-from pallas_kernels.eight_bits import Cut, linear
+from pallas_kernels.eight_bits import Cut, decode, linear
 from pallas_kernels.eight_bits.cases import SHAPES
-from pallas_kernels.eight_bits.tuning import MOST_ROWS, TABLE, cut_for
+from pallas_kernels.eight_bits.tuning import (
+    MOST_ROWS,
+    PROCESSORS,
+    SHARED_BYTES,
+    TABLE,
+    cut_for,
+    mosaic_cut_for,
+)
 
 KINDS = (jnp.int8, jnp.float8_e4m3fn)
 
@@ -56,6 +65,67 @@ def test_the_kernel_is_dequantise_then_multiply(kind, rows, cut):
     assert float(jnp.max(jnp.abs(plain - expected))) < 3e-6 * largest
 
 
+def run_assembly(code: str, given: int) -> list[int]:
+    """Return what assembly makes of a register: its results in the order of their numbers."""
+    inputs = max(int(n) for n in re.findall(r"\$(\d)", code))
+    registers = {f"${inputs}": given}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    def halves(name: str) -> np.ndarray:
+        return np.array([value(name)], np.uint32).view(jnp.bfloat16).astype(np.float64)
+
+    for line in code.strip("{} \n").split(";"):
+        operation, *names = line.replace(",", " ").split() or [""]
+        if operation in ("", ".reg"):
+            continue
+        to, *names = names
+        match operation.split(".")[0]:
+            case "mov":
+                made = value(names[0])
+            case "and":
+                made = value(names[0]) & value(names[1])
+            case "shr":
+                made = value(names[0]) >> value(names[1])
+            case "lop3":
+                assert names[3] == "0xea"  # (a & b) | c
+                made = value(names[0]) & value(names[1]) | value(names[2])
+            case "prmt":
+                both = value(names[0]) | value(names[1]) << 32
+                places = [value(names[2]) >> 4 * i & 15 for i in range(4)]
+                made = sum((both >> 8 * place & 255) << 8 * i for i, place in enumerate(places))
+            case "fma":
+                x, y, z = (halves(name) for name in names)
+                exact = x * y + z  # float64 holds it, but for the sign of a zero
+                exact = np.where(
+                    exact == 0, np.where(np.signbit(x * y) & np.signbit(z), -0.0, 0), exact
+                )
+                rounded = exact.astype(jnp.bfloat16)
+                assert (rounded.astype(np.float64) == exact).all()
+                made = int(rounded.view(np.uint32)[0])
+            case _:
+                raise AssertionError(line)
+        registers[to] = made
+    return [registers[f"${i}"] for i in range(inputs)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_assembly_converts_every_code_exactly(kind):
+    """Four codes of a register become two registers of two bfloat16, in their order."""
+    bits = np.arange(256, dtype=np.uint8)
+    if kind != jnp.int8:
+        bits = bits[bits & 127 != 127]
+    bits = np.concatenate([bits, np.roll(bits, 5)])
+    bits = bits[: len(bits) // 4 * 4].reshape(-1, 4)
+    for four in bits:
+        word = int(four.view(np.uint32)[0])
+        expected = four.view(kind).astype(jnp.bfloat16).view(np.uint32).tolist()
+        assert run_assembly(decode.assembly(kind), word) == expected
+        if kind != jnp.int8:
+            assert [run_assembly(code, word)[0] for code in decode.E4M3_PAIRS] == expected
+
+
 def test_the_kernel_refuses_what_it_cannot_cut():
     for rows, inputs, said in ((MOST_ROWS + 1, 64, "rows at most"), (2, 96, "multiples of 64")):
         x, codes, scales = arguments(rows, (inputs,), (64,), jnp.int8)
@@ -85,6 +155,14 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
             cut = cut_for(rows, inputs, outputs)
             assert outputs % cut.outputs == inputs % cut.inputs == 0
             assert 1 <= cut.splits <= inputs // cut.inputs
+            own = mosaic_cut_for(rows, inputs, outputs)
+            if own is not None:
+                tiles = outputs / (2 * own.outputs)
+                assert tiles == int(tiles)
+                assert inputs % own.inputs == own.whole % PROCESSORS == 0
+                assert own.splits * (tiles - own.whole) <= PROCESSORS or own.splits == 1
+                assert own.stages >= 3
+                assert own.shared_bytes(-(-rows // 8) * 8, 2) <= SHARED_BYTES
 
 
 @pytest.mark.gpu
