@@ -565,7 +565,7 @@ def test_four_bit_codes_and_their_scales_are_read_several_steps_ahead(
     assert "ld.global" not in loop[1]
 
 
-def compiled_eight_bits(rows: int, kind: Any, how: str, options: Any = None) -> None:
+def compiled_eight_bits(rows: int, kind: Any, how: Any, options: Any = None) -> None:
     """Compile a product of 31B's MLP with codes of 8 bits."""
     inputs, outputs = 5376, 43008
     args = (
