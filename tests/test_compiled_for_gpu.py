@@ -566,8 +566,11 @@ def test_four_bit_codes_and_their_scales_are_read_several_steps_ahead(
 
 
 def compiled_eight_bits(rows: int, kind: Any, how: Any, options: Any = None) -> None:
-    """Compile a product of 31B's MLP with codes of 8 bits."""
-    inputs, outputs = 5376, 43008
+    """Compile a product with codes of 8 bits, nearly the size of 31B's gate and up.
+
+    No model has it. Mosaic says what it spills where it compiles a kernel for the first time only.
+    """
+    inputs, outputs = 4992, 43008
     args = (
         jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16),
         jax.ShapeDtypeStruct((outputs, inputs), kind),
