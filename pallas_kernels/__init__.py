@@ -5,6 +5,7 @@
 - `norms`: between two products of a layer, a norm, the sum with the residual, and the norms of
   that sum.
 - `experts`: a mixture of experts for few tokens.
+- `eight_bits`: a product with a weight of 8-bit codes and a scale for each output.
 - `grouped`: a product with a weight of four-bit codes and a scale for each group of inputs.
 
 In each folder, `__init__.py` has the public function and its checks. `reference.py` has the same

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import math
+import os
+import pathlib
 import re
+import subprocess
 from typing import Any
 
 import jax
@@ -36,6 +40,7 @@ from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec, PrefillChunk
+from pallas_kernels import eight_bits
 from pallas_kernels.attention import KVSegment, attention
 from pallas_kernels.experts.coded import multiply_gate_up
 from pallas_kernels.experts.routing import route
@@ -591,3 +596,56 @@ def test_experts_of_8_bits_are_read_several_steps_ahead_and_not_converted(codes,
     assert loop.count("cp.async.c") >= 4
     for slow in ("ld.global", "st.shared", "cvt.rn"):
         assert slow not in loop
+
+
+def compiled_eight_bits(rows: int, kind: Any, how: Any, options: Any = None) -> None:
+    """Compile a product with codes of 8 bits, nearly the size of 31B's gate and up.
+
+    No model has it. Mosaic says what it spills where it compiles a kernel for the first time only.
+    """
+    inputs, outputs = 4992, 43008
+    args = (
+        jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16),
+        jax.ShapeDtypeStruct((outputs, inputs), kind),
+        jax.ShapeDtypeStruct((outputs,), jnp.float32),
+    )
+    product = functools.partial(eight_bits.linear, dtype=jnp.bfloat16, implementation=how)
+    with jax.sharding.use_abstract_mesh(NAMED_H200):
+        jax.jit(product, compiler_options=options).lower(*on_h200(args)).compile()
+
+
+@pytest.mark.parametrize("kind", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [2, 32])
+def test_eight_bit_codes_are_read_several_steps_ahead_and_converted_in_registers(
+    rows: int, kind: Any, tmp_path: pathlib.Path
+) -> None:
+    """In the loop codes come by asynchronous copies, and no number goes back to memory."""
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": ".*"}
+    compiled_eight_bits(rows, kind, "triton", options)
+    paths = [p for p in tmp_path.glob("*.ptx") if "eight_bit_linear" in p.read_text()]
+    [path] = paths
+    [loop] = re.findall(r"\n(\$L\w+):(.*?)bra\S*\s+\1;", path.read_text(), re.DOTALL)
+    assert loop[1].count("cp.async.c") >= 4
+    for slow in ("ld.global", "st.shared", "cvt.rn", "ld.shared.b8", "ld.shared.v2.b8"):
+        assert slow not in loop[1]
+    folders = importlib.import_module("nvidia").__path__
+    assembler = next((p for f in folders for p in pathlib.Path(f).glob("**/bin/ptxas")), None)
+    if assembler is None:
+        pytest.skip("there is no ptxas, which counts what is spilled")
+    command = [assembler, "-v", "-arch=sm_90a", path, "-o", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"]
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@pytest.mark.parametrize("kind", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [64, 128, 256])
+def test_many_rows_of_eight_bit_codes_spill_nothing(
+    rows: int, kind: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And wgmma multiplies while the next codes are converted."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compiled_eight_bits(rows, kind, "mosaic")
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
+    assert "serialized" not in said

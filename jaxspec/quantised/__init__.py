@@ -9,7 +9,9 @@ swaps arrays does so with these. `params.Graph.formats` says which weights are q
 `Graph.bind` puts their arrays together.
 """
 
-from jaxspec.quantised import grouped  # noqa: F401  registers its formats, and those of 8 bits
+# Both register their formats, in the order of this import: those of 8 bits come first.
+from jaxspec.quantised import per_channel  # noqa: F401  isort: skip
+from jaxspec.quantised import grouped  # noqa: F401  isort: skip
 from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import Format, FormatError, named, names
 

@@ -28,8 +28,8 @@ import numpy as np
 
 from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import Format, FormatError, Shape, named, register
-from jaxspec.quantised.per_channel import sums
 from jaxspec.shapes import Array, Float, Int
+from pallas_kernels.eight_bits import sums
 from pallas_kernels.grouped import Codes, Coding, linear
 from pallas_kernels.grouped.coding import BLOCK, dequantise, pack, pack_pairs, scale_numbers
 

@@ -6,13 +6,14 @@ The scale is the largest magnitude of a channel over the largest code, so no cod
     fp8     code = e4m3(w / scale),     scale = max |w| / 448     four significant bits
 
 A product reads the codes, converts them to the dtype of the rows, which is exact, and multiplies the
-float32 sums by the scales. XLA makes the conversion part of the product that reads the codes. So
-nothing is written out in 16 bits (`tests/test_compiled_for_gpu.py`).
+float32 sums by the scales. `pallas_kernels.eight_bits` has kernels for up to 256 rows. Elsewhere XLA
+makes the conversion part of the product that reads the codes. So nothing is written out in 16 bits
+(`tests/test_compiled_for_gpu.py`).
 
 Codes are stored with the summed axes last, [*out, *in], as Hugging Face stores matrices. A GPU then
-finds neighbouring codes of one sum side by side. A product of 2 rows with codes of 5376 x 43008 takes
-73 us on an H200 (int8, jax 0.11.2), 108 us with codes in the order of the weight, and 131 us with
-bfloat16 weights.
+finds neighbouring codes of one sum side by side. XLA's product of 2 rows with codes of 5376 x 43008
+takes 73 us on an H200 (int8, jax 0.11.2), 108 us with codes in the order of the weight, and 131 us
+with bfloat16 weights.
 
 The formulas are those of compressed-tensors' `channel` strategy and of vLLM's `fp8_per_channel`.
 """
@@ -24,12 +25,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import Format, Shape, register
-from jaxspec.shapes import Array, DTypeLike, Float, Int
-from pallas_kernels.elementary import precision_of
+from jaxspec.shapes import Array, Float, Int
+from pallas_kernels.eight_bits import linear, sums
 from pallas_kernels.grouped import Codes
 
 
@@ -75,10 +75,7 @@ class PerChannel(Format):
     def multiply(
         self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
     ) -> Float[Array, "R *out"]:
-        assert rows.shape[1:] == tuple(weight.shape[i] for i in weight.summed)
-        last = tuple(range(weight.ndim - len(weight.summed), weight.ndim))
-        out = sums(rows, weight.codes.astype(rows.dtype), last)
-        return (out * weight.scales).astype(dtype)
+        return linear(rows, weight.codes, weight.scales, dtype=dtype)
 
     def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
         assert 0 not in weight.summed
@@ -115,26 +112,6 @@ class Dynamic(PerChannel):
         out = sums(codes, weight.codes, last, dtype).astype(jnp.float32)
         scales = scales.reshape(rows.shape[0], *[1] * (out.ndim - 1))
         return (out * (scales * weight.scales)).astype(dtype)
-
-
-def sums(
-    rows: Float[Array, "R *in"],
-    numbers: Float[Array, "..."],
-    axes: tuple[int, ...],
-    dtype: DTypeLike = jnp.float32,
-) -> Float[Array, "R *out"]:
-    """Sum products over all axes of rows but the first, and these of numbers, in float32.
-
-    Args:
-      dtype: of the result. The sums are rounded to it.
-    """
-    return lax.dot_general(
-        rows,
-        numbers,
-        ((tuple(range(1, rows.ndim)), axes), ((), ())),
-        precision=precision_of(rows),
-        preferred_element_type=dtype,
-    )
 
 
 INT8 = register(PerChannel("int8", "8-bit integers, a scale per channel", jnp.int8, 127.0, 8.0))

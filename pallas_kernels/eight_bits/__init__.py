@@ -1,0 +1,129 @@
+"""A product of rows with a weight of 8-bit codes and a scale for each output.
+
+`reference.py` shows what is computed. `decode.py` shows how a GPU makes numbers of codes. `triton.py`
+multiplies few rows by them, `mosaic.py` many. `tuning.py` has tile sizes, and says which is faster.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.dispatch import Candidate, capability, dispatch, why_not_triton
+from pallas_kernels.eight_bits.reference import reference, sums
+from pallas_kernels.eight_bits.triton import Cut, linear_triton
+from pallas_kernels.eight_bits.tuning import (
+    MOST_ROWS,
+    MosaicCut,
+    cut_for,
+    mosaic_cut_for,
+    mosaic_is_faster,
+    triton_is_faster,
+)
+
+LEAST = 64  # inputs and outputs are multiples of it
+CODES = (jnp.int8, jnp.float8_e4m3fn)
+Implementation = Literal["auto", "reference", "triton", "mosaic"]
+
+__all__ = ["Cut", "MosaicCut", "linear", "reference", "sums"]
+
+
+def linear(
+    x: Float[Array, "R *in"],
+    codes: Shaped[Array, "*out_in"],
+    scales: Float[Array, "*out"],
+    *,
+    dtype: DTypeLike,
+    implementation: Implementation = "auto",
+    cut: Cut | MosaicCut | None = None,
+    interpret: bool = False,
+) -> Float[Array, "R *out"]:
+    """Return the sums of x * codes over all axes of x but the first, in float32, times scales.
+
+    Args:
+      x: rows.
+      codes: [*out, *in], int8 or e4m3.
+      scales: float32, [*out].
+      dtype: of the result.
+      implementation: "triton" needs bfloat16 rows, up to `tuning.MOST_ROWS` of them, inputs and
+        outputs that are multiples of 64, and an NVIDIA GPU of compute capability 8.0 or newer, 8.9
+        for e4m3 (or `interpret`). "mosaic" needs the same, but 9.0, and outputs that are a multiple
+        of 128. "auto" takes one of them where it can run and is fastest, and takes "reference"
+        elsewhere.
+      cut: tile sizes of the kernel; None takes them from `tuning.py`.
+      interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
+
+    Raises:
+      ValueError: shapes do not fit together.
+      NotImplementedError: implementation is "triton" or "mosaic" and it cannot run.
+    """
+    if codes.shape != (*scales.shape, *x.shape[1:]):
+        raise ValueError(
+            f"for rows {x.shape} and scales {scales.shape}, codes must be "
+            f"{(*scales.shape, *x.shape[1:])}; they are {codes.shape}"
+        )
+    sizes = x.shape[0], math.prod(x.shape[1:]), scales.size
+    own = cut if isinstance(cut, MosaicCut) else mosaic_cut_for(*sizes, jnp.dtype(dtype).itemsize)
+    how = cut if isinstance(cut, Cut) else cut_for(*sizes)
+
+    def mosaic(*args: Array) -> Array:
+        from pallas_kernels.eight_bits.mosaic import linear_mosaic  # not in every jax
+
+        assert own is not None
+        return linear_mosaic(*args, dtype=dtype, cut=own)
+
+    triton = functools.partial(linear_triton, dtype=dtype, cut=how, interpret=interpret)
+    reason, fp8 = _why_not_cut(*sizes), codes.dtype != jnp.int8
+    candidates = [
+        Candidate(
+            "mosaic",
+            mosaic,
+            _why_not_mosaic(x, codes, own, interpret) or reason,
+            mosaic_is_faster(*sizes, fp8=fp8),
+        ),
+        Candidate(
+            "triton",
+            triton,
+            _why_not_triton(x, codes, interpret) or reason,
+            triton_is_faster(*sizes, fp8=fp8),
+        ),
+    ]
+    plain = functools.partial(reference, dtype=dtype)
+    return dispatch(implementation, candidates, plain, x, codes, scales)
+
+
+def _why_not_cut(rows: int, inputs: int, outputs: int) -> str | None:
+    if rows > MOST_ROWS:
+        return f"the kernels are cut for {MOST_ROWS} rows at most, not {rows}"
+    if inputs % LEAST or outputs % LEAST:
+        return (
+            f"the kernels need inputs and outputs that are multiples of {LEAST}, not {inputs} and "
+            f"{outputs}"
+        )
+    return None
+
+
+def _why_not_triton(x: Array, codes: Array, interpret: bool) -> str | None:
+    """Return why the Triton kernel cannot take these on the GPU of this machine, or None."""
+    return why_not_triton(x, interpret=interpret, dtypes=(jnp.bfloat16,)) or why_not_triton(
+        codes, interpret=interpret, dtypes=CODES
+    )
+
+
+def _why_not_mosaic(x: Array, codes: Array, cut: MosaicCut | None, interpret: bool) -> str | None:
+    """Return why the Mosaic kernel cannot take these on the GPU of this machine, or None."""
+    if interpret:
+        return "the Mosaic kernel is not interpreted"
+    if jax.__version_info__ < (0, 11, 2):
+        return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
+    if (found := capability()) not in (None, 9.0):
+        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
+    if cut is None:
+        return f"the Mosaic kernel has no cut for rows {x.shape} and codes {codes.shape}"
+    return _why_not_triton(x, codes, interpret)  # it needs the same

@@ -1,0 +1,43 @@
+"""Sizes of linears that tests and benchmarks share: inputs x outputs of Gemma 4's layers."""
+
+from __future__ import annotations
+
+# The names are those of presets. Layers with sliding windows come before full ones.
+SHAPES = {
+    "31b qkv": (5376, 16384),
+    "31b out": (8192, 5376),
+    "31b full qkv": (5376, 18432),
+    "31b full out": (16384, 5376),
+    "31b gate_up": (5376, 43008),
+    "31b down": (21504, 5376),
+    "26b-a4b qkv": (2816, 8192),
+    "26b-a4b out": (4096, 2816),
+    "26b-a4b full qkv": (2816, 9216),
+    "26b-a4b full out": (8192, 2816),
+    "26b-a4b gate_up": (2816, 4224),
+    "26b-a4b down": (2112, 2816),
+    "12b qkv": (3840, 8192),
+    "12b out": (4096, 3840),
+    "12b full qkv": (3840, 8704),
+    "12b full out": (8192, 3840),
+    "12b gate_up": (3840, 30720),
+    "12b down": (15360, 3840),
+    "e4b qkv": (2560, 3072),
+    "e4b out": (2048, 2560),
+    "e4b full qkv": (2560, 6144),
+    "e4b full out": (4096, 2560),
+    "e4b shared q": (2560, 2048),
+    "e4b full shared q": (2560, 4096),
+    "e4b gate_up": (2560, 20480),
+    "e4b down": (10240, 2560),
+    "e2b qkv": (1536, 2560),
+    "e2b out": (2048, 1536),
+    "e2b full qkv": (1536, 5120),
+    "e2b full out": (4096, 1536),
+    "e2b shared q": (1536, 2048),
+    "e2b full shared q": (1536, 4096),
+    "e2b gate_up": (1536, 12288),
+    "e2b down": (6144, 1536),
+    "e2b wide gate_up": (1536, 24576),
+    "e2b wide down": (12288, 1536),
+}

@@ -1,0 +1,93 @@
+"""A product of few rows with codes of 8 bits in Pallas Triton.
+
+A program multiplies the codes of some outputs with some rows, over a share of the inputs. The codes
+are the left operand of the tensor cores, and go there through registers. Where outputs are few,
+several programs share the inputs of a tile (`splits`). XLA adds their parts, in their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.eight_bits.decode import numbers
+from pallas_kernels.triton import below, dot, load, store
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a product is cut.
+
+    Attributes:
+      rows, outputs: of a program.
+      inputs: of a step of a program.
+      splits: programs that share the inputs of a tile.
+      warps, stages: of a program, and steps that it loads ahead.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int = 128
+    splits: int = 1
+    warps: int = 2
+    stages: int = 4
+
+
+def _linear(x_ref, codes_ref, scales_ref, out_ref, *, cut: Cut, interpret: bool):
+    """Write out[split, rows, outputs] of a tile: sums, times their scales if there is one split."""
+    row = pl.program_id(0) * cut.rows + lax.iota(jnp.int32, cut.rows)
+    out = pl.program_id(1) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
+    split, steps = pl.program_id(2), x_ref.shape[1] // cut.inputs
+    in_use = below(row, x_ref.shape[0])
+    mask = None if in_use is None else in_use[:, None]
+
+    def step(i, total):
+        k = i * cut.inputs + lax.iota(jnp.int32, cut.inputs)
+        w = numbers(load(codes_ref, out[:, None], k[None, :]), interpret=interpret)
+        x = load(x_ref, row[:, None], k[None, :], mask=mask)
+        return total + dot(w, x.T)
+
+    first, last = (
+        (0, steps)
+        if cut.splits == 1
+        else (split * steps // cut.splits, (split + 1) * steps // cut.splits)
+    )
+    total = lax.fori_loop(first, last, step, jnp.zeros((cut.outputs, cut.rows), jnp.float32))
+    if cut.splits == 1:
+        total = total * load(scales_ref, out)[:, None]
+    store(out_ref, split, row[:, None], out[None, :], value=total.T, mask=mask)
+
+
+def linear_triton(
+    x: Float[Array, "R *in"],
+    codes: Shaped[Array, "*out_in"],
+    scales: Float[Array, "*out"],
+    *,
+    dtype: DTypeLike,
+    cut: Cut,
+    interpret: bool = False,
+) -> Float[Array, "R *out"]:
+    """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
+    rows, outputs, shape = x.shape[0], scales.size, scales.shape
+    x, codes, scales = x.reshape(rows, -1), codes.reshape(outputs, -1), scales.reshape(outputs)
+    parts = pl.pallas_call(
+        functools.partial(_linear, cut=cut, interpret=interpret),
+        out_shape=jax.ShapeDtypeStruct(
+            (cut.splits, rows, outputs), dtype if cut.splits == 1 else jnp.float32
+        ),
+        # Programs that read the same codes for other rows run side by side.
+        grid=(pl.cdiv(rows, cut.rows), outputs // cut.outputs, cut.splits),
+        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        interpret=interpret,
+        name="eight_bit_linear",
+    )(x, codes, scales)
+    out = parts[0] if cut.splits == 1 else (jnp.sum(parts, axis=0) * scales).astype(dtype)
+    return out.reshape(rows, *shape)

@@ -1,0 +1,118 @@
+"""Tile sizes of both kernels, and where they are faster than XLA's product."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.eight_bits.triton import Cut
+
+MOST_ROWS = 256  # with more, the product takes as long as its arithmetic
+
+# Measured on an NVIDIA H200 (jax 0.11.2), microseconds with the sum of parts. XLA chooses tiles by
+# timing them, and its choices differ from run to run: the best and the worst of up to three runs.
+#
+#   inputs x outputs    rows    2          16           32          64           128          256
+#   5376 x 43008   int8 XLA     57, 70     158          88, 104     110          163          248
+#                  int8         -          69           83          107          -            211
+#                  fp8 XLA      71         58           86          -            113          -
+#                  fp8          62         -            -           -            -            -
+#   21504 x 5376   int8 XLA     41, 124    72           49, 56      130          102          204
+#                  int8         32         44           39          48           66           -
+#                  fp8 XLA      43         43           49          -            98           -
+#   2560 x 20480   int8 XLA     17         -            28          -            -            -
+#                  int8         18         -            24          -            -            -
+#   10240 x 2560   int8 XLA     9          -            16          -            -            -
+#                  int8         11         -            14          -            -            -
+#   2560 x 3072    int8 XLA     5          -            8           -            -            -
+#                  int8         7          -            8           -            -            -
+#
+# Up to 32 rows it is Triton's kernel, beyond Mosaic's. With 43008 outputs and 128 rows, tiles for
+# all outputs alike took 196: 168 blocks are two rounds of 132 processors. So `MosaicCut.whole`
+# divides the second round. That was not measured.
+TABLE = (
+    # Each row: most rows of x, most outputs, cut, programs for each processor.
+    (8, 8192, Cut(8, 128, inputs=128, warps=4, stages=4), 4),
+    (8, float("inf"), Cut(8, 64, inputs=128, warps=2, stages=5), 10),
+    (16, float("inf"), Cut(16, 64, inputs=128, warps=2, stages=5), 10),
+    (32, float("inf"), Cut(32, 64, inputs=128, warps=2, stages=4), 4),
+    (MOST_ROWS, float("inf"), Cut(64, 64, inputs=128, warps=2, stages=4), 4),
+)
+PROCESSORS = 132  # of an H200
+# Steps that Mosaic's kernel reads, and how many fit into shared memory.
+STEPS = ((128, 4), (128, 3), (64, 5), (64, 4), (64, 3))
+LINE = 64  # inputs of what Mosaic's wgmma is handed: rows of 128 bytes
+TILE = 64  # outputs of it
+SHARED_BYTES = 224 << 10  # of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicCut:
+    """How the Mosaic kernel cuts a product.
+
+    Attributes:
+      outputs: of each of the two warpgroups of a block.
+      inputs: of a step.
+      splits: blocks that share the inputs of a tile.
+      stages: steps that the ring in shared memory holds, 3 at least.
+      whole: how many tiles come first, which are not split. They are as many as all processors take
+        once or several times.
+    """
+
+    outputs: int = 128
+    inputs: int = 128
+    splits: int = 1
+    stages: int = 3
+    whole: int = 0
+
+    def shared_bytes(self, rows: int, result_bytes: int) -> int:
+        """Return the shared memory of a block: the ring, and tiles of results."""
+        step = self.inputs * (2 * self.outputs + 2 * rows)
+        # Parts of sums are float32.
+        return self.stages * step + 2 * rows * TILE * (4 if self.splits > 1 else result_bytes)
+
+
+def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
+    """Return how Triton's kernel cuts a product: by the first row of the table that fits."""
+    fit = (row[2:] for row in TABLE if rows <= row[0] and outputs <= row[1])
+    cut, programs = next(fit, TABLE[-1][2:])
+    step = min(cut.inputs, inputs & -inputs)
+    tile = min(cut.outputs, outputs & -outputs)
+    tiles = outputs // tile * -(-rows // cut.rows)
+    # A split has 4 steps at least, because its part of the result is written and read again.
+    splits = max(1, min(round(PROCESSORS * programs / tiles), inputs // step // 4))
+    return dataclasses.replace(cut, outputs=tile, inputs=step, splits=splits)
+
+
+def mosaic_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
+    """Return how the Mosaic kernel cuts a product; None where it does not fit."""
+    if rows > MOST_ROWS or outputs % (2 * TILE) or inputs % LINE:
+        return None
+    rows, found = -(-rows // 8) * 8, []
+    for own in (128, 64):
+        if outputs % (2 * own) or own * rows > 128 * 128:  # sums take half of all registers
+            continue
+        rounds, rest = divmod(outputs // (2 * own), PROCESSORS)
+        for step, stages in STEPS:
+            splits = min(PROCESSORS // rest if rest else 1, inputs // step // 2)
+            whole = rounds * PROCESSORS if splits > 1 else 0
+            cut = MosaicCut(own, step, max(1, splits), stages, whole)
+            if inputs % step == 0 and cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
+                time = (rounds + (1 / cut.splits if rest else 0)) * own
+                # Narrow tiles read rows twice as often.
+                found.append((time * (1 if own == 128 else 1.15), own, cut))
+                break
+    return min(found, key=lambda one: one[:2])[2] if found else None
+
+
+def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
+    """Tell whether Triton's kernel is faster than XLA's product, by the figures above."""
+    if rows <= 8:
+        return inputs * outputs >= 80e6
+    return ((rows <= 16 and not fp8) or 16 < rows <= 32) and inputs * outputs >= 25e6
+
+
+def mosaic_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
+    """Tell whether Mosaic's kernel is faster than XLA's product, by the figures above."""
+    if fp8 and rows > 64 and outputs > 2 * 128 * PROCESSORS:
+        return False
+    return rows > 32 and inputs * outputs >= 40e6

@@ -1,0 +1,189 @@
+"""Products with 8-bit codes: the kernel against its plain reference, and how it is cut."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.configs.gemma4 import PRESETS
+from jaxspec.families import graph_of
+from jaxspec.quantised.choice import formats_for
+from pallas_kernels.eight_bits import Cut, decode, linear
+from pallas_kernels.eight_bits.cases import SHAPES
+from pallas_kernels.eight_bits.tuning import (
+    MOST_ROWS,
+    PROCESSORS,
+    SHARED_BYTES,
+    TABLE,
+    cut_for,
+    mosaic_cut_for,
+)
+
+KINDS = (jnp.int8, jnp.float8_e4m3fn)
+
+
+def arguments(rows: int, inputs: tuple[int, ...], outputs: tuple[int, ...], kind) -> tuple:
+    """Return rows, every code that is a number in any order, and scales."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (rows, *inputs), jnp.bfloat16)
+    bits = jax.random.bits(keys[1], (*outputs, *inputs), jnp.uint8)
+    if kind != jnp.int8:
+        bits = jnp.where(bits & 127 == 127, 0, bits)  # that one is no number
+    codes = jax.lax.bitcast_convert_type(bits, kind)
+    return x, codes, jax.random.uniform(keys[2], outputs, jnp.float32, 0.5, 1.5) / 1024
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "cut"),
+    [
+        (1, Cut(8, 64, inputs=128)),
+        (5, Cut(8, 64, inputs=64, splits=3)),  # 5 steps: one, two and two
+        (21, Cut(16, 32, inputs=64, splits=2)),
+        (40, Cut(32, 64, inputs=64, splits=2)),
+    ],
+)
+def test_the_kernel_is_dequantise_then_multiply(kind, rows, cut):
+    """Two axes of inputs and two of outputs, as attention has; sums differ by float32's rounding."""
+    inputs = (5, 64) if cut.inputs == 64 else (4, 64)
+    x, codes, scales = arguments(rows, inputs, (2, 64), kind)
+    weight = (codes.astype(jnp.float32) * scales[..., None, None]).reshape(128, -1)
+    with jax.default_matmul_precision("highest"):
+        expected = (x.astype(jnp.float32).reshape(rows, -1) @ weight.T).reshape(rows, 2, 64)
+    how = dict(dtype=jnp.float32, interpret=True)
+    out = linear(x, codes, scales, implementation="triton", cut=cut, **how)
+    largest = float(jnp.max(jnp.abs(expected)))
+    # 320 products of float32 numbers, in another order.
+    assert float(jnp.max(jnp.abs(out - expected))) < 3e-6 * largest
+    plain = linear(x, codes, scales, implementation="reference", **how)
+    assert float(jnp.max(jnp.abs(plain - expected))) < 3e-6 * largest
+
+
+def run_assembly(code: str, given: int) -> list[int]:
+    """Return what assembly makes of a register: its results in the order of their numbers."""
+    inputs = max(int(n) for n in re.findall(r"\$(\d)", code))
+    registers = {f"${inputs}": given}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    def halves(name: str) -> np.ndarray:
+        return np.array([value(name)], np.uint32).view(jnp.bfloat16).astype(np.float64)
+
+    for line in code.strip("{} \n").split(";"):
+        operation, *names = line.replace(",", " ").split() or [""]
+        if operation in ("", ".reg"):
+            continue
+        to, *names = names
+        match operation.split(".")[0]:
+            case "mov":
+                made = value(names[0])
+            case "and":
+                made = value(names[0]) & value(names[1])
+            case "shr":
+                made = value(names[0]) >> value(names[1])
+            case "lop3":
+                assert names[3] == "0xea"  # (a & b) | c
+                made = value(names[0]) & value(names[1]) | value(names[2])
+            case "prmt":
+                both = value(names[0]) | value(names[1]) << 32
+                places = [value(names[2]) >> 4 * i & 15 for i in range(4)]
+                made = sum((both >> 8 * place & 255) << 8 * i for i, place in enumerate(places))
+            case "fma":
+                x, y, z = (halves(name) for name in names)
+                exact = x * y + z  # float64 holds it, but for the sign of a zero
+                exact = np.where(
+                    exact == 0, np.where(np.signbit(x * y) & np.signbit(z), -0.0, 0), exact
+                )
+                rounded = exact.astype(jnp.bfloat16)
+                assert (rounded.astype(np.float64) == exact).all()
+                made = int(rounded.view(np.uint32)[0])
+            case _:
+                raise AssertionError(line)
+        registers[to] = made
+    return [registers[f"${i}"] for i in range(inputs)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_assembly_converts_every_code_exactly(kind):
+    """Four codes of a register become two registers of two bfloat16, in their order."""
+    bits = np.arange(256, dtype=np.uint8)
+    if kind != jnp.int8:
+        bits = bits[bits & 127 != 127]
+    bits = np.concatenate([bits, np.roll(bits, 5)])
+    bits = bits[: len(bits) // 4 * 4].reshape(-1, 4)
+    for four in bits:
+        word = int(four.view(np.uint32)[0])
+        expected = four.view(kind).astype(jnp.bfloat16).view(np.uint32).tolist()
+        assert run_assembly(decode.assembly(kind), word) == expected
+        if kind != jnp.int8:
+            assert [run_assembly(code, word)[0] for code in decode.E4M3_PAIRS] == expected
+
+
+def test_the_kernel_refuses_what_it_cannot_cut():
+    for rows, inputs, said in ((MOST_ROWS + 1, 64, "rows at most"), (2, 96, "multiples of 64")):
+        x, codes, scales = arguments(rows, (inputs,), (64,), jnp.int8)
+        with pytest.raises(NotImplementedError, match=said):
+            linear(x, codes, scales, dtype=x.dtype, implementation="triton", interpret=True)
+    wide = x.astype(jnp.float32)
+    with pytest.raises(NotImplementedError, match="float32"):
+        linear(wide, codes, scales, dtype=wide.dtype, implementation="triton")
+    with pytest.raises(ValueError, match="codes must be"):
+        linear(x, codes.T, scales, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("preset", ["e2b", "e4b", "12b", "26b-a4b", "31b"])
+def test_every_product_of_every_target_is_cut_evenly(preset):
+    """And has a name in `cases`, under which scripts measure it."""
+    graph = graph_of(PRESETS[preset], "bfloat16")
+    graph = graph.with_formats(formats_for(graph, "int8", None))
+    found = set()
+    for name, codes in graph.abstract_params().items():
+        if not name.endswith(".codes") or "experts" in name:
+            continue
+        outputs = math.prod(graph.abstract_params()[name[:-5] + "scales"].shape)
+        found.add((codes.size // outputs, outputs))
+    assert found == {size for name, size in SHAPES.items() if name.startswith(preset + " ")}
+    for inputs, outputs in found:
+        for rows in (1, *(row[0] for row in TABLE)):
+            cut = cut_for(rows, inputs, outputs)
+            assert outputs % cut.outputs == inputs % cut.inputs == 0
+            assert 1 <= cut.splits <= inputs // cut.inputs
+            own = mosaic_cut_for(rows, inputs, outputs)
+            if own is not None:
+                tiles = outputs / (2 * own.outputs)
+                assert tiles == int(tiles)
+                assert inputs % own.inputs == own.whole % PROCESSORS == 0
+                assert own.splits * (tiles - own.whole) <= PROCESSORS or own.splits == 1
+                assert own.stages >= 3
+                assert own.shared_bytes(-(-rows // 8) * 8, 2) <= SHARED_BYTES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_product_of_every_target_on_a_gpu(name, kind):
+    """What "auto" takes is at most twice as far from float32 as XLA's product."""
+    inputs, outputs = SHAPES[name]
+    for rows in (1, 2, 8, 16, 24, 64, 128, 256):
+        x, codes, scales = arguments(rows, (inputs,), (outputs,), kind)
+        how = functools.partial(linear, dtype=jnp.bfloat16)
+        with jax.default_matmul_precision("highest"):
+            exact = jax.jit(functools.partial(how, implementation="reference", dtype=jnp.float32))(
+                x.astype(jnp.float32), codes, scales
+            )
+        errors = [
+            float(
+                jnp.max(
+                    jnp.abs(jax.jit(functools.partial(how, **choice))(x, codes, scales) - exact)
+                )
+            )
+            for choice in (dict(), dict(implementation="reference"))
+        ]
+        assert errors[0] <= 2 * errors[1], (rows, errors)
