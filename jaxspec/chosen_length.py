@@ -71,7 +71,7 @@ class ChosenLength:
             lengths = ladder(spec.num_draft_tokens)
             self.chooser = Chooser(lengths, compiled=lengths[-1:])
         self._compile_s = 0.0  # of a decode program
-        self._call: tuple[int, bool, float] | None = None
+        self._call: tuple[int, bool, float, int] | None = None
 
     @property
     def used(self) -> dict[int, LengthUse]:
@@ -97,7 +97,7 @@ class ChosenLength:
         if self.choose == "always" or all(r.sampling.temperature == 0 for r in running):
             choice = chooser.next(len(running), most_steps, self._compile_s)
         is_new = not chooser.steps[choice.length] and not chooser.costs.is_known(choice.length)
-        self._call = choice.length, is_new, self.runtime.timings.compile_s
+        self._call = choice.length, is_new, self.runtime.timings.compile_s, len(running)
         return choice
 
     def learn(self, acceptance_lengths: Sequence[np.ndarray], seconds: float) -> None:
@@ -109,7 +109,7 @@ class ChosenLength:
         """
         if (chooser := self.chooser) is None or self._call is None or not acceptance_lengths:
             return
-        (length, is_new, compile_s), self._call = self._call, None
+        (length, is_new, compile_s, begun), self._call = self._call, None
         if not (steps := max(map(len, acceptance_lengths))):
             return
         new = np.concatenate(acceptance_lengths)
@@ -123,6 +123,7 @@ class ChosenLength:
             steps,
             None if is_new else seconds,
             dict(zip(accepted.tolist(), counts.tolist(), strict=True)),
+            begun if chooser.costs.few else None,
         )
 
     def has_few(self, length: int) -> bool:
@@ -153,13 +154,16 @@ class ChosenLength:
         if steps < 1:  # no row can be so short
             return state
         state = runtime.admit(state, self._made_up(state))
+        chooser.costs.few = tuple(few)
         for length in chooser.lengths:
             for rows in (runtime.batch_size, *(few if self.has_few(length) else ())):
                 state, seconds = self._timed(state, ask, length, rows, steps)
-                for step_s in seconds[
-                    1:
-                ]:  # the first call of a program takes longer than others will
-                    chooser.costs.add(length, rows, step_s)
+                # A length without a program for few rows takes for them what it takes for all.
+                others = () if self.has_few(length) else few
+                # The first call of a program takes longer than others will.
+                for step_s in seconds[1:]:
+                    for computed in (rows, *others):
+                        chooser.costs.add(length, computed, step_s)
             chooser.compiled.add(length)
         return runtime.clear(state, np.ones(runtime.batch_size, bool))
 

@@ -122,9 +122,14 @@ class Costs:
 
     def __init__(self) -> None:
         """Begin without any."""
+        self.few: tuple[int, ...] = ()  # rows of programs for few of the slots, fewest first
         self.table: dict[tuple[int, int], float] = {}
         self._times: dict[tuple[int, int], deque[float]] = {}
         self._pace: deque[float] = deque([1.0], maxlen=PACE_CALLS)
+
+    def bucket(self, rows: float) -> int:
+        """Return the bucket of so many active rows: those of the program that computes them, or `bucket_of`."""
+        return bucket_of(next((few for few in self.few if few >= rows), rows))
 
     @property
     def pace(self) -> float:
@@ -138,7 +143,7 @@ class Costs:
           in_use: whether calls before it were of this length too. Then it says how fast all lengths are now;
             else what this one is in proportion.
         """
-        key = length, bucket_of(rows)
+        key = length, self.bucket(rows)
         times = self._times.setdefault(key, deque(maxlen=TRIES))
         if in_use and len(times) >= FIRST_TIMES:
             self._pace.append(seconds / self.table[key])
@@ -167,7 +172,7 @@ class Costs:
         A bucket without a time takes that of the nearest one. A length that was timed in both says how much
         quicker or slower it is.
         """
-        here = bucket_of(rows)
+        here = self.bucket(rows)
         if (length, here) in self.table:
             return self.table[length, here] * self.pace
         others = [bucket for known, bucket in self.table if known == length]
@@ -285,6 +290,7 @@ class Chooser:
         steps: int,
         seconds: float | None,
         accepted: Mapping[int, int],
+        begun: int | None = None,
     ) -> None:
         """Take in what a call of the loop did.
 
@@ -293,6 +299,7 @@ class Chooser:
           rows: active ones, on average over its steps.
           seconds: of the call; None where they say nothing of a step.
           accepted: how many steps of rows accepted how many drafts.
+          begun: rows that were active when it began, if they named its program; None: what `rows` says.
         """
         if not steps:
             return
@@ -301,6 +308,7 @@ class Chooser:
         self.acceptance.add(length, accepted, steps, rows)
         if seconds is None:
             return
+        rows = rows if begun is None else begun
         self.costs.add(length, rows, seconds / steps, in_use=self._last in (None, length))
         self._last = length
         self._since_compiling_s += seconds

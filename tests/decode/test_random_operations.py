@@ -134,7 +134,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(drafter: str | None, read_ahead: int, most: int | None, stored: bool) -> Engine:
-    """Return an engine, the same one for the same options.
+    """Return an engine, the same one for the same options. A lone row has a program of its own where that can be.
 
     Args:
       stored: with a store of prefixes, from which most are evicted.
@@ -148,6 +148,8 @@ def engine_of(drafter: str | None, read_ahead: int, most: int | None, stored: bo
             nbytes = SOME_PREFIXES * pool.least_bytes(made.runtime)
             options |= dict(prefix_bytes=nbytes, prefix_host_bytes=nbytes)
             made = case(NAME).engine(drafter, **options)
+        if drafter is None:
+            made.warm_up()
         ENGINES[key] = made
     return ENGINES[key]
 

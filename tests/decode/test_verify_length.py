@@ -77,6 +77,19 @@ def test_costs_are_compared_at_one_time_and_for_like_batches() -> None:
     assert costs.between(1, 32) == pytest.approx(2.0 + 1 / 3)
 
 
+def test_rows_that_one_program_computes_cost_the_same() -> None:
+    """Two rows of 32 take the program for eight, not that for one. A call is filed by the rows that it began with."""
+    chooser = Chooser((0, 3))
+    costs = chooser.costs
+    costs.few = (1, 8)
+    for rows, seconds in ((1, 1.0), (8, 2.0), (32, 6.0)):
+        costs.add(3, rows, seconds)
+    assert [costs.of(3, rows) for rows in (1, 2, 3, 8, 20, 32)] == [1.0, 2.0, 2.0, 2.0, 6.0, 6.0]
+    chooser.learn(3, 5.0, 4, 24.0, {3: 20}, begun=20)  # most of its 20 rows soon ended
+    assert costs.of(3, 5) == 2.0
+    assert costs.of(3, 20) == 6.0
+
+
 @dataclasses.dataclass
 class Machine:
     """What steps cost, and how often drafts are right: in stretches of so many tokens a row."""
