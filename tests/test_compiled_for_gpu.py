@@ -26,7 +26,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.cache import cache_bytes
+from jaxspec.cache import KVCache, cache_bytes
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
@@ -152,8 +152,12 @@ def small(preset: str, drafts: str) -> DecodeSpec:
     )
 
 
-def compile_loop(spec: DecodeSpec, batch: int) -> tuple[Any, Any]:
-    """Return the compiled loop and its abstract state."""
+def compile_loop(spec: DecodeSpec, batch: int, rows: int | None = None) -> tuple[Any, Any]:
+    """Return the compiled loop and its abstract state.
+
+    Args:
+      rows: of a program for few of the slots.
+    """
     state = jax.eval_shape(
         lambda: states.init_state(
             spec, batch, cache_length=2048, num_stop_ids=4, cache_dtype=spec.target.cache_dtype
@@ -165,6 +169,8 @@ def compile_loop(spec: DecodeSpec, batch: int) -> tuple[Any, Any]:
         state,
         jax.ShapeDtypeStruct((), jnp.int32),
     )
+    if rows is not None:
+        args += (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32))
     loop = jax.jit(
         functools.partial(decode.decode_loop, spec),
         donate_argnums=2,
@@ -257,6 +263,33 @@ def test_the_loop_copies_neither_weights_nor_caches(
 NEEDS_MOSAIC = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2"
 )
+
+
+@NEEDS_MOSAIC
+@pytest.mark.parametrize(
+    ("preset", "rows", "drafts", "temporary_mb"),
+    [
+        ("31b", 1, "chain", 64),  # of which logits of 16 rows: 33 MB
+        ("26b-a4b", 8, "chain", 512),
+        ("e4b", 1, "mtp", 64),
+    ],
+)
+def test_a_loop_over_a_few_of_many_slots_copies_no_cache(
+    monkeypatch: pytest.MonkeyPatch, preset: str, rows: int, drafts: str, temporary_mb: int
+) -> None:
+    """Drafts, verification and what the drafter absorbs read and write rows of the caches where they are."""
+    monkeypatch.setattr("pallas_kernels.attention.capability", lambda: 9.0)
+    compiled, state = compile_loop(small(preset, drafts), 32, rows)
+    memory = compiled.memory_analysis()
+    print(f"{preset} {drafts}, {rows} of 32 slots: {memory}")
+    assert memory.alias_size_in_bytes >= cache_bytes((state.caches, state.drafter))
+    assert memory.temp_size_in_bytes < temporary_mb << 20
+    hlo = compiled.as_text()
+    assert big_moves(hlo) == []
+    caches = jax.tree.leaves(
+        (state.caches, state.drafter), is_leaf=lambda x: isinstance(x, KVCache)
+    )
+    assert moves_of_caches(hlo, [cache for cache in caches if isinstance(cache, KVCache)]) == []
 
 
 def compile_pass(spec: DecodeSpec, slots: int, rows: int, tokens: int) -> tuple[Any, Any]:
