@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import pytest
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.engine import Engine, Request
-from jaxspec.programs import Programs
+from jaxspec.programs import Compiler, Programs
 from jaxspec.records import Drafting, Extras, Tree
 from jaxspec.sharding import make_mesh
 from jaxspec.state import DecodeSpec
@@ -109,10 +109,11 @@ def test_a_program_that_another_thread_compiles_is_traced_once():
         return x + 1
 
     given: Any = dict(donate=None, mesh=make_mesh(devices=jax.devices()[:1]))
-    with ThreadPoolExecutor(1) as compiler:
-        coming = kept.get(add, (jnp.ones(3),), **given, compiler=compiler)
-        assert isinstance(coming, Future)
-        assert kept.get(add, (jnp.ones(3),), **given, compiler=compiler) is coming
+    compiler = Compiler()
+    coming = kept.get(add, (jnp.ones(3),), **given, compiler=compiler)
+    assert isinstance(coming, Future)
+    assert kept.get(add, (jnp.ones(3),), **given, compiler=compiler) is coming
+    compiler.close()
     program = kept.get(add, (jnp.ones(3),), **given)
     assert program is coming.result()
     assert program(jnp.ones(3)).tolist() == [2, 2, 2]
