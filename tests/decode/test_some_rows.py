@@ -45,7 +45,7 @@ def staggered(engine: Engine, requests: list[Request], every: int) -> dict[Any, 
 @pytest.mark.parametrize(
     ("name", "drafter", "options"),
     [
-        ("31b", None, {}),
+        pytest.param("31b", None, {}, marks=pytest.mark.slow),
         ("31b", "dflash", {"choose_length": "never"}),
         pytest.param("31b", "dflash", {"choose_length": "exact"}, marks=pytest.mark.slow),
         ("31b", "mtp", {"choose_length": "never", "num_draft_tokens": 1}),
