@@ -39,6 +39,7 @@ from jaxspec.families import random_drafter
 from jaxspec.families.costs import expected_experts
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.params import Graph
+from jaxspec.quantised.choice import formats_for
 from jaxspec.records import Drafting, Extras, Sampling, Tree
 from jaxspec.runtime import Runtime
 from jaxspec.shapes import Params
@@ -95,6 +96,17 @@ def test_experts_cost_what_routing_reaches() -> None:
     experts = 30 * 3 * 2816 * 704 * 2  # bytes of one expert in all layers
     expected = (expected_experts(config, 32) - 8) * experts
     assert many.weight_bytes - one.weight_bytes == pytest.approx(expected)
+
+
+def test_products_of_8_bit_floats_count_half() -> None:
+    """Tables and experts round weights only, so all of their operations count."""
+    plain, tables = 2 * 29.29e9, 2 * 1.41e9
+    for format, wanted in (("fp8", plain + tables), ("fp8-dynamic", plain / 2 + tables)):
+        graph = spec("31b").target
+        target = graph.with_formats(formats_for(graph, linears=format))
+        cost = floor.step_cost(DecodeSpec(target, None), batch=1, context=256)
+        assert cost.flops == pytest.approx(wanted, rel=0.02)  # attention adds a little
+        assert cost.weight_bytes == pytest.approx(32.1e9, rel=0.01)
 
 
 def test_keys_and_values_stop_growing_at_the_window() -> None:

@@ -61,7 +61,8 @@ class Kept(struct.PyTreeNode):
 
     Attributes:
       tokens: part of a prompt, or the anchor and the accepted drafts of a step.
-      hidden: the target's hidden states after its final norm.
+      hidden: the target's hidden states after its final norm. Of a prompt it may be that of the last real
+        token alone, [b 1 D]: see `Drafter.reads_last_hidden_only`.
       features: the outputs of the drafter's `feature_layers`.
       start: the position of each row's first token.
       count: the number of real tokens of each row.
@@ -69,7 +70,7 @@ class Kept(struct.PyTreeNode):
     """
 
     tokens: Int[Array, "b T"]
-    hidden: Float[Array, "b T D"]
+    hidden: Float[Array, "b T D"] | Float[Array, "b 1 D"]
     features: tuple[Float[Array, "b T D"], ...]
     start: Int[Array, " b"]
     count: Int[Array, " b"]
@@ -133,10 +134,13 @@ class Drafter(nnx.Module, Generic[StateT]):
         that part from it a few tokens before its end.
       drafts_by_slot: whether `draft` heeds `TargetView.slots`. An engine then computes few rows alone, where few
         run.
+      reads_last_hidden_only: whether `absorb` reads no hidden state but that of the last real token. Passes over
+        prompts then leave layers out for all other tokens, where the target has such layers.
     """
 
     absorbs_again: ClassVar[bool] = False
     drafts_by_slot: ClassVar[bool] = False
+    reads_last_hidden_only: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

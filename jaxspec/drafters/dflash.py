@@ -50,6 +50,7 @@ class DFlashDrafter(Drafter[DFlashState]):
 
     absorbs_again = True
     drafts_by_slot = True
+    reads_last_hidden_only = True
 
     def __init__(self, config: DFlashConfig, *, dtype: jnp.dtype):
         d, c = config.hidden_size, config.hidden_size * len(config.feature_layers)

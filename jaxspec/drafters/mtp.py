@@ -89,6 +89,7 @@ class MTPDrafter(Drafter[MTPState]):
 
     absorbs_again = True
     drafts_by_slot = True
+    reads_last_hidden_only = True
 
     def __init__(self, config: MTPConfig, *, dtype: jnp.dtype):
         d, backbone, vocab = config.hidden_size, config.backbone_hidden_size, config.vocab_size
@@ -129,7 +130,8 @@ class MTPDrafter(Drafter[MTPState]):
 
     def absorb(self, state: MTPState, kept: Kept) -> MTPState:
         with jax.named_scope("mtp_absorb"):
-            last = jnp.maximum(kept.count - 1, 0)[:, None, None]
+            # Of a prompt only the last token's hidden state was computed.
+            last = jnp.clip(kept.count - 1, 0, kept.hidden.shape[1] - 1)[:, None, None]
             hidden = jnp.take_along_axis(kept.hidden, last, axis=1)[:, 0].astype(state.dtype)
             if kept.slots is None:
                 return jnp.where(kept.count[:, None] > 0, hidden, state)

@@ -75,14 +75,14 @@ def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost
     weight_bytes = flops = 0.0
     declared = graph.declared()
     for name, a in graph.abstract_weights().items():
-        nbytes, products = stored_bytes(a), 2.0 * a.size * rows
+        nbytes, products = stored_bytes(a), operations(a, rows)
         if declared[name].lookup:
             nbytes, products = nbytes * rows / a.shape[0], 0.0
         elif "experts" in declared[name].axes:
             nbytes *= expected_experts(config, rows) / config.num_experts
             products *= config.num_experts_per_token / config.num_experts
         weight_bytes += nbytes
-        flops += products if a.ndim > 1 else 0.0
+        flops += products
     kv_bytes, stored = 0.0, graph.cache_dtype.itemsize
     for layer in config.layers:
         seen = context + tokens
@@ -106,6 +106,16 @@ def reached(share: float, rows: int) -> float:
       share: the share of the set that each choice takes, uniformly at random.
     """
     return 1 - (1 - share) ** rows
+
+
+def operations(weight: Any, rows: float) -> float:
+    """Return the operations of a product of rows with an abstract weight, an array or a quantised one.
+
+    Where activations are rounded to 8 bits too, they count half: a GPU does twice as many in a second.
+    """
+    if weight.ndim < 2:
+        return 0.0
+    return 2.0 * weight.size * rows * (0.5 if getattr(weight, "rounds_activations", False) else 1.0)
 
 
 def stored_bytes(weight: Any) -> int:

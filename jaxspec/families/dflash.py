@@ -16,7 +16,7 @@ from jaxspec.configs.dflash import (
     default_feature_layers,
 )
 from jaxspec.families.base import Assumption, Change, Conventions, Family, WeightChange
-from jaxspec.families.costs import StepCost, itemsize, stored_bytes, table_bytes
+from jaxspec.families.costs import StepCost, itemsize, operations, stored_bytes, table_bytes
 from jaxspec.families.weights import changed, common_changes
 from jaxspec.families.words import shown_scale
 
@@ -105,7 +105,7 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
         # Keys and values are computed twice: once for the drafted block, once for the kept context.
         uses = 2 if name.endswith(".kv") else 1
         weight_bytes += uses * stored_bytes(a)
-        flops += uses * 2.0 * a.size * rows if a.ndim > 1 else 0.0
+        flops += uses * operations(a, rows)
     head = config.vocab_size * config.hidden_size
     weight_bytes += table_bytes(spec.target)
     flops += 2.0 * head * batch * spec.depth

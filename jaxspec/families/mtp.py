@@ -11,7 +11,7 @@ from jaxspec.configs.base import TargetConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import KEYS, MODEL_TYPES, PRESETS, MTPConfig
 from jaxspec.families.base import Assumption, Change, Conventions, Family, WeightChange
-from jaxspec.families.costs import StepCost, itemsize, reached, stored_bytes
+from jaxspec.families.costs import StepCost, itemsize, operations, reached, stored_bytes
 from jaxspec.families.weights import changed, common_changes
 from jaxspec.families.words import shown_scale
 
@@ -88,7 +88,7 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
                 used = config.num_top_centroids / config.num_centroids
                 share = reached(used, rows)
             weight_bytes += share * stored_bytes(a)
-            flops += 2.0 * used * a.size * rows if a.ndim > 1 else 0.0
+            flops += used * operations(a, rows)
         weight_bytes += rows * config.backbone_hidden_size * size
         for kind in set(config.layer_types):
             sliding = kind == "sliding"

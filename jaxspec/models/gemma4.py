@@ -69,8 +69,13 @@ class Gemma4(Target):
         features: dict[int, Array] = {}
         norms = [*(layer.pre_attention_norm[...] for layer in self.layers), self.final_norm[...]]
         stream = Residual(x, self.config.rms_norm_eps).norm(norms[0])
-        run = forgotten(run_layer, where.remat)
+        run, asked = forgotten(run_layer, where.remat), where
+        narrow_at = self.first_behind_keys(feature_layers)
         for i, (layer, spec) in enumerate(zip(self.layers, self.config.layers, strict=True)):
+            if i == narrow_at and asked.wanted is not None:
+                only = asked.replace(wanted=_two_at_least(asked.wanted))
+                stream, per_layer = jax.tree.map(only.only_wanted, (stream, per_layer))
+                where = only.narrowed()
             stream, new_cache, seen = run(
                 layer,
                 stream,
@@ -84,12 +89,24 @@ class Gemma4(Target):
             segments.append(seen)
             if i in feature_layers:
                 features[i] = stream.value
+        hidden = stream.normed
+        if asked.wanted is not None:
+            narrow = narrow_at < self.config.num_layers
+            hidden = hidden[:, : asked.wanted.shape[1]] if narrow else asked.only_wanted(hidden)
         return LayersOutput(
-            stream.normed,
+            hidden,
             tuple(features[i] for i in feature_layers),
             None if caches is None else tuple(new_caches),
             tuple(segments),
         )
+
+    def first_behind_keys(self, feature_layers: tuple[int, ...]) -> int:
+        """Return the layer from which on no other token depends on what a token's layers compute.
+
+        These layers have no keys and values of their own. E4B has 18 such layers of 42, E2B 20 of 35. A drafter
+        that reads features of late layers leaves fewer.
+        """
+        return 1 + max(*(spec.kv_owner for spec in self.config.layers), *feature_layers, -1)
 
     def distinct_experts(
         self, tokens: Int[Array, "B T"], where: Placement, caches: Caches
@@ -265,6 +282,11 @@ def run_layer(
     """Run a layer, and norm its output for the next layer, or for the head."""
     out, cache, segments = layer(x, *args)
     return out.norm(next_norm), cache, segments
+
+
+def _two_at_least(rows: Int[Array, "B R"]) -> Int[Array, "B _"]:
+    """Repeat a single row, for the reason that `pallas_kernels.lone_row` gives."""
+    return jnp.repeat(rows, 2, axis=1) if rows.size == 1 else rows
 
 
 def _rounded_sqrt(x: int, dtype: jnp.dtype) -> Array:

@@ -80,7 +80,7 @@ class Qwen3(Target):
             if i in feature_layers:
                 features[i] = x
         return LayersOutput(
-            rms_norm(x, self.final_norm[...], self.config.rms_norm_eps),
+            rms_norm(where.only_wanted(x), self.final_norm[...], self.config.rms_norm_eps),
             tuple(features[i] for i in feature_layers),
             None if caches is None else tuple(new_caches),
             tuple(segments),

@@ -37,6 +37,7 @@ class Placement(struct.PyTreeNode):
       ancestors: the rows that each row may see, itself included: of a draft tree, or of several texts in
         one row. None for a chain.
       real: which tokens are no padding, row by row; experts do no work for the others. None: all.
+      wanted: the tokens of each row whose hidden states are wanted; None: all. See `only_wanted`.
       remat: whether a backward pass computes each layer again, instead of keeping what it needs of it.
     """
 
@@ -46,6 +47,7 @@ class Placement(struct.PyTreeNode):
     slots: Int[Array, " B"] | None = None
     ancestors: Bool[Array, "B T T"] | None = None
     real: Bool[Array, " rows"] | None = None
+    wanted: Int[Array, "B R"] | None = None
     remat: bool = struct.field(pytree_node=False, default=False)
 
     @property
@@ -53,13 +55,27 @@ class Placement(struct.PyTreeNode):
         """Where the caches are written: first position, how many, and the row."""
         return self.start, self.count, self.slots
 
+    def only_wanted(self, x: Float[Array, "B T *D"]) -> Float[Array, "B R *D"]:
+        """Return what belongs to the wanted tokens; x itself, where all are wanted."""
+        if self.wanted is None:
+            return x
+        return jnp.take_along_axis(
+            x, self.wanted.reshape(*self.wanted.shape, *(1,) * (x.ndim - 2)), axis=1
+        )
+
+    def narrowed(self) -> Placement:
+        """Return where the wanted tokens stand, for layers that write no keys and values. All are real."""
+        assert self.wanted is not None
+        positions = jnp.take_along_axis(self.positions, self.wanted, axis=1)
+        return self.replace(positions=positions, real=None, wanted=None)
+
 
 class TargetOutput(struct.PyTreeNode):
     """What one pass of a target gives.
 
     Attributes:
       logits: float32, as the model defines them; R = T, or the rows that were asked for.
-      hidden: after the final norm.
+      hidden: after the final norm; with `only_logit_rows`, of these rows alone.
       features: outputs of the layers that were asked for, not normed.
       fresh: of a tree, each layer's keys and values, which are not in the caches yet.
     """
@@ -75,7 +91,7 @@ class LayersOutput(struct.PyTreeNode):
     """What the layers of a target make of a pass.
 
     Attributes:
-      hidden: after the final norm.
+      hidden: after the final norm, of the wanted tokens (`Placement.only_wanted`).
       segments: the keys and values that each layer's queries saw.
     """
 
@@ -153,6 +169,7 @@ class Target(nnx.Module):
         slots: Int[Array, " B"] | None = None,
         feature_layers: tuple[int, ...] = (),
         logit_rows: Int[Array, "B R"] | None = None,
+        only_logit_rows: bool = False,
         ancestors: Bool[Array, "B T T"] | None = None,
     ) -> TargetOutput:
         """Run tokens at positions start .. start + count - 1 of each row, or a draft tree from `start` on.
@@ -163,12 +180,16 @@ class Target(nnx.Module):
           slots: cache row of each batch row; None when they are the same.
           feature_layers: layers whose outputs are returned.
           logit_rows: the rows of T to compute logits for; None for all.
+          only_logit_rows: no other row's hidden state is wanted. Layers behind the last one with keys and values
+            of its own, and the last one of `feature_layers`, then compute these rows alone.
           ancestors: the tokens are a tree; [b, i, j] tells whether j is i itself or on i's way up to the
             root. A token stands as many positions past `start` as it has ancestors. The caches are read
             but not written: `keep_rows` does that once it is known which tokens stay.
         """
         run = functools.partial(self._run, feature_layers=feature_layers)
         where = place(tokens, start, count, slots=slots, ancestors=ancestors)
+        if only_logit_rows and tokens.shape[1] > 1:
+            where = where.replace(wanted=logit_rows)
         return twice_if_alone(
             run,
             tokens,
@@ -192,7 +213,7 @@ class Target(nnx.Module):
         done = self.run_layers(tokens, self.embed(tokens), where, caches, feature_layers)
         with jax.named_scope("head"):
             rows = done.hidden
-            if logit_rows is not None:
+            if logit_rows is not None and where.wanted is None:
                 rows = jnp.take_along_axis(rows, logit_rows[..., None], axis=1)
             logits = self.logits(rows)
         fresh: tuple[KVSegment | None, ...] = ()

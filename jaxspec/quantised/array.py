@@ -68,6 +68,11 @@ class QuantisedArray:
         """The bytes of all its arrays."""
         return sum(part.size * part.dtype.itemsize for part in self.parts.values())
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether a product rounds what it multiplies. Those of tables, whose logits feel it most, and of experts do not."""
+        return 0 in self.summed and named(self.format).rounds_activations
+
     def dequantise(self) -> Float[Array, "..."]:
         """Return the weight that it stands for: the plain reference of every product."""
         return named(self.format).dequantise(self)

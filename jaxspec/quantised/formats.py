@@ -28,12 +28,14 @@ class Format(abc.ABC):
       title: what it is, for people.
       on_load: whether weights can be quantised to it while they are loaded.
       least_capability: the compute capability that an NVIDIA GPU must have for it.
+      rounds_activations: whether linears multiply 8-bit floats with activations rounded to such.
     """
 
     name: str
     title: str
     on_load: bool = True
     least_capability: float
+    rounds_activations: bool = False
 
     @abc.abstractmethod
     def parts(self, shape: Shape, summed: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -95,10 +95,12 @@ class Dynamic(PerChannel):
     hundred rows on. With fewer rows it gains nothing. Experts and heads round weights only.
     """
 
+    rounds_activations = True
+
     def multiply(
         self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
     ) -> Float[Array, "R *out"]:
-        if 0 not in weight.summed:  # a table: logits feel rounding most
+        if not weight.rounds_activations:
             return super().multiply(rows, weight, dtype)
         inputs = tuple(range(1, rows.ndim))
         numbers = rows.astype(jnp.float32)

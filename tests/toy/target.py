@@ -97,6 +97,6 @@ class Toy(Target):
         normed = rms_norm(x, self.norm[...], 1e-6)
         added, cache, segments = self.attention(normed, where, cache, None)
         x = x + added
-        hidden = rms_norm(x, self.final_norm[...], 1e-6)
+        hidden = rms_norm(where.only_wanted(x), self.final_norm[...], 1e-6)
         caches = None if caches is None else (cache,)
         return LayersOutput(hidden, tuple(x for _ in feature_layers), caches, (segments,))
