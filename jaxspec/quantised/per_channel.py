@@ -31,6 +31,7 @@ from jaxspec.quantised.formats import Format, Shape, register
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.eight_bits import linear, sums
 from pallas_kernels.grouped import Codes
+from pallas_kernels.rounding import round_rows
 
 
 class PerChannel(Format):
@@ -102,11 +103,8 @@ class Dynamic(PerChannel):
     ) -> Float[Array, "R *out"]:
         if not weight.rounds_activations:
             return super().multiply(rows, weight, dtype)
-        inputs = tuple(range(1, rows.ndim))
-        numbers = rows.astype(jnp.float32)
-        scales = jnp.max(jnp.abs(numbers), axis=inputs, keepdims=True) / np.float32(self.largest)
-        numbers = numbers / jnp.where(scales > 0, scales, 1)
-        codes = jnp.clip(numbers, -self.largest, self.largest).astype(self.codes_dtype)
+        codes, scales = round_rows(rows.reshape(rows.shape[0], -1))
+        codes = codes.reshape(rows.shape)
         last = tuple(range(weight.ndim - len(weight.summed), weight.ndim))
         # XLA joins no factor of each row with a product, so the product writes its sums. Those of 512
         # rows with the gate and up of 31B are 88 MB in float32, beside 231 MB of weights. The MLP takes
