@@ -8,6 +8,7 @@ import json
 import lzma
 import math
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,15 @@ def completions(target: LoadedModel, drafter: LoadedModel) -> list[Completion]:
 
 
 def continued(
-    target: LoadedModel, drafter: LoadedModel, new_tokens: int = NEW_TOKENS, **options: Any
+    target: LoadedModel,
+    drafter: LoadedModel,
+    new_tokens: int = NEW_TOKENS,
+    prompts: Sequence[tuple[int, ...]] = PROMPTS,
+    **options: Any,
 ) -> list[Completion]:
-    """Continue the held-out prompts greedily, speculating, with programs that test_recomputation has too."""
+    """Continue held-out prompts greedily, speculating, with programs that test_recomputation has too."""
     engine = engine_of(target, drafter, batch_size=8, cache_length=256, **options)
-    return run(engine, [Request(ids, new_tokens) for ids in PROMPTS])
+    return run(engine, [Request(ids, new_tokens) for ids in prompts])
 
 
 def acceptance_length(completions: list[Completion]) -> float:
@@ -148,16 +153,17 @@ def test_greedy_text_does_not_loop_and_is_drafted_well(completions: list[Complet
 def test_the_assistant_drafts_well_and_a_tree_of_its_drafts_better(
     target: LoadedModel, assistant: LoadedModel, completions: list[Completion]
 ) -> None:
-    chain = continued(target, assistant, 64, num_draft_tokens=5)
-    tree = continued(target, assistant, 64, num_draft_tokens=11, tree=Tree(3, 5))
+    prompts = PROMPTS[:8]
+    chain = continued(target, assistant, 64, prompts, num_draft_tokens=5)
+    tree = continued(target, assistant, 64, prompts, num_draft_tokens=11, tree=Tree(3, 5))
     print(f"chain {acceptance_length(chain):.3f}, tree {acceptance_length(tree):.3f}")
     assert acceptance_length(chain) >= 2.5
     assert acceptance_length(tree) > acceptance_length(chain)
     same = [
         a.token_ids == b.token_ids == c.token_ids[:64]
-        for a, b, c in zip(chain, tree, completions, strict=True)
+        for a, b, c in zip(chain, tree, completions[: len(prompts)], strict=True)
     ]
-    assert np.mean(same) >= 15 / 16  # a near-tie of the target's may go either way
+    assert np.mean(same) >= 7 / 8  # a near-tie of the target's may go either way
 
 
 def test_transformers_reads_the_assistant_as_we_do(
