@@ -89,10 +89,9 @@ class Gemma4(Target):
             segments.append(seen)
             if i in feature_layers:
                 features[i] = stream.value
-        hidden = stream.normed
+        hidden = where.only_wanted(stream.normed)
         if asked.wanted is not None:
-            narrow = narrow_at < self.config.num_layers
-            hidden = hidden[:, : asked.wanted.shape[1]] if narrow else asked.only_wanted(hidden)
+            hidden = hidden[:, : asked.wanted.shape[1]]
         return LayersOutput(
             hidden,
             tuple(features[i] for i in feature_layers),
