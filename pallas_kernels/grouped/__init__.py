@@ -7,22 +7,33 @@ makes numbers of codes, `triton.py` how they are multiplied. `tuning.py` has til
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
+from pallas_kernels.dispatch import Candidate, capability, dispatch, why_not_triton
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
 from pallas_kernels.grouped.reference import reference
 from pallas_kernels.grouped.triton import Cut, linear_triton
-from pallas_kernels.grouped.tuning import cut_for
+from pallas_kernels.grouped.tuning import (
+    FEWEST_MOSAIC_ROWS,
+    GROUPS,
+    MOSAIC_ROWS,
+    TILE,
+    MosaicCut,
+    cut_for,
+    mosaic_cut_for,
+)
 
 # With more rows, writing the weight out in 16 bits costs little beside the product.
 MOST_ROWS = 512
 LEAST_OUTPUTS = 16
+Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
-__all__ = ["Codes", "Coding", "Cut", "linear", "reference"]
+__all__ = ["Codes", "Coding", "Cut", "MosaicCut", "linear", "reference"]
 
 
 def linear(
@@ -33,7 +44,7 @@ def linear(
     inputs_first: bool = True,
     dtype: DTypeLike,
     implementation: Implementation = "auto",
-    cut: Cut | None = None,
+    cut: Cut | MosaicCut | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """Return x @ weight, summed in float32.
@@ -45,25 +56,69 @@ def linear(
       dtype: of the result.
       implementation: "triton" needs bfloat16 rows, up to 512 of them, inputs that are a multiple of
         64, outputs that are a multiple of 16, and an NVIDIA GPU of compute capability 8.0 or newer
-        (or `interpret`). "auto" takes it where it can run, and takes "reference" elsewhere.
-      cut: tile sizes of the kernel; None takes them from the table in `tuning.py`.
+        (or `interpret`). "mosaic" needs bfloat16 rows, up to 128 of them, a GPU of compute
+        capability 9.0, int4 in groups of 32, 64 or 128 with bfloat16 scales and without zeros,
+        inputs first, and outputs that are a multiple of 256. "auto" takes Mosaic from 33 rows on,
+        else Triton, where they can run, and takes "reference" elsewhere.
+      cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
     Raises:
       ValueError: shapes do not fit together.
-      NotImplementedError: implementation is "triton" and it cannot run.
+      NotImplementedError: implementation is "triton" or "mosaic" and it cannot run.
     """
     blocks, outputs = weight.codes.shape[:2] if inputs_first else weight.codes.shape[1::-1]
     _check(x, weight, coding, inputs_first)
     how = dict(coding=coding, inputs_first=inputs_first, dtype=dtype)
     per_group = [array for array in (weight.scales, weight.zeros) if array is not None]
     scale_bytes = min(array.dtype.itemsize for array in per_group)
-    cut = cut or cut_for(x.shape[0], blocks, outputs, scale_bytes)
-    kernel = functools.partial(linear_triton, **how, cut=cut, interpret=interpret)
+    own = cut if isinstance(cut, MosaicCut) else mosaic_cut_for(x.shape[0], blocks, outputs)
+    tiles = cut if isinstance(cut, Cut) else cut_for(x.shape[0], blocks, outputs, scale_bytes)
+
+    def mosaic(x: Array, weight: Codes) -> Array:
+        from pallas_kernels.grouped.mosaic import linear_mosaic  # not in every jax
+
+        assert own is not None
+        return linear_mosaic(x, weight, group=coding.group, dtype=dtype, cut=own)
+
+    triton = functools.partial(linear_triton, **how, cut=tiles, interpret=interpret)
     reason = why_not_triton(x, interpret=interpret, dtypes=(jnp.bfloat16,))
     reason = reason or _why_not(x, weight, outputs)
-    candidate = Candidate("triton", kernel, reason)
-    return dispatch(implementation, [candidate], functools.partial(reference, **how), x, weight)
+    candidates = [
+        Candidate(
+            "mosaic",
+            mosaic,
+            _why_not_mosaic(x, weight, coding, inputs_first, interpret) or reason,
+            x.shape[0] >= FEWEST_MOSAIC_ROWS,
+        ),
+        Candidate("triton", triton, reason),
+    ]
+    return dispatch(implementation, candidates, functools.partial(reference, **how), x, weight)
+
+
+def _why_not_mosaic(
+    x: Array, weight: Codes, coding: Coding, inputs_first: bool, interpret: bool
+) -> str | None:
+    """Return why the Mosaic kernel cannot take these on the GPU of this machine, or None."""
+    if interpret:
+        return "the Mosaic kernel is not interpreted"
+    if jax.__version_info__ < (0, 11, 2):
+        return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
+    if (found := capability()) not in (None, 9.0):
+        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
+    if x.shape[0] > MOSAIC_ROWS:
+        return f"the Mosaic kernel is cut for {MOSAIC_ROWS} rows at most, not {x.shape[0]}"
+    if not inputs_first or weight.codes.shape[1] % (GROUPS * TILE):
+        return (
+            f"the Mosaic kernel needs inputs first and outputs that are a multiple of {GROUPS * TILE}; "
+            f"codes are {weight.codes.shape}"
+        )
+    others = weight.zeros is not None or weight.factors is not None
+    if coding.kind != "int4" or coding.group < 32 or others:
+        return f"the Mosaic kernel takes int4 in groups of 32 and more without zeros, not {coding}"
+    if weight.scales is None or weight.scales.dtype != jnp.bfloat16:
+        return "the Mosaic kernel takes bfloat16 scales"
+    return None
 
 
 def _why_not(x: Array, weight: Codes, outputs: int) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from pallas_kernels.grouped.coding import HALF
 from pallas_kernels.grouped.triton import Cut
 
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with some
@@ -55,3 +56,62 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
     splits = next((s for s in divisors if tiles * s * warps >= WARPS), divisors[-1])
     cut = cut.dividing(outputs, blocks // splits)
     return dataclasses.replace(cut, splits=splits, warps=warps)
+
+
+PROCESSORS = 132  # of an H200
+TILE = 64  # outputs of a warpgroup of the Mosaic kernel
+GROUPS = 4  # warpgroups of a block
+FEWEST_MOSAIC_ROWS = 33
+MOSAIC_ROWS = 128  # at most; sums take half of all registers then
+SHARED_BYTES = 224 << 10  # of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicCut:
+    """How the Mosaic kernel cuts a product, in tiles of 256 outputs.
+
+    Attributes:
+      splits: blocks of threads that share the inputs of a tile.
+      stages: blocks of inputs that the ring in shared memory holds, 3 at least.
+      whole: how many tiles come first, which are not split. They are as many as all processors take
+        once or several times.
+    """
+
+    splits: int = 1
+    stages: int = 4
+    whole: int = 0
+
+
+def pieces(rows: int) -> int:
+    """Return in how many pieces of rows the Mosaic kernel writes its result."""
+    return -(-rows // 64)
+
+
+def padded(rows: int) -> int:
+    """Return how many rows the Mosaic kernel takes for some: a multiple of 8 in each piece."""
+    return -(-rows // (8 * pieces(rows))) * 8 * pieces(rows)
+
+
+def mosaic_cut_for(rows: int, blocks: int, outputs: int) -> MosaicCut | None:
+    """Return how the Mosaic kernel cuts a product; None where it does not fit."""
+    if rows > MOSAIC_ROWS or outputs % (GROUPS * TILE):
+        return None
+    rows, tiles, found = padded(rows), outputs // (GROUPS * TILE), []
+    # Nanoseconds of a processor for a tile: the arithmetic, or its share of reading.
+    tile_ns = blocks * max(1024 * rows / 128 / 1.3, 9216 / 30)
+    for splits in range(1, min(12, blocks // 8) + 1):
+        for whole in {0, tiles // PROCESSORS * PROCESSORS if splits > 1 else 0}:
+            rest = tiles - whole
+            if not rest:
+                continue
+            time = -(-rest * splits // PROCESSORS) * (tile_ns / splits + 2000)
+            if whole:
+                time += whole / PROCESSORS * (tile_ns + 2000) + 2000
+            if splits > 1:  # parts are written and read
+                time += 1500 + 8 * splits * rows * rest * GROUPS * TILE / 4000
+            found.append((time, splits, whole))
+    _, splits, whole = min(found)
+    step = GROUPS * TILE * HALF + 2 * HALF * 2 * rows + 2 * 2 * GROUPS * TILE
+    result = GROUPS * rows // pieces(rows) * TILE * (4 if splits > 1 else 2)
+    stages = min(8, (SHARED_BYTES - result) // step)
+    return MosaicCut(splits, stages, whole) if stages >= 3 else None

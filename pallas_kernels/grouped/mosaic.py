@@ -1,0 +1,205 @@
+"""A product of many rows with four-bit codes in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
+
+A block of threads has four warpgroups. Each multiplies 64 outputs with all rows, over a share of the
+inputs. TMA loads codes, scales and rows into a ring in shared memory, several steps ahead. A
+warpgroup takes 64 x 64 codes into registers, makes numbers of them, and hands these to wgmma as its
+left operand, 32 inputs at a time. While these are multiplied it makes the next ones.
+
+Numbers are multiplied by their scales in bfloat16, before the product. So they are the same ones as
+in the Triton kernel with its cuts.
+
+Where outputs are few, several blocks share the inputs of a tile (`splits`). XLA adds their parts, in
+their order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
+from pallas_kernels.grouped.decode import INT4_PAIRS
+from pallas_kernels.grouped.tuning import GROUPS, TILE, MosaicCut, padded, pieces
+
+
+def _linear(
+    x_ref,
+    codes_ref,
+    scales_ref,
+    out_ref,
+    ring,
+    x_ring,
+    scale_ring,
+    result,
+    there,
+    free,
+    *,
+    group: int,
+    cut: MosaicCut,
+    first_tile: int,
+    splits: int,
+) -> None:
+    """Write out[split, rows, outputs] of a tile.
+
+    Args:
+      group: inputs that share a scale.
+      first_tile: of the codes that `out` has.
+    """
+    split, tile, warpgroup = (lax.axis_index(name) for name in ("split", "tile", "warpgroup"))
+    rows, blocks = x_ref.shape[0], codes_ref.shape[0]
+    begin, end = (lax.div((split + i) * blocks, splits) for i in range(2))
+    count, mine = end - begin, pl.ds(warpgroup * TILE, TILE)
+
+    def fetch(step):
+        """Let TMA load what a step multiplies: a block of inputs."""
+        place, block = lax.rem(step, cut.stages), begin + step
+        own, to = pl.ds((first_tile + tile) * GROUPS * TILE, GROUPS * TILE), there.at[place]
+        plgpu.copy_gmem_to_smem(codes_ref.at[block, own], ring.at[place], to)
+        groups = pl.ds(lax.div(block * BLOCK, group), scale_ring.shape[1])
+        plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], to)
+        for half in range(2):
+            at = pl.ds(block * BLOCK + half * HALF, HALF)
+            plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place, half], to)
+
+    def give_back(step):
+        @pl.when(step >= 0)
+        def _():
+            plgpu.barrier_arrive(free.at[lax.rem(step, cut.stages)])
+
+    def refill(step):
+        """Load over what all have given back. It was a step ago, so that none waits for the others."""
+
+        @pl.when((step >= 0) & (step + cut.stages < count) & (warpgroup == 0))
+        def _():
+            plgpu.barrier_wait(free.at[lax.rem(step, cut.stages)])
+            fetch(step + cut.stages)
+
+    @pl.when(warpgroup == 0)
+    def _():
+        pl.loop(0, jnp.minimum(count, cut.stages))(fetch)
+
+    def multiply(total):
+        @pl.loop(0, count)
+        def _(step):
+            place = lax.rem(step, cut.stages)
+            plgpu.barrier_wait(there.at[place])
+            codes = plgpu.load(ring.at[place, mine], layout=plgpu.Layout.WGMMA_UPCAST_2X)  # pyright: ignore[reportCallIssue]
+            for half in range(2):
+                scales = scale_ring.at[place, half * HALF // group, mine]
+                w = _numbers(codes, half) * _by_output(scales, HALF)
+                plgpu.wgmma(total, w, x_ring.at[place, half].transpose((1, 0)))
+                plgpu.wgmma_wait(1)  # for the one before this
+                if half == 0:
+                    give_back(step - 1)
+                    refill(step - 2)
+
+        plgpu.wgmma_wait(0)
+        return total[...]
+
+    total = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32))
+    own, to = result.at[warpgroup], pl.ds((tile * GROUPS + warpgroup) * TILE, TILE)
+    size = own.shape[0]
+    for row in range(0, rows, size):
+        some = total[:, row : row + size].astype(own.dtype)
+        own.T[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own, out_ref.at[split, pl.ds(row, size), to])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _by_output(ref: Any, inputs: int) -> Array:
+    """Return a value of each output [64] in shared memory, for numbers [64, inputs]."""
+    values = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)  # pyright: ignore[reportCallIssue]
+    return lax.broadcast_in_dim(values, (TILE, inputs), [0])
+
+
+def _numbers(codes: Array, half: int) -> Array:
+    """Return the low (0) or high (1) halves of bytes as bfloat16, as wgmma takes them."""
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.bfloat16, layout=layout),
+    )
+    def convert(_, codes):
+        # A register has four bytes.
+        word = ir.IntegerType.get_signless(32)
+        words, four = ir.VectorType.get((2,), word), ir.VectorType.get((4,), ir.BF16Type.get())
+        made = np.empty_like(codes.registers)
+        for index, register in np.ndenumerate(codes.registers):
+            out = llvm.mlir_undef(words)
+            for i, code in enumerate(INT4_PAIRS[half]):
+                pair: Any = llvm.inline_asm(word, [utils.bitcast(register, word)], code, "=r,r")
+                out = llvm.insertelement(out, pair, utils.c(i, word))
+            made[index] = vector.bitcast(four, out)
+        return type(codes)(_registers=made, _layout=codes.layout, _is_signed=None)
+
+    numbers: Any = convert
+    return plgpu.layout_cast(numbers(codes), plgpu.Layout.WGMMA)
+
+
+def linear_mosaic(
+    x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, cut: MosaicCut
+) -> Float[Array, "R N"]:
+    """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them."""
+    assert cut.stages >= 3  # places are filled again a step after they are given back
+    assert weight.scales is not None
+    count, outputs = x.shape[0], weight.codes.shape[1]
+    x = jnp.pad(x, ((0, padded(count) - count), (0, 0)))
+    tiles, found = outputs // (GROUPS * TILE), []
+    for first, last, splits in ((0, cut.whole, 1), (cut.whole, tiles, cut.splits)):
+        if first < last:
+            out = _launch(x, weight, group, jnp.dtype(dtype), cut, first, last - first, splits)
+            out = out[0] if splits == 1 else jnp.sum(out, axis=0).astype(dtype)
+            found.append(out[:count])
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+
+
+def _launch(
+    x: Float[Array, "R K"],
+    weight: Codes,
+    group: int,
+    dtype: Any,
+    cut: MosaicCut,
+    first: int,
+    tiles: int,
+    splits: int,
+) -> Float[Array, "X R M"]:
+    """Multiply by some tiles of outputs, from `first` on."""
+    rows, part = x.shape[0], dtype if splits == 1 else jnp.dtype(jnp.float32)
+    outputs = GROUPS * TILE
+
+    def memory(*shape: int, dtype: Any, line: int) -> Any:
+        swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
+
+    return plgpu.kernel(
+        functools.partial(_linear, group=group, cut=cut, first_tile=first, splits=splits),
+        out_type=jax.ShapeDtypeStruct((splits, rows, tiles * outputs), part),
+        grid=(splits, tiles),
+        grid_names=("split", "tile"),
+        num_threads=GROUPS,
+        thread_name="warpgroup",
+        scratch_types=(
+            memory(cut.stages, outputs, HALF, dtype=jnp.uint8, line=HALF),
+            memory(cut.stages, 2, rows, HALF, dtype=x.dtype, line=HALF),
+            plgpu.SMEM((cut.stages, max(1, BLOCK // group), outputs), jnp.bfloat16),
+            memory(GROUPS, rows // pieces(rows), TILE, dtype=part, line=128 // part.itemsize),
+            plgpu.Barrier(num_arrivals=4, num_barriers=cut.stages),
+            plgpu.Barrier(num_arrivals=GROUPS, num_barriers=cut.stages),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+    )(x, weight.codes, weight.scales)
