@@ -669,6 +669,28 @@ def test_eight_bit_codes_are_read_several_steps_ahead_and_converted_in_registers
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@pytest.mark.parametrize("rows", [40, 64, 128])
+def test_many_rows_of_four_bit_codes_spill_nothing(
+    rows: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And wgmma multiplies while the next numbers are made. The sizes are those of no model, as above."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    blocks, outputs, shape = 78, 43008, jax.ShapeDtypeStruct
+    of_weight: Any = (
+        shape((blocks, outputs, 32), jnp.uint8),
+        shape((2 * blocks, outputs), jnp.bfloat16),
+    )
+    weight, x = Codes(*of_weight), shape((rows, 64 * blocks), jnp.bfloat16)
+    how: dict[str, Any] = dict(coding=Coding("int4", 32), dtype=jnp.bfloat16)
+    product = functools.partial(linear, implementation="mosaic", **how)
+    with jax.sharding.use_abstract_mesh(NAMED_H200):
+        jax.jit(product).lower(*on_h200((x, weight))).compile()
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
+    assert "serialized" not in said
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
 @pytest.mark.parametrize("kind", [jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("rows", [64, 128, 256])
 def test_many_rows_of_eight_bit_codes_spill_nothing(

@@ -21,10 +21,19 @@ from jaxspec.models.layers import project, table_logits
 from jaxspec.quantised import FormatError, array
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
+from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.experts import Tiling, cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
 from pallas_kernels.grouped.coding import E2M1, numbers, pack, pack_pairs, unpack
-from pallas_kernels.grouped.tuning import TABLE, cut_for
+from pallas_kernels.grouped.tuning import (
+    MOSAIC_ROWS,
+    SHARED_BYTES,
+    TABLE,
+    cut_for,
+    mosaic_cut_for,
+    padded,
+    pieces,
+)
 
 FORMATS = ("int4", "int4-g64-zeros", "nvfp4", "mxfp4")
 
@@ -183,6 +192,62 @@ def test_the_kernel_refuses_what_it_cannot_cut():
         linear(random((2, 96)), weight, **how, interpret=True)
     with pytest.raises(ValueError, match=r"scales must be \(4, 32\)"):
         linear(random((2, 128)), weight._replace(codes=jnp.tile(weight.codes, (1, 1, 1))), **how)
+
+
+def test_the_mosaic_kernel_refuses_what_it_cannot_cut(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    how: dict[str, Any] = dict(dtype=jnp.float32, implementation="mosaic")
+
+    def refused(match: str, rows: int = 64, outputs: int = 128, first: bool = True, **coding: Any):
+        kind: dict[str, Any] = dict(kind="int4", scales="bfloat16", zeros=False, g=32) | coding
+        weight, coded = codes_of(**kind, first=first, inputs=128, outputs=outputs)
+        x = random((rows, 128)).astype(jnp.bfloat16)
+        with pytest.raises(NotImplementedError, match=match):
+            linear(x, weight, coding=coded, inputs_first=first, **how)
+
+    refused("128 rows at most, not 129", rows=129)
+    refused("outputs that are a multiple of 128", outputs=192)
+    refused("inputs first", first=False)
+    refused("groups of 32 and more without zeros", g=16)
+    refused("groups of 32 and more without zeros", zeros=True)
+    refused("groups of 32 and more without zeros", kind="e2m1")
+    refused("takes bfloat16 scales", scales="float16")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    refused("needs jax 0.11.2; this is")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_product_has_a_cut_for_many_rows(name):
+    inputs, outputs = SHAPES[name]
+    for rows in (33, 64, 100, MOSAIC_ROWS):
+        cut = mosaic_cut_for(rows, inputs // 64, outputs)
+        assert cut is not None
+        assert outputs % cut.outputs == 0
+        assert cut.whole < outputs // cut.outputs
+        assert cut.stages >= 3
+        assert cut.splits <= inputs // 64
+        assert cut.shared_bytes(padded(rows)) <= SHARED_BYTES
+        assert rows <= padded(rows) < rows + 16
+        assert padded(rows) % (8 * pieces(rows)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_product_of_every_target_on_a_gpu(name, group):
+    """Many rows with the Mosaic kernel. The numbers are those of the Triton kernel, added in another order."""
+    inputs, outputs = SHAPES[name]
+    weight, coding = codes_of("int4", "bfloat16", False, True, inputs, outputs, group)
+    for rows in (33, 64, 100, 128):
+        x = random((rows, inputs)).astype(jnp.bfloat16)
+        how: dict[str, Any] = dict(coding=coding, dtype=jnp.float32)
+        ours = jax.jit(lambda x, w, how=how: linear(x, w, implementation="mosaic", **how))(
+            x, weight
+        )
+        theirs = jax.jit(lambda x, w, how=how: linear(x, w, implementation="triton", **how))(
+            x, weight
+        )
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * float(jnp.abs(theirs).max()))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

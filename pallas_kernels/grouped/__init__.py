@@ -20,9 +20,7 @@ from pallas_kernels.grouped.reference import reference
 from pallas_kernels.grouped.triton import Cut, linear_triton
 from pallas_kernels.grouped.tuning import (
     FEWEST_MOSAIC_ROWS,
-    GROUPS,
     MOSAIC_ROWS,
-    TILE,
     MosaicCut,
     cut_for,
     mosaic_cut_for,
@@ -58,7 +56,7 @@ def linear(
         64, outputs that are a multiple of 16, and an NVIDIA GPU of compute capability 8.0 or newer
         (or `interpret`). "mosaic" needs bfloat16 rows, up to 128 of them, a GPU of compute
         capability 9.0, int4 in groups of 32, 64 or 128 with bfloat16 scales and without zeros,
-        inputs first, and outputs that are a multiple of 256. "auto" takes Mosaic from 33 rows on,
+        inputs first, and outputs that are a multiple of 128. "auto" takes Mosaic from 33 rows on,
         else Triton, where they can run, and takes "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
@@ -72,7 +70,11 @@ def linear(
     how = dict(coding=coding, inputs_first=inputs_first, dtype=dtype)
     per_group = [array for array in (weight.scales, weight.zeros) if array is not None]
     scale_bytes = min(array.dtype.itemsize for array in per_group)
-    own = cut if isinstance(cut, MosaicCut) else mosaic_cut_for(x.shape[0], blocks, outputs)
+    own = (
+        cut
+        if isinstance(cut, MosaicCut)
+        else mosaic_cut_for(x.shape[0], blocks, outputs, jnp.dtype(dtype).itemsize)
+    )
     tiles = cut if isinstance(cut, Cut) else cut_for(x.shape[0], blocks, outputs, scale_bytes)
 
     def mosaic(x: Array, weight: Codes) -> Array:
@@ -88,7 +90,7 @@ def linear(
         Candidate(
             "mosaic",
             mosaic,
-            _why_not_mosaic(x, weight, coding, inputs_first, interpret) or reason,
+            _why_not_mosaic(x, weight, coding, inputs_first, own, interpret) or reason,
             x.shape[0] >= FEWEST_MOSAIC_ROWS,
         ),
         Candidate("triton", triton, reason),
@@ -97,7 +99,12 @@ def linear(
 
 
 def _why_not_mosaic(
-    x: Array, weight: Codes, coding: Coding, inputs_first: bool, interpret: bool
+    x: Array,
+    weight: Codes,
+    coding: Coding,
+    inputs_first: bool,
+    cut: MosaicCut | None,
+    interpret: bool,
 ) -> str | None:
     """Return why the Mosaic kernel cannot take these on the GPU of this machine, or None."""
     if interpret:
@@ -108,9 +115,9 @@ def _why_not_mosaic(
         return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
     if x.shape[0] > MOSAIC_ROWS:
         return f"the Mosaic kernel is cut for {MOSAIC_ROWS} rows at most, not {x.shape[0]}"
-    if not inputs_first or weight.codes.shape[1] % (GROUPS * TILE):
+    if not inputs_first or cut is None:
         return (
-            f"the Mosaic kernel needs inputs first and outputs that are a multiple of {GROUPS * TILE}; "
+            "the Mosaic kernel needs inputs first and outputs that are a multiple of 128; "
             f"codes are {weight.codes.shape}"
         )
     others = weight.zeros is not None or weight.factors is not None

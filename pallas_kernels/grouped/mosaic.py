@@ -1,6 +1,6 @@
 """A product of many rows with four-bit codes in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
-A block of threads has four warpgroups. Each multiplies 64 outputs with all rows, over a share of the
+A block of threads has two or four warpgroups. Each multiplies 64 outputs with all rows, over a share of the
 inputs. TMA loads codes, scales and rows into a ring in shared memory, several steps ahead. A
 warpgroup takes 64 x 64 codes into registers, makes numbers of them, and hands these to wgmma as its
 left operand, 32 inputs at a time. While these are multiplied it makes the next ones.
@@ -26,12 +26,12 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import llvm
 from jaxtyping import Array, Float
 
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
 from pallas_kernels.grouped.decode import INT4_PAIRS
-from pallas_kernels.grouped.tuning import GROUPS, TILE, MosaicCut, padded, pieces
+from pallas_kernels.grouped.tuning import TILE, MosaicCut, padded, pieces
 
 
 def _linear(
@@ -64,14 +64,17 @@ def _linear(
 
     def fetch(step):
         """Let TMA load what a step multiplies: a block of inputs."""
-        place, block = lax.rem(step, cut.stages), begin + step
-        own, to = pl.ds((first_tile + tile) * GROUPS * TILE, GROUPS * TILE), there.at[place]
-        plgpu.copy_gmem_to_smem(codes_ref.at[block, own], ring.at[place], to)
+        place, block, to = (
+            lax.rem(step, cut.stages),
+            begin + step,
+            there.at[lax.rem(step, cut.stages)],
+        )
+        own = pl.ds((first_tile + tile) * cut.outputs, cut.outputs)
         groups = pl.ds(lax.div(block * BLOCK, group), scale_ring.shape[1])
+        at = pl.ds(block * BLOCK, BLOCK)
+        plgpu.copy_gmem_to_smem(codes_ref.at[block, own], ring.at[place], to)
         plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], to)
-        for half in range(2):
-            at = pl.ds(block * BLOCK + half * HALF, HALF)
-            plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place, half], to)
+        plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place], to)
 
     def give_back(step):
         @pl.when(step >= 0)
@@ -95,21 +98,21 @@ def _linear(
         def _(step):
             place = lax.rem(step, cut.stages)
             plgpu.barrier_wait(there.at[place])
-            codes = plgpu.load(ring.at[place, mine], layout=plgpu.Layout.WGMMA_UPCAST_2X)  # pyright: ignore[reportCallIssue]
+            codes = _codes(ring.at[place, mine])
+            halves = []
             for half in range(2):
                 scales = scale_ring.at[place, half * HALF // group, mine]
-                w = _numbers(codes, half) * _by_output(scales, HALF)
-                plgpu.wgmma(total, w, x_ring.at[place, half].transpose((1, 0)))
-                plgpu.wgmma_wait(1)  # for the one before this
-                if half == 0:
-                    give_back(step - 1)
-                    refill(step - 2)
+                halves.append(_numbers(codes, half) * _by_output(scales, HALF))
+            plgpu.wgmma(total, _side_by_side(*halves), x_ring.at[place].transpose((1, 0)))
+            plgpu.wgmma_wait(1)  # for the step before this
+            give_back(step - 1)
+            refill(step - 2)
 
         plgpu.wgmma_wait(0)
         return total[...]
 
     total = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32))
-    own, to = result.at[warpgroup], pl.ds((tile * GROUPS + warpgroup) * TILE, TILE)
+    own, to = result.at[warpgroup], pl.ds(tile * cut.outputs + warpgroup * TILE, TILE)
     size = own.shape[0]
     for row in range(0, rows, size):
         some = total[:, row : row + size].astype(own.dtype)
@@ -126,29 +129,55 @@ def _by_output(ref: Any, inputs: int) -> Array:
     return lax.broadcast_in_dim(values, (TILE, inputs), [0])
 
 
-def _numbers(codes: Array, half: int) -> Array:
-    """Return the low (0) or high (1) halves of bytes as bfloat16, as wgmma takes them."""
+def _codes(ref: Any) -> Array:
+    """Return bytes [64, 32] in shared memory, each where wgmma takes what is made of it.
+
+    A thread loads four neighbours, and swaps two of them with the next thread.
+    """
     layout = plgpu.Layout.WGMMA_UPCAST_2X
+    codes = plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
+    return plgpu.layout_cast(codes, plgpu.Layout.WGMMA)
+
+
+def _numbers(codes: Array, half: int) -> Array:
+    """Return the low (0) or high (1) halves of bytes as bfloat16."""
+    layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
         arg_types=(layout,),
         return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.bfloat16, layout=layout),
     )
     def convert(_, codes):
-        # A register has four bytes.
-        word = ir.IntegerType.get_signless(32)
-        words, four = ir.VectorType.get((2,), word), ir.VectorType.get((4,), ir.BF16Type.get())
+        # A register has two bytes. Four of them are converted together.
+        word, two = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
         made = np.empty_like(codes.registers)
-        for index, register in np.ndenumerate(codes.registers):
-            out = llvm.mlir_undef(words)
-            for i, code in enumerate(INT4_PAIRS[half]):
-                pair: Any = llvm.inline_asm(word, [utils.bitcast(register, word)], code, "=r,r")
-                out = llvm.insertelement(out, pair, utils.c(i, word))
-            made[index] = vector.bitcast(four, out)
+        for first in range(0, made.shape[1], 2):
+            for rest in np.ndindex(made.shape[2:]):
+                at = [(0, first + i, *rest) for i in range(2)]
+                four = utils.bitcast(utils.vector_concat([codes.registers[i] for i in at]), word)
+                for i, code in zip(at, INT4_PAIRS[half], strict=True):
+                    pair: Any = llvm.inline_asm(word, [four], code, "=r,r")
+                    made[i] = utils.bitcast(pair, two)
         return type(codes)(_registers=made, _layout=codes.layout, _is_signed=None)
 
     numbers: Any = convert
-    return plgpu.layout_cast(numbers(codes), plgpu.Layout.WGMMA)
+    return numbers(codes)
+
+
+def _side_by_side(first: Array, second: Array) -> Array:
+    """Return two arrays [64, 32] as one. No register moves."""
+    layout, shape = plgpu.Layout.WGMMA, (first.shape[0], 2 * first.shape[1])
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout),
+        return_type=plgpu.ShapeDtypeStruct(shape, first.dtype, layout=layout),
+    )
+    def join(_, first, second):
+        registers = np.concatenate([first.registers, second.registers], axis=1)
+        return type(first)(_registers=registers, _layout=first.layout, _is_signed=None)
+
+    joined: Any = join
+    return joined(first, second)
 
 
 def linear_mosaic(
@@ -159,7 +188,7 @@ def linear_mosaic(
     assert weight.scales is not None
     count, outputs = x.shape[0], weight.codes.shape[1]
     x = jnp.pad(x, ((0, padded(count) - count), (0, 0)))
-    tiles, found = outputs // (GROUPS * TILE), []
+    tiles, found = outputs // cut.outputs, []
     for first, last, splits in ((0, cut.whole, 1), (cut.whole, tiles, cut.splits)):
         if first < last:
             out = _launch(x, weight, group, jnp.dtype(dtype), cut, first, last - first, splits)
@@ -180,7 +209,6 @@ def _launch(
 ) -> Float[Array, "X R M"]:
     """Multiply by some tiles of outputs, from `first` on."""
     rows, part = x.shape[0], dtype if splits == 1 else jnp.dtype(jnp.float32)
-    outputs = GROUPS * TILE
 
     def memory(*shape: int, dtype: Any, line: int) -> Any:
         swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
@@ -188,18 +216,18 @@ def _launch(
 
     return plgpu.kernel(
         functools.partial(_linear, group=group, cut=cut, first_tile=first, splits=splits),
-        out_type=jax.ShapeDtypeStruct((splits, rows, tiles * outputs), part),
+        out_type=jax.ShapeDtypeStruct((splits, rows, tiles * cut.outputs), part),
         grid=(splits, tiles),
         grid_names=("split", "tile"),
-        num_threads=GROUPS,
+        num_threads=cut.groups,
         thread_name="warpgroup",
         scratch_types=(
-            memory(cut.stages, outputs, HALF, dtype=jnp.uint8, line=HALF),
-            memory(cut.stages, 2, rows, HALF, dtype=x.dtype, line=HALF),
-            plgpu.SMEM((cut.stages, max(1, BLOCK // group), outputs), jnp.bfloat16),
-            memory(GROUPS, rows // pieces(rows), TILE, dtype=part, line=128 // part.itemsize),
-            plgpu.Barrier(num_arrivals=4, num_barriers=cut.stages),
-            plgpu.Barrier(num_arrivals=GROUPS, num_barriers=cut.stages),
+            memory(cut.stages, cut.outputs, HALF, dtype=jnp.uint8, line=HALF),
+            memory(cut.stages, rows, BLOCK, dtype=x.dtype, line=BLOCK),
+            plgpu.SMEM((cut.stages, max(1, BLOCK // group), cut.outputs), jnp.bfloat16),
+            memory(cut.groups, rows // pieces(rows), TILE, dtype=part, line=128 // part.itemsize),
+            plgpu.Barrier(num_arrivals=3, num_barriers=cut.stages),
+            plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(x, weight.codes, weight.scales)

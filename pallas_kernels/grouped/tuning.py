@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.grouped.coding import HALF
+from pallas_kernels.grouped.coding import BLOCK, HALF
 from pallas_kernels.grouped.triton import Cut
 
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with some
@@ -60,26 +60,38 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
 
 PROCESSORS = 132  # of an H200
 TILE = 64  # outputs of a warpgroup of the Mosaic kernel
-GROUPS = 4  # warpgroups of a block
 FEWEST_MOSAIC_ROWS = 33
 MOSAIC_ROWS = 128  # at most; sums take half of all registers then
-SHARED_BYTES = 224 << 10  # of a block
+SHARED_BYTES = 224 << 10  # of a block of threads
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicCut:
-    """How the Mosaic kernel cuts a product, in tiles of 256 outputs.
+    """How the Mosaic kernel cuts a product.
 
     Attributes:
+      groups: warpgroups of a block of threads.
       splits: blocks of threads that share the inputs of a tile.
       stages: blocks of inputs that the ring in shared memory holds, 3 at least.
       whole: how many tiles come first, which are not split. They are as many as all processors take
         once or several times.
     """
 
+    groups: int = 4
     splits: int = 1
     stages: int = 4
     whole: int = 0
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a tile."""
+        return self.groups * TILE
+
+    def shared_bytes(self, rows: int, result_bytes: int = 2) -> int:
+        """Return the shared memory of a block: the ring of codes, rows and scales, and a result."""
+        step = self.outputs * HALF + 2 * BLOCK * rows + 2 * 2 * self.outputs
+        each = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
+        return self.stages * step + self.outputs * rows // pieces(rows) * each
 
 
 def pieces(rows: int) -> int:
@@ -92,26 +104,28 @@ def padded(rows: int) -> int:
     return -(-rows // (8 * pieces(rows))) * 8 * pieces(rows)
 
 
-def mosaic_cut_for(rows: int, blocks: int, outputs: int) -> MosaicCut | None:
+def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
     """Return how the Mosaic kernel cuts a product; None where it does not fit."""
-    if rows > MOSAIC_ROWS or outputs % (GROUPS * TILE):
+    groups = next((n for n in (4, 2) if outputs % (n * TILE) == 0), None)
+    if rows > MOSAIC_ROWS or groups is None:
         return None
-    rows, tiles, found = padded(rows), outputs // (GROUPS * TILE), []
-    # Nanoseconds of a processor for a tile: the arithmetic, or its share of reading.
-    tile_ns = blocks * max(1024 * rows / 128 / 1.3, 9216 / 30)
-    for splits in range(1, min(12, blocks // 8) + 1):
+    rows, tiles, found = padded(rows), outputs // (groups * TILE), []
+    # Nanoseconds of a processor, by the times of 5376 x 43008: 8 for a block of inputs and a row, 700 at least.
+    tile_ns = blocks * max(8.0 * rows, 700.0) * groups / 4
+    for splits in range(1, max(1, min(12, blocks // 8)) + 1):
+        # All tiles alike, or as many whole ones first as all processors take.
         for whole in {0, tiles // PROCESSORS * PROCESSORS if splits > 1 else 0}:
             rest = tiles - whole
             if not rest:
                 continue
             time = -(-rest * splits // PROCESSORS) * (tile_ns / splits + 2000)
-            if whole:
-                time += whole / PROCESSORS * (tile_ns + 2000) + 2000
+            time += whole / PROCESSORS * (tile_ns + 2000) + (2000 if whole else 0)
             if splits > 1:  # parts are written and read
-                time += 1500 + 8 * splits * rows * rest * GROUPS * TILE / 4000
+                time += 1500 + 8 * splits * rows * rest * groups * TILE / 4000
             found.append((time, splits, whole))
     _, splits, whole = min(found)
-    step = GROUPS * TILE * HALF + 2 * HALF * 2 * rows + 2 * 2 * GROUPS * TILE
-    result = GROUPS * rows // pieces(rows) * TILE * (4 if splits > 1 else 2)
-    stages = min(8, (SHARED_BYTES - result) // step)
-    return MosaicCut(splits, stages, whole) if stages >= 3 else None
+    for stages in range(8, 2, -1):
+        cut = MosaicCut(groups, splits, stages, whole)
+        if cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
+            return cut
+    return None
