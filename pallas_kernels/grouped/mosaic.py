@@ -58,23 +58,22 @@ def _linear(
       first_tile: of the codes that `out` has.
     """
     split, tile, warpgroup = (lax.axis_index(name) for name in ("split", "tile", "warpgroup"))
-    rows, blocks = x_ref.shape[0], codes_ref.shape[0]
-    begin, end = (lax.div((split + i) * blocks, splits) for i in range(2))
+    rows, steps = x_ref.shape[0], codes_ref.shape[0] // cut.unroll
+    begin, end = (lax.div((split + i) * steps, splits) for i in range(2))
     count, mine = end - begin, pl.ds(warpgroup * TILE, TILE)
 
     def fetch(step):
-        """Let TMA load what a step multiplies: a block of inputs."""
-        place, block, to = (
-            lax.rem(step, cut.stages),
-            begin + step,
-            there.at[lax.rem(step, cut.stages)],
-        )
+        """Let TMA load what a step multiplies."""
+        place = lax.rem(step, cut.stages)
+        to = there.at[place]
         own = pl.ds((first_tile + tile) * cut.outputs, cut.outputs)
-        groups = pl.ds(lax.div(block * BLOCK, group), scale_ring.shape[1])
-        at = pl.ds(block * BLOCK, BLOCK)
-        plgpu.copy_gmem_to_smem(codes_ref.at[block, own], ring.at[place], to)
-        plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], to)
-        plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place], to)
+        for i in range(cut.unroll):
+            block = (begin + step) * cut.unroll + i
+            groups = pl.ds(lax.div(block * BLOCK, group), scale_ring.shape[2])
+            at = pl.ds(block * BLOCK, BLOCK)
+            plgpu.copy_gmem_to_smem(codes_ref.at[block, own], ring.at[place, i], to)
+            plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place, i], to)
+            plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place, i], to)
 
     def give_back(step):
         @pl.when(step >= 0)
@@ -98,15 +97,18 @@ def _linear(
         def _(step):
             place = lax.rem(step, cut.stages)
             plgpu.barrier_wait(there.at[place])
-            codes = _codes(ring.at[place, mine])
-            halves = []
-            for half in range(2):
-                scales = scale_ring.at[place, half * HALF // group, mine]
-                halves.append(_numbers(codes, half) * _by_output(scales, HALF))
-            plgpu.wgmma(total, _side_by_side(*halves), x_ring.at[place].transpose((1, 0)))
-            plgpu.wgmma_wait(1)  # for the step before this
-            give_back(step - 1)
-            refill(step - 2)
+            for i in range(cut.unroll):
+                codes, halves = _codes(ring.at[place, i, mine]), []
+                for half in range(2):
+                    scales = scale_ring.at[place, i, half * HALF // group, mine]
+                    halves.append(_numbers(codes, half) * _by_output(scales, HALF))
+                plgpu.wgmma(total, _side_by_side(*halves), x_ring.at[place, i].transpose((1, 0)))
+                # wgmma reads numbers from registers. The next ones are written to others, if a step
+                # has several blocks. So all but the last product are done then, or all.
+                plgpu.wgmma_wait(min(1, cut.unroll - 1))
+                if i == 0:
+                    give_back(step - 1)
+                    refill(step - 2)
 
         plgpu.wgmma_wait(0)
         return total[...]
@@ -222,11 +224,11 @@ def _launch(
         num_threads=cut.groups,
         thread_name="warpgroup",
         scratch_types=(
-            memory(cut.stages, cut.outputs, HALF, dtype=jnp.uint8, line=HALF),
-            memory(cut.stages, rows, BLOCK, dtype=x.dtype, line=BLOCK),
-            plgpu.SMEM((cut.stages, max(1, BLOCK // group), cut.outputs), jnp.bfloat16),
+            memory(cut.stages, cut.unroll, cut.outputs, HALF, dtype=jnp.uint8, line=HALF),
+            memory(cut.stages, cut.unroll, rows, BLOCK, dtype=x.dtype, line=BLOCK),
+            plgpu.SMEM((cut.stages, cut.unroll, max(1, BLOCK // group), cut.outputs), jnp.bfloat16),
             memory(cut.groups, rows // pieces(rows), TILE, dtype=part, line=128 // part.itemsize),
-            plgpu.Barrier(num_arrivals=3, num_barriers=cut.stages),
+            plgpu.Barrier(num_arrivals=3 * cut.unroll, num_barriers=cut.stages),
             plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),

@@ -72,13 +72,15 @@ class MosaicCut:
     Attributes:
       groups: warpgroups of a block of threads.
       splits: blocks of threads that share the inputs of a tile.
-      stages: blocks of inputs that the ring in shared memory holds, 3 at least.
+      unroll: blocks of inputs of a step, 1 or 2.
+      stages: steps that the ring in shared memory holds, 3 at least.
       whole: how many tiles come first, which are not split. They are as many as all processors take
         once or several times.
     """
 
     groups: int = 4
     splits: int = 1
+    unroll: int = 1
     stages: int = 4
     whole: int = 0
 
@@ -91,7 +93,7 @@ class MosaicCut:
         """Return the shared memory of a block: the ring of codes, rows and scales, and a result."""
         step = self.outputs * HALF + 2 * BLOCK * rows + 2 * 2 * self.outputs
         each = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
-        return self.stages * step + self.outputs * rows // pieces(rows) * each
+        return self.stages * self.unroll * step + self.outputs * rows // pieces(rows) * each
 
 
 def pieces(rows: int) -> int:
@@ -124,8 +126,9 @@ def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) 
                 time += 1500 + 8 * splits * rows * rest * groups * TILE / 4000
             found.append((time, splits, whole))
     _, splits, whole = min(found)
-    for stages in range(8, 2, -1):
-        cut = MosaicCut(groups, splits, stages, whole)
+    unroll = 2 - blocks % 2
+    for stages in range(8 // unroll, 2, -1):
+        cut = MosaicCut(groups, splits, unroll, stages, whole)
         if cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
             return cut
     return None
