@@ -81,7 +81,7 @@ def _linear(
             plgpu.barrier_arrive(free.at[lax.rem(step, cut.stages)])
 
     def refill(step):
-        """Load over what all have given back. It was a step ago, so that none waits for the others."""
+        """Load over what all have given back."""
 
         @pl.when((step >= 0) & (step + cut.stages < count) & (warpgroup == 0))
         def _():
@@ -103,10 +103,15 @@ def _linear(
                     scales = scale_ring.at[place, i, half * HALF // group, mine]
                     halves.append(_numbers(codes, half) * _by_output(scales, HALF))
                 plgpu.wgmma(total, _side_by_side(*halves), x_ring.at[place, i].transpose((1, 0)))
-                # wgmma reads numbers from registers. The next ones are written to others, if a step
-                # has several blocks. So all but the last product are done then, or all.
-                plgpu.wgmma_wait(min(1, cut.unroll - 1))
-                if i == 0:
+                # wgmma reads its numbers from registers until it is done. The second of two blocks
+                # has registers of its own. A step writes the same ones as the step before.
+                if cut.unroll == 1:
+                    refill(step - 1)
+                    plgpu.wgmma_wait(0)
+                    give_back(step)
+                    continue
+                plgpu.wgmma_wait(1)
+                if i == 0:  # the step before is done
                     give_back(step - 1)
                     refill(step - 2)
 
