@@ -23,13 +23,11 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.eight_bits.decode import E4M3_PAIRS
-from pallas_kernels.eight_bits.tuning import LINE, TILE, MosaicCut
-
-ROWS = 8  # rows are a multiple of it
+from pallas_kernels.eight_bits.decode import pairs
+from pallas_kernels.eight_bits.tuning import LINE, TILE, MosaicCut, padded, written_rows
 
 
 def _linear(
@@ -52,52 +50,61 @@ def _linear(
     Args:
       first_tile: of the codes that `out` has.
     """
-    split, tile, warpgroup = (lax.axis_index(name) for name in ("split", "tile", "warpgroup"))
+    split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
+    tile = lax.axis_index("tile") * cut.together + lax.axis_index("neighbour")
     rows, steps = x_ref.shape[0], codes_ref.shape[1] // cut.inputs
     begin, end = (lax.div((split + i) * steps, splits) for i in range(2))
     lines, count, blocks = cut.inputs // LINE, end - begin, cut.outputs // TILE
+    own = pl.ds((first_tile + tile) * cut.tile, cut.tile)
 
-    def fetch(step):
+    together = "neighbour" if cut.together > 1 else None
+
+    def before(place, steps):
+        return jnp.where(place < steps, place + cut.stages, place) - steps
+
+    def fetch(step, place):
         """Let TMA load what a step multiplies."""
-        place, first = lax.rem(step, cut.stages), (begin + step) * cut.inputs
-        own = pl.ds((first_tile + tile) * 2 * cut.outputs, 2 * cut.outputs)
         for line in range(lines):
-            at = pl.ds(first + line * LINE, LINE)
-            plgpu.copy_gmem_to_smem(codes_ref.at[own, at], ring.at[place, line], there.at[place])
-            plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place, line], there.at[place])
+            at = pl.ds((begin + step) * cut.inputs + line * LINE, LINE)
+            codes = codes_ref.at[own, at], ring.at[place, line], there.at[place]
+            plgpu.copy_gmem_to_smem(*codes)
+            x = x_ref.at[:, at], x_ring.at[place, line], there.at[place]
+            plgpu.copy_gmem_to_smem(*x, collective_axes=together)
 
-    def give_back(step):
-        @pl.when(step >= 0)
+    def loads(place):
+        """Tell whether this warpgroup loads a place of the ring: it alone knows when it is free."""
+        return lax.rem(place, cut.groups) == warpgroup
+
+    @pl.loop(0, jnp.minimum(count, cut.stages))
+    def _(step):
+        @pl.when(loads(step))
         def _():
-            plgpu.barrier_arrive(free.at[lax.rem(step, cut.stages)])
-
-    def refill(step):
-        """Load over what both have given back. It was a step ago, so that none waits for the other."""
-
-        @pl.when((step >= 0) & (step + cut.stages < count) & (warpgroup == 0))
-        def _():
-            plgpu.barrier_wait(free.at[lax.rem(step, cut.stages)])
-            fetch(step + cut.stages)
-
-    @pl.when(warpgroup == 0)
-    def _():
-        pl.loop(0, jnp.minimum(count, cut.stages))(fetch)
+            fetch(step, step)
 
     def multiply(*totals):
-        @pl.loop(0, count)
-        def _(step):
-            place = lax.rem(step, cut.stages)
+        def step(i, place):
             plgpu.barrier_wait(there.at[place])
             for line in range(lines):
                 for block in range(blocks):
                     first = warpgroup * cut.outputs + block * TILE
-                    w = _numbers(ring.at[place, line, pl.ds(first, TILE)])
+                    w = _numbers(ring.at[place, line, pl.ds(first, TILE)], cut.narrow)
                     plgpu.wgmma(totals[block], w, x_ring.at[place, line].transpose((1, 0)))
                     plgpu.wgmma_wait(1)  # for the one before this
                 if line == 0:
-                    give_back(step - 1)
-                    refill(step - 2)
+                    # Nobody waits for the last ones: a neighbour may be gone then.
+                    @pl.when((i >= 1) & (i - 1 + cut.stages < count))
+                    def _():
+                        plgpu.barrier_arrive(free.at[before(place, 1)])
 
+            # It was a step ago that this warpgroup gave it back, so that none waits for the others.
+            @pl.when((i >= 2) & (i - 2 + cut.stages < count) & loads(before(place, 2)))
+            def _():
+                plgpu.barrier_wait(free.at[before(place, 2)])
+                fetch(i - 2 + cut.stages, before(place, 2))
+
+            return jnp.where(place == cut.stages - 1, 0, place + 1)
+
+        lax.fori_loop(jnp.int32(0), count, step, jnp.int32(0))
         plgpu.wgmma_wait(0)
         return [total[...] for total in totals]
 
@@ -105,39 +112,52 @@ def _linear(
     totals = pl.run_scoped(multiply, *[total] * blocks)
     mine, by_output = result.at[warpgroup], plgpu.Layout.WGMMA.reduce(1)
     for block, total in enumerate(totals):
-        first = (tile * 2 + warpgroup) * cut.outputs + block * TILE
-        own = pl.ds(first_tile * 2 * cut.outputs + first, TILE)
+        first = tile * cut.tile + warpgroup * cut.outputs + block * TILE
+        own = pl.ds(first_tile * cut.tile + first, TILE)
         scales = plgpu.load(scales_ref.at[own], layout=by_output, optimized=False)  # pyright: ignore[reportCallIssue]
-        total = (total * lax.broadcast_in_dim(scales, (TILE, rows), [0])).astype(result.dtype)
-        mine.T[...] = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(mine, out_ref.at[split, :, pl.ds(first, TILE)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        total = total * lax.broadcast_in_dim(scales, (TILE, rows), [0])
+        for row in range(0, rows, result.shape[1]):
+            some = total[:, row : row + result.shape[1]].astype(result.dtype)
+            mine.T[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            to = out_ref.at[split, pl.ds(row, result.shape[1]), pl.ds(first, TILE)]
+            plgpu.copy_smem_to_gmem(mine, to)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _numbers(codes_ref: Any) -> Array:
-    """Return codes [64, 64] in shared memory as bfloat16 in registers, as wgmma takes them."""
-    layout = plgpu.Layout.WGMMA_UPCAST_2X
+def _numbers(codes_ref: Any, narrow: bool) -> Array:
+    """Return codes [64, 64] in shared memory as bfloat16 in registers, as wgmma takes them.
+
+    Args:
+      narrow: whether to load two codes at once. Else a thread loads four, and hands two of them to its
+        neighbour.
+    """
+    layout = plgpu.Layout.WGMMA if narrow else plgpu.Layout.WGMMA_UPCAST_2X
     codes = plgpu.load(codes_ref, layout=layout)  # pyright: ignore[reportCallIssue]
-    if codes.dtype == jnp.int8:  # in 4 instructions for two codes, as in `decode`
+    if codes.dtype == jnp.int8 and not narrow:  # in 4 instructions for two codes, as in `decode`
         return plgpu.layout_cast(codes.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+    assembly = pairs(codes.dtype)[: 1 if narrow else 2]
 
     @plgpu.inline_mgpu(
         arg_types=(layout,),
         return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.bfloat16, layout=layout),
     )
     def convert(_, codes):
-        # A register has four codes of e4m3. This Mosaic does not convert them to bfloat16.
+        # A register has two or four codes. This Mosaic does not convert e4m3 to bfloat16.
         word = ir.IntegerType.get_signless(32)
-        words, four = ir.VectorType.get((2,), word), ir.VectorType.get((4,), ir.BF16Type.get())
+        words = ir.VectorType.get((len(assembly),), word)
+        numbers = ir.VectorType.get((2 * len(assembly),), ir.BF16Type.get())
         made = np.empty_like(codes.registers)
         for index, register in np.ndenumerate(codes.registers):
+            register = utils.bitcast(register, ir.IntegerType.get_signless(16 * len(assembly)))
+            if narrow:
+                register = arith.extui(word, register)
             out = llvm.mlir_undef(words)
-            for half, code in enumerate(E4M3_PAIRS):
-                pair: Any = llvm.inline_asm(word, [utils.bitcast(register, word)], code, "=r,r")
+            for half, code in enumerate(assembly):
+                pair: Any = llvm.inline_asm(word, [register], code, "=r,r")
                 out = llvm.insertelement(out, pair, utils.c(half, word))
-            made[index] = vector.bitcast(four, out)
+            made[index] = vector.bitcast(numbers, out)
         return type(codes)(_registers=made, _layout=codes.layout, _is_signed=None)
 
     numbers: Any = convert
@@ -155,9 +175,9 @@ def linear_mosaic(
     """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
     assert cut.stages >= 3  # places are filled again a step after they are given back
     count, outputs, shape = x.shape[0], scales.size, scales.shape
-    x = jnp.pad(x.reshape(count, -1), ((0, -count % ROWS), (0, 0)))
+    x = jnp.pad(x.reshape(count, -1), ((0, padded(count) - count), (0, 0)))
     codes, scales = codes.reshape(outputs, -1), scales.reshape(outputs)
-    tiles, found = outputs // (2 * cut.outputs), []
+    tiles, found = outputs // cut.tile, []
     for first, last, splits in ((0, cut.whole, 1), (cut.whole, tiles, cut.splits)):
         if first < last:
             out = _launch(x, codes, scales, jnp.dtype(dtype), cut, first, last - first, splits)
@@ -185,19 +205,23 @@ def _launch(
         swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
 
+    more = {} if cut.together == 1 else dict(collective_axes=("neighbour",))
+    free = plgpu.Barrier if cut.together == 1 else plgpu.ClusterBarrier
     return plgpu.kernel(
         functools.partial(_linear, cut=cut, first_tile=first, splits=splits),
-        out_type=jax.ShapeDtypeStruct((splits, rows, tiles * 2 * cut.outputs), part),
-        grid=(splits, tiles),
+        out_type=jax.ShapeDtypeStruct((splits, rows, tiles * cut.tile), part),
+        grid=(splits, tiles // cut.together),
         grid_names=("split", "tile"),
-        num_threads=2,
+        cluster=(cut.together,),
+        cluster_names=("neighbour",),
+        num_threads=cut.groups,
         thread_name="warpgroup",
         scratch_types=(
-            memory(cut.stages, lines, 2 * cut.outputs, LINE, dtype=codes.dtype),
+            memory(cut.stages, lines, cut.tile, LINE, dtype=codes.dtype),
             memory(cut.stages, lines, rows, LINE, dtype=x.dtype),
-            memory(2, rows, TILE, dtype=part, line=128 // part.itemsize),
+            memory(cut.groups, written_rows(rows), TILE, dtype=part, line=128 // part.itemsize),
             plgpu.Barrier(num_arrivals=2 * lines, num_barriers=cut.stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=cut.stages),
+            free(num_arrivals=cut.groups, num_barriers=cut.stages, **more),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(x, codes, scales)

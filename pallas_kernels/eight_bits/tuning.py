@@ -39,7 +39,10 @@ TABLE = (
 )
 PROCESSORS = 132  # of an H200
 # Steps that Mosaic's kernel reads, and how many fit into shared memory.
-STEPS = ((128, 4), (128, 3), (64, 5), (64, 4), (64, 3))
+STEPS = ((64, 8), (64, 7), (64, 6), (64, 5), (64, 4), (64, 3))
+START_NS = 2000  # of a block, until it multiplies, and after
+# Bytes a ns: of codes and of all that a processor reads, and of parts of all processors.
+CODES_A_NS, READ_A_NS, PARTS_A_NS = 32, 45, 4000
 LINE = 64  # inputs of what Mosaic's wgmma is handed: rows of 128 bytes
 TILE = 64  # outputs of it
 SHARED_BYTES = 224 << 10  # of a block
@@ -50,25 +53,48 @@ class MosaicCut:
     """How the Mosaic kernel cuts a product.
 
     Attributes:
-      outputs: of each of the two warpgroups of a block.
+      outputs: of each warpgroup of a block.
       inputs: of a step.
       splits: blocks that share the inputs of a tile.
       stages: steps that the ring in shared memory holds, 3 at least.
       whole: how many tiles come first, which are not split. They are as many as all processors take
         once or several times.
+      groups: warpgroups of a block.
+      together: neighbouring blocks that load rows once, for all of them.
+      narrow: whether a thread loads two codes at once, and not four.
     """
 
-    outputs: int = 128
-    inputs: int = 128
+    outputs: int = 64
+    inputs: int = 64
     splits: int = 1
-    stages: int = 3
+    stages: int = 5
     whole: int = 0
+    groups: int = 4
+    together: int = 1
+    narrow: bool = True
+
+    @property
+    def tile(self) -> int:
+        """Outputs of a block."""
+        return self.groups * self.outputs
 
     def shared_bytes(self, rows: int, result_bytes: int) -> int:
         """Return the shared memory of a block: the ring, and tiles of results."""
-        step = self.inputs * (2 * self.outputs + 2 * rows)
+        step = self.inputs * (self.tile + 2 * rows)
         # Parts of sums are float32.
-        return self.stages * step + 2 * rows * TILE * (4 if self.splits > 1 else result_bytes)
+        return self.stages * step + self.groups * written_rows(rows) * TILE * (
+            4 if self.splits > 1 else result_bytes
+        )
+
+
+def written_rows(rows: int) -> int:
+    """Return how many rows of a result Mosaic's kernel holds in shared memory, and writes, at once."""
+    return padded(rows) // -(-rows // 64)
+
+
+def padded(rows: int) -> int:
+    """Return how many rows Mosaic's kernel takes for some: two multiples of 8 for each piece of 64."""
+    return -(-rows // (16 * -(-rows // 64))) * 16 * -(-rows // 64)
 
 
 def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
@@ -87,21 +113,36 @@ def mosaic_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) 
     """Return how the Mosaic kernel cuts a product; None where it does not fit."""
     if rows > MOST_ROWS or outputs % (2 * TILE) or inputs % LINE:
         return None
-    rows, found = -(-rows // 8) * 8, []
-    for own in (128, 64):
-        if outputs % (2 * own) or own * rows > 128 * 128:  # sums take half of all registers
+    found, rows = [], padded(rows)
+    for groups in (4, 2):
+        tiles, rest = divmod(outputs, groups * TILE)
+        if rest or groups * rows > 4 * 128:  # sums take half of all registers
             continue
-        rounds, rest = divmod(outputs // (2 * own), PROCESSORS)
+        tile = groups * TILE
+        # Arithmetic, codes from memory, codes and rows through the L2.
+        step_ns = max(
+            groups * (70 + rows), LINE * tile / CODES_A_NS, LINE * (tile + 2 * rows) / READ_A_NS
+        )
+        whole_ns = step_ns * inputs / LINE
+        for splits in range(1, min(12, inputs // LINE // 4) + 1):
+            # All tiles alike, or whole ones on all processors first.
+            for whole in {0, tiles // PROCESSORS * PROCESSORS if splits > 1 else 0}:
+                split = tiles - whole
+                if not split:
+                    continue
+                rounds = -(-split * splits // PROCESSORS)
+                time = rounds * (whole_ns / splits + START_NS)
+                if whole:
+                    time += whole / PROCESSORS * (whole_ns + START_NS) + START_NS
+                if splits > 1:  # parts are written and read
+                    time += 1500 + 8 * splits * rows * split * tile / PARTS_A_NS
+                found.append((time, groups, splits, whole))
+    for _, groups, splits, whole in sorted(found):
         for step, stages in STEPS:
-            splits = min(PROCESSORS // rest if rest else 1, inputs // step // 2)
-            whole = rounds * PROCESSORS if splits > 1 else 0
-            cut = MosaicCut(own, step, max(1, splits), stages, whole)
+            cut = MosaicCut(TILE, step, splits, stages, whole, groups)
             if inputs % step == 0 and cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
-                time = (rounds + (1 / cut.splits if rest else 0)) * own
-                # Narrow tiles read rows twice as often.
-                found.append((time * (1 if own == 128 else 1.15), own, cut))
-                break
-    return min(found, key=lambda one: one[:2])[2] if found else None
+                return cut
+    return None
 
 
 def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:

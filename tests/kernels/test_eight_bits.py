@@ -23,6 +23,8 @@ from pallas_kernels.eight_bits.tuning import (
     TABLE,
     cut_for,
     mosaic_cut_for,
+    padded,
+    written_rows,
 )
 
 KINDS = (jnp.int8, jnp.float8_e4m3fn)
@@ -122,8 +124,7 @@ def test_the_assembly_converts_every_code_exactly(kind):
         word = int(four.view(np.uint32)[0])
         expected = four.view(kind).astype(jnp.bfloat16).view(np.uint32).tolist()
         assert run_assembly(decode.assembly(kind), word) == expected
-        if kind != jnp.int8:
-            assert [run_assembly(code, word)[0] for code in decode.E4M3_PAIRS] == expected
+        assert [run_assembly(code, word)[0] for code in decode.pairs(kind)] == expected
 
 
 def test_the_kernel_refuses_what_it_cannot_cut():
@@ -157,12 +158,20 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
             assert 1 <= cut.splits <= inputs // cut.inputs
             own = mosaic_cut_for(rows, inputs, outputs)
             if own is not None:
-                tiles = outputs / (2 * own.outputs)
-                assert tiles == int(tiles)
-                assert inputs % own.inputs == own.whole % PROCESSORS == 0
-                assert own.splits * (tiles - own.whole) <= PROCESSORS or own.splits == 1
+                assert outputs % own.tile == inputs % own.inputs == own.whole % PROCESSORS == 0
+                assert own.whole < outputs // own.tile or own.splits == 1
+                assert 1 <= own.splits <= inputs // own.inputs // 4
                 assert own.stages >= 3
-                assert own.shared_bytes(-(-rows // 8) * 8, 2) <= SHARED_BYTES
+                assert own.shared_bytes(padded(rows), 2) <= SHARED_BYTES
+
+
+def test_rows_of_results_are_written_in_pieces_that_fit():
+    """A piece is a multiple of 16 rows and 64 at most, and few rows are added."""
+    for rows in range(1, MOST_ROWS + 1):
+        piece, count = written_rows(rows), padded(rows)
+        assert piece <= 64
+        assert piece % 16 == count % piece == 0
+        assert rows <= count < rows + 64
 
 
 @pytest.mark.gpu
