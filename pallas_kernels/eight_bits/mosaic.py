@@ -27,7 +27,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.eight_bits.decode import pairs
-from pallas_kernels.eight_bits.tuning import LINE, TILE, MosaicCut, padded, written_rows
+from pallas_kernels.eight_bits.tuning import LINE, PROCESSORS, TILE, MosaicCut, padded, written_rows
 
 
 def _linear(
@@ -51,21 +51,26 @@ def _linear(
       first_tile: of the codes that `out` has.
     """
     split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
-    tile = lax.axis_index("tile") * cut.together + lax.axis_index("neighbour")
+    block = lax.axis_index("tile") * cut.together + lax.axis_index("neighbour")
     rows, steps = x_ref.shape[0], codes_ref.shape[1] // cut.inputs
-    begin, end = (lax.div((split + i) * steps, splits) for i in range(2))
-    lines, count, blocks = cut.inputs // LINE, end - begin, cut.outputs // TILE
-    own = pl.ds((first_tile + tile) * cut.tile, cut.tile)
-
+    lines, blocks = cut.inputs // LINE, cut.outputs // TILE
     together = "neighbour" if cut.together > 1 else None
+    if splits:  # steps of one tile
+        begin, end = (block * steps + lax.div((split + i) * steps, splits) for i in range(2))
+    else:  # an equal share of the steps of all tiles
+        share = functools.partial(_share, steps=steps * (out_ref.shape[2] // cut.tile))
+        begin, end = share(block), share(block + 1)
+    count = end - begin
 
     def before(place, steps):
         return jnp.where(place < steps, place + cut.stages, place) - steps
 
     def fetch(step, place):
         """Let TMA load what a step multiplies."""
+        tile = block if splits else lax.div(begin + step, steps)
+        own = pl.ds((first_tile + tile) * cut.tile, cut.tile)
         for line in range(lines):
-            at = pl.ds((begin + step) * cut.inputs + line * LINE, LINE)
+            at = pl.ds((begin + step - tile * steps) * cut.inputs + line * LINE, LINE)
             codes = codes_ref.at[own, at], ring.at[place, line], there.at[place]
             plgpu.copy_gmem_to_smem(*codes)
             x = x_ref.at[:, at], x_ring.at[place, line], there.at[place]
@@ -81,14 +86,14 @@ def _linear(
         def _():
             fetch(step, step)
 
-    def multiply(*totals):
+    def multiply(*totals, first, last, place):
         def step(i, place):
             plgpu.barrier_wait(there.at[place])
             for line in range(lines):
-                for block in range(blocks):
-                    first = warpgroup * cut.outputs + block * TILE
-                    w = _numbers(ring.at[place, line, pl.ds(first, TILE)], cut.narrow)
-                    plgpu.wgmma(totals[block], w, x_ring.at[place, line].transpose((1, 0)))
+                for number in range(blocks):
+                    own = pl.ds(warpgroup * cut.outputs + number * TILE, TILE)
+                    w = _numbers(ring.at[place, line, own], cut.narrow)
+                    plgpu.wgmma(totals[number], w, x_ring.at[place, line].transpose((1, 0)))
                     plgpu.wgmma_wait(1)  # for the one before this
                 if line == 0:
                     # Nobody waits for the last ones: a neighbour may be gone then.
@@ -104,26 +109,50 @@ def _linear(
 
             return jnp.where(place == cut.stages - 1, 0, place + 1)
 
-        lax.fori_loop(jnp.int32(0), count, step, jnp.int32(0))
+        place = lax.fori_loop(first, last, step, place)
         plgpu.wgmma_wait(0)
-        return [total[...] for total in totals]
+        return [total[...] for total in totals], place
 
-    total = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
-    totals = pl.run_scoped(multiply, *[total] * blocks)
     mine, by_output = result.at[warpgroup], plgpu.Layout.WGMMA.reduce(1)
-    for block, total in enumerate(totals):
-        first = tile * cut.tile + warpgroup * cut.outputs + block * TILE
-        own = pl.ds(first_tile * cut.tile + first, TILE)
-        scales = plgpu.load(scales_ref.at[own], layout=by_output, optimized=False)  # pyright: ignore[reportCallIssue]
-        total = total * lax.broadcast_in_dim(scales, (TILE, rows), [0])
-        for row in range(0, rows, result.shape[1]):
-            some = total[:, row : row + result.shape[1]].astype(result.dtype)
-            mine.T[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
-            plgpu.commit_smem()
-            to = out_ref.at[split, pl.ds(row, result.shape[1]), pl.ds(first, TILE)]
-            plgpu.copy_smem_to_gmem(mine, to)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def tile(number, first, place, part):
+        """Write sums of a tile from a step on. Return the place in the ring after its last."""
+        last = jnp.minimum(end, (number + 1) * steps) - begin
+        total = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
+        run = functools.partial(multiply, first=first, last=last, place=place)
+        totals, place = pl.run_scoped(run, *[total] * blocks)
+        for i, total in enumerate(totals):
+            to = number * cut.tile + warpgroup * cut.outputs + i * TILE
+            scales = scales_ref.at[pl.ds(first_tile * cut.tile + to, TILE)]
+            scales = plgpu.load(scales, layout=by_output, optimized=False)  # pyright: ignore[reportCallIssue]
+            total = total * lax.broadcast_in_dim(scales, (TILE, rows), [0])
+            for row in range(0, rows, result.shape[1]):
+                some = total[:, row : row + result.shape[1]].astype(result.dtype)
+                mine.T[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
+                plgpu.commit_smem()
+                at = part, pl.ds(row, result.shape[1]), pl.ds(to, TILE)
+                plgpu.copy_smem_to_gmem(mine, out_ref.at[at])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return last, place
+
+    start = jnp.int32(0)
+    if splits:
+        tile(block, start, start, split)
+    else:
+
+        def one(number, carry):
+            owner = lax.div(
+                (number * steps + 1) * PROCESSORS - 1, steps * (out_ref.shape[2] // cut.tile)
+            )
+            return tile(number, *carry, block - owner)
+
+        lax.fori_loop(lax.div(begin, steps), lax.div(end - 1, steps) + 1, one, (start, start))
     plgpu.wait_smem_to_gmem(0)
+
+
+def _share(block: Any, steps: int) -> Any:
+    """Return the first of all steps that a block takes, where all take as many."""
+    return block * steps // PROCESSORS
 
 
 def _numbers(codes_ref: Any, narrow: bool) -> Array:
@@ -178,6 +207,13 @@ def linear_mosaic(
     x = jnp.pad(x.reshape(count, -1), ((0, padded(count) - count), (0, 0)))
     codes, scales = codes.reshape(outputs, -1), scales.reshape(outputs)
     tiles, found = outputs // cut.tile, []
+    if not cut.splits:
+        parts = _launch(x, codes, scales, jnp.dtype(dtype), cut, 0, tiles, 0)
+        # Not every tile has every part.
+        used = np.arange(len(parts))[:, None] < _parts(tiles, codes.shape[1] // cut.inputs)
+        used = np.repeat(used, cut.tile, axis=1)[:, None]
+        out = jnp.sum(jnp.where(used, parts[:, :count], 0), axis=0).astype(dtype)
+        return out.reshape(count, *shape)
     for first, last, splits in ((0, cut.whole, 1), (cut.whole, tiles, cut.splits)):
         if first < last:
             out = _launch(x, codes, scales, jnp.dtype(dtype), cut, first, last - first, splits)
@@ -185,6 +221,14 @@ def linear_mosaic(
             found.append(out[:count])
     out = found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
     return out.reshape(count, *shape)
+
+
+def _parts(tiles: int, steps: int) -> np.ndarray:
+    """Return how many blocks each tile has where all blocks take equal shares of all steps."""
+    begins = np.array([_share(block, tiles * steps) for block in range(PROCESSORS + 1)])
+    first, last = np.arange(tiles) * steps, (np.arange(tiles) + 1) * steps - 1
+    owner = lambda step: np.searchsorted(begins, step, side="right") - 1  # noqa: E731
+    return owner(last) - owner(first) + 1
 
 
 def _launch(
@@ -199,18 +243,23 @@ def _launch(
 ) -> Float[Array, "X R M"]:
     """Multiply by some tiles of outputs, from `first` on."""
     (rows, lines), part = (x.shape[0], cut.inputs // LINE), dtype if splits == 1 else jnp.float32
-    part = jnp.dtype(part)
+    part, blocks, parts = jnp.dtype(part), tiles // cut.together, splits
+    if not splits:
+        blocks, parts = PROCESSORS, int(_parts(tiles, x.shape[1] // cut.inputs).max())
 
     def memory(*shape: int, dtype: Any, line: int = LINE) -> Any:
         swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
 
-    more = {} if cut.together == 1 else dict(collective_axes=("neighbour",))
-    free = plgpu.Barrier if cut.together == 1 else plgpu.ClusterBarrier
+    free: Any = dict(num_arrivals=cut.groups, num_barriers=cut.stages)
+    if cut.together == 1:
+        free = plgpu.Barrier(**free)
+    else:
+        free = plgpu.ClusterBarrier(collective_axes=("neighbour",), **free)
     return plgpu.kernel(
         functools.partial(_linear, cut=cut, first_tile=first, splits=splits),
-        out_type=jax.ShapeDtypeStruct((splits, rows, tiles * cut.tile), part),
-        grid=(splits, tiles // cut.together),
+        out_type=jax.ShapeDtypeStruct((parts, rows, tiles * cut.tile), part),
+        grid=(max(splits, 1), blocks),
         grid_names=("split", "tile"),
         cluster=(cut.together,),
         cluster_names=("neighbour",),
@@ -221,7 +270,7 @@ def _launch(
             memory(cut.stages, lines, rows, LINE, dtype=x.dtype),
             memory(cut.groups, written_rows(rows), TILE, dtype=part, line=128 // part.itemsize),
             plgpu.Barrier(num_arrivals=2 * lines, num_barriers=cut.stages),
-            free(num_arrivals=cut.groups, num_barriers=cut.stages, **more),
+            free,
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(x, codes, scales)

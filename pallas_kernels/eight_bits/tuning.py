@@ -55,7 +55,8 @@ class MosaicCut:
     Attributes:
       outputs: of each warpgroup of a block.
       inputs: of a step.
-      splits: blocks that share the inputs of a tile.
+      splits: blocks that share the inputs of a tile; 0: each processor takes an equal share of all
+        steps of all tiles.
       stages: steps that the ring in shared memory holds, 3 at least.
       whole: how many tiles come first, which are not split. They are as many as all processors take
         once or several times.
