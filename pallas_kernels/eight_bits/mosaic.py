@@ -27,7 +27,17 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.eight_bits.decode import pairs
-from pallas_kernels.eight_bits.tuning import LINE, PROCESSORS, TILE, MosaicCut, padded, written_rows
+from pallas_kernels.eight_bits.tuning import (
+    LINE,
+    PROCESSORS,
+    TILE,
+    MosaicCut,
+    block_of,
+    first_step,
+    padded,
+    parts_of_tiles,
+    written_rows,
+)
 
 
 def _linear(
@@ -52,14 +62,14 @@ def _linear(
     """
     split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
     block = lax.axis_index("tile") * cut.together + lax.axis_index("neighbour")
-    rows, steps = x_ref.shape[0], codes_ref.shape[1] // cut.inputs
+    rows, steps, of_all = x_ref.shape[0], codes_ref.shape[1] // cut.inputs, 0
     lines, blocks = cut.inputs // LINE, cut.outputs // TILE
     together = "neighbour" if cut.together > 1 else None
     if splits:  # steps of one tile
         begin, end = (block * steps + lax.div((split + i) * steps, splits) for i in range(2))
     else:  # an equal share of the steps of all tiles
-        share = functools.partial(_share, steps=steps * (out_ref.shape[2] // cut.tile))
-        begin, end = share(block), share(block + 1)
+        of_all = steps * (out_ref.shape[2] // cut.tile)
+        begin, end = (first_step(block + i, of_all) for i in range(2))
     count = end - begin
 
     def before(place, steps):
@@ -124,7 +134,8 @@ def _linear(
         for i, total in enumerate(totals):
             to = number * cut.tile + warpgroup * cut.outputs + i * TILE
             scales = scales_ref.at[pl.ds(first_tile * cut.tile + to, TILE)]
-            scales = plgpu.load(scales, layout=by_output, optimized=False)  # pyright: ignore[reportCallIssue]
+            load: Any = plgpu.load
+            scales = load(scales, layout=by_output, optimized=False)
             total = total * lax.broadcast_in_dim(scales, (TILE, rows), [0])
             for row in range(0, rows, result.shape[1]):
                 some = total[:, row : row + result.shape[1]].astype(result.dtype)
@@ -141,18 +152,11 @@ def _linear(
     else:
 
         def one(number, carry):
-            owner = lax.div(
-                (number * steps + 1) * PROCESSORS - 1, steps * (out_ref.shape[2] // cut.tile)
-            )
-            return tile(number, *carry, block - owner)
+            first, place = carry
+            return tile(number, first, place, block - block_of(number * steps, of_all))
 
         lax.fori_loop(lax.div(begin, steps), lax.div(end - 1, steps) + 1, one, (start, start))
     plgpu.wait_smem_to_gmem(0)
-
-
-def _share(block: Any, steps: int) -> Any:
-    """Return the first of all steps that a block takes, where all take as many."""
-    return block * steps // PROCESSORS
 
 
 def _numbers(codes_ref: Any, narrow: bool) -> Array:
@@ -210,7 +214,7 @@ def linear_mosaic(
     if not cut.splits:
         parts = _launch(x, codes, scales, jnp.dtype(dtype), cut, 0, tiles, 0)
         # Not every tile has every part.
-        used = np.arange(len(parts))[:, None] < _parts(tiles, codes.shape[1] // cut.inputs)
+        used = np.arange(len(parts))[:, None] < parts_of_tiles(tiles, codes.shape[1] // cut.inputs)
         used = np.repeat(used, cut.tile, axis=1)[:, None]
         out = jnp.sum(jnp.where(used, parts[:, :count], 0), axis=0).astype(dtype)
         return out.reshape(count, *shape)
@@ -221,14 +225,6 @@ def linear_mosaic(
             found.append(out[:count])
     out = found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
     return out.reshape(count, *shape)
-
-
-def _parts(tiles: int, steps: int) -> np.ndarray:
-    """Return how many blocks each tile has where all blocks take equal shares of all steps."""
-    begins = np.array([_share(block, tiles * steps) for block in range(PROCESSORS + 1)])
-    first, last = np.arange(tiles) * steps, (np.arange(tiles) + 1) * steps - 1
-    owner = lambda step: np.searchsorted(begins, step, side="right") - 1  # noqa: E731
-    return owner(last) - owner(first) + 1
 
 
 def _launch(
@@ -245,7 +241,7 @@ def _launch(
     (rows, lines), part = (x.shape[0], cut.inputs // LINE), dtype if splits == 1 else jnp.float32
     part, blocks, parts = jnp.dtype(part), tiles // cut.together, splits
     if not splits:
-        blocks, parts = PROCESSORS, int(_parts(tiles, x.shape[1] // cut.inputs).max())
+        blocks, parts = PROCESSORS, int(parts_of_tiles(tiles, x.shape[1] // cut.inputs).max())
 
     def memory(*shape: int, dtype: Any, line: int = LINE) -> Any:
         swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import numpy as np
 
 from pallas_kernels.eight_bits.triton import Cut
 
@@ -96,6 +99,26 @@ def written_rows(rows: int) -> int:
 def padded(rows: int) -> int:
     """Return how many rows Mosaic's kernel takes for some: two multiples of 8 for each piece of 64."""
     return -(-rows // (16 * -(-rows // 64))) * 16 * -(-rows // 64)
+
+
+def first_step(block: Any, steps: int) -> Any:
+    """Return the first of all steps that a block takes, where blocks take equal shares of them."""
+    return block * steps // PROCESSORS
+
+
+def block_of(step: Any, steps: int) -> Any:
+    """Return which block takes a step, where blocks take equal shares of all steps."""
+    return ((step + 1) * PROCESSORS - 1) // steps
+
+
+def parts_of_tiles(tiles: int, steps: int) -> np.ndarray:
+    """Return how many blocks take steps of each tile, where blocks take equal shares of all steps.
+
+    Args:
+      steps: of a tile.
+    """
+    first = np.arange(tiles) * steps
+    return block_of(first + steps - 1, tiles * steps) - block_of(first, tiles * steps) + 1
 
 
 def cut_for(rows: int, inputs: int, outputs: int) -> Cut:

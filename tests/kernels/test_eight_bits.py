@@ -21,9 +21,12 @@ from pallas_kernels.eight_bits.tuning import (
     PROCESSORS,
     SHARED_BYTES,
     TABLE,
+    block_of,
     cut_for,
+    first_step,
     mosaic_cut_for,
     padded,
+    parts_of_tiles,
     written_rows,
 )
 
@@ -172,6 +175,24 @@ def test_rows_of_results_are_written_in_pieces_that_fit():
         assert piece <= 64
         assert piece % 16 == count % piece == 0
         assert rows <= count < rows + 64
+
+
+@pytest.mark.parametrize(("tiles", "steps"), [(168, 84), (21, 336), (33, 44), (132, 4)])
+def test_equal_shares_of_all_steps_take_each_step_once(tiles, steps):
+    """A block goes through its steps, tile by tile. It writes a part of each, none of them twice."""
+    of_all, found = tiles * steps, {}
+    for block in range(PROCESSORS):
+        begin, end = first_step(block, of_all), first_step(block + 1, of_all)
+        assert 0 <= end - begin - of_all // PROCESSORS <= 1
+        for tile in range(begin // steps, (end - 1) // steps + 1):
+            part = block - block_of(tile * steps, of_all)
+            taken = range(max(begin, tile * steps), min(end, (tile + 1) * steps))
+            assert (tile, part) not in found
+            found[tile, part] = taken
+    for tile, parts in enumerate(parts_of_tiles(tiles, steps)):
+        taken = [step for part in range(parts) for step in found.pop((tile, part))]
+        assert taken == list(range(tile * steps, (tile + 1) * steps))
+    assert not found
 
 
 @pytest.mark.gpu
