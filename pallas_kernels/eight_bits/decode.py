@@ -33,7 +33,7 @@ mov.b32 x, $2;
 prmt.b32 z, x, 0, 0x1100; {first}
 prmt.b32 z, x, 0, 0x3322; {second} }}"""
 _TWO = """{{ .reg .b32 y, z, c, zero; mov.b32 c, {factor}; mov.b32 zero, 0x80008000;
-prmt.b32 z, $1, 0, {places}; {first} }}"""
+prmt.b32 z, $1, 0, 0x1100; {first} }}"""
 _OF_INT8 = dict(factor="0x3f803f80", first=_INT8.format(out="$0"), second=_INT8.format(out="$1"))
 _OF_E4M3 = dict(factor="0x7b807b80", first=_E4M3.format(out="$0"), second=_E4M3.format(out="$1"))
 
@@ -43,10 +43,9 @@ def assembly(kind: DTypeLike) -> str:
     return _FOUR.format(**(_OF_INT8 if jnp.dtype(kind) == jnp.int8 else _OF_E4M3))
 
 
-def pairs(kind: DTypeLike) -> tuple[str, str]:
-    """Return what makes a register $0 of bfloat16 of the first, and of the second, two codes of $1."""
-    how = _OF_INT8 if jnp.dtype(kind) == jnp.int8 else _OF_E4M3
-    return _TWO.format(places="0x1100", **how), _TWO.format(places="0x3322", **how)
+def pair(kind: DTypeLike) -> str:
+    """Return what makes a register $0 of two bfloat16 of two codes, the low half of a register $1."""
+    return _TWO.format(**(_OF_INT8 if jnp.dtype(kind) == jnp.int8 else _OF_E4M3))
 
 
 def numbers(codes: Shaped[Array, "N K"], *, interpret: bool) -> BFloat16[Array, "N K"]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
-
-import numpy as np
 
 from pallas_kernels.eight_bits.triton import Cut
 
@@ -32,22 +29,24 @@ MOST_ROWS = 256  # with more, the product takes as long as its arithmetic
 # Up to 32 rows it is Triton's kernel, beyond Mosaic's. With 43008 outputs and 128 rows, tiles for
 # all outputs alike took 196: 168 blocks are two rounds of 132 processors. So `MosaicCut.whole`
 # divides the second round. That was not measured.
+ANY, SMALL = float("inf"), 26e6
 TABLE = (
-    # Each row: most rows of x, most outputs, cut, programs for each processor.
-    (8, 8192, Cut(8, 128, inputs=128, warps=4, stages=4), 4),
-    (8, float("inf"), Cut(8, 64, inputs=128, warps=2, stages=5), 10),
-    (16, float("inf"), Cut(16, 64, inputs=128, warps=2, stages=5), 10),
-    (32, float("inf"), Cut(32, 64, inputs=128, warps=2, stages=4), 4),
-    (MOST_ROWS, float("inf"), Cut(64, 64, inputs=128, warps=2, stages=4), 4),
+    # Each row: most rows of x, most numbers of the weight, most outputs, cut, programs for each
+    # processor.
+    (8, SMALL, ANY, Cut(8, 64, inputs=128, warps=4, stages=5), 2),
+    (8, ANY, 8192, Cut(8, 128, inputs=128, warps=4, stages=4), 4),
+    (8, ANY, ANY, Cut(8, 64, inputs=128, warps=2, stages=5), 10),
+    (16, ANY, ANY, Cut(16, 64, inputs=128, warps=2, stages=5), 10),
+    (32, ANY, ANY, Cut(32, 64, inputs=128, warps=2, stages=4), 4),
+    (MOST_ROWS, ANY, ANY, Cut(64, 64, inputs=128, warps=2, stages=4), 4),
 )
+LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
 PROCESSORS = 132  # of an H200
-# Steps that Mosaic's kernel reads, and how many fit into shared memory.
-STEPS = ((64, 8), (64, 7), (64, 6), (64, 5), (64, 4), (64, 3))
 START_NS = 2000  # of a block, until it multiplies, and after
 # Bytes a ns: of codes and of all that a processor reads, and of parts of all processors.
 CODES_A_NS, READ_A_NS, PARTS_A_NS = 32, 45, 4000
-LINE = 64  # inputs of what Mosaic's wgmma is handed: rows of 128 bytes
-TILE = 64  # outputs of it
+LINE = 64  # inputs of a step of Mosaic's kernel: rows of 128 bytes
+TILE = 64  # outputs of a warpgroup
 SHARED_BYTES = 224 << 10  # of a block
 
 
@@ -56,38 +55,29 @@ class MosaicCut:
     """How the Mosaic kernel cuts a product.
 
     Attributes:
-      outputs: of each warpgroup of a block.
-      inputs: of a step.
-      splits: blocks that share the inputs of a tile; 0: each processor takes an equal share of all
-        steps of all tiles.
-      stages: steps that the ring in shared memory holds, 3 at least.
+      groups: warpgroups of a block, of 64 outputs each.
+      splits: blocks that share the inputs of a tile.
+      stages: steps of 64 inputs that the ring in shared memory holds, 3 at least.
       whole: how many tiles come first, which are not split. They are as many as all processors take
         once or several times.
-      groups: warpgroups of a block.
-      together: neighbouring blocks that load rows once, for all of them.
-      narrow: whether a thread loads two codes at once, and not four.
     """
 
-    outputs: int = 64
-    inputs: int = 64
+    groups: int = 4
     splits: int = 1
     stages: int = 5
     whole: int = 0
-    groups: int = 4
-    together: int = 1
-    narrow: bool = True
 
     @property
-    def tile(self) -> int:
+    def outputs(self) -> int:
         """Outputs of a block."""
-        return self.groups * self.outputs
+        return self.groups * TILE
 
     def shared_bytes(self, rows: int, result_bytes: int) -> int:
-        """Return the shared memory of a block: the ring, and tiles of results."""
-        step = self.inputs * (self.tile + 2 * rows)
-        # Parts of sums are float32.
-        return self.stages * step + self.groups * written_rows(rows) * TILE * (
-            4 if self.splits > 1 else result_bytes
+        """Return the shared memory of a block: the ring, and what of a result is written at once."""
+        size = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
+        return (
+            self.stages * LINE * (self.outputs + 2 * rows)
+            + self.outputs * written_rows(rows) * size
         )
 
 
@@ -101,30 +91,14 @@ def padded(rows: int) -> int:
     return -(-rows // (16 * -(-rows // 64))) * 16 * -(-rows // 64)
 
 
-def first_step(block: Any, steps: int) -> Any:
-    """Return the first of all steps that a block takes, where blocks take equal shares of them."""
-    return block * steps // PROCESSORS
-
-
-def block_of(step: Any, steps: int) -> Any:
-    """Return which block takes a step, where blocks take equal shares of all steps."""
-    return ((step + 1) * PROCESSORS - 1) // steps
-
-
-def parts_of_tiles(tiles: int, steps: int) -> np.ndarray:
-    """Return how many blocks take steps of each tile, where blocks take equal shares of all steps.
-
-    Args:
-      steps: of a tile.
-    """
-    first = np.arange(tiles) * steps
-    return block_of(first + steps - 1, tiles * steps) - block_of(first, tiles * steps) + 1
-
-
 def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
     """Return how Triton's kernel cuts a product: by the first row of the table that fits."""
-    fit = (row[2:] for row in TABLE if rows <= row[0] and outputs <= row[1])
-    cut, programs = next(fit, TABLE[-1][2:])
+    fit = (
+        row[3:]
+        for row in TABLE
+        if rows <= row[0] and inputs * outputs <= row[1] and outputs <= row[2]
+    )
+    cut, programs = next(fit, TABLE[-1][3:])
     step = min(cut.inputs, inputs & -inputs)
     tile = min(cut.outputs, outputs & -outputs)
     tiles = outputs // tile * -(-rows // cut.rows)
@@ -162,25 +136,24 @@ def mosaic_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) 
                     time += 1500 + 8 * splits * rows * split * tile / PARTS_A_NS
                 found.append((time, groups, splits, whole))
     for _, groups, splits, whole in sorted(found):
-        for step, stages in STEPS:
-            cut = MosaicCut(TILE, step, splits, stages, whole, groups)
-            if inputs % step == 0 and cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
+        for stages in range(8, 2, -1):
+            cut = MosaicCut(groups, splits, stages, whole)
+            if cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
                 return cut
     return None
 
 
 def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
     """Tell whether Triton's kernel is faster than XLA's product, by the figures above."""
+    numbers = inputs * outputs
     if rows <= 8:
-        return inputs * outputs >= 80e6
-    return ((rows <= 16 and not fp8) or 16 < rows <= 32) and inputs * outputs >= 25e6
+        some = (inputs, outputs) in ((21504, 5376), (5376, 16384))
+        return some or (LEAST_NUMBERS <= numbers <= SMALL and not fp8)
+    if rows <= 16 and fp8:
+        return False
+    return rows <= 32 and numbers >= (25e6 if fp8 else LEAST_NUMBERS)
 
 
 def mosaic_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
-    """Tell whether Mosaic's kernel is faster than XLA's product, by the figures above.
-
-    Beyond 128 rows its results were not compared on a device.
-    """
-    if fp8 and rows > 64 and outputs > 2 * 128 * PROCESSORS:
-        return False
-    return 32 < rows <= 128 and inputs * outputs >= 40e6
+    """Tell whether Mosaic's kernel is faster than XLA's product, by the figures above."""
+    return 32 < rows <= 128 and inputs * outputs >= LEAST_NUMBERS

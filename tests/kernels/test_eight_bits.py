@@ -17,16 +17,14 @@ from jaxspec.quantised.choice import formats_for
 from pallas_kernels.eight_bits import Cut, decode, linear
 from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.eight_bits.tuning import (
+    LINE,
     MOST_ROWS,
     PROCESSORS,
     SHARED_BYTES,
     TABLE,
-    block_of,
     cut_for,
-    first_step,
     mosaic_cut_for,
     padded,
-    parts_of_tiles,
     written_rows,
 )
 
@@ -127,7 +125,7 @@ def test_the_assembly_converts_every_code_exactly(kind):
         word = int(four.view(np.uint32)[0])
         expected = four.view(kind).astype(jnp.bfloat16).view(np.uint32).tolist()
         assert run_assembly(decode.assembly(kind), word) == expected
-        assert [run_assembly(code, word)[0] for code in decode.pairs(kind)] == expected
+        assert run_assembly(decode.pair(kind), word & 0xFFFF) == expected[:1]
 
 
 def test_the_kernel_refuses_what_it_cannot_cut():
@@ -161,9 +159,9 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
             assert 1 <= cut.splits <= inputs // cut.inputs
             own = mosaic_cut_for(rows, inputs, outputs)
             if own is not None:
-                assert outputs % own.tile == inputs % own.inputs == own.whole % PROCESSORS == 0
-                assert own.whole < outputs // own.tile or own.splits == 1
-                assert 1 <= own.splits <= inputs // own.inputs // 4
+                assert outputs % own.outputs == inputs % LINE == own.whole % PROCESSORS == 0
+                assert own.whole < outputs // own.outputs or own.splits == 1
+                assert 1 <= own.splits <= inputs // LINE // 4
                 assert own.stages >= 3
                 assert own.shared_bytes(padded(rows), 2) <= SHARED_BYTES
 
@@ -175,24 +173,6 @@ def test_rows_of_results_are_written_in_pieces_that_fit():
         assert piece <= 64
         assert piece % 16 == count % piece == 0
         assert rows <= count < rows + 64
-
-
-@pytest.mark.parametrize(("tiles", "steps"), [(168, 84), (21, 336), (33, 44), (132, 4)])
-def test_equal_shares_of_all_steps_take_each_step_once(tiles, steps):
-    """A block goes through its steps, tile by tile. It writes a part of each, none of them twice."""
-    of_all, found = tiles * steps, {}
-    for block in range(PROCESSORS):
-        begin, end = first_step(block, of_all), first_step(block + 1, of_all)
-        assert 0 <= end - begin - of_all // PROCESSORS <= 1
-        for tile in range(begin // steps, (end - 1) // steps + 1):
-            part = block - block_of(tile * steps, of_all)
-            taken = range(max(begin, tile * steps), min(end, (tile + 1) * steps))
-            assert (tile, part) not in found
-            found[tile, part] = taken
-    for tile, parts in enumerate(parts_of_tiles(tiles, steps)):
-        taken = [step for part in range(parts) for step in found.pop((tile, part))]
-        assert taken == list(range(tile * steps, (tile + 1) * steps))
-    assert not found
 
 
 @pytest.mark.gpu
