@@ -24,7 +24,9 @@ from pallas_kernels.eight_bits.tuning import (
     TABLE,
     cut_for,
     mosaic_cut_for,
+    mosaic_is_faster,
     padded,
+    triton_is_faster,
     written_rows,
 )
 
@@ -164,6 +166,28 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
                 assert 1 <= own.splits <= inputs // LINE // 4
                 assert own.stages >= 3
                 assert own.shared_bytes(padded(rows), 2) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "fp8", "kernels"),
+    [
+        # X: XLA, T: Triton, M: Mosaic; for 8, 16, 32, 64, 128 and 256 rows.
+        ("31b gate_up", False, "XTTMMX"),
+        ("31b gate_up", True, "XXTXXX"),
+        ("31b down", False, "TTTMMX"),
+        ("31b down", True, "TXTXMX"),
+        ("31b out", False, "XTTMMX"),
+        ("26b-a4b gate_up", False, "TTTMMX"),
+        ("26b-a4b out", False, "XTTMMX"),
+        ("26b-a4b qkv", True, "XXXXMX"),
+        ("e2b qkv", False, "XXXXXX"),
+    ],
+)
+def test_a_kernel_is_taken_where_it_was_measured_to_be_faster(name, fp8, kernels):
+    for rows, kernel in zip((8, 16, 32, 64, 128, 256), kernels, strict=True):
+        sizes = rows, *SHAPES[name]
+        assert triton_is_faster(*sizes, fp8=fp8) == (kernel == "T"), rows
+        assert mosaic_is_faster(*sizes, fp8=fp8) == (kernel == "M"), rows
 
 
 def test_rows_of_results_are_written_in_pieces_that_fit():
