@@ -696,9 +696,11 @@ def test_many_rows_of_four_bit_codes_spill_nothing(
 def test_many_rows_of_eight_bit_codes_spill_nothing(
     rows: int, kind: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And wgmma multiplies while the next codes are converted."""
+    """And wgmma is done with a step's registers before the next step writes them."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     compiled_eight_bits(rows, kind, "mosaic")
     said = "".join(capfd.readouterr())
     assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
+    assert set(re.findall(r"wgmma.wait_group.sync.aligned\s+(\d+)", said)) == {"0"}
     assert "serialized" not in said

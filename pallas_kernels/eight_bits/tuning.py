@@ -107,8 +107,9 @@ def written_rows(rows: int) -> int:
 
 
 def padded(rows: int) -> int:
-    """Return how many rows Mosaic's kernel takes for some: two multiples of 8 for each piece of 64."""
-    return -(-rows // (16 * -(-rows // 64))) * 16 * -(-rows // 64)
+    """Return how many rows Mosaic's kernel takes for some: 16 or a multiple for each piece of 64."""
+    pieces = -(-rows // 64)
+    return -(-rows // (16 * pieces)) * 16 * pieces
 
 
 def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
