@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.experts import coded, triton
-from pallas_kernels.experts.routing import route
+from pallas_kernels.experts.cuts import MosaicCut
+from pallas_kernels.experts.routing import ALIGN, num_tiles, route
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.grouped.coding import Codes, Coding
 from pallas_kernels.grouped.triton import Cut
@@ -22,12 +23,13 @@ class Tiling:
     Rows are a power of two, at least 16; or 8, for codes.
 
     Attributes:
-      gate_up, down: `Cut`s for the kernels of `coded.py`, `Block`s for those of `triton.py`.
+      gate_up, down: `Cut`s for the kernels of `coded.py`, `Block`s for those of `triton.py`,
+        `MosaicCut`s for those of `mosaic.py`.
     """
 
     rows: int
-    gate_up: Block | Cut
-    down: Block | Cut
+    gate_up: Block | Cut | MosaicCut
+    down: Block | Cut | MosaicCut
 
 
 def experts_triton(
@@ -74,3 +76,30 @@ def experts_triton(
         return total
     # Nothing was written for pairs of padding. What is there may not be finite.
     return jnp.where(real[:, None], total, jnp.zeros((), x.dtype))
+
+
+def experts_mosaic(
+    x: Float[Array, "T D"],
+    logits: Float[Array, "S T E"],
+    expert_scale: Float[Array, " E"],
+    gate_up: Codes,
+    down: Codes,
+    real: Bool[Array, " T"] | None = None,
+    *,
+    top_k: int,
+    tiling: Tiling,
+) -> Float[Array, "T D"]:
+    """Launch the kernels of `mosaic.py` for codes, behind those that route."""
+    from pallas_kernels.experts import mosaic  # not in every jax
+
+    first, second = tiling.gate_up, tiling.down
+    assert isinstance(first, MosaicCut)
+    assert isinstance(second, MosaicCut)
+    placed = route(
+        logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=tiling.rows, together=True
+    )
+    ones = jnp.ones(x.shape[0], jnp.int32) if real is None else real.astype(jnp.int32)
+    padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)
+    return mosaic.multiply(
+        x, placed, ones, gate_up, down, padded=padded, top_k=top_k, cuts=(first, second)
+    )

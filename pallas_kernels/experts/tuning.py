@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pallas_kernels.experts.cuts import MosaicCut
 from pallas_kernels.experts.launch import Tiling
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.grouped.triton import Cut
@@ -97,3 +98,25 @@ def tiling_for(tokens_an_expert: float, bits: int = 16) -> Tiling:
     """
     table = {16: TABLE, 8: EIGHT_BITS, 4: FOUR_BITS}[bits]
     return next(tiling for most, tiling in table if tokens_an_expert <= most)
+
+
+def _mosaic(rows: tuple[int, ...], gate_up: tuple[int, int], down: tuple[int, int]) -> Tiling:
+    """Return a tiling for the Mosaic kernels from (warpgroups, stages) of both products."""
+    return Tiling(rows[-1], MosaicCut(rows, *gate_up), MosaicCut(rows, *down))
+
+
+# The same for the Mosaic kernels. Each row: more tokens per expert than this, and at most this.
+MOSAIC_EIGHT_BITS = (
+    (4.0, 16.0, _mosaic((16, 32), (1, 3), (1, 3))),
+    (16.0, 48.0, _mosaic((32, 48, 64), (1, 2), (1, 2))),
+)
+MOSAIC_FOUR_BITS = (
+    (4.0, 16.0, _mosaic((16, 32), (1, 3), (1, 3))),
+    (16.0, 48.0, _mosaic((32, 48, 64), (1, 3), (1, 3))),
+)
+
+
+def mosaic_tiling_for(tokens_an_expert: float, bits: int) -> Tiling | None:
+    """Return the tiling for the Mosaic kernels; None where those of Triton are faster."""
+    table = {16: (), 8: MOSAIC_EIGHT_BITS, 4: MOSAIC_FOUR_BITS}[bits]
+    return next((t for more, most, t in table if more < tokens_an_expert <= most), None)
