@@ -19,9 +19,9 @@ from pallas_kernels.dispatch import Candidate, capability, dispatch, why_not_tri
 from pallas_kernels.experts.cuts import MosaicCut
 from pallas_kernels.experts.launch import Tiling, experts_mosaic, experts_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
-from pallas_kernels.experts.triton import Block
 from pallas_kernels.experts.tuning import mosaic_tiling_for, tiling_for
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
+from pallas_kernels.grouped.triton import Cut
 
 # The dtypes of codes of 8 bits that the kernels read.
 CODES = ("int8", "float8_e4m3fn")
@@ -90,7 +90,7 @@ def experts(
     options = dict(top_k=top_k, coding=coding)
     kernel = functools.partial(experts_triton, **options, tiling=tiling, interpret=interpret)
     plain = functools.partial(reference, **options)
-    mosaic = functools.partial(experts_mosaic, top_k=top_k, tiling=own)
+    mosaic = functools.partial(experts_mosaic, top_k=top_k, tiling=own or tiling)
     candidates = [
         Candidate(
             "mosaic", mosaic, _why_not_mosaic(x, gate_up, f, coding, own, interpret), not given
@@ -147,7 +147,7 @@ def _dividing(tiling: Tiling, f: int, d: int, weight: Codes) -> Tiling:
     `grouped.tuning.fitted` gives.
     """
     gate_up, down, rows = tiling.gate_up, tiling.down, tiling.rows
-    if f % BLOCK or d % BLOCK or isinstance(gate_up, Block) or isinstance(down, Block):
+    if f % BLOCK or d % BLOCK or not isinstance(gate_up, Cut) or not isinstance(down, Cut):
         return tiling
     per_group = [a.dtype.itemsize for a in weight[1:3] if a is not None]
     if rows <= 16 and per_group and min(per_group) == 1:

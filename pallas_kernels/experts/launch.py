@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.experts import coded, triton
 from pallas_kernels.experts.cuts import MosaicCut
-from pallas_kernels.experts.routing import ALIGN, num_tiles, route
+from pallas_kernels.experts.routing import ALIGN, num_tiles, route, route_together
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.grouped.coding import Codes, Coding
 from pallas_kernels.grouped.triton import Cut
@@ -20,7 +20,7 @@ from pallas_kernels.grouped.triton import Cut
 class Tiling:
     """Rows of a tile, and how both products are cut.
 
-    Rows are a power of two, at least 16; or 8, for codes.
+    Rows are a power of two, at least 16; or 8, for codes. Mosaic takes those of its cuts.
 
     Attributes:
       gate_up, down: `Cut`s for the kernels of `coded.py`, `Block`s for those of `triton.py`,
@@ -63,6 +63,7 @@ def experts_triton(
             routed, hidden, down, coding=coding, cut=second, interpret=interpret
         )
     else:
+        assert isinstance(first, Block)
         assert isinstance(second, Block)
         cut: dict[str, Any] = dict(rows=rows, interpret=interpret)
         of_gate_up, of_down = (
@@ -95,8 +96,8 @@ def experts_mosaic(
     first, second = tiling.gate_up, tiling.down
     assert isinstance(first, MosaicCut)
     assert isinstance(second, MosaicCut)
-    placed = route(
-        logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=tiling.rows, together=True
+    placed = route_together(
+        logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=tiling.rows
     )
     ones = jnp.ones(x.shape[0], jnp.int32) if real is None else real.astype(jnp.int32)
     padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)

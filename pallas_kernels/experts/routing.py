@@ -7,7 +7,7 @@ tokens must have chosen before the first pair can be placed.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -205,9 +205,8 @@ def route(
     top_k: int,
     dtype: DTypeLike,
     rows: int,
-    together: bool = False,
     interpret: bool = False,
-) -> Routed | Placed:
+) -> Routed:
     """Choose experts as `reference.choose` does, and sort the pairs by expert into tiles of rows.
 
     Args:
@@ -217,9 +216,38 @@ def route(
       top_k: number of experts of a token.
       dtype: the summed logits are rounded to this dtype.
       rows: rows of a tile.
-      together: whether rows of all tiles lie together, in `Placed`.
       interpret: whether to interpret the kernels.
     """
+    how: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, interpret=interpret)
+    return Routed(*_route(logits, expert_scale, real, **how, together=False))
+
+
+def route_together(
+    logits: Float[Array, "S T E"],
+    expert_scale: Float[Array, " E"],
+    real: Bool[Array, " T"] | None = None,
+    *,
+    top_k: int,
+    dtype: DTypeLike,
+    rows: int,
+    interpret: bool = False,
+) -> Placed:
+    """Do the same, for tiles whose rows lie together. Arguments as in `route`."""
+    how: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, interpret=interpret)
+    return Placed(*_route(logits, expert_scale, real, **how, together=True))
+
+
+def _route(
+    logits: Array,
+    expert_scale: Array,
+    real: Array | None,
+    *,
+    top_k: int,
+    dtype: DTypeLike,
+    rows: int,
+    together: bool,
+    interpret: bool,
+) -> tuple[Array, ...]:
     _, tokens, num_experts = logits.shape
     real = jnp.ones(tokens, jnp.int32) if real is None else real.astype(jnp.int32)
     pairs = tokens * top_k
@@ -233,7 +261,6 @@ def route(
         *([jax.ShapeDtypeStruct((tiles,), jnp.int32)] if together else []),
         jax.ShapeDtypeStruct((pairs if together else tiles * rows,), jnp.int32),
     )
-    kind = Placed if together else Routed
     call = functools.partial(
         pl.pallas_call,
         grid=(programs,),
@@ -245,7 +272,7 @@ def route(
     if programs == 1:
         kernel = functools.partial(_route_few, block=block, top_k=top_k, dtype=dtype, rows=rows)
         few = call(kernel, out_shape=(*of_tiles, weight), name="experts_route")
-        return kind(*few(logits, expert_scale, real))
+        return tuple(few(logits, expert_scale, real))
     padded = pl.next_power_of_2(num_experts)
     weight, choice, count = call(
         functools.partial(_choose_block, block=block, top_k=top_k, dtype=dtype),
@@ -258,4 +285,4 @@ def route(
     )(logits, expert_scale, real)
     kernel = functools.partial(_place_block, block=block, top_k=top_k, rows=rows)
     placed = call(kernel, out_shape=of_tiles, name="experts_place")(choice, count)
-    return kind(*placed, weight)
+    return *placed, weight
