@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.experts import coded, triton
+from pallas_kernels.experts import coded, rows, triton
 from pallas_kernels.experts.cuts import MosaicCut
 from pallas_kernels.experts.routing import ALIGN, num_tiles, route, route_together
 from pallas_kernels.experts.triton import Block
@@ -46,16 +46,14 @@ def experts_triton(
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
     """Launch the kernels. Arguments as in `pallas_kernels.experts.experts`, which checks them."""
-    rows = tiling.rows
-    routed = route(
-        logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=rows, interpret=interpret
-    )
+    sizes: dict[str, Any] = dict(rows=tiling.rows, interpret=interpret)
+    routed = route(logits, expert_scale, real, top_k=top_k, dtype=x.dtype, **sizes)
     first, second = tiling.gate_up, tiling.down
     if isinstance(first, Cut):
         assert isinstance(gate_up, Codes)
         assert isinstance(down, Codes)
         assert isinstance(second, Cut)
-        first, second = (dataclasses.replace(cut, rows=rows) for cut in (first, second))
+        first, second = (dataclasses.replace(cut, rows=tiling.rows) for cut in (first, second))
         hidden = coded.multiply_gate_up(
             routed, x, gate_up, coding=coding, top_k=top_k, cut=first, interpret=interpret
         )
@@ -65,12 +63,11 @@ def experts_triton(
     else:
         assert isinstance(first, Block)
         assert isinstance(second, Block)
-        cut: dict[str, Any] = dict(rows=rows, interpret=interpret)
         of_gate_up, of_down = (
             (w.codes, w.factors) if isinstance(w, Codes) else (w, None) for w in (gate_up, down)
         )
-        hidden = triton.multiply_gate_up(routed, x, *of_gate_up, top_k=top_k, block=first, **cut)
-        out = triton.multiply_down(routed, hidden, *of_down, block=second, **cut)
+        hidden = triton.multiply_gate_up(routed, x, *of_gate_up, top_k=top_k, block=first, **sizes)
+        out = triton.multiply_down(routed, hidden, *of_down, block=second, **sizes)
     pairs = out.reshape(x.shape[0], top_k, -1).astype(jnp.float32)
     total = jnp.sum(pairs, axis=1).astype(x.dtype)
     if real is None:
@@ -101,6 +98,7 @@ def experts_mosaic(
     )
     ones = jnp.ones(x.shape[0], jnp.int32) if real is None else real.astype(jnp.int32)
     padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)
-    return mosaic.multiply(
-        x, placed, ones, gate_up, down, padded=padded, top_k=top_k, cuts=(first, second)
+    spread = rows.spread(x, placed, ones, padded)
+    return rows.add_up(
+        mosaic.multiply(placed, spread, gate_up, down, (first, second)), placed, ones
     )

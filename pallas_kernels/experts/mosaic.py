@@ -5,8 +5,8 @@ read and converted once. Each warpgroup has two tiles of 64 outputs: gate and up
 loads codes and rows into a ring in shared memory. A warpgroup takes codes into registers, converts
 them, and hands them to wgmma as its left operand. While these are multiplied it converts the next.
 
-TMA reads rows that lie together. So `_spread` copies each token to the rows of its pairs. It changes
-the order of every 16 numbers to the order in which codes come into registers: see `_places`.
+TMA reads rows that lie together. `rows.spread` has copied each token to the rows of its pairs, and put
+every 16 numbers into the order in which codes come into registers: see `rows.places`.
 
 A tile has one of a few numbers of rows, the least that its pairs fit into (`MosaicCut.rows`).
 """
@@ -26,16 +26,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import triton as pltriton
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.experts.cuts import MosaicCut
 from pallas_kernels.experts.routing import ALIGN, Placed
 from pallas_kernels.grouped.coding import BLOCK, Codes
 from pallas_kernels.grouped.decode import assembly
-from pallas_kernels.triton import load, store
 
 STEP = 128  # inputs of a step
 LINE = 64  # inputs of a row of 128 bytes, as wgmma reads it
@@ -127,7 +125,7 @@ def _of_four_bits(codes_ref: Any, scale_refs: list[Any]) -> Array:
 
 
 def _placed(x: Array) -> Array:
-    """Change the order of outputs [64, rows], as `_places` changes that of 16 numbers.
+    """Change the order of outputs [64, rows], as `rows.places` changes that of 16 numbers.
 
     Of the bits of an output, bit 3 says which of two registers, and bit 1 is bit 3 of the lane.
     """
@@ -401,75 +399,13 @@ def _launch(
     )(placed.expert, placed.used, placed.start, x, codes, given)
 
 
-def _places(k: Array) -> Array:
-    """Return which number of an array is the k-th of what the kernels read.
-
-    A thread gets codes of four neighbours of 16. It hands the first two to wgmma for the first 8
-    inputs, and the others for the last 8. So of the bits of a place the fourth and the second change.
-    """
-    return (k & ~10) | (k & 8) >> 2 | (k & 2) << 2
-
-
-def _spread(row_ref, real_ref, x_ref, out_ref, *, top_k: int, block: int) -> None:
-    """Write a token to the rows of its pairs."""
-    token = pl.program_id(0)
-    k = pl.program_id(1) * block + lax.iota(jnp.int32, block)
-    inside = k < x_ref.shape[1]
-
-    @pl.when(real_ref[token] > 0)
-    def _():
-        x = load(x_ref, token, _places(k), mask=inside)
-        for i in range(top_k):
-            store(out_ref, row_ref[token * top_k + i], k, value=x, mask=inside)
-
-
-def _add_up(row_ref, real_ref, weight_ref, x_ref, out_ref, *, top_k: int, block: int) -> None:
-    """Write the weighted sum of the rows of the pairs of a token; 0 for padding."""
-    token = pl.program_id(0)
-    k = pl.program_id(1) * block + lax.iota(jnp.int32, block)
-    inside = (k < x_ref.shape[1]) & (real_ref[token] > 0)
-    total = jnp.zeros((block,), jnp.float32)
-    for i in range(top_k):
-        pair = token * top_k + i
-        row = jnp.where(real_ref[token] > 0, row_ref[pair], 0)
-        weight = jnp.where(real_ref[token] > 0, weight_ref[pair], 0)
-        total += weight * load(x_ref, row, k, mask=inside).astype(jnp.float32)
-    store(out_ref, token, k, value=total, mask=k < x_ref.shape[1])
-
-
 def multiply(
-    x: Float[Array, "T D"],
     placed: Placed,
-    real: Int[Array, " T"],
+    rows: Float[Array, "padded D"],
     gate_up: Codes,
     down: Codes,
-    *,
-    padded: int,
-    top_k: int,
     cuts: tuple[MosaicCut, MosaicCut],
-) -> Float[Array, "T D"]:
-    """Run the experts of all tokens, and return the weighted sums.
-
-    Args:
-      real: 1 for a token that is no padding, else 0.
-      padded: rows that the pairs of all experts need at most.
-    """
-    (tokens, width), block = x.shape, 1024
-    call = functools.partial(
-        pl.pallas_call,
-        grid=(tokens, pl.cdiv(width, block)),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
-    )
-    how = dict(top_k=top_k, block=block)
-    rows = call(
-        functools.partial(_spread, **how),
-        out_shape=jax.ShapeDtypeStruct((padded, width), x.dtype),
-        name="experts_spread",
-    )(placed.row, real, x)
+) -> Float[Array, "padded D"]:
+    """Run the experts of all tiles on rows that `rows.spread` made. Rows not in use are undefined."""
     hidden = _launch(placed, rows, gate_up, cuts[0], gated=True)
-    out = _launch(placed, hidden, down, cuts[1], gated=False)
-    return call(
-        functools.partial(_add_up, **how),
-        out_shape=jax.ShapeDtypeStruct((tokens, width), x.dtype),
-        name="experts_add_up",
-    )(placed.row, real, placed.weight, out)
+    return _launch(placed, hidden, down, cuts[1], gated=False)
