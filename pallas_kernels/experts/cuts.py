@@ -12,10 +12,10 @@ class MosaicCut:
     Attributes:
       rows: numbers of rows that a tile may have, multiples of 8 that grow. A tile of an expert holds
         as many pairs as the last.
-      warpgroups: of a block; each multiplies two tiles of 64 outputs.
-      stages: steps that the ring in shared memory holds: 2 at least, 3 for several warpgroups.
+      columns: of a block: pairs of tiles of 64 outputs, which it multiplies one after another.
+      stages: steps that the ring in shared memory holds, 2 at least.
     """
 
     rows: tuple[int, ...]
-    warpgroups: int = 1
+    columns: int = 1
     stages: int = 3

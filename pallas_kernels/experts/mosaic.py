@@ -154,16 +154,17 @@ def _placed(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """The codes of an expert that a block multiplies: of gate and up, or of two tiles of down.
+    """The codes of an expert, of which a block multiplies two tiles of 64 outputs at a time.
+
+    They are of gate and up (a column of the hidden numbers), or neighbours of down.
 
     Attributes:
       codes, given: references: codes, and factors of outputs (8 bits) or scales (4 bits).
-      ring, scale_ring: the same in shared memory: [stage, warpgroup, ...]. Codes of 8 bits have no
-        scales there.
+      ring, scale_ring: the same in shared memory: [stage, ...]. Codes of 8 bits have no scales there.
       there: barriers of the stages.
-      expert, column: which expert, and which tiles of each warpgroup.
+      expert: which expert.
       inputs, outputs: of a matrix of an expert.
-      gated: whether the two tiles of a warpgroup are of gate and up.
+      gated: whether the two tiles are of gate and up.
     """
 
     codes: Any
@@ -172,51 +173,49 @@ class _Weight:
     scale_ring: Any
     there: Any
     expert: Any
-    column: Any
     inputs: int
     outputs: int
     gated: bool
 
-    def output(self, group: Any, i: int) -> Any:
-        """Return the first output of tile i of a warpgroup, within its matrix.
+    @property
+    def columns(self) -> int:
+        """How many pairs of tiles there are."""
+        return self.outputs // (TILE if self.gated else 2 * TILE)
 
-        The last block may have fewer tiles than warpgroups. These compute the last one twice.
-        """
-        each = 1 if self.gated else 2
-        tiles = self.outputs // (each * TILE)
-        own = jnp.minimum(self.column * self.ring.shape[1] + group, tiles - 1)
-        return own * TILE if self.gated else (own * 2 + i) * TILE
+    def output(self, column: Any, i: int) -> Any:
+        """Return the first output of a tile, within its matrix."""
+        return column * TILE if self.gated else (column * 2 + i) * TILE
 
-    def _row(self, group: Any, i: int) -> Any:
+    def _row(self, column: Any, i: int) -> Any:
         """Return the same within the outputs of all experts."""
         matrix = self.expert * 2 + i if self.gated else self.expert
-        return matrix * self.outputs + self.output(group, i)
+        return matrix * self.outputs + self.output(column, i)
 
-    def fetch(self, step: Any, group: Any, place: Any) -> None:
-        """Let TMA load what a warpgroup multiplies in a step."""
-        to, bar = self.ring.at[place, group], self.there.at[place]
+    def fetch(self, column: Any, step: Any, place: Any) -> None:
+        """Let TMA load what a step multiplies."""
+        to, bar = self.ring.at[place], self.there.at[place]
         if self.scale_ring is None:
             width = self.ring.shape[-1]
             for i in range(2):
                 for piece in range(STEP // width):
                     at = pl.ds(step * STEP + piece * width, width)
-                    own = self.codes.at[pl.ds(self._row(group, i), TILE), at]
+                    own = self.codes.at[pl.ds(self._row(column, i), TILE), at]
                     plgpu.copy_gmem_to_smem(own, to.at[i, piece], bar)
             return
-        arrays = (self.codes, to, BLOCK), (self.given, self.scale_ring.at[place, group], GROUP)
+        arrays = (self.codes, to, BLOCK), (self.given, self.scale_ring.at[place], GROUP)
         for ref, to, size in arrays:
             count, first = STEP // size, self.expert * (self.inputs // size) + step * (STEP // size)
             if self.gated:  # both lie together
-                own = ref.at[pl.ds(2 * first, 2 * count), pl.ds(self.output(group, 0), TILE)]
+                own = ref.at[pl.ds(2 * first, 2 * count), pl.ds(self.output(column, 0), TILE)]
                 plgpu.copy_gmem_to_smem(own, to, bar)
                 continue
             for i in range(2):
-                own = ref.at[pl.ds(first, count), pl.ds(self.output(group, i), TILE)]
+                own = ref.at[pl.ds(first, count), pl.ds(self.output(column, i), TILE)]
                 plgpu.copy_gmem_to_smem(own, to.at[pl.ds(i * count, count)], bar)
 
-    def numbers(self, place: Any, group: Any, i: int) -> Iterator[Array]:
-        """Return the numbers of a step of tile i, 64 inputs at a time."""
-        ring = self.ring.at[place, group]
+    def numbers(self, place: Any, i: int) -> Iterator[Array]:
+        """Return the numbers of a step of a tile, 64 inputs at a time."""
+        ring = self.ring.at[place]
         if self.scale_ring is None:
             for piece in range(STEP // self.ring.shape[-1]):
                 yield from _of_eight_bits(ring.at[i, piece])
@@ -225,68 +224,18 @@ class _Weight:
         def at(which: int, size: int) -> int:
             return which * 2 + i if self.gated else i * (STEP // size) + which
 
-        scales = self.scale_ring.at[place, group]
+        scales = self.scale_ring.at[place]
         for block in range(STEP // BLOCK):
             both = [scales.at[at(2 * block + half, GROUP)] for half in range(2)]
             yield _of_four_bits(ring.at[at(block, BLOCK)], both)
 
-    def factors(self, group: Any, i: int) -> Array:
-        """Return the factors of the outputs of tile i, for codes of 8 bits."""
-        own = self.given.at[pl.ds(self._row(group, i), TILE)]
-        return _load(own, _BY_OUTPUT, optimized=False)
-
-
-def _sums(
-    weight: _Weight, x_ref: Any, x_ring: Any, free: Any, start: Any, rows: int
-) -> list[Array]:
-    """Multiply the rows of a tile by both tiles of this warpgroup: float32 [64, rows]."""
-    group, there = lax.axis_index("warpgroup"), weight.there
-    stages, groups = weight.ring.shape[:2]
-    steps = -(-weight.inputs // STEP)
-
-    def fetch(step: Any) -> None:
-        place = lax.rem(step, stages)
-        for line in range(STEP // LINE):
-            own = x_ref.at[pl.ds(start, rows), pl.ds(step * STEP + line * LINE, LINE)]
-            plgpu.copy_gmem_to_smem(own, x_ring.at[place, line, pl.ds(0, rows)], there.at[place])
-        for other in range(groups):
-            weight.fetch(step, other, place)
-
-    def refill(step: Any) -> None:
-        """Load over what all have given back."""
-
-        @pl.when((step >= 0) & (step + stages < steps) & (group == 0))
-        def _():
-            plgpu.barrier_wait(free.at[lax.rem(step, stages)])
-            fetch(step + stages)
-
-    @pl.when(group == 0)
-    def _():
-        pl.loop(0, min(steps, stages))(fetch)
-
-    def run(*totals: Any) -> list[Array]:
-        @pl.loop(0, steps)
-        def _(step):
-            place = lax.rem(step, stages)
-            plgpu.barrier_wait(there.at[place])
-            for i, total in enumerate(totals):
-                for line, w in enumerate(weight.numbers(place, group, i)):
-                    x = x_ring.at[place, line, pl.ds(0, rows)]
-                    plgpu.wgmma(total, w, x.transpose((1, 0)))
-                    plgpu.wgmma_wait(1)  # for the one before this
-
-            # In the middle of a step a branch would make the compiler wait for each wgmma.
-            @pl.when(step > 0)
-            def _():
-                plgpu.barrier_arrive(free.at[lax.rem(step - 1, stages)])
-
-            # One warpgroup need not wait for others. Several have a step for it.
-            refill(step - 1 if groups == 1 else step - 2)
-
-        plgpu.wgmma_wait(0)
-        return [total[...] for total in totals]
-
-    return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)] * 2)
+    def finished(self, column: Any, i: int, total: Array, dtype: Any) -> Array:
+        """Multiply sums [64, rows] of a tile by what comes after them, and round them."""
+        if self.scale_ring is None:
+            own = self.given.at[pl.ds(self._row(column, i), TILE)]
+            factors = _load(own, _BY_OUTPUT, optimized=False)
+            total = total * lax.broadcast_in_dim(factors, total.shape, [0])
+        return total.astype(dtype)
 
 
 def _multiply(
@@ -308,43 +257,84 @@ def _multiply(
     gated: bool,
 ) -> None:
     """Write some outputs of the rows of a tile: gelu_tanh(gate) * up, or sums."""
-    tile, column, group = (lax.axis_index(name) for name in ("tile", "column", "warpgroup"))
-    used, expert = used_ref[tile], expert_ref[tile]
+    tile, share = lax.axis_index("tile"), lax.axis_index("share")
+    used = used_ref[tile]
     start = lax.div(start_ref[tile], ALIGN) * ALIGN  # so that Mosaic sees that it is a multiple
-    sizes = x_ref.shape[1], out_ref.shape[1]
-    weight = _Weight(codes_ref, given_ref, ring, scale_ring, there, expert, column, *sizes, gated)
-    mine = result.at[group]
+    sizes, dtype = (x_ref.shape[1], out_ref.shape[1]), out_ref.dtype
+    weight = _Weight(codes_ref, given_ref, ring, scale_ring, there, expert_ref[tile], *sizes, gated)
+    columns, steps = weight.columns, -(-sizes[0] // STEP)
+    first = share * cut.columns
+    count = jnp.minimum(cut.columns, columns - first) if columns % cut.columns else cut.columns
 
     def multiply(rows: int) -> None:
-        sums = _sums(weight, x_ref, x_ring, free, start, rows)
-        if scale_ring is None:
-            factors = [weight.factors(group, i) for i in range(2)]
-            shape = TILE, rows
-            sums = [
-                a * lax.broadcast_in_dim(b, shape, [0]) for a, b in zip(sums, factors, strict=True)
-            ]
-        # As in the reference, both are rounded before the activation.
-        sums = [a.astype(out_ref.dtype) for a in sums]
-        if gated:
-            gate, up = (a.astype(jnp.float32) for a in sums)
-            inner = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * (gate * gate * gate))
-            sums = [_placed((gate * up / (1 + jnp.exp(-inner))).astype(out_ref.dtype))]
-        for i, total in enumerate(sums):
-            total = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-            mine.at[pl.ds(0, rows)].T[...] = total
-            plgpu.commit_smem()
-            for first in range(0, rows, ALIGN):
+        def fetch(step: Any) -> None:
+            place, own = lax.rem(step, cut.stages), lax.rem(step, steps)
+            for line in range(STEP // LINE):
+                of = x_ref.at[pl.ds(start, rows), pl.ds(own * STEP + line * LINE, LINE)]
+                to = x_ring.at[place, line, pl.ds(0, rows)]
+                plgpu.copy_gmem_to_smem(of, to, there.at[place])
+            weight.fetch(first + lax.div(step, steps), own, place)
 
-                @pl.when(used > first)
-                def _(first=first, i=i):
-                    at = pl.ds(start + first, ALIGN), pl.ds(weight.output(group, i), TILE)
-                    plgpu.copy_smem_to_gmem(mine.at[pl.ds(first, ALIGN)], out_ref.at[at])
+        def refill(step: Any) -> None:
+            """Load over what a step has read."""
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            @pl.when((step >= 0) & (step + cut.stages < count * steps))
+            def _():
+                place = lax.rem(step, cut.stages)
+                plgpu.barrier_arrive(free.at[place])
+                plgpu.barrier_wait(free.at[place])  # for all warps
+                fetch(step + cut.stages)
+
+        def sums(column: Any, *totals: Any) -> list[Array]:
+            @pl.loop(0, steps)
+            def _(step):
+                step = column * steps + step
+                place = lax.rem(step, cut.stages)
+                plgpu.barrier_wait(there.at[place])
+                for i, total in enumerate(totals):
+                    for line, w in enumerate(weight.numbers(place, i)):
+                        x = x_ring.at[place, line, pl.ds(0, rows)]
+                        plgpu.wgmma(total, w, x.transpose((1, 0)))
+                        plgpu.wgmma_wait(1)  # for the one before this
+                # In the middle of a step a branch would make the compiler wait for each wgmma.
+                refill(step - 1)
+
+            plgpu.wgmma_wait(0)
+            return [total[...] for total in totals]
+
+        pl.loop(0, jnp.minimum(count * steps, cut.stages))(fetch)
+        total = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
+
+        @pl.loop(0, count)
+        def _(column):
+            both = pl.run_scoped(functools.partial(sums, column), total, total)
+            # As in the reference, both are rounded before the activation.
+            both = [weight.finished(first + column, i, a, dtype) for i, a in enumerate(both)]
+            for i, a in enumerate([_placed(_activated(*both))] if gated else both):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                result.at[pl.ds(0, rows)].T[...] = plgpu.layout_cast(
+                    a, plgpu.Layout.WGMMA_TRANSPOSED
+                )
+                plgpu.commit_smem()
+                for row in range(0, rows, ALIGN):
+
+                    @pl.when(used > row)
+                    def _(row=row, i=i):
+                        output = pl.ds(weight.output(first + column, i), TILE)
+                        to = out_ref.at[pl.ds(start + row, ALIGN), output]
+                        plgpu.copy_smem_to_gmem(result.at[pl.ds(row, ALIGN)], to)
+
         plgpu.wait_smem_to_gmem(0)
 
     for less, rows in zip((0, *cut.rows), cut.rows, strict=False):
         pl.when((used > less) & (used <= rows))(functools.partial(multiply, rows))
+
+
+def _activated(gate: Array, up: Array) -> Array:
+    """Return gelu_tanh(gate) * up, of the same dtype."""
+    x, y = gate.astype(jnp.float32), up.astype(jnp.float32)
+    inner = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+    return (x * y / (1 + jnp.exp(-inner))).astype(gate.dtype)
 
 
 def _memory(*shape: int, dtype: Any) -> Any:
@@ -358,27 +348,27 @@ def _launch(
 ) -> Float[Array, "padded N"]:
     """Multiply the rows of all tiles by one of both weights."""
     codes, scales, factors = weight.codes, weight.scales, weight.factors
-    outputs, own = codes.shape[-2], (cut.stages, cut.warpgroups)
+    outputs, stages = codes.shape[-2], cut.stages
     if scales is not None:
         codes, given = codes.reshape(-1, outputs, BLOCK // 2), scales.reshape(-1, outputs)
-        kept = _memory(*own, 2 * STEP // BLOCK, TILE, BLOCK // 2, dtype=codes.dtype)
-        of_scales = plgpu.SMEM((*own, 2 * STEP // GROUP, TILE), given.dtype)
+        kept = _memory(stages, 2 * STEP // BLOCK, TILE, BLOCK // 2, dtype=codes.dtype)
+        of_scales = plgpu.SMEM((stages, 2 * STEP // GROUP, TILE), given.dtype)
         copies = 2 if gated else 4
     else:
         assert factors is not None
         codes, given = codes.reshape(-1, codes.shape[-1]), factors.reshape(-1)
         # A whole line of memory, where it divides the inputs.
         width = STEP if codes.shape[1] % STEP == 0 else LINE
-        kept = _memory(*own, 2, STEP // width, TILE, width, dtype=codes.dtype)
+        kept = _memory(stages, 2, STEP // width, TILE, width, dtype=codes.dtype)
         of_scales, copies = None, 2 * STEP // width
-    copies = copies * cut.warpgroups + STEP // LINE
+    rows, lines = cut.rows[-1], STEP // LINE
     scratch = dict(
         ring=kept,
         **({} if of_scales is None else dict(scale_ring=of_scales)),
-        x_ring=_memory(cut.stages, STEP // LINE, cut.rows[-1], LINE, dtype=x.dtype),
-        result=_memory(cut.warpgroups, cut.rows[-1], TILE, dtype=x.dtype),
-        there=plgpu.Barrier(num_arrivals=copies, num_barriers=cut.stages),
-        free=plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=cut.stages),
+        x_ring=_memory(stages, lines, rows, LINE, dtype=x.dtype),
+        result=_memory(rows, TILE, dtype=x.dtype),
+        there=plgpu.Barrier(num_arrivals=copies + lines, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     )
 
     def body(*refs: Any) -> None:
@@ -386,14 +376,12 @@ def _launch(
         _multiply(*arrays, **{"scale_ring": None, **own}, cut=cut, gated=gated)
 
     body.__name__ = "experts_gate_up" if gated else "experts_down"
-    tiles = outputs // TILE if gated else outputs // (2 * TILE)
+    columns = outputs // (TILE if gated else 2 * TILE)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((x.shape[0], outputs), x.dtype),
-        grid=(placed.expert.size, -(-tiles // cut.warpgroups)),
-        grid_names=("tile", "column"),
-        num_threads=cut.warpgroups,
-        thread_name="warpgroup",
+        grid=(placed.expert.size, -(-columns // cut.columns)),
+        grid_names=("tile", "share"),
         scratch_types=tuple(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(placed.expert, placed.used, placed.start, x, codes, given)

@@ -101,7 +101,7 @@ def tiling_for(tokens_an_expert: float, bits: int = 16) -> Tiling:
 
 
 def _mosaic(rows: tuple[int, ...], gate_up: tuple[int, int], down: tuple[int, int]) -> Tiling:
-    """Return a tiling for the Mosaic kernels from (warpgroups, stages) of both products."""
+    """Return a tiling for the Mosaic kernels from (columns, stages) of both products."""
     return Tiling(rows[-1], MosaicCut(rows, *gate_up), MosaicCut(rows, *down))
 
 
