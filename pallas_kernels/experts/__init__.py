@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -146,14 +146,18 @@ def _dividing(tiling: Tiling, f: int, d: int, weight: Codes) -> Tiling:
     Scales of one byte are read for twice as many outputs, for the reason that
     `grouped.tuning.fitted` gives.
     """
-    gate_up, down, rows = tiling.gate_up, tiling.down, tiling.rows
-    if f % BLOCK or d % BLOCK or not isinstance(gate_up, Cut) or not isinstance(down, Cut):
+    if f % BLOCK or d % BLOCK:
         return tiling
     per_group = [a.dtype.itemsize for a in weight[1:3] if a is not None]
-    if rows <= 16 and per_group and min(per_group) == 1:
-        gate_up, down = (dataclasses.replace(c, outputs=2 * c.outputs) for c in (gate_up, down))
-    how = dict(last_may_reach_past=weight.scales is None)
-    return Tiling(rows, gate_up.dividing(f, d // BLOCK, **how), down.dividing(d, f // BLOCK, **how))
+    twice = tiling.rows <= 16 and per_group and min(per_group) == 1
+
+    def dividing(cut: Any, outputs: int, inputs: int) -> Any:
+        if not isinstance(cut, Cut):
+            return cut
+        wider = dataclasses.replace(cut, outputs=2 * cut.outputs) if twice else cut
+        return wider.dividing(outputs, inputs // BLOCK, last_may_reach_past=weight.scales is None)
+
+    return Tiling(tiling.rows, dividing(tiling.gate_up, f, d), dividing(tiling.down, d, f))
 
 
 def _check_router(

@@ -24,7 +24,7 @@ class Tiling:
 
     Attributes:
       gate_up, down: `Cut`s for the kernels of `coded.py`, `Block`s for those of `triton.py`,
-        `MosaicCut`s for those of `mosaic.py`.
+        `MosaicCut`s for those of `mosaic.py`. A `Block` may come before a `Cut`.
     """
 
     rows: int
@@ -48,32 +48,37 @@ def experts_triton(
     """Launch the kernels. Arguments as in `pallas_kernels.experts.experts`, which checks them."""
     sizes: dict[str, Any] = dict(rows=tiling.rows, interpret=interpret)
     routed = route(logits, expert_scale, real, top_k=top_k, dtype=x.dtype, **sizes)
-    first, second = tiling.gate_up, tiling.down
+    first, second = (
+        dataclasses.replace(cut, rows=tiling.rows) if isinstance(cut, Cut) else cut
+        for cut in (tiling.gate_up, tiling.down)
+    )
+    by_pair = isinstance(second, Cut)  # whether hidden numbers are in the order of pairs
     if isinstance(first, Cut):
         assert isinstance(gate_up, Codes)
-        assert isinstance(down, Codes)
-        assert isinstance(second, Cut)
-        first, second = (dataclasses.replace(cut, rows=tiling.rows) for cut in (first, second))
-        hidden = coded.multiply_gate_up(
-            routed, x, gate_up, coding=coding, top_k=top_k, cut=first, interpret=interpret
-        )
-        out = coded.multiply_down(
-            routed, hidden, down, coding=coding, cut=second, interpret=interpret
-        )
+        assert by_pair
+        how: dict[str, Any] = dict(coding=coding, top_k=top_k, cut=first, interpret=interpret)
+        hidden = coded.multiply_gate_up(routed, x, gate_up, **how)
     else:
         assert isinstance(first, Block)
+        how = dict(top_k=top_k, block=first, by_pair=by_pair, **sizes)
+        hidden = triton.multiply_gate_up(routed, x, *_arrays(gate_up), **how)
+    if isinstance(second, Cut):
+        assert isinstance(down, Codes)
+        how = dict(coding=coding, cut=second, interpret=interpret)
+        out = coded.multiply_down(routed, hidden, down, **how)
+    else:
         assert isinstance(second, Block)
-        of_gate_up, of_down = (
-            (w.codes, w.factors) if isinstance(w, Codes) else (w, None) for w in (gate_up, down)
-        )
-        hidden = triton.multiply_gate_up(routed, x, *of_gate_up, top_k=top_k, block=first, **sizes)
-        out = triton.multiply_down(routed, hidden, *of_down, block=second, **sizes)
+        out = triton.multiply_down(routed, hidden, *_arrays(down), block=second, **sizes)
     pairs = out.reshape(x.shape[0], top_k, -1).astype(jnp.float32)
     total = jnp.sum(pairs, axis=1).astype(x.dtype)
     if real is None:
         return total
     # Nothing was written for pairs of padding. What is there may not be finite.
     return jnp.where(real[:, None], total, jnp.zeros((), x.dtype))
+
+
+def _arrays(weight: Array | Codes) -> tuple[Array, Array | None]:
+    return (weight.codes, weight.factors) if isinstance(weight, Codes) else (weight, None)
 
 
 def experts_mosaic(

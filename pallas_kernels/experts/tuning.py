@@ -60,7 +60,7 @@ EIGHT_BITS = (
     (0.2, _coded(8, (64, 11, 2, 4, 2), (64, 1, 2, 2, 4))),
     (0.75, _coded(8, (64, 2, 2, 4, 3), (64, 1, 2, 2, 4))),
     (4.0, _coded(8, (64, 1, 2, 4, 3), (64, 1, 2, 2, 4))),
-    (16.0, Tiling(16, Block(64, 128, warps=4, stages=5), Block(128, 64, warps=4, stages=4))),
+    (16.0, Tiling(16, Block(64, 128, warps=4, stages=5), Cut(16, 64, 1, 2, 2, 4, early=True))),
     (48.0, Tiling(32, Block(64, 128, warps=4, stages=4), Block(128, 64, warps=4, stages=4))),
     (64.0, Tiling(64, Block(128, 64, warps=8, stages=4), Block(128, 64, warps=8, stages=4))),
     (float("inf"), _coded(128, (64, 1, 1, 4, 4), (128, 1, 1, 4, 4))),
