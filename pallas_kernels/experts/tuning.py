@@ -106,14 +106,8 @@ def _mosaic(rows: tuple[int, ...], gate_up: tuple[int, int], down: tuple[int, in
 
 
 # The same for the Mosaic kernels. Each row: more tokens per expert than this, and at most this.
-MOSAIC_EIGHT_BITS = (
-    (4.0, 16.0, _mosaic((16, 32), (1, 3), (1, 3))),
-    (16.0, 48.0, _mosaic((32, 48, 64), (1, 2), (1, 2))),
-)
-MOSAIC_FOUR_BITS = (
-    (4.0, 16.0, _mosaic((16, 32), (1, 3), (1, 3))),
-    (16.0, 48.0, _mosaic((32, 48, 64), (1, 3), (1, 3))),
-)
+MOSAIC_EIGHT_BITS = ((16.0, 48.0, _mosaic((32, 64), (1, 3), (1, 3))),)
+MOSAIC_FOUR_BITS = ((16.0, 48.0, _mosaic((32, 48), (1, 3), (2, 3))),)
 
 
 def mosaic_tiling_for(tokens_an_expert: float, bits: int) -> Tiling | None:
