@@ -1,9 +1,10 @@
 """The products of experts with codes for many tokens in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
-A block multiplies all rows of an expert (up to 64, a tile) by codes of some outputs. So a code is
-read and converted once. Each warpgroup has two tiles of 64 outputs: gate and up, or two of down. TMA
-loads codes and rows into a ring in shared memory. A warpgroup takes codes into registers, converts
-them, and hands them to wgmma as its left operand. While these are multiplied it converts the next.
+A block is one warpgroup. It multiplies all rows of an expert (up to 64, a tile) by two tiles of 64
+outputs, of gate and of up or both of down. So a code is read and converted once. TMA loads codes and
+rows into a ring in shared memory. The warpgroup takes codes into registers, converts them, and hands
+them to wgmma as its left operand. While these are multiplied it converts the next. Several blocks of
+a processor do so at once, and one works while another waits.
 
 TMA reads rows that lie together. `rows.spread` has copied each token to the rows of its pairs, and put
 every 16 numbers into the order in which codes come into registers: see `rows.places`.
