@@ -42,6 +42,8 @@ from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec, PrefillChunk
 from pallas_kernels import eight_bits
 from pallas_kernels.attention import KVSegment, attention
+from pallas_kernels.experts import experts
+from pallas_kernels.experts.cases import GEMMA4_26B_A4B, abstract_codes
 from pallas_kernels.experts.coded import multiply_gate_up
 from pallas_kernels.experts.routing import route
 from pallas_kernels.experts.tuning import tiling_for
@@ -704,3 +706,28 @@ def test_many_rows_of_eight_bit_codes_spill_nothing(
     assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
     assert set(re.findall(r"wgmma.wait_group.sync.aligned\s+(\d+)", said)) == {"0"}
     assert "serialized" not in said
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@pytest.mark.parametrize("format", ["int8", "float8_e4m3fn", "int4"])
+def test_experts_of_many_tokens_spill_nothing(
+    format: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Gate and up, and down: wgmma multiplies while the next codes are converted."""
+    *weights, coding = abstract_codes(GEMMA4_26B_A4B, format)
+    shape, of, tokens = GEMMA4_26B_A4B, jax.ShapeDtypeStruct, 512
+    args = (
+        of((tokens, shape.width), jnp.bfloat16),
+        of((1, tokens, shape.experts), jnp.float32),
+        of((shape.experts,), jnp.bfloat16),
+        *weights,
+        of((tokens,), jnp.bool_),
+    )
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    run = functools.partial(experts, top_k=8, coding=coding, implementation="mosaic")
+    with jax.sharding.use_abstract_mesh(NAMED_H200):
+        compiled = jax.jit(run).lower(*on_h200(args)).compile()
+    said = "".join(capfd.readouterr())
+    assert re.findall(r"(\d+) bytes spill stores", said) == ["0", "0"]
+    assert "serialized" not in said
+    assert big_moves(compiled.as_text(), limit_bytes=64 << 20) == []  # no weight is copied

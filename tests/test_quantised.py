@@ -162,8 +162,11 @@ def test_experts_read_codes(format, how):
     if how == "triton":  # programs that share the inputs of gate and up, and more tokens than rows
         shared = Tiling(8, Cut(8, 64, splits=3), Cut(8, 64))
         in_columns = Tiling(16, Block(64, 64, 4, 4), Block(64, 64, 4, 4))
+        both = Tiling(
+            16, in_columns.gate_up, Cut(16, 64, unroll=2)
+        )  # which has one step and a half
         many, of_many = jnp.tile(x, (4, 1)), jnp.tile(logits, (1, 4, 1))
-        for tiling in (shared, in_columns):
+        for tiling in (shared, in_columns, both):
             found = experts(many, of_many, scale, *codes, tiling=tiling, **options)
             np.testing.assert_allclose(found, jnp.tile(expected, (4, 1)), rtol=0, atol=3e-5)
 

@@ -1,29 +1,33 @@
 """Experts for few tokens: the choice of a router, a gated MLP per expert, and a weighted sum.
 
 `reference.py` shows what is computed. `routing.py` and `triton.py` show how the kernels read each
-expert in use once and the others never. `coded.py` has the products for weights that are codes,
-`launch.py` the order of all. `tuning.py` has tile sizes.
+expert in use once and the others never. `coded.py` has the products for weights that are codes, and
+`mosaic.py` those for many tokens on Hopper. `launch.py` has the order of all, `tuning.py` tile sizes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
-from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
-from pallas_kernels.experts.launch import Tiling, experts_triton
+from pallas_kernels.dispatch import Candidate, capability, dispatch, why_not_triton
+from pallas_kernels.experts.cuts import MosaicCut
+from pallas_kernels.experts.launch import Tiling, experts_mosaic, experts_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
-from pallas_kernels.experts.triton import Block
-from pallas_kernels.experts.tuning import tiling_for
+from pallas_kernels.experts.tuning import mosaic_tiling_for, tiling_for
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
+from pallas_kernels.grouped.triton import Cut
 
 # The dtypes of codes of 8 bits that the kernels read.
 CODES = ("int8", "float8_e4m3fn")
+Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
-__all__ = ["Tiling", "add_up", "choose", "experts", "reference", "router_logits"]
+__all__ = ["MosaicCut", "Tiling", "add_up", "choose", "experts", "reference", "router_logits"]
 
 
 def experts(
@@ -59,18 +63,24 @@ def experts(
       top_k: number of experts of a token.
       coding: of codes of 4 bits; None for codes of 8 bits, and for numbers.
       implementation: "triton" needs 16-bit tokens and an NVIDIA GPU of compute capability 8.0 or
-        newer (or `interpret`). "auto" takes it where it can run, and takes "reference" elsewhere.
+        newer (or `interpret`). "mosaic" needs codes of 8 bits, or int4 in groups of 32, and 9.0.
+        "auto" takes the fastest that can run, and "reference" where none can.
       tiling: tile sizes of the kernels; None takes them from the table in `tuning.py`.
       interpret: whether to interpret the kernels. They then run on any device, slowly. For tests.
 
     Raises:
       ValueError: shapes or dtypes do not fit together.
-      NotImplementedError: implementation is "triton" and it cannot run.
+      NotImplementedError: implementation is "triton" or "mosaic" and it cannot run.
     """
     e, d, f = _check(x, gate_up, down, coding)
     _check_router(x, logits, expert_scale, e, top_k)
     bits = 16 if not isinstance(gate_up, Codes) else 8 if coding is None else 4
-    tiling = tiling or tiling_for(x.shape[0] * top_k / e, bits)
+    each = x.shape[0] * top_k / e
+    own = mosaic_tiling_for(each, bits)
+    if tiling is not None and isinstance(tiling.gate_up, MosaicCut):
+        own, tiling = tiling, None
+    given = tiling is not None
+    tiling = tiling or tiling_for(each, bits)
     reason = why_not_triton(x, interpret=interpret)
     if isinstance(gate_up, Codes):
         reason = reason or _why_not_codes(x, gate_up, f, interpret)
@@ -80,7 +90,13 @@ def experts(
     options = dict(top_k=top_k, coding=coding)
     kernel = functools.partial(experts_triton, **options, tiling=tiling, interpret=interpret)
     plain = functools.partial(reference, **options)
-    candidates = [Candidate("triton", kernel, reason)]
+    mosaic = functools.partial(experts_mosaic, top_k=top_k, tiling=own or tiling)
+    candidates = [
+        Candidate(
+            "mosaic", mosaic, _why_not_mosaic(x, gate_up, f, coding, own, interpret), not given
+        ),
+        Candidate("triton", kernel, reason),
+    ]
     weights = gate_up, down, real
     return dispatch(implementation, candidates, plain, x, logits, expert_scale, *weights)
 
@@ -94,20 +110,54 @@ def _why_not_codes(x: Array, gate_up: Codes, f: int, interpret: bool) -> str | N
     return why_not_triton(gate_up.codes, interpret=interpret, dtypes=dtypes)
 
 
+def _why_not_mosaic(
+    x: Array,
+    gate_up: Array | Codes,
+    f: int,
+    coding: Coding | None,
+    tiling: Tiling | None,
+    interpret: bool,
+) -> str | None:
+    """Return why the Mosaic kernels cannot take these on the GPU of this machine, or None."""
+    if interpret:
+        return "the Mosaic kernels are not interpreted"
+    if not isinstance(gate_up, Codes) or tiling is None:
+        return "the Mosaic kernels are cut for codes, and for some numbers of tokens"
+    if coding is not None and (
+        coding != Coding("int4", 32)
+        or gate_up.scales is None
+        or gate_up.scales.dtype != jnp.bfloat16
+        or gate_up.zeros is not None
+        or gate_up.factors is not None
+    ):
+        return "the Mosaic kernels take codes of 8 bits, and int4 in groups of 32 with bfloat16"
+    if x.shape[1] % (2 * BLOCK):
+        return f"the Mosaic kernels need tokens of a multiple of {2 * BLOCK}, not {x.shape[1]}"
+    if jax.__version_info__ < (0, 11, 2):
+        return f"the Mosaic kernels need jax 0.11.2; this is {jax.__version__}"
+    if (found := capability()) not in (None, 9.0):
+        return f"the Mosaic kernels need compute capability 9.0; this GPU has {found}"
+    return _why_not_codes(x, gate_up, f, interpret)
+
+
 def _dividing(tiling: Tiling, f: int, d: int, weight: Codes) -> Tiling:
     """Return a tiling whose columns and steps divide the sizes of both products.
 
     Scales of one byte are read for twice as many outputs, for the reason that
     `grouped.tuning.fitted` gives.
     """
-    gate_up, down, rows = tiling.gate_up, tiling.down, tiling.rows
-    if f % BLOCK or d % BLOCK or isinstance(gate_up, Block) or isinstance(down, Block):
+    if f % BLOCK or d % BLOCK:
         return tiling
     per_group = [a.dtype.itemsize for a in weight[1:3] if a is not None]
-    if rows <= 16 and per_group and min(per_group) == 1:
-        gate_up, down = (dataclasses.replace(c, outputs=2 * c.outputs) for c in (gate_up, down))
-    how = dict(last_may_reach_past=weight.scales is None)
-    return Tiling(rows, gate_up.dividing(f, d // BLOCK, **how), down.dividing(d, f // BLOCK, **how))
+    twice = tiling.rows <= 16 and per_group and min(per_group) == 1
+
+    def dividing(cut: Any, outputs: int, inputs: int) -> Any:
+        if not isinstance(cut, Cut):
+            return cut
+        wider = dataclasses.replace(cut, outputs=2 * cut.outputs) if twice else cut
+        return wider.dividing(outputs, inputs // BLOCK, last_may_reach_past=weight.scales is None)
+
+    return Tiling(tiling.rows, dividing(tiling.gate_up, f, d), dividing(tiling.down, d, f))
 
 
 def _check_router(

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from pallas_kernels.grouped.coding import BLOCK, HALF, Codes, Coding
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -79,3 +81,22 @@ def inputs(
         jax.random.normal(keys[2], (e, d, 2, f), dtype) * d**-0.5,
         jax.random.normal(keys[3], (e, f, d), dtype) * f**-0.5,
     )
+
+
+def abstract_codes(shape: Shape, format: str) -> tuple[Codes, Codes, Coding | None]:
+    """Return shapes and dtypes of gate and up and of down as codes, and their coding.
+
+    Args:
+      format: "int4" or "int4-g64"; or a dtype of 8 bits.
+    """
+    of, (e, d, f) = jax.ShapeDtypeStruct, (shape.experts, shape.width, shape.hidden)
+    group = {"int4": 32, "int4-g64": 64}.get(format, 0)
+
+    def codes(inputs: int, *outputs: int) -> Codes:
+        if not group:
+            factors = of((e, *outputs), jnp.float32)
+            return Codes(of((e, *outputs, inputs), format), factors=factors)  # type: ignore[arg-type]
+        packed = of((e, inputs // BLOCK, *outputs, HALF), jnp.uint8)
+        return Codes(packed, of((e, inputs // group, *outputs), jnp.bfloat16))  # type: ignore[arg-type]
+
+    return codes(d, 2, f), codes(f, d), Coding("int4", group) if group else None

@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.experts import coded, triton
-from pallas_kernels.experts.routing import route
+from pallas_kernels.experts import coded, rows, triton
+from pallas_kernels.experts.cuts import MosaicCut
+from pallas_kernels.experts.routing import ALIGN, num_tiles, route, route_together
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.grouped.coding import Codes, Coding
 from pallas_kernels.grouped.triton import Cut
@@ -19,15 +20,16 @@ from pallas_kernels.grouped.triton import Cut
 class Tiling:
     """Rows of a tile, and how both products are cut.
 
-    Rows are a power of two, at least 16; or 8, for codes.
+    Rows are a power of two, at least 16; or 8, for codes. Mosaic takes those of its cuts.
 
     Attributes:
-      gate_up, down: `Cut`s for the kernels of `coded.py`, `Block`s for those of `triton.py`.
+      gate_up, down: `Cut`s for the kernels of `coded.py`, `Block`s for those of `triton.py`,
+        `MosaicCut`s for those of `mosaic.py`. A `Block` may come before a `Cut`.
     """
 
     rows: int
-    gate_up: Block | Cut
-    down: Block | Cut
+    gate_up: Block | Cut | MosaicCut
+    down: Block | Cut | MosaicCut
 
 
 def experts_triton(
@@ -44,33 +46,64 @@ def experts_triton(
     interpret: bool = False,
 ) -> Float[Array, "T D"]:
     """Launch the kernels. Arguments as in `pallas_kernels.experts.experts`, which checks them."""
-    rows = tiling.rows
-    routed = route(
-        logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=rows, interpret=interpret
+    sizes: dict[str, Any] = dict(rows=tiling.rows, interpret=interpret)
+    routed = route(logits, expert_scale, real, top_k=top_k, dtype=x.dtype, **sizes)
+    first, second = (
+        dataclasses.replace(cut, rows=tiling.rows) if isinstance(cut, Cut) else cut
+        for cut in (tiling.gate_up, tiling.down)
     )
-    first, second = tiling.gate_up, tiling.down
+    by_pair = isinstance(second, Cut)  # whether hidden numbers are in the order of pairs
     if isinstance(first, Cut):
         assert isinstance(gate_up, Codes)
+        assert by_pair
+        how: dict[str, Any] = dict(coding=coding, top_k=top_k, cut=first, interpret=interpret)
+        hidden = coded.multiply_gate_up(routed, x, gate_up, **how)
+    else:
+        assert isinstance(first, Block)
+        how = dict(top_k=top_k, block=first, by_pair=by_pair, **sizes)
+        hidden = triton.multiply_gate_up(routed, x, *_arrays(gate_up), **how)
+    if isinstance(second, Cut):
         assert isinstance(down, Codes)
-        assert isinstance(second, Cut)
-        first, second = (dataclasses.replace(cut, rows=rows) for cut in (first, second))
-        hidden = coded.multiply_gate_up(
-            routed, x, gate_up, coding=coding, top_k=top_k, cut=first, interpret=interpret
-        )
-        out = coded.multiply_down(
-            routed, hidden, down, coding=coding, cut=second, interpret=interpret
-        )
+        how = dict(coding=coding, cut=second, interpret=interpret)
+        out = coded.multiply_down(routed, hidden, down, **how)
     else:
         assert isinstance(second, Block)
-        cut: dict[str, Any] = dict(rows=rows, interpret=interpret)
-        of_gate_up, of_down = (
-            (w.codes, w.factors) if isinstance(w, Codes) else (w, None) for w in (gate_up, down)
-        )
-        hidden = triton.multiply_gate_up(routed, x, *of_gate_up, top_k=top_k, block=first, **cut)
-        out = triton.multiply_down(routed, hidden, *of_down, block=second, **cut)
+        out = triton.multiply_down(routed, hidden, *_arrays(down), block=second, **sizes)
     pairs = out.reshape(x.shape[0], top_k, -1).astype(jnp.float32)
     total = jnp.sum(pairs, axis=1).astype(x.dtype)
     if real is None:
         return total
     # Nothing was written for pairs of padding. What is there may not be finite.
     return jnp.where(real[:, None], total, jnp.zeros((), x.dtype))
+
+
+def _arrays(weight: Array | Codes) -> tuple[Array, Array | None]:
+    return (weight.codes, weight.factors) if isinstance(weight, Codes) else (weight, None)
+
+
+def experts_mosaic(
+    x: Float[Array, "T D"],
+    logits: Float[Array, "S T E"],
+    expert_scale: Float[Array, " E"],
+    gate_up: Codes,
+    down: Codes,
+    real: Bool[Array, " T"] | None = None,
+    *,
+    top_k: int,
+    tiling: Tiling,
+) -> Float[Array, "T D"]:
+    """Launch the kernels of `mosaic.py` for codes, behind those that route."""
+    from pallas_kernels.experts import mosaic  # not in every jax
+
+    first, second = tiling.gate_up, tiling.down
+    assert isinstance(first, MosaicCut)
+    assert isinstance(second, MosaicCut)
+    placed = route_together(
+        logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=tiling.rows
+    )
+    ones = jnp.ones(x.shape[0], jnp.int32) if real is None else real.astype(jnp.int32)
+    padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)
+    spread = rows.spread(x, placed, ones, padded)
+    return rows.add_up(
+        mosaic.multiply(placed, spread, gate_up, down, (first, second)), placed, ones
+    )

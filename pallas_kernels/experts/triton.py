@@ -64,11 +64,13 @@ def _coded(w_ref, before: tuple[Any, ...], k: Array, column: Array, dtype: DType
     return load(w_ref, *before, column[:, None], k[None, :]).astype(dtype).T
 
 
-def _gate_up(expert_ref, used_ref, pair_ref, x_ref, w_ref, *refs, top_k, rows, block: Block):
+def _gate_up(
+    expert_ref, used_ref, pair_ref, x_ref, w_ref, *refs, top_k, rows, block: Block, by_pair: bool
+):
     """Write hidden[tile] = gelu_tanh(x @ gate) * (x @ up) for a block of columns.
 
     x are the tokens of the rows of the tile. `refs` are the scales of the columns, where the
-    weights are codes, and the output.
+    weights are codes, and the output. It has a row for each row of each tile, or for each pair.
     """
     *scales_ref, hidden_ref = refs
     tile = pl.program_id(1)
@@ -78,6 +80,8 @@ def _gate_up(expert_ref, used_ref, pair_ref, x_ref, w_ref, *refs, top_k, rows, b
     in_use = lax.iota(jnp.int32, rows) < used
     pair = jnp.where(in_use, pair_ref[pl.ds(tile * rows, rows)], 0)
     token, row = pair // top_k, tile * rows + lax.iota(jnp.int32, rows)
+    if by_pair:
+        row = jnp.where(in_use, pair, hidden_ref.shape[0])
 
     @pl.when(used > 0)
     def _():
@@ -167,14 +171,21 @@ def multiply_gate_up(
     top_k: int,
     rows: int,
     block: Block,
+    by_pair: bool = False,
     interpret: bool = False,
-) -> Float[Array, "padded F"]:
-    """Return the activations of each row of each tile. They are undefined for a row not in use."""
+) -> Float[Array, "X F"]:
+    """Return the activations of each row of each tile. They are undefined for a row not in use.
+
+    Args:
+      by_pair: return those of each pair instead, as `coded.multiply_down` takes them.
+    """
     given = () if scales is None else (scales,)
     f = gate_up.shape[3 if scales is None else 2]
     return pl.pallas_call(
-        functools.partial(_gate_up, top_k=top_k, rows=rows, block=block),
-        out_shape=jax.ShapeDtypeStruct((routed.pair.size, f), x.dtype),
+        functools.partial(_gate_up, top_k=top_k, rows=rows, block=block, by_pair=by_pair),
+        out_shape=jax.ShapeDtypeStruct(
+            ((routed.weight if by_pair else routed.pair).size, f), x.dtype
+        ),
         grid=(pl.cdiv(f, block.columns), routed.expert.size),
         compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=interpret,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pallas_kernels.experts.cuts import MosaicCut
 from pallas_kernels.experts.launch import Tiling
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.grouped.triton import Cut
@@ -47,19 +48,20 @@ def _coded(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> Tiling
 # that were measured, and so do 9 to 16 tokens.
 #
 #   tokens                  1     8    32   128   512  2048
-#   gate and up            14    61   115   134   206   555
+#   gate and up            14    61   115   135   209   555
 #   reading                 7    47   106   118   118   118
-#   down                    9    30    61    84   120   301
+#   down                    9    30    61    73   118   301
 #   reading                 4    24    53    59    59    59
 #
 # Blocks of 64 inputs are half a line of memory: gate and up take 97 for 8 tokens, and 186 for 32.
 # From 16 rows on four warps of `coded` use the instructions for whole groups of warps, for which
-# Triton takes bytes apart: 200 for 128 tokens. So `triton` has the middle sizes.
+# Triton takes bytes apart: 200 for 128 tokens. So `triton` has the middle sizes. Its down takes 91 for
+# 128 tokens. 512 tokens here and below are without `mosaic.py`, which has them on Hopper.
 EIGHT_BITS = (
     (0.2, _coded(8, (64, 11, 2, 4, 2), (64, 1, 2, 2, 4))),
     (0.75, _coded(8, (64, 2, 2, 4, 3), (64, 1, 2, 2, 4))),
     (4.0, _coded(8, (64, 1, 2, 4, 3), (64, 1, 2, 2, 4))),
-    (16.0, Tiling(16, Block(64, 128, warps=4, stages=5), Block(128, 64, warps=4, stages=4))),
+    (16.0, Tiling(16, Block(64, 128, warps=4, stages=5), Cut(16, 64, 1, 2, 2, 4, early=True))),
     (48.0, Tiling(32, Block(64, 128, warps=4, stages=4), Block(128, 64, warps=4, stages=4))),
     (64.0, Tiling(64, Block(128, 64, warps=8, stages=4), Block(128, 64, warps=8, stages=4))),
     (float("inf"), _coded(128, (64, 1, 1, 4, 4), (128, 1, 1, 4, 4))),
@@ -69,12 +71,12 @@ EIGHT_BITS = (
 # The same for codes of 4 bits (int4 in groups of 32):
 #
 #   tokens                  1     8    32   128   512
-#   gate and up            11    44    89   108   247
+#   gate and up            11    44    89   108   236
 #   reading                 4    26    59    66    66
-#   down                    7    22    38    47   118
+#   down                    7    22    38    47    97
 #   reading                 2    13    30    33    33
 #
-# (512 tokens with some of the loop around a product.) Tiles of 16 rows take 108 and 42 for 32
+# Tiles of 16 rows take 108 and 42 for 32
 # tokens, and tiles of 8 rows 114 and 56 for 128. nvfp4, whose scales are read one step ahead only,
 # takes 192 for gate and up of 32 tokens with tiles of 16 rows.
 FOUR_BITS = (
@@ -97,3 +99,30 @@ def tiling_for(tokens_an_expert: float, bits: int = 16) -> Tiling:
     """
     table = {16: TABLE, 8: EIGHT_BITS, 4: FOUR_BITS}[bits]
     return next(tiling for most, tiling in table if tokens_an_expert <= most)
+
+
+def _mosaic(rows: tuple[int, ...], gate_up: tuple[int, int], down: tuple[int, int]) -> Tiling:
+    """Return a tiling for the Mosaic kernels from (columns, stages) of both products."""
+    return Tiling(rows[-1], MosaicCut(rows, *gate_up), MosaicCut(rows, *down))
+
+
+# The Mosaic kernels, where these are faster. Each row: more tokens per expert than this, and at most
+# this. Measured like the others, whole calls with routing, copies of tokens and sums; best of the cuts:
+#
+#   tokens                     32   128   512
+#   int8, Triton              189   217   342
+#   int8, Mosaic              212   232   303, of which 174 and 107 are products
+#   int4, Triton              137   164   349
+#   int4, Mosaic              147   176   222, of which 124 and 74 are products
+#
+# Copies and sums are 7 of these for 32 tokens, and 15 for 512. Blocks take turns in waiting, so that
+# many on a processor are fast: int4 with two stages and two columns, 285 for 512 tokens. Two
+# warpgroups a block took 395 for int8 and 128 tokens, and 433 for 512.
+MOSAIC_EIGHT_BITS = ((16.0, 48.0, _mosaic((32, 64), (1, 3), (1, 3))),)
+MOSAIC_FOUR_BITS = ((16.0, 48.0, _mosaic((32, 48), (1, 3), (2, 3))),)
+
+
+def mosaic_tiling_for(tokens_an_expert: float, bits: int) -> Tiling | None:
+    """Return the tiling for the Mosaic kernels; None where those of Triton are faster."""
+    table = {16: (), 8: MOSAIC_EIGHT_BITS, 4: MOSAIC_FOUR_BITS}[bits]
+    return next((t for more, most, t in table if more < tokens_an_expert <= most), None)

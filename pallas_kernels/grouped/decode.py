@@ -73,6 +73,16 @@ _SUBTRACT = "{ .reg .b32 minus; mov.b32 minus, 0xbf80bf80; fma.rn.bf16x2 $0, $2,
 _MULTIPLY_ADD = "fma.rn.f32 $0, $1, $2, $3;"
 
 
+def assembly(kind: str, half: int = 0) -> str:
+    """Return what makes bfloat16 of four bytes in $2: the first two numbers in $0, the others in $1.
+
+    Args:
+      kind: of 8 bits ("int8", "float8_e4m3fn") or of 4 ("int4", "e2m1").
+      half: of bytes that hold two codes of 4 bits, 0 for the low one.
+    """
+    return _OF_BYTES[kind] if kind in _OF_BYTES else _DECODE[kind, half]
+
+
 def half_numbers(
     packed: UInt8[Array, "N J"], kind: str, half: int, dtype: jnp.dtype, *, interpret: bool
 ) -> Float[Array, "N J"]:

@@ -176,7 +176,7 @@ def test_the_tables_for_codes_cut_the_experts_of_26b_evenly(bits: int) -> None:
         (dict(logits=jnp.zeros((1, 2, 4), jnp.bfloat16)), r"they are bfloat16 \(1, 2, 4\) and"),
         (dict(top_k=5), "5 different experts a token, of 4"),
         (dict(x=jnp.zeros((2, 16), jnp.bfloat16)), "they are bfloat16, float32, float32"),
-        (dict(implementation="mosaic"), "pass auto, reference or triton"),
+        (dict(implementation="cuda"), "pass auto, reference, triton or mosaic"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], words: str) -> None:

@@ -1,0 +1,400 @@
+"""The products of experts with codes for many tokens in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
+
+A block is one warpgroup. It multiplies all rows of an expert (up to 64, a tile) by two tiles of 64
+outputs, of gate and of up or both of down. So a code is read and converted once. TMA loads codes and
+rows into a ring in shared memory. The warpgroup takes codes into registers, converts them, and hands
+them to wgmma as its left operand. While these are multiplied it converts the next. Several blocks of
+a processor do so at once, and one works while another waits.
+
+TMA reads rows that lie together. `rows.spread` has copied each token to the rows of its pairs, and put
+every 16 numbers into the order in which codes come into registers: see `rows.places`.
+
+A tile has one of a few numbers of rows, the least that its pairs fit into (`MosaicCut.rows`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxtyping import Array, Float
+
+from pallas_kernels.experts.cuts import MosaicCut
+from pallas_kernels.experts.routing import ALIGN, Placed
+from pallas_kernels.grouped.coding import BLOCK, Codes
+from pallas_kernels.grouped.decode import assembly
+
+STEP = 128  # inputs of a step
+LINE = 64  # inputs of a row of 128 bytes, as wgmma reads it
+TILE = 64  # outputs of a wgmma
+GROUP = 32  # inputs of a scale of codes of 4 bits
+
+
+_CODES, _LEFT = plgpu.Layout.WGMMA_UPCAST_2X, plgpu.Layout.WGMMA
+_BY_OUTPUT = plgpu.Layout.WGMMA.reduce(1)
+_TIMES = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
+
+
+def _load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
+
+
+def _words(code: str, results: int, *registers: Any) -> list[Any]:
+    """Apply assembly to registers of 32 bits.
+
+    It has effects for the compiler. Else this moves it behind the start of a wgmma.
+    """
+    word = ir.IntegerType.get_signless(32)
+    given = [utils.bitcast(register, word) for register in registers]
+    how: Any = code, ",".join(["=r"] * results + ["r"] * len(given))
+    if results == 1:
+        return [llvm.inline_asm(word, given, *how, has_side_effects=True)]
+    both = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * results)})>")
+    made: Any = llvm.inline_asm(both, given, *how, has_side_effects=True)
+    return [llvm.extractvalue(word, made, [i]) for i in range(results)]
+
+
+def _left_operand(
+    codes: Any, first: int, numbers: Callable[[Any, Any], list[tuple[int, Any]]]
+) -> Any:
+    """Return codes in registers as wgmma's left operand [64, 64].
+
+    Args:
+      codes: a FragmentedArray.
+      first: where its groups of 16 inputs begin.
+      numbers: from a place and a register, of four neighbours of a group, to groups and words. Each
+        group gets two words of two bfloat16.
+    """
+    pair, layout = ir.VectorType.get((2,), ir.BF16Type.get()), _LEFT.to_mgpu()
+    made = np.empty(layout.registers_shape((TILE, LINE)), dtype=object)
+    for at, register in np.ndenumerate(codes.registers[:, first : first + LINE // 16]):
+        for group, words in numbers(at, register):
+            for i, word in enumerate(words):
+                made[(at[0], 2 * group + i, *at[2:-1])] = utils.bitcast(word, pair)
+    return type(codes)(_registers=made, _layout=layout, _is_signed=None)
+
+
+_LEFT_TYPE = plgpu.ShapeDtypeStruct((TILE, LINE), jnp.bfloat16, layout=_LEFT)
+
+
+def _of_eight_bits(codes_ref: Any) -> Iterator[Array]:
+    """Return codes [64, inputs] in shared memory as left operands [64, 64], one after another."""
+    code, codes = assembly(jnp.dtype(codes_ref.dtype).name), _load(codes_ref, _CODES)
+    for first in range(0, codes.shape[1] // 16, LINE // 16):
+
+        @plgpu.inline_mgpu(arg_types=(_CODES,), return_type=_LEFT_TYPE)
+        def convert(_: Any, codes: Any, first: int = first) -> Any:
+            return _left_operand(codes, first, lambda at, r: [(at[1], _words(code, 2, r))])
+
+        yield convert(codes)  # pyright: ignore[reportCallIssue]
+
+
+def _of_four_bits(codes_ref: Any, scale_refs: list[Any]) -> Array:
+    """Return a block of codes [64, 32] times its scales [64] as a left operand [64, 64]."""
+
+    @plgpu.inline_mgpu(arg_types=(_CODES, _BY_OUTPUT, _BY_OUTPUT), return_type=_LEFT_TYPE)
+    def convert(_: Any, codes: Any, *scales: Any) -> Any:
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        twice = [
+            [vector.broadcast(pair, vector.extract(one, [], [0])) for one in scale.registers.flat]
+            for scale in scales
+        ]
+
+        def numbers(at: Any, register: Any) -> list[tuple[int, Any]]:
+            halves = (_words(assembly("int4", half), 2, register) for half in range(2))
+            return [
+                (2 * half + at[1], [_words(_TIMES, 1, w, twice[half][at[4]])[0] for w in words])
+                for half, words in enumerate(halves)
+            ]
+
+        return _left_operand(codes, 0, numbers)
+
+    scales = [_load(ref, _BY_OUTPUT, optimized=False) for ref in scale_refs]
+    return convert(_load(codes_ref, _CODES), *scales)  # pyright: ignore[reportCallIssue]
+
+
+def _placed(x: Array) -> Array:
+    """Change the order of outputs [64, rows], as `rows.places` changes that of 16 numbers.
+
+    Of the bits of an output, bit 3 says which of two registers, and bit 1 is bit 3 of the lane.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(_LEFT,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_LEFT)
+    )
+    def swap(_: Any, x: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        lane = arith.andi(utils.thread_idx(), utils.c(8, i32))
+        first = arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(0, i32))
+        made = np.empty_like(x.registers)
+        for at in np.ndindex(*x.registers.shape):
+            if at[4] == 0:
+                other = (*at[:4], 1, *at[5:])
+                low, high = (utils.bitcast(x.registers[i], i32) for i in (at, other))
+                came = utils.shfl_bfly(arith.select(first, high, low), 8)
+                # A lane whose bit is 0 keeps its low one, and the others their high one.
+                kept = arith.select(first, low, came), arith.select(first, came, high)
+                for i, word in zip((at, other), kept, strict=True):
+                    made[i] = utils.bitcast(word, x.registers[i].type)
+        return type(x)(_registers=made, _layout=x.layout, _is_signed=None)
+
+    return swap(x)  # pyright: ignore[reportCallIssue]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """The codes of an expert, of which a block multiplies two tiles of 64 outputs at a time.
+
+    They are of gate and up (a column of the hidden numbers), or neighbours of down.
+
+    Attributes:
+      codes, given: references: codes, and factors of outputs (8 bits) or scales (4 bits).
+      ring, scale_ring: the same in shared memory: [stage, ...]. Codes of 8 bits have no scales there.
+      there: barriers of the stages.
+      expert: which expert.
+      inputs, outputs: of a matrix of an expert.
+      gated: whether the two tiles are of gate and up.
+    """
+
+    codes: Any
+    given: Any
+    ring: Any
+    scale_ring: Any
+    there: Any
+    expert: Any
+    inputs: int
+    outputs: int
+    gated: bool
+
+    @property
+    def columns(self) -> int:
+        """How many pairs of tiles there are."""
+        return self.outputs // (TILE if self.gated else 2 * TILE)
+
+    def output(self, column: Any, i: int) -> Any:
+        """Return the first output of a tile, within its matrix."""
+        return column * TILE if self.gated else (column * 2 + i) * TILE
+
+    def _row(self, column: Any, i: int) -> Any:
+        """Return the same within the outputs of all experts."""
+        matrix = self.expert * 2 + i if self.gated else self.expert
+        return matrix * self.outputs + self.output(column, i)
+
+    def fetch(self, column: Any, step: Any, place: Any) -> None:
+        """Let TMA load what a step multiplies."""
+        to, bar = self.ring.at[place], self.there.at[place]
+        if self.scale_ring is None:
+            width = self.ring.shape[-1]
+            for i in range(2):
+                for piece in range(STEP // width):
+                    at = pl.ds(step * STEP + piece * width, width)
+                    own = self.codes.at[pl.ds(self._row(column, i), TILE), at]
+                    plgpu.copy_gmem_to_smem(own, to.at[i, piece], bar)
+            return
+        arrays = (self.codes, to, BLOCK), (self.given, self.scale_ring.at[place], GROUP)
+        for ref, to, size in arrays:
+            count, first = STEP // size, self.expert * (self.inputs // size) + step * (STEP // size)
+            if self.gated:  # both lie together
+                own = ref.at[pl.ds(2 * first, 2 * count), pl.ds(self.output(column, 0), TILE)]
+                plgpu.copy_gmem_to_smem(own, to, bar)
+                continue
+            for i in range(2):
+                own = ref.at[pl.ds(first, count), pl.ds(self.output(column, i), TILE)]
+                plgpu.copy_gmem_to_smem(own, to.at[pl.ds(i * count, count)], bar)
+
+    def numbers(self, place: Any, i: int) -> Iterator[Array]:
+        """Return the numbers of a step of a tile, 64 inputs at a time."""
+        ring = self.ring.at[place]
+        if self.scale_ring is None:
+            for piece in range(STEP // self.ring.shape[-1]):
+                yield from _of_eight_bits(ring.at[i, piece])
+            return
+
+        def at(which: int, size: int) -> int:
+            return which * 2 + i if self.gated else i * (STEP // size) + which
+
+        scales = self.scale_ring.at[place]
+        for block in range(STEP // BLOCK):
+            both = [scales.at[at(2 * block + half, GROUP)] for half in range(2)]
+            yield _of_four_bits(ring.at[at(block, BLOCK)], both)
+
+    def finished(self, column: Any, i: int, total: Array, dtype: Any) -> Array:
+        """Multiply sums [64, rows] of a tile by what comes after them, and round them."""
+        if self.scale_ring is None:
+            own = self.given.at[pl.ds(self._row(column, i), TILE)]
+            factors = _load(own, _BY_OUTPUT, optimized=False)
+            total = total * lax.broadcast_in_dim(factors, total.shape, [0])
+        return total.astype(dtype)
+
+
+def _multiply(
+    expert_ref,
+    used_ref,
+    start_ref,
+    x_ref,
+    codes_ref,
+    given_ref,
+    out_ref,
+    ring,
+    scale_ring,
+    x_ring,
+    result,
+    there,
+    free,
+    *,
+    cut: MosaicCut,
+    gated: bool,
+) -> None:
+    """Write some outputs of the rows of a tile: gelu_tanh(gate) * up, or sums."""
+    tile, share = lax.axis_index("tile"), lax.axis_index("share")
+    used = used_ref[tile]
+    start = lax.div(start_ref[tile], ALIGN) * ALIGN  # so that Mosaic sees that it is a multiple
+    sizes, dtype = (x_ref.shape[1], out_ref.shape[1]), out_ref.dtype
+    weight = _Weight(codes_ref, given_ref, ring, scale_ring, there, expert_ref[tile], *sizes, gated)
+    columns, steps = weight.columns, -(-sizes[0] // STEP)
+    first = share * cut.columns
+    count = jnp.minimum(cut.columns, columns - first) if columns % cut.columns else cut.columns
+
+    def multiply(rows: int) -> None:
+        def fetch(step: Any) -> None:
+            place, own = lax.rem(step, cut.stages), lax.rem(step, steps)
+            for line in range(STEP // LINE):
+                of = x_ref.at[pl.ds(start, rows), pl.ds(own * STEP + line * LINE, LINE)]
+                to = x_ring.at[place, line, pl.ds(0, rows)]
+                plgpu.copy_gmem_to_smem(of, to, there.at[place])
+            weight.fetch(first + lax.div(step, steps), own, place)
+
+        def refill(step: Any) -> None:
+            """Load over what a step has read."""
+
+            @pl.when((step >= 0) & (step + cut.stages < count * steps))
+            def _():
+                place = lax.rem(step, cut.stages)
+                plgpu.barrier_arrive(free.at[place])
+                plgpu.barrier_wait(free.at[place])  # for all warps
+                fetch(step + cut.stages)
+
+        def sums(column: Any, *totals: Any) -> list[Array]:
+            @pl.loop(0, steps)
+            def _(step):
+                step = column * steps + step
+                place = lax.rem(step, cut.stages)
+                plgpu.barrier_wait(there.at[place])
+                for i, total in enumerate(totals):
+                    for line, w in enumerate(weight.numbers(place, i)):
+                        x = x_ring.at[place, line, pl.ds(0, rows)]
+                        plgpu.wgmma(total, w, x.transpose((1, 0)))
+                        plgpu.wgmma_wait(1)  # for the one before this
+                # In the middle of a step a branch would make the compiler wait for each wgmma.
+                refill(step - 1)
+
+            plgpu.wgmma_wait(0)
+            return [total[...] for total in totals]
+
+        pl.loop(0, jnp.minimum(count * steps, cut.stages))(fetch)
+        total = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
+
+        @pl.loop(0, count)
+        def _(column):
+            both = pl.run_scoped(functools.partial(sums, column), total, total)
+            # As in the reference, both are rounded before the activation.
+            both = [weight.finished(first + column, i, a, dtype) for i, a in enumerate(both)]
+            for i, a in enumerate([_placed(_activated(*both))] if gated else both):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                result.at[pl.ds(0, rows)].T[...] = plgpu.layout_cast(
+                    a, plgpu.Layout.WGMMA_TRANSPOSED
+                )
+                plgpu.commit_smem()
+                for row in range(0, rows, ALIGN):
+
+                    @pl.when(used > row)
+                    def _(row=row, i=i):
+                        output = pl.ds(weight.output(first + column, i), TILE)
+                        to = out_ref.at[pl.ds(start + row, ALIGN), output]
+                        plgpu.copy_smem_to_gmem(result.at[pl.ds(row, ALIGN)], to)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    for less, rows in zip((0, *cut.rows), cut.rows, strict=False):
+        pl.when((used > less) & (used <= rows))(functools.partial(multiply, rows))
+
+
+def _activated(gate: Array, up: Array) -> Array:
+    """Return gelu_tanh(gate) * up, of the same dtype."""
+    x, y = gate.astype(jnp.float32), up.astype(jnp.float32)
+    inner = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+    return (x * y / (1 + jnp.exp(-inner))).astype(gate.dtype)
+
+
+def _memory(*shape: int, dtype: Any) -> Any:
+    line = shape[-1]
+    swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
+
+
+def _launch(
+    placed: Placed, x: Float[Array, "padded K"], weight: Codes, cut: MosaicCut, *, gated: bool
+) -> Float[Array, "padded N"]:
+    """Multiply the rows of all tiles by one of both weights."""
+    codes, scales, factors = weight.codes, weight.scales, weight.factors
+    outputs, stages = codes.shape[-2], cut.stages
+    if scales is not None:
+        codes, given = codes.reshape(-1, outputs, BLOCK // 2), scales.reshape(-1, outputs)
+        kept = _memory(stages, 2 * STEP // BLOCK, TILE, BLOCK // 2, dtype=codes.dtype)
+        of_scales = plgpu.SMEM((stages, 2 * STEP // GROUP, TILE), given.dtype)
+        copies = 2 if gated else 4
+    else:
+        assert factors is not None
+        codes, given = codes.reshape(-1, codes.shape[-1]), factors.reshape(-1)
+        # A whole line of memory, where it divides the inputs.
+        width = STEP if codes.shape[1] % STEP == 0 else LINE
+        kept = _memory(stages, 2, STEP // width, TILE, width, dtype=codes.dtype)
+        of_scales, copies = None, 2 * STEP // width
+    rows, lines = cut.rows[-1], STEP // LINE
+    scratch = dict(
+        ring=kept,
+        **({} if of_scales is None else dict(scale_ring=of_scales)),
+        x_ring=_memory(stages, lines, rows, LINE, dtype=x.dtype),
+        result=_memory(rows, TILE, dtype=x.dtype),
+        there=plgpu.Barrier(num_arrivals=copies + lines, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+    )
+
+    def body(*refs: Any) -> None:
+        arrays, own = refs[: -len(scratch)], dict(zip(scratch, refs[-len(scratch) :], strict=True))
+        _multiply(*arrays, **{"scale_ring": None, **own}, cut=cut, gated=gated)
+
+    body.__name__ = "experts_gate_up" if gated else "experts_down"
+    columns = outputs // (TILE if gated else 2 * TILE)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((x.shape[0], outputs), x.dtype),
+        grid=(placed.expert.size, -(-columns // cut.columns)),
+        grid_names=("tile", "share"),
+        scratch_types=tuple(scratch.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+    )(placed.expert, placed.used, placed.start, x, codes, given)
+
+
+def multiply(
+    placed: Placed,
+    rows: Float[Array, "padded D"],
+    gate_up: Codes,
+    down: Codes,
+    cuts: tuple[MosaicCut, MosaicCut],
+) -> Float[Array, "padded D"]:
+    """Run the experts of all tiles on rows that `rows.spread` made. Rows not in use are undefined."""
+    hidden = _launch(placed, rows, gate_up, cuts[0], gated=True)
+    return _launch(placed, hidden, down, cuts[1], gated=False)

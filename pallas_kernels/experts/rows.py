@@ -1,0 +1,99 @@
+"""Copy tokens to the rows of their pairs, for the kernels of `mosaic.py`, and add up what these return."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.experts.routing import Placed
+from pallas_kernels.triton import load, store
+
+COLUMNS = 1024  # of a program
+
+
+def places(k: Array) -> Array:
+    """Return which number of a token is the k-th of a row.
+
+    Codes of 8 bits come into registers of wgmma by four neighbours of 16. A thread hands the first
+    two to it for the first 8 inputs, and the others for the last 8. So the fourth and the second bit
+    of a place change.
+    """
+    return (k & ~10) | (k & 8) >> 2 | (k & 2) << 2
+
+
+def _spread(row_ref, real_ref, x_ref, out_ref, *, top_k: int) -> None:
+    """Write a token to the rows of its pairs. Padding has none."""
+    token = pl.program_id(0)
+    k = pl.program_id(1) * COLUMNS + lax.iota(jnp.int32, COLUMNS)
+    inside = k < x_ref.shape[1]
+
+    @pl.when(real_ref[token] > 0)
+    def _():
+        x = load(x_ref, token, jnp.where(inside, places(k), 0), mask=inside)
+        for i in range(top_k):
+            row = jnp.where(inside, row_ref[token * top_k + i], out_ref.shape[0])
+            store(out_ref, row, k, value=x, mask=inside)
+
+
+def _add_up(row_ref, real_ref, weight_ref, x_ref, out_ref, *, top_k: int) -> None:
+    """Write the weighted sum of the rows of the pairs of a token; 0 for padding."""
+    token = pl.program_id(0)
+    k = pl.program_id(1) * COLUMNS + lax.iota(jnp.int32, COLUMNS)
+    real, total = real_ref[token] > 0, jnp.zeros((COLUMNS,), jnp.float32)
+    inside = (k < x_ref.shape[1]) & real
+    for i in range(top_k):
+        # Nothing was written for pairs of padding.
+        row, weight = (jnp.where(real, ref[token * top_k + i], 0) for ref in (row_ref, weight_ref))
+        total += weight * load(x_ref, row, k, mask=inside).astype(jnp.float32)
+    store(out_ref, token, k, value=total, mask=k < x_ref.shape[1])
+
+
+def spread(
+    x: Float[Array, "T D"],
+    placed: Placed,
+    real: Int[Array, " T"],
+    padded: int,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "padded D"]:
+    """Return rows with the tokens of their pairs, in the order of `places`; the others are undefined.
+
+    Args:
+      real: 1 for a token that is no padding, else 0.
+      padded: rows that the pairs of all experts need at most.
+    """
+    out = jax.ShapeDtypeStruct((padded, x.shape[1]), x.dtype)
+    call = _by_token(_spread, "experts_spread", x, placed, out, interpret)
+    return call(placed.row, real, x)
+
+
+def add_up(
+    rows: Float[Array, "padded D"],
+    placed: Placed,
+    real: Int[Array, " T"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "T D"]:
+    """Return the weighted sum of the rows of each token, and 0 for padding."""
+    out = jax.ShapeDtypeStruct((real.size, rows.shape[1]), rows.dtype)
+    call = _by_token(_add_up, "experts_add_up", out, placed, out, interpret)
+    return call(placed.row, real, placed.weight, rows)
+
+
+def _by_token(kernel: Any, name: str, of: Any, placed: Placed, out: Any, interpret: bool) -> Any:
+    tokens, width = of.shape
+    return pl.pallas_call(
+        functools.partial(kernel, top_k=placed.weight.size // tokens),
+        out_shape=out,
+        grid=(tokens, pl.cdiv(width, COLUMNS)),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )
