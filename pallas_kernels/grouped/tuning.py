@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernel, by rows."""
+"""Tile sizes of both kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from pallas_kernels.grouped.triton import Cut
 #   2112 x 2816                6.6     -     -     -     -
 #
 # bfloat16 takes 115, 64, 18 and 12 for the first four at 2 rows. Tiles of 64 x 128 and 128 x 128 took
-# 200 and 274 for 128 rows. All are `early`, so that numbers are the same ones in a plain pass and in
+# 200 and 274 for 128 rows. From 32 rows on Mosaic's kernel is faster where it can run: for 32, 64 and
+# 128 rows of 5376 x 43008 it takes 65, 78 and 111 (Triton 71, 100, 174), for 64 and 128 of
+# 21504 x 5376 40 and 56 (60, 109). All are `early`, so that numbers are the same ones in a plain pass and in
 # a verify pass, whatever their rows.
 TABLE = (
     # Each row: most rows of x, cut.
@@ -126,8 +128,8 @@ def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) 
                 time += 1500 + 8 * splits * rows * rest * groups * TILE / 4000
             found.append((time, splits, whole))
     _, splits, whole = min(found)
-    # Two blocks a step are faster where three steps of them leave room for more. For 64 rows
-    # 5376 x 43008 takes 78 us, and 98 with one; for 128 rows 153, and 123 with one.
+    # With two blocks a step 64 rows of 5376 x 43008 take 78 us, and 128 rows 153: the ring then has
+    # three steps only. With one they take 111.
     unroll = 2 if rows <= 64 and blocks % 2 == 0 else 1
     for stages in range(8 // unroll, 2, -1):
         cut = MosaicCut(groups, splits, unroll, stages, whole)
