@@ -25,15 +25,8 @@ from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.experts import Tiling, cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
 from pallas_kernels.grouped.coding import E2M1, numbers, pack, pack_pairs, unpack
-from pallas_kernels.grouped.tuning import (
-    MOSAIC_ROWS,
-    SHARED_BYTES,
-    TABLE,
-    cut_for,
-    mosaic_cut_for,
-    padded,
-    pieces,
-)
+from pallas_kernels.grouped.tuning import MOSAIC_ROWS, ROWS, TABLE, cut_for, mosaic_cut_for
+from pallas_kernels.tiles import SHARED_BYTES, padded, pieces
 
 FORMATS = ("int4", "int4-g64-zeros", "nvfp4", "mxfp4")
 
@@ -226,9 +219,10 @@ def test_every_product_has_a_cut_for_many_rows(name):
         assert cut.whole < outputs // cut.outputs
         assert cut.stages >= 3
         assert cut.splits <= inputs // 64
-        assert cut.shared_bytes(padded(rows)) <= SHARED_BYTES
-        assert rows <= padded(rows) < rows + 16
-        assert padded(rows) % (8 * pieces(rows)) == 0
+        taken = padded(rows, ROWS)
+        assert cut.shared_bytes(taken) <= SHARED_BYTES
+        assert rows <= taken < rows + 16
+        assert taken % (8 * pieces(rows)) == 0
 
 
 @pytest.mark.gpu

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,7 +26,9 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.eight_bits.decode import pair
-from pallas_kernels.eight_bits.tuning import LINE, TILE, MosaicCut, padded, written_rows
+from pallas_kernels.eight_bits.tuning import LINE, ROWS, MosaicCut
+from pallas_kernels.mosaic import by_tiles, launch_tiles, swizzled, write_sums
+from pallas_kernels.tiles import TILE, padded
 
 
 def _linear(
@@ -93,19 +94,12 @@ def _linear(
         return total[...]
 
     total = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32))
-    mine, to = result.at[warpgroup], tile * cut.outputs + warpgroup * TILE
+    first = tile * cut.outputs + warpgroup * TILE
     load: Any = plgpu.load
-    scales = scales_ref.at[pl.ds(first_tile * cut.outputs + to, TILE)]
+    scales = scales_ref.at[pl.ds(first_tile * cut.outputs + first, TILE)]
     scales = load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     total = total * lax.broadcast_in_dim(scales, (TILE, rows), [0])
-    size = mine.shape[0]
-    for row in range(0, rows, size):
-        some = total[:, row : row + size].astype(mine.dtype)
-        mine.T[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(mine, out_ref.at[split, pl.ds(row, size), pl.ds(to, TILE)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.wait_smem_to_gmem(0)
+    write_sums(total, result.at[warpgroup], out_ref, split, first)
 
 
 def _numbers(codes_ref: Any) -> Array:
@@ -147,48 +141,38 @@ def linear_mosaic(
     """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
     assert cut.stages >= 3  # places are filled again a step after they are given back
     count, outputs, shape = x.shape[0], scales.size, scales.shape
-    x = jnp.pad(x.reshape(count, -1), ((0, padded(count) - count), (0, 0)))
+    x = jnp.pad(x.reshape(count, -1), ((0, padded(count, ROWS) - count), (0, 0)))
     codes, scales = codes.reshape(outputs, -1), scales.reshape(outputs)
-    tiles, found = outputs // cut.outputs, []
-    for first, last, splits in ((0, cut.whole, 1), (cut.whole, tiles, cut.splits)):
-        if first < last:
-            out = _launch(x, codes, scales, jnp.dtype(dtype), cut, first, last - first, splits)
-            out = out[0] if splits == 1 else jnp.sum(out, axis=0).astype(dtype)
-            found.append(out[:count])
-    out = found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
-    return out.reshape(count, *shape)
+    launch = functools.partial(_launch, x, codes, scales, dtype, cut)
+    tiles = outputs // cut.outputs
+    out = by_tiles(launch, tiles, whole=cut.whole, splits=cut.splits, dtype=dtype)
+    return out[:count].reshape(count, *shape)
 
 
 def _launch(
     x: Float[Array, "R K"],
     codes: Shaped[Array, "N K"],
     scales: Float[Array, " N"],
-    dtype: Any,
+    dtype: DTypeLike,
     cut: MosaicCut,
     first: int,
     tiles: int,
     splits: int,
 ) -> Float[Array, "X R M"]:
     """Multiply by some tiles of outputs, from `first` on."""
-    rows, part = x.shape[0], jnp.dtype(dtype if splits == 1 else jnp.float32)
-
-    def memory(*shape: int, dtype: Any, line: int = LINE) -> Any:
-        swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
-        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
-
-    return plgpu.kernel(
+    rows = x.shape[0]
+    return launch_tiles(
         functools.partial(_linear, cut=cut, first_tile=first, splits=splits),
-        out_type=jax.ShapeDtypeStruct((splits, rows, tiles * cut.outputs), part),
-        grid=(splits, tiles),
-        grid_names=("split", "tile"),
-        num_threads=cut.groups,
-        thread_name="warpgroup",
-        scratch_types=(
-            memory(cut.stages, cut.outputs, LINE, dtype=codes.dtype),
-            memory(cut.stages, rows, LINE, dtype=x.dtype),
-            memory(cut.groups, written_rows(rows), TILE, dtype=part, line=128 // part.itemsize),
-            plgpu.Barrier(num_arrivals=2, num_barriers=cut.stages),
-            plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
+        (x, codes, scales),
+        rows=rows,
+        groups=cut.groups,
+        tiles=tiles,
+        splits=splits,
+        dtype=dtype,
+        rings=(
+            swizzled(cut.stages, cut.outputs, LINE, dtype=codes.dtype),
+            swizzled(cut.stages, rows, LINE, dtype=x.dtype),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(x, codes, scales)
+        stages=cut.stages,
+        loads=2,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.eight_bits.triton import Cut
+from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, TILE, padded, pieces, shares
 
 MOST_ROWS = 256  # with more, the product takes as long as its arithmetic
 
@@ -61,13 +62,9 @@ TABLE = (
     (MOST_ROWS, ANY, ANY, Cut(64, 64, inputs=128, warps=2, stages=4), 4),
 )
 LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
-PROCESSORS = 132  # of an H200
-START_NS = 2000  # of a block, until it multiplies, and after
-# Bytes a ns: of codes and of all that a processor reads, and of parts of all processors.
-CODES_A_NS, READ_A_NS, PARTS_A_NS = 32, 45, 4000
+CODES_A_NS, READ_A_NS = 32, 45  # bytes that a processor reads: of codes, and of all
 LINE = 64  # inputs of a step of Mosaic's kernel: rows of 128 bytes
-TILE = 64  # outputs of a warpgroup
-SHARED_BYTES = 224 << 10  # of a block
+ROWS = 16  # rows of a piece are a multiple of it in Mosaic's kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,19 +94,8 @@ class MosaicCut:
         size = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
         return (
             self.stages * LINE * (self.outputs + 2 * rows)
-            + self.outputs * written_rows(rows) * size
+            + self.outputs * rows // pieces(rows) * size
         )
-
-
-def written_rows(rows: int) -> int:
-    """Return how many rows of a result Mosaic's kernel holds in shared memory, and writes, at once."""
-    return padded(rows) // -(-rows // 64)
-
-
-def padded(rows: int) -> int:
-    """Return how many rows Mosaic's kernel takes for some: 16 or a multiple for each piece of 64."""
-    pieces = -(-rows // 64)
-    return -(-rows // (16 * pieces)) * 16 * pieces
 
 
 def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
@@ -132,30 +118,18 @@ def mosaic_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) 
     """Return how the Mosaic kernel cuts a product; None where it does not fit."""
     if rows > MOST_ROWS or outputs % (2 * TILE) or inputs % LINE:
         return None
-    found, rows = [], padded(rows)
+    found, rows = [], padded(rows, ROWS)
     for groups in (4, 2):
-        tiles, rest = divmod(outputs, groups * TILE)
-        if rest or groups * rows > 4 * 128:  # sums take half of all registers
-            continue
         tile = groups * TILE
+        if outputs % tile or groups * rows > 4 * 128:  # sums take half of all registers
+            continue
         # Arithmetic, codes from memory, codes and rows through the L2.
         step_ns = max(
             groups * (70 + rows), LINE * tile / CODES_A_NS, LINE * (tile + 2 * rows) / READ_A_NS
         )
-        whole_ns = step_ns * inputs / LINE
-        for splits in range(1, min(12, inputs // LINE // 4) + 1):
-            # All tiles alike, or whole ones on all processors first.
-            for whole in {0, tiles // PROCESSORS * PROCESSORS if splits > 1 else 0}:
-                split = tiles - whole
-                if not split:
-                    continue
-                rounds = -(-split * splits // PROCESSORS)
-                time = rounds * (whole_ns / splits + START_NS)
-                if whole:
-                    time += whole / PROCESSORS * (whole_ns + START_NS) + START_NS
-                if splits > 1:  # parts are written and read
-                    time += 1500 + 8 * splits * rows * split * tile / PARTS_A_NS
-                found.append((time, groups, splits, whole))
+        most = min(12, inputs // LINE // 4)
+        ways = shares(outputs // tile, tile, rows, step_ns * inputs / LINE, most)
+        found += [(time, groups, splits, whole) for time, splits, whole in ways]
     for _, groups, splits, whole in sorted(found):
         for stages in range(8, 2, -1):
             cut = MosaicCut(groups, splits, stages, whole)

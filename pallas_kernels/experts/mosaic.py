@@ -35,6 +35,7 @@ from pallas_kernels.experts.cuts import MosaicCut
 from pallas_kernels.experts.routing import ALIGN, Placed
 from pallas_kernels.grouped.coding import BLOCK, Codes
 from pallas_kernels.grouped.decode import assembly
+from pallas_kernels.mosaic import swizzled
 
 STEP = 128  # inputs of a step
 LINE = 64  # inputs of a row of 128 bytes, as wgmma reads it
@@ -338,12 +339,6 @@ def _activated(gate: Array, up: Array) -> Array:
     return (x * y / (1 + jnp.exp(-inner))).astype(gate.dtype)
 
 
-def _memory(*shape: int, dtype: Any) -> Any:
-    line = shape[-1]
-    swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
-
-
 def _launch(
     placed: Placed, x: Float[Array, "padded K"], weight: Codes, cut: MosaicCut, *, gated: bool
 ) -> Float[Array, "padded N"]:
@@ -352,7 +347,7 @@ def _launch(
     outputs, stages = codes.shape[-2], cut.stages
     if scales is not None:
         codes, given = codes.reshape(-1, outputs, BLOCK // 2), scales.reshape(-1, outputs)
-        kept = _memory(stages, 2 * STEP // BLOCK, TILE, BLOCK // 2, dtype=codes.dtype)
+        kept = swizzled(stages, 2 * STEP // BLOCK, TILE, BLOCK // 2, dtype=codes.dtype)
         of_scales = plgpu.SMEM((stages, 2 * STEP // GROUP, TILE), given.dtype)
         copies = 2 if gated else 4
     else:
@@ -360,14 +355,14 @@ def _launch(
         codes, given = codes.reshape(-1, codes.shape[-1]), factors.reshape(-1)
         # A whole line of memory, where it divides the inputs.
         width = STEP if codes.shape[1] % STEP == 0 else LINE
-        kept = _memory(stages, 2, STEP // width, TILE, width, dtype=codes.dtype)
+        kept = swizzled(stages, 2, STEP // width, TILE, width, dtype=codes.dtype)
         of_scales, copies = None, 2 * STEP // width
     rows, lines = cut.rows[-1], STEP // LINE
     scratch = dict(
         ring=kept,
         **({} if of_scales is None else dict(scale_ring=of_scales)),
-        x_ring=_memory(stages, lines, rows, LINE, dtype=x.dtype),
-        result=_memory(rows, TILE, dtype=x.dtype),
+        x_ring=swizzled(stages, lines, rows, LINE, dtype=x.dtype),
+        result=swizzled(rows, TILE, dtype=x.dtype),
         there=plgpu.Barrier(num_arrivals=copies + lines, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     )

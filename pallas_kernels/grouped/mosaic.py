@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -31,7 +30,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
 from pallas_kernels.grouped.decode import INT4_PAIRS
-from pallas_kernels.grouped.tuning import TILE, MosaicCut, padded, pieces
+from pallas_kernels.grouped.tuning import ROWS, MosaicCut
+from pallas_kernels.mosaic import by_tiles, launch_tiles, swizzled, write_sums
+from pallas_kernels.tiles import TILE, padded
 
 
 def _linear(
@@ -119,15 +120,8 @@ def _linear(
         return total[...]
 
     total = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32))
-    own, to = result.at[warpgroup], pl.ds(tile * cut.outputs + warpgroup * TILE, TILE)
-    size = own.shape[0]
-    for row in range(0, rows, size):
-        some = total[:, row : row + size].astype(own.dtype)
-        own.T[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own, out_ref.at[split, pl.ds(row, size), to])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.wait_smem_to_gmem(0)
+    first = tile * cut.outputs + warpgroup * TILE
+    write_sums(total, result.at[warpgroup], out_ref, split, first)
 
 
 def _by_output(ref: Any, inputs: int) -> Array:
@@ -194,47 +188,38 @@ def linear_mosaic(
     assert cut.stages >= 3  # places are filled again a step after they are given back
     assert weight.scales is not None
     count, outputs = x.shape[0], weight.codes.shape[1]
-    x = jnp.pad(x, ((0, padded(count) - count), (0, 0)))
-    tiles, found = outputs // cut.outputs, []
-    for first, last, splits in ((0, cut.whole, 1), (cut.whole, tiles, cut.splits)):
-        if first < last:
-            out = _launch(x, weight, group, jnp.dtype(dtype), cut, first, last - first, splits)
-            out = out[0] if splits == 1 else jnp.sum(out, axis=0).astype(dtype)
-            found.append(out[:count])
-    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+    x = jnp.pad(x, ((0, padded(count, ROWS) - count), (0, 0)))
+    launch = functools.partial(_launch, x, weight, group, dtype, cut)
+    tiles = outputs // cut.outputs
+    return by_tiles(launch, tiles, whole=cut.whole, splits=cut.splits, dtype=dtype)[:count]
 
 
 def _launch(
     x: Float[Array, "R K"],
     weight: Codes,
     group: int,
-    dtype: Any,
+    dtype: DTypeLike,
     cut: MosaicCut,
     first: int,
     tiles: int,
     splits: int,
 ) -> Float[Array, "X R M"]:
     """Multiply by some tiles of outputs, from `first` on."""
-    rows, part = x.shape[0], dtype if splits == 1 else jnp.dtype(jnp.float32)
-
-    def memory(*shape: int, dtype: Any, line: int) -> Any:
-        swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
-        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
-
-    return plgpu.kernel(
+    assert weight.scales is not None
+    rows, places = x.shape[0], (cut.stages, cut.unroll)
+    return launch_tiles(
         functools.partial(_linear, group=group, cut=cut, first_tile=first, splits=splits),
-        out_type=jax.ShapeDtypeStruct((splits, rows, tiles * cut.outputs), part),
-        grid=(splits, tiles),
-        grid_names=("split", "tile"),
-        num_threads=cut.groups,
-        thread_name="warpgroup",
-        scratch_types=(
-            memory(cut.stages, cut.unroll, cut.outputs, HALF, dtype=jnp.uint8, line=HALF),
-            memory(cut.stages, cut.unroll, rows, BLOCK, dtype=x.dtype, line=BLOCK),
-            plgpu.SMEM((cut.stages, cut.unroll, max(1, BLOCK // group), cut.outputs), jnp.bfloat16),
-            memory(cut.groups, rows // pieces(rows), TILE, dtype=part, line=128 // part.itemsize),
-            plgpu.Barrier(num_arrivals=3 * cut.unroll, num_barriers=cut.stages),
-            plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
+        (x, weight.codes, weight.scales),
+        rows=rows,
+        groups=cut.groups,
+        tiles=tiles,
+        splits=splits,
+        dtype=dtype,
+        rings=(
+            swizzled(*places, cut.outputs, HALF, dtype=jnp.uint8),
+            swizzled(*places, rows, BLOCK, dtype=x.dtype),
+            plgpu.SMEM((*places, max(1, BLOCK // group), cut.outputs), jnp.bfloat16),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(x, weight.codes, weight.scales)
+        stages=cut.stages,
+        loads=3 * cut.unroll,
+    )

@@ -6,6 +6,7 @@ import dataclasses
 
 from pallas_kernels.grouped.coding import BLOCK, HALF
 from pallas_kernels.grouped.triton import Cut
+from pallas_kernels.tiles import SHARED_BYTES, TILE, padded, pieces, shares
 
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with some
 # 3 of the loop around it:
@@ -60,11 +61,9 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
     return dataclasses.replace(cut, splits=splits, warps=warps)
 
 
-PROCESSORS = 132  # of an H200
-TILE = 64  # outputs of a warpgroup of the Mosaic kernel
+ROWS = 8  # rows of a piece are a multiple of it in the Mosaic kernel
 FEWEST_MOSAIC_ROWS = 32
 MOSAIC_ROWS = 128  # at most; sums take half of all registers then
-SHARED_BYTES = 224 << 10  # of a block of threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,36 +97,16 @@ class MosaicCut:
         return self.stages * self.unroll * step + self.outputs * rows // pieces(rows) * each
 
 
-def pieces(rows: int) -> int:
-    """Return in how many pieces of rows the Mosaic kernel writes its result."""
-    return -(-rows // 64)
-
-
-def padded(rows: int) -> int:
-    """Return how many rows the Mosaic kernel takes for some: a multiple of 8 in each piece."""
-    return -(-rows // (8 * pieces(rows))) * 8 * pieces(rows)
-
-
 def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
     """Return how the Mosaic kernel cuts a product; None where it does not fit."""
     groups = next((n for n in (4, 2) if outputs % (n * TILE) == 0), None)
     if rows > MOSAIC_ROWS or groups is None:
         return None
-    rows, tiles, found = padded(rows), outputs // (groups * TILE), []
-    # Nanoseconds of a processor, by the times of 5376 x 43008: 8 for a block of inputs and a row, 700 at least.
+    rows, tiles = padded(rows, ROWS), outputs // (groups * TILE)
+    # By the times of 5376 x 43008: 8 for a block of inputs and a row, 700 at least.
     tile_ns = blocks * max(8.0 * rows, 700.0) * groups / 4
-    for splits in range(1, max(1, min(12, blocks // 8)) + 1):
-        # All tiles alike, or as many whole ones first as all processors take.
-        for whole in {0, tiles // PROCESSORS * PROCESSORS if splits > 1 else 0}:
-            rest = tiles - whole
-            if not rest:
-                continue
-            time = -(-rest * splits // PROCESSORS) * (tile_ns / splits + 2000)
-            time += whole / PROCESSORS * (tile_ns + 2000) + (2000 if whole else 0)
-            if splits > 1:  # parts are written and read
-                time += 1500 + 8 * splits * rows * rest * groups * TILE / 4000
-            found.append((time, splits, whole))
-    _, splits, whole = min(found)
+    most = max(1, min(12, blocks // 8))
+    _, splits, whole = min(shares(tiles, groups * TILE, rows, tile_ns, most))
     # With two blocks a step 64 rows of 5376 x 43008 take 78 us, and 128 rows 153: the ring then has
     # three steps only. With one they take 111.
     unroll = 2 if rows <= 64 and blocks % 2 == 0 else 1

@@ -19,16 +19,14 @@ from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.eight_bits.tuning import (
     LINE,
     MOST_ROWS,
-    PROCESSORS,
-    SHARED_BYTES,
+    ROWS,
     TABLE,
     cut_for,
     mosaic_cut_for,
     mosaic_is_faster,
-    padded,
     triton_is_faster,
-    written_rows,
 )
+from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, padded, pieces
 
 KINDS = (jnp.int8, jnp.float8_e4m3fn)
 
@@ -165,7 +163,7 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
                 assert own.whole < outputs // own.outputs or own.splits == 1
                 assert 1 <= own.splits <= inputs // LINE // 4
                 assert own.stages >= 3
-                assert own.shared_bytes(padded(rows), 2) <= SHARED_BYTES
+                assert own.shared_bytes(padded(rows, ROWS), 2) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -193,7 +191,8 @@ def test_a_kernel_is_taken_where_it_was_measured_to_be_faster(name, fp8, kernels
 def test_rows_of_results_are_written_in_pieces_that_fit():
     """A piece is a multiple of 16 rows and 64 at most, and few rows are added."""
     for rows in range(1, MOST_ROWS + 1):
-        piece, count = written_rows(rows), padded(rows)
+        count = padded(rows, ROWS)
+        piece = count // pieces(rows)
         assert piece <= 64
         assert piece % 16 == count % piece == 0
         assert rows <= count < rows + 64

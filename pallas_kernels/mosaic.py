@@ -1,0 +1,108 @@
+"""What Mosaic kernels of products with codes share. It needs a jax with their parts: import it late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.tiles import TILE, pieces
+
+
+def swizzled(*shape: int, dtype: DTypeLike, line: int | None = None) -> Any:
+    """Return shared memory for TMA and wgmma.
+
+    Args:
+      line: numbers that are swizzled together; None for those of the last axis.
+    """
+    line = shape[-1] if line is None else line
+    swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
+
+
+def write_sums(total: Array, piece_ref: Any, out_ref: Any, split: Array, first: Array) -> None:
+    """Write sums [64 outputs, rows] of a warpgroup to out[split, rows, outputs], in pieces of rows.
+
+    Args:
+      piece_ref: shared memory of this warpgroup for a piece.
+      first: output.
+    """
+    size = piece_ref.shape[0]
+    for row in range(0, total.shape[1], size):
+        some = total[:, row : row + size].astype(piece_ref.dtype)
+        piece_ref.T[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        to = out_ref.at[split, pl.ds(row, size), pl.ds(first, TILE)]
+        plgpu.copy_smem_to_gmem(piece_ref, to)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def by_tiles(
+    launch: Callable[[int, int, int], Float[Array, "X R M"]],
+    tiles: int,
+    *,
+    whole: int,
+    splits: int,
+    dtype: DTypeLike,
+) -> Float[Array, "R N"]:
+    """Return a product of all tiles of outputs: the first `whole` ones, then those that are split.
+
+    Args:
+      launch: from the first tile, how many, and their splits to parts of sums.
+    """
+    found = []
+    for first, last, shared in ((0, whole, 1), (whole, tiles, splits)):
+        if first < last:
+            out = launch(first, last - first, shared)
+            found.append(out[0] if shared == 1 else jnp.sum(out, axis=0).astype(dtype))
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+
+
+def launch_tiles(
+    body: Callable[..., None],
+    args: tuple[Array, ...],
+    *,
+    rows: int,
+    groups: int,
+    tiles: int,
+    splits: int,
+    dtype: DTypeLike,
+    rings: tuple[Any, ...],
+    stages: int,
+    loads: int,
+) -> Float[Array, "X R M"]:
+    """Run a kernel with a block for each tile and split, and a ring in shared memory.
+
+    Args:
+      body: the kernel. It gets references to `args`, to out[splits, rows, outputs], to `rings`, to
+        shared memory for a piece of each warpgroup's result, and two barriers for each place of the
+        rings: what was loaded is there, and all warpgroups have read it.
+      groups: warpgroups of a block.
+      dtype: of the result. Parts are float32.
+      rings: shared memory with `stages` places.
+      loads: of a place.
+    """
+    part = jnp.dtype(dtype if splits == 1 else jnp.float32)
+    piece = groups, rows // pieces(rows), TILE
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((splits, rows, tiles * groups * TILE), part),
+        grid=(splits, tiles),
+        grid_names=("split", "tile"),
+        num_threads=groups,
+        thread_name="warpgroup",
+        scratch_types=(
+            *rings,
+            swizzled(*piece, dtype=part, line=128 // part.itemsize),
+            plgpu.Barrier(num_arrivals=loads, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+    )(*args)
