@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -24,6 +25,70 @@ def swizzled(*shape: int, dtype: DTypeLike, line: int | None = None) -> Any:
     line = shape[-1] if line is None else line
     swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
+
+
+def in_ring(
+    count: Array,
+    cut: Any,
+    there: Any,
+    free: Any,
+    load: Callable[[Array, Array], None],
+    multiply: Callable[[Array, Any, Callable[[], None]], Any],
+    carry: Any = None,
+) -> Any:
+    """Multiply `count` steps of inputs, which TMA loads into a ring several steps ahead.
+
+    The warpgroups of a block of threads take turns with loading.
+
+    Args:
+      cut: has `groups` and `stages`.
+      there, free: barriers of each place of the ring, see `launch_tiles`.
+      load: from a step and its place, let TMA load what is multiplied.
+      multiply: from a place, the carry and what to do while wgmma multiplies, to the next carry. It has
+        read the place when it returns.
+    """
+    warpgroup, stages = lax.axis_index("warpgroup"), cut.stages
+
+    def loads(place):
+        """Tell whether this warpgroup loads a place of the ring. The others need not wait for it."""
+        return lax.rem(place, cut.groups) == warpgroup
+
+    @pl.loop(0, jnp.minimum(count, stages))
+    def _(i):
+        pl.when(loads(i))(lambda: load(i, i))
+
+    def step(i, carried):
+        place, carry = carried
+
+        def refill():
+            """Load over what all have given back, a step ago."""
+            last = jnp.where(place == 0, stages, place) - 1
+
+            @pl.when((i >= 1) & (i - 1 + stages < count) & loads(last))
+            def _():
+                plgpu.barrier_wait(free.at[last])
+                load(i - 1 + stages, last)
+
+        plgpu.barrier_wait(there.at[place])
+        carry = multiply(place, carry, refill)
+        plgpu.barrier_arrive(free.at[place])
+        return jnp.where(place == stages - 1, 0, place + 1), carry
+
+    return lax.fori_loop(jnp.int32(0), count, step, (jnp.int32(0), carry))[1]
+
+
+def add_product(total: Any, numbers: Array, rows: Any, meanwhile: Callable[[], None]) -> None:
+    """Add numbers [64 outputs, inputs] in registers times rows [inputs, rows] in shared memory.
+
+    wgmma reads its numbers from registers until it is done. What is multiplied next has the same
+    registers, so all of it is waited for.
+
+    Args:
+      total: accumulator of wgmma.
+    """
+    plgpu.wgmma(total, numbers, rows)
+    meanwhile()
+    plgpu.wgmma_wait(0)
 
 
 def write_sums(total: Array, piece_ref: Any, out_ref: Any, split: Array, first: Array) -> None:
@@ -66,6 +131,7 @@ def by_tiles(
 
 
 def launch_tiles(
+    name: str,
     body: Callable[..., None],
     args: tuple[Array, ...],
     *,
@@ -81,6 +147,7 @@ def launch_tiles(
     """Run a kernel with a block for each tile and split, and a ring in shared memory.
 
     Args:
+      name: what profiles call it.
       body: the kernel. It gets references to `args`, to out[splits, rows, outputs], to `rings`, to
         shared memory for a piece of each warpgroup's result, and two barriers for each place of the
         rings: what was loaded is there, and all warpgroups have read it.
@@ -89,10 +156,15 @@ def launch_tiles(
       rings: shared memory with `stages` places.
       loads: of a place.
     """
+
+    def named(*refs: Any) -> None:
+        body(*refs)
+
+    named.__name__ = name
     part = jnp.dtype(dtype if splits == 1 else jnp.float32)
     piece = groups, rows // pieces(rows), TILE
     return plgpu.kernel(
-        body,
+        named,
         out_type=jax.ShapeDtypeStruct((splits, rows, tiles * groups * TILE), part),
         grid=(splits, tiles),
         grid_names=("split", "tile"),

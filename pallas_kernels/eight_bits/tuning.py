@@ -62,9 +62,8 @@ TABLE = (
     (MOST_ROWS, ANY, ANY, Cut(64, 64, inputs=128, warps=2, stages=4), 4),
 )
 LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
-CODES_A_NS, READ_A_NS = 32, 45  # bytes that a processor reads: of codes, and of all
-LINE = 64  # inputs of a step of Mosaic's kernel: rows of 128 bytes
-ROWS = 16  # rows of a piece are a multiple of it in Mosaic's kernel
+LINE = 128  # codes that TMA loads side by side: it is slow with fewer than 128 bytes
+ROWS, MOST_MOSAIC_ROWS = 16, 128  # of which the rows of a piece are a multiple; and at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +73,15 @@ class MosaicCut:
     Attributes:
       groups: warpgroups of a block, of 64 outputs each.
       splits: blocks that share the inputs of a tile.
-      stages: steps of 64 inputs that the ring in shared memory holds, 3 at least.
+      line: inputs of a step, 128 or 64.
+      stages: steps that the ring in shared memory holds, 3 at least.
       whole: how many tiles come first, which are not split. They are as many as all processors take
         once or several times.
     """
 
     groups: int = 4
     splits: int = 1
+    line: int = LINE
     stages: int = 5
     whole: int = 0
 
@@ -93,7 +94,7 @@ class MosaicCut:
         """Return the shared memory of a block: the ring, and what of a result is written at once."""
         size = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
         return (
-            self.stages * LINE * (self.outputs + 2 * rows)
+            self.stages * self.line * (self.outputs + 2 * rows)
             + self.outputs * rows // pieces(rows) * size
         )
 
@@ -116,30 +117,31 @@ def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
 
 def mosaic_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
     """Return how the Mosaic kernel cuts a product; None where it does not fit."""
-    if rows > MOST_ROWS or outputs % (2 * TILE) or inputs % LINE:
+    if rows > MOST_MOSAIC_ROWS:
         return None
-    found, rows = [], padded(rows, ROWS)
-    for groups in (4, 2):
+    rows, line = padded(rows, ROWS), LINE if inputs % LINE == 0 else LINE // 2
+    found, most = [], max(1, min(12, inputs // LINE // 2))
+    # With more rows the ring of 4 groups would hold too few steps.
+    for groups in (4, 2) if rows <= 64 else (2,):
         tile = groups * TILE
-        if outputs % tile or groups * rows > 4 * 128:  # sums take half of all registers
-            continue
-        # Arithmetic, codes from memory, codes and rows through the L2.
-        step_ns = max(
-            groups * (70 + rows), LINE * tile / CODES_A_NS, LINE * (tile + 2 * rows) / READ_A_NS
-        )
-        most = min(12, inputs // LINE // 4)
-        ways = shares(outputs // tile, tile, rows, step_ns * inputs / LINE, most)
-        found += [(time, groups, splits, whole) for time, splits, whole in ways]
+        if outputs % tile == 0 and inputs % line == 0:
+            # By the times of 5376 x 43008, for each 64 inputs.
+            tile_ns = inputs / 64 * groups * (140 + rows)
+            ways = shares(outputs // tile, tile, rows, tile_ns, most)
+            found += [(time, groups, splits, whole) for time, splits, whole in ways]
     for _, groups, splits, whole in sorted(found):
         for stages in range(8, 2, -1):
-            cut = MosaicCut(groups, splits, stages, whole)
+            cut = MosaicCut(groups, splits, line, stages, whole)
             if cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
                 return cut
     return None
 
 
 def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
-    """Tell whether Triton's kernel is faster than XLA's product, by the figures above."""
+    """Tell whether Triton's kernel is faster than XLA's product, by the figures above.
+
+    For many rows this matters where Mosaic's kernel cannot run.
+    """
     numbers = inputs * outputs
     if rows <= 8:
         small = LEAST_NUMBERS <= numbers <= SMALL and inputs < outputs and not fp8
@@ -151,6 +153,6 @@ def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool
 
 def mosaic_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
     """Tell whether Mosaic's kernel is faster than XLA's product, by the figures above."""
-    if fp8 and (rows <= 64 or outputs > 8192):
+    if fp8 and (rows <= 16 or (rows > 32 and outputs > 20_000)):
         return False
-    return 32 < rows <= 128 and inputs * outputs >= LEAST_NUMBERS
+    return 16 <= rows <= MOST_MOSAIC_ROWS and inputs * outputs >= LEAST_NUMBERS

@@ -3,7 +3,7 @@
 A block of threads has two or four warpgroups. Each multiplies 64 outputs with all rows, over a share of the
 inputs. TMA loads codes, scales and rows into a ring in shared memory, several steps ahead. A
 warpgroup takes 64 x 64 codes into registers, makes numbers of them, and hands these to wgmma as its
-left operand, 32 inputs at a time. While these are multiplied it makes the next ones.
+left operand. While these are multiplied the other warpgroups make theirs.
 
 Numbers are multiplied by their scales in bfloat16, before the product. So they are the same ones as
 in the Triton kernel with its cuts.
@@ -31,7 +31,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
 from pallas_kernels.grouped.decode import INT4_PAIRS
 from pallas_kernels.grouped.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import by_tiles, launch_tiles, swizzled, write_sums
+from pallas_kernels.mosaic import add_product, by_tiles, in_ring, launch_tiles, swizzled, write_sums
 from pallas_kernels.tiles import TILE, padded
 
 
@@ -59,64 +59,27 @@ def _linear(
       first_tile: of the codes that `out` has.
     """
     split, tile, warpgroup = (lax.axis_index(name) for name in ("split", "tile", "warpgroup"))
-    rows, steps = x_ref.shape[0], codes_ref.shape[0] // cut.unroll
+    rows, steps = x_ref.shape[0], codes_ref.shape[0]
     begin, end = (lax.div((split + i) * steps, splits) for i in range(2))
-    count, mine = end - begin, pl.ds(warpgroup * TILE, TILE)
+    own, mine = pl.ds((first_tile + tile) * cut.outputs, cut.outputs), pl.ds(warpgroup * TILE, TILE)
 
-    def fetch(step):
-        """Let TMA load what a step multiplies."""
-        place = lax.rem(step, cut.stages)
-        to = there.at[place]
-        own = pl.ds((first_tile + tile) * cut.outputs, cut.outputs)
-        for i in range(cut.unroll):
-            block = (begin + step) * cut.unroll + i
-            groups = pl.ds(lax.div(block * BLOCK, group), scale_ring.shape[2])
-            at = pl.ds(block * BLOCK, BLOCK)
-            plgpu.copy_gmem_to_smem(codes_ref.at[block, own], ring.at[place, i], to)
-            plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place, i], to)
-            plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place, i], to)
-
-    def give_back(step):
-        @pl.when(step >= 0)
-        def _():
-            plgpu.barrier_arrive(free.at[lax.rem(step, cut.stages)])
-
-    def refill(step):
-        """Load over what all have given back."""
-
-        @pl.when((step >= 0) & (step + cut.stages < count) & (warpgroup == 0))
-        def _():
-            plgpu.barrier_wait(free.at[lax.rem(step, cut.stages)])
-            fetch(step + cut.stages)
-
-    @pl.when(warpgroup == 0)
-    def _():
-        pl.loop(0, jnp.minimum(count, cut.stages))(fetch)
+    def load(step, place):
+        block, to = begin + step, there.at[place]
+        groups = pl.ds(lax.div(block * BLOCK, group), scale_ring.shape[1])
+        plgpu.copy_gmem_to_smem(codes_ref.at[block, own], ring.at[place], to)
+        plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], to)
+        plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(block * BLOCK, BLOCK)], x_ring.at[place], to)
 
     def multiply(total):
-        @pl.loop(0, count)
-        def _(step):
-            place = lax.rem(step, cut.stages)
-            plgpu.barrier_wait(there.at[place])
-            for i in range(cut.unroll):
-                codes, halves = _codes(ring.at[place, i, mine]), []
-                for half in range(2):
-                    scales = scale_ring.at[place, i, half * HALF // group, mine]
-                    halves.append(_numbers(codes, half) * _by_output(scales, HALF))
-                plgpu.wgmma(total, _side_by_side(*halves), x_ring.at[place, i].transpose((1, 0)))
-                # wgmma reads its numbers from registers until it is done. The second of two blocks
-                # has registers of its own. A step writes the same ones as the step before.
-                if cut.unroll == 1:
-                    refill(step - 1)
-                    plgpu.wgmma_wait(0)
-                    give_back(step)
-                    continue
-                plgpu.wgmma_wait(1)
-                if i == 0:  # the step before is done
-                    give_back(step - 1)
-                    refill(step - 2)
+        def add(place, _, meanwhile):
+            codes, halves = _codes(ring.at[place, mine]), []
+            for half in range(2):
+                scales = scale_ring.at[place, half * HALF // group, mine]
+                halves.append(_numbers(codes, half) * _by_output(scales, HALF))
+            numbers = _side_by_side(*halves)
+            add_product(total, numbers, x_ring.at[place].transpose((1, 0)), meanwhile)
 
-        plgpu.wgmma_wait(0)
+        in_ring(end - begin, cut, there, free, load, add)
         return total[...]
 
     total = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32))
@@ -206,8 +169,9 @@ def _launch(
 ) -> Float[Array, "X R M"]:
     """Multiply by some tiles of outputs, from `first` on."""
     assert weight.scales is not None
-    rows, places = x.shape[0], (cut.stages, cut.unroll)
+    rows = x.shape[0]
     return launch_tiles(
+        "grouped_linear",
         functools.partial(_linear, group=group, cut=cut, first_tile=first, splits=splits),
         (x, weight.codes, weight.scales),
         rows=rows,
@@ -216,10 +180,10 @@ def _launch(
         splits=splits,
         dtype=dtype,
         rings=(
-            swizzled(*places, cut.outputs, HALF, dtype=jnp.uint8),
-            swizzled(*places, rows, BLOCK, dtype=x.dtype),
-            plgpu.SMEM((*places, max(1, BLOCK // group), cut.outputs), jnp.bfloat16),
+            swizzled(cut.stages, cut.outputs, HALF, dtype=jnp.uint8),
+            swizzled(cut.stages, rows, BLOCK, dtype=x.dtype),
+            plgpu.SMEM((cut.stages, max(1, BLOCK // group), cut.outputs), jnp.bfloat16),
         ),
         stages=cut.stages,
-        loads=3 * cut.unroll,
+        loads=3,
     )

@@ -73,15 +73,13 @@ class MosaicCut:
     Attributes:
       groups: warpgroups of a block of threads.
       splits: blocks of threads that share the inputs of a tile.
-      unroll: blocks of inputs of a step, 1 or 2.
-      stages: steps that the ring in shared memory holds, 3 at least.
+      stages: steps of 64 inputs that the ring in shared memory holds, 3 at least.
       whole: how many tiles come first, which are not split. They are as many as all processors take
         once or several times.
     """
 
     groups: int = 4
     splits: int = 1
-    unroll: int = 1
     stages: int = 4
     whole: int = 0
 
@@ -94,7 +92,7 @@ class MosaicCut:
         """Return the shared memory of a block: the ring of codes, rows and scales, and a result."""
         step = self.outputs * HALF + 2 * BLOCK * rows + 2 * 2 * self.outputs
         each = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
-        return self.stages * self.unroll * step + self.outputs * rows // pieces(rows) * each
+        return self.stages * step + self.outputs * rows // pieces(rows) * each
 
 
 def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
@@ -105,13 +103,10 @@ def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) 
     rows, tiles = padded(rows, ROWS), outputs // (groups * TILE)
     # By the times of 5376 x 43008: 8 for a block of inputs and a row, 700 at least.
     tile_ns = blocks * max(8.0 * rows, 700.0) * groups / 4
-    most = max(1, min(12, blocks // 8))
+    most = max(1, min(12, blocks // 4))
     _, splits, whole = min(shares(tiles, groups * TILE, rows, tile_ns, most))
-    # With two blocks a step 64 rows of 5376 x 43008 take 78 us, and 128 rows 153: the ring then has
-    # three steps only. With one they take 111.
-    unroll = 2 if rows <= 64 and blocks % 2 == 0 else 1
-    for stages in range(8 // unroll, 2, -1):
-        cut = MosaicCut(groups, splits, unroll, stages, whole)
+    for stages in range(8, 2, -1):
+        cut = MosaicCut(groups, splits, stages, whole)
         if cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
             return cut
     return None

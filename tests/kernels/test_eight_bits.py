@@ -159,9 +159,9 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
             assert 1 <= cut.splits <= inputs // cut.inputs
             own = mosaic_cut_for(rows, inputs, outputs)
             if own is not None:
-                assert outputs % own.outputs == inputs % LINE == own.whole % PROCESSORS == 0
+                assert outputs % own.outputs == inputs % own.line == own.whole % PROCESSORS == 0
                 assert own.whole < outputs // own.outputs or own.splits == 1
-                assert 1 <= own.splits <= inputs // LINE // 4
+                assert 1 <= own.splits <= inputs // LINE // 2
                 assert own.stages >= 3
                 assert own.shared_bytes(padded(rows, ROWS), 2) <= SHARED_BYTES
 
@@ -170,22 +170,24 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
     ("name", "fp8", "kernels"),
     [
         # X: XLA, T: Triton, M: Mosaic; for 8, 16, 32, 64, 128 and 256 rows.
-        ("31b gate_up", False, "XTTMMX"),
-        ("31b gate_up", True, "XXTXXX"),
-        ("31b down", False, "TTTMMX"),
-        ("31b down", True, "TXTXMX"),
-        ("31b out", False, "XTTMMX"),
-        ("26b-a4b gate_up", False, "TTTMMX"),
-        ("26b-a4b out", False, "XTTMMX"),
-        ("26b-a4b qkv", True, "XXXXMX"),
+        ("31b gate_up", False, "XMMMMX"),
+        ("31b gate_up", True, "XXMXXX"),
+        ("31b down", False, "TMMMMX"),
+        ("31b down", True, "TXMMMX"),
+        ("31b out", False, "XMMMMX"),
+        ("26b-a4b gate_up", False, "TMMMMX"),
+        ("26b-a4b out", False, "XMMMMX"),
+        ("26b-a4b qkv", True, "XXMMMX"),
         ("e2b qkv", False, "XXXXXX"),
     ],
 )
-def test_a_kernel_is_taken_where_it_was_measured_to_be_faster(name, fp8, kernels):
+def test_the_kernel_is_taken_that_was_measured_to_be_fastest(name, fp8, kernels):
     for rows, kernel in zip((8, 16, 32, 64, 128, 256), kernels, strict=True):
         sizes = rows, *SHAPES[name]
-        assert triton_is_faster(*sizes, fp8=fp8) == (kernel == "T"), rows
-        assert mosaic_is_faster(*sizes, fp8=fp8) == (kernel == "M"), rows
+        mosaic, triton = (
+            is_faster(*sizes, fp8=fp8) for is_faster in (mosaic_is_faster, triton_is_faster)
+        )
+        assert ("M" if mosaic else "T" if triton else "X") == kernel, rows
 
 
 def test_rows_of_results_are_written_in_pieces_that_fit():
