@@ -55,7 +55,8 @@ TABLE = (
     # Each row: most rows of x, most numbers of the weight, most outputs, cut, programs for each
     # processor.
     (8, SMALL, ANY, Cut(8, 64, inputs=128, warps=4, stages=5), 2),
-    (8, ANY, 8192, Cut(8, 128, inputs=128, warps=4, stages=4), 4),
+    (8, ANY, 8192, Cut(8, 128, inputs=128, warps=4, stages=4), 2),
+    (8, ANY, 16384, Cut(8, 64, inputs=128, warps=4, stages=7), 2),
     (8, ANY, ANY, Cut(8, 64, inputs=128, warps=2, stages=5), 10),
     (16, ANY, ANY, Cut(16, 64, inputs=128, warps=2, stages=5), 10),
     (32, ANY, ANY, Cut(32, 64, inputs=128, warps=2, stages=4), 4),
@@ -110,8 +111,11 @@ def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
     step = min(cut.inputs, inputs & -inputs)
     tile = min(cut.outputs, outputs & -outputs)
     tiles = outputs // tile * -(-rows // cut.rows)
+    splits = max(1, PROCESSORS * programs // tiles)
+    # One more where this leaves the processor with most programs less to do.
+    splits = min(splits, splits + 1, key=lambda s: -(-tiles * s // PROCESSORS) / s)
     # A split has 4 steps at least, because its part of the result is written and read again.
-    splits = max(1, min(round(PROCESSORS * programs / tiles), inputs // step // 4))
+    splits = max(1, min(splits, inputs // step // 4))
     return dataclasses.replace(cut, outputs=tile, inputs=step, splits=splits)
 
 
@@ -145,7 +149,7 @@ def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool
     numbers = inputs * outputs
     if rows <= 8:
         small = LEAST_NUMBERS <= numbers <= SMALL and inputs < outputs and not fp8
-        return small or (inputs, outputs) in ((21504, 5376), (5376, 16384))
+        return small or (inputs, outputs) in ((21504, 5376), (5376, 16384), (8192, 5376))
     if rows <= 16 and fp8:
         return False
     return rows <= 32 and numbers >= (25e6 if fp8 else LEAST_NUMBERS)

@@ -6,7 +6,7 @@ import dataclasses
 
 from pallas_kernels.grouped.coding import BLOCK, HALF
 from pallas_kernels.grouped.triton import Cut
-from pallas_kernels.tiles import SHARED_BYTES, TILE, padded, pieces, shares
+from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, TILE, padded, pieces, shares
 
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with some
 # 3 of the loop around it:
@@ -30,8 +30,8 @@ TABLE = (
     (32, Cut(32, 128, warps=2, stages=4, early=True)),
     (float("inf"), Cut(64, 256, warps=4, stages=4, early=True)),
 )
-# Warps that keep all processors of an H200 reading.
-WARPS = 132 * 8
+# Warps that keep a processor reading.
+WARPS = 8
 
 
 def cut_for(rows: int, blocks: int, outputs: int, scale_bytes: int = 2) -> Cut:
@@ -43,22 +43,38 @@ def cut_for(rows: int, blocks: int, outputs: int, scale_bytes: int = 2) -> Cut:
 def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2) -> Cut:
     """Return a cut whose outputs, splits and steps divide these sizes.
 
-    There are as many splits as keep the GPU busy. A split reads 3 blocks at least, because its part
-    of the result is written and read again.
+    The splits keep all processors reading, and give the one with most programs as little as can be:
+    at 2 rows 21504 x 5376 takes 22.6 us with 12 splits, which are 3.8 programs a processor, and 26.7
+    with 14, which are 4.5. A split reads 3 blocks at least, because its part of the result is written
+    and read again.
 
     Args:
       scale_bytes: of a scale or of a zero, whichever is shorter. With few rows there are no more
         warps than let each thread load 4 bytes of scales: see `operand.FourBits`.
     """
     tile = min(cut.outputs, outputs & -outputs)
-    warps = cut.warps
-    if cut.rows <= 16:
+    warps, few = cut.warps, cut.rows <= 16
+    if few:
         warps = max(1, min(warps, tile * scale_bytes // 128))
     tiles = outputs // tile * -(-rows // cut.rows)
+
+    def programs(splits: int) -> int:
+        return -(-tiles * splits // PROCESSORS)  # of the processor that has most
+
+    def time(splits: int) -> int:
+        # A program starts, ends and has its part added up in the time of two blocks.
+        return programs(splits) * (blocks // splits + 2)
+
     divisors = [s for s in range(1, blocks + 1) if blocks % s == 0 and blocks // s >= 3] or [1]
-    splits = next((s for s in divisors if tiles * s * warps >= WARPS), divisors[-1])
+    busy = [s for s in divisors if programs(s) * warps >= WARPS]
+    splits = min(busy, key=time) if busy else divisors[-1]
+    stages = cut.stages
+    if few:  # so many steps that the programs of a processor run at once
+        step_bytes = tile * (HALF + 2 * scale_bytes) + 2 * BLOCK * cut.rows
+        room = SHARED_BYTES // min(programs(splits), WARPS) - 1024
+        stages = max(3, min(stages, room // step_bytes))
     cut = cut.dividing(outputs, blocks // splits)
-    return dataclasses.replace(cut, splits=splits, warps=warps)
+    return dataclasses.replace(cut, splits=splits, warps=warps, stages=stages)
 
 
 ROWS = 8  # rows of a piece are a multiple of it in the Mosaic kernel

@@ -174,7 +174,7 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
         ("31b gate_up", True, "XXMXXX"),
         ("31b down", False, "TMMMMX"),
         ("31b down", True, "TXMMMX"),
-        ("31b out", False, "XMMMMX"),
+        ("31b out", False, "TMMMMX"),
         ("26b-a4b gate_up", False, "TMMMMX"),
         ("26b-a4b out", False, "XMMMMX"),
         ("26b-a4b qkv", True, "XXMMMX"),
