@@ -33,19 +33,17 @@ def in_ring(
     there: Any,
     free: Any,
     load: Callable[[Array, Array], None],
-    multiply: Callable[[Array, Any, Callable[[], None]], Any],
-    carry: Any = None,
-) -> Any:
+    multiply: Callable[[Array], None],
+) -> None:
     """Multiply `count` steps of inputs, which TMA loads into a ring several steps ahead.
 
     The warpgroups of a block of threads take turns with loading.
 
     Args:
-      cut: has `groups` and `stages`.
+      cut: has `groups` and `stages`, of which there are 3 at least.
       there, free: barriers of each place of the ring, see `launch_tiles`.
       load: from a step and its place, let TMA load what is multiplied.
-      multiply: from a place, the carry and what to do while wgmma multiplies, to the next carry. It has
-        read the place when it returns.
+      multiply: from a place, hand it to wgmma, with a left operand in registers.
     """
     warpgroup, stages = lax.axis_index("warpgroup"), cut.stages
 
@@ -57,38 +55,23 @@ def in_ring(
     def _(i):
         pl.when(loads(i))(lambda: load(i, i))
 
-    def step(i, carried):
-        place, carry = carried
-
-        def refill():
-            """Load over what all have given back, a step ago."""
-            last = jnp.where(place == 0, stages, place) - 1
-
-            @pl.when((i >= 1) & (i - 1 + stages < count) & loads(last))
-            def _():
-                plgpu.barrier_wait(free.at[last])
-                load(i - 1 + stages, last)
-
+    def step(i, place):
         plgpu.barrier_wait(there.at[place])
-        carry = multiply(place, carry, refill)
+        multiply(place)
+        last = jnp.where(place == 0, stages, place) - 1
+
+        # Load over what all have given back, while this step is multiplied.
+        @pl.when((i >= 1) & (i - 1 + stages < count) & loads(last))
+        def _():
+            plgpu.barrier_wait(free.at[last])
+            load(i - 1 + stages, last)
+
+        # The next step has the same registers for its left operand, which wgmma reads until here.
+        plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(free.at[place])
-        return jnp.where(place == stages - 1, 0, place + 1), carry
+        return jnp.where(place == stages - 1, 0, place + 1)
 
-    return lax.fori_loop(jnp.int32(0), count, step, (jnp.int32(0), carry))[1]
-
-
-def add_product(total: Any, numbers: Array, rows: Any, meanwhile: Callable[[], None]) -> None:
-    """Add numbers [64 outputs, inputs] in registers times rows [inputs, rows] in shared memory.
-
-    wgmma reads its numbers from registers until it is done. What is multiplied next has the same
-    registers, so all of it is waited for.
-
-    Args:
-      total: accumulator of wgmma.
-    """
-    plgpu.wgmma(total, numbers, rows)
-    meanwhile()
-    plgpu.wgmma_wait(0)
+    lax.fori_loop(jnp.int32(0), count, step, jnp.int32(0))
 
 
 def write_sums(total: Array, piece_ref: Any, out_ref: Any, split: Array, first: Array) -> None:

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.eight_bits.decode import pair
 from pallas_kernels.eight_bits.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import add_product, by_tiles, in_ring, launch_tiles, swizzled, write_sums
+from pallas_kernels.mosaic import by_tiles, in_ring, launch_tiles, swizzled, write_sums
 from pallas_kernels.tiles import TILE, padded
 
 
@@ -64,9 +64,9 @@ def _linear(
         plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place], there.at[place])
 
     def multiply(total):
-        def add(place, _, meanwhile):
-            numbers = _numbers(ring.at[place, mine])
-            add_product(total, numbers, x_ring.at[place].transpose((1, 0)), meanwhile)
+        def add(place):
+            rows = x_ring.at[place].transpose((1, 0))
+            plgpu.wgmma(total, _numbers(ring.at[place, mine]), rows)
 
         in_ring(end - begin, cut, there, free, fetch, add)
         return total[...]
@@ -117,7 +117,6 @@ def linear_mosaic(
     cut: MosaicCut,
 ) -> Float[Array, "R *out"]:
     """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
-    assert cut.stages >= 3  # places are filled again a step after they are given back
     count, outputs, shape = x.shape[0], scales.size, scales.shape
     x = jnp.pad(x.reshape(count, -1), ((0, padded(count, ROWS) - count), (0, 0)))
     codes, scales = codes.reshape(outputs, -1), scales.reshape(outputs)

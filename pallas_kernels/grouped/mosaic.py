@@ -31,7 +31,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
 from pallas_kernels.grouped.decode import INT4_PAIRS
 from pallas_kernels.grouped.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import add_product, by_tiles, in_ring, launch_tiles, swizzled, write_sums
+from pallas_kernels.mosaic import by_tiles, in_ring, launch_tiles, swizzled, write_sums
 from pallas_kernels.tiles import TILE, padded
 
 
@@ -71,13 +71,12 @@ def _linear(
         plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(block * BLOCK, BLOCK)], x_ring.at[place], to)
 
     def multiply(total):
-        def add(place, _, meanwhile):
+        def add(place):
             codes, halves = _codes(ring.at[place, mine]), []
             for half in range(2):
                 scales = scale_ring.at[place, half * HALF // group, mine]
                 halves.append(_numbers(codes, half) * _by_output(scales, HALF))
-            numbers = _side_by_side(*halves)
-            add_product(total, numbers, x_ring.at[place].transpose((1, 0)), meanwhile)
+            plgpu.wgmma(total, _side_by_side(*halves), x_ring.at[place].transpose((1, 0)))
 
         in_ring(end - begin, cut, there, free, load, add)
         return total[...]
@@ -148,7 +147,6 @@ def linear_mosaic(
     x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, cut: MosaicCut
 ) -> Float[Array, "R N"]:
     """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them."""
-    assert cut.stages >= 3  # places are filled again a step after they are given back
     assert weight.scales is not None
     count, outputs = x.shape[0], weight.codes.shape[1]
     x = jnp.pad(x, ((0, padded(count, ROWS) - count), (0, 0)))
