@@ -9,47 +9,49 @@ from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, TILE, padded, pieces,
 
 MOST_ROWS = 256  # with more, the product takes as long as its arithmetic
 
-# Measured on an NVIDIA H200 (jax 0.11.2), microseconds with the sum of parts. XLA chooses tiles by
-# timing them, and its choices differ from run to run: the best of up to four runs. In a whole step of
-# 26B-A4B it took 14 for 2816 x 4224 and 2 rows, not 9. Products of bfloat16 are XLA's too.
+# Measured on an NVIDIA H200 (jax 0.11.2), microseconds with the sum of parts, and for 5376 x 43008
+# with joining the first tiles with the last ones. XLA chooses tiles by timing them, and its choices
+# differ from run to run: the best of up to four runs. In a whole step of 26B-A4B it took 14 for
+# 2816 x 4224 and 2 rows, not 9. Products of bfloat16 are XLA's too.
 #
-#   inputs x outputs    rows    8          16         32         64         128
-#   5376 x 43008   int8 XLA     57         85         88         110        153
-#                  int8         65         69         83         102        123
-#                  fp8 XLA      58         58         86         77         113
-#                  fp8          68         -          -          103        123
-#                  bfloat16     131        -          128        111        119
-#   21504 x 5376   int8 XLA     36         50         49         68         102
-#                  int8         32         39         38         53         61
-#                  fp8 XLA      43         43         49         50 (40)    98
-#                  fp8          -          -          40         55 (40)    62
-#                  bfloat16     73         -          76         71         68
-#   5376 x 16384   int8 XLA     29         -          40         48         58
-#                  int8         29         -          30         41         49
-#                  fp8 XLA, fp8                                             49, 49
-#   8192 x 5376    int8 XLA     15         -          24         32         46
-#                  int8         15         -          20         24         29
-#   5376 x 18432   int8 XLA     31         -          -          -          78
-#                  int8         33         -          -          47         56
-#   16384 x 5376   int8 XLA     27         -          -          -          82
-#                  int8         29         -          -          -          49
-#   2816 x 4224    int8 XLA     8.8        8.6        10.3       13.1       17.5
-#                  int8         6.9        8.7        10.8       9.5        12.1
-#   2112 x 2816    int8 XLA     8.2        -          10.5       14.0       18.5
-#                  int8         5.2        -          7.1        7.7        10.0
-#   2816 x 8192    int8 XLA     10.3       -          15.9       19.7       27.8
-#                  int8         9.4        -          13.1       13.9       17.6
-#                  fp8 XLA, fp8                                             23.4, 17.8
-#   4096 x 2816    int8 XLA     6.5        -          10.4       13.6       18.3
-#                  int8         6.8        -          9.1        9.5        12.4
-#   2560 x 20480   int8 XLA     17 (2)     -          28         -          39
-#                  int8         18 (2)     -          24         -          33
-#   10240 x 2560   int8 XLA     9 (2)      -          16         -          32
-#                  int8         11 (2)     -          14         -          21
-#   2560 x 3072    int8 XLA     5 to 7 (2) -          8          -          15
-#                  int8         5.5 (2)    -          7          -          11
+#   inputs x outputs    rows  2     8      16     32     64     128
+#   5376 x 43008   int8 XLA   58    57     85     88     110    153
+#                  int8       62    65     70     75     89     118
+#                  fp8 XLA         58     58     86     77     113
+#                  fp8                           75     89
+#                  bfloat16        131           128    111    119
+#   21504 x 5376   int8 XLA         36     50     49     68     102
+#                  int8       32    32     33     36     43     53
+#                  fp8 XLA         43     43     49     50     98
+#                  fp8                           38     44
+#                  bfloat16        73            76     71     68
+#   5376 x 16384   int8 XLA         29            40     48     58
+#                  int8       23    24     26     26     36     38
+#                  fp8                           27     37
+#   8192 x 5376    int8 XLA         15            24     32     46
+#                  int8       14           16     18     22     25
+#                  fp8                           17     22
+#   2816 x 4224    int8 XLA         8.8    8.6    10.3   13.1   17.5
+#                  int8             6.9    7.0    7.3    9.2    11.6
+#                  fp8 XLA, fp8                  8.8, 7.2  11.3, 8.8
+#   2112 x 2816    int8 XLA         8.2           10.5   14.0   18.5
+#                  int8             5.2    5.2    5.6    6.9    8.9
+#                  fp8 XLA, fp8                  10, 6.0   12, 6.9
+#   2816 x 8192    int8 XLA         10.3          15.9   19.7   27.8
+#                  int8             9.4    10.7   11.4   13.3   16.9
+#                  fp8 XLA, fp8                  14, 12    18, 14
+#   4096 x 2816    int8 XLA         6.5           10.4   13.6   18.3
+#                  int8             6.8    7.0    7.6    9.2    11.6
+#                  fp8 XLA, fp8                  8.4, 7.7  11, 8.9
+#   2560 x 20480   int8 XLA   17                  28            39
+#                  int8       18                  24     28     35
+#   10240 x 2560   int8 XLA   9                   16            32
+#                  int8       11                  13     14     18
+#   2560 x 3072    int8 XLA   5 to 7              8             15
+#                  int8       5.5                 6.4    7.9    9.7
 #
-# In brackets: rows, where they are others. Up to 32 rows it is Triton's kernel, beyond Mosaic's.
+# Up to 8 rows it is Triton's kernel, from 16 on Mosaic's. Triton's takes 67, 36, 30 and 17 for 16 rows
+# of the first four, and 83, 38, 30 and 20 for 32.
 ANY, SMALL = float("inf"), 26e6
 TABLE = (
     # Each row: most rows of x, most numbers of the weight, most outputs, cut, programs for each

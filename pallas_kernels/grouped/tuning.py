@@ -8,21 +8,31 @@ from pallas_kernels.grouped.coding import BLOCK, HALF
 from pallas_kernels.grouped.triton import Cut
 from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, TILE, padded, pieces, shares
 
-# Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with some
-# 3 of the loop around it:
+# Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with the sum
+# of parts, and for 5376 x 43008 with joining the first tiles with the last ones:
 #
-#   inputs x outputs       rows  2    16    32   128   512
-#   5376 x 43008                48     -    72   178   590
-#   21504 x 5376                31    34     -     -     -
-#   2816 x 8192                9.8  11.7     -     -     -
-#   4096 x 2816                8.0     -     -     -     -
-#   2112 x 2816                6.6     -     -     -     -
+#   inputs x outputs       rows  2     16     32     64     128
+#   5376 x 43008     Triton      38    46     71     100    174
+#                    Mosaic            60     64     77     104
+#   21504 x 5376     Triton      23    26            60     109
+#                    Mosaic            32     34     38     51
+#   5376 x 16384     Triton      18    22                   72
+#                    Mosaic            25     26     31     42
+#   8192 x 5376      Triton      13    15                   45
+#                    Mosaic            15     17     19     26
+#   2816 x 8192      Triton                   14     21     42
+#                    Mosaic                   11     13     19
+#   4096 x 2816      Triton                   8.6    13     21
+#                    Mosaic                   8.0    11     14
+#   2816 x 4224      Triton                   9.2    11     15
+#                    Mosaic                   7.2    8.6    12
+#   2112 x 2816      Triton                   6.1    8.5    13
+#                    Mosaic                   7.0    10     11
 #
-# bfloat16 takes 115, 64, 18 and 12 for the first four at 2 rows. Tiles of 64 x 128 and 128 x 128 took
-# 200 and 274 for 128 rows. From 32 rows on Mosaic's kernel is faster where it can run: for 32, 64 and
-# 128 rows of 5376 x 43008 it takes 65, 78 and 111 (Triton 71, 100, 174), for 64 and 128 of
-# 21504 x 5376 40 and 56 (60, 109). All are `early`, so that numbers are the same ones in a plain pass and in
-# a verify pass, whatever their rows.
+# bfloat16 takes 115, 64, 18 and 12 for 2 rows of 5376 x 43008, 21504 x 5376, 2816 x 8192 and
+# 4096 x 2816. Tiles of 64 x 128 and 128 x 128 of Triton's kernel took 200 and 274 for 128 rows of
+# 5376 x 43008. All cuts are `early`, so that numbers are the same ones in a plain pass and in a verify
+# pass, whatever their rows.
 TABLE = (
     # Each row: most rows of x, cut.
     (8, Cut(8, 128, warps=2, stages=6, early=True)),
