@@ -149,7 +149,7 @@ def _launch(
         dtype=dtype,
         rings=(
             swizzled(cut.stages, cut.outputs, cut.line, dtype=codes.dtype),
-            swizzled(cut.stages, rows, cut.line, dtype=x.dtype, line=64),
+            swizzled(cut.stages, rows, cut.line, dtype=x.dtype, line=64),  # 128 bytes at most
         ),
         stages=cut.stages,
         loads=2,

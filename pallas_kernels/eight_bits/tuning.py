@@ -66,7 +66,8 @@ TABLE = (
 )
 LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
 LINE = 128  # codes that TMA loads side by side: it is slow with fewer than 128 bytes
-ROWS, MOST_MOSAIC_ROWS = 16, 128  # of which the rows of a piece are a multiple; and at most
+ROWS = 16  # rows of a piece are a multiple of it in Mosaic's kernel
+MOST_MOSAIC_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
