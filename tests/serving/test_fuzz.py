@@ -111,8 +111,10 @@ def test_a_body_is_understood_or_refused(served: Served) -> None:
     ]
     rng = random.Random(SEED)
     understood = refused = 0
-    end = time.monotonic() + min(SECONDS, 60) / 2
-    while time.monotonic() < end:
+    tries, end = 0, time.monotonic() + min(SECONDS, 60) / 2
+    # A busy machine may try few in this time; then it has more of it.
+    while time.monotonic() < end or (tries < 1000 and min(understood, refused) <= 20):
+        tries += 1
         body = json.dumps(mutated(rng.choice(BODIES), rng)).encode()
         for kind, wish in understand:
             try:
