@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,11 +42,12 @@ def in_ring(
 
     Args:
       cut: has `groups` and `stages`, of which there are 3 at least.
-      there, free: barriers of each place of the ring, see `launch_tiles`.
+      there, free: barriers of each place of the ring, see `_launch`.
       load: from a step and its place, let TMA load what is multiplied.
       multiply: from a place, hand it to wgmma, with a left operand in registers.
     """
     warpgroup, stages = lax.axis_index("warpgroup"), cut.stages
+    assert stages >= 3  # places are filled again a step after they are given back
 
     def loads(place):
         """Tell whether this warpgroup loads a place of the ring. The others need not wait for it."""
@@ -92,51 +94,54 @@ def write_sums(total: Array, piece_ref: Any, out_ref: Any, split: Array, first: 
     plgpu.wait_smem_to_gmem(0)
 
 
-def by_tiles(
-    launch: Callable[[int, int, int], Float[Array, "X R M"]],
-    tiles: int,
-    *,
-    whole: int,
-    splits: int,
-    dtype: DTypeLike,
-) -> Float[Array, "R N"]:
-    """Return a product of all tiles of outputs: the first `whole` ones, then those that are split.
-
-    Args:
-      launch: from the first tile, how many, and their splits to parts of sums.
-    """
-    found = []
-    for first, last, shared in ((0, whole, 1), (whole, tiles, splits)):
-        if first < last:
-            out = launch(first, last - first, shared)
-            found.append(out[0] if shared == 1 else jnp.sum(out, axis=0).astype(dtype))
-    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
-
-
-def launch_tiles(
+def multiply_tiles(
     name: str,
     body: Callable[..., None],
     args: tuple[Array, ...],
     *,
-    rows: int,
-    groups: int,
+    outputs: int,
+    cut: Any,
+    dtype: DTypeLike,
+    rings: tuple[Any, ...],
+    loads: int,
+) -> Float[Array, "R N"]:
+    """Return a product of all tiles of outputs: the first `cut.whole` ones, then those that are split.
+
+    Args:
+      name: what profiles call the kernel.
+      body: the kernel, as in `_launch`. It also gets `first_tile` of those in its output, and `splits`.
+      args: arrays, of which the first one is the rows.
+      cut: has `groups`, `outputs`, `splits`, `stages` and `whole`.
+      rings, loads: as in `_launch`.
+    """
+    tiles, found = outputs // cut.outputs, []
+    for first, last, splits in ((0, cut.whole, 1), (cut.whole, tiles, cut.splits)):
+        if first < last:
+            own = functools.partial(body, first_tile=first, splits=splits)
+            out = _launch(name, own, args, cut, last - first, splits, dtype, rings, loads)
+            found.append(out[0] if splits == 1 else jnp.sum(out, axis=0).astype(dtype))
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+
+
+def _launch(
+    name: str,
+    body: Callable[..., None],
+    args: tuple[Array, ...],
+    cut: Any,
     tiles: int,
     splits: int,
     dtype: DTypeLike,
     rings: tuple[Any, ...],
-    stages: int,
     loads: int,
 ) -> Float[Array, "X R M"]:
     """Run a kernel with a block for each tile and split, and a ring in shared memory.
 
     Args:
-      name: what profiles call it.
       body: the kernel. It gets references to `args`, to out[splits, rows, outputs], to `rings`, to
         shared memory for a piece of each warpgroup's result, and two barriers for each place of the
         rings: what was loaded is there, and all warpgroups have read it.
-      groups: warpgroups of a block.
       dtype: of the result. Parts are float32.
-      rings: shared memory with `stages` places.
+      rings: shared memory with `cut.stages` places.
       loads: of a place.
     """
 
@@ -144,6 +149,7 @@ def launch_tiles(
         body(*refs)
 
     named.__name__ = name
+    rows, groups, stages = args[0].shape[0], cut.groups, cut.stages
     part = jnp.dtype(dtype if splits == 1 else jnp.float32)
     piece = groups, rows // pieces(rows), TILE
     return plgpu.kernel(

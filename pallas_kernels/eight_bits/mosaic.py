@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.eight_bits.decode import pair
 from pallas_kernels.eight_bits.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import by_tiles, in_ring, launch_tiles, swizzled, write_sums
+from pallas_kernels.mosaic import in_ring, multiply_tiles, swizzled, write_sums
 from pallas_kernels.tiles import TILE, padded
 
 
@@ -120,37 +120,18 @@ def linear_mosaic(
     count, outputs, shape = x.shape[0], scales.size, scales.shape
     x = jnp.pad(x.reshape(count, -1), ((0, padded(count, ROWS) - count), (0, 0)))
     codes, scales = codes.reshape(outputs, -1), scales.reshape(outputs)
-    launch = functools.partial(_launch, x, codes, scales, dtype, cut)
-    tiles = outputs // cut.outputs
-    out = by_tiles(launch, tiles, whole=cut.whole, splits=cut.splits, dtype=dtype)
-    return out[:count].reshape(count, *shape)
-
-
-def _launch(
-    x: Float[Array, "R K"],
-    codes: Shaped[Array, "N K"],
-    scales: Float[Array, " N"],
-    dtype: DTypeLike,
-    cut: MosaicCut,
-    first: int,
-    tiles: int,
-    splits: int,
-) -> Float[Array, "X R M"]:
-    """Multiply by some tiles of outputs, from `first` on."""
     rows = x.shape[0]
-    return launch_tiles(
+    out = multiply_tiles(
         "eight_bit_linear",
-        functools.partial(_linear, cut=cut, first_tile=first, splits=splits),
+        functools.partial(_linear, cut=cut),
         (x, codes, scales),
-        rows=rows,
-        groups=cut.groups,
-        tiles=tiles,
-        splits=splits,
+        outputs=outputs,
+        cut=cut,
         dtype=dtype,
         rings=(
             swizzled(cut.stages, cut.outputs, cut.line, dtype=codes.dtype),
             swizzled(cut.stages, rows, cut.line, dtype=x.dtype, line=64),  # 128 bytes at most
         ),
-        stages=cut.stages,
         loads=2,
     )
+    return out[:count].reshape(count, *shape)

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
 from pallas_kernels.grouped.decode import INT4_PAIRS
 from pallas_kernels.grouped.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import by_tiles, in_ring, launch_tiles, swizzled, write_sums
+from pallas_kernels.mosaic import in_ring, multiply_tiles, swizzled, write_sums
 from pallas_kernels.tiles import TILE, padded
 
 
@@ -150,38 +150,19 @@ def linear_mosaic(
     assert weight.scales is not None
     count, outputs = x.shape[0], weight.codes.shape[1]
     x = jnp.pad(x, ((0, padded(count, ROWS) - count), (0, 0)))
-    launch = functools.partial(_launch, x, weight, group, dtype, cut)
-    tiles = outputs // cut.outputs
-    return by_tiles(launch, tiles, whole=cut.whole, splits=cut.splits, dtype=dtype)[:count]
-
-
-def _launch(
-    x: Float[Array, "R K"],
-    weight: Codes,
-    group: int,
-    dtype: DTypeLike,
-    cut: MosaicCut,
-    first: int,
-    tiles: int,
-    splits: int,
-) -> Float[Array, "X R M"]:
-    """Multiply by some tiles of outputs, from `first` on."""
-    assert weight.scales is not None
     rows = x.shape[0]
-    return launch_tiles(
+    out = multiply_tiles(
         "grouped_linear",
-        functools.partial(_linear, group=group, cut=cut, first_tile=first, splits=splits),
+        functools.partial(_linear, group=group, cut=cut),
         (x, weight.codes, weight.scales),
-        rows=rows,
-        groups=cut.groups,
-        tiles=tiles,
-        splits=splits,
+        outputs=outputs,
+        cut=cut,
         dtype=dtype,
         rings=(
             swizzled(cut.stages, cut.outputs, HALF, dtype=jnp.uint8),
             swizzled(cut.stages, rows, BLOCK, dtype=x.dtype),
             plgpu.SMEM((cut.stages, max(1, BLOCK // group), cut.outputs), jnp.bfloat16),
         ),
-        stages=cut.stages,
         loads=3,
     )
+    return out[:count]
