@@ -1,10 +1,15 @@
-"""What Mosaic kernels of products with codes share. It needs a jax with their parts: import it late."""
+"""What Mosaic kernels of products with codes share. It needs a jax with their parts: import it late.
+
+`multiply_tiles` is one kernel. Each block of threads has its shares of tiles, one after the other.
+TMA loads all of them into one ring in shared memory, so that no share waits for its first step.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.tiles import TILE, pieces
+from pallas_kernels.tiles import PIECE, PROCESSORS, TILE
 
 
 def swizzled(*shape: int, dtype: DTypeLike, line: int | None = None) -> Any:
@@ -28,142 +33,202 @@ def swizzled(*shape: int, dtype: DTypeLike, line: int | None = None) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
 
 
-def in_ring(
-    count: Array,
+class Steps(NamedTuple):
+    """How a kernel multiplies a step of inputs.
+
+    Attributes:
+      load: from a tile, a step, a place of the rings and its barrier, let TMA load what is multiplied.
+      multiply: from sums and a place, hand it to wgmma, with a left operand in registers.
+      finish: from sums [64 outputs, rows] and the first of these outputs, return the result.
+    """
+
+    load: Callable[[Array, Array, Array, Any], None]
+    multiply: Callable[[Any, Array], None]
+    finish: Callable[[Array, Array], Array] = lambda total, first: total
+
+
+class _Share(NamedTuple):
+    """What a block multiplies of a tile: steps of inputs, and where the sums go."""
+
+    tile: Array
+    begin: Array
+    count: Array
+    out: int  # which result
+    split: Array
+    first: Array  # of the tile's outputs in that result
+
+
+def multiply_tiles(
+    name: str,
+    steps_of: Callable[..., Steps],
+    args: tuple[Array, ...],
+    *,
+    outputs: int,
+    steps: int,
     cut: Any,
+    dtype: DTypeLike,
+    rings: tuple[Any, ...],
+    loads: int,
+) -> Float[Array, "R N"]:
+    """Return a product of rows with all tiles of outputs.
+
+    Args:
+      name: what profiles call the kernel.
+      steps_of: from references to `args` and to `rings`, return how a step is multiplied.
+      args: arrays, of which the first one is the rows.
+      steps: of a tile.
+      cut: has `groups`, `outputs`, `splits`, `stages` and `whole`, as in `eight_bits.tuning.MosaicCut`.
+      dtype: of the result. Parts are float32.
+      rings: shared memory with `cut.stages` places.
+      loads: of a place.
+    """
+    rows, tiles = args[0].shape[0], outputs // cut.outputs
+    whole = cut.whole if cut.splits > 1 else tiles
+    rest, dtype = tiles - whole, jnp.dtype(dtype)
+    blocks = min(PROCESSORS, whole + rest * cut.splits)
+    shapes = []
+    if whole:
+        shapes.append(jax.ShapeDtypeStruct((1, rows, whole * cut.outputs), dtype))
+    if rest:
+        parts = cut.splits, rows, rest * cut.outputs
+        shapes.append(jax.ShapeDtypeStruct(parts, jnp.float32))
+
+    def kernel(*refs: Any) -> None:
+        given, refs = refs[: len(args)], refs[len(args) :]
+        out_refs, refs = refs[: len(shapes)], refs[len(shapes) :]
+        own, (pieces, there, free) = refs[: len(rings)], refs[len(rings) :]
+        block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
+        shares, zero = [], jnp.int32(0)
+        for i in range(0, whole, blocks):
+            tile = i + block
+            count = jnp.where(tile < whole, steps, 0)
+            shares.append(_Share(tile, zero, count, 0, zero, tile * cut.outputs))
+        for i in range(0, rest * cut.splits, blocks):
+            split, tile = lax.div(i + block, rest), lax.rem(i + block, rest)
+            begin, end = (lax.div((split + j) * steps, cut.splits) for j in range(2))
+            count = jnp.where(split < cut.splits, end - begin, 0)
+            out = len(shapes) - 1
+            shares.append(_Share(whole + tile, begin, count, out, split, tile * cut.outputs))
+
+        def write(share: _Share, total: Array) -> None:
+            mine, piece = warpgroup * TILE, pieces[share.out].at[warpgroup]
+
+            @pl.when(share.count > 0)
+            def _():
+                sums = of_step.finish(total, share.tile * cut.outputs + mine)
+                _write_sums(sums, piece, out_refs[share.out], share.split, share.first + mine)
+
+        of_step = steps_of(*given, *own)
+        _in_ring(shares, cut, rows, there, free, of_step, write)
+
+    kernel.__name__ = name
+    piece = cut.groups, min(rows, PIECE), TILE
+    line = 128  # bytes that are swizzled together
+    found = plgpu.kernel(
+        kernel,
+        out_type=tuple(shapes),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=cut.groups,
+        thread_name="warpgroup",
+        scratch_types=(
+            *rings,
+            plgpu.RefUnion(
+                *(swizzled(*piece, dtype=s.dtype, line=line // s.dtype.itemsize) for s in shapes)
+            ),
+            plgpu.Barrier(num_arrivals=loads, num_barriers=cut.stages),
+            plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+    )(*args)
+    added = [out[0] if out.shape[0] == 1 else jnp.sum(out, axis=0).astype(dtype) for out in found]
+    return added[0] if len(added) == 1 else jnp.concatenate(added, axis=1)
+
+
+def _in_ring(
+    shares: Sequence[_Share],
+    cut: Any,
+    rows: int,
     there: Any,
     free: Any,
-    load: Callable[[Array, Array], None],
-    multiply: Callable[[Array], None],
+    steps: Steps,
+    write: Callable[[_Share, Array], None],
 ) -> None:
-    """Multiply `count` steps of inputs, which TMA loads into a ring several steps ahead.
+    """Multiply shares of a block, which TMA loads into a ring several steps ahead.
 
     The warpgroups of a block of threads take turns with loading.
 
     Args:
-      cut: has `groups` and `stages`, of which there are 3 at least.
-      there, free: barriers of each place of the ring, see `_launch`.
-      load: from a step and its place, let TMA load what is multiplied.
-      multiply: from a place, hand it to wgmma, with a left operand in registers.
+      there, free: two barriers of each place of the ring. What was loaded is there, and all
+        warpgroups have read it.
+      write: the sums of a share.
     """
     warpgroup, stages = lax.axis_index("warpgroup"), cut.stages
     assert stages >= 3  # places are filled again a step after they are given back
+    count = sum((share.count for share in shares), jnp.int32(0))
 
     def loads(place):
         """Tell whether this warpgroup loads a place of the ring. The others need not wait for it."""
         return lax.rem(place, cut.groups) == warpgroup
 
+    def load(i, place):
+        """Load a step, counted from the first one of the first share on."""
+        begin = jnp.int32(0)
+        tile, step = shares[0].tile, shares[0].begin + i
+        for before, share in itertools.pairwise(shares):
+            begin = begin + before.count
+            tile = jnp.where(i >= begin, share.tile, tile)
+            step = jnp.where(i >= begin, share.begin + i - begin, step)
+        steps.load(tile, step, place, there.at[place])
+
     @pl.loop(0, jnp.minimum(count, stages))
     def _(i):
         pl.when(loads(i))(lambda: load(i, i))
 
-    def step(i, place):
-        plgpu.barrier_wait(there.at[place])
-        multiply(place)
-        last = jnp.where(place == 0, stages, place) - 1
+    def multiply(first, last, place, total):
+        def step(i, place):
+            plgpu.barrier_wait(there.at[place])
+            steps.multiply(total, place)
+            before = jnp.where(place == 0, stages, place) - 1
 
-        # Load over what all have given back, while this step is multiplied.
-        @pl.when((i >= 1) & (i - 1 + stages < count) & loads(last))
-        def _():
-            plgpu.barrier_wait(free.at[last])
-            load(i - 1 + stages, last)
+            # Load over what all have given back, while this step is multiplied.
+            @pl.when((i >= 1) & (i - 1 + stages < count) & loads(before))
+            def _():
+                plgpu.barrier_wait(free.at[before])
+                load(i - 1 + stages, before)
 
-        # The next step has the same registers for its left operand, which wgmma reads until here.
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(free.at[place])
-        return jnp.where(place == stages - 1, 0, place + 1)
+            # The next step has the same registers for its left operand, which wgmma reads until here.
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(free.at[place])
+            return jnp.where(place == stages - 1, 0, place + 1)
 
-    lax.fori_loop(jnp.int32(0), count, step, jnp.int32(0))
+        place = lax.fori_loop(first, last, step, place)
+        return total[...], place
+
+    first, place = jnp.int32(0), jnp.int32(0)
+    for share in shares:
+        last = first + share.count
+        run = functools.partial(multiply, first, last, place)
+        total, place = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32))
+        write(share, total)
+        first = last
 
 
-def write_sums(total: Array, piece_ref: Any, out_ref: Any, split: Array, first: Array) -> None:
+def _write_sums(total: Array, piece_ref: Any, out_ref: Any, split: Array, first: Array) -> None:
     """Write sums [64 outputs, rows] of a warpgroup to out[split, rows, outputs], in pieces of rows.
 
     Args:
       piece_ref: shared memory of this warpgroup for a piece.
       first: output.
     """
-    size = piece_ref.shape[0]
-    for row in range(0, total.shape[1], size):
+    count = total.shape[1]
+    for row in range(0, count, PIECE):
+        size = min(PIECE, count - row)
+        own = piece_ref.at[pl.ds(0, size)]
         some = total[:, row : row + size].astype(piece_ref.dtype)
-        piece_ref.T[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
+        own.T[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
         to = out_ref.at[split, pl.ds(row, size), pl.ds(first, TILE)]
-        plgpu.copy_smem_to_gmem(piece_ref, to)
+        plgpu.copy_smem_to_gmem(own, to)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.wait_smem_to_gmem(0)
-
-
-def multiply_tiles(
-    name: str,
-    body: Callable[..., None],
-    args: tuple[Array, ...],
-    *,
-    outputs: int,
-    cut: Any,
-    dtype: DTypeLike,
-    rings: tuple[Any, ...],
-    loads: int,
-) -> Float[Array, "R N"]:
-    """Return a product of all tiles of outputs: the first `cut.whole` ones, then those that are split.
-
-    Args:
-      name: what profiles call the kernel.
-      body: the kernel, as in `_launch`. It also gets `first_tile` of those in its output, and `splits`.
-      args: arrays, of which the first one is the rows.
-      cut: has `groups`, `outputs`, `splits`, `stages` and `whole`.
-      rings, loads: as in `_launch`.
-    """
-    tiles, found = outputs // cut.outputs, []
-    for first, last, splits in ((0, cut.whole, 1), (cut.whole, tiles, cut.splits)):
-        if first < last:
-            own = functools.partial(body, first_tile=first, splits=splits)
-            out = _launch(name, own, args, cut, last - first, splits, dtype, rings, loads)
-            found.append(out[0] if splits == 1 else jnp.sum(out, axis=0).astype(dtype))
-    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
-
-
-def _launch(
-    name: str,
-    body: Callable[..., None],
-    args: tuple[Array, ...],
-    cut: Any,
-    tiles: int,
-    splits: int,
-    dtype: DTypeLike,
-    rings: tuple[Any, ...],
-    loads: int,
-) -> Float[Array, "X R M"]:
-    """Run a kernel with a block for each tile and split, and a ring in shared memory.
-
-    Args:
-      body: the kernel. It gets references to `args`, to out[splits, rows, outputs], to `rings`, to
-        shared memory for a piece of each warpgroup's result, and two barriers for each place of the
-        rings: what was loaded is there, and all warpgroups have read it.
-      dtype: of the result. Parts are float32.
-      rings: shared memory with `cut.stages` places.
-      loads: of a place.
-    """
-
-    def named(*refs: Any) -> None:
-        body(*refs)
-
-    named.__name__ = name
-    rows, groups, stages = args[0].shape[0], cut.groups, cut.stages
-    part = jnp.dtype(dtype if splits == 1 else jnp.float32)
-    piece = groups, rows // pieces(rows), TILE
-    return plgpu.kernel(
-        named,
-        out_type=jax.ShapeDtypeStruct((splits, rows, tiles * groups * TILE), part),
-        grid=(splits, tiles),
-        grid_names=("split", "tile"),
-        num_threads=groups,
-        thread_name="warpgroup",
-        scratch_types=(
-            *rings,
-            swizzled(*piece, dtype=part, line=128 // part.itemsize),
-            plgpu.Barrier(num_arrivals=loads, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(*args)

@@ -8,18 +8,14 @@ from __future__ import annotations
 TILE = 64  # outputs of a warpgroup
 PROCESSORS = 132  # of an H200
 SHARED_BYTES = 224 << 10  # of a block of threads
-START_NS = 2000  # of a block, until it multiplies, and after
+PIECE = 32  # rows of a result that a warpgroup writes at once
+START_NS = 2500  # of a block, until it multiplies
+WRITE_NS = 2500  # of a block, until its sums are written and it multiplies again
 PARTS_A_NS = 4000  # bytes of parts of sums that all processors read or write in a nanosecond
 
 
-def pieces(rows: int) -> int:
-    """Return in how many pieces of rows a kernel writes its result."""
-    return -(-rows // 64)
-
-
 def padded(rows: int, multiple: int) -> int:
-    """Return how many rows a kernel takes for some: a multiple in each of their pieces."""
-    multiple *= pieces(rows)
+    """Return the next multiple, from a number of rows on."""
     return -(-rows // multiple) * multiple
 
 
@@ -29,7 +25,8 @@ def shares(
     """Return the ways to share a product among processors: nanoseconds, splits, whole tiles.
 
     A tile may be split: several blocks share its inputs, and their parts are added. As many tiles as
-    all processors take at once, or several times, may come first and stay whole.
+    all processors take at once, or several times, may come first and stay whole. A processor takes its
+    shares one after the other, and loads the next one while it multiplies.
 
     Args:
       outputs: of a tile.
@@ -38,13 +35,13 @@ def shares(
     """
     found = []
     for splits in range(1, most + 1):
-        for whole in {0, tiles // PROCESSORS * PROCESSORS if splits > 1 else 0}:
+        for whole in {0, (tiles - 1) // PROCESSORS * PROCESSORS}:
             rest = tiles - whole
-            if not rest:
-                continue
-            time = -(-rest * splits // PROCESSORS) * (tile_ns / splits + START_NS)
-            if whole:
-                time += whole / PROCESSORS * (tile_ns + START_NS) + START_NS
+            rounds = -(-rest * splits // PROCESSORS)
+            time = whole // PROCESSORS * (tile_ns + WRITE_NS)
+            time += START_NS + rounds * (tile_ns / splits + WRITE_NS)
+            if whole:  # these and the rest are put together
+                time += 2000
             if splits > 1:  # parts are written and read
                 time += 1500 + 8 * splits * rows * rest * outputs / PARTS_A_NS
             found.append((time, splits, whole))

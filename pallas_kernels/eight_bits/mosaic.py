@@ -29,55 +29,30 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.eight_bits.decode import pair
 from pallas_kernels.eight_bits.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import in_ring, multiply_tiles, swizzled, write_sums
+from pallas_kernels.mosaic import Steps, multiply_tiles, swizzled
 from pallas_kernels.tiles import TILE, padded
 
 
-def _linear(
-    x_ref,
-    codes_ref,
-    scales_ref,
-    out_ref,
-    ring,
-    x_ring,
-    result,
-    there,
-    free,
-    *,
-    cut: MosaicCut,
-    first_tile: int,
-    splits: int,
-) -> None:
-    """Write out[split, rows, outputs] of a tile: sums times their scales.
+def _steps(x_ref, codes_ref, scales_ref, ring, x_ring, *, cut: MosaicCut) -> Steps:
+    """Return how `cut.line` inputs are multiplied."""
+    warpgroup = lax.axis_index("warpgroup")
 
-    Args:
-      first_tile: of the codes that `out` has.
-    """
-    split, tile, warpgroup = (lax.axis_index(name) for name in ("split", "tile", "warpgroup"))
-    rows, steps = x_ref.shape[0], codes_ref.shape[1] // cut.line
-    begin, end = (lax.div((split + i) * steps, splits) for i in range(2))
-    own, mine = pl.ds((first_tile + tile) * cut.outputs, cut.outputs), pl.ds(warpgroup * TILE, TILE)
+    def load(tile, step, place, there):
+        own, at = pl.ds(tile * cut.outputs, cut.outputs), pl.ds(step * cut.line, cut.line)
+        plgpu.copy_gmem_to_smem(codes_ref.at[own, at], ring.at[place], there)
+        plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place], there)
 
-    def fetch(step, place):
-        at = pl.ds((begin + step) * cut.line, cut.line)
-        plgpu.copy_gmem_to_smem(codes_ref.at[own, at], ring.at[place], there.at[place])
-        plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place], there.at[place])
+    def multiply(total, place):
+        codes = ring.at[place, pl.ds(warpgroup * TILE, TILE)]
+        plgpu.wgmma(total, _numbers(codes), x_ring.at[place].transpose((1, 0)))
 
-    def multiply(total):
-        def add(place):
-            rows = x_ring.at[place].transpose((1, 0))
-            plgpu.wgmma(total, _numbers(ring.at[place, mine]), rows)
+    def finish(total, first):
+        load: Any = plgpu.load
+        scales = scales_ref.at[pl.ds(first, TILE)]
+        scales = load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return total * lax.broadcast_in_dim(scales, total.shape, [0])
 
-        in_ring(end - begin, cut, there, free, fetch, add)
-        return total[...]
-
-    total = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32))
-    first = tile * cut.outputs + warpgroup * TILE
-    load: Any = plgpu.load
-    scales = scales_ref.at[pl.ds(first_tile * cut.outputs + first, TILE)]
-    scales = load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    total = total * lax.broadcast_in_dim(scales, (TILE, rows), [0])
-    write_sums(total, result.at[warpgroup], out_ref, split, first)
+    return Steps(load, multiply, finish)
 
 
 def _numbers(codes_ref: Any) -> Array:
@@ -123,9 +98,10 @@ def linear_mosaic(
     rows = x.shape[0]
     out = multiply_tiles(
         "eight_bit_linear",
-        functools.partial(_linear, cut=cut),
+        functools.partial(_steps, cut=cut),
         (x, codes, scales),
         outputs=outputs,
+        steps=codes.shape[1] // cut.line,
         cut=cut,
         dtype=dtype,
         rings=(

@@ -31,59 +31,36 @@ from jaxtyping import Array, Float
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
 from pallas_kernels.grouped.decode import INT4_PAIRS
 from pallas_kernels.grouped.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import in_ring, multiply_tiles, swizzled, write_sums
+from pallas_kernels.mosaic import Steps, multiply_tiles, swizzled
 from pallas_kernels.tiles import TILE, padded
 
 
-def _linear(
-    x_ref,
-    codes_ref,
-    scales_ref,
-    out_ref,
-    ring,
-    x_ring,
-    scale_ring,
-    result,
-    there,
-    free,
-    *,
-    group: int,
-    cut: MosaicCut,
-    first_tile: int,
-    splits: int,
-) -> None:
-    """Write out[split, rows, outputs] of a tile.
+def _steps(
+    x_ref, codes_ref, scales_ref, ring, x_ring, scale_ring, *, group: int, cut: MosaicCut
+) -> Steps:
+    """Return how a block of inputs is multiplied.
 
     Args:
       group: inputs that share a scale.
-      first_tile: of the codes that `out` has.
     """
-    split, tile, warpgroup = (lax.axis_index(name) for name in ("split", "tile", "warpgroup"))
-    rows, steps = x_ref.shape[0], codes_ref.shape[0]
-    begin, end = (lax.div((split + i) * steps, splits) for i in range(2))
-    own, mine = pl.ds((first_tile + tile) * cut.outputs, cut.outputs), pl.ds(warpgroup * TILE, TILE)
+    mine = pl.ds(lax.axis_index("warpgroup") * TILE, TILE)
 
-    def load(step, place):
-        block, to = begin + step, there.at[place]
+    def load(tile, block, place, there):
+        own = pl.ds(tile * cut.outputs, cut.outputs)
         groups = pl.ds(lax.div(block * BLOCK, group), scale_ring.shape[1])
-        plgpu.copy_gmem_to_smem(codes_ref.at[block, own], ring.at[place], to)
-        plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], to)
-        plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(block * BLOCK, BLOCK)], x_ring.at[place], to)
+        plgpu.copy_gmem_to_smem(codes_ref.at[block, own], ring.at[place], there)
+        plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], there)
+        rows = x_ref.at[:, pl.ds(block * BLOCK, BLOCK)]
+        plgpu.copy_gmem_to_smem(rows, x_ring.at[place], there)
 
-    def multiply(total):
-        def add(place):
-            codes, halves = _codes(ring.at[place, mine]), []
-            for half in range(2):
-                scales = scale_ring.at[place, half * HALF // group, mine]
-                halves.append(_numbers(codes, half) * _by_output(scales, HALF))
-            plgpu.wgmma(total, _side_by_side(*halves), x_ring.at[place].transpose((1, 0)))
+    def multiply(total, place):
+        codes, halves = _codes(ring.at[place, mine]), []
+        for half in range(2):
+            scales = scale_ring.at[place, half * HALF // group, mine]
+            halves.append(_numbers(codes, half) * _by_output(scales, HALF))
+        plgpu.wgmma(total, _side_by_side(*halves), x_ring.at[place].transpose((1, 0)))
 
-        in_ring(end - begin, cut, there, free, load, add)
-        return total[...]
-
-    total = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32))
-    first = tile * cut.outputs + warpgroup * TILE
-    write_sums(total, result.at[warpgroup], out_ref, split, first)
+    return Steps(load, multiply)
 
 
 def _by_output(ref: Any, inputs: int) -> Array:
@@ -153,9 +130,10 @@ def linear_mosaic(
     rows = x.shape[0]
     out = multiply_tiles(
         "grouped_linear",
-        functools.partial(_linear, group=group, cut=cut),
+        functools.partial(_steps, group=group, cut=cut),
         (x, weight.codes, weight.scales),
         outputs=outputs,
+        steps=weight.codes.shape[0],
         cut=cut,
         dtype=dtype,
         rings=(

@@ -6,7 +6,7 @@ import dataclasses
 
 from pallas_kernels.grouped.coding import BLOCK, HALF
 from pallas_kernels.grouped.triton import Cut
-from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, TILE, padded, pieces, shares
+from pallas_kernels.tiles import PIECE, PROCESSORS, SHARED_BYTES, TILE, padded, shares
 
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with the sum
 # of parts, and for 5376 x 43008 with joining the first tiles with the last ones:
@@ -118,7 +118,7 @@ class MosaicCut:
         """Return the shared memory of a block: the ring of codes, rows and scales, and a result."""
         step = self.outputs * HALF + 2 * BLOCK * rows + 2 * 2 * self.outputs
         each = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
-        return self.stages * step + self.outputs * rows // pieces(rows) * each
+        return self.stages * step + self.outputs * min(rows, PIECE) * each
 
 
 def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:

@@ -26,7 +26,7 @@ from pallas_kernels.eight_bits.tuning import (
     mosaic_is_faster,
     triton_is_faster,
 )
-from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, padded, pieces
+from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, padded, shares
 
 KINDS = (jnp.int8, jnp.float8_e4m3fn)
 
@@ -160,7 +160,7 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
             own = mosaic_cut_for(rows, inputs, outputs)
             if own is not None:
                 assert outputs % own.outputs == inputs % own.line == own.whole % PROCESSORS == 0
-                assert own.whole < outputs // own.outputs or own.splits == 1
+                assert own.whole < outputs // own.outputs
                 assert 1 <= own.splits <= inputs // LINE // 2
                 assert own.stages >= 3
                 assert own.shared_bytes(padded(rows, ROWS), 2) <= SHARED_BYTES
@@ -190,14 +190,14 @@ def test_a_kernel_is_taken_where_it_was_measured_to_be_faster(name, fp8, kernels
         assert kernel in ("M", other)
 
 
-def test_rows_of_results_are_written_in_pieces_that_fit():
-    """A piece is a multiple of 16 rows and 64 at most, and few rows are added."""
-    for rows in range(1, MOST_ROWS + 1):
-        count = padded(rows, ROWS)
-        piece = count // pieces(rows)
-        assert piece <= 64
-        assert piece % 16 == count % piece == 0
-        assert rows <= count < rows + 64
+def test_whole_tiles_come_first_where_that_leaves_less_to_split():
+    """The ways to share 168 tiles among 132 processors, and the quickest one."""
+    ways = shares(168, 256, 16, tile_ns=44_000, most=7)
+    assert {(splits, whole) for _, splits, whole in ways} >= {(1, 0), (3, 0), (3, 132)}
+    _, splits, whole = min(ways)
+    assert whole == 132
+    assert splits * (168 - whole) <= PROCESSORS
+    assert min(shares(132, 256, 16, 44_000, 7))[1:] == (1, 0)
 
 
 @pytest.mark.gpu
