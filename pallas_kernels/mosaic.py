@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.tiles import PIECE, PROCESSORS, TILE
+from pallas_kernels.tiles import PIECE, PROCESSORS, TILE, results_are_apart
 
 
 def swizzled(*shape: int, dtype: DTypeLike, line: int | None = None) -> Any:
@@ -84,6 +84,7 @@ def multiply_tiles(
     """
     rows, tiles = args[0].shape[0], outputs // cut.outputs
     whole = cut.whole if cut.splits > 1 else tiles
+    assert results_are_apart(cut, steps)
     rest, dtype = tiles - whole, jnp.dtype(dtype)
     blocks = min(PROCESSORS, whole + rest * cut.splits)
     shapes = []

@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any, TypeVar
+
+CutT = TypeVar("CutT", bound=Any)
+
 TILE = 64  # outputs of a warpgroup
 PROCESSORS = 132  # of an H200
 SHARED_BYTES = 224 << 10  # of a block of threads
@@ -46,3 +51,27 @@ def shares(
                 time += 1500 + 8 * splits * rows * rest * outputs / PARTS_A_NS
             found.append((time, splits, whole))
     return found
+
+
+def with_stages(cut: CutT, rows: int, steps: int, result_bytes: int) -> CutT | None:
+    """Return a cut with as many stages as shared memory has room for, or None if it does not fit.
+
+    Args:
+      cut: has `splits`, `stages`, `whole` and `shared_bytes`.
+      steps: of a tile.
+      result_bytes: of a number of the result.
+    """
+    for stages in range(8, 2, -1):
+        cut = dataclasses.replace(cut, stages=stages)
+        if cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
+            return cut if results_are_apart(cut, steps) else None
+    return None
+
+
+def results_are_apart(cut: Any, steps: int) -> bool:
+    """Tell whether no warpgroup writes parts of sums while another one still writes a whole tile.
+
+    Both are written from the same shared memory. A warpgroup is ahead of another by the steps of the
+    ring at most.
+    """
+    return not cut.whole or steps // cut.splits > cut.stages

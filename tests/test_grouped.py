@@ -218,6 +218,7 @@ def test_every_product_has_a_cut_for_many_rows(name):
         assert outputs % cut.outputs == 0
         assert cut.whole < outputs // cut.outputs
         assert cut.stages >= 3
+        assert not cut.whole or inputs // 64 // cut.splits > cut.stages
         assert cut.splits <= inputs // 64
         taken = padded(rows, ROWS)
         assert cut.shared_bytes(taken) <= SHARED_BYTES

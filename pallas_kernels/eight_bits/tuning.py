@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.eight_bits.triton import Cut
-from pallas_kernels.tiles import PIECE, PROCESSORS, SHARED_BYTES, TILE, padded, shares
+from pallas_kernels.tiles import PIECE, PROCESSORS, TILE, padded, shares, with_stages
 
 MOST_ROWS = 256  # with more, the product takes as long as its arithmetic
 
@@ -16,7 +16,7 @@ MOST_ROWS = 256  # with more, the product takes as long as its arithmetic
 #
 #   inputs x outputs    rows  2     8      16     32     64     128
 #   5376 x 43008   int8 XLA   58    57     85     88     110    153
-#                  int8       62    65     70     75     89     118
+#                  int8       62    65     64     75     82     121
 #                  fp8 XLA         58     58     86     77     113
 #                  fp8                           75     89
 #                  bfloat16        131           128    111    119
@@ -26,10 +26,12 @@ MOST_ROWS = 256  # with more, the product takes as long as its arithmetic
 #                  fp8                           38     44
 #                  bfloat16        73            76     71     68
 #   5376 x 16384   int8 XLA         29            40     48     58
-#                  int8       23    24     26     26     36     38
+#                  int8       23    24     26     26     31     39
 #                  fp8                           27     37
+#   5376 x 18432   int8 XLA   28 to 40     42
+#                  int8       30
 #   8192 x 5376    int8 XLA         15            24     32     46
-#                  int8       14           16     18     22     25
+#                  int8       14           14     18     21     25
 #                  fp8                           17     22
 #   2816 x 4224    int8 XLA         8.8    8.6    10.3   13.1   17.5
 #                  int8             6.9    7.0    7.3    9.2    11.6
@@ -50,7 +52,8 @@ MOST_ROWS = 256  # with more, the product takes as long as its arithmetic
 #   2560 x 3072    int8 XLA   5 to 7              8             15
 #                  int8       5.5                 6.4    7.9    9.7
 #
-# Up to 8 rows it is Triton's kernel, from 16 on Mosaic's. Triton's takes 67, 36, 30 and 17 for 16 rows
+# Those of Mosaic's kernel for 32 rows, and for fp8, are older than its single launch. Up to 8 rows it is
+# Triton's kernel, from 16 on Mosaic's. Triton's takes 67, 36, 30 and 17 for 16 rows
 # of the first four, and 83, 38, 30 and 20 for 32.
 ANY, SMALL = float("inf"), 26e6
 TABLE = (
@@ -65,7 +68,7 @@ TABLE = (
     (MOST_ROWS, ANY, ANY, Cut(64, 64, inputs=128, warps=2, stages=4), 4),
 )
 LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
-# Of 8 rows and fewer, large products for which Triton's kernel is faster. XLA takes 28 to 40 for the last.
+# Large products for which Triton's kernel is faster with up to 8 rows.
 LARGE = ((21504, 5376), (5376, 16384), (8192, 5376), (5376, 18432))
 LINE = 128  # codes that TMA loads side by side: it is slow with fewer than 128 bytes
 ROWS = 16  # rows of a piece are a multiple of it in Mosaic's kernel
@@ -139,10 +142,9 @@ def mosaic_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) 
             ways = shares(outputs // tile, tile, rows, tile_ns, most)
             found += [(time, groups, splits, whole) for time, splits, whole in ways]
     for _, groups, splits, whole in sorted(found):
-        for stages in range(8, 2, -1):
-            cut = MosaicCut(groups, splits, line, stages, whole)
-            if cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
-                return cut
+        cut = MosaicCut(groups, splits, line, whole=whole)
+        if cut := with_stages(cut, rows, inputs // line, result_bytes):
+            return cut
     return None
 
 

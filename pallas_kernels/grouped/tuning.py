@@ -6,18 +6,26 @@ import dataclasses
 
 from pallas_kernels.grouped.coding import BLOCK, HALF
 from pallas_kernels.grouped.triton import Cut
-from pallas_kernels.tiles import PIECE, PROCESSORS, SHARED_BYTES, TILE, padded, shares
+from pallas_kernels.tiles import (
+    PIECE,
+    PROCESSORS,
+    SHARED_BYTES,
+    TILE,
+    padded,
+    shares,
+    with_stages,
+)
 
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with the sum
 # of parts, and for 5376 x 43008 with joining the first tiles with the last ones:
 #
 #   inputs x outputs       rows  2     16     32     64     128
 #   5376 x 43008     Triton      38    46     71     100    174
-#                    Mosaic            60     64     77     104
+#                    Mosaic            60     63     75     106
 #   21504 x 5376     Triton      23    26            60     109
-#                    Mosaic            32     34     38     51
+#                    Mosaic            32     34     38     50
 #   5376 x 16384     Triton      18    22                   72
-#                    Mosaic            25     26     31     42
+#                    Mosaic            25     26     31     41
 #   8192 x 5376      Triton      13    15                   45
 #                    Mosaic            15     17     19     26
 #   2816 x 8192      Triton                   14     21     42
@@ -130,9 +138,8 @@ def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) 
     # By the times of 5376 x 43008: 8 for a block of inputs and a row, 700 at least.
     tile_ns = blocks * max(8.0 * rows, 700.0) * groups / 4
     most = max(1, min(12, blocks // 4))
-    _, splits, whole = min(shares(tiles, groups * TILE, rows, tile_ns, most))
-    for stages in range(8, 2, -1):
-        cut = MosaicCut(groups, splits, stages, whole)
-        if cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
+    for _, splits, whole in sorted(shares(tiles, groups * TILE, rows, tile_ns, most)):
+        cut = MosaicCut(groups, splits, whole=whole)
+        if cut := with_stages(cut, rows, blocks, result_bytes):
             return cut
     return None

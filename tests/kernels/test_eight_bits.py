@@ -163,6 +163,7 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
                 assert own.whole < outputs // own.outputs
                 assert 1 <= own.splits <= inputs // LINE // 2
                 assert own.stages >= 3
+                assert not own.whole or inputs // own.line // own.splits > own.stages
                 assert own.shared_bytes(padded(rows, ROWS), 2) <= SHARED_BYTES
 
 
