@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
-
-CutT = TypeVar("CutT", bound=Any)
+from typing import Any
 
 TILE = 64  # outputs of a warpgroup
 PROCESSORS = 132  # of an H200
@@ -53,7 +51,7 @@ def shares(
     return found
 
 
-def with_stages(cut: CutT, rows: int, steps: int, result_bytes: int) -> CutT | None:
+def with_stages(cut: Any, rows: int, steps: int, result_bytes: int) -> Any:
     """Return a cut with as many stages as shared memory has room for, or None if it does not fit.
 
     Args:
