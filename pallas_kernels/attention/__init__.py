@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.reference import KVSegment, gathered, reference
 from pallas_kernels.attention.triton import Tiling, attention_triton
-from pallas_kernels.attention.tuning import splits_for, tiling_for
+from pallas_kernels.attention.tuning import splits_for, tiling_at_once, tiling_for
 from pallas_kernels.dispatch import (
     KV_DTYPES,
     MOST_NUMBERS,
@@ -67,6 +67,10 @@ MOST_SCORE_BYTES = 1 << 30
 # Mosaic are for the spans of keys, which are computed once for all layers.
 FEWEST_BYTES = 8 << 20
 FEWEST_BYTES_WIDE = 64 << 20
+# With so few rows a kv head, the Triton kernel at head dim 512 has a tiling for Hopper that is
+# faster than the table says. 8 sequences of 31B with a query each: 13 us for 300 keys (XLA 14), and
+# 129 us for 8000 keys (XLA 148, Mosaic 146 with its spans and paddings).
+FEW_ROWS = 16
 
 
 def attention(
@@ -125,19 +129,22 @@ def attention(
     scaled = {**how, "value_scale": value_scale}
     narrow = {s.k.dtype for s in segments} != {q.dtype}
 
+    hopper = capability() == HOPPER
+    sizes: dict[str, Any] = {"head_dim": h, "rows": rows, "heads": heads, "longest": longest}
+    at_once = tiling_at_once(**sizes) if hopper and len(segments) == 1 and not narrow else None
+
     def mosaic(*args: Any) -> Array:
         splits = splits_for(rows=rows, heads=heads, longest=longest)
         return _mosaic_kernel(h)(*args, **(scaled if h == 512 else how), splits=splits)
 
     def triton(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Array:
-        sizes: dict[str, Any] = {"head_dim": h, "rows": rows, "heads": heads, "longest": longest}
-        tiles = tiling or tiling_for(**sizes, narrow=narrow)
+        tiles = tiling or at_once or tiling_for(**sizes, narrow=narrow, hopper=hopper)
         how = {**scaled, "tiling": tiles, "interpret": interpret}
         return attention_triton(q, q_positions, _counted_in_32_bits(segments), **how)
 
     # At head dim 128 "auto" takes Mosaic only for more than one tile of rows. The kernel was not
-    # measured with fewer rows.
-    on_hopper = capability() == HOPPER and (h == 512 or rows > 64)
+    # measured with fewer rows. At head dim 512 Triton is as quick with few rows, and needs no padding.
+    on_hopper = hopper and (rows > FEW_ROWS if h == 512 else rows > 64)
     if narrow:
         # The form for fp8 keys, from a whole tile of rows on. For 4 sequences of 32768 keys of 31B,
         # 8 queries take 383 us (Triton 568, bfloat16 keys 294), and one query 365 (Triton 321).
@@ -156,10 +163,11 @@ def attention(
             reason=_why_not_triton(q, segments, interpret),
             # XLA writes out keys that it converts, which is another cache.
             worth_it=narrow
+            or at_once is not None
             or _worth_it(
                 q,
                 segments,
-                FEWEST_BYTES if h <= 256 else FEWEST_BYTES_WIDE,
+                FEWEST_BYTES if h <= 256 or (hopper and rows <= FEW_ROWS) else FEWEST_BYTES_WIDE,
                 for_prompts=h <= 256,
             ),
         ),

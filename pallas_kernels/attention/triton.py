@@ -28,7 +28,9 @@ from pallas_kernels.attention.reference import KVSegment
 from pallas_kernels.attention.spans import UNSEEN, position_range, visible_span
 from pallas_kernels.triton import below, dot, load, store
 
-COMBINED_ROWS = 8  # rows of a program that averages splits
+# A program that averages splits makes so many numbers, and loads so many splits at once.
+COMBINED = 512
+COMBINED_SPLITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,8 @@ def _attend(
         most = tiling.keys if seen_ref is None else 16
         keys = min(most, max(16, pl.next_power_of_2(size)))
         begin, end = spans_ref[b, tile, 2 * i], spans_ref[b, tile, 2 * i + 1]
+        # Where each share is one block, it is known without the range. It is then loaded at once.
+        at_once = _is_one_block(tiling, keys, size) and len(segments) == 1
         first = begin // keys
         blocks = jnp.maximum((end + keys - 1) // keys - first, 0)
         share = (blocks + tiling.splits - 1) // tiling.splits
@@ -117,10 +121,19 @@ def _attend(
             keys=keys,
             end=end,
             q=rows,
+            at_once=at_once,
         ):
             total, most, weight = carry
+            if at_once:
+                q = load(
+                    q_ref,
+                    b + (block - split),
+                    *q_index[1:],
+                    column,
+                    mask=None if inside is None else inside[:, None],
+                )
             slot = block * keys + lax.iota(jnp.int32, keys)
-            real = below(slot, k_ref.shape[2])
+            real = slot < k_ref.shape[2] if at_once else below(slot, k_ref.shape[2])
             at = (cache_row, head, slot[:, None])
             k = load(k_ref, *at, column, mask=None if real is None else real[:, None])
             # Slots behind the range may hold NaN, which a weight of 0 would not remove.
@@ -143,6 +156,10 @@ def _attend(
             total = total * kept[:, None] + dot(p.astype(v.dtype), v)
             return total, new, weight * kept + jnp.sum(p, axis=1)
 
+        if (
+            at_once
+        ):  # a loop of one step, because Triton loads keys and values together in loops only
+            start, stop = split, jnp.minimum(split + 1, pl.cdiv(size, keys))
         carry = lax.fori_loop(start, stop, step, carry)
 
     total, most, weight = carry
@@ -159,33 +176,46 @@ def _attend(
         store(log_weight_ref, split, b, token, head, group, value=value, mask=once)
 
 
+def _is_one_block(tiling: Tiling, keys: int, size: int) -> bool:
+    """Tell whether no split of so many slots is more than one block."""
+    return tiling.splits > 1 and tiling.splits * keys >= size
+
+
 def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
     """Average the splits of a block of rows, weighted by the softmax weights of their keys."""
     splits, size, width = parts_ref.shape
     row, column = pl.program_id(0) * rows + lax.iota(jnp.int32, rows), lax.iota(jnp.int32, width)
     inside = below(row, size)
-    split = lax.iota(jnp.int32, pl.next_power_of_2(splits))[:, None]
-    # Indices beyond the last split repeat it, which does not change the maximum.
-    most = jnp.max(
-        load(
-            log_weights_ref,
-            jnp.minimum(split, splits - 1),
-            row[None, :],
-            mask=None if inside is None else inside[None, :],
-        ),
-        axis=0,
-    )
-    mask = None if inside is None else inside[:, None]
+    inside = jnp.ones_like(row, jnp.bool_) if inside is None else inside
+    some = min(COMBINED_SPLITS, pl.next_power_of_2(splits))
 
     def step(i, carry):
-        total, weight = carry
-        mine = jnp.exp2(load(log_weights_ref, i, row, mask=inside) - most)
-        part = load(parts_ref, i, row[:, None], column[None, :], mask=mask)
-        return total + part.astype(jnp.float32) * mine[:, None], weight + mine
+        total, most, weight = carry
+        split = i * some + lax.iota(jnp.int32, some)
+        mask = (split < splits)[:, None] & inside[None, :]
+        part = load(
+            parts_ref,
+            split[:, None, None],
+            row[None, :, None],
+            column[None, None, :],
+            mask=mask[:, :, None],
+        )
+        mine = load(log_weights_ref, split[:, None], row[None, :], mask=mask)
+        mine = jnp.where(mask, mine, UNSEEN)
+        new = jnp.maximum(most, jnp.max(mine, axis=0))
+        kept, mine = jnp.exp2(most - new), jnp.where(mask, jnp.exp2(mine - new[None, :]), 0)
+        total = total * kept[:, None] + jnp.sum(part.astype(jnp.float32) * mine[:, :, None], axis=0)
+        return total, new, weight * kept + jnp.sum(mine, axis=0)
 
-    zeros = jnp.zeros((rows, width), jnp.float32), jnp.zeros((rows,), jnp.float32)
-    total, weight = lax.fori_loop(0, splits, step, zeros)
-    store(out_ref, row[:, None], column[None, :], value=total / weight[:, None], mask=mask)
+    carry = (
+        jnp.zeros((rows, width), jnp.float32),
+        jnp.full((rows,), UNSEEN, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+    steps = pl.cdiv(splits, some)
+    total, _, weight = step(0, carry) if steps == 1 else lax.fori_loop(0, steps, step, carry)
+    weight = jnp.where(weight == 0, 1, weight)[:, None]
+    store(out_ref, row[:, None], column[None, :], value=total / weight, mask=inside[:, None])
 
 
 def attention_triton(
@@ -230,11 +260,12 @@ def attention_triton(
     if splits == 1:
         return parts[0]
     flat = (splits, b * t * k * g)
+    rows = max(1, COMBINED // q.shape[4])
     out = pl.pallas_call(
-        functools.partial(_combine, rows=COMBINED_ROWS),
+        functools.partial(_combine, rows=rows),
         out_shape=jax.ShapeDtypeStruct((flat[1], q.shape[4]), q.dtype),
-        grid=(pl.cdiv(flat[1], COMBINED_ROWS),),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        grid=(pl.cdiv(flat[1], rows),),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="attention_combine",
     )(parts.reshape(*flat, -1), log_weights[0].reshape(flat))

@@ -36,8 +36,22 @@ FULL = 132
 # Least number of keys of a split. With fewer, starting and adding up take longer than reading.
 FEWEST_KEYS = 128
 
-# At head dim 256, 8 sequences of 31B with a query and some 300 keys each take 13.6 us, and 16.3 with
-# blocks of 64 keys in 2 stages. More keys were not measured with the smaller blocks.
+# One query of each sequence, microseconds, bfloat16, keys not in L2 (31B and 26B-A4B at head dim 256
+# have 16 and 8 kv heads; at head dim 512, 4 and 2):
+#
+#   head dim 256, blocks of 32 keys    2 stages   3 stages
+#   31B, 8 sequences of 1000 keys      58         42
+#   26B-A4B, 32 of 1000                75         72
+#   31B, 32 of 300                     49         54
+#   31B, 32 of 1000                    131        149
+#   head dim 512, blocks of 32 keys    2 stages   3 stages   Mosaic
+#   31B, 8 sequences of 8000 keys      151        127        131
+#   31B, 4 of 32000                    283        244        246
+#   31B, 32 of 1500                    113        100        112
+#   31B, 32 of 300                     33         31         38
+#
+# With more programs than run at once, fewer stages let more of them run. At head dim 512 three
+# stages need the shared memory of Hopper.
 #
 # Blocks of fp8 keys take half of the room, so at head dim 512 one more is loaded ahead. 4 sequences
 # of 32768 keys of 31B: one query 321 us instead of 360, 8 queries 568 us instead of 620.
@@ -65,8 +79,46 @@ CHUNKS = (
 )
 
 
+# Tilings of short caches, in which each split is one block: all keys and values are loaded at once.
+# One sequence of 300 keys in a cache of 384 slots, microseconds, with the average of the splits:
+#
+#                         31B   26B-A4B   E4B   31B, 8 queries   26B-A4B, 16 queries
+#   head dim 256          6.7   6.1       5.3   7.1              7.2
+#   with 3 splits         7.9   8.5       7.0   9.4              9.0
+#   XLA                   8.5   7.7       7.1   12.1             11.4
+#   head dim 512          6.2   6.5       6.4
+#   XLA                   8.2   7.6       7.6
+#
+# With more programs than run at once this is slower: 13.4 instead of 11.1 for 1000 keys of 31B.
+AT_ONCE = (
+    # Each row: largest head dim, most rows, keys.
+    (256, 32, 64),
+    (512, 16, 32),
+)
+
+
+def tiling_at_once(*, head_dim: int, rows: int, heads: int, longest: int) -> Tiling | None:
+    """Return a tiling in which each split is one block, or None where programs would be too many.
+
+    Arguments as in `tiling_for`.
+    """
+    tile = max(16, 1 << (rows - 1).bit_length())
+    found = next((row for row in AT_ONCE if head_dim <= row[0]), None)
+    if found is None or tile > found[1]:
+        return None
+    keys = found[2]
+    splits = -(-longest // keys)
+    return Tiling(tile, keys, 4, 2, splits) if splits > 1 and heads * splits <= FULL else None
+
+
 def tiling_for(
-    *, head_dim: int, rows: int, heads: int, longest: int, narrow: bool = False
+    *,
+    head_dim: int,
+    rows: int,
+    heads: int,
+    longest: int,
+    narrow: bool = False,
+    hopper: bool = False,
 ) -> Tiling:
     """Return the tiling of the Triton kernel for these sizes.
 
@@ -79,6 +131,7 @@ def tiling_for(
       heads: kv heads of all sequences.
       longest: slots of the longest segment.
       narrow: whether keys are fp8.
+      hopper: whether the GPU has the shared memory of Hopper.
     """
     for most, tiling in CHUNKS:
         if head_dim <= most and rows > MANY_ROWS and heads * rows >= FULL * MANY_ROWS:
@@ -90,9 +143,11 @@ def tiling_for(
         raise ValueError(f"the table of tilings ends at head dim {TABLE[-1][0]}, not {head_dim}")
     _, most, (keys, warps, stages, parts) = next((r for r in same if power <= r[1]), same[-1])
     tile = min(power, most)
-    if narrow and head_dim > 256 and tile <= 64:
-        stages += 1
     programs = heads * -(-rows // tile) * parts
+    if head_dim > 256 and ((narrow and tile <= 64) or (hopper and tile <= 16)):
+        stages += 1
+    if 128 < head_dim <= 256 and tile <= 16 and programs > 2 * FULL:
+        stages -= 1
     return Tiling(tile, keys, warps, stages, _splits(programs, longest), parts)
 
 

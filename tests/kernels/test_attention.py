@@ -14,7 +14,7 @@ from pallas_kernels.attention import KVSegment, attention, reference
 from pallas_kernels.attention.cases import Shape, cached, fresh, in_rows, queries
 from pallas_kernels.attention.spans import masked_span, visible_span
 from pallas_kernels.attention.triton import Tiling
-from pallas_kernels.attention.tuning import TABLE, splits_for, tiling_for
+from pallas_kernels.attention.tuning import TABLE, splits_for, tiling_at_once, tiling_for
 from pallas_kernels.elementary import stored_as
 
 SLIDING = Shape(4, 2, 32, window=24)
@@ -23,6 +23,8 @@ DRAFT = Shape(4, 2, 16, causal=False)
 # Several blocks of keys and of rows, with and without splits, with a rest.
 TILING = Tiling(rows=16, keys=16, warps=4, stages=2, splits=1)
 SPLIT = Tiling(rows=16, keys=16, warps=4, stages=2, splits=3)
+# Each split is one block of a cache of at most 112 slots.
+AT_ONCE = Tiling(rows=16, keys=16, warps=4, stages=2, splits=7)
 PARTS = Tiling(rows=32, keys=16, warps=4, stages=2, splits=2, parts=2)
 
 
@@ -85,6 +87,28 @@ def test_a_ring(tokens: int) -> None:
     check(SLIDING, q, at, (cached(SLIDING, lengths, 32, kind, ring=True),), SPLIT)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "size"),
+    [
+        (SLIDING, "bfloat16", 100),
+        (FULL, "float32", 112),
+        pytest.param(DRAFT, "bfloat16", 20, marks=pytest.mark.slow),
+    ],
+)
+def test_splits_of_one_block(shape: Shape, dtype: str, size: int) -> None:
+    """Some splits see no key, one is cut off by the end of the cache, and more rows than a tile has."""
+    lengths, kind = [9, 16, 17, size], jnp.dtype(dtype)
+    q, at = queries(shape, lengths, 9, kind)
+    check(shape, q, at, (cached(shape, lengths, size, kind),), AT_ONCE)
+
+
+def test_more_splits_than_are_averaged_at_once() -> None:
+    lengths, kind = [1, 150, 400], jnp.dtype("bfloat16")
+    q, at = queries(FULL, lengths, 1, kind)
+    tiling = Tiling(rows=16, keys=16, warps=4, stages=2, splits=21)
+    check(FULL, q, at, (cached(FULL, lengths, 400, kind),), tiling)
+
+
 @pytest.mark.parametrize("shape", [FULL, pytest.param(SLIDING, marks=pytest.mark.slow)])
 def test_a_chunk_of_a_prompt(shape: Shape) -> None:
     """Many tiles of queries, each of which sees keys of its own, and columns of values in parts."""
@@ -113,7 +137,13 @@ def test_the_table_at_real_widths(head_dim: int, tokens: int, window: int | None
 
 
 @pytest.mark.parametrize(
-    ("shape", "tiling"), [(SLIDING, SPLIT), pytest.param(DRAFT, TILING, marks=pytest.mark.slow)]
+    ("shape", "tiling"),
+    [
+        (SLIDING, TILING),
+        (SLIDING, SPLIT),
+        pytest.param(DRAFT, TILING, marks=pytest.mark.slow),
+        pytest.param(FULL, AT_ONCE, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_behind_the_last_key_does_no_harm(shape: Shape, tiling: Tiling) -> None:
     lengths, kind = [0, 1, 17, 40], jnp.dtype("float32")
@@ -212,6 +242,25 @@ def test_the_table_has_a_row_for_every_shape() -> None:
             assert 16 <= tiling.rows <= max(16, 2 * rows)
     assert tiling_for(head_dim=256, rows=32, heads=128, longest=8192).splits <= 2
     assert tiling_for(head_dim=256, rows=32, heads=1, longest=64).splits == 1
+
+
+def test_tilings_load_ahead_what_shared_memory_holds() -> None:
+    """Many programs share a processor, and at head dim 512 only Hopper has room for a third stage."""
+    one = functools.partial(tiling_for, rows=2, longest=1088)
+    assert one(head_dim=256, heads=128).stages == 3
+    assert one(head_dim=256, heads=512).stages == 2
+    assert one(head_dim=512, heads=32).stages == 2
+    assert one(head_dim=512, heads=32, hopper=True).stages == 3
+    assert one(head_dim=512, heads=32, hopper=True, narrow=True).stages == 3
+
+
+def test_short_caches_are_loaded_at_once() -> None:
+    one = functools.partial(tiling_at_once, rows=2, heads=16)
+    assert one(head_dim=256, longest=384) == Tiling(16, 64, 4, 2, splits=6)
+    assert one(head_dim=512, longest=250) == Tiling(16, 32, 4, 2, splits=8)
+    assert one(head_dim=256, longest=64) is None  # one block: nothing to split
+    assert one(head_dim=256, longest=1088) is None  # more programs than a GPU runs at once
+    assert tiling_at_once(head_dim=512, rows=32, heads=2, longest=384) is None  # no room
 
 
 @pytest.mark.parametrize(
