@@ -111,8 +111,8 @@ def attention(
         segment and no window. At head dim 128 it needs 16-bit keys, no `value_scale`, 8, 16, 32 or
         64 query heads per kv head, and at most one further segment, of at most 128 slots. "auto" takes
         Mosaic, else Triton, where the kernel can run and one of two things holds: the kernel is
-        faster (many keys for few tokens, most chunks of prompts), or the scores of the reference
-        would fill memory.
+        faster (many keys for few tokens, short caches of few sequences on Hopper, most chunks of
+        prompts), or the scores of the reference would fill memory.
         Elsewhere "auto" takes the reference.
       tiling: tile sizes of the Triton kernel; None takes them from the table in `tuning.py`.
       interpret: whether to interpret the Triton kernel. It then runs on any device, slowly. For

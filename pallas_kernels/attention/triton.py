@@ -9,6 +9,9 @@ The keys that some query of a tile can see are a range of slots. The range is di
 `splits` programs, whatever its length. Each program runs one softmax along its blocks. A second
 kernel averages the shares, weighted by the softmax weights of their keys. There are no atomics, so
 results do not depend on the order of blocks.
+
+Where there are as many splits as blocks, each program knows its block before it knows the range. It
+then loads queries, keys and values together, and waits for memory once.
 """
 
 from __future__ import annotations
@@ -80,8 +83,12 @@ def _attend(
     inside = below(row, tokens * groups)
     column = lax.iota(jnp.int32, width)[None, :]
     made = part * (width // tiling.parts) + lax.iota(jnp.int32, width // tiling.parts)[None, :]
-    q_index = (b, head, group[:, None], token[:, None])
-    q = load(q_ref, *q_index, column, mask=None if inside is None else inside[:, None])
+
+    def queries(b: Array) -> Array:
+        mask = None if inside is None else inside[:, None]
+        return load(q_ref, b, head, group[:, None], token[:, None], column, mask=mask)
+
+    q = queries(b)
     q_position = load(q_positions_ref, b, token, mask=inside)
 
     carry = (
@@ -102,13 +109,15 @@ def _attend(
         most = tiling.keys if seen_ref is None else 16
         keys = min(most, max(16, pl.next_power_of_2(size)))
         begin, end = spans_ref[b, tile, 2 * i], spans_ref[b, tile, 2 * i + 1]
-        # Where each share is one block, it is known without the range. It is then loaded at once.
-        at_once = _is_one_block(tiling, keys, size) and len(segments) == 1
-        first = begin // keys
-        blocks = jnp.maximum((end + keys - 1) // keys - first, 0)
-        share = (blocks + tiling.splits - 1) // tiling.splits
-        start = jnp.minimum(split * share, blocks) + first
-        stop = jnp.minimum(split * share + share, blocks) + first
+        at_once = tiling.splits > 1 and tiling.splits * keys >= size and len(segments) == 1
+        if at_once:  # a loop all the same, because Triton waits for each load outside of loops
+            start, stop = split, jnp.minimum(split + 1, pl.cdiv(size, keys))
+        else:
+            first = begin // keys
+            blocks = jnp.maximum((end + keys - 1) // keys - first, 0)
+            share = (blocks + tiling.splits - 1) // tiling.splits
+            start = jnp.minimum(split * share, blocks) + first
+            stop = jnp.minimum(split * share + share, blocks) + first
 
         def step(
             block,
@@ -124,14 +133,8 @@ def _attend(
             at_once=at_once,
         ):
             total, most, weight = carry
-            if at_once:
-                q = load(
-                    q_ref,
-                    b + (block - split),
-                    *q_index[1:],
-                    column,
-                    mask=None if inside is None else inside[:, None],
-                )
+            if at_once:  # the block is the split; that both are in the index keeps the load in here
+                q = queries(b + (block - split)).astype(q.dtype)
             slot = block * keys + lax.iota(jnp.int32, keys)
             real = slot < k_ref.shape[2] if at_once else below(slot, k_ref.shape[2])
             at = (cache_row, head, slot[:, None])
@@ -156,10 +159,6 @@ def _attend(
             total = total * kept[:, None] + dot(p.astype(v.dtype), v)
             return total, new, weight * kept + jnp.sum(p, axis=1)
 
-        if (
-            at_once
-        ):  # a loop of one step, because Triton loads keys and values together in loops only
-            start, stop = split, jnp.minimum(split + 1, pl.cdiv(size, keys))
         carry = lax.fori_loop(start, stop, step, carry)
 
     total, most, weight = carry
@@ -174,11 +173,6 @@ def _attend(
         value = most + jnp.log2(weight)
         once = (row < tokens * groups) & (part == 0)
         store(log_weight_ref, split, b, token, head, group, value=value, mask=once)
-
-
-def _is_one_block(tiling: Tiling, keys: int, size: int) -> bool:
-    """Tell whether no split of so many slots is more than one block."""
-    return tiling.splits > 1 and tiling.splits * keys >= size
 
 
 def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
@@ -214,8 +208,8 @@ def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
     )
     steps = pl.cdiv(splits, some)
     total, _, weight = step(0, carry) if steps == 1 else lax.fori_loop(0, steps, step, carry)
-    weight = jnp.where(weight == 0, 1, weight)[:, None]
-    store(out_ref, row[:, None], column[None, :], value=total / weight, mask=inside[:, None])
+    out = total / weight[:, None]
+    store(out_ref, row[:, None], column[None, :], value=out, mask=inside[:, None])
 
 
 def attention_triton(
