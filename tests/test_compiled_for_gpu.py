@@ -42,6 +42,7 @@ from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec, PrefillChunk
 from pallas_kernels import eight_bits
 from pallas_kernels.attention import KVSegment, attention
+from pallas_kernels.attention.tuning import tiling_at_once
 from pallas_kernels.experts import experts
 from pallas_kernels.experts.cases import GEMMA4_26B_A4B, abstract_codes
 from pallas_kernels.experts.coded import multiply_gate_up
@@ -597,13 +598,42 @@ def test_four_bit_codes_and_their_scales_are_read_several_steps_ahead(
 
 def loop_of(kernel: str, run: Any, args: Any, folder: Any) -> str:
     """Compile for an H200, and return the instructions of the only loop of a kernel."""
+    # From the label of the loop to the jump back to it.
+    [loop] = re.findall(
+        r"\n(\$L\w+):(.*?)bra\S*\s+\1;", ptx_of(kernel, run, args, folder), re.DOTALL
+    )
+    return loop[1]
+
+
+def ptx_of(kernel: str, run: Any, args: Any, folder: Any) -> str:
+    """Compile for an H200, and return the instructions of a kernel."""
     options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": ".*"}
     with jax.sharding.use_abstract_mesh(NAMED_H200):
         jax.jit(run, compiler_options=options).lower(*on_h200(args)).compile()
-    [text] = [t for t in (path.read_text() for path in folder.glob("*.ptx")) if kernel in t]
-    # From the label of the loop to the jump back to it.
-    [loop] = re.findall(r"\n(\$L\w+):(.*?)bra\S*\s+\1;", text, re.DOTALL)
-    return loop[1]
+    texts = (path.read_text() for path in folder.glob("*.ptx"))
+    [text] = [text for text in texts if f".entry {kernel}(" in text]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim"), [(16, 256), (4, 512)], ids=["31B sliding", "31B full"]
+)
+def test_short_caches_are_read_without_a_wait_in_between(kv_heads, head_dim, tmp_path):
+    """Queries, keys and values are all on their way before the kernel waits for any of them."""
+    slots, groups = 384, 32 // kv_heads
+    tiling = tiling_at_once(head_dim=head_dim, rows=groups, heads=kv_heads, longest=slots)
+    assert tiling is not None
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    cache = shape((1, kv_heads, slots, head_dim))
+    positions = jax.ShapeDtypeStruct((1, slots), jnp.int32)
+    query, at = shape((1, 1, kv_heads, groups, head_dim)), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    args = (query, at, (KVSegment(cache, cache, positions),))
+    run = functools.partial(attention, scale=1.0, implementation="triton", tiling=tiling)
+    before, _, _ = ptx_of("attention", run, args, tmp_path).partition("cp.async.wait_group")
+    loaded = 16 * before.count("cp.async.cg.shared.global") * 32 * tiling.warps
+    assert loaded >= 2 * tiling.keys * head_dim * 2  # bytes of keys and values
+    assert "bar.sync" not in before
+    assert "st.shared" not in before
 
 
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
