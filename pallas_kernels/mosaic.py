@@ -81,10 +81,17 @@ def multiply_tiles(
       dtype: of the result. Parts are float32.
       rings: shared memory with `cut.stages` places.
       loads: of a place.
+
+    Raises:
+      ValueError: the cut puts whole tiles before splits that are too short for it.
     """
     rows, tiles = args[0].shape[0], outputs // cut.outputs
     whole = cut.whole if cut.splits > 1 else tiles
-    assert results_are_apart(cut, steps)
+    if not results_are_apart(cut, steps):
+        raise ValueError(
+            f"{cut} gives a split {steps // cut.splits} of {steps} steps; where whole tiles come first, "
+            "a split needs more steps than there are stages"
+        )
     rest, dtype = tiles - whole, jnp.dtype(dtype)
     blocks = min(PROCESSORS, whole + rest * cut.splits)
     shapes = []

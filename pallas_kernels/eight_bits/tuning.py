@@ -52,9 +52,10 @@ MOST_ROWS = 256  # with more, the product takes as long as its arithmetic
 #   2560 x 3072    int8 XLA   5 to 7              8             15
 #                  int8       5.5                 6.4    7.9    9.7
 #
-# Those of Mosaic's kernel for 32 rows, and for fp8, are older than its single launch. Up to 8 rows it is
-# Triton's kernel, from 16 on Mosaic's. Triton's takes 67, 36, 30 and 17 for 16 rows
-# of the first four, and 83, 38, 30 and 20 for 32.
+# The kernel is Triton's for up to 8 rows, and Mosaic's from 16 on. Mosaic's for 32 rows, and for fp8,
+# was measured when the first tiles and the last ones had a kernel each. Triton's takes 67, 36, 30 and
+# 17 for 16 rows of 5376 x 43008, 21504 x 5376, 5376 x 16384 and 8192 x 5376, and 83, 38, 30 and 20
+# for 32.
 ANY, SMALL = float("inf"), 26e6
 TABLE = (
     # Each row: most rows of x, most numbers of the weight, most outputs, cut, programs for each
@@ -71,7 +72,7 @@ LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
 # Large products for which Triton's kernel is faster with up to 8 rows.
 LARGE = ((21504, 5376), (5376, 16384), (8192, 5376), (5376, 18432))
 LINE = 128  # codes that TMA loads side by side: it is slow with fewer than 128 bytes
-ROWS = 16  # rows of a piece are a multiple of it in Mosaic's kernel
+ROWS = 16  # Mosaic's kernel pads rows to a multiple of it
 MOST_MOSAIC_ROWS = 128
 
 

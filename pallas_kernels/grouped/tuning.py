@@ -95,7 +95,7 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
     return dataclasses.replace(cut, splits=splits, warps=warps, stages=stages)
 
 
-ROWS = 8  # rows of a piece are a multiple of it in the Mosaic kernel
+ROWS = 8  # the Mosaic kernel pads rows to a multiple of it
 FEWEST_MOSAIC_ROWS = 32
 MOSAIC_ROWS = 128  # at most; sums take half of all registers then
 
