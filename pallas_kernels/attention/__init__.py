@@ -144,18 +144,18 @@ def attention(
 
     # At head dim 128 "auto" takes Mosaic only for more than one tile of rows. The kernel was not
     # measured with fewer rows. At head dim 512 Triton is as quick with few rows, and needs no padding.
-    on_hopper = hopper and (rows > FEW_ROWS if h == 512 else rows > 64)
+    mosaic_pays = hopper and (rows > FEW_ROWS if h == 512 else rows > 64)
     if narrow:
         # The form for fp8 keys, from a whole tile of rows on. For 4 sequences of 32768 keys of 31B,
         # 8 queries take 383 us (Triton 568, bfloat16 keys 294), and one query 365 (Triton 321).
         # Chunks of prompts were not measured.
-        on_hopper = on_hopper and rows >= 64 and t <= MOST_TOKENS
+        mosaic_pays = mosaic_pays and rows >= 64 and t <= MOST_TOKENS
     candidates = [
         Candidate(
             "mosaic",
             mosaic,
             reason=_why_not_mosaic(q, segments, window, value_scale, interpret),
-            worth_it=on_hopper and _worth_it(q, segments, FEWEST_BYTES, for_prompts=h == 512),
+            worth_it=mosaic_pays and _worth_it(q, segments, FEWEST_BYTES, for_prompts=h == 512),
         ),
         Candidate(
             "triton",

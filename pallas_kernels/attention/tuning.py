@@ -102,8 +102,7 @@ def tiling_at_once(*, head_dim: int, rows: int, heads: int, longest: int) -> Til
 
     Arguments as in `tiling_for`.
     """
-    tile = max(16, 1 << (rows - 1).bit_length())
-    found = next((row for row in AT_ONCE if head_dim <= row[0]), None)
+    tile, found = _tile(rows), next((row for row in AT_ONCE if head_dim <= row[0]), None)
     if found is None or tile > found[1]:
         return None
     keys = found[2]
@@ -136,7 +135,7 @@ def tiling_for(
     for most, tiling in CHUNKS:
         if head_dim <= most and rows > MANY_ROWS and heads * rows >= FULL * MANY_ROWS:
             return tiling
-    power = max(16, 1 << (rows - 1).bit_length())
+    power = _tile(rows)
     fits = [row for row in TABLE if head_dim <= row[0]]
     same = [row for row in fits if row[0] == fits[0][0]] if fits else []
     if not same:
@@ -160,6 +159,11 @@ def splits_for(*, rows: int, heads: int, longest: int) -> int:
       longest: slots of the longest segment.
     """
     return _splits(heads * -(-rows // 64), longest)
+
+
+def _tile(rows: int) -> int:
+    """Return the rows of a tile that has room for all of these."""
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def _splits(programs: int, longest: int) -> int:

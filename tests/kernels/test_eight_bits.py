@@ -21,6 +21,7 @@ from pallas_kernels.eight_bits.tuning import (
     MOST_ROWS,
     ROWS,
     TABLE,
+    MosaicCut,
     cut_for,
     mosaic_cut_for,
     mosaic_is_faster,
@@ -190,6 +191,16 @@ def test_a_kernel_is_taken_where_it_was_measured_to_be_faster(name, fp8, kernels
         assert triton_is_faster(*sizes, fp8=fp8) == (other == "T"), rows
         assert mosaic_is_faster(*sizes, fp8=fp8) == (kernel == "M"), rows
         assert kernel in ("M", other)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernel needs jax 0.11.2")
+def test_a_cut_whose_results_could_overwrite_each_other_is_refused():
+    shape = jax.ShapeDtypeStruct
+    weight = shape((43008, 5376), jnp.int8), shape((43008,), jnp.float32)
+    cut = MosaicCut(splits=10, stages=6, whole=132)
+    product = functools.partial(linear, dtype=jnp.bfloat16, implementation="mosaic", cut=cut)
+    with pytest.raises(ValueError, match="a split 4 of 42 steps"):
+        jax.eval_shape(product, shape((16, 5376), jnp.bfloat16), *weight)
 
 
 def test_whole_tiles_come_first_where_that_leaves_less_to_split():
