@@ -16,12 +16,17 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec import state as states
-from jaxspec.models.xla import COMPILER_OPTIONS
+from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS
 from jaxspec.news import Most, Packed, pack
 from jaxspec.state import DecodeSpec, DecodeState
 
 jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
-"""`jax.jit` with the options that all programs of the decode loop are compiled with."""
+"""`jax.jit` with the options that all programs with models are compiled with."""
+
+
+def options_of_loops(mesh: Mesh) -> dict[str, Any]:
+    """Return the options that a loop of steps is compiled with. Several devices talk between kernels of a step."""
+    return LOOP_OPTIONS if mesh.size == 1 else COMPILER_OPTIONS
 
 
 class Compiler:
@@ -77,6 +82,7 @@ class Programs:
         mesh: Mesh,
         spec: DecodeSpec | None = None,
         most: Most | None = None,
+        loops: bool = False,
         compiler: Compiler | None = None,
     ) -> Any:
         """Return the program of a function for arguments of these shapes, compiled if it is new.
@@ -87,6 +93,7 @@ class Programs:
           spec: the function's first argument, before `args`; None where it takes none.
           most: sizes of the news that the program returns beside the state. Then `Ask.known` is the last argument,
             and the function does not take it. None: it returns the state alone.
+          loops: whether the function is a loop of steps.
           compiler: who compiles what is new; the program comes with a later call. None: this call does, and waits.
 
         Returns:
@@ -99,7 +106,8 @@ class Programs:
             if key not in self.coming:
                 bound = function if spec is None else _with_spec(function, spec)
                 bound = bound if most is None else _with_news(bound, most)
-                compiling = _traced(bound, args, donate, mesh, tells=most is not None).compile
+                how: dict[str, Any] = {"tells": most is not None, "loops": loops}
+                compiling = _traced(bound, args, donate, mesh, **how).compile
                 if compiler is None:
                     self.compiled[key] = compiling()
                     return self.compiled[key]
@@ -111,7 +119,13 @@ class Programs:
 
 
 def _traced(
-    function: Any, args: tuple[Any, ...], donate: int | None, mesh: Mesh, *, tells: bool
+    function: Any,
+    args: tuple[Any, ...],
+    donate: int | None,
+    mesh: Mesh,
+    *,
+    tells: bool,
+    loops: bool,
 ) -> jax.stages.Lowered:
     """Trace a function. Python does that, for as long as XLA takes to compile what comes of it."""
     placed = None if donate is None else jax.tree.map(lambda x: x.sharding, args[donate])
@@ -119,7 +133,7 @@ def _traced(
         function,
         donate_argnums=() if donate is None else donate,
         out_shardings=(placed, None) if tells else placed,
-        compiler_options=COMPILER_OPTIONS,
+        compiler_options=options_of_loops(mesh) if loops else COMPILER_OPTIONS,
     )
     with jax.set_mesh(mesh):
         return jitted.lower(*args)

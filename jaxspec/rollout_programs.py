@@ -16,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxspec import decode, refill, rollout
 from jaxspec import state as states
 from jaxspec.grammars.automaton import Automaton
-from jaxspec.programs import jit
+from jaxspec.programs import options_of_loops
 from jaxspec.rollout import Given, Plan
 from jaxspec.rows import GenerateResult
 from jaxspec.shapes import Array, Params
@@ -117,7 +117,11 @@ class PlanPrograms:
 
             function, donate = _FUNCTIONS[name]
             static = (self.plan,) if name == "advance" else (self.plan, None if alone else mesh)
-            bound = jit(functools.partial(function, *static), donate_argnums=donate)
+            bound = jax.jit(
+                functools.partial(function, *static),
+                donate_argnums=donate,
+                compiler_options=options_of_loops(mesh),
+            )
             with on(mesh):
                 shapes = jax.tree.map(shape_of, (*weights, *given))
                 self.compiled[key] = bound.lower(*shapes).compile()

@@ -18,7 +18,8 @@ import pytest
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.engine import Engine, Request
-from jaxspec.programs import Compiler, Programs
+from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS
+from jaxspec.programs import Compiler, Programs, options_of_loops
 from jaxspec.records import Drafting, Extras, Tree
 from jaxspec.sharding import make_mesh
 from jaxspec.state import DecodeSpec
@@ -42,6 +43,22 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield seen
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_the_loop_of_steps_has_its_own_options(monkeypatch):
+    asked, jit = {}, jax.jit
+
+    def spy(function: Any, **how: Any) -> Any:
+        asked[function.__name__] = how.get("compiler_options")
+        return jit(function, **how)
+
+    monkeypatch.setattr(jax, "jit", spy)
+    engine = case("31b").engine("mtp")
+    run(engine, [Request(case("31b").prompts[0], 4)])
+    assert asked.pop("decode_loop") == LOOP_OPTIONS != COMPILER_OPTIONS
+    assert {name for name, options in asked.items() if options == COMPILER_OPTIONS} >= {"prefill"}
+    assert LOOP_OPTIONS not in asked.values()
+    assert options_of_loops(make_mesh(data=1, model=1)) is LOOP_OPTIONS
 
 
 def test_the_listener_hears_compilations(compilations):

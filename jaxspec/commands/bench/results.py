@@ -20,6 +20,8 @@ from jaxspec import memory
 from jaxspec.commands.bench.floor import Ceiling, StepCost, step_cost, step_costs, step_floor_s
 from jaxspec.commands.bench.pair import Pair
 from jaxspec.commands.bench.profile import LoopCounts, loop_counts
+from jaxspec.models.xla import COMPILER_OPTIONS
+from jaxspec.programs import options_of_loops
 
 
 def digits(value: float, count: int = 3) -> str:
@@ -182,6 +184,8 @@ def _acceptance(o: Observed) -> str | None:
 def _host_round_trips(o: Observed) -> int | None:
     if o.pair.mesh.devices.flat[0].platform != "gpu":
         return None
+    if options_of_loops(o.pair.mesh) is not COMPILER_OPTIONS:  # one CUDA graph
+        return 0
     return o.loop_counts.host_round_trips
 
 
@@ -215,7 +219,8 @@ class CaseResult:
       rest_ms: medians, `step_ms` beyond those two: acceptance, bookkeeping, the loop itself. Small and below
         zero where the parts overlap.
       tpot_ms: decode time over a row's mean tokens.
-      kernels_per_step, host_round_trips_per_step: see `profile.LoopCounts`; on CPUs no host is apart.
+      kernels_per_step, host_round_trips_per_step: see `profile.LoopCounts`; on CPUs no host is
+        apart, and on one GPU it waits for the whole loop.
       ttft_ms: prefill of the whole batch; None where nothing was prefilled.
       footprint: what the configs say that a device holds.
       temporary_bytes: what the compiled loop takes beside that, where the compiler tells.
