@@ -15,11 +15,41 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 from jaxtyping import Array, Float
 
 from pallas_kernels.tiles import PIECE, PROCESSORS, TILE, results_are_apart
+
+LEFT = plgpu.Layout.WGMMA
+"""How wgmma takes its left operand from registers, and how it leaves sums there."""
+BY_OUTPUT = LEFT.reduce(1)
+"""How numbers of outputs lie beside it."""
+TIMES = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
+"""Assembly that multiplies two pairs of bfloat16."""
+
+
+def load_as(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
+    """Load numbers from memory as a layout."""
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
+
+
+def words(code: str, results: int, *registers: Any) -> list[Any]:
+    """Apply assembly to registers of 32 bits.
+
+    It has effects for the compiler. Else this moves it behind the start of a wgmma.
+    """
+    word = ir.IntegerType.get_signless(32)
+    given = [utils.bitcast(register, word) for register in registers]
+    how: Any = code, ",".join(["=r"] * results + ["r"] * len(given))
+    if results == 1:
+        return [llvm.inline_asm(word, given, *how, has_side_effects=True)]
+    both = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * results)})>")
+    made: Any = llvm.inline_asm(both, given, *how, has_side_effects=True)
+    return [llvm.extractvalue(word, made, [i]) for i in range(results)]
 
 
 def swizzled(*shape: int, dtype: DTypeLike, line: int | None = None) -> Any:

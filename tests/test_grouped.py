@@ -212,14 +212,15 @@ def test_the_mosaic_kernel_refuses_what_it_cannot_cut(monkeypatch):
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_product_has_a_cut_for_many_rows(name):
     inputs, outputs = SHAPES[name]
-    for rows in (33, 64, 100, MOSAIC_ROWS):
+    for rows in (17, 33, 64, 100, MOSAIC_ROWS):
         cut = mosaic_cut_for(rows, inputs // 64, outputs)
         assert cut is not None
         assert outputs % cut.outputs == 0
         assert cut.whole < outputs // cut.outputs
         assert cut.stages >= 3
-        assert results_are_apart(cut, inputs // 64)
-        assert cut.splits <= inputs // 64
+        assert inputs % cut.inputs == 0
+        assert results_are_apart(cut, inputs // cut.inputs)
+        assert cut.splits <= inputs // cut.inputs
         taken = padded(rows, ROWS)
         assert cut.shared_bytes(taken) <= SHARED_BYTES
         assert rows <= taken < rows + 8
@@ -232,7 +233,7 @@ def test_every_product_of_every_target_on_a_gpu(name, group):
     """Many rows with the Mosaic kernel. The numbers are those of the Triton kernel, added in another order."""
     inputs, outputs = SHAPES[name]
     weight, coding = codes_of("int4", "bfloat16", False, True, inputs, outputs, group)
-    for rows in (33, 64, 100, 128):
+    for rows in (17, 33, 64, 100, 128):
         x = random((rows, inputs)).astype(jnp.bfloat16)
         how: dict[str, Any] = dict(coding=coding, dtype=jnp.float32)
         ours = jax.jit(lambda x, w, how=how: linear(x, w, implementation="mosaic", **how))(

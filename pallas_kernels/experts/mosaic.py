@@ -28,14 +28,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 from jaxtyping import Array, Float
 
 from pallas_kernels.experts.cuts import MosaicCut
 from pallas_kernels.experts.routing import ALIGN, Placed
 from pallas_kernels.grouped.coding import BLOCK, Codes
 from pallas_kernels.grouped.decode import assembly
-from pallas_kernels.mosaic import swizzled
+from pallas_kernels.mosaic import BY_OUTPUT, LEFT, TIMES, load_as, swizzled, words
 
 STEP = 128  # inputs of a step
 LINE = 64  # inputs of a row of 128 bytes, as wgmma reads it
@@ -43,28 +43,7 @@ TILE = 64  # outputs of a wgmma
 GROUP = 32  # inputs of a scale of codes of 4 bits
 
 
-_CODES, _LEFT = plgpu.Layout.WGMMA_UPCAST_2X, plgpu.Layout.WGMMA
-_BY_OUTPUT = plgpu.Layout.WGMMA.reduce(1)
-_TIMES = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
-
-
-def _load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
-
-
-def _words(code: str, results: int, *registers: Any) -> list[Any]:
-    """Apply assembly to registers of 32 bits.
-
-    It has effects for the compiler. Else this moves it behind the start of a wgmma.
-    """
-    word = ir.IntegerType.get_signless(32)
-    given = [utils.bitcast(register, word) for register in registers]
-    how: Any = code, ",".join(["=r"] * results + ["r"] * len(given))
-    if results == 1:
-        return [llvm.inline_asm(word, given, *how, has_side_effects=True)]
-    both = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * results)})>")
-    made: Any = llvm.inline_asm(both, given, *how, has_side_effects=True)
-    return [llvm.extractvalue(word, made, [i]) for i in range(results)]
+_CODES = plgpu.Layout.WGMMA_UPCAST_2X
 
 
 def _left_operand(
@@ -78,26 +57,26 @@ def _left_operand(
       numbers: from a place and a register, of four neighbours of a group, to groups and words. Each
         group gets two words of two bfloat16.
     """
-    pair, layout = ir.VectorType.get((2,), ir.BF16Type.get()), _LEFT.to_mgpu()
+    pair, layout = ir.VectorType.get((2,), ir.BF16Type.get()), LEFT.to_mgpu()
     made = np.empty(layout.registers_shape((TILE, LINE)), dtype=object)
     for at, register in np.ndenumerate(codes.registers[:, first : first + LINE // 16]):
-        for group, words in numbers(at, register):
-            for i, word in enumerate(words):
+        for group, both in numbers(at, register):
+            for i, word in enumerate(both):
                 made[(at[0], 2 * group + i, *at[2:-1])] = utils.bitcast(word, pair)
     return type(codes)(_registers=made, _layout=layout, _is_signed=None)
 
 
-_LEFT_TYPE = plgpu.ShapeDtypeStruct((TILE, LINE), jnp.bfloat16, layout=_LEFT)
+_LEFT_TYPE = plgpu.ShapeDtypeStruct((TILE, LINE), jnp.bfloat16, layout=LEFT)
 
 
 def _of_eight_bits(codes_ref: Any) -> Iterator[Array]:
     """Return codes [64, inputs] in shared memory as left operands [64, 64], one after another."""
-    code, codes = assembly(jnp.dtype(codes_ref.dtype).name), _load(codes_ref, _CODES)
+    code, codes = assembly(jnp.dtype(codes_ref.dtype).name), load_as(codes_ref, _CODES)
     for first in range(0, codes.shape[1] // 16, LINE // 16):
 
         @plgpu.inline_mgpu(arg_types=(_CODES,), return_type=_LEFT_TYPE)
         def convert(_: Any, codes: Any, first: int = first) -> Any:
-            return _left_operand(codes, first, lambda at, r: [(at[1], _words(code, 2, r))])
+            return _left_operand(codes, first, lambda at, r: [(at[1], words(code, 2, r))])
 
         yield convert(codes)  # pyright: ignore[reportCallIssue]
 
@@ -105,7 +84,7 @@ def _of_eight_bits(codes_ref: Any) -> Iterator[Array]:
 def _of_four_bits(codes_ref: Any, scale_refs: list[Any]) -> Array:
     """Return a block of codes [64, 32] times its scales [64] as a left operand [64, 64]."""
 
-    @plgpu.inline_mgpu(arg_types=(_CODES, _BY_OUTPUT, _BY_OUTPUT), return_type=_LEFT_TYPE)
+    @plgpu.inline_mgpu(arg_types=(_CODES, BY_OUTPUT, BY_OUTPUT), return_type=_LEFT_TYPE)
     def convert(_: Any, codes: Any, *scales: Any) -> Any:
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         twice = [
@@ -114,16 +93,16 @@ def _of_four_bits(codes_ref: Any, scale_refs: list[Any]) -> Array:
         ]
 
         def numbers(at: Any, register: Any) -> list[tuple[int, Any]]:
-            halves = (_words(assembly("int4", half), 2, register) for half in range(2))
+            halves = (words(assembly("int4", half), 2, register) for half in range(2))
             return [
-                (2 * half + at[1], [_words(_TIMES, 1, w, twice[half][at[4]])[0] for w in words])
-                for half, words in enumerate(halves)
+                (2 * half + at[1], [words(TIMES, 1, w, twice[half][at[4]])[0] for w in pair_of])
+                for half, pair_of in enumerate(halves)
             ]
 
         return _left_operand(codes, 0, numbers)
 
-    scales = [_load(ref, _BY_OUTPUT, optimized=False) for ref in scale_refs]
-    return convert(_load(codes_ref, _CODES), *scales)  # pyright: ignore[reportCallIssue]
+    scales = [load_as(ref, BY_OUTPUT, optimized=False) for ref in scale_refs]
+    return convert(load_as(codes_ref, _CODES), *scales)  # pyright: ignore[reportCallIssue]
 
 
 def _placed(x: Array) -> Array:
@@ -133,7 +112,7 @@ def _placed(x: Array) -> Array:
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(_LEFT,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_LEFT)
+        arg_types=(LEFT,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LEFT)
     )
     def swap(_: Any, x: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
@@ -235,7 +214,7 @@ class _Weight:
         """Multiply sums [64, rows] of a tile by what comes after them, and round them."""
         if self.scale_ring is None:
             own = self.given.at[pl.ds(self._row(column, i), TILE)]
-            factors = _load(own, _BY_OUTPUT, optimized=False)
+            factors = load_as(own, BY_OUTPUT, optimized=False)
             total = total * lax.broadcast_in_dim(factors, total.shape, [0])
         return total.astype(dtype)
 

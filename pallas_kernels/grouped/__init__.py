@@ -56,7 +56,7 @@ def linear(
         64, outputs that are a multiple of 16, and an NVIDIA GPU of compute capability 8.0 or newer
         (or `interpret`). "mosaic" needs bfloat16 rows, up to 128 of them, a GPU of compute
         capability 9.0, int4 in groups of 32, 64 or 128 with bfloat16 scales and without zeros,
-        inputs first, and outputs that are a multiple of 128. "auto" takes Mosaic from 32 rows on,
+        inputs first, and outputs that are a multiple of 128. "auto" takes Mosaic from 17 rows on,
         else Triton, where they can run, and takes "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.

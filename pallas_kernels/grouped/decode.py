@@ -42,14 +42,6 @@ prmt.b32 y, x, 0, 0x3424;
 {sign} and.b32 z, z, 0x80008000; shr.u32 y, y, {down}; and.b32 y, y, 0x01c001c0; or.b32 y, y, z;
 fma.rn.bf16x2 $1, y, c, zero; }}"""
 _MINUS_136 = "c308"
-# Two of the four low or high halves of the bytes $1, for Mosaic.
-_INT4_PAIR = """{{ .reg .b32 x, y, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0xc308c308;
-shr.u32 x, $1, {shift}; and.b32 x, x, 0x0f0f0f0f;
-prmt.b32 y, x, 0x43434343, {places}; fma.rn.bf16x2 $0, y, one, c; }}"""
-INT4_PAIRS = tuple(
-    tuple(_INT4_PAIR.format(shift=shift, places=places) for places in ("0x4140", "0x4342"))
-    for shift in (0, 4)
-)
 _INT8 = """{ .reg .b32 x, s, y, c, one; mov.b32 one, 0x3f803f80;
 and.b32 x, $2, 0x7f7f7f7f; and.b32 s, $2, 0x80808080;
 prmt.b32 y, x, 0x43434343, 0x4140; prmt.b32 c, s, 0xc3c3c3c3, 0x4140;

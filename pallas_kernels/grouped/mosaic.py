@@ -1,9 +1,11 @@
 """A product of many rows with four-bit codes in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
 A block of threads has two or four warpgroups. Each multiplies 64 outputs with all rows, over a share of the
-inputs. TMA loads codes, scales and rows into a ring in shared memory, several steps ahead. A
-warpgroup takes 64 x 64 codes into registers, makes numbers of them, and hands these to wgmma as its
-left operand. While these are multiplied the other warpgroups make theirs.
+inputs. TMA loads codes, scales and rows into a ring in shared memory, several steps ahead. It loads
+lines of 128 bytes, which are codes of 4 outputs. A warpgroup takes 64 x 64 codes into registers, makes
+numbers of them, and hands these to wgmma as its left operand. While these are multiplied it makes the
+next ones, and the other warpgroups make theirs. A step has two such blocks. A thread then runs 3.1
+instructions a code, and 5 with one block, lines of 32 bytes, and nothing made meanwhile.
 
 Numbers are multiplied by their scales in bfloat16, before the product. So they are the same ones as
 in the Triton kernel with its cuts.
@@ -22,102 +24,118 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float
 
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
-from pallas_kernels.grouped.decode import INT4_PAIRS
+from pallas_kernels.grouped.decode import assembly
 from pallas_kernels.grouped.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import Steps, multiply_tiles, swizzled
+from pallas_kernels.mosaic import (
+    BY_OUTPUT,
+    LEFT,
+    TIMES,
+    Steps,
+    load_as,
+    multiply_tiles,
+    swizzled,
+    words,
+)
 from pallas_kernels.tiles import TILE, padded
+
+EXCHANGE = "prmt.b32 $0, $1, $2, $3;"
+LINE = 128  # bytes that TMA loads side by side: it is slow with fewer
 
 
 def _steps(
     x_ref, codes_ref, scales_ref, ring, x_ring, scale_ring, *, group: int, cut: MosaicCut
 ) -> Steps:
-    """Return how a block of inputs is multiplied.
+    """Return how `cut.blocks` blocks of inputs are multiplied.
 
     Args:
       group: inputs that share a scale.
     """
-    mine = pl.ds(lax.axis_index("warpgroup") * TILE, TILE)
+    mine, count = pl.ds(lax.axis_index("warpgroup") * TILE, TILE), cut.blocks
+    lines = ring.shape[2]
 
-    def load(tile, block, place, there):
-        own = pl.ds(tile * cut.outputs, cut.outputs)
-        groups = pl.ds(lax.div(block * BLOCK, group), scale_ring.shape[1])
-        plgpu.copy_gmem_to_smem(codes_ref.at[block, own], ring.at[place], there)
+    def load(tile, step, place, there):
+        first, own = step * count, pl.ds(tile * cut.outputs, cut.outputs)
+        codes = codes_ref.at[pl.ds(first, count), pl.ds(tile * lines, lines)]
+        plgpu.copy_gmem_to_smem(codes, ring.at[place], there)
+        groups = pl.ds(lax.div(first * BLOCK, group), scale_ring.shape[1])
         plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], there)
-        rows = x_ref.at[:, pl.ds(block * BLOCK, BLOCK)]
-        plgpu.copy_gmem_to_smem(rows, x_ring.at[place], there)
+        for block in range(count):
+            rows = x_ref.at[:, pl.ds((first + block) * BLOCK, BLOCK)]
+            plgpu.copy_gmem_to_smem(rows, x_ring.at[place, block], there)
 
     def multiply(total, place):
-        codes, halves = _codes(ring.at[place, mine]), []
-        for half in range(2):
-            scales = scale_ring.at[place, half * HALF // group, mine]
-            halves.append(_numbers(codes, half) * _by_output(scales, HALF))
-        plgpu.wgmma(total, _side_by_side(*halves), x_ring.at[place].transpose((1, 0)))
+        for block in range(count):
+            halves = (block * BLOCK + half * HALF for half in range(2))
+            scales = [scale_ring.at[place, first // group, mine] for first in halves]
+            numbers = _numbers(ring.at[place, block], *scales)
+            plgpu.wgmma(total, numbers, x_ring.at[place, block].transpose((1, 0)))
+            if block < count - 1:
+                plgpu.wgmma_wait(1)  # for the block before, whose registers the next one gets
 
     return Steps(load, multiply)
 
 
-def _by_output(ref: Any, inputs: int) -> Array:
-    """Return a value of each output [64] in shared memory, for numbers [64, inputs]."""
-    values = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)  # pyright: ignore[reportCallIssue]
-    return lax.broadcast_in_dim(values, (TILE, inputs), [0])
+def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
+    """Return a block of codes times their scales as wgmma's left operand, 64 outputs of a warpgroup.
 
+    A thread loads 4 neighbours of the 32 bytes of an output, and of them hands 2 to the thread beside
+    it, which needs these: wgmma takes 2 neighbours of 8 inputs from a thread, and 2 of the next 8.
 
-def _codes(ref: Any) -> Array:
-    """Return bytes [64, 32] in shared memory, each where wgmma takes what is made of it.
-
-    A thread loads four neighbours, and swaps two of them with the next thread.
+    Args:
+      codes_ref: [outputs / 4, 128] of all warpgroups.
+      scale_refs: of the low and of the high halves, [64] each.
     """
-    layout = plgpu.Layout.WGMMA_UPCAST_2X
-    codes = plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
-    return plgpu.layout_cast(codes, plgpu.Layout.WGMMA)
-
-
-def _numbers(codes: Array, half: int) -> Array:
-    """Return the low (0) or high (1) halves of bytes as bfloat16."""
-    layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.bfloat16, layout=layout),
+        arg_types=(plgpu.RefType(), BY_OUTPUT, BY_OUTPUT),
+        return_type=plgpu.ShapeDtypeStruct((TILE, BLOCK), jnp.bfloat16, layout=LEFT),
     )
-    def convert(_, codes):
-        # A register has two bytes. Four of them are converted together.
-        word, two = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
-        made = np.empty_like(codes.registers)
-        for first in range(0, made.shape[1], 2):
-            for rest in np.ndindex(made.shape[2:]):
-                at = [(0, first + i, *rest) for i in range(2)]
-                four = utils.bitcast(utils.vector_concat([codes.registers[i] for i in at]), word)
-                for i, code in zip(at, INT4_PAIRS[half], strict=True):
-                    pair: Any = llvm.inline_asm(word, [four], code, "=r,r")
-                    made[i] = utils.bitcast(pair, two)
-        return type(codes)(_registers=made, _layout=codes.layout, _is_signed=None)
+    def convert(_: Any, codes: Any, *scales: Any) -> Any:
+        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+        pair, layout = ir.VectorType.get((2,), ir.BF16Type.get()), LEFT.to_mgpu()
 
-    numbers: Any = convert
-    return numbers(codes)
+        def number(n: int) -> Any:
+            return utils.c(n, i32)
 
+        thread = utils.thread_idx()
+        warp, lane = arith.shrui(thread, number(5)), arith.andi(thread, number(31))
+        odd = arith.andi(lane, number(1))
+        is_even = arith.cmpi(arith.CmpIPredicate.eq, odd, number(0))
+        exchanged = arith.select(is_even, number(0x5410), number(0x3276))
+        # Of 16 bytes, thread 0 of four has the first 4, thread 2 the next 4, then 1 and 3.
+        output = arith.addi(arith.muli(warp, number(16)), arith.shrui(lane, number(2)))
+        byte = arith.muli(arith.andi(lane, number(2)), number(2))
+        byte = arith.addi(byte, arith.muli(odd, number(8)))
+        start = arith.addi(arith.muli(output, number(HALF)), byte)
+        memory = utils.memref_ptr(codes)
+        factors = [
+            [vector.broadcast(pair, vector.extract(one, [], [0])) for one in scale.registers.flat]
+            for scale in scales
+        ]
+        made = np.empty(layout.registers_shape((TILE, BLOCK)), dtype=object)
+        rest = (0,) * (made.ndim - 5)
+        for below, group in np.ndindex(2, 2):  # 8 outputs below; 16 bytes further
+            at = arith.addi(start, number(below * 8 * HALF + group * 16))
+            word: Any = llvm.load(i32, utils.getelementptr(memory, [at], i8))
+            other = utils.shfl_bfly(word, 1)
+            (word,) = words(EXCHANGE, 1, word, other, exchanged)
+            for half in range(2):
+                for i, two in enumerate(words(assembly("int4", half), 2, word)):
+                    (two,) = words(TIMES, 1, two, factors[half][below])
+                    column = 2 * (2 * half + group) + i
+                    made[(0, column, 0, 0, below, *rest)] = utils.bitcast(two, pair)
+        return FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
 
-def _side_by_side(first: Array, second: Array) -> Array:
-    """Return two arrays [64, 32] as one. No register moves."""
-    layout, shape = plgpu.Layout.WGMMA, (first.shape[0], 2 * first.shape[1])
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout, layout),
-        return_type=plgpu.ShapeDtypeStruct(shape, first.dtype, layout=layout),
-    )
-    def join(_, first, second):
-        registers = np.concatenate([first.registers, second.registers], axis=1)
-        return type(first)(_registers=registers, _layout=first.layout, _is_signed=None)
-
-    joined: Any = join
-    return joined(first, second)
+    scales = [load_as(ref, BY_OUTPUT, optimized=False) for ref in scale_refs]
+    return convert(codes_ref, *scales)  # pyright: ignore[reportCallIssue]
 
 
 def linear_mosaic(
@@ -128,19 +146,20 @@ def linear_mosaic(
     count, outputs = x.shape[0], weight.codes.shape[1]
     x = jnp.pad(x, ((0, padded(count, ROWS) - count), (0, 0)))
     rows = x.shape[0]
+    codes = weight.codes.reshape(-1, outputs * HALF // LINE, LINE)  # as they lie in memory
     out = multiply_tiles(
         "grouped_linear",
         functools.partial(_steps, group=group, cut=cut),
-        (x, weight.codes, weight.scales),
+        (x, codes, weight.scales),
         outputs=outputs,
-        steps=weight.codes.shape[0],
+        steps=codes.shape[0] // cut.blocks,
         cut=cut,
         dtype=dtype,
         rings=(
-            swizzled(cut.stages, cut.outputs, HALF, dtype=jnp.uint8),
-            swizzled(cut.stages, rows, BLOCK, dtype=x.dtype),
-            plgpu.SMEM((cut.stages, max(1, BLOCK // group), cut.outputs), jnp.bfloat16),
+            plgpu.SMEM((cut.stages, cut.blocks, cut.outputs * HALF // LINE, LINE), jnp.uint8),
+            swizzled(cut.stages, cut.blocks, rows, BLOCK, dtype=x.dtype),
+            plgpu.SMEM((cut.stages, max(1, cut.inputs // group), cut.outputs), jnp.bfloat16),
         ),
-        loads=3,
+        loads=2 + cut.blocks,
     )
     return out[:count]

@@ -21,21 +21,21 @@ from pallas_kernels.tiles import (
 #
 #   inputs x outputs       rows  2     16     32     64     128
 #   5376 x 43008     Triton      38    46     71     100    174
-#                    Mosaic            60     63     75     106
+#                    Mosaic            50     50     68     94
 #   21504 x 5376     Triton      23    26            60     109
-#                    Mosaic            32     34     38     50
+#                    Mosaic            27     31     36     50
 #   5376 x 16384     Triton      18    22                   72
-#                    Mosaic            25     26     31     41
+#                    Mosaic            25     24     31     38
 #   8192 x 5376      Triton      13    15                   45
-#                    Mosaic            15     17     19     26
+#                    Mosaic            11     13     17     24
 #   2816 x 8192      Triton                   14     21     42
-#                    Mosaic                   11     13     19
+#                    Mosaic            8.9    8.5    13     15
 #   4096 x 2816      Triton                   8.6    13     21
-#                    Mosaic                   8.0    11     14
+#                    Mosaic                   7.2    7.3    8.8
 #   2816 x 4224      Triton                   9.2    11     15
-#                    Mosaic                   7.2    8.6    12
+#                    Mosaic            5.4    6.1    7.3    10
 #   2112 x 2816      Triton                   6.1    8.5    13
-#                    Mosaic                   7.0    10     11
+#                    Mosaic            4.6    5.6    6.2    9.2
 #
 # bfloat16 takes 115, 64, 18 and 12 for 2 rows of 5376 x 43008, 21504 x 5376, 2816 x 8192 and
 # 4096 x 2816. Tiles of 64 x 128 and 128 x 128 of Triton's kernel took 200 and 274 for 128 rows of
@@ -96,7 +96,7 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
 
 
 ROWS = 8  # the Mosaic kernel pads rows to a multiple of it
-FEWEST_MOSAIC_ROWS = 32
+FEWEST_MOSAIC_ROWS = 17
 MOSAIC_ROWS = 128  # at most; sums take half of all registers then
 
 
@@ -107,15 +107,22 @@ class MosaicCut:
     Attributes:
       groups: warpgroups of a block of threads.
       splits: blocks of threads that share the inputs of a tile.
-      stages: steps of 64 inputs that the ring in shared memory holds, 3 at least.
+      blocks: of 64 inputs, of a step.
+      stages: steps that the ring in shared memory holds, 3 at least.
       whole: how many tiles come first, which are not split. They are as many as all processors take
         once or several times.
     """
 
     groups: int = 4
     splits: int = 1
+    blocks: int = 1
     stages: int = 4
     whole: int = 0
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of a step."""
+        return self.blocks * BLOCK
 
     @property
     def outputs(self) -> int:
@@ -124,7 +131,7 @@ class MosaicCut:
 
     def shared_bytes(self, rows: int, result_bytes: int = 2) -> int:
         """Return the shared memory of a block: the ring of codes, rows and scales, and a result."""
-        step = self.outputs * HALF + 2 * BLOCK * rows + 2 * 2 * self.outputs
+        step = self.blocks * (self.outputs * HALF + 2 * BLOCK * rows + 2 * 2 * self.outputs)
         each = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
         return self.stages * step + self.outputs * min(rows, PIECE) * each
 
@@ -135,11 +142,12 @@ def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) 
     if rows > MOSAIC_ROWS or groups is None:
         return None
     rows, tiles = padded(rows, ROWS), outputs // (groups * TILE)
+    step = 2 if blocks % 2 == 0 else 1
     # By the times of 5376 x 43008: 8 for a block of inputs and a row, 700 at least.
     tile_ns = blocks * max(8.0 * rows, 700.0) * groups / 4
     most = max(1, min(12, blocks // 4))
     for _, splits, whole in sorted(shares(tiles, groups * TILE, rows, tile_ns, most)):
-        cut = MosaicCut(groups, splits, whole=whole)
-        if cut := with_stages(cut, rows, blocks, result_bytes):
+        cut = MosaicCut(groups, splits, step, whole=whole)
+        if cut := with_stages(cut, rows, blocks // step, result_bytes):
             return cut
     return None

@@ -76,13 +76,3 @@ def test_every_code_of_4_bits(kind: str, half: int) -> None:
     expected = coding.numbers(jnp.asarray(codes), kind)
     found = of_every_byte(decode._DECODE[kind, half])
     np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize("half", [0, 1])
-def test_every_pair_of_codes_of_4_bits(half: int) -> None:
-    """The Mosaic kernel makes two numbers at a time."""
-    first, second = (code.replace("$1", "$2") for code in decode.INT4_PAIRS[half])
-    codes = BYTES >> 4 if half else BYTES & 15
-    expected = coding.numbers(jnp.asarray(codes), "int4")
-    found = of_every_byte(f"{first}; {second.replace('$0', '$1')}")
-    np.testing.assert_array_equal(found, expected)
