@@ -93,7 +93,7 @@ class Programs:
           spec: the function's first argument, before `args`; None where it takes none.
           most: sizes of the news that the program returns beside the state. Then `Ask.known` is the last argument,
             and the function does not take it. None: it returns the state alone.
-          loops: whether the function is a loop of steps.
+          loops: whether the function is a loop of steps that never asks the host.
           compiler: who compiles what is new; the program comes with a later call. None: this call does, and waits.
 
         Returns:

@@ -429,7 +429,7 @@ class Runtime:
                 mesh=self.mesh,
                 spec=spec if runs_models or phase == "admit" else None,
                 most=most,
-                loops=phase == "decode",
+                loops=phase == "decode" and not spec.guided,
                 compiler=self._compiler,
             )
             self.timings.compile_s += time.perf_counter() - begin

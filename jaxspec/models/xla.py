@@ -53,12 +53,12 @@ LOOP_OPTIONS = COMPILER_OPTIONS | {
     # the loop's condition. With WHILE the whole loop is one graph, and the host waits once. A plain
     # step of one row takes 2.30 ms instead of 2.40 (26B-A4B in int8); where tokens are drawn, 3.4
     # instead of 5.0 (E4B in int8), because a branch then needs no host either. The list replaces
-    # XLA's own, so it names that too. A loop that calls the host stays as it was.
+    # XLA's own, so it names that too.
     _GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     # By default XLA makes no graphs of fewer than five operations. A loop counts as one.
     "xla_gpu_graph_min_graph_size": 1,
 }
-"""The compiler options of programs that are a loop of steps, in place of `COMPILER_OPTIONS`."""
+"""The compiler options of a loop of steps that never asks the host, in place of `COMPILER_OPTIONS`."""
 if _GRAPHS in os.environ.get("XLA_FLAGS", ""):  # the user says what graphs are made of
     LOOP_OPTIONS = COMPILER_OPTIONS
 
