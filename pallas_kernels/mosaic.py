@@ -28,8 +28,6 @@ LEFT = plgpu.Layout.WGMMA
 """How wgmma takes its left operand from registers, and how it leaves sums there."""
 BY_OUTPUT = LEFT.reduce(1)
 """How numbers of outputs lie beside it."""
-TIMES = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
-"""Assembly that multiplies two pairs of bfloat16."""
 
 
 def load_as(ref: Any, layout: Any, *, optimized: bool = True) -> Array:

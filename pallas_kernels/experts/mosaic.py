@@ -34,8 +34,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.experts.cuts import MosaicCut
 from pallas_kernels.experts.routing import ALIGN, Placed
 from pallas_kernels.grouped.coding import BLOCK, Codes
-from pallas_kernels.grouped.decode import assembly
-from pallas_kernels.mosaic import BY_OUTPUT, LEFT, TIMES, load_as, swizzled, words
+from pallas_kernels.grouped.decode import MULTIPLY, assembly
+from pallas_kernels.mosaic import BY_OUTPUT, LEFT, load_as, swizzled, words
 
 STEP = 128  # inputs of a step
 LINE = 64  # inputs of a row of 128 bytes, as wgmma reads it
@@ -95,7 +95,7 @@ def _of_four_bits(codes_ref: Any, scale_refs: list[Any]) -> Array:
         def numbers(at: Any, register: Any) -> list[tuple[int, Any]]:
             halves = (words(assembly("int4", half), 2, register) for half in range(2))
             return [
-                (2 * half + at[1], [words(TIMES, 1, w, twice[half][at[4]])[0] for w in pair_of])
+                (2 * half + at[1], [words(MULTIPLY, 1, w, twice[half][at[4]])[0] for w in pair_of])
                 for half, pair_of in enumerate(halves)
             ]
 

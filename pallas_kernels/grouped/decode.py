@@ -60,7 +60,7 @@ _DECODE = {
     ("e2m1", 0): _E2M1.format(mask="0x0f0f0f0f", sign="shl.b32 z, y, 4;", down=2),
     ("e2m1", 1): _E2M1.format(mask="0xf0f0f0f0", sign="mov.b32 z, y;", down=6),
 }
-_MULTIPLY = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
+MULTIPLY = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
 _SUBTRACT = "{ .reg .b32 minus; mov.b32 minus, 0xbf80bf80; fma.rn.bf16x2 $0, $2, minus, $1; }"
 _MULTIPLY_ADD = "fma.rn.f32 $0, $1, $2, $3;"
 
@@ -95,7 +95,7 @@ def byte_numbers(
 
 def multiply(x: Array, y: Array, *, interpret: bool) -> Array:
     """Return x * y, of bfloat16 where not interpreted."""
-    return x * y if interpret else _asm(_MULTIPLY, "=r,r,r", 2, x.dtype, x, y)
+    return x * y if interpret else _asm(MULTIPLY, "=r,r,r", 2, x.dtype, x, y)
 
 
 def subtract(x: Array, y: Array, *, interpret: bool) -> Array:

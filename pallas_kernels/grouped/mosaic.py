@@ -32,12 +32,11 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float
 
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
-from pallas_kernels.grouped.decode import assembly
+from pallas_kernels.grouped.decode import MULTIPLY, assembly
 from pallas_kernels.grouped.tuning import ROWS, MosaicCut
 from pallas_kernels.mosaic import (
     BY_OUTPUT,
     LEFT,
-    TIMES,
     Steps,
     load_as,
     multiply_tiles,
@@ -129,7 +128,7 @@ def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
             (word,) = words(EXCHANGE, 1, word, other, exchanged)
             for half in range(2):
                 for i, two in enumerate(words(assembly("int4", half), 2, word)):
-                    (two,) = words(TIMES, 1, two, factors[half][below])
+                    (two,) = words(MULTIPLY, 1, two, factors[half][below])
                     column = 2 * (2 * half + group) + i
                     made[(0, column, 0, 0, below, *rest)] = utils.bitcast(two, pair)
         return FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
