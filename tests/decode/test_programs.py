@@ -53,12 +53,15 @@ def test_the_loop_of_steps_has_its_own_options(monkeypatch):
         return jit(function, **how)
 
     monkeypatch.setattr(jax, "jit", spy)
-    engine = case("31b").engine("mtp")
+    engine = case("31b").engine("mtp", grammars=True)
     run(engine, [Request(case("31b").prompts[0], 4)])
     assert asked.pop("decode_loop") == LOOP_OPTIONS != COMPILER_OPTIONS
     assert {name for name, options in asked.items() if options == COMPILER_OPTIONS} >= {"prefill"}
     assert LOOP_OPTIONS not in asked.values()
     assert options_of_loops(make_mesh(data=1, model=1)) is LOOP_OPTIONS
+    # A loop that asks the host what grammars allow cannot be one graph.
+    engine.runtime.decoding(engine.runtime.init_state(1), None, 1, guided=True)
+    assert asked["decode_loop"] == COMPILER_OPTIONS
 
 
 def test_the_listener_hears_compilations(compilations):
