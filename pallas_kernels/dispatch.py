@@ -149,3 +149,22 @@ def capability() -> float | None:
         return None
     said = str(getattr(jax.devices()[0], "compute_capability", 0))
     return float(said) if said.replace(".", "").isdigit() else 0.0
+
+
+# Shared memory of a block of threads, in KiB, by compute capability: "Maximum amount of shared memory
+# per thread block" in the technical specifications of the CUDA programming guide. GPUs with little of
+# it are RTX cards and those that share their chips, such as L4, L40S and A10.
+_SHARED_KIB = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227, 11.0: 227}
+_LEAST_SHARED_KIB = 99
+HOPPER_SHARED_BYTES = 227 << 10
+
+
+def shared_bytes() -> int:
+    """Return how much shared memory a program of a kernel can have on the GPU of this machine.
+
+    A GPU that is not known has as little as any. On a machine without a GPU it is that of Hopper.
+    """
+    found = capability()
+    if found is None:
+        return HOPPER_SHARED_BYTES
+    return _SHARED_KIB.get(found, _LEAST_SHARED_KIB) << 10

@@ -26,6 +26,7 @@ from pallas_kernels.dispatch import (
     capability,
     devices_of_mesh,
     dispatch,
+    shared_bytes,
     why_not_triton,
 )
 
@@ -138,7 +139,11 @@ def attention(
         return _mosaic_kernel(h)(*args, **(scaled if h == 512 else how), splits=splits)
 
     def triton(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Array:
-        tiles = tiling or at_once or tiling_for(**sizes, narrow=narrow, hopper=hopper)
+        tiles = tiling or at_once
+        if tiles is None:
+            masked = any(s.seen_by is not None for s in segments)
+            kind = {"narrow": narrow, "masked": masked, "hopper": hopper}
+            tiles = tiling_for(**sizes, **kind, room=shared_bytes())
         how = {**scaled, "tiling": tiles, "interpret": interpret}
         return attention_triton(q, q_positions, _counted_in_32_bits(segments), **how)
 

@@ -34,6 +34,9 @@ from pallas_kernels.triton import below, dot, load, store
 # A program that averages splits makes so many numbers, and loads so many splits at once.
 COMBINED = 512
 COMBINED_SPLITS = 16
+# A mask also needs shared memory. 128 rows of head dim 512 leave no room for it beside 32 keys. Masked
+# keys are those of a tree, and so few that smaller blocks cost nothing.
+MASKED_KEYS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,20 @@ class Tiling:
     stages: int
     splits: int
     parts: int = 1
+
+    def shared_bytes(self, head_dim: int, key_bytes: int, *, masked: bool = False) -> int:
+        """Return how much shared memory a program takes at most, on GPUs other than Hopper.
+
+        There are the queries, the weights of a block, and keys, values and positions of the blocks
+        that are loaded ahead. On Hopper the tensor cores read other layouts, and need more.
+
+        Args:
+          key_bytes: of a number of a key.
+          masked: whether there is a segment with a mask.
+        """
+        block = self.keys * (key_bytes * (head_dim + head_dim // self.parts) + 4)
+        mask = self.rows * MASKED_KEYS if masked else 0
+        return (self.stages - 1) * (block + mask) + 2 * self.rows * (head_dim + self.keys)
 
 
 def _attend(
@@ -104,9 +121,7 @@ def _attend(
         # normed, so they are within its range, and float16 has more bits of them and of weights.
         narrow = k_ref.dtype == jnp.float8_e4m3fn and q.dtype == jnp.bfloat16
         rows = q.astype(jnp.float16) if narrow else q
-        # A mask also needs shared memory. 128 rows of head dim 512 leave no room for it beside 32
-        # keys. Masked keys are those of a tree, and so few that smaller blocks cost nothing.
-        most = tiling.keys if seen_ref is None else 16
+        most = tiling.keys if seen_ref is None else MASKED_KEYS
         keys = min(most, max(16, pl.next_power_of_2(size)))
         begin, end = spans_ref[b, tile, 2 * i], spans_ref[b, tile, 2 * i + 1]
         at_once = tiling.splits > 1 and tiling.splits * keys >= size and len(segments) == 1

@@ -27,7 +27,11 @@ results. Two programs that each make half of the columns (`parts`) take 359 us f
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 from pallas_kernels.attention.triton import Tiling
+from pallas_kernels.dispatch import HOPPER_SHARED_BYTES
 
 # The least number of programs that an H200 (132 multiprocessors) runs at once. With a few programs
 # more, most of the GPU waits for these few. For the 32 programs of 26B-A4B at head dim 512, 5
@@ -117,12 +121,15 @@ def tiling_for(
     heads: int,
     longest: int,
     narrow: bool = False,
+    masked: bool = False,
     hopper: bool = False,
+    room: int = HOPPER_SHARED_BYTES,
 ) -> Tiling:
     """Return the tiling of the Triton kernel for these sizes.
 
     Chunks of prompts have tilings of their own. Otherwise it is the first row of the table with
-    room for these rows at this head dim.
+    room for these rows at this head dim. Where shared memory is too small for it, it is a smaller
+    one.
 
     Args:
       head_dim: width of keys and values.
@@ -130,24 +137,45 @@ def tiling_for(
       heads: kv heads of all sequences.
       longest: slots of the longest segment.
       narrow: whether keys are fp8.
-      hopper: whether the GPU has the shared memory of Hopper.
+      masked: whether a segment has a mask.
+      hopper: whether the GPU is a Hopper.
+      room: bytes of shared memory that a program can have.
     """
+    tilings = _tilings(head_dim, rows, heads, narrow=narrow, hopper=hopper)
+    if not hopper:  # whose tilings were all measured, and count otherwise
+        how = dict(head_dim=head_dim, key_bytes=1 if narrow else 2, masked=masked)
+        tilings = (tiling for tiling in tilings if tiling.shared_bytes(**how) <= room)
+    tiling = next(tilings)
+    programs = heads * -(-rows // tiling.rows) * tiling.parts
+    return dataclasses.replace(tiling, splits=_splits(programs, longest))
+
+
+def _tilings(
+    head_dim: int, rows: int, heads: int, *, narrow: bool, hopper: bool
+) -> Iterator[Tiling]:
+    """Yield the tiling for these sizes, and then smaller ones, all without splits."""
     for most, tiling in CHUNKS:
         if head_dim <= most and rows > MANY_ROWS and heads * rows >= FULL * MANY_ROWS:
-            return tiling
-    power = _tile(rows)
+            yield tiling
+            break
     fits = [row for row in TABLE if head_dim <= row[0]]
-    same = [row for row in fits if row[0] == fits[0][0]] if fits else []
-    if not same:
+    if not fits:
         raise ValueError(f"the table of tilings ends at head dim {TABLE[-1][0]}, not {head_dim}")
-    _, most, (keys, warps, stages, parts) = next((r for r in same if power <= r[1]), same[-1])
-    tile = min(power, most)
-    programs = heads * -(-rows // tile) * parts
-    if head_dim > 256 and ((narrow and tile <= 64) or (hopper and tile <= 16)):
-        stages += 1
-    if 128 < head_dim <= 256 and tile <= 16 and programs > 2 * FULL:
-        stages -= 1
-    return Tiling(tile, keys, warps, stages, _splits(programs, longest), parts)
+    same = [row for row in fits if row[0] == fits[0][0]]
+    first = next((i for i, row in enumerate(same) if _tile(rows) <= row[1]), len(same) - 1)
+    for _, most, (keys, warps, stages, parts) in reversed(same[: first + 1]):
+        tile = min(_tile(rows), most)
+        programs = heads * -(-rows // tile) * parts
+        if head_dim > 256 and ((narrow and tile <= 64) or (hopper and tile <= 16)):
+            stages += 1
+        if 128 < head_dim <= 256 and tile <= 16 and programs > 2 * FULL:
+            stages -= 1
+        for fewer in range(stages, 1, -1):
+            yield Tiling(tile, keys, warps, fewer, 1, parts)
+        if tile > 16 and parts == 1:
+            yield Tiling(tile, keys // 2, warps, 2, 1, parts)
+        if tile > 32 and parts == 1:
+            yield Tiling(32, keys, warps, 2, 1, parts)
 
 
 def splits_for(*, rows: int, heads: int, longest: int) -> int:

@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
-from pallas_kernels.dispatch import Candidate, capability, dispatch, why_not_triton
+from pallas_kernels.dispatch import (
+    Candidate,
+    capability,
+    dispatch,
+    shared_bytes,
+    why_not_triton,
+)
 from pallas_kernels.experts.cuts import MosaicCut
 from pallas_kernels.experts.launch import Tiling, experts_mosaic, experts_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
@@ -80,7 +86,7 @@ def experts(
     if tiling is not None and isinstance(tiling.gate_up, MosaicCut):
         own, tiling = tiling, None
     given = tiling is not None
-    tiling = tiling or tiling_for(each, bits)
+    tiling = tiling or tiling_for(each, bits, shared_bytes())
     reason = why_not_triton(x, interpret=interpret)
     if isinstance(gate_up, Codes):
         reason = reason or _why_not_codes(x, gate_up, f, interpret)

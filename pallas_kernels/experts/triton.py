@@ -48,6 +48,18 @@ class Block:
     warps: int
     stages: int
 
+    def fitting(self, rows: int, weight_bytes: int, matrices: int, room: int) -> Block:
+        """Return the block with as many stages as shared memory has room for, two at least.
+
+        Args:
+          rows: of a tile.
+          weight_bytes: of a number of a weight.
+          matrices: that a step reads: two for gate and up.
+          room: bytes of shared memory that a program can have.
+        """
+        step = self.inputs * (matrices * self.columns * weight_bytes + 2 * rows)
+        return dataclasses.replace(self, stages=max(2, min(self.stages, 1 + room // step)))
+
 
 def _coded(w_ref, before: tuple[Any, ...], k: Array, column: Array, dtype: DTypeLike) -> Array:
     """Load codes [..., columns, inputs] as numbers [inputs, columns] of a dtype, which holds all.

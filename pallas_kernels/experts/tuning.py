@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pallas_kernels.dispatch import HOPPER_SHARED_BYTES
 from pallas_kernels.experts.cuts import MosaicCut
 from pallas_kernels.experts.launch import Tiling
 from pallas_kernels.experts.triton import Block
@@ -19,7 +20,7 @@ from pallas_kernels.grouped.triton import Cut
 #
 # Blocks of 32 columns were slower in every case tried (up to 32 tokens). Several programs for the
 # inputs of one block were no faster for 2 tokens. No block needs more than the 163 KiB of shared
-# memory that a program has on an A100.
+# memory that a program has on an A100. `tiling_for` makes them smaller for GPUs with less.
 TABLE = (
     # Each row: most tokens per expert (mean), tiling.
     (0.75, Tiling(16, Block(64, 128, warps=4, stages=4), Block(64, 64, warps=4, stages=4))),
@@ -89,16 +90,23 @@ FOUR_BITS = (
 )
 
 
-def tiling_for(tokens_an_expert: float, bits: int = 16) -> Tiling:
+def tiling_for(tokens_an_expert: float, bits: int = 16, room: int = HOPPER_SHARED_BYTES) -> Tiling:
     """Return the tiling for this mean number of tokens per expert.
 
-    It is the first row of the table whose limit is not exceeded.
+    It is the first row of the table whose limit is not exceeded. GPUs with less shared memory than
+    Hopper load fewer steps ahead.
 
     Args:
       bits: of a weight: 16, or 8 or 4 where it is a code.
+      room: bytes of shared memory that a program can have.
     """
     table = {16: TABLE, 8: EIGHT_BITS, 4: FOUR_BITS}[bits]
-    return next(tiling for most, tiling in table if tokens_an_expert <= most)
+    tiling = next(tiling for most, tiling in table if tokens_an_expert <= most)
+    gate_up, down = (
+        cut.fitting(tiling.rows, bits // 8, matrices, room) if isinstance(cut, Block) else cut
+        for cut, matrices in ((tiling.gate_up, 2), (tiling.down, 1))
+    )
+    return Tiling(tiling.rows, gate_up, down)
 
 
 def _mosaic(rows: tuple[int, ...], gate_up: tuple[int, int], down: tuple[int, int]) -> Tiling:

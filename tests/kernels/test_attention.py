@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -252,6 +253,24 @@ def test_tilings_load_ahead_what_shared_memory_holds() -> None:
     assert one(head_dim=512, heads=32).stages == 2
     assert one(head_dim=512, heads=32, hopper=True).stages == 3
     assert one(head_dim=512, heads=32, hopper=True, narrow=True).stages == 3
+
+
+@pytest.mark.parametrize("room_kib", [99, 163], ids=["RTX", "A100"])
+@pytest.mark.parametrize("head_dim", [16, 128, 256, 512])
+def test_tilings_fit_gpus_with_less_shared_memory_than_hopper(head_dim: int, room_kib: int) -> None:
+    """XLA refuses a kernel that asks for more, and with it the whole program."""
+    for rows in (1, 16, 17, 32, 64, 100, 128, 1000):
+        for heads, narrow, masked in itertools.product((2, 512), (False, True), (False, True)):
+            kind = dict(narrow=narrow, masked=masked)
+            sizes: dict[str, Any] = dict(head_dim=head_dim, rows=rows, heads=heads, longest=4096)
+            tiling = tiling_for(**sizes, **kind, room=room_kib << 10)
+            size = tiling.shared_bytes(head_dim, 1 if narrow else 2, masked=masked)
+            assert size <= room_kib << 10
+            assert tiling.keys >= 16
+            assert tiling.rows >= min(32, rows)  # else keys would be read again and again
+            largest = tiling_for(**sizes, **kind)
+            if largest.shared_bytes(head_dim, 1 if narrow else 2, masked=masked) <= room_kib << 10:
+                assert tiling == largest
 
 
 def test_short_caches_are_loaded_at_once() -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.dispatch import Candidate, dispatch
+from pallas_kernels.dispatch import Candidate, dispatch, shared_bytes
 
 
 def times(factor: float, x: jax.Array) -> jax.Array:
@@ -70,3 +70,13 @@ def test_a_choice_that_cannot_run_says_why_and_the_way_out() -> None:
 def test_names_that_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match="'quick'; pass auto, reference, simple or fast"):
         call("quick")
+
+
+@pytest.mark.parametrize(
+    ("found", "kib"),
+    [(8.0, 163), (8.6, 99), (8.9, 99), (9.0, 227), (12.0, 99), (13.7, 99), (None, 227)],
+)
+def test_shared_memory_is_what_the_gpu_has(monkeypatch, found: float | None, kib: int) -> None:
+    """An unknown GPU has as little as any; on a machine without one, programs are for Hopper."""
+    monkeypatch.setattr("pallas_kernels.dispatch.capability", lambda: found)
+    assert shared_bytes() == kib << 10

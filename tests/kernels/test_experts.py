@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -155,6 +156,20 @@ def test_the_table_covers_any_number_of_tokens() -> None:
     assert [most for most, _ in TABLE] == sorted(most for most, _ in TABLE)
     assert tiling_for(0.01) == TABLE[0][1]
     assert tiling_for(1e9) == TABLE[-1][1]
+
+
+@pytest.mark.parametrize("room_kib", [99, 163, 227], ids=["RTX", "A100", "Hopper"])
+def test_blocks_fit_the_shared_memory_of_every_gpu(room_kib: int) -> None:
+    """What steps load ahead: gate and up of 64 columns, 128 inputs and 16 rows are 36 KiB a step."""
+    for tokens_an_expert, bits in itertools.product((0.1, 1, 8, 20, 50, 100), (16, 8)):
+        tiling = tiling_for(tokens_an_expert, bits, room_kib << 10)
+        for block, matrices in ((tiling.gate_up, 2), (tiling.down, 1)):
+            if isinstance(block, Block):
+                step = matrices * block.columns * bits // 8 + 2 * tiling.rows
+                assert (block.stages - 1) * block.inputs * step <= room_kib << 10
+                assert block.stages >= 3
+    most = [tiling_for(each, 16, room_kib << 10) for each in (0.1, 1, 8, 20, 50, 100)]
+    assert (most == [tiling for _, tiling in TABLE]) == (room_kib > 99)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
