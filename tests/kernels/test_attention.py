@@ -130,10 +130,14 @@ def test_branches_of_a_tree_do_not_see_each_other() -> None:
 @pytest.mark.parametrize("head_dim", [128, 256, 512])
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 @pytest.mark.parametrize("window", [None, 96])
-def test_the_table_at_real_widths(head_dim: int, tokens: int, window: int | None) -> None:
+@pytest.mark.parametrize("room_kib", [99, 227], ids=["RTX", "Hopper"])
+def test_the_table_at_real_widths(
+    head_dim: int, tokens: int, window: int | None, room_kib: int
+) -> None:
     shape, lengths, kind = Shape(8, 1, head_dim, window), [tokens, 301, 512], jnp.dtype("bfloat16")
     q, at = queries(shape, lengths, tokens, kind)
-    tiling = tiling_for(head_dim=head_dim, rows=8 * tokens, heads=3, longest=512)
+    sizes: dict[str, Any] = dict(head_dim=head_dim, rows=8 * tokens, heads=3, longest=512)
+    tiling = tiling_for(**sizes, room=room_kib << 10)
     check(shape, q, at, (cached(shape, lengths, 512, kind),), tiling)
 
 
