@@ -115,6 +115,9 @@ def compile_loop(
     return chip.compile(loop, *args, **options), state
 
 
+WORSE_WITH_012 = functools.partial(pytest.mark.xfail, jax.__version_info__ >= (0, 12), strict=True)
+"""What a newer XLA does worse. The extras `cuda` and `cuda12` hold jax below it."""
+
 MOVES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"}
 MOVES |= {"convert", "copy", "transpose", "concatenate", "slice", "dynamic-slice", "reshape", "pad"}
 ITEM_BYTES = {
@@ -387,7 +390,7 @@ def test_dynamic_products_multiply_8_bit_floats(rows: int) -> None:
     ("preset", "batch", "drafts", "temporary_mb"),
     [
         ("26b-a4b", 8, "none", 32),
-        ("26b-a4b", 8, "chain", 128),
+        pytest.param(*("26b-a4b", 8, "chain", 128), marks=WORSE_WITH_012(reason="it takes 436 MB")),
         ("31b", 4, "mtp", 128),  # of which logits of 32 rows, in three forms: 100 MB
         ("31b", 1, "mtp tree", 48),
     ],
@@ -431,6 +434,7 @@ def test_an_assistant_with_centroids_never_has_logits_of_the_whole_vocabulary(
     assert bool(whole) != centroids
 
 
+@WORSE_WITH_012(reason="it joins no weights by default")
 def test_a_join_of_weights_would_be_seen() -> None:
     """By default XLA merges products that share an input: the reason for COMPILER_OPTIONS."""
 
@@ -443,13 +447,16 @@ def test_a_join_of_weights_would_be_seen() -> None:
         assert bool(big_moves(hlo)) == joined
 
 
+IGNORES_SETMAXNREG = WORSE_WITH_012(reason="it ignores setmaxnreg, and wgmma waits for spills")
+
+
 @NEEDS_MOSAIC
 @pytest.mark.parametrize("cache_rows", [None, 32])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "fresh", "kind"),
     [
-        ((4, 8), 512, 0, jnp.bfloat16),
-        ((4, 8), 512, 0, jnp.float8_e4m3fn),
+        pytest.param((4, 8), 512, 0, jnp.bfloat16, marks=IGNORES_SETMAXNREG),
+        pytest.param((4, 8), 512, 0, jnp.float8_e4m3fn, marks=IGNORES_SETMAXNREG),
         ((8, 8), 128, 16, jnp.bfloat16),
     ],
 )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.drafters.base import Draft
+from jaxspec.models.xla import materialize
 from jaxspec.params import Graph
 from jaxspec.records import Drafting, FieldError, Tree
 from jaxspec.shapes import Array, Bool, Float, Int
@@ -79,6 +80,7 @@ def grow(
 
 def best_children(logits: Float[Array, "B F V"], topk: int) -> Children:
     """Return the `topk` most likely tokens of each node and their log-probabilities."""
+    logits = materialize(logits)
     top, tokens = lax.top_k(logits, topk)
     return Children(tokens, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 

@@ -110,12 +110,15 @@ def table_left_on_cpu(
 def materialize(x: T) -> T:
     """Make XLA compute a value once, here. XLA then neither repeats nor fuses the computation.
 
-    Three values need this:
+    Four values need this:
 
     - Gemma 4's per-layer inputs. XLA would norm them again in every layer.
     - The gated per-layer input of a Gemma 4 layer. XLA would make it part of the product that reads
       it, and would need a copy of the layer's slice of the per-layer inputs.
     - The result of `table_left_on_cpu` before its transpose. XLA would swap the operands back.
+    - The logits of a level of a draft tree. XLA of jax 0.12.0.1 would join the slice of one row's
+      logits with the search for the best, and then not find the slice's memory: "BufferAllocation::Slice
+      not assigned". The search needs them in memory anyway.
     """
     return lax.optimization_barrier(x)
 
