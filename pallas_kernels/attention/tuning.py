@@ -28,6 +28,7 @@ results. Two programs that each make half of the columns (`parts`) take 359 us f
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 from pallas_kernels.attention.triton import Tiling
@@ -143,8 +144,10 @@ def tiling_for(
     """
     tilings = _tilings(head_dim, rows, heads, narrow=narrow, hopper=hopper)
     if not hopper:  # whose tilings were all measured, and count otherwise
-        how = dict(head_dim=head_dim, key_bytes=1 if narrow else 2, masked=masked)
-        tilings = (tiling for tiling in tilings if tiling.shared_bytes(**how) <= room)
+        size = functools.partial(
+            Tiling.shared_bytes, head_dim=head_dim, key_bytes=1 if narrow else 2, masked=masked
+        )
+        tilings = (tiling for tiling in tilings if size(tiling) <= room)
     tiling = next(tilings)
     programs = heads * -(-rows // tiling.rows) * tiling.parts
     return dataclasses.replace(tiling, splits=_splits(programs, longest))
