@@ -61,10 +61,11 @@ class Tiling:
     parts: int = 1
 
     def shared_bytes(self, head_dim: int, key_bytes: int, *, masked: bool = False) -> int:
-        """Return how much shared memory a program takes at most, on GPUs other than Hopper.
+        """Return how much shared memory a program takes at most, where tensor cores read registers.
 
         There are the queries, the weights of a block, and keys, values and positions of the blocks
-        that are loaded ahead. On Hopper the tensor cores read other layouts, and need more.
+        that are loaded ahead. Tensor cores of Hopper and B200 read shared memory and need more of it,
+        and all tilings fit there.
 
         Args:
           key_bytes: of a number of a key.
