@@ -10,6 +10,7 @@ announces, weight by weight.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -210,6 +211,8 @@ def _grouped(checkpoint: HFCheckpoint, rules: RuleSet, announced: bool) -> _Grou
     groups = _Groups(checkpoint, {}, {}, {}, {})
     for name in checkpoint.tensors:
         base, _, last = name.rpartition(".")
+        if (found := _FUSED.fullmatch(name)) and announced:
+            base, last = found[1], f"weight_{found[2]}"
         if last in UNUSED:
             groups.skipped[name] = UNUSED[last]
         elif last in (*WEIGHTS, *SCALES):
@@ -229,6 +232,12 @@ def _grouped(checkpoint: HFCheckpoint, rules: RuleSet, announced: bool) -> _Grou
             groups.tensors[name] = stored["weight"]
         groups.origins[name] = tuple(named.values())
     return groups
+
+
+_FUSED = re.compile(
+    r"(.+\.experts\.(?:gate_up|down)_proj)_(packed|scale|shape|zero_point|global_scale)"
+)
+"""How compressed-tensors names the parts of a stacked parameter, which belongs to no module of its own."""
 
 
 def _known_as(name: str, rules: RuleSet) -> str:
@@ -287,6 +296,8 @@ class _Reader:
         if self._announced is None:
             return None
         full = self._groups.origins[name][0]
+        if found := _FUSED.fullmatch(full):
+            return self._announced.of(found[1])
         return self._announced.of(full.rpartition(".")[0] if name.endswith(".weight") else full)
 
     def _stack(self, name: str, stack: Stack) -> None:

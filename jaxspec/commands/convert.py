@@ -81,7 +81,7 @@ def convert_command(
 
     Converting is optional: `jaxspec generate` reads Hugging Face directories
     and hub ids itself. A converted checkpoint loads with less work, and keeps
-    what --to-hf needs to restore the original files.
+    what --to-hf needs to restore files in the layout of the releases.
 
       jaxspec convert google/gemma-4-E2B-it ./e2b
 

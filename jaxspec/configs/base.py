@@ -149,7 +149,9 @@ class GenerationDefaults:
         """
         generation, file = generation_config or {}, "generation_config.json"
         if (eos := generation.get("eos_token_id")) is None:
-            eos = text_part(config).get("eos_token_id", config.get("eos_token_id"))
+            # Gemma 4's instruction-tuned releases name 1 and 106, the end of a turn. Their text part names 1.
+            eos = config.get("eos_token_id")
+            eos = text_part(config).get("eos_token_id") if eos is None else eos
             origin = "config.json"
         else:
             origin = file

@@ -133,6 +133,7 @@ def convert(
             return {fill.path: LazyArray(fill.shape, stored_as(fill), make)}  # type: ignore[arg-type]
 
         _check_memory(fills, opened.dtype_of)
+        kv_scales = opened.kv_scales  # refused before anything is written
         arrays = {name: array for fill in fills for name, array in lazily(fill).items()}
         with checked(directory) as see:
             save_params(aside, arrays)
@@ -157,7 +158,7 @@ def convert(
             formats=dict(graph.formats) or None,
             compute_dtype=compute if graph.formats else None,
             cache_dtype=compute if graph.formats else None,
-            kv_scales=opened.kv_scales,
+            kv_scales=kv_scales,
         ).write(aside)
     return Report(
         opened.family.name,
@@ -228,7 +229,11 @@ def to_hf(
     rules = rule_set(manifest.config, shapes)
     fills = fills_for(rules, shapes, find_prefix(rules, manifest.tensors))
     if {name for fill in fills for name in fill.sources} != set(manifest.tensors):
-        raise CheckpointError(f"{directory}: the manifest's tensors are not those of its config")
+        raise CheckpointError(
+            f"{directory} was made of tensors in another layout, such as experts one by one or GGUF, which "
+            "is not written back: take the checkpoint that it was converted from, or write the layout of "
+            "the releases with save_hf"
+        )
     stored = stored_arrays(directory)
     _check_memory(fills, lambda fill: stored[fill.path].dtype)
     arrays = read_params(directory, [fill.path for fill in fills])

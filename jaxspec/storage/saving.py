@@ -9,6 +9,7 @@ there. Both hold one parameter at a time in host memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from jaxspec.storage.arrays import LazyArray, save_params
 from jaxspec.storage.aside import written_aside
 from jaxspec.storage.bridge import checkpoint_prefix
 from jaxspec.storage.conversion import _copy_files, refuse_quantised, write_weights
-from jaxspec.storage.manifest import Manifest
-from jaxspec.storage.source import parameter_shapes, rule_set
+from jaxspec.storage.manifest import MANIFEST, Manifest
+from jaxspec.storage.source import open_source, parameter_shapes, rule_set
 from jaxspec.trees import flat_params
 
 _STORED = {"float32": "F32", "bfloat16": "BF16"}
@@ -64,7 +65,7 @@ def save(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
             formats=dict(model.graph.formats) or None,
             compute_dtype=dtype if model.graph.formats else None,
             cache_dtype=_cache_dtype(model.graph, dtype),
-            kv_scales=None if model.graph.kv is None else model.graph.kv.scales,
+            kv_scales=_kv_scales(model),
             tensors={
                 name: "I64" if fill.transform.integers else _STORED[dtype]
                 for fill in fills
@@ -117,6 +118,19 @@ def _cache_dtype(graph: Graph, dtype: str) -> str | None:
     if graph.kv is None:
         return dtype if graph.formats else None
     return graph.kv.name
+
+
+def _kv_scales(model: LoadedModel) -> tuple[tuple[float, float], ...] | None:
+    """Return the scales of keys and values of a checkpoint, whatever the caches of this run hold.
+
+    Scales that no caches can use are left out.
+    """
+    if (model.directory / MANIFEST).is_file():
+        return Manifest.read(model.directory).kv_scales
+    if (model.directory / "config.json").is_file():
+        with contextlib.suppress(CheckpointError):
+            return open_source(model.directory).kv_scales
+    return None if model.graph.kv is None else model.graph.kv.scales
 
 
 def _lazily(x: Array) -> LazyArray:

@@ -269,7 +269,7 @@ def multimodal(text: dict[str, Any]) -> dict[str, Any]:
         "model_type": "gemma4_unified" if unified else "gemma4",
         "text_config": text,
         "vision_config": {"model_type": "gemma4_vision", "hidden_size": 4},
-        "eos_token_id": [1, 106],
+        "eos_token_id": [1, 106 if text["vocab_size"] > 106 else 6],
     }
 
 

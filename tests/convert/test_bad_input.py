@@ -413,6 +413,22 @@ def test_what_the_hub_refuses(monkeypatch: pytest.MonkeyPatch, error: str, messa
     assert (asked["token"], asked["local_files_only"]) == ("secret", False)
 
 
+def test_a_connection_that_breaks_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    """The HTTP client of the hub's library raises errors that are neither the library's nor the system's."""
+    import huggingface_hub
+
+    class RemoteProtocolError(Exception):
+        pass
+
+    def breaks(repo: str, **kwargs: object) -> str:
+        raise RemoteProtocolError("peer closed connection\nafter 1,000 bytes")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", breaks)
+    said = "someone/tiny cannot be had from the hub: peer closed connection"
+    with pytest.raises(CheckpointError, match=said):
+        load_target("someone/tiny", dtype="float32")
+
+
 # --- destinations ------------------------------------------------------------------------------------
 
 

@@ -89,7 +89,16 @@ def test_suppressed_tokens_come_from_generation_config():
     defaults = GenerationDefaults.from_hf(generation, multimodal(RELEASED["12b"]))
     assert defaults.eos_token_ids == (1, 106, 50)
     assert defaults.suppress_tokens == (258883, 258882)
-    assert GenerationDefaults.from_hf(None, multimodal(RELEASED["12b"])).eos_token_ids == (1,)
+    assert GenerationDefaults.from_hf(None, multimodal(RELEASED["12b"])).eos_token_ids == (1, 106)
+
+
+def test_the_end_of_a_turn_ends_a_reply_without_generation_config():
+    """Files of GGUF often lie beside a config.json alone. Its text part does not name the end of a turn."""
+    config = multimodal(RELEASED["31b"])
+    assert (config["eos_token_id"], config["text_config"]["eos_token_id"]) == ([1, 106], 1)
+    assert GenerationDefaults.from_hf(None, config).eos_token_ids == (1, 106)
+    del config["eos_token_id"]
+    assert GenerationDefaults.from_hf(None, config).eos_token_ids == (1,)
 
 
 @pytest.mark.parametrize(

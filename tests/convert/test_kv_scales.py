@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -56,7 +57,9 @@ def test_scales_of_a_file_are_used_and_kept(tmp_path: Path, as_in: str) -> None:
 
     convert(tmp_path / "hf", tmp_path / "ours")
     save(tmp_path / "saved", target)
-    for name in ("ours", "saved"):
+    save(tmp_path / "plain", load_target(source, dtype="float32"))
+    save(tmp_path / "again", load_target(str(tmp_path / "plain"), dtype="float32"))
+    for name in ("ours", "saved", "plain", "again"):
         assert Manifest.read(tmp_path / name).kv_scales == expected
         again = load_target(str(tmp_path / name), dtype="float32", kv_dtype="fp8")
         assert again.graph.kv == target.graph.kv
@@ -86,9 +89,15 @@ def test_wrong_scales_are_refused_where_they_are_used(
     tmp_path: Path, given: dict[int, dict[str, float]], said: str
 ) -> None:
     checkpoint(tmp_path / "hf", "31b", given, "compressed-tensors")
-    loading.load_target(str(tmp_path / "hf"), dtype="float32")
+    target = loading.load_target(str(tmp_path / "hf"), dtype="float32")
     with pytest.raises(CheckpointError, match=said):
         loading.load_target(str(tmp_path / "hf"), dtype="float32", kv_dtype="fp8")
+    progress: list[Any] = []
+    with pytest.raises(CheckpointError, match=said):
+        convert(tmp_path / "hf", tmp_path / "ours", progress=lambda *done: progress.append(done))
+    assert not progress  # before anything is written
+    save(tmp_path / "saved", target)
+    assert Manifest.read(tmp_path / "saved").kv_scales is None
 
 
 def test_a_manifest_with_other_scales_is_refused(tmp_path: Path) -> None:

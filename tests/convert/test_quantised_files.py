@@ -145,6 +145,21 @@ def test_experts_are_found_under_every_name(name, moe, stacked, tmp_path):
     check_read(opened, numbers)
 
 
+@pytest.mark.parametrize("name", ["int4 g32 zeros", "nvfp4 ct"])
+def test_stacked_experts_may_have_the_names_of_parameters(name, tmp_path):
+    """`experts.down_proj_packed`, as compressed-tensors writes it, and not `down_proj.weight_packed`."""
+
+    def rename(tensors: layout.Tensors) -> None:
+        for full in [full for full in tensors if ".experts." in full]:
+            tensors[full.replace("_proj.weight_", "_proj_")] = tensors.pop(full)
+
+    writer, config = FORMATS[name]
+    where = tmp_path / "hf"
+    numbers, tensors = layout.write(where, "26b-a4b", writer, config, stacked=True, edit=rename)
+    assert "model.language_model.layers.0.experts.gate_up_proj_packed" in tensors
+    check_read(open_source(where), numbers)
+
+
 def test_experts_one_by_one_may_be_plain_numbers(tmp_path):
     plain = {
         r".*\.experts\..+": lambda w: ({"weight": w.astype(layout.BF16)}, w.astype(layout.BF16))
