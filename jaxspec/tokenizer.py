@@ -21,6 +21,10 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import read_json, refuse_pointer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [b for b in range(256) if b not in _PRINTED]
+# What byte-level tokenizers, such as Qwen3's, write for each byte.
+_BYTE_LEVEL = {chr(b): b for b in _PRINTED} | {chr(256 + n): b for n, b in enumerate(_OTHERS)}
 _INCOMPLETE = "\ufffd"  # decoders emit this for bytes that are not (yet) a character
 
 
@@ -113,6 +117,17 @@ class Tokenizer:
         """Return the text of token ids, without special tokens and ids outside the vocabulary."""
         known = [i for i in ids if 0 <= i < self._vocab_size]
         return self.backend.decode(known, skip_special_tokens=True)
+
+    def bytes_of(self, token_id: int, text: str) -> bytes:
+        """Return the bytes that a token stands for, whose text alone is known; it may be part of a character."""
+        token = self.backend.id_to_token(token_id) or ""
+        if _INCOMPLETE not in text:
+            return text.encode()
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        if all(c in _BYTE_LEVEL for c in token):
+            return bytes(_BYTE_LEVEL[c] for c in token)
+        return text.encode()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
         """Render a conversation by the chat template, up to where the model's turn begins.

@@ -114,10 +114,7 @@ class Logprobs:
         return {
             "tokens": tokens,
             "token_logprobs": [None if x is None else _number(x) for x in logprobs],
-            "top_logprobs": [
-                None if b is None else {self._token(i): _number(x) for i, x in b[: self.top]}
-                for b in best
-            ]
+            "top_logprobs": [None if b is None else self._by_text(b[: self.top]) for b in best]
             if self.top
             else None,
             "text_offset": offsets,
@@ -149,7 +146,15 @@ class Logprobs:
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         token = self._token(token_id)
-        return {"token": token, "logprob": _number(logprob), "bytes": list(token.encode())}
+        spelt = list(self.tokenizer.bytes_of(token_id, token))
+        return {"token": token, "logprob": _number(logprob), "bytes": spelt}
+
+    def _by_text(self, best: Best) -> dict[str, float]:
+        """Return tokens by their text. Of several with one text, such as parts of characters, the best one counts."""
+        found: dict[str, float] = {}
+        for token_id, logprob in best:
+            found.setdefault(self._token(token_id), _number(logprob))
+        return found
 
     def _token(self, token_id: int) -> str:
         return self.tokenizer.backend.decode([token_id], skip_special_tokens=False)

@@ -112,6 +112,7 @@ class OpenEngine:
         self._arrived: deque[Handle] = deque()  # the engine does not know them yet
         self._leaving: dict[Hashable, Handle] = {}
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._calling = False  # whether one of them is being run
         self._names = itertools.count()
         self._running = 0  # requests with a slot, when the device last returned
         self._thread = threading.Thread(target=self._work, name="jaxspec-engine", daemon=True)
@@ -210,9 +211,11 @@ class OpenEngine:
         with self._changed:
             if self._state in ("loading", "ready"):
                 self._state = "draining"
-            is_over = lambda: not self._live or self._state in ("closed", "failed")  # noqa: E731
-            self._changed.wait_for(is_over, timeout_s)
-            return not self._live
+            is_done = lambda: not (self._live or self._calls or self._calling)  # noqa: E731
+            self._changed.wait_for(
+                lambda: is_done() or self._state in ("closed", "failed"), timeout_s
+            )
+            return is_done()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Cancel all requests, and end the worker. It ends when the device has returned."""
@@ -279,8 +282,12 @@ class OpenEngine:
             arrived, self._arrived = self._arrived, deque()
             leaving, self._leaving = self._leaving, {}
             call = self._calls.popleft() if self._calls else None
+            self._calling = call is not None
         if call is not None:  # one a turn, so that rows decode on between two
             _run(*call)
+            with self._changed:
+                self._calling = False
+                self._changed.notify_all()
         for handle in arrived:
             name = handle.request.id
             if leaving.pop(name, None):

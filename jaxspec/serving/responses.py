@@ -74,6 +74,12 @@ def wish_of(served: Served, asked: ResponsesAsked) -> Wish:
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise ApiError(400, f"{name} is not supported", param=name)
+    for name in ("metadata", "tools", "tool_choice", "reasoning", "text"):  # the reply repeats them
+        try:
+            json.dumps(getattr(asked, name), allow_nan=False)
+        except ValueError:
+            said = f"{name} has a number that is none of JSON"
+            raise ApiError(400, said, param=name) from None
     effort = (asked.reasoning or {}).get("effort")
     if not isinstance(effort, str | None):
         name = "reasoning.effort"

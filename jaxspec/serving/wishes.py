@@ -6,6 +6,7 @@ Read `Served.requests`. Whatever a server cannot do is refused here, by the name
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ StopAt = Callable[[Sequence[int]], int | None]
 _OF_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _OF_REQUEST = ("presence_penalty", "frequency_penalty")
 _PENALTIES = Range("from -2 to 2", lambda x: abs(x) <= 2)
+_TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 _BIASES = Range("from -100 to 100", lambda x: abs(x) <= 100)
 
 
@@ -191,6 +193,9 @@ class Served:
                 kind, source, frame = rule
                 of_calls = GrammarAsked("tools", kind, source)
                 return compiled(self.grammars, of_calls, frame=frame, lenient=not strict)
+            if tools.required:
+                said = "this model's tokenizer has no markers of calls"
+                raise FieldError("tool_choice", f"asks for a call, and {said}")
         if wanted is None:
             return None
         return self._grammar(wanted, rules.frame(self.tokenizer, prompt))
@@ -308,11 +313,12 @@ class Served:
                 Request(
                     prompt,
                     count,
-                    sample=sample,
+                    # Without a seed of the request's own, the same prompt twice gives two replies, too.
+                    sample=sample + (place * n if asked.seed is None else 0),
                     stop_at=self._stop_at(prompt, stops, tools),
                     **shared,
                 )
-                for prompt, count in zip(prompts, most, strict=True)
+                for place, (prompt, count) in enumerate(zip(prompts, most, strict=True))
                 for sample in range(n)
                 if count
             ]
@@ -435,7 +441,7 @@ def _stops(given: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
-    if not all(token.isascii() and token.lstrip("-").isdigit() for token in given):
+    if not all(_TOKEN_ID.fullmatch(token) for token in given):
         raise ApiError(400, "logit_bias: expected token ids as keys", param="logit_bias")
     for token, bias in given.items():
         if wrong := _BIASES.refusal(bias):

@@ -216,6 +216,23 @@ def test_draining_refuses_the_new_and_finishes_the_old(
     assert handle.result(0).token_ids == answer(request(99))
 
 
+def test_draining_waits_for_calls_too(opened: OpenEngine) -> None:
+    """Scores of prompts are calls, and a request may want nothing else."""
+    started, gate = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        started.set()
+        assert gate.wait(WAIT_S)
+        return "scores"
+
+    running, waiting = opened.call(slow), opened.call(lambda: "more scores")
+    assert started.wait(WAIT_S)
+    assert not opened.drain(0.01)
+    gate.set()
+    assert opened.drain(WAIT_S)
+    assert (running.result(0), waiting.result(0)) == ("scores", "more scores")
+
+
 def test_closing_cancels_what_there_is(engine: FakeEngine) -> None:
     opened = OpenEngine(engine)
     handle = working(engine, opened)

@@ -16,8 +16,9 @@ import pytest
 
 from jaxspec.records import Sampling
 from jaxspec.requests import Request
+from jaxspec.serving.choices import Logprobs
 from jaxspec.tokenizer import completed_text, stop_at_text
-from tests.chat.models import QWEN
+from tests.chat.models import GEMMA, QWEN, Family
 from tests.cli import pair as tiny
 from tests.serving.conftest import Live
 from tests.serving.scripted import LENGTHS
@@ -228,9 +229,53 @@ def test_log_probabilities_of_a_chat_whole_and_streamed(client: Any) -> None:
     assert [x for part in parts if part.logprobs for x in part.logprobs.content] == whole
     assert len(whole) == 6
     for entry in whole:
-        assert bytes(entry.bytes).decode() == entry.token
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token
         assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)
         assert len(entry.top_logprobs) == 2
+
+
+@pytest.mark.parametrize("family", [QWEN, GEMMA], ids=["byte level", "byte tokens"])
+def test_parts_of_characters_are_told_apart(family: Family) -> None:
+    """All read as U+FFFD. Chats have their bytes; of several with one text, completions tell the best."""
+    tokenizer = family.tokenizer
+    told = Logprobs(tokenizer, top=2)
+    ids = [i for i in family.encode("😀") if "\ufffd" in told._token(i)]
+    assert len(ids) >= 2
+    assert bytes(b for i in ids for b in told._entry(i, -1.0)["bytes"]).decode() == "😀"
+    form = told.text_form(ids[:1], [-0.5], [((ids[0], -0.5), (ids[1], -3.0))], 0)
+    assert form["top_logprobs"] == [{"\ufffd": -0.5}]
+    whole = told._entry(tokenizer.encode("a")[-1], -1.0)
+    assert bytes(whole["bytes"]).decode() == whole["token"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_call_cannot_be_asked_of_a_model_without_markers(live: Live, count: int) -> None:
+    """With several tools the wish was dropped, and the reply was text."""
+    tools = [{"type": "function", "function": {"name": f"tool{i}"}} for i in range(count)]
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "tools": tools}
+    reply = live.post("/v1/chat/completions", **asked, tool_choice="required")
+    assert reply.status_code == 400, reply.text
+    assert "no markers of calls" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("key", ["--5", "5-", "9" * 5000, "five"])
+def test_keys_that_are_no_token_are_refused(live: Live, key: str) -> None:
+    reply = live.post("/v1/completions", prompt=[1], max_tokens=1, logit_bias={key: 1})
+    assert reply.status_code == 400, reply.text
+    assert "logit_bias" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize("value", ["NaN", "1e999"])
+def test_numbers_that_json_lacks_are_refused_where_a_reply_repeats_them(
+    live: Live, value: str, stream: str
+) -> None:
+    body = f'{{"input": "x", "max_output_tokens": 1, "metadata": {{"a": {value}}}, "stream": {stream}}}'
+    reply = live.client.post(
+        "/v1/responses", content=body, headers={"content-type": "application/json"}
+    )
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "metadata"
 
 
 # --- usage ---------------------------------------------------------------------------------------------

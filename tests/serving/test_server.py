@@ -51,6 +51,20 @@ def of_choice(found: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any
 # --- tokens ------------------------------------------------------------------------------------------
 
 
+def test_one_prompt_several_times_gives_several_replies(live: Live) -> None:
+    """As `n` does. With a seed of the request's own, what a prompt gives does not depend on its place."""
+    body: dict[str, Any] = {**WORDS, "ignore_eos": True, "max_tokens": 16, "n": 2}
+
+    def replies(**more: Any) -> list[tuple[int, ...]]:
+        reply = live.post("/v1/completions", prompt=[list(PROMPT)] * 3, **{**body, **more})
+        return [tuple(choice["token_ids"]) for choice in reply.json()["choices"]]
+
+    assert len(set(replies(seed=None))) == 6
+    first, second, *others = replies()
+    assert first != second
+    assert others == [first, second] * 2
+
+
 def test_many_clients_get_what_each_would_get_alone(live: Live) -> None:
     """Streams and replies in one piece, greedy and sampled, more than there are slots, all at once."""
     cases = []
