@@ -7,8 +7,7 @@ TMA loads all of them into one ring in shared memory, so that no share waits for
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 from jaxtyping import Array, Float
 
+from pallas_kernels.shares import Share, Shares, place_of, shares_of, whole_tiles
 from pallas_kernels.tiles import PIECE, PROCESSORS, TILE, results_are_apart
 
 LEFT = plgpu.Layout.WGMMA
@@ -65,25 +65,15 @@ class Steps(NamedTuple):
     """How a kernel multiplies a step of inputs.
 
     Attributes:
-      load: from a tile, a step, a place of the rings and its barrier, let TMA load what is multiplied.
+      load: from a tile of outputs, one of rows, a step, a place of the rings and its barrier, let TMA
+        load what is multiplied.
       multiply: from sums and a place, hand it to wgmma, with a left operand in registers.
       finish: from sums [64 outputs, rows] and the first of these outputs, return the result.
     """
 
-    load: Callable[[Array, Array, Array, Any], None]
+    load: Callable[[Array, Array | int, Array, Array, Any], None]
     multiply: Callable[[Any, Array], None]
     finish: Callable[[Array, Array], Array] = lambda total, first: total
-
-
-class _Share(NamedTuple):
-    """What a block multiplies of a tile: steps of inputs, and where the sums go."""
-
-    tile: Array
-    begin: Array
-    count: Array
-    out: int  # which result
-    split: Array
-    first: Array  # of the tile's outputs in that result
 
 
 def multiply_tiles(
@@ -105,7 +95,8 @@ def multiply_tiles(
       steps_of: from references to `args` and to `rings`, return how a step is multiplied.
       args: arrays, of which the first one is the rows.
       steps: of a tile.
-      cut: has `groups`, `outputs`, `splits`, `stages` and `whole`, as in `eight_bits.tuning.MosaicCut`.
+      cut: has `groups`, `outputs`, `row_tiles`, `splits`, `stages` and `whole`, as in
+        `eight_bits.tuning.MosaicCut`.
       dtype: of the result. Parts are float32.
       rings: shared memory with `cut.stages` places.
       loads: of a place.
@@ -113,8 +104,8 @@ def multiply_tiles(
     Raises:
       ValueError: the cut puts whole tiles before splits that are too short for it.
     """
-    rows, tiles = args[0].shape[0], outputs // cut.outputs
-    whole = cut.whole if cut.splits > 1 else tiles
+    all_rows, tiles = args[0].shape[0], outputs // cut.outputs * cut.row_tiles
+    rows, whole = all_rows // cut.row_tiles, whole_tiles(cut, tiles)
     if not results_are_apart(cut, steps):
         raise ValueError(
             f"{cut} gives a split {steps // cut.splits} of {steps} steps; where whole tiles come first, "
@@ -124,9 +115,10 @@ def multiply_tiles(
     blocks = min(PROCESSORS, whole + rest * cut.splits)
     shapes = []
     if whole:
-        shapes.append(jax.ShapeDtypeStruct((1, rows, whole * cut.outputs), dtype))
+        shape = 1, all_rows, whole // cut.row_tiles * cut.outputs
+        shapes.append(jax.ShapeDtypeStruct(shape, dtype))
     if rest:
-        parts = cut.splits, rows, rest * cut.outputs
+        parts = cut.splits, all_rows, rest // cut.row_tiles * cut.outputs
         shapes.append(jax.ShapeDtypeStruct(parts, jnp.float32))
 
     def kernel(*refs: Any) -> None:
@@ -134,28 +126,25 @@ def multiply_tiles(
         out_refs, refs = refs[: len(shapes)], refs[len(shapes) :]
         own, (pieces, there, free) = refs[: len(rings)], refs[len(rings) :]
         block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
-        shares, zero = [], jnp.int32(0)
-        for i in range(0, whole, blocks):
-            tile = i + block
-            count = jnp.where(tile < whole, steps, 0)
-            shares.append(_Share(tile, zero, count, 0, zero, tile * cut.outputs))
-        for i in range(0, rest * cut.splits, blocks):
-            split, tile = lax.div(i + block, rest), lax.rem(i + block, rest)
-            begin, end = (lax.div((split + j) * steps, cut.splits) for j in range(2))
-            count = jnp.where(split < cut.splits, end - begin, 0)
-            out = len(shapes) - 1
-            shares.append(_Share(whole + tile, begin, count, out, split, tile * cut.outputs))
 
-        def write(share: _Share, total: Array) -> None:
+        def load(tile: Array, step: Array, place: Array) -> None:
+            of_step.load(*place_of(tile, cut), step, place, there.at[place])
+
+        def write(share: Share, total: Array) -> None:
             mine, piece = warpgroup * TILE, pieces[share.out].at[warpgroup]
+            tile, row_tile = place_of(share.tile, cut)
+            before = whole // cut.row_tiles if share.out else 0
 
             @pl.when(share.count > 0)
             def _():
-                sums = of_step.finish(total, share.tile * cut.outputs + mine)
-                _write_sums(sums, piece, out_refs[share.out], share.split, share.first + mine)
+                sums = of_step.finish(total, tile * cut.outputs + mine)
+                first = (tile - before) * cut.outputs + mine
+                to = out_refs[share.out].at[share.split]
+                _write_sums(sums, piece, to, row_tile * rows, first)
 
         of_step = steps_of(*given, *own)
-        _in_ring(shares, cut, rows, there, free, of_step, write)
+        shares = shares_of(block, blocks, tiles, steps, cut)
+        _in_ring(shares, cut, rows, there, free, load, of_step.multiply, write)
 
     kernel.__name__ = name
     piece = cut.groups, min(rows, PIECE), TILE
@@ -182,13 +171,14 @@ def multiply_tiles(
 
 
 def _in_ring(
-    shares: Sequence[_Share],
+    shares: Shares,
     cut: Any,
     rows: int,
     there: Any,
     free: Any,
-    steps: Steps,
-    write: Callable[[_Share, Array], None],
+    load: Callable[[Array, Array, Array], None],
+    multiply: Callable[[Any, Array], None],
+    write: Callable[[Share, Array], None],
 ) -> None:
     """Multiply shares of a block, which TMA loads into a ring several steps ahead.
 
@@ -197,65 +187,72 @@ def _in_ring(
     Args:
       there, free: two barriers of each place of the ring. What was loaded is there, and all
         warpgroups have read it.
+      load: from a tile and one of its steps into a place of the ring.
+      multiply: as in `Steps`.
       write: the sums of a share.
     """
     warpgroup, stages = lax.axis_index("warpgroup"), cut.stages
     assert stages >= 3  # places are filled again a step after they are given back
-    count = sum((share.count for share in shares), jnp.int32(0))
+    begins = shares.begins
+    count = begins[-1]
 
     def loads(place):
         """Tell whether this warpgroup loads a place of the ring. The others need not wait for it."""
         return lax.rem(place, cut.groups) == warpgroup
 
-    def load(i, place):
-        """Load a step, counted from the first one of the first share on."""
-        begin = jnp.int32(0)
-        tile, step = shares[0].tile, shares[0].begin + i
-        for before, share in itertools.pairwise(shares):
-            begin = begin + before.count
-            tile = jnp.where(i >= begin, share.tile, tile)
-            step = jnp.where(i >= begin, share.begin + i - begin, step)
-        steps.load(tile, step, place, there.at[place])
-
     @pl.loop(0, jnp.minimum(count, stages))
     def _(i):
-        pl.when(loads(i))(lambda: load(i, i))
+        pl.when(loads(i))(lambda: load(*shares.at(i), i))
 
-    def multiply(first, last, place, total):
-        def step(i, place):
+    def run(share, first, place):
+        """Multiply a share, whose steps are counted from `first` on, and return the place of the next."""
+
+        def steps(total):
+            return lax.fori_loop(
+                first, first + share.count, functools.partial(step, total), place
+            ), total[...]
+
+        def step(total, i, place):
             plgpu.barrier_wait(there.at[place])
-            steps.multiply(total, place)
+            multiply(total, place)
             before = jnp.where(place == 0, stages, place) - 1
 
             # Load over what all have given back, while this step is multiplied.
             @pl.when((i >= 1) & (i - 1 + stages < count) & loads(before))
             def _():
                 plgpu.barrier_wait(free.at[before])
-                load(i - 1 + stages, before)
+                load(*shares.at(i - 1 + stages), before)
 
             # The next step has the same registers for its left operand, which wgmma reads until here.
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(free.at[place])
             return jnp.where(place == stages - 1, 0, place + 1)
 
-        place = lax.fori_loop(first, last, step, place)
-        return total[...], place
-
-    first, place = jnp.int32(0), jnp.int32(0)
-    for share in shares:
-        last = first + share.count
-        run = functools.partial(multiply, first, last, place)
-        total, place = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32))
+        accumulator = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
+        place, total = pl.run_scoped(steps, accumulator)
         write(share, total)
-        first = last
+        return place
+
+    def run_whole(i, place):
+        return run(shares.whole(i), i * shares.steps, place)
+
+    place = jnp.int32(0)
+    if not shares.one_at_most:
+        place = lax.fori_loop(0, shares.wholes, run_whole, place)
+    elif shares.wholes:
+        place = run_whole(0, place)
+    for first, part in zip(begins, shares.parts, strict=False):
+        place = run(part, first, place)
 
 
-def _write_sums(total: Array, piece_ref: Any, out_ref: Any, split: Array, first: Array) -> None:
-    """Write sums [64 outputs, rows] of a warpgroup to out[split, rows, outputs], in pieces of rows.
+def _write_sums(
+    total: Array, piece_ref: Any, out_ref: Any, first_row: Array | int, first: Array
+) -> None:
+    """Write sums [64 outputs, rows] of a warpgroup to out[rows, outputs], in pieces of rows.
 
     Args:
       piece_ref: shared memory of this warpgroup for a piece.
-      first: output.
+      first_row, first: row and output of the first sum.
     """
     count = total.shape[1]
     for row in range(0, count, PIECE):
@@ -264,7 +261,7 @@ def _write_sums(total: Array, piece_ref: Any, out_ref: Any, split: Array, first:
         some = total[:, row : row + size].astype(piece_ref.dtype)
         own.T[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
-        to = out_ref.at[split, pl.ds(row, size), pl.ds(first, TILE)]
+        to = out_ref.at[pl.ds(first_row + row, size), pl.ds(first, TILE)]
         plgpu.copy_smem_to_gmem(own, to)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.wait_smem_to_gmem(0)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 TILE = 64  # outputs of a warpgroup
@@ -15,6 +16,11 @@ PIECE = 32  # rows of a result that a warpgroup writes at once
 START_NS = 2500  # of a block, until it multiplies
 WRITE_NS = 2500  # of a block, until its sums are written and it multiplies again
 PARTS_A_NS = 4000  # bytes of parts of sums that all processors read or write in a nanosecond
+# Whole tiles and the rest of few rows are put together. In a model the activation's kernel does it.
+JOIN_NS = 2000
+FEW_ROWS = 128  # a tile of which has any number of warpgroups
+MANY_ROWS = 256  # the most of a tile
+MANY_GROUPS = 2  # warpgroups of a block that multiplies more than a few rows
 
 
 def padded(rows: int, multiple: int) -> int:
@@ -23,7 +29,14 @@ def padded(rows: int, multiple: int) -> int:
 
 
 def shares(
-    tiles: int, outputs: int, rows: int, tile_ns: float, most: int
+    tiles: int,
+    outputs: int,
+    rows: int,
+    tile_ns: float,
+    most: int,
+    *,
+    row_tiles: int = 1,
+    join_ns: float = JOIN_NS,
 ) -> list[tuple[float, int, int]]:
     """Return the ways to share a product among processors: nanoseconds, splits, whole tiles.
 
@@ -32,23 +45,55 @@ def shares(
     shares one after the other, and loads the next one while it multiplies.
 
     Args:
-      outputs: of a tile.
+      outputs, rows: of a tile.
       tile_ns: what one block takes for a whole tile.
       most: splits.
+      row_tiles: how many tiles have the same outputs. They are all whole, or all split.
+      join_ns: what it takes to put whole tiles and the rest together.
     """
-    found = []
+    found, together = [], math.lcm(PROCESSORS, row_tiles)
     for splits in range(1, most + 1):
-        for whole in {0, (tiles - 1) // PROCESSORS * PROCESSORS}:
+        for whole in {0, (tiles - 1) // together * together}:
             rest = tiles - whole
             rounds = -(-rest * splits // PROCESSORS)
             time = whole // PROCESSORS * (tile_ns + WRITE_NS)
             time += START_NS + rounds * (tile_ns / splits + WRITE_NS)
-            if whole:  # these and the rest are put together
-                time += 2000
+            if whole:
+                time += join_ns
             if splits > 1:  # parts are written and read
                 time += 1500 + 8 * splits * rows * rest * outputs / PARTS_A_NS
             found.append((time, splits, whole))
     return found
+
+
+def shares_of_many(
+    rows: int, inputs: int, outputs: int, multiple: int
+) -> list[tuple[float, int, int, int]]:
+    """Return the ways to share a product of many rows: nanoseconds, tiles of rows, splits, whole tiles.
+
+    A block has two warpgroups, and a tile up to 256 rows. Their sums then fill half of all registers.
+
+    Args:
+      multiple: of rows of a tile.
+    """
+    found, tile = [], MANY_GROUPS * TILE
+    for row_tiles in sorted({-(-rows // MANY_ROWS), -(-rows // FEW_ROWS)}):
+        mine = padded(rows, multiple * row_tiles) // row_tiles
+        # By the times of 5376 x 16384 with tiles of 128 and of 256 rows, 4 and 8 bits: 0.42 to 0.44
+        # and 0.71 to 0.76 us for 64 inputs.
+        tile_ns = inputs / 64 * (130 + 2.4 * mine)
+        join_ns = JOIN_NS + 4 * mine * row_tiles * outputs / PARTS_A_NS
+        ways = shares(
+            outputs // tile * row_tiles,
+            tile,
+            mine,
+            tile_ns,
+            max(1, min(12, inputs // 256)),
+            row_tiles=row_tiles,
+            join_ns=join_ns,
+        )
+        found += [(time, row_tiles, splits, whole) for time, splits, whole in ways]
+    return sorted(found)
 
 
 def with_stages(cut: Any, rows: int, steps: int, result_bytes: int) -> Any:

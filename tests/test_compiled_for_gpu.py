@@ -634,7 +634,7 @@ def test_eight_bit_codes_are_read_several_steps_ahead_and_converted_in_registers
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
-@pytest.mark.parametrize("rows", [40, 64, 128])
+@pytest.mark.parametrize("rows", [40, 64, 128, 256, 512])
 def test_many_rows_of_four_bit_codes_spill_nothing(
     rows: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -656,7 +656,7 @@ def test_many_rows_of_four_bit_codes_spill_nothing(
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
 @pytest.mark.parametrize("kind", [jnp.int8, jnp.float8_e4m3fn])
-@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("rows", [64, 128, 256, 512])
 def test_many_rows_of_eight_bit_codes_spill_nothing(
     rows: int, kind: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

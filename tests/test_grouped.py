@@ -25,8 +25,9 @@ from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.experts import Tiling, cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
 from pallas_kernels.grouped.coding import E2M1, numbers, pack, pack_pairs, unpack
-from pallas_kernels.grouped.tuning import MOSAIC_ROWS, ROWS, TABLE, cut_for, mosaic_cut_for
-from pallas_kernels.tiles import SHARED_BYTES, padded, results_are_apart
+from pallas_kernels.grouped.tuning import ROWS, TABLE, MosaicCut, cut_for, mosaic_cut_for
+from pallas_kernels.shares import place_of, shares_of
+from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, padded, results_are_apart
 
 FORMATS = ("int4", "int4-g64-zeros", "nvfp4", "mxfp4")
 
@@ -198,7 +199,6 @@ def test_the_mosaic_kernel_refuses_what_it_cannot_cut(monkeypatch):
         with pytest.raises(NotImplementedError, match=match):
             linear(x, weight, coding=coded, inputs_first=first, **how)
 
-    refused("128 rows at most, not 129", rows=129)
     refused("outputs that are a multiple of 128", outputs=192)
     refused("inputs first", first=False)
     refused("groups of 32 and more without zeros", g=16)
@@ -212,18 +212,57 @@ def test_the_mosaic_kernel_refuses_what_it_cannot_cut(monkeypatch):
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_product_has_a_cut_for_many_rows(name):
     inputs, outputs = SHAPES[name]
-    for rows in (17, 33, 64, 100, MOSAIC_ROWS):
+    for rows in (17, 33, 64, 100, 128, 129, 256, 300, 512, 2048, 8192):
         cut = mosaic_cut_for(rows, inputs // 64, outputs)
         assert cut is not None
         assert outputs % cut.outputs == 0
-        assert cut.whole < outputs // cut.outputs
+        assert cut.whole < outputs // cut.outputs * cut.row_tiles
+        assert cut.whole % cut.row_tiles == 0
         assert cut.stages >= 3
         assert inputs % cut.inputs == 0
         assert results_are_apart(cut, inputs // cut.inputs)
         assert cut.splits <= inputs // cut.inputs
-        taken = padded(rows, ROWS)
+        taken = padded(rows, ROWS * cut.row_tiles) // cut.row_tiles
         assert cut.shared_bytes(taken) <= SHARED_BYTES
-        assert rows <= taken < rows + 8
+        assert taken <= 256
+        assert rows <= taken * cut.row_tiles < rows + 8 * cut.row_tiles
+
+
+@pytest.mark.parametrize(
+    ("tiles", "steps", "cut"),
+    [
+        (132, 42, MosaicCut()),  # a whole tile each
+        (44, 64, MosaicCut(splits=3)),
+        (50, 44, MosaicCut(splits=3)),  # 150 parts: some blocks have two
+        (168, 42, MosaicCut(splits=3, whole=132)),
+        (300, 7, MosaicCut()),  # two or three whole tiles each
+        (672, 84, MosaicCut(splits=9, whole=660, row_tiles=2)),
+        (20, 5, MosaicCut(row_tiles=4)),
+    ],
+)
+def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, cut):
+    rest = tiles - cut.whole if cut.splits > 1 else 0
+    blocks = min(PROCESSORS, tiles - rest + rest * cut.splits)
+    multiplied, parts = [], []
+    for block in range(blocks):
+        shares = shares_of(jnp.int32(block), blocks, tiles, steps, cut)
+        loaded = jax.vmap(shares.at)(jnp.arange(int(shares.begins[-1]), dtype=jnp.int32))
+        loaded = list(zip(*(np.asarray(x).tolist() for x in loaded), strict=True))
+        mine = [shares.whole(i) for i in range(int(shares.wholes))] + list(shares.parts)
+        # What is loaded is what is multiplied, in this order.
+        asked = [
+            (int(share.tile), int(share.begin) + i)
+            for share in mine
+            for i in range(int(share.count))
+        ]
+        assert loaded == asked
+        multiplied += loaded
+        parts += [(s.out, int(s.tile), int(s.split)) for s in mine if s.count]
+    assert sorted(multiplied) == sorted(itertools.product(range(tiles), range(steps)))
+    assert len(set(parts)) == len(parts)  # no result is written twice
+    places = {tuple(int(i) for i in place_of(jnp.int32(tile), cut)) for tile in range(tiles)}
+    outputs, rows = range(tiles // cut.row_tiles), range(cut.row_tiles)
+    assert places == set(itertools.product(outputs, rows))
 
 
 @pytest.mark.gpu
@@ -233,7 +272,7 @@ def test_every_product_of_every_target_on_a_gpu(name, group):
     """Many rows with the Mosaic kernel. The numbers are those of the Triton kernel, added in another order."""
     inputs, outputs = SHAPES[name]
     weight, coding = codes_of("int4", "bfloat16", False, True, inputs, outputs, group)
-    for rows in (17, 33, 64, 100, 128):
+    for rows in (17, 33, 64, 100, 128, 200, 512):
         x = random((rows, inputs)).astype(jnp.bfloat16)
         how: dict[str, Any] = dict(coding=coding, dtype=jnp.float32)
         ours = jax.jit(lambda x, w, how=how: linear(x, w, implementation="mosaic", **how))(

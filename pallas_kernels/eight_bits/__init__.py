@@ -53,8 +53,8 @@ def linear(
       dtype: of the result.
       implementation: "triton" needs bfloat16 rows, up to `tuning.MOST_ROWS` of them, inputs and
         outputs that are multiples of 64, and an NVIDIA GPU of compute capability 8.0 or newer, 8.9
-        for e4m3 (or `interpret`). "mosaic" needs the same, but 9.0, up to 128 rows, and outputs that
-        are a multiple of 128. "auto" takes one of them where it can run and is fastest, and takes
+        for e4m3 (or `interpret`). "mosaic" needs the same, but 9.0, any number of rows, and outputs
+        that are a multiple of 128. "auto" takes one of them where it can run and is fastest, and takes
         "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
@@ -79,7 +79,7 @@ def linear(
         return linear_mosaic(*args, dtype=dtype, cut=own)
 
     triton = functools.partial(linear_triton, dtype=dtype, cut=how, interpret=interpret)
-    reason, fp8 = _why_not_cut(*sizes), codes.dtype != jnp.int8
+    reason, fp8 = _why_not_cut(*sizes[1:]), codes.dtype != jnp.int8
     candidates = [
         Candidate(
             "mosaic",
@@ -90,7 +90,7 @@ def linear(
         Candidate(
             "triton",
             triton,
-            _why_not_triton(x, codes, interpret) or reason,
+            _too_many(x) or _why_not_triton(x, codes, interpret) or reason,
             triton_is_faster(*sizes, fp8=fp8),
         ),
     ]
@@ -98,9 +98,13 @@ def linear(
     return dispatch(implementation, candidates, plain, x, codes, scales)
 
 
-def _why_not_cut(rows: int, inputs: int, outputs: int) -> str | None:
-    if rows > MOST_ROWS:
-        return f"the kernels are cut for {MOST_ROWS} rows at most, not {rows}"
+def _too_many(x: Array) -> str | None:
+    if x.shape[0] > MOST_ROWS:
+        return f"the Triton kernel is cut for {MOST_ROWS} rows at most, not {x.shape[0]}"
+    return None
+
+
+def _why_not_cut(inputs: int, outputs: int) -> str | None:
     if inputs % LEAST or outputs % LEAST:
         return (
             f"the kernels need inputs and outputs that are multiples of {LEAST}, not {inputs} and "

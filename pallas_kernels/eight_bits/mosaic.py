@@ -37,10 +37,13 @@ def _steps(x_ref, codes_ref, scales_ref, ring, x_ring, *, cut: MosaicCut) -> Ste
     """Return how `cut.line` inputs are multiplied."""
     warpgroup = lax.axis_index("warpgroup")
 
-    def load(tile, step, place, there):
+    rows = x_ring.shape[1]
+
+    def load(tile, row_tile, step, place, there):
         own, at = pl.ds(tile * cut.outputs, cut.outputs), pl.ds(step * cut.line, cut.line)
         plgpu.copy_gmem_to_smem(codes_ref.at[own, at], ring.at[place], there)
-        plgpu.copy_gmem_to_smem(x_ref.at[:, at], x_ring.at[place], there)
+        x = x_ref.at[pl.ds(row_tile * rows, rows), at]
+        plgpu.copy_gmem_to_smem(x, x_ring.at[place], there)
 
     def multiply(total, place):
         codes = ring.at[place, pl.ds(warpgroup * TILE, TILE)]
@@ -93,9 +96,10 @@ def linear_mosaic(
 ) -> Float[Array, "R *out"]:
     """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
     count, outputs, shape = x.shape[0], scales.size, scales.shape
-    x = jnp.pad(x.reshape(count, -1), ((0, padded(count, ROWS) - count), (0, 0)))
+    pad = padded(count, ROWS * cut.row_tiles) - count
+    x = jnp.pad(x.reshape(count, -1), ((0, pad), (0, 0)))
     codes, scales = codes.reshape(outputs, -1), scales.reshape(outputs)
-    rows = x.shape[0]
+    rows = x.shape[0] // cut.row_tiles
     out = multiply_tiles(
         "eight_bit_linear",
         functools.partial(_steps, cut=cut),

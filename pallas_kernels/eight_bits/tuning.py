@@ -5,9 +5,20 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.eight_bits.triton import Cut
-from pallas_kernels.tiles import PIECE, PROCESSORS, TILE, padded, shares, with_stages
+from pallas_kernels.tiles import (
+    FEW_ROWS,
+    MANY_GROUPS,
+    MANY_ROWS,
+    PIECE,
+    PROCESSORS,
+    TILE,
+    padded,
+    shares,
+    shares_of_many,
+    with_stages,
+)
 
-MOST_ROWS = 256  # with more, the product takes as long as its arithmetic
+MOST_ROWS = 256  # of Triton's kernel
 
 # Measured on an NVIDIA H200 (jax 0.11.2), microseconds with the sum of parts, and for 5376 x 43008
 # with joining the first tiles with the last ones. XLA chooses tiles by timing them, and its choices
@@ -69,11 +80,12 @@ TABLE = (
     (MOST_ROWS, ANY, ANY, Cut(64, 64, inputs=128, warps=2, stages=4), 4),
 )
 LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
+LEAST_NUMBERS_OF_MANY = 10e6
 # Large products for which Triton's kernel is faster with up to 8 rows.
 LARGE = ((21504, 5376), (5376, 16384), (8192, 5376), (5376, 18432))
-LINE = 128  # codes that TMA loads side by side: it is slow with fewer than 128 bytes
+# Codes that TMA loads side by side. With few rows it is slow with fewer than 128 bytes.
+LINE, LEAST_LINE = 128, 64
 ROWS = 16  # Mosaic's kernel pads rows to a multiple of it
-MOST_MOSAIC_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +99,7 @@ class MosaicCut:
       stages: steps that the ring in shared memory holds, 3 at least.
       whole: how many tiles come first, which are not split. They are as many as all processors take
         once or several times.
+      row_tiles: how many tiles the rows are divided among.
     """
 
     groups: int = 4
@@ -94,6 +107,7 @@ class MosaicCut:
     line: int = LINE
     stages: int = 5
     whole: int = 0
+    row_tiles: int = 1
 
     @property
     def outputs(self) -> int:
@@ -130,9 +144,9 @@ def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
 
 def mosaic_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
     """Return how the Mosaic kernel cuts a product; None where it does not fit."""
-    if rows > MOST_MOSAIC_ROWS:
-        return None
-    rows, line = padded(rows, ROWS), LINE if inputs % LINE == 0 else LINE // 2
+    if rows > FEW_ROWS:
+        return _cut_of_many(rows, inputs, outputs, result_bytes)
+    rows, line = padded(rows, ROWS), LINE if inputs % LINE == 0 else LEAST_LINE
     found, most = [], max(1, min(12, inputs // LINE // 2))
     # With more rows the ring of 4 groups would hold too few steps.
     for groups in (4, 2) if rows <= 64 else (2,):
@@ -145,6 +159,19 @@ def mosaic_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) 
     for _, groups, splits, whole in sorted(found):
         cut = MosaicCut(groups, splits, line, whole=whole)
         if cut := with_stages(cut, rows, inputs // line, result_bytes):
+            return cut
+    return None
+
+
+def _cut_of_many(rows: int, inputs: int, outputs: int, result_bytes: int) -> MosaicCut | None:
+    if outputs % (MANY_GROUPS * TILE) or inputs % LEAST_LINE:
+        return None
+    for _, row_tiles, splits, whole in shares_of_many(rows, inputs, outputs, ROWS):
+        mine = padded(rows, ROWS * row_tiles) // row_tiles
+        # Whole lines and more rows leave no room for enough steps.
+        line = LINE if mine <= FEW_ROWS and inputs % LINE == 0 else LEAST_LINE
+        cut = MosaicCut(MANY_GROUPS, splits, line, whole=whole, row_tiles=row_tiles)
+        if cut := with_stages(cut, mine, inputs // line, result_bytes):
             return cut
     return None
 
@@ -165,6 +192,7 @@ def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool
 
 def mosaic_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
     """Tell whether Mosaic's kernel is faster than XLA's product, by the figures above."""
-    if fp8 and (rows <= 16 or (rows > 32 and outputs > 20_000)):
+    if fp8 and (rows <= 16 or (32 < rows <= FEW_ROWS and outputs > 20_000)):
         return False
-    return 16 <= rows <= MOST_MOSAIC_ROWS and inputs * outputs >= LEAST_NUMBERS
+    least = LEAST_NUMBERS if rows <= MANY_ROWS else LEAST_NUMBERS_OF_MANY
+    return rows >= 16 and inputs * outputs >= least

@@ -20,13 +20,12 @@ from pallas_kernels.grouped.reference import reference
 from pallas_kernels.grouped.triton import Cut, linear_triton
 from pallas_kernels.grouped.tuning import (
     FEWEST_MOSAIC_ROWS,
-    MOSAIC_ROWS,
     MosaicCut,
     cut_for,
     mosaic_cut_for,
 )
 
-# With more rows, writing the weight out in 16 bits costs little beside the product.
+# Of Triton's kernel. With more, writing the weight out in 16 bits costs little beside the product.
 MOST_ROWS = 512
 LEAST_OUTPUTS = 16
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
@@ -54,8 +53,7 @@ def linear(
       dtype: of the result.
       implementation: "triton" needs bfloat16 rows, up to 512 of them, inputs that are a multiple of
         64, outputs that are a multiple of 16, and an NVIDIA GPU of compute capability 8.0 or newer
-        (or `interpret`). "mosaic" needs bfloat16 rows, up to 128 of them, a GPU of compute
-        capability 9.0, int4 in groups of 32, 64 or 128 with bfloat16 scales and without zeros,
+        (or `interpret`). "mosaic" needs bfloat16 rows, a GPU of compute capability 9.0, int4 in groups of 32, 64 or 128 with bfloat16 scales and without zeros,
         inputs first, and outputs that are a multiple of 128. "auto" takes Mosaic from 17 rows on,
         else Triton, where they can run, and takes "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
@@ -93,7 +91,7 @@ def linear(
             _why_not_mosaic(x, weight, coding, inputs_first, own, interpret) or reason,
             x.shape[0] >= FEWEST_MOSAIC_ROWS,
         ),
-        Candidate("triton", triton, reason),
+        Candidate("triton", triton, _too_many(x) or reason),
     ]
     return dispatch(implementation, candidates, functools.partial(reference, **how), x, weight)
 
@@ -113,8 +111,6 @@ def _why_not_mosaic(
         return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
     if (found := capability()) not in (None, 9.0):
         return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
-    if x.shape[0] > MOSAIC_ROWS:
-        return f"the Mosaic kernel is cut for {MOSAIC_ROWS} rows at most, not {x.shape[0]}"
     if not inputs_first or cut is None:
         return (
             "the Mosaic kernel needs inputs first and outputs that are a multiple of 128; "
@@ -128,9 +124,13 @@ def _why_not_mosaic(
     return None
 
 
-def _why_not(x: Array, weight: Codes, outputs: int) -> str | None:
+def _too_many(x: Array) -> str | None:
     if x.shape[0] > MOST_ROWS:
         return f"the Triton kernel is cut for {MOST_ROWS} rows at most, not {x.shape[0]}"
+    return None
+
+
+def _why_not(x: Array, weight: Codes, outputs: int) -> str | None:
     if x.shape[1] % BLOCK or outputs % LEAST_OUTPUTS:
         return (
             f"the Triton kernel needs inputs that are a multiple of {BLOCK} and outputs that are one "

@@ -58,17 +58,18 @@ def _steps(
       group: inputs that share a scale.
     """
     mine, count = pl.ds(lax.axis_index("warpgroup") * TILE, TILE), cut.blocks
-    lines = ring.shape[2]
+    lines, rows = ring.shape[2], x_ring.shape[2]
 
-    def load(tile, step, place, there):
+    def load(tile, row_tile, step, place, there):
         first, own = step * count, pl.ds(tile * cut.outputs, cut.outputs)
         codes = codes_ref.at[pl.ds(first, count), pl.ds(tile * lines, lines)]
         plgpu.copy_gmem_to_smem(codes, ring.at[place], there)
         groups = pl.ds(lax.div(first * BLOCK, group), scale_ring.shape[1])
         plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], there)
         for block in range(count):
-            rows = x_ref.at[:, pl.ds((first + block) * BLOCK, BLOCK)]
-            plgpu.copy_gmem_to_smem(rows, x_ring.at[place, block], there)
+            inputs = pl.ds((first + block) * BLOCK, BLOCK)
+            x = x_ref.at[pl.ds(row_tile * rows, rows), inputs]
+            plgpu.copy_gmem_to_smem(x, x_ring.at[place, block], there)
 
     def multiply(total, place):
         for block in range(count):
@@ -143,8 +144,8 @@ def linear_mosaic(
     """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them."""
     assert weight.scales is not None
     count, outputs = x.shape[0], weight.codes.shape[1]
-    x = jnp.pad(x, ((0, padded(count, ROWS) - count), (0, 0)))
-    rows = x.shape[0]
+    x = jnp.pad(x, ((0, padded(count, ROWS * cut.row_tiles) - count), (0, 0)))
+    rows = x.shape[0] // cut.row_tiles
     codes = weight.codes.reshape(-1, outputs * HALF // LINE, LINE)  # as they lie in memory
     out = multiply_tiles(
         "grouped_linear",

@@ -7,12 +7,15 @@ import dataclasses
 from pallas_kernels.grouped.coding import BLOCK, HALF
 from pallas_kernels.grouped.triton import Cut
 from pallas_kernels.tiles import (
+    FEW_ROWS,
+    MANY_GROUPS,
     PIECE,
     PROCESSORS,
     SHARED_BYTES,
     TILE,
     padded,
     shares,
+    shares_of_many,
     with_stages,
 )
 
@@ -97,7 +100,6 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
 
 ROWS = 8  # the Mosaic kernel pads rows to a multiple of it
 FEWEST_MOSAIC_ROWS = 17
-MOSAIC_ROWS = 128  # at most; sums take half of all registers then
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +113,7 @@ class MosaicCut:
       stages: steps that the ring in shared memory holds, 3 at least.
       whole: how many tiles come first, which are not split. They are as many as all processors take
         once or several times.
+      row_tiles: how many tiles the rows are divided among.
     """
 
     groups: int = 4
@@ -118,6 +121,7 @@ class MosaicCut:
     blocks: int = 1
     stages: int = 4
     whole: int = 0
+    row_tiles: int = 1
 
     @property
     def inputs(self) -> int:
@@ -138,8 +142,10 @@ class MosaicCut:
 
 def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
     """Return how the Mosaic kernel cuts a product; None where it does not fit."""
+    if rows > FEW_ROWS:
+        return _cut_of_many(rows, blocks, outputs, result_bytes)
     groups = next((n for n in (4, 2) if outputs % (n * TILE) == 0), None)
-    if rows > MOSAIC_ROWS or groups is None:
+    if groups is None:
         return None
     rows, tiles = padded(rows, ROWS), outputs // (groups * TILE)
     step = 2 if blocks % 2 == 0 else 1
@@ -149,5 +155,18 @@ def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) 
     for _, splits, whole in sorted(shares(tiles, groups * TILE, rows, tile_ns, most)):
         cut = MosaicCut(groups, splits, step, whole=whole)
         if cut := with_stages(cut, rows, blocks // step, result_bytes):
+            return cut
+    return None
+
+
+def _cut_of_many(rows: int, blocks: int, outputs: int, result_bytes: int) -> MosaicCut | None:
+    if outputs % (MANY_GROUPS * TILE):
+        return None
+    for _, row_tiles, splits, whole in shares_of_many(rows, blocks * BLOCK, outputs, ROWS):
+        mine = padded(rows, ROWS * row_tiles) // row_tiles
+        # Two blocks of inputs and more rows leave no room for enough steps.
+        step = 2 if mine <= FEW_ROWS and blocks % 2 == 0 else 1
+        cut = MosaicCut(MANY_GROUPS, splits, step, whole=whole, row_tiles=row_tiles)
+        if cut := with_stages(cut, mine, blocks // step, result_bytes):
             return cut
     return None

@@ -154,39 +154,43 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
         found.add((codes.size // outputs, outputs))
     assert found == {size for name, size in SHAPES.items() if name.startswith(preset + " ")}
     for inputs, outputs in found:
-        for rows in (1, *(row[0] for row in TABLE)):
+        for rows in (1, *(row[0] for row in TABLE), 300, 512, 2048, 8192):
             cut = cut_for(rows, inputs, outputs)
             assert outputs % cut.outputs == inputs % cut.inputs == 0
             assert 1 <= cut.splits <= inputs // cut.inputs
             own = mosaic_cut_for(rows, inputs, outputs)
             if own is not None:
                 assert outputs % own.outputs == inputs % own.line == own.whole % PROCESSORS == 0
-                assert own.whole < outputs // own.outputs
+                assert own.whole < outputs // own.outputs * own.row_tiles
+                assert own.whole % own.row_tiles == 0
                 assert 1 <= own.splits <= inputs // LINE // 2
                 assert own.stages >= 3
                 assert results_are_apart(own, inputs // own.line)
-                assert own.shared_bytes(padded(rows, ROWS), 2) <= SHARED_BYTES
+                taken = padded(rows, ROWS * own.row_tiles) // own.row_tiles
+                assert own.shared_bytes(taken, 2) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize(
     ("name", "fp8", "kernels", "elsewhere"),
     [
-        # X: XLA, T: Triton, M: Mosaic; for 8, 16, 32, 64, 128 and 256 rows. Then what is taken where
-        # Mosaic's kernel cannot run.
-        ("31b gate_up", False, "XMMMMX", "XTTXXX"),
-        ("31b gate_up", True, "XXMXXX", "XXTXXX"),
-        ("31b down", False, "TMMMMX", "TTTXXX"),
-        ("31b down", True, "TXMMMX", "TXTXXX"),
-        ("31b out", False, "TMMMMX", "TTTXXX"),
-        ("31b full qkv", False, "TMMMMX", "TTTXXX"),
-        ("26b-a4b gate_up", False, "TMMMMX", "TTTXXX"),
-        ("26b-a4b out", False, "XMMMMX", "XTTXXX"),
-        ("26b-a4b qkv", True, "XXMMMX", "XXXXXX"),
-        ("e2b qkv", False, "XXXXXX", "XXXXXX"),
+        # X: XLA, T: Triton, M: Mosaic; for 8, 16, 32, 64, 128, 256 and 2048 rows. Then what is taken
+        # where Mosaic's kernel cannot run.
+        ("31b gate_up", False, "XMMMMMM", "XTTXXXX"),
+        ("31b gate_up", True, "XXMXXMM", "XXTXXXX"),
+        ("31b down", False, "TMMMMMM", "TTTXXXX"),
+        ("31b down", True, "TXMMMMM", "TXTXXXX"),
+        ("31b out", False, "TMMMMMM", "TTTXXXX"),
+        ("31b full qkv", False, "TMMMMMM", "TTTXXXX"),
+        ("26b-a4b gate_up", False, "TMMMMMM", "TTTXXXX"),
+        ("26b-a4b out", False, "XMMMMMM", "XTTXXXX"),
+        ("26b-a4b down", False, "TMMMMMX", "TTTXXXX"),
+        ("26b-a4b qkv", True, "XXMMMMM", "XXXXXXX"),
+        ("e2b qkv", False, "XXXXXXX", "XXXXXXX"),
     ],
 )
 def test_a_kernel_is_taken_where_it_was_measured_to_be_faster(name, fp8, kernels, elsewhere):
-    for rows, kernel, other in zip((8, 16, 32, 64, 128, 256), kernels, elsewhere, strict=True):
+    all_rows = 8, 16, 32, 64, 128, 256, 2048
+    for rows, kernel, other in zip(all_rows, kernels, elsewhere, strict=True):
         sizes = rows, *SHAPES[name]
         assert triton_is_faster(*sizes, fp8=fp8) == (other == "T"), rows
         assert mosaic_is_faster(*sizes, fp8=fp8) == (kernel == "M"), rows
@@ -219,7 +223,7 @@ def test_whole_tiles_come_first_where_that_leaves_less_to_split():
 def test_every_product_of_every_target_on_a_gpu(name, kind):
     """What "auto" takes is at most twice as far from float32 as XLA's product."""
     inputs, outputs = SHAPES[name]
-    for rows in (1, 2, 8, 16, 24, 64, 128, 256):
+    for rows in (1, 2, 8, 16, 24, 64, 128, 256, 512):
         x, codes, scales = arguments(rows, (inputs,), (outputs,), kind)
         how = functools.partial(linear, dtype=jnp.bfloat16)
         with jax.default_matmul_precision("highest"):

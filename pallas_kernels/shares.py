@@ -1,0 +1,105 @@
+"""Which tiles of a product a block of threads of a Mosaic kernel multiplies, and in which order.
+
+`tiles.py` says how a product is cut. `mosaic.py` multiplies what this file lists.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+
+class Share(NamedTuple):
+    """What a block multiplies of a tile: steps of inputs, and where the sums go."""
+
+    tile: Array
+    begin: Array
+    count: Array
+    out: int  # which result
+    split: Array
+
+
+class Shares(NamedTuple):
+    """What a block multiplies, one after the other: whole tiles, and then parts of others.
+
+    Attributes:
+      wholes: how many whole tiles.
+      whole: which one is the i-th.
+      steps: of each of them.
+      parts: the other shares.
+    """
+
+    wholes: Array | int
+    whole: Callable[[Array | int], Share]
+    steps: int
+    parts: Sequence[Share]
+
+    @property
+    def one_at_most(self) -> bool:
+        """Tell whether no block has two whole tiles. The code then needs no loop."""
+        return isinstance(self.wholes, int) and self.wholes <= 1
+
+    @property
+    def begins(self) -> list[Array | int]:
+        """Return how many steps come before each part, and before the end."""
+        counts = (part.count for part in self.parts)
+        return list(itertools.accumulate(counts, initial=self.wholes * self.steps))
+
+    def at(self, i: Array) -> tuple[Array, Array]:
+        """Return the tile, and which of its steps, that a step counted from the first one is."""
+        tile, step = self.whole(0).tile, i
+        if not self.one_at_most:
+            each = jnp.int32(self.steps)
+            tile, step = self.whole(lax.div(i, each)).tile, lax.rem(i, each)
+        for begin, part in zip(self.begins, self.parts, strict=False):
+            mine, at = part.tile, part.begin + i - begin
+            # Where nothing comes before, there is nothing to choose.
+            first = isinstance(begin, int) and begin == 0
+            tile = mine if first else jnp.where(i >= begin, mine, tile)
+            step = at if first else jnp.where(i >= begin, at, step)
+        return tile, step
+
+
+def shares_of(block: Array, blocks: int, tiles: int, steps: int, cut: Any) -> Shares:
+    """Return what one of all blocks multiplies.
+
+    Args:
+      steps: of a tile.
+      cut: as in `multiply_tiles`.
+    """
+    whole, zero = whole_tiles(cut, tiles), jnp.int32(0)
+    rest = tiles - whole
+
+    def whole_tile(i: Array | int) -> Share:
+        return Share(block + i * blocks, zero, jnp.int32(steps), 0, zero)
+
+    parts = []
+    for i in range(0, rest * cut.splits, blocks):
+        split, tile = lax.div(i + block, rest), lax.rem(i + block, rest)
+        begin, end = (lax.div((split + j) * steps, cut.splits) for j in range(2))
+        count = jnp.where(split < cut.splits, end - begin, 0)
+        parts.append(Share(whole + tile, begin, count, int(whole > 0), split))
+    even = whole % blocks == 0
+    wholes = whole // blocks if even else lax.div(whole + blocks - 1 - block, blocks)
+    return Shares(wholes, whole_tile, steps, parts)
+
+
+def whole_tiles(cut: Any, tiles: int) -> int:
+    """Return how many tiles are whole."""
+    return cut.whole if cut.splits > 1 else tiles
+
+
+def place_of(tile: Array, cut: Any) -> tuple[Array, Array | int]:
+    """Return which outputs and which rows a tile has.
+
+    Tiles of the same outputs are neighbours. They are multiplied at once, and find codes in L2.
+    """
+    if cut.row_tiles == 1:
+        return tile, 0
+    count = jnp.int32(cut.row_tiles)
+    return lax.div(tile, count), lax.rem(tile, count)
