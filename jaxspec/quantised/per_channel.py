@@ -6,8 +6,8 @@ The scale is the largest magnitude of a channel over the largest code, so no cod
     fp8     code = e4m3(w / scale),     scale = max |w| / 448     four significant bits
 
 A product reads the codes, converts them to the dtype of the rows, which is exact, and multiplies the
-float32 sums by the scales. `pallas_kernels.eight_bits` has kernels for up to 256 rows. Elsewhere XLA
-makes the conversion part of the product that reads the codes. So nothing is written out in 16 bits
+float32 sums by the scales. `pallas_kernels.eight_bits` has kernels. Where none is used, XLA makes the
+conversion part of the product that reads the codes. So nothing is written out in 16 bits
 (`tests/test_compiled_for_gpu.py`).
 
 Codes are stored with the summed axes last, [*out, *in], as Hugging Face stores matrices. A GPU then

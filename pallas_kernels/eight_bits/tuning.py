@@ -63,6 +63,33 @@ MOST_ROWS = 256  # of Triton's kernel
 #   2560 x 3072    int8 XLA   5 to 7              8             15
 #                  int8       5.5                 6.4    7.9    9.7
 #
+# Many rows, in a loop of products, which adds some 2 to each:
+#
+#   inputs x outputs    rows  256    512    2048
+#   5376 x 43008   int8 XLA          537
+#                  int8       192    350
+#                  bfloat16          346
+#   21504 x 5376   int8 XLA                 756
+#                  int8       98     177    660
+#                  bfloat16          193    654
+#   5376 x 16384   int8       73     133
+#   8192 x 5376    int8       47     84
+#   2816 x 8192    int8 XLA   36     62     184
+#                  int8       27     42     137
+#                  bfloat16   41     72     137
+#   4096 x 2816    int8 XLA   25     32
+#                  int8       20     28
+#                  bfloat16   20     32
+#   2816 x 4224    int8 XLA   25     33
+#                  int8       19     27
+#                  bfloat16   25     35
+#   2112 x 2816    int8 XLA   19     19
+#                  int8       17.5   22
+#                  bfloat16   17     22
+#
+# fp8 of XLA takes 60 for 512 rows of 2816 x 8192, and 229 for 21504 x 5376. Tiles of 128 rows and lines
+# of 128 codes take 46 and 197 in fp8, and 46 and 200 in int8.
+#
 # The kernel is Triton's for up to 8 rows, and Mosaic's from 16 on. Mosaic's for 32 rows, and for fp8,
 # was measured when the first tiles and the last ones had a kernel each. Triton's takes 67, 36, 30 and
 # 17 for 16 rows of 5376 x 43008, 21504 x 5376, 5376 x 16384 and 8192 x 5376, and 83, 38, 30 and 20

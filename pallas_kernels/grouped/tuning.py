@@ -40,6 +40,25 @@ from pallas_kernels.tiles import (
 #   2112 x 2816      Triton                   6.1    8.5    13
 #                    Mosaic            4.6    5.6    6.2    9.2
 #
+# Many rows, in a loop of products, which adds some 2 to each. From 513 rows on Triton's kernel is not
+# used, and the figure is that of a weight that is written out in 16 bits:
+#
+#   inputs x outputs       rows  256    512    2048
+#   5376 x 43008     Triton             661
+#                    Mosaic             347
+#   21504 x 5376     Triton             333    766
+#                    Mosaic      91     171    653
+#   5376 x 16384     Mosaic      68     125
+#   8192 x 5376      Mosaic      43     81
+#   2816 x 8192      Triton      41     66     170
+#                    Mosaic      24     38     131
+#   4096 x 2816      Triton      32     48
+#                    Mosaic      20     27
+#   2816 x 4224      Triton      28     46
+#                    Mosaic      21.5   26
+#   2112 x 2816      Triton      27     27
+#                    Mosaic      18     21.5
+#
 # bfloat16 takes 115, 64, 18 and 12 for 2 rows of 5376 x 43008, 21504 x 5376, 2816 x 8192 and
 # 4096 x 2816. Tiles of 64 x 128 and 128 x 128 of Triton's kernel took 200 and 274 for 128 rows of
 # 5376 x 43008. All cuts are `early`, so that numbers are the same ones in a plain pass and in a verify
