@@ -355,6 +355,18 @@ def test_quantised_weights_are_read_as_codes_and_never_written_out(
     assert big_moves(compiled.as_text()) == []
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
+def test_a_pass_over_a_long_prompt_writes_no_weight_out(format: str) -> None:
+    """31B's down projection of 2,048 tokens. In 16 bits the weight would have 231 MB."""
+    rows, inputs, outputs = 2048, 21504, 5376
+    weight = jax.ShapeDtypeStruct((inputs, outputs), jnp.bfloat16)
+    weight = jax.eval_shape(functools.partial(quantise, format=format, summed=(0,)), weight)
+    x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
+    compiled = H200.compile(lambda x, w: w.multiply(x, x.dtype), x, weight)
+    assert compiled.memory_analysis().temp_size_in_bytes < 100 << 20  # parts of sums
+
+
 @pytest.mark.parametrize("rows", [32, 512])
 def test_dynamic_products_multiply_8_bit_floats(rows: int) -> None:
     """The MLP of 31B: both operands are e4m3, and sums leave in 16 bits."""
