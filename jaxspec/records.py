@@ -138,7 +138,10 @@ def whole(low: int, high: int) -> Range:
 SEEDS = whole(0, 2**32 - 1)
 """What names random draws: 32 bits. A seed beyond them is refused, because it would be another one's twin."""
 
-BIAS = Range("a number, or -inf to ban", lambda x: x < math.inf)
+MOST = 1e6
+"""The most that shapes logits: far beyond any use. Near the end of float32 logits would become NaN."""
+
+BIAS = Range("1e6 at most, or -inf to ban", lambda x: x <= MOST)
 
 
 REQUIRED = dataclasses.MISSING
@@ -205,7 +208,7 @@ class Sampling:
     temperature: float = option(
         0.0,
         "Divide logits by this before sampling; 0 is greedy.",
-        range=Range("finite and not negative; 0: greedy", lambda x: (x >= 0) & (x < math.inf)),
+        range=Range("from 0 to 1e6; 0: greedy", lambda x: (x >= 0) & (x <= MOST)),
     )
     top_k: int = option(0, "Sample among the k likeliest tokens; 0: off.", range=at_least(0, "off"))
     top_p: float = option(
@@ -222,17 +225,17 @@ class Sampling:
         1.0,
         "Divide the positive logits of tokens of prompt and output by this, and multiply the negative "
         "ones; 1: off.",
-        range=Range("finite and above 0; 1: off", lambda x: (x > 0) & (x < math.inf)),
+        range=Range("from 1e-6 to 1e6; 1: off", lambda x: (x >= 1 / MOST) & (x <= MOST)),
     )
     presence_penalty: float = option(
         0.0,
         "Subtract this from the logits of tokens that are in the output.",
-        range=Range("finite; 0: off", lambda x: abs(x) < math.inf),
+        range=Range("from -1e6 to 1e6; 0: off", lambda x: abs(x) <= MOST),
     )
     frequency_penalty: float = option(
         0.0,
         "Subtract this from the logit of a token for each time that it is in the output.",
-        range=Range("finite; 0: off", lambda x: abs(x) < math.inf),
+        range=Range("from -1e6 to 1e6; 0: off", lambda x: abs(x) <= MOST),
     )
     logit_bias: Mapping[int, float] = option(
         {},

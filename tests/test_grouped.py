@@ -287,8 +287,9 @@ def test_every_product_of_every_target_on_a_gpu(name, group):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_product_of_every_target_is_cut_evenly(preset):
     graph = graph_of(PRESETS[preset], "bfloat16")
+    weights, declared = graph.abstract_weights(), graph.declared()
     for name in formats_for(graph, "int4", "int4"):
-        w, summed = graph.abstract_weights()[name], graph.declared()[name].summed
+        w, summed = weights[name], declared[name].summed
         inputs = int(np.prod([w.shape[i] for i in summed]))
         outputs = int(np.prod([n for i, n in enumerate(w.shape) if i not in summed]))
         for rows, scale_bytes in itertools.product((2, 8, 16, 32, 64, 128, 512), (1, 2)):

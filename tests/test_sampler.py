@@ -448,13 +448,13 @@ def test_what_needs_the_host_is_refused_in_jit(sampler: Sampler, target: LoadedM
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (dict(temperature=-1.0), "temperature is -1; it must be finite and not negative"),
+        (dict(temperature=-1.0), "temperature is -1; it must be from 0 to 1e6"),
         (dict(temperature=[0, 1]), r"temperature has shape \(2,\); expected one value, or 4"),
         (dict(top_p=0.0), r"top_p is 0; it must be in \(0, 1\]"),
         (dict(min_p=1.5), r"min_p is 1.5; it must be in \[0, 1\]"),
         (dict(top_k=-3), "top_k is -3"),
-        (dict(repetition_penalty=0.0), "repetition_penalty is 0; it must be finite and above 0"),
-        (dict(frequency_penalty=np.inf), "frequency_penalty is inf; it must be finite"),
+        (dict(repetition_penalty=0.0), "repetition_penalty is 0; it must be from 1e-6 to 1e6"),
+        (dict(frequency_penalty=np.inf), "frequency_penalty is inf; it must be from -1e6 to 1e6"),
         (dict(bias_ids=[[1]] * 4), "the sampler's num_biases"),
         (dict(heat=1.0), "heat is not a sampling value; known are temperature"),
     ],

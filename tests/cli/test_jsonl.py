@@ -73,7 +73,7 @@ REFUSED = [
     ('{"prompt": "a", "x": -Infinity}', "-Infinity is no JSON"),
     ('{"prompt": "a", "x": 1e999}', "1e999 is beyond the largest number"),
     ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "beyond the largest number"),
-    ('{"prompt": "a", "temperature": -1}', "temperature is -1; it must be finite and not negative"),
+    ('{"prompt": "a", "temperature": -1}', "temperature is -1; it must be from 0 to 1e6"),
     ('{"prompt": "a", "temperature": "1"}', 'temperature is "1"; expected a number'),
     ('{"prompt": "a", "temperature": true}', "temperature is true; expected a number"),
     ('{"prompt": "a", "top_p": 0}', "top_p is 0; it must be in (0, 1]"),

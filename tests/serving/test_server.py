@@ -380,6 +380,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 10**30}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": True}, "temperature"),
+    ({"temperature": 1e39}, "temperature"),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty"),
     ({"top_p": 0}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"min_p": 2}, "min_p"),
