@@ -208,9 +208,8 @@ def _in_ring(
         """Multiply a share, whose steps are counted from `first` on, and return the place of the next."""
 
         def steps(total):
-            return lax.fori_loop(
-                first, first + share.count, functools.partial(step, total), place
-            ), total[...]
+            each = functools.partial(step, total)
+            return lax.fori_loop(first, first + share.count, each, place), total[...]
 
         def step(total, i, place):
             plgpu.barrier_wait(there.at[place])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 TILE = 64  # outputs of a warpgroup
 PROCESSORS = 132  # of an H200
@@ -16,11 +16,12 @@ PIECE = 32  # rows of a result that a warpgroup writes at once
 START_NS = 2500  # of a block, until it multiplies
 WRITE_NS = 2500  # of a block, until its sums are written and it multiplies again
 PARTS_A_NS = 4000  # bytes of parts of sums that all processors read or write in a nanosecond
-# Whole tiles and the rest of few rows are put together. In a model the activation's kernel does it.
-JOIN_NS = 2000
-FEW_ROWS = 128  # a tile of which has any number of warpgroups
-MANY_ROWS = 256  # the most of a tile
-MANY_GROUPS = 2  # warpgroups of a block that multiplies more than a few rows
+JOIN_NS = (
+    2000  # of putting whole tiles and the rest together, where the activation's kernel does it
+)
+FEW_ROWS = 128  # rows up to which a tile has all of them
+MANY_ROWS = 256  # the most of a tile, where there are more
+MANY_GROUPS = 2  # warpgroups of a block, where there are more
 
 
 def padded(rows: int, multiple: int) -> int:
@@ -48,7 +49,7 @@ def shares(
       outputs, rows: of a tile.
       tile_ns: what one block takes for a whole tile.
       most: splits.
-      row_tiles: how many tiles have the same outputs. They are all whole, or all split.
+      row_tiles: how many tiles have the same outputs. All of them are whole, or all are split.
       join_ns: what it takes to put whole tiles and the rest together.
     """
     found, together = [], math.lcm(PROCESSORS, row_tiles)
@@ -66,10 +67,24 @@ def shares(
     return found
 
 
-def shares_of_many(
-    rows: int, inputs: int, outputs: int, multiple: int
-) -> list[tuple[float, int, int, int]]:
-    """Return the ways to share a product of many rows: nanoseconds, tiles of rows, splits, whole tiles.
+class Way(NamedTuple):
+    """A way to share a product of many rows.
+
+    Attributes:
+      time: nanoseconds.
+      rows: of a tile.
+      row_tiles, splits, whole: as in a cut.
+    """
+
+    time: float
+    rows: int
+    row_tiles: int
+    splits: int
+    whole: int
+
+
+def shares_of_many(rows: int, inputs: int, outputs: int, multiple: int) -> list[Way]:
+    """Return the ways to share a product of many rows, the quickest first.
 
     A block has two warpgroups, and a tile up to 256 rows. Their sums then fill half of all registers.
 
@@ -77,22 +92,16 @@ def shares_of_many(
       multiple: of rows of a tile.
     """
     found, tile = [], MANY_GROUPS * TILE
-    for row_tiles in sorted({-(-rows // MANY_ROWS), -(-rows // FEW_ROWS)}):
+    most = max(1, min(12, inputs // 256))
+    for row_tiles in {-(-rows // MANY_ROWS), -(-rows // FEW_ROWS)}:
         mine = padded(rows, multiple * row_tiles) // row_tiles
         # By the times of 5376 x 16384 with tiles of 128 and of 256 rows, 4 and 8 bits: 0.42 to 0.44
         # and 0.71 to 0.76 us for 64 inputs.
         tile_ns = inputs / 64 * (130 + 2.4 * mine)
-        join_ns = JOIN_NS + 4 * mine * row_tiles * outputs / PARTS_A_NS
-        ways = shares(
-            outputs // tile * row_tiles,
-            tile,
-            mine,
-            tile_ns,
-            max(1, min(12, inputs // 256)),
-            row_tiles=row_tiles,
-            join_ns=join_ns,
-        )
-        found += [(time, row_tiles, splits, whole) for time, splits, whole in ways]
+        join_ns = JOIN_NS + 4 * mine * row_tiles * outputs / PARTS_A_NS  # read and written
+        sizes = outputs // tile * row_tiles, tile, mine
+        ways = shares(*sizes, tile_ns, most, row_tiles=row_tiles, join_ns=join_ns)
+        found += [Way(time, mine, row_tiles, splits, whole) for time, splits, whole in ways]
     return sorted(found)
 
 

@@ -1,11 +1,12 @@
 """A product of many rows with codes of 8 bits in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
-A block of threads has two or four warpgroups. Each multiplies 64 outputs with all rows, over a share
-of the inputs. TMA loads codes and rows into a ring in shared memory, several steps ahead. It loads
-whole lines of memory, 128 codes of an output: with 64 of them side by side 16 rows of 5376 x 43008
-take 93 us, and not 66. In a step a warpgroup takes 64 x 128 codes into registers, converts them, and
-hands them to wgmma as its left operand. While these are multiplied the other warpgroups convert
-theirs.
+A block of threads has two or four warpgroups. Each multiplies 64 outputs with a tile of rows, over a
+share of the inputs. TMA loads codes and rows into a ring in shared memory, several steps ahead. With
+few rows it loads whole lines of memory, 128 codes of an output: with 64 of them side by side 16 rows
+of 5376 x 43008 take 93 us, and not 66. More than 128 rows are one tile or several, of up to 256. Their
+time is that of multiplying, and 64 codes side by side leave room for more steps in the ring. In a step
+a warpgroup takes its codes into registers, converts them, and hands them to wgmma as its left operand.
+While these are multiplied the other warpgroups convert theirs.
 
 Where outputs are few, several blocks share the inputs of a tile (`splits`). XLA adds their parts, in
 their order.

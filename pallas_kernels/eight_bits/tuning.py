@@ -193,12 +193,12 @@ def mosaic_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) 
 def _cut_of_many(rows: int, inputs: int, outputs: int, result_bytes: int) -> MosaicCut | None:
     if outputs % (MANY_GROUPS * TILE) or inputs % LEAST_LINE:
         return None
-    for _, row_tiles, splits, whole in shares_of_many(rows, inputs, outputs, ROWS):
-        mine = padded(rows, ROWS * row_tiles) // row_tiles
+    for way in shares_of_many(rows, inputs, outputs, ROWS):
         # Whole lines and more rows leave no room for enough steps.
-        line = LINE if mine <= FEW_ROWS and inputs % LINE == 0 else LEAST_LINE
-        cut = MosaicCut(MANY_GROUPS, splits, line, whole=whole, row_tiles=row_tiles)
-        if cut := with_stages(cut, mine, inputs // line, result_bytes):
+        line = LINE if way.rows <= FEW_ROWS and inputs % LINE == 0 else LEAST_LINE
+        whole = dict(whole=way.whole, row_tiles=way.row_tiles)
+        cut = MosaicCut(MANY_GROUPS, way.splits, line, **whole)
+        if cut := with_stages(cut, way.rows, inputs // line, result_bytes):
             return cut
     return None
 

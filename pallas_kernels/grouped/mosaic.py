@@ -1,10 +1,11 @@
 """A product of many rows with four-bit codes in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
-A block of threads has two or four warpgroups. Each multiplies 64 outputs with all rows, over a share of the
-inputs. TMA loads codes, scales and rows into a ring in shared memory, several steps ahead. It loads
-lines of 128 bytes, which are codes of 4 outputs. A warpgroup takes 64 x 64 codes into registers, makes
-numbers of them, and hands these to wgmma as its left operand. While these are multiplied it makes the
-next ones, and the other warpgroups make theirs. A step has two such blocks. A thread then runs 3.1
+A block of threads has two or four warpgroups. Each multiplies 64 outputs with a tile of rows, over a
+share of the inputs. Up to 128 rows are one tile. More are one or several, of up to 256. TMA loads
+codes, scales and rows into a ring in shared memory, several steps ahead. It loads lines of 128 bytes,
+which are codes of 4 outputs. A warpgroup takes 64 x 64 codes into registers, makes numbers of them, and
+hands these to wgmma as its left operand. While these are multiplied it makes the next ones, and the
+other warpgroups make theirs. With up to 128 rows a step has two such blocks. A thread then runs 3.1
 instructions a code, and 5 with one block, lines of 32 bytes, and nothing made meanwhile.
 
 Numbers are multiplied by their scales in bfloat16, before the product. So they are the same ones as

@@ -181,11 +181,11 @@ def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) 
 def _cut_of_many(rows: int, blocks: int, outputs: int, result_bytes: int) -> MosaicCut | None:
     if outputs % (MANY_GROUPS * TILE):
         return None
-    for _, row_tiles, splits, whole in shares_of_many(rows, blocks * BLOCK, outputs, ROWS):
-        mine = padded(rows, ROWS * row_tiles) // row_tiles
+    for way in shares_of_many(rows, blocks * BLOCK, outputs, ROWS):
         # Two blocks of inputs and more rows leave no room for enough steps.
-        step = 2 if mine <= FEW_ROWS and blocks % 2 == 0 else 1
-        cut = MosaicCut(MANY_GROUPS, splits, step, whole=whole, row_tiles=row_tiles)
-        if cut := with_stages(cut, mine, blocks // step, result_bytes):
+        step = 2 if way.rows <= FEW_ROWS and blocks % 2 == 0 else 1
+        whole = dict(whole=way.whole, row_tiles=way.row_tiles)
+        cut = MosaicCut(MANY_GROUPS, way.splits, step, **whole)
+        if cut := with_stages(cut, way.rows, blocks // step, result_bytes):
             return cut
     return None
