@@ -41,6 +41,9 @@ Read = Callable[[str], np.ndarray]
 WEIGHTS = ("weight_packed", "qweight", "weight", "q4_0", "q6_k", "q8_0")
 """The last parts of names that hold codes. "weight" holds plain numbers as well."""
 
+CODES = ("F8_E4M3", "I8", "U8")
+"""The dtypes of codes under "weight"."""
+
 SCALES = (
     "weight_scale",
     "weight_scale_inv",
@@ -79,7 +82,7 @@ def is_quantised(parts: Parts, announced: bool) -> bool:
     """
     if any(part != "weight" and part in parts for part in (*WEIGHTS, *SCALES)):
         return True
-    return announced and "weight" in parts and parts["weight"].dtype in ("F8_E4M3", "I8", "U8")
+    return announced and "weight" in parts and parts["weight"].dtype in CODES
 
 
 def recognise(name: str, parts: Parts, announced: Spec | None) -> tuple[Spec, Shape]:

@@ -211,8 +211,11 @@ def _grouped(checkpoint: HFCheckpoint, rules: RuleSet, announced: bool) -> _Grou
     groups = _Groups(checkpoint, {}, {}, {}, {})
     for name in checkpoint.tensors:
         base, _, last = name.rpartition(".")
-        if (found := _FUSED.fullmatch(name)) and announced:
-            base, last = found[1], f"weight_{found[2]}"
+        if announced and (found := _FUSED.fullmatch(name)):
+            if found[2]:
+                base, last = found[1], f"weight_{found[2]}"
+            elif checkpoint.tensors[name].dtype in layouts.CODES:
+                base, last = found[1], "weight"
         if last in UNUSED:
             groups.skipped[name] = UNUSED[last]
         elif last in (*WEIGHTS, *SCALES):
@@ -235,9 +238,10 @@ def _grouped(checkpoint: HFCheckpoint, rules: RuleSet, announced: bool) -> _Grou
 
 
 _FUSED = re.compile(
-    r"(.+\.experts\.(?:gate_up|down)_proj)_(packed|scale|shape|zero_point|global_scale)"
+    r"(.+\.experts\.(?:gate_up|down)_proj)"
+    r"(?:_(packed|scale|scale_inv|shape|zero_point|global_scale))?"
 )
-"""How compressed-tensors names the parts of a stacked parameter, which belongs to no module of its own."""
+"""How compressed-tensors and transformers name the parts of a stacked parameter, which is no module of its own."""
 
 
 def _known_as(name: str, rules: RuleSet) -> str:

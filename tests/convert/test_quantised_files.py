@@ -145,18 +145,30 @@ def test_experts_are_found_under_every_name(name, moe, stacked, tmp_path):
     check_read(opened, numbers)
 
 
-@pytest.mark.parametrize("name", ["int4 g32 zeros", "nvfp4 ct"])
-def test_stacked_experts_may_have_the_names_of_parameters(name, tmp_path):
-    """`experts.down_proj_packed`, as compressed-tensors writes it, and not `down_proj.weight_packed`."""
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        ("int4 g32 zeros", "_packed"),
+        ("nvfp4 ct", "_packed"),
+        ("fp8 channel", "_scale"),
+        ("fp8 blocks, inverse", "_scale_inv"),
+    ],
+)
+def test_stacked_experts_may_have_the_names_of_parameters(name, last, tmp_path):
+    """`experts.down_proj_packed`, as compressed-tensors writes it, and not `down_proj.weight_packed`.
+
+    So does transformers, whose fp8 has `down_proj` and `down_proj_scale_inv`.
+    """
 
     def rename(tensors: layout.Tensors) -> None:
         for full in [full for full in tensors if ".experts." in full]:
-            tensors[full.replace("_proj.weight_", "_proj_")] = tensors.pop(full)
+            short = full.replace("_proj.weight_", "_proj_").replace("_proj.weight", "_proj")
+            tensors[short] = tensors.pop(full)
 
-    writer, config = FORMATS[name]
+    writer, config = (FORMATS | BLOCKS)[name]
     where = tmp_path / "hf"
     numbers, tensors = layout.write(where, "26b-a4b", writer, config, stacked=True, edit=rename)
-    assert "model.language_model.layers.0.experts.gate_up_proj_packed" in tensors
+    assert f"model.language_model.layers.0.experts.gate_up_proj{last}" in tensors
     check_read(open_source(where), numbers)
 
 
