@@ -8,7 +8,7 @@ that a few programs serve all calls.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -255,6 +255,18 @@ def _stop_ids(plan: Plan, stop_ids: Any, default: Sequence[int], rows: int, expe
         raise FieldError("stop_ids", f"has shape {stops.shape}; {expected}, or ids for all")
     xnp: Any = jnp if is_traced(stops) else np
     return xnp.broadcast_to(stops, (rows, stops.shape[-1]))
+
+
+def token_ids(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:
+    """Return ids as a tuple.
+
+    Raises:
+      FieldError: they are no list of ids of the vocabulary.
+    """
+    found = np.asarray([*ids] if isinstance(ids, Iterable) else ids)
+    if found.ndim != 1:
+        raise FieldError(name, f"has shape {found.shape}; expected a list of ids")
+    return tuple(_whole(name, found, -1, vocab_size - 1, np.int32, "-1 is padding").tolist())
 
 
 def _starts(plan: Plan, grammar: Any, rows: int, prompts: int) -> Any:

@@ -106,6 +106,7 @@ class Engine:
             if value is not None and (wrong := at_least(1).refusal(value)):
                 raise FieldError(name, wrong)
         for name, value, allowed in (
+            ("num_stop_ids", num_stop_ids, at_least(0)),
             ("read_ahead", read_ahead, at_least(0)),
             ("prefix_bytes", prefix_bytes, BYTES),
             ("prefix_host_bytes", prefix_host_bytes, BYTES),
@@ -125,6 +126,7 @@ class Engine:
                 "grammar", f"needs one device, and this mesh has {mesh.size}; leave one of them out"
             )
         spec, slots = make_spec(target, drafter, drafting, extras), rows_bucket(batch_size, mesh)
+        check_cache_length(spec, cache_length)
         sizes = spec, slots, cache_length, mesh
         if read_ahead is None:
             read_ahead = rows_ahead(slots, mesh)
@@ -330,7 +332,9 @@ class Engine:
         self._live.add(name)
         waiting = self._scheduler.waiting
         place = bisect_right(waiting, request.priority, key=lambda r: r.priority)
-        waiting.insert(place, dataclasses.replace(request, id=name))
+        # A list of ids may change while it waits.
+        ids = tuple(int(i) for i in request.prompt_ids)
+        waiting.insert(place, dataclasses.replace(request, id=name, prompt_ids=ids))
         return name
 
     def cancel(self, id: Hashable) -> None:

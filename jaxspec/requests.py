@@ -22,6 +22,19 @@ if TYPE_CHECKING:
 PRIORITIES = whole(-(2**31), 2**31 - 1)
 
 
+def kept(returned: Any) -> int | None:
+    """Return what a `stop_at` returned: how many tokens stay, or None.
+
+    Raises:
+      FieldError: it is neither.
+    """
+    if returned is None:
+        return None
+    if wrong := at_least(0).refusal(returned):
+        raise FieldError("stop_at", f"returned a value that {wrong}, or None")
+    return int(returned)
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and how to continue it.
@@ -148,12 +161,21 @@ def failed(request: Request, token_ids: tuple[int, ...], **logprobs: Any) -> Com
 
 
 def check_cache_length(spec: DecodeSpec, cache_length: int) -> None:
-    """Refuse caches of more positions than any request can use.
+    """Refuse caches of more positions than any request can use, and of fewer than each one needs.
 
     Raises:
       FieldError: naming it.
     """
     most = cache_length_for(spec, spec.target.config.max_positions)
+    least = cache_length_for(spec, 2)
+    if cache_length < least:
+        raise FieldError(
+            "cache_length",
+            lambda say: (
+                f"{say('cache_length', cache_length)}: a prompt of one token with a new one takes "
+                f"{least}, one step counted; pass more"
+            ),
+        )
     if cache_length > most:
         raise FieldError(
             "cache_length",

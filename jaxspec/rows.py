@@ -114,7 +114,16 @@ class Prompts(struct.PyTreeNode):
         return jax.tree.map(jnp.asarray, padded_on_host(prompts))
 
     def take(self, rows: ArrayLike | Sequence[int]) -> Prompts:
-        """Return some of the prompts, as wide as before: batches of one width share a program."""
+        """Return some of the prompts, as wide as before: batches of one width share a program.
+
+        Raises:
+          ValueError: there is no such prompt. Inside of jit it is the nearest one.
+        """
+        if not isinstance(rows, Tracer):
+            check_ids("rows", np.ravel(rows))
+            wrong = [i for i in np.ravel(rows).tolist() if not 0 <= i < len(self.tokens)]
+            if wrong:
+                raise ValueError(f"rows has {wrong[0]}, and there are {len(self.tokens)} prompts")
         return jax.tree.map(lambda x: x[jnp.asarray(rows)], self)
 
     def after(
@@ -182,6 +191,9 @@ def width_bucket(length: int) -> int:
 
 def padded_on_host(prompts: Sequence[Sequence[int]]) -> Prompts:
     """Return `Prompts.padded` as arrays of numpy."""
+    for i, prompt in enumerate(prompts):
+        if not is_sequence(prompt):
+            raise ValueError(f"prompt {i} is {prompt!r}; give a list of ids for each prompt")
     empty = [i for i, prompt in enumerate(prompts) if not len(prompt)]
     if empty or not len(prompts):
         where = f"prompt {empty[0]} is empty" if empty else "there are no prompts"
@@ -262,14 +274,21 @@ class GenerateResult(struct.PyTreeNode):
         steps = jnp.sum(jnp.where(sound, self.num_steps, 0))
         return jnp.where(sound[:, None], self.acceptance_lengths, 0), jnp.maximum(steps, 1)
 
-    def cut(self, lengths: Int[Array, " R"]) -> GenerateResult:
-        """End rows earlier, as by a stop."""
+    def cut(
+        self, lengths: Int[Array, " R"], stopped: Bool[Array, " R"] | None = None
+    ) -> GenerateResult:
+        """End rows earlier, as by a stop.
+
+        Args:
+          stopped: which rows a stop ended, perhaps where they end anyway; None for those that are cut.
+        """
         kept = jnp.arange(self.tokens.shape[1], dtype=jnp.int32) < lengths[:, None]
 
         def mask(x: Array) -> Array:
             return jnp.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, 0)
 
-        stopped = lengths < self.lengths
+        if stopped is None:
+            stopped = lengths < self.lengths
         return dataclasses.replace(
             self,
             tokens=mask(self.tokens),
@@ -294,6 +313,12 @@ def sampling_values(spec: DecodeSpec, rows: int, values: Mapping[str, Any]) -> S
     """
     for name, value in values.items():
         _check_value(spec, name, value, rows)
+    given = [name for name in ("bias_ids", "bias_values") if name in values]
+    if len(given) == 1:
+        raise FieldError(given[0], "was given alone; give bias_ids and bias_values")
+    if given and np.shape(values["bias_ids"]) != np.shape(values["bias_values"]):
+        shapes = [np.shape(values[name]) for name in given]
+        raise FieldError(given[1], f"has shape {shapes[1]}, and bias_ids has {shapes[0]}")
     arrays = {name: jnp.asarray(value) for name, value in values.items()}
     if "bias_ids" in arrays:  # fewer than the spec allows: padded
         pad = [(0, 0), (0, spec.extras.num_biases - arrays["bias_ids"].shape[1])]
@@ -339,6 +364,11 @@ def _check_value(spec: DecodeSpec, name: str, value: Any, rows: int) -> None:
         raise FieldError(name, f"has shape {shape}; expected one value, or {rows}")
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
         return
+    kind = np.asarray(value).dtype
+    is_whole = name in ("bias_ids", "top_k")
+    if not jnp.issubdtype(kind, np.integer if is_whole else np.number):
+        expected = "whole numbers" if is_whole else "numbers"
+        raise FieldError(name, f"has the dtype {kind}; it must be {expected}")
     numbers = np.asarray(value, np.float64)
     if name == "bias_ids":
         size = spec.target.config.vocab_size

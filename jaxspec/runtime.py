@@ -183,6 +183,7 @@ class Runtime:
         self.programs = Programs() if programs is None else programs
         self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
         self.timings = Timings()
+        self.few: tuple[int, ...] = ()  # rows of programs for few of the slots, once compiled
         self._compiler: Compiler | None = None  # who compiles meanwhile
         self.begun = (
             0.0  # when the last pass or steps were sent to the device, by `time.perf_counter`

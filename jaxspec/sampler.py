@@ -28,13 +28,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxspec import memory
-from jaxspec.arguments import is_inside_jit, is_traced, padded, read
+from jaxspec.arguments import is_inside_jit, is_traced, padded, read, token_ids
 from jaxspec.given_params import KnownParams, accept_params
 from jaxspec.grammars import Grammar
 from jaxspec.grammars.automaton import Automaton
 from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph
-from jaxspec.records import Drafting, Extras, FieldError, Sampling
+from jaxspec.records import Drafting, Extras, FieldError, Sampling, at_least
+from jaxspec.requests import kept
 from jaxspec.rollout import Given, Plan, row_keys
 from jaxspec.rollout_programs import first_rows, inside, look, on, programs_of, retire
 from jaxspec.rows import GenerateResult, Prompts, sampling_values
@@ -92,8 +93,8 @@ class Sampler:
             ("num_samples", num_samples),
             ("batch_size", batch_size),
         ):
-            if value is not None and value < 1:
-                raise FieldError(name, f"is {value}; it must be 1 or more")
+            if value is not None and (wrong := at_least(1).refusal(value)):
+                raise FieldError(name, wrong)
         if extras.grammars:
             raise FieldError(
                 "grammars",
@@ -115,7 +116,7 @@ class Sampler:
         if stop_ids is None:
             generation = target.generation if isinstance(target, LoadedModel) else None
             stop_ids = generation.eos_token_ids if generation else ()
-        self.stop_ids = tuple(stop_ids)
+        self.stop_ids = token_ids("stop_ids", stop_ids, spec.target.config.vocab_size)
         self._programs = programs_of(self.plan)
         self._known = KnownParams()
         self._fitting: set[Any] = set()  # shapes of prompts for which there is memory
@@ -258,6 +259,7 @@ class Sampler:
             )
         stops += [None] * (len(given.max_new_tokens) - rows)  # rows of padding
         lengths = np.full(len(stops), self.max_new_tokens, np.int32)  # where the host ended rows
+        ended = np.zeros(len(stops), bool)
         state = self._run("prefill", mesh, weights, given)
         steps = _placed(np.int32(steps_per_return), mesh)
         while True:
@@ -266,16 +268,19 @@ class Sampler:
             active, tokens, counts = fetch((state.active, result.tokens, result.lengths))
             if any(stops):
                 for row, stop in enumerate(stops):
-                    ended = lengths[row] < self.max_new_tokens
-                    keep = stop(tokens[row, : counts[row]].tolist()) if stop and not ended else None
-                    lengths[row] = lengths[row] if keep is None else keep
+                    if stop is None or ended[row]:
+                        continue
+                    keep = kept(stop(tokens[row, : counts[row]].tolist()))
+                    if keep is not None:
+                        lengths[row], ended[row] = min(keep, counts[row]), True
                 with on(mesh):
-                    state = retire(state, _placed(lengths < counts, mesh))
-                    result = result.cut(_placed(jnp.asarray(lengths), mesh))
+                    over = _placed(jnp.asarray(ended), mesh)
+                    state = retire(state, over)
+                    result = result.cut(_placed(jnp.asarray(lengths), mesh), over)
             with on(mesh):
                 result = _without_padding(result, rows)
             yield result
-            if not (active & (lengths >= counts)).any():
+            if not (active & ~ended).any():
                 return
             state = self._run("advance", mesh, weights, state, steps, given.grammar)
 

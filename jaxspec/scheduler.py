@@ -56,9 +56,6 @@ class Scheduler:
         self._prefixes = prefixes and SharedReading(
             prefixes, self._reader, invariant=runtime.invariant
         )
-        self._few: tuple[
-            int, ...
-        ] = ()  # rows of programs for few of the slots, once they are compiled
         self._busy: Slots | None = None  # whose state the device has
         self._read_since = 0  # prompt tokens since rows decoded, padding included
 
@@ -85,9 +82,11 @@ class Scheduler:
 
     def cancel(self, id: Hashable) -> Completion | None:
         """Free what a request has, and return what it got; None where there is no such request."""
-        for request in self.waiting:
+        for place, request in enumerate(self.waiting):
             if request.id == id:
-                self.waiting.remove(request)
+                del self.waiting[place]
+                if self._prefixes is not None:
+                    self._prefixes.forget(id)
                 return Completion(id, finish_reason="cancelled")
         for slots in self._all:
             if (place := slots.place_of(id)) is not None:
@@ -128,12 +127,11 @@ class Scheduler:
             nobody = some_rows.fill([], rows, running.count)
             call = runtime.decoding(running.state, of_running, 1, slots=nobody)
             running.state, _ = call(running.state)
-        self._few = few
+        runtime.few = few
         running.state = self.chosen_length.measure(running.state, of_running, few)
         for slots in self._all:
-            nobody = np.zeros(slots.count, bool)
-            slots.state = runtime.retire(slots.state, nobody)
-            slots.state = runtime.clear(slots.state, nobody)
+            slots.state = runtime.retire(slots.state, np.ones(slots.count, bool))
+            slots.state = runtime.clear(slots.state, np.zeros(slots.count, bool))
 
     def close(self) -> None:
         """Wait until the device is done with what it was sent."""
@@ -229,7 +227,7 @@ class Scheduler:
     def _some(self) -> np.ndarray | None:
         """Return the slots of the smallest program that computes all rows which run; None where that is for all."""
         active = self.slots.read
-        rows = next((rows for rows in self._few if rows >= len(active)), None)
+        rows = next((rows for rows in self.runtime.few if rows >= len(active)), None)
         return None if rows is None else some_rows.fill(active, rows, self.slots.count)
 
     def _look(self) -> list[Update | Completion]:

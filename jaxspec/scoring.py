@@ -23,6 +23,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jaxspec.arguments import is_traced
 from jaxspec.given_params import accept_params
 from jaxspec.loading import LoadedModel
 from jaxspec.models.target import Placement, Target
@@ -85,6 +86,13 @@ class Sequences(struct.PyTreeNode):
         for name, value in zip(("prompt_lengths", "lengths"), ends, strict=True):
             if value.shape != (rows,):
                 raise ValueError(f"{name} has shape {value.shape}; tokens has {rows} rows")
+        if not is_traced(ends):
+            first, last = (np.asarray(end) for end in ends)
+            for row in np.flatnonzero((first < 0) | (first > last) | (last > width))[:1]:
+                raise ValueError(
+                    f"row {row} has prompt_lengths {first[row]} and lengths {last[row]}; expected them to be "
+                    f"0 or more, in this order, and at most {width}"
+                )
         place = jnp.broadcast_to(jnp.arange(width), (rows, width))
         real = place < ends[1][:, None]
         texts = jnp.where(real, jnp.arange(rows)[:, None], -1)

@@ -28,6 +28,7 @@ from jaxspec.requests import (
     callback_failed,
     failed,
     grammar_failed,
+    kept,
 )
 from jaxspec.runtime import Runtime, Told
 from jaxspec.sampling import Logprobs
@@ -284,11 +285,9 @@ class Slots:
                 reason = "stop" if news.stopped[place] else reason
             error = None
             if len(row.tokens) > before and row.request.stop_at is not None:
-                try:
-                    keep = row.request.stop_at(tuple(row.tokens))
-                except (
-                    Exception
-                ) as raised:  # it is the user's: this request fails, the others go on
+                try:  # it is the user's: where it fails this request does, and the others go on
+                    keep = kept(row.request.stop_at(tuple(row.tokens)))
+                except Exception as raised:
                     keep, reason, error = None, "error", raised
                 if keep is not None:
                     reason = "stop"

@@ -456,6 +456,8 @@ def test_what_needs_the_host_is_refused_in_jit(sampler: Sampler, target: LoadedM
         (dict(repetition_penalty=0.0), "repetition_penalty is 0; it must be from 1e-6 to 1e6"),
         (dict(frequency_penalty=np.inf), "frequency_penalty is inf; it must be from -1e6 to 1e6"),
         (dict(bias_ids=[[1]] * 4), "the sampler's num_biases"),
+        (dict(top_k=1.5), "top_k has the dtype float64; it must be whole numbers"),
+        (dict(temperature=True), "temperature has the dtype bool; it must be numbers"),
         (dict(heat=1.0), "heat is not a sampling value; known are temperature"),
     ],
 )
@@ -466,11 +468,36 @@ def test_sampling_values_out_of_range_are_refused(
         sampler.sampling(4, **values)
 
 
+def test_a_stop_at_the_very_end_is_a_stop(
+    sampler: Sampler, target: LoadedModel, drafter: LoadedModel
+) -> None:
+    """And such rows do not go on."""
+    most, prompts = sampler.max_new_tokens, Prompts.padded(PROMPTS)
+    weights = target.params, drafter.params
+    stop = lambda tokens: len(tokens) if len(tokens) == most else None  # noqa: E731
+    result = sampler(*weights, prompts, stop_at=stop)
+    full = np.asarray(result.lengths) == most
+    assert full.any()
+    assert (np.asarray(result.finish_reasons)[full] == FinishReason.STOP).all()
+    more = sampler(*weights, prompts.after(result))
+    assert (np.asarray(more.lengths)[full] == 0).all()
+    with pytest.raises(ValueError, match="stop_at returned a value that is -1"):
+        sampler(*weights, prompts, stop_at=lambda tokens: -1)
+
+
+def test_prompts_that_are_not_there_cannot_be_taken() -> None:
+    prompts = Prompts.padded(PROMPTS)
+    for rows, said in (([len(PROMPTS)], "rows has 4"), ([-1], "rows has -1")):
+        with pytest.raises(ValueError, match=said):
+            prompts.take(rows)
+
+
 def test_options_that_cannot_be_meant_are_refused(
     target: LoadedModel, drafter: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         (dict(max_new_tokens=0), "max_new_tokens is 0"),
+        (dict(stop_ids=(10**6,)), "stop_ids: got 1000000; expected whole numbers"),
         (dict(max_new_tokens=4096), "max_new_tokens is 4096; the model has 4096 positions"),
         (dict(max_new_tokens=4, num_samples=0), "num_samples is 0"),
         (dict(max_new_tokens=4, drafting=Drafting(9)), "proposes 1 to 3 tokens"),

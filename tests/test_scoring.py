@@ -381,3 +381,10 @@ def test_what_does_not_fit_is_refused(say: str, wrong: dict[str, Any], target: L
 def test_texts_that_cannot_be_packed(say: str, pairs: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=say):
         Sequences.pack(pairs, 8, **options)
+
+
+@pytest.mark.parametrize(("prompt", "length"), [(2, 9), (5, 3), (-1, 3)])
+def test_lengths_that_cannot_be_are_refused(prompt: int, length: int) -> None:
+    tokens = jnp.zeros((2, 6), jnp.int32)
+    with pytest.raises(ValueError, match=f"row 1 has prompt_lengths {prompt} and lengths {length}"):
+        Sequences.padded(tokens, [1, prompt], [6, length])

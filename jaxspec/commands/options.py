@@ -252,9 +252,9 @@ def _read_biases(flag: str, given: Sequence[str]) -> dict[int, float]:
         try:
             pairs = json.loads(text).items() if text.startswith("{") else [text.split("=")]
             pairs = [(int(token), float(bias)) for token, bias in pairs]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             raise UsageError(
-                f'{flag} {text}: expected ID=VALUE, such as 17=-2.5, or JSON, such as {{"17": -2.5}}'
+                f'{flag} {text[:60]}: expected ID=VALUE, such as 17=-2.5, or JSON, such as {{"17": -2.5}}'
             ) from None
         for token, bias in pairs:
             if wrong := BIAS.refusal(bias):
@@ -269,7 +269,7 @@ def _read_object(flag: str, given: str) -> dict[str, Any]:
     """Read a JSON object."""
     try:
         values = json.loads(given)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{flag} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise UsageError(f'{flag}: expected a JSON object, such as {{"enable_thinking": true}}')

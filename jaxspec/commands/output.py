@@ -62,8 +62,10 @@ def json_lines(destination: str) -> Iterator[IO[str]]:
     if destination == "-":
         yield sys.stdout
         return
-    path = Path(destination).resolve()
+    path = Path(destination)
     special = path.exists() and not path.is_file()  # a pipe or a device: nothing can replace it
+    if not special:  # the name of a shell's pipe resolves to nothing that can be opened
+        path = path.resolve()
     aside = path if special else path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         file = aside.open("w", encoding="utf-8")

@@ -76,6 +76,11 @@ class SharedReading:
                 others.append(Reading(prompt, stops=self._planned(request)))
         return found
 
+    def forget(self, id: Hashable) -> None:
+        """Forget a request that waits no more. Its id may come again, with another prompt."""
+        self._prompts.pop(id, None)
+        self._stops.pop(id, None)
+
     def _prompt_of(self, request: Request) -> Prompt:
         ids = request.prompt_ids
         passes = self._passes(len(ids)) if self.invariant else None

@@ -65,6 +65,8 @@ class Handle:
             if self.look(None, waiter) is None:
                 left = None if end is None else max(0.0, end - time.monotonic())
                 if not waiter.wait(left):
+                    with self._lock:  # else one is left behind by each call
+                        self._waiters = [other for other in self._waiters if other is not waiter]
                     raise TimeoutError(f"request {self.request.id!r} was not done in {timeout_s} s")
         return self.completion
 

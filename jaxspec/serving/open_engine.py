@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -178,11 +178,8 @@ class OpenEngine:
                     f"the queue is full: {len(self._live)} requests run or wait, and at most {most} may; "
                     "try again later, or pass a larger max_waiting"
                 )
-            handles = []
-            for request in given:
-                handle = Handle(self._named(request), self._cancel)
-                handles.append(handle)
-                self._live[handle.request.id] = handle
+            handles = [Handle(request, self._cancel) for request in self._named(given)]
+            self._live.update({handle.request.id: handle for handle in handles})
             self._arrived.extend(handles)
             self._changed.notify_all()
         return handles
@@ -227,13 +224,21 @@ class OpenEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
-    def _named(self, request: Request) -> Request:
-        name = request.id
-        if name is None:
-            name = next(name for name in self._names if name not in self._live)
-        elif name in self._live:
-            raise FieldError("id", f"{name!r} belongs to a request that is not done; give another")
-        return dataclasses.replace(request, id=name)
+    def _named(self, requests: Sequence[Request]) -> list[Request]:
+        """Return requests with an id each.
+
+        Raises:
+          FieldError: an id belongs to a request that is not done, or two of them have it.
+        """
+        taken = set(self._live)
+        for name in (request.id for request in requests if request.id is not None):
+            if name in taken:
+                said = f"{name!r} belongs to a request that is not done; give another"
+                raise FieldError("id", said)
+            taken.add(name)
+        free = (name for name in self._names if name not in taken)
+        names = (next(free) if request.id is None else request.id for request in requests)
+        return [dataclasses.replace(r, id=name) for r, name in zip(requests, names, strict=True)]
 
     def _cancel(self, handle: Handle) -> None:
         with self._changed:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.records import Extras, Range, at_least, option, whole
+from jaxspec.records import Extras, FieldError, Range, at_least, option, whole
 
 SECONDS = Range("above 0", lambda x: x > 0)
 
@@ -52,6 +52,15 @@ class Settings:
     )
     no_page: bool = option(False, "No chat page at /.")
     log_prompts: bool = option(False, "Write prompts and replies to the log, too.")
+
+    def __post_init__(self) -> None:
+        """Refuse an empty key.
+
+        Raises:
+          FieldError: there is one.
+        """
+        if "" in self.api_key:
+            raise FieldError("api_key", "is empty: most likely a variable was not set")
 
 
 @dataclass(frozen=True)

@@ -385,6 +385,8 @@ def test_a_long_run_is_compared_with_plain_decoding(
             "--logit-bias 5:1: expected ID=VALUE, such as 17=-2.5, or JSON",
         ),
         (["a", "--logit-bias", '{"x": 1}'], "expected ID=VALUE, such as 17=-2.5, or JSON"),
+        (["a", "--logit-bias", f'{{"5": 1{"0" * 400}}}'], "expected ID=VALUE, such as 17=-2.5"),
+        (["a", "--chat", "--chat-template-kwargs", "[" * 100_000], "is not JSON"),
         (
             ["a", "--logit-bias", "5=inf"],
             "the bias of 5 is inf; it must be 1e6 at most, or -inf to ban",

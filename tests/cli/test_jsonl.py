@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from jaxspec.commands.generate.jsonl import FIELDS, PromptError, read_jsonl, read_line
+from jaxspec.commands.output import json_lines, write_line
 from jaxspec.records import Sampling
 from tests.cli.conftest import Run
 
@@ -177,3 +179,13 @@ def test_the_page_says_what_a_line_may_say() -> None:
     named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]+) \|", section, re.M))))
     assert named == set(FIELDS)
     assert {f.name for f in dataclasses.fields(Sampling)} <= named
+
+
+def test_a_pipe_of_the_shell_gets_lines() -> None:
+    """`--json >(gzip)` names a descriptor, whose link leads to nothing that has a path."""
+    read, write = os.pipe()
+    with json_lines(f"/dev/fd/{write}") as file:
+        write_line(file, {"a": 1})
+    os.close(write)
+    with open(read, encoding="utf-8") as lines:
+        assert [json.loads(line) for line in lines] == [{"a": 1}]

@@ -324,8 +324,9 @@ def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path: Path) -> N
     assert identity.fingerprint(first) != identity.fingerprint(second)
 
 
-def test_training_changes_a_large_file_that_is_read_in_pieces(tmp_path: Path) -> None:
-    file, noise = tmp_path / "model.safetensors", random.Random(0)
+@pytest.mark.parametrize("name", ["model.safetensors", "gemma-q4_0.gguf"])
+def test_training_changes_a_large_file_that_is_read_in_pieces(name: str, tmp_path: Path) -> None:
+    file, noise = tmp_path / name, random.Random(0)
     file.write_bytes(noise.randbytes(1_000_000))
     before = identity.fingerprint(tmp_path)
     file.write_bytes(noise.randbytes(1_000_000))

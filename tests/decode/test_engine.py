@@ -12,7 +12,7 @@ import pytest
 import jaxspec
 from jaxspec import prefill, runtime, slots
 from jaxspec.engine import Completion, Engine, Request, Update
-from jaxspec.records import Sampling
+from jaxspec.records import FieldError, Sampling
 from jaxspec.requests import positions
 from tests.decode.cases import (
     CACHE_LENGTH,
@@ -277,6 +277,29 @@ def test_stop_at_may_keep_nothing():
     (done,) = run(engine, [Request(case(NAME).prompts[0], 5, stop_at=lambda tokens: 0)])
     assert (done.token_ids, done.finish_reason) == ((), "stop")
     assert engine.timings.decode_tokens == 0
+
+
+@pytest.mark.parametrize("returned", [2.0, "x", -1, True])
+def test_a_stop_at_that_returns_no_count_ends_its_request_only(returned):
+    engine, c = case(NAME).engine(None, batch_size=2), case(NAME)
+    asked = [Request(c.prompts[0], 5, stop_at=lambda tokens: returned), Request(c.prompts[1], 5)]
+    bad, good = run(engine, asked)
+    assert bad.finish_reason == "error"
+    assert "stop_at returned a value that is" in bad.error
+    assert good.token_ids == c.continuation(1, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(num_stop_ids=-1), "num_stop_ids is -1; it must be 0 or more"),
+        (dict(cache_length=1), "cache_length=1: a prompt of one token with a new one takes"),
+        (dict(cache_length=10**6), "cache_length=1000000: the target has"),
+    ],
+)
+def test_engines_that_can_serve_nobody_are_refused(options, says):
+    with pytest.raises(FieldError, match=says):
+        case(NAME).engine(None, **options)
 
 
 def test_more_stop_ids_in_a_later_run(engine):

@@ -171,6 +171,25 @@ def test_those_who_wait_for_a_prompt_that_is_cancelled_read_it(read_ahead: int) 
     assert sorted(done[name].cached_tokens for name in others) == [0, 55]
 
 
+def test_an_id_that_comes_again_brings_its_own_prompt() -> None:
+    """One that waited was cancelled. Its prompt was once looked up, and stored, for the next of that id."""
+    hot, cold, other = engine(**PLENTY), engine(), ids(50, seed=7)
+    assert one(hot, BASE).cached_tokens == 0
+    running = [hot.add(request(ids(8, seed=8 + i), NEW)) for i in range(hot.batch_size)]
+    hot.add(request(BASE, NEW, id="x"))
+    hot.step()
+    hot.cancel("x")
+    hot.step()
+    hot.add(request(other, NEW, id="x"))
+    done: dict[Any, Completion] = {}
+    while not hot.is_idle:
+        done |= {e.id: e for e in hot.step() if isinstance(e, Completion)}
+    assert {*running, "x"} <= done.keys()
+    assert done["x"].cached_tokens == 0
+    assert done["x"].token_ids == one(cold, other).token_ids
+    assert one(hot, BASE).token_ids == one(cold, BASE).token_ids
+
+
 def test_other_weights_empty_the_store() -> None:
     """Also of what rows that began with the old ones were going to store."""
     hot, c = engine(**PLENTY), case(NAME)

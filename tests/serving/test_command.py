@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from jaxspec.records import FieldError
+from jaxspec.serving.settings import Settings
 from tests.cli import pair as tiny
 from tests.cli.conftest import Run, checkpoints, invoke  # noqa: F401
 
@@ -101,3 +103,8 @@ def test_a_server_s_life(tmp_path: Path) -> None:
         assert line["completion_tokens"] == 180
     finally:
         process.kill()
+
+
+def test_an_empty_key_is_no_key() -> None:
+    with pytest.raises(FieldError, match="api_key is empty: most likely a variable was not set"):
+        Settings(api_key=("secret", ""))

@@ -122,6 +122,27 @@ def test_priorities_come_first_then_arrival(engine: FakeEngine, opened: OpenEngi
     assert engine.admitted[1:] == ["urgent", "first", "low"]
 
 
+def test_several_are_taken_or_none(opened: OpenEngine) -> None:
+    with pytest.raises(FieldError, match="'a' belongs to a request that is not done"):
+        opened.submit_all([request(id="a"), request(id="a")])
+    assert opened.num_live == 0
+    unnamed, named = opened.submit_all([request(), request(id=0)])
+    assert (unnamed.request.id, named.request.id) == (1, 0)
+    assert opened.drain(WAIT_S)
+
+
+def test_a_wait_that_was_in_vain_leaves_nobody_waiting(
+    engine: FakeEngine, opened: OpenEngine
+) -> None:
+    handle = working(engine, opened)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            handle.result(0.001)
+    assert handle._waiters == []
+    engine.gate.set()
+    handle.result(WAIT_S)
+
+
 def test_cancelling(engine: FakeEngine, opened: OpenEngine) -> None:
     """One that runs, one that the engine does not know yet, and one that is done."""
     running = working(engine, opened)

@@ -70,11 +70,13 @@ def fingerprint(directory: Path) -> str:
 _FILES = (
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "manifest.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
     "*.safetensors",
+    "*.gguf",
     "params/**/*",
 )
 """What a model and its tokenizer are loaded from: not what a trainer keeps beside it, or results there."""

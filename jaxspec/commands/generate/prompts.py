@@ -41,7 +41,7 @@ def read_prompts(
         prompts += read_jsonl(file)
     if not prompts and stdin is not None:
         try:
-            text = stdin().decode("utf-8")
+            text = stdin().decode("utf-8-sig")
             prompts = [Prompt("standard input", text=text)] if text else []
         except UnicodeDecodeError as error:
             raise PromptError(f"standard input is not UTF-8 text: {error}") from None
