@@ -332,8 +332,9 @@ class Engine:
         self._live.add(name)
         waiting = self._scheduler.waiting
         place = bisect_right(waiting, request.priority, key=lambda r: r.priority)
-        # A list of ids may change while it waits.
-        ids = tuple(int(i) for i in request.prompt_ids)
+        ids = request.prompt_ids
+        if not isinstance(ids, tuple):  # it may change while the request waits
+            ids = tuple(map(int, ids))
         waiting.insert(place, dataclasses.replace(request, id=name, prompt_ids=ids))
         return name
 
