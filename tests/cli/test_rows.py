@@ -364,6 +364,43 @@ def small_disk() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def test_a_file_that_somebody_removes_is_said_and_no_row_is_written_into_nothing(
+    tmp_path: Path,
+) -> None:
+    for begin in ([], [row(0)]):
+        out = rows_file(tmp_path / "out")
+        for values in begin:
+            out.write(values)
+        (tmp_path / "out").unlink()
+        with pytest.raises(OutputError, match="out was removed or replaced while this run wrote"):
+            out.write(row(1))
+        with pytest.raises(OutputError, match="out was removed or replaced"):
+            out.finish({"summary": {}})
+        (tmp_path / "out").touch()  # of another run
+        out.close()
+        assert (tmp_path / "out").exists()
+        (tmp_path / "out").unlink()
+
+
+def test_a_file_that_another_run_puts_away_meanwhile_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one ends between this one's opening and its lock."""
+    lock, ends = RowsFile._lock, [(tmp_path / "out").unlink]
+
+    def lock_late(self: RowsFile, file: Any) -> None:
+        if ends:
+            ends.pop()()
+        lock(self, file)
+
+    monkeypatch.setattr(RowsFile, "_lock", lock_late)
+    out = rows_file(tmp_path / "out")
+    out.write(row(0))
+    out.close()
+    assert not ends
+    assert lines_of(tmp_path / "out") == [row(0)]
+
+
 @pytest.mark.usefixtures("small_disk")
 def test_a_full_disk_keeps_whole_rows(tmp_path: Path) -> None:
     rows = [row(i, "x" * 500) for i in range(9)]

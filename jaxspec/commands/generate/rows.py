@@ -124,17 +124,10 @@ class RowsFile:
         self._in_order = True
         self._end = 0  # of the last row
         self._begun, self._is_new = False, not path.exists()
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise OutputError(f"cannot write {name}: {error.strerror}") from None
-        # Without a buffer: a row is written whole or not at all, and nothing is left for later.
-        self._file = os.fdopen(descriptor, "r+b", buffering=0)
-        try:
-            self._lock()
-        except OutputError:
+        self._file = self._opened()
+        while not self._is_there():  # another run put it away before this one had the lock
             self._file.close()
-            raise
+            self._file = self._opened()
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of an earlier run that count: those without an error, which are done again.
@@ -184,7 +177,7 @@ class RowsFile:
         """Add a row to the end of the file. It is there when this returns.
 
         Raises:
-          OutputError: the disk is full, say. The rows before it stay.
+          OutputError: the disk is full, say, and the rows before it stay; or somebody removed the file.
         """
         line = as_json(row).encode() + b"\n"
         start = self._append(line)
@@ -199,6 +192,7 @@ class RowsFile:
         if self._in_order:
             self._append(as_json(summary).encode() + b"\n")
             return
+        self._check_it_is_there()
         try:
             with self._aside.open("wb") as file:
                 for key in sorted(self._lines, key=lambda key: (key[0], key[1] or 0)):
@@ -220,18 +214,48 @@ class RowsFile:
         """Close the file; one that this run made and wrote nothing to goes away."""
         with contextlib.suppress(OSError):
             self._aside.unlink(missing_ok=True)  # one that a kill left
-            if self._is_new and os.fstat(self._file.fileno()).st_size == 0:
+            is_empty = os.fstat(self._file.fileno()).st_size == 0
+            if self._is_new and is_empty and self._is_there():
                 self.path.unlink()
         self._file.close()
 
     # --- inside ----------------------------------------------------------------------------------------
 
-    def _lock(self) -> None:
+    def _opened(self) -> IO[bytes]:
+        """Open the file, and lock it."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise OutputError(f"cannot write {self.name}: {error.strerror}") from None
+        # Without a buffer: a row is written whole or not at all, and nothing is left for later.
+        file = os.fdopen(descriptor, "r+b", buffering=0)
+        try:
+            self._lock(file)
+        except OutputError:
+            file.close()
+            raise
+        return file
+
+    def _is_there(self) -> bool:
+        """Tell whether the open file is still the one at its path."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _check_it_is_there(self) -> None:
+        if not self._is_there():
+            raise OutputError(
+                f"{self.name} was removed or replaced while this run wrote to it, and what it wrote is lost; run "
+                "the same command again"
+            )
+
+    def _lock(self, file: IO[bytes]) -> None:
         """Keep a second run of the same command away; without a word where the system knows no locks."""
         try:
             import fcntl
 
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OutputError(
                 f"another run writes {self.name}; wait for it, or name another file"
@@ -247,6 +271,7 @@ class RowsFile:
     def _append(self, line: bytes) -> int:
         """Write at the end, and return where that was; after the rows that count, the first time."""
         start = self._end
+        self._check_it_is_there()
         try:
             if not self._begun:
                 self._file.truncate(self._end)  # a summary, a cut line, or all that is overwritten
