@@ -36,7 +36,14 @@ from jaxspec.requests import (
     refusal,
     refused,
 )
-from jaxspec.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
+from jaxspec.runtime import (
+    Programs,
+    Runtime,
+    Timings,
+    cache_bucket,
+    cache_length_for,
+    make_spec,
+)
 from jaxspec.scheduler import Scheduler
 from jaxspec.shapes import Params
 from jaxspec.sharding import mesh_of, own_context
@@ -126,7 +133,9 @@ class Engine:
                 "grammar", f"needs one device, and this mesh has {mesh.size}; leave one of them out"
             )
         spec, slots = make_spec(target, drafter, drafting, extras), rows_bucket(batch_size, mesh)
-        check_cache_length(spec, cache_length)
+        # The default is more than a small model has. That takes memory, and nothing else.
+        most = cache_length_for(spec, spec.target.config.max_positions)
+        check_cache_length(spec, min(cache_length, most))
         sizes = spec, slots, cache_length, mesh
         if read_ahead is None:
             read_ahead = rows_ahead(slots, mesh)
