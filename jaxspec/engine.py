@@ -32,6 +32,7 @@ from jaxspec.requests import (
     Request,
     Update,
     check_cache_length,
+    check_room,
     positions,
     refusal,
     refused,
@@ -41,7 +42,6 @@ from jaxspec.runtime import (
     Runtime,
     Timings,
     cache_bucket,
-    cache_length_for,
     make_spec,
 )
 from jaxspec.scheduler import Scheduler
@@ -133,9 +133,7 @@ class Engine:
                 "grammar", f"needs one device, and this mesh has {mesh.size}; leave one of them out"
             )
         spec, slots = make_spec(target, drafter, drafting, extras), rows_bucket(batch_size, mesh)
-        # The default is more than a small model has. That takes memory, and nothing else.
-        most = cache_length_for(spec, spec.target.config.max_positions)
-        check_cache_length(spec, min(cache_length, most))
+        check_room(spec, cache_length)
         sizes = spec, slots, cache_length, mesh
         if read_ahead is None:
             read_ahead = rows_ahead(slots, mesh)

@@ -160,13 +160,12 @@ def failed(request: Request, token_ids: tuple[int, ...], **logprobs: Any) -> Com
     return Completion(request.id, token_ids, "error", error=error, **logprobs)
 
 
-def check_cache_length(spec: DecodeSpec, cache_length: int) -> None:
-    """Refuse caches of more positions than any request can use, and of fewer than each one needs.
+def check_room(spec: DecodeSpec, cache_length: int) -> None:
+    """Refuse caches of fewer positions than each request needs.
 
     Raises:
       FieldError: naming it.
     """
-    most = cache_length_for(spec, spec.target.config.max_positions)
     least = cache_length_for(spec, 2)
     if cache_length < least:
         raise FieldError(
@@ -176,6 +175,15 @@ def check_cache_length(spec: DecodeSpec, cache_length: int) -> None:
                 f"{least}, one step counted; pass more"
             ),
         )
+
+
+def check_cache_length(spec: DecodeSpec, cache_length: int) -> None:
+    """Refuse caches of more positions than any request can use.
+
+    Raises:
+      FieldError: naming it.
+    """
+    most = cache_length_for(spec, spec.target.config.max_positions)
     if cache_length > most:
         raise FieldError(
             "cache_length",

@@ -119,11 +119,12 @@ class Prompts(struct.PyTreeNode):
         Raises:
           ValueError: there is no such prompt. Inside of jit it is the nearest one.
         """
-        if not isinstance(rows, Tracer):
-            check_ids("rows", np.ravel(rows))
-            wrong = [i for i in np.ravel(rows).tolist() if not 0 <= i < len(self.tokens)]
-            if wrong:
-                raise ValueError(f"rows has {wrong[0]}, and there are {len(self.tokens)} prompts")
+        if not any(isinstance(row, Tracer) for row in jax.tree.leaves(rows)):
+            index, count = np.asarray(rows), len(self.tokens)
+            are_whole = np.issubdtype(index.dtype, np.integer) or not index.size
+            wrong = index[(index < 0) | (index >= count)] if are_whole else index.ravel()
+            if wrong.size:
+                raise ValueError(f"rows has {wrong[0]}; expected numbers from 0 to {count - 1}")
         return jax.tree.map(lambda x: x[jnp.asarray(rows)], self)
 
     def after(

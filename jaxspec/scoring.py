@@ -86,9 +86,11 @@ class Sequences(struct.PyTreeNode):
         for name, value in zip(("prompt_lengths", "lengths"), ends, strict=True):
             if value.shape != (rows,):
                 raise ValueError(f"{name} has shape {value.shape}; tokens has {rows} rows")
-        if not is_traced(ends):
-            first, last = (np.asarray(end) for end in ends)
-            for row in np.flatnonzero((first < 0) | (first > last) | (last > width))[:1]:
+        if not is_traced((prompt_lengths, lengths)):
+            first, last = np.asarray(prompt_lengths), np.asarray(lengths)
+            wrong = np.flatnonzero((first < 0) | (first > last) | (last > width))
+            if wrong.size:
+                row = wrong[0]
                 raise ValueError(
                     f"row {row} has prompt_lengths {first[row]} and lengths {last[row]}; expected them to be "
                     f"0 or more, in this order, and at most {width}"

@@ -134,6 +134,13 @@ def why_not_triton(
     return None
 
 
+def too_many_rows(x: Array, most: int) -> str | None:
+    """Return why a Triton kernel that is cut for so many rows cannot take these, or None."""
+    if x.shape[0] > most:
+        return f"the Triton kernel is cut for {most} rows at most, not {x.shape[0]}"
+    return None
+
+
 def devices_of_mesh() -> int:
     """Return over how many devices of a mesh XLA spreads arrays, or 0 where it does not."""
     mesh = jax.sharding.get_abstract_mesh()

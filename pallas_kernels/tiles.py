@@ -16,9 +16,7 @@ PIECE = 32  # rows of a result that a warpgroup writes at once
 START_NS = 2500  # of a block, until it multiplies
 WRITE_NS = 2500  # of a block, until its sums are written and it multiplies again
 PARTS_A_NS = 4000  # bytes of parts of sums that all processors read or write in a nanosecond
-JOIN_NS = (
-    2000  # of putting whole tiles and the rest together, where the activation's kernel does it
-)
+JOIN_NS = 2000  # of putting whole tiles and the rest together in the activation's kernel
 FEW_ROWS = 128  # rows up to which a tile has all of them
 MANY_ROWS = 256  # the most of a tile, where there are more
 MANY_GROUPS = 2  # warpgroups of a block, where there are more

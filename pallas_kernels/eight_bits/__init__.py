@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.dispatch import Candidate, capability, dispatch, why_not_triton
+from pallas_kernels.dispatch import (
+    Candidate,
+    capability,
+    dispatch,
+    too_many_rows,
+    why_not_triton,
+)
 from pallas_kernels.eight_bits.reference import reference, sums
 from pallas_kernels.eight_bits.triton import Cut, linear_triton
 from pallas_kernels.eight_bits.tuning import (
@@ -90,18 +96,12 @@ def linear(
         Candidate(
             "triton",
             triton,
-            _too_many(x) or _why_not_triton(x, codes, interpret) or reason,
+            too_many_rows(x, MOST_ROWS) or _why_not_triton(x, codes, interpret) or reason,
             triton_is_faster(*sizes, fp8=fp8),
         ),
     ]
     plain = functools.partial(reference, dtype=dtype)
     return dispatch(implementation, candidates, plain, x, codes, scales)
-
-
-def _too_many(x: Array) -> str | None:
-    if x.shape[0] > MOST_ROWS:
-        return f"the Triton kernel is cut for {MOST_ROWS} rows at most, not {x.shape[0]}"
-    return None
 
 
 def _why_not_cut(inputs: int, outputs: int) -> str | None:

@@ -36,9 +36,7 @@ from pallas_kernels.tiles import TILE, padded
 
 def _steps(x_ref, codes_ref, scales_ref, ring, x_ring, *, cut: MosaicCut) -> Steps:
     """Return how `cut.line` inputs are multiplied."""
-    warpgroup = lax.axis_index("warpgroup")
-
-    rows = x_ring.shape[1]
+    warpgroup, rows = lax.axis_index("warpgroup"), x_ring.shape[1]
 
     def load(tile, row_tile, step, place, there):
         own, at = pl.ds(tile * cut.outputs, cut.outputs), pl.ds(step * cut.line, cut.line)

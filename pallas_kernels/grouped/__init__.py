@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Candidate, capability, dispatch, why_not_triton
+from pallas_kernels.dispatch import (
+    Candidate,
+    capability,
+    dispatch,
+    too_many_rows,
+    why_not_triton,
+)
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
 from pallas_kernels.grouped.reference import reference
 from pallas_kernels.grouped.triton import Cut, linear_triton
@@ -53,9 +59,10 @@ def linear(
       dtype: of the result.
       implementation: "triton" needs bfloat16 rows, up to 512 of them, inputs that are a multiple of
         64, outputs that are a multiple of 16, and an NVIDIA GPU of compute capability 8.0 or newer
-        (or `interpret`). "mosaic" needs bfloat16 rows, a GPU of compute capability 9.0, int4 in groups of 32, 64 or 128 with bfloat16 scales and without zeros,
-        inputs first, and outputs that are a multiple of 128. "auto" takes Mosaic from 17 rows on,
-        else Triton, where they can run, and takes "reference" elsewhere.
+        (or `interpret`). "mosaic" needs bfloat16 rows, a GPU of compute capability 9.0, int4 in
+        groups of 32, 64 or 128 with bfloat16 scales and without zeros, inputs first, and outputs
+        that are a multiple of 128. "auto" takes Mosaic from 17 rows on, else Triton, where they can
+        run, and takes "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
@@ -91,7 +98,7 @@ def linear(
             _why_not_mosaic(x, weight, coding, inputs_first, own, interpret) or reason,
             x.shape[0] >= FEWEST_MOSAIC_ROWS,
         ),
-        Candidate("triton", triton, _too_many(x) or reason),
+        Candidate("triton", triton, too_many_rows(x, MOST_ROWS) or reason),
     ]
     return dispatch(implementation, candidates, functools.partial(reference, **how), x, weight)
 
@@ -121,12 +128,6 @@ def _why_not_mosaic(
         return f"the Mosaic kernel takes int4 in groups of 32 and more without zeros, not {coding}"
     if weight.scales is None or weight.scales.dtype != jnp.bfloat16:
         return "the Mosaic kernel takes bfloat16 scales"
-    return None
-
-
-def _too_many(x: Array) -> str | None:
-    if x.shape[0] > MOST_ROWS:
-        return f"the Triton kernel is cut for {MOST_ROWS} rows at most, not {x.shape[0]}"
     return None
 
 
