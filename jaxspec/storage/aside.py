@@ -97,7 +97,7 @@ def _locked(aside: Path) -> Iterator[None]:
                 raise CheckpointError(
                     f"{aside} is being written by another process; wait for it, or name another destination"
                 )
-            if not _is_at(file.fileno(), path):  # its last holder removed it after it was opened
+            if not is_at(file.fileno(), path):  # its last holder removed it after it was opened
                 continue
             try:
                 yield
@@ -132,7 +132,7 @@ def _lock(file: int) -> bool | None:
     return True
 
 
-def _is_at(file: int, path: Path) -> bool:
+def is_at(file: int, path: Path) -> bool:
     """Tell whether an open file is still the one at a path."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxspec.commands.output import OutputError, as_json, json_lines, write_line
+from jaxspec.storage.aside import is_at
 
 Key = tuple[int, int | None]
 """Which row: the prompt's index, and which of its samples where there are several."""
@@ -238,10 +239,7 @@ class RowsFile:
 
     def _is_there(self) -> bool:
         """Tell whether the open file is still the one at its path."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
-        except FileNotFoundError:
-            return False
+        return is_at(self._file.fileno(), self.path)
 
     def _check_it_is_there(self) -> None:
         if not self._is_there():
