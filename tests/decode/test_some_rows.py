@@ -76,6 +76,11 @@ def test_few_rows_get_the_same_tokens(
     assert done["late"].token_ids == c.continuation(5)
     assert engine.num_compilations == known
     assert set(rows) == {1, 2, 8}
+    rows.clear()
+    engine.reset()  # as `run` does, and what goes on after a step that failed
+    done = staggered(engine, [Request(c.prompts[0], 3, id="again")], every=1)
+    assert done["again"].token_ids == c.continuation(0, 3)
+    assert set(rows) == {1}
 
 
 def test_draws_and_what_rows_carry_stay_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
