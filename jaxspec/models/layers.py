@@ -74,11 +74,19 @@ def project(
 
 
 def table_logits(
-    x: Float[Array, "*rows D"], table: Float[Array, "V D"] | QuantisedArray
+    x: Float[Array, "*rows D"],
+    table: Float[Array, "V D"] | QuantisedArray,
+    *,
+    rounding: bool = False,
 ) -> Float[Array, "*rows V"]:
-    """Multiply rows by a table that holds a row a token, in float32: the head of a model."""
+    """Multiply rows by a table that holds a row a token, in float32: the head of a model.
+
+    Args:
+      rounding: whether x may be rounded as the format of the table rounds activations. That is for
+        drafts, whose logits change no result.
+    """
     if isinstance(table, QuantisedArray):
-        out = table.multiply(x.reshape(-1, x.shape[-1]), jnp.float32)
+        out = table.multiply(x.reshape(-1, x.shape[-1]), jnp.float32, rounding=rounding)
         return out.reshape(*x.shape[:-1], table.shape[0])
 
     def product(x: Array, y: Array) -> Array:

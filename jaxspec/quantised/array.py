@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jaxspec.quantised.formats import named
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.grouped import Codes, Coding
+from pallas_kernels.rounding import Rounded, Sums, round_rows
 
 
 @jax.tree_util.register_pytree_node_class
@@ -77,13 +78,29 @@ class QuantisedArray:
         """Return the weight that it stands for: the plain reference of every product."""
         return named(self.format).dequantise(self)
 
-    def multiply(self, rows: Float[Array, "R *in"], dtype: Any) -> Float[Array, "R *out"]:
+    def multiply(
+        self, rows: Float[Array, "R *in"], dtype: Any, *, rounding: bool = False
+    ) -> Float[Array, "R *out"]:
         """Multiply rows by the weight. The axes of rows after the first meet the summed axes.
 
         Args:
           dtype: of the result. Sums and scales are float32.
+          rounding: whether rows are rounded where the format does that, for a table too.
         """
+        if self.rounds_activations or (rounding and named(self.format).rounds_activations):
+            return self.multiply_rounded(rows, dtype).values(dtype)
         return named(self.format).multiply(rows, self, dtype)
+
+    def multiply_rounded(self, rows: Float[Array, "R *in"] | Rounded, dtype: Any) -> Sums:
+        """Multiply rows that are rounded as the format says, at the latest here.
+
+        Args:
+          dtype: of the sums, which are yet to be multiplied with scales.
+        """
+        if not isinstance(rows, Rounded):
+            codes, scales = round_rows(rows.reshape(rows.shape[0], -1))
+            rows = Rounded(codes.reshape(rows.shape), scales)
+        return named(self.format).multiply_rounded(rows, self, dtype)
 
     def codes_of_experts(self) -> tuple[Codes, Coding | None]:
         """Return the arrays as `pallas_kernels.experts` takes them."""

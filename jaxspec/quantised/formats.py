@@ -9,6 +9,7 @@ import jax
 
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.grouped import Codes, Coding
+from pallas_kernels.rounding import Rounded, Sums
 
 if TYPE_CHECKING:
     from jaxspec.quantised.array import QuantisedArray
@@ -61,6 +62,14 @@ class Format(abc.ABC):
         self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
     ) -> Float[Array, "R *out"]:
         """Multiply rows by a weight, without writing it out as numbers."""
+
+    def multiply_rounded(self, rows: Rounded, weight: QuantisedArray, dtype: Any) -> Sums:
+        """Multiply rounded rows by a weight, where the format rounds activations.
+
+        Args:
+          dtype: of the sums.
+        """
+        raise NotImplementedError(f"{self.name} rounds no activations")
 
     @abc.abstractmethod
     def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
-from pallas_kernels.rounding.reference import LARGEST, reference
+from pallas_kernels.rounding.reference import LARGEST, Rounded, Sums, reference, values_of
 from pallas_kernels.rounding.triton import MAX_WIDTH, round_rows_triton
 
-__all__ = ["LARGEST", "reference", "round_rows"]
+__all__ = ["LARGEST", "Rounded", "Sums", "reference", "round_rows", "values_of"]
 
 
 def round_rows(
     x: Float[Array, "R D"], *, implementation: Implementation = "auto", interpret: bool = False
-) -> tuple[Float[Array, "R D"], Float[Array, " R"]]:
+) -> Rounded:
     """Return codes (e4m3) and scales (float32) of rows: x is about codes * scales.
 
     The scale of a row is its largest magnitude over 448, so nothing is clipped. A row of zeros has

@@ -1,18 +1,76 @@
-"""Rounding in plain JAX. Tests compare the kernel with it."""
+"""Rounding in plain JAX, and what holds rounded rows and their products. Tests compare kernels with it."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 LARGEST = 448.0  # of e4m3
 
 
-def reference(x: Float[Array, "R D"]) -> tuple[Float[Array, "R D"], Float[Array, " R"]]:
+class Rounded(NamedTuple):
+    """Rows as 8-bit floats (e4m3) with a scale of their own: about codes * scales.
+
+    Attributes:
+      scales: float32, one for each row.
+    """
+
+    codes: Float[Array, "*rows D"]
+    scales: Float[Array, "*rows"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+
+class Sums(NamedTuple):
+    """A product of rounded rows with codes, which is yet to be multiplied with the scales of both.
+
+    Who reads it multiplies, in the kernel that reads it anyway.
+
+    Attributes:
+      rows, outputs: the scales, float32.
+    """
+
+    sums: Float[Array, "*rows_out"]
+    rows: Float[Array, "*rows"]
+    outputs: Float[Array, "*out"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sums.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.sums.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.sums.dtype
+
+    def values(self, dtype: DTypeLike) -> Float[Array, "*rows_out"]:
+        """Return the product. Scales are multiplied in float32."""
+        of_rows = self.rows.reshape(*self.rows.shape, *[1] * self.outputs.ndim)
+        return (self.sums.astype(jnp.float32) * (of_rows * self.outputs)).astype(dtype)
+
+
+def values_of(x: Array | Sums, dtype: DTypeLike) -> Float[Array, "..."]:
+    """Return a product as numbers, whether it has been multiplied with its scales or not."""
+    return x.values(dtype) if isinstance(x, Sums) else x
+
+
+def reference(x: Float[Array, "R D"]) -> Rounded:
     """Return codes and scales. Arguments as in `pallas_kernels.rounding.round_rows`."""
     numbers = x.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(numbers), axis=1) / np.float32(LARGEST)
-    numbers = numbers / jnp.where(scales > 0, scales, 1)[:, None]
+    scales = jnp.max(jnp.abs(numbers), axis=-1) / np.float32(LARGEST)
+    numbers = numbers / jnp.where(scales > 0, scales, 1)[..., None]
     # A quotient may exceed the largest code by a rounding error, which e4m3 makes NaN.
-    return jnp.clip(numbers, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn), scales
+    return Rounded(jnp.clip(numbers, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn), scales)
