@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxspec.cache import KVCache
 from jaxspec.shapes import Array, Params
 from jaxspec.trees import flat_params
+from pallas_kernels.rounding import Rounded, Sums
 
 MESH_AXES = ("data", "model")
 
@@ -53,6 +54,7 @@ axes, so they are whole on every device. Reading a small matrix takes less time 
 
 CACHE_AXES = ("batch", "kv_heads", None, None)
 T = TypeVar("T")
+Activation = TypeVar("Activation", bound=Array | Rounded | Sums)
 
 
 def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
@@ -128,10 +130,17 @@ def _mesh_left_to_xla() -> AbstractMesh | None:
     return mesh if set(mesh.axis_types) == {AxisType.Auto} else None
 
 
-def constrain(x: Array, *axes: str | None) -> Array:
-    """Tell XLA how an activation is split. Do nothing where no mesh is left to XLA."""
+def constrain(x: Activation, *axes: str | None) -> Activation:
+    """Tell XLA how an activation is split. Do nothing where no mesh is left to XLA.
+
+    Of what has scales the numbers are split so, and XLA follows with the scales.
+    """
     if (mesh := _mesh_left_to_xla()) is None:
         return x
+    if isinstance(x, Rounded):
+        return x._replace(codes=constrain(x.codes, *axes))
+    if isinstance(x, Sums):
+        return x._replace(sums=constrain(x.sums, *axes))
     return lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
@@ -183,7 +192,7 @@ def row_parts() -> int:
     return math.prod(size for axis, size in sizes if axis != "model")
 
 
-def whole_rows(x: Array) -> Array:
+def whole_rows(x: Activation) -> Activation:
     """Tell XLA that each row of an activation is whole on one device.
 
     If the activation comes from a sum over devices, this call completes the sum.

@@ -34,8 +34,10 @@ from jaxspec.models.layers import (
     GatedMLP,
     contract,
     gelu_tanh,
+    norm_for,
     project,
     rope_frequencies,
+    sums_of,
     table_logits,
 )
 from jaxspec.models.residual import Residual, Sum
@@ -48,6 +50,8 @@ from jaxspec.sampling import argmax, draw_drafts
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.sharding import whole_rows
 from pallas_kernels.lone_row import twice_if_alone
+from pallas_kernels.norms import NextNorm
+from pallas_kernels.rounding import Rounded, Sums
 
 MTPState = Float[Array, "N D"]
 """The target's post-norm hidden state of the last token that is in its caches."""
@@ -223,16 +227,15 @@ class MTPDrafter(Drafter[MTPState]):
         with jax.named_scope("mtp_step"):
             x = jnp.concatenate([target.embed(tokens), states], axis=-1)
             x = project(x, self.pre_projection[...])
-            norms = [
-                *(layer.pre_attention_norm[...] for layer in self.layers),
-                self.final_norm[...],
-            ]
+            norms = [*(layer.norm_before() for layer in self.layers), self.final_norm[...]]
             stream = Residual(x, c.rms_norm_eps).norm(norms[0])
             for i, (layer, kind) in enumerate(zip(self.layers, c.layer_types, strict=True)):
                 stored = None if frozen.stored is None else frozen.stored[kind]
                 read = frozen.segments[kind], stored
                 stream = run_layer(layer, stream, norms[i + 1], rotary, last, *read)
-            return stream.normed, project(stream.normed, self.post_projection[...])
+            hidden = stream.normed
+            assert isinstance(hidden, Array)  # a head rounds nothing
+            return hidden, project(hidden, self.post_projection[...])
 
     def choices(self, hidden: Float[Array, "B F H"], suppressed: tuple[int, ...] = ()) -> Choices:
         """Return the tokens that may come next and their float32 logits.
@@ -338,12 +341,17 @@ class MTPLayer(nnx.Module):
           rotary, last, segment, stored: as in `FrozenAttention`.
         """
         h = self.attention(x.normed, rotary, last, segment, stored)
-        x = x.add(h, self.post_attention_norm[...]).norm(self.pre_mlp_norm[...])
-        return x.add(self.mlp(x.normed), self.post_mlp_norm[...]).times(self.scalar[...])
+        before_mlp = norm_for(self.pre_mlp_norm[...], self.mlp.gate_up[...])
+        x = x.add(h, self.post_attention_norm[...]).norm(before_mlp)
+        return x.add(self.mlp.sums(x.normed), self.post_mlp_norm[...]).times(self.scalar[...])
+
+    def norm_before(self) -> NextNorm:
+        """Return the norm of the stream that the layer reads."""
+        return norm_for(self.pre_attention_norm[...], self.attention.qkv[...])
 
 
 @traced_once
-def run_layer(layer: MTPLayer, x: Residual, next_norm: Float[Array, " H"], *args: Any) -> Residual:
+def run_layer(layer: MTPLayer, x: Residual, next_norm: NextNorm, *args: Any) -> Residual:
     """Run a layer, then norm its output for the next layer or for the head."""
     return layer(x, *args).norm(next_norm)
 
@@ -368,12 +376,12 @@ class FrozenAttention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B F H"],
+        x: Float[Array, "B F H"] | Rounded,
         rotary: Int[Array, "B F"],
         last: Int[Array, "B F"],
         segment: KVSegment,
         stored: KVStorage | None,
-    ) -> Float[Array, "B F H"]:
+    ) -> Float[Array, "B F H"] | Sums:
         """Attend from some nodes to the target's keys and values.
 
         Args:
@@ -396,4 +404,4 @@ class FrozenAttention(nnx.Module):
         )
         assert q is not None
         out = attend(q, last, (segment,), scale=1.0, window=self.window, stored=stored)
-        return whole_rows(project(out, self.out[...], inputs=3))
+        return whole_rows(sums_of(out, self.out[...], inputs=3))

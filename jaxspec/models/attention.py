@@ -14,7 +14,7 @@ from flax import nnx
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.base import LayerSpec
-from jaxspec.models.layers import project, rope_cos_sin, rope_frequencies
+from jaxspec.models.layers import rope_cos_sin, rope_frequencies, sums_of
 from jaxspec.models.target import Placement
 from jaxspec.models.xla import in_order
 from jaxspec.params import param
@@ -24,6 +24,7 @@ from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.sharding import CACHE_AXES, constrain, whole_rows
 from pallas_kernels.attention import attention
 from pallas_kernels.qkv import QKV, Destination, qkv
+from pallas_kernels.rounding import Rounded, Sums
 
 # How axes are named in `sharding.RULES`. X: a key, a value, queries beside them or not.
 QUERY_AXES = ("batch", None, "kv_heads", "query_groups", None)  # B T K G H
@@ -88,12 +89,14 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B T D"] | Rounded,
         where: Placement,
         cache: KVCache | None,
         shared: tuple[KVSegment, ...] | None,
-    ) -> tuple[Float[Array, "B T D"], KVCache | None, tuple[KVSegment, ...]]:
+    ) -> tuple[Float[Array, "B T D"] | Sums, KVCache | None, tuple[KVSegment, ...]]:
         """Return what the layer adds, its cache after the writes, and the K/V its queries saw.
+
+        What it adds is `Sums` where the format of `out` rounds activations.
 
         Args:
           x: the residual stream, normed.
@@ -146,11 +149,11 @@ class Attention(nnx.Module):
             if into is None:
                 out, (k, v) = in_order(out, (k, v))
             cache = kv.keep_pass(to_write, into, k, v, *where.written)
-        return whole_rows(project(out, self.out[...], inputs=3)), cache, segments
+        return whole_rows(sums_of(out, self.out[...], inputs=3)), cache, segments
 
 
 def project_qkv(
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T D"] | Rounded,
     weight: Float[Array, "D K X H"] | QuantisedArray,
     q_norm: Float[Array, " H"] | None,
     k_norm: Float[Array, " H"] | None,
@@ -189,7 +192,7 @@ def project_qkv(
         value_factor = 1 / stored.v_scale
     # Queries beside a key and a value cannot be split by themselves. Until they are cut out, none is.
     axes = QUERY_AXES if k_norm is None else KV_AXES
-    projected = constrain(project(whole_rows(x), weight), *axes)
+    projected = constrain(sums_of(whole_rows(x), weight), *axes)
     angles = rope_cos_sin(positions, frequencies)
     how: dict[str, Any] = dict(groups=groups, eps=eps, norm_values=norm_values)
     how |= dict(kv_dtype=kv_dtype, value_factor=value_factor)

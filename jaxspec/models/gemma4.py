@@ -17,7 +17,15 @@ from flax import nnx
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.models.attention import Attention
-from jaxspec.models.layers import GatedMLP, gelu_tanh, project, rms_norm, softcap, table_logits
+from jaxspec.models.layers import (
+    GatedMLP,
+    gelu_tanh,
+    norm_for,
+    project,
+    rms_norm,
+    softcap,
+    table_logits,
+)
 from jaxspec.models.moe import Experts
 from jaxspec.models.residual import Residual, Sum
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
@@ -25,7 +33,7 @@ from jaxspec.models.xla import forgotten, materialize, traced_once
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole_rows
-from pallas_kernels.norms import Branch, RouterScale
+from pallas_kernels.norms import Branch, NextNorm, RouterScale
 
 
 class Gemma4(Target):
@@ -67,7 +75,7 @@ class Gemma4(Target):
         new_caches: list[KVCache | None] = []
         segments: list[tuple[KVSegment, ...]] = []
         features: dict[int, Array] = {}
-        norms = [*(layer.pre_attention_norm[...] for layer in self.layers), self.final_norm[...]]
+        norms = [*(layer.norm_before() for layer in self.layers), self.final_norm[...]]
         stream = Residual(x, self.config.rms_norm_eps).norm(norms[0])
         run, asked = forgotten(run_layer, where.remat), where
         narrow_at = self.first_behind_keys(feature_layers)
@@ -89,6 +97,7 @@ class Gemma4(Target):
             segments.append(seen)
             if i in feature_layers:
                 features[i] = stream.value
+        assert isinstance(stream.normed, Array)  # a head rounds nothing
         hidden = where.only_wanted(stream.normed)
         if asked.wanted is not None:
             hidden = hidden[:, : asked.wanted.shape[1]]
@@ -113,7 +122,7 @@ class Gemma4(Target):
         stream = Residual(self.embed(tokens), self.config.rms_norm_eps)
         counts = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            norm = layer.pre_attention_norm[...]
+            norm = layer.norm_before()
             stream = stream.norm(norm)
             behind_attention, _, _ = layer.attention_block(stream, where, cache, None)
             chosen, _ = layer.experts.route(behind_attention.value)
@@ -236,10 +245,12 @@ class DecoderLayer(nnx.Module):
         """
         x, cache, segments = self.attention_block(x, where, cache, shared)
         with jax.named_scope("mlp"):
-            h = self.mlp(x.normed)
+            h = self.mlp.sums(x.normed)
         if self.has_experts:
             with jax.named_scope("experts"):
                 for_experts, to_router = x.norms[1:]
+                assert isinstance(for_experts, Array)  # experts round weights only
+                assert isinstance(to_router, Array)
                 routed = self.experts(for_experts, to_router, where.real)
             h = (Branch(h, self.dense_post_norm[...]), Branch(routed, self.experts_post_norm[...]))
         out = x.add(h, self.post_mlp_norm[...])
@@ -249,6 +260,10 @@ class DecoderLayer(nnx.Module):
             with jax.named_scope("per_layer_input"):
                 out = x.add(self.per_layer_block(x.value, per_layer), self.per_layer_norm[...])
         return out.times(self.scalar[...]), cache, segments
+
+    def norm_before(self) -> NextNorm:
+        """Return the norm of the stream that the layer reads."""
+        return norm_for(self.pre_attention_norm[...], self.attention.qkv[...])
 
     def attention_block(
         self,
@@ -260,7 +275,9 @@ class DecoderLayer(nnx.Module):
         """Return the stream behind attention, normed for MLP, experts and router."""
         with jax.named_scope("attention"):
             h, cache, segments = self.attention(x.normed, where, cache, shared)
-            readers: tuple[Array | RouterScale, ...] = (self.pre_mlp_norm[...],)
+            readers: tuple[NextNorm, ...] = (
+                norm_for(self.pre_mlp_norm[...], self.mlp.gate_up[...]),
+            )
             if self.has_experts:
                 router = RouterScale(self.experts.router_scale[...])
                 readers = (*readers, self.experts_pre_norm[...], router)
@@ -276,7 +293,7 @@ class DecoderLayer(nnx.Module):
 
 @traced_once
 def run_layer(
-    layer: DecoderLayer, x: Residual, next_norm: Float[Array, " D"], *args: Any
+    layer: DecoderLayer, x: Residual, next_norm: NextNorm, *args: Any
 ) -> tuple[Residual, KVCache | None, tuple[KVSegment, ...]]:
     """Run a layer, and norm its output for the next layer, or for the head."""
     out, cache, segments = layer(x, *args)

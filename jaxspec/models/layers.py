@@ -24,23 +24,28 @@ from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole_rows
 from pallas_kernels import elementary
 from pallas_kernels.elementary import contract, gelu_tanh, precision_of
+from pallas_kernels.gated import gated
+from pallas_kernels.norms import RoundedNorm
+from pallas_kernels.rounding import Rounded, Sums, values_of
 
 __all__ = [
     "GatedMLP",
     "contract",
     "gelu_tanh",
+    "norm_for",
     "project",
     "rms_norm",
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
     "softcap",
+    "sums_of",
     "table_logits",
 ]
 
 
 def project(
-    x: Float[Array, "*rows inputs"],
+    x: Float[Array, "*rows inputs"] | Rounded,
     weight: Float[Array, "*shape"] | QuantisedArray,
     *,
     inputs: int = 1,
@@ -52,8 +57,32 @@ def project(
     The weight keeps its axes, so that one which a mesh splits stays an axis of its own, and they
     keep their order: an einsum may reorder them, and then XLA copies the transposed weight in every
     step.
+
+    Args:
+      x: rows; `Rounded` ones for a weight whose format rounds activations.
+    """
+    return values_of(sums_of(x, weight, inputs=inputs))
+
+
+def sums_of(
+    x: Float[Array, "*rows inputs"] | Rounded,
+    weight: Float[Array, "*shape"] | QuantisedArray,
+    *,
+    inputs: int = 1,
+) -> Float[Array, "*result"] | Sums:
+    """Do what `project` does, and leave it to the reader to multiply with scales, if there are any.
+
+    XLA joins no factor of each row with a product of 8-bit floats. It would write the product a
+    second time.
     """
     rows = x.shape[: x.ndim - inputs]
+    if isinstance(weight, QuantisedArray) and weight.rounds_activations:
+        flat = x.reshape(math.prod(rows), *x.shape[x.ndim - inputs :])
+        dtype = weight.dtype if isinstance(x, Rounded) else x.dtype
+        sums, of_rows, of_outputs = weight.multiply_rounded(flat, dtype)
+        sums = sums.reshape(*rows, *weight.shape[inputs:])
+        return Sums(sums, of_rows.reshape(rows), of_outputs)
+    assert not isinstance(x, Rounded)
     meet = tuple(range(1, inputs + 1)), tuple(range(inputs))
 
     def product(flat: Array) -> Array:
@@ -164,7 +193,20 @@ class GatedMLP(nnx.Module):
         )
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate_up = project(whole_rows(x), self.gate_up[...])
-        hidden = self.activation(gate_up[:, :, 0]) * gate_up[:, :, 1]
-        return whole_rows(project(hidden, self.down[...]))
+    def __call__(self, x: Float[Array, "B T D"] | Rounded) -> Float[Array, "B T D"]:
+        return values_of(self.sums(x))
+
+    def sums(self, x: Float[Array, "B T D"] | Rounded) -> Float[Array, "B T D"] | Sums:
+        """Return what a call does; its reader multiplies with scales, if there are any."""
+        gate_up, down = sums_of(whole_rows(x), self.gate_up[...]), self.down[...]
+        rounding = isinstance(down, QuantisedArray) and down.rounds_activations
+        hidden = gated(gate_up, self.activation, rounding=rounding)
+        return whole_rows(sums_of(hidden, down))
+
+
+def norm_for(
+    scale: Float[Array, " D"], weight: Float[Array, "*shape"] | QuantisedArray
+) -> Float[Array, " D"] | RoundedNorm:
+    """Return the norm before a product: one that rounds, where the weight's format rounds activations."""
+    rounding = isinstance(weight, QuantisedArray) and weight.rounds_activations
+    return RoundedNorm(scale) if rounding else scale

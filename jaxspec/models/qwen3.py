@@ -22,6 +22,7 @@ from jaxspec.models.xla import forgotten, traced_once
 from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole_rows
+from pallas_kernels.rounding import values_of
 
 
 class Qwen3(Target):
@@ -116,7 +117,7 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope("attention"):
             normed = rms_norm(x, self.attention_norm[...], self.eps)
             h, cache, segments = self.attention(normed, where, cache, None)
-            x = x + h
+            x = x + values_of(h)
         with jax.named_scope("mlp"):
             x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps))
         return x, cache, segments

@@ -7,7 +7,8 @@ A layer reads as its equation:
 
 `add` computes nothing. `norm` adds and norms in one kernel (`pallas_kernels.norms.add_norm`), which
 reads the stream once and writes the sum and all of its norms. XLA would make a kernel of each norm,
-and compute the sum anew in each. A layer returns a `Sum`. Its caller norms that as the next layer
+and compute the sum anew in each. A norm whose reader multiplies 8-bit floats is rounded there too
+(`layers.norm_for`), and what a part made of such floats is multiplied with its scales. A layer returns a `Sum`. Its caller norms that as the next layer
 wants it.
 
 A model whose parts have one norm each, before them, needs none of this. There
@@ -20,9 +21,9 @@ from dataclasses import dataclass, replace
 
 from flax import struct
 
-from jaxspec.models.layers import rms_norm
 from jaxspec.shapes import Array, Float
-from pallas_kernels.norms import Branch, RouterScale, add_norm
+from pallas_kernels.norms import Branch, NextNorm, add_norm, next_norm
+from pallas_kernels.rounding import Rounded, Sums
 
 
 class Residual(struct.PyTreeNode):
@@ -36,21 +37,21 @@ class Residual(struct.PyTreeNode):
 
     value: Float[Array, "B T D"]
     eps: float = struct.field(pytree_node=False)
-    norms: tuple[Float[Array, "B T D"], ...] = ()
+    norms: tuple[Float[Array, "B T D"] | Rounded, ...] = ()
 
     @property
-    def normed(self) -> Float[Array, "B T D"]:
+    def normed(self) -> Float[Array, "B T D"] | Rounded:
         """Return the stream, normed for its first reader."""
         return self.norms[0]
 
-    def norm(self, *scales: Float[Array, " D"]) -> Residual:
+    def norm(self, *scales: NextNorm) -> Residual:
         """Norm the stream with the weights of its readers. Nothing was added to it."""
-        norms = tuple(rms_norm(self.value, scale, self.eps) for scale in scales)
+        norms = tuple(next_norm(self.value, scale, self.eps) for scale in scales)
         return self.replace(norms=norms)
 
     def add(
         self,
-        branch: Float[Array, "B T D"] | tuple[Branch, ...],
+        branch: Float[Array, "B T D"] | Sums | tuple[Branch, ...],
         scale: Float[Array, " D"],
     ) -> Sum:
         """Add what a part made of the stream, normed.
@@ -67,7 +68,7 @@ class Sum:
     """A stream and what is to be added to it: computed by `norm`, which returns the new stream."""
 
     stream: Residual
-    branch: Float[Array, "B T D"] | tuple[Branch, ...]
+    branch: Float[Array, "B T D"] | Sums | tuple[Branch, ...]
     scale: Float[Array, " D"]
     factor: Float[Array, " 1"] | None = None
 
@@ -75,7 +76,7 @@ class Sum:
         """Multiply the sum by a scalar."""
         return replace(self, factor=factor)
 
-    def norm(self, *scales: Float[Array, " D"] | RouterScale) -> Residual:
+    def norm(self, *scales: NextNorm) -> Residual:
         """Add, and norm the sum with the weights of its readers; there need not be any."""
         eps = self.stream.eps
         value, norms = add_norm(

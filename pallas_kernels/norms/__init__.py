@@ -8,30 +8,50 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
-from pallas_kernels.norms.reference import Branch, RouterScale, reference, router_norm
+from pallas_kernels.norms.reference import (
+    Branch,
+    NextNorm,
+    RoundedNorm,
+    RouterScale,
+    branches_of,
+    next_norm,
+    reference,
+    router_norm,
+)
 from pallas_kernels.norms.triton import MAX_WIDTH, add_norm_triton
+from pallas_kernels.rounding.reference import Rounded, Sums
 
-__all__ = ["Branch", "RouterScale", "add_norm", "reference", "router_norm"]
+__all__ = [
+    "Branch",
+    "NextNorm",
+    "RoundedNorm",
+    "RouterScale",
+    "add_norm",
+    "next_norm",
+    "reference",
+    "router_norm",
+]
 
 # "auto" takes the kernel for up to this many rows. On an H200 XLA is as fast from about 2048 rows
-# on, and faster where branches are added up.
+# on, and faster where branches are added up. It has no kernel that rounds rows.
 FEW_ROWS = 512
 
 
 def add_norm(
     x: Float[Array, "*rows D"],
-    h: Float[Array, "*rows D"] | tuple[Branch, ...],
+    h: Float[Array, "*rows D"] | Sums | tuple[Branch, ...],
     scale: Float[Array, " D"],
-    next_norms: tuple[Float[Array, " D"] | RouterScale, ...] = (),
+    next_norms: tuple[NextNorm, ...] = (),
     *,
     eps: float,
     factor: Float[Array, " 1"] | None = None,
     implementation: Implementation = "auto",
     interpret: bool = False,
-) -> tuple[Float[Array, "*rows D"], tuple[Float[Array, "*rows D"], ...]]:
+) -> tuple[Float[Array, "*rows D"], tuple[Float[Array, "*rows D"] | Rounded, ...]]:
     """Add the norm of h to the residual, and norm the sum for each part that reads it.
 
     Norms and sums are computed in float32. Each is rounded to the dtype of the residual.
@@ -39,15 +59,16 @@ def add_norm(
     Args:
       x: the residual.
       h: the output of one part of the layer. Or a tuple of the outputs of several branches; each is
-        normed with its own weight before they are added up.
+        normed with its own weight before they are added up. An output may be `Sums`, which are
+        multiplied with their scales and rounded to the dtype of the residual first.
       scale: the weight of the norm of h.
-      next_norms: for each part that reads the sum, the weight of its norm or the scale of a
-        router.
+      next_norms: for each part that reads the sum, the weight of its norm, by itself or as
+        `RoundedNorm`, or the scale of a router.
       eps: added to the mean square in each norm.
       factor: multiplies the sum; None leaves it as it is.
       implementation: "triton" needs 16-bit numbers and an NVIDIA GPU of compute capability 8.0 or
-        newer (or `interpret`). "auto" takes it for up to 512 rows where it can run, and takes
-        "reference" elsewhere.
+        newer, 8.9 to round rows (or `interpret`). "auto" takes it where it can run, for up to 512
+        rows or to round rows, and takes "reference" elsewhere.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
     Returns:
@@ -58,29 +79,33 @@ def add_norm(
       NotImplementedError: implementation is "triton" and it cannot run.
     """
     _check(x, h, [scale, *jax.tree.leaves(next_norms)])
+    rounding = any(isinstance(norm, RoundedNorm) for norm in next_norms)
     triton = Candidate(
         "triton",
         functools.partial(add_norm_triton, eps=eps, interpret=interpret),
-        reason=_why_not(x, interpret),
-        worth_it=x.size <= FEW_ROWS * x.shape[-1],
+        reason=_why_not(x, rounding, interpret),
+        worth_it=rounding or x.size <= FEW_ROWS * x.shape[-1],
     )
     plain = functools.partial(reference, eps=eps)
     return dispatch(implementation, [triton], plain, x, h, scale, next_norms, factor)
 
 
-def _check(x: Array, h: Array | tuple[Branch, ...], scales: list[Array]) -> None:
-    parts = h if isinstance(h, tuple) else (Branch(h, scales[0]),)
-    scales = [*scales, *(part.scale for part in parts)]
-    if not parts or any(part.x.shape != x.shape for part in parts):
-        shapes = [part.x.shape for part in parts]
+def _check(x: Array, h: Array | Sums | tuple[Branch, ...], scales: list[Array]) -> None:
+    parts = branches_of(h)
+    scales = [*scales, *(scale for _, scale in parts if scale is not None)]
+    if not parts or any(part.shape != x.shape for part, _ in parts):
+        shapes = [part.shape for part, _ in parts]
         raise ValueError(f"what is added to {x.shape} must have that shape too, not {shapes}")
     shapes = [scale.shape for scale in scales]
     if any(shape != x.shape[-1:] for shape in shapes):
         raise ValueError(f"weights of norms of {x.shape} must be {x.shape[-1:]}; they are {shapes}")
 
 
-def _why_not(x: Array, interpret: bool) -> str | None:
+def _why_not(x: Array, rounding: bool, interpret: bool) -> str | None:
     """Return why the kernel cannot take such rows on the GPU of this machine, or None."""
     if x.shape[-1] > MAX_WIDTH:
         return f"the Triton kernel holds rows of up to {MAX_WIDTH} numbers, not {x.shape[-1]}"
-    return why_not_triton(x, interpret=interpret)
+    codes = [jnp.empty(0, jnp.float8_e4m3fn)] * rounding  # only GPUs that convert them
+    return why_not_triton(x, interpret=interpret) or why_not_triton(
+        *codes, interpret=interpret, dtypes=(jnp.float8_e4m3fn,)
+    )

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, DTypeLike
 
-from pallas_kernels.norms.reference import Branch, RouterScale
+from pallas_kernels.norms.reference import Branch, NextNorm, RouterScale
+from pallas_kernels.rounding.reference import Sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Inputs(NamedTuple):
     """Arguments of `add_norm`."""
 
     x: Array
-    h: Array | tuple[Branch, ...]
+    h: Array | Sums | tuple[Branch, ...]
     scale: Array
-    next_norms: tuple[Array | RouterScale, ...]
+    next_norms: tuple[NextNorm, ...]
     factor: Array | None
 
 

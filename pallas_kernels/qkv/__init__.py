@@ -21,12 +21,13 @@ from pallas_kernels.dispatch import (
 )
 from pallas_kernels.qkv.reference import QKV, Destination, reference, write_kv
 from pallas_kernels.qkv.triton import qkv_triton
+from pallas_kernels.rounding.reference import Sums
 
 __all__ = ["QKV", "Destination", "qkv", "reference", "write_kv"]
 
 
 def qkv(
-    projected: Float[Array, "B T K X H"],
+    projected: Float[Array, "B T K X H"] | Sums,
     q_scale: Float[Array, " H"] | None,
     k_scale: Float[Array, " H"] | None,
     cos: Float[Array, "B T H2"],
@@ -47,7 +48,7 @@ def qkv(
 
     Args:
       projected: for each kv head its queries, then its key, then its value. Without a value, values
-        are the raw keys.
+        are the raw keys. `Sums` are multiplied with their scales first, and rounded to their dtype.
       q_scale: the weight of the norm of queries; None where there are no queries.
       k_scale: the weight of the norm of keys; None where there are no keys.
       cos: cosines of the angles by which the pairs (j, j + H/2) of each token turn.
@@ -86,7 +87,7 @@ def qkv(
 
 
 def _check(
-    projected: Array,
+    projected: Array | Sums,
     q_scale: Array | None,
     k_scale: Array | None,
     cos: Array,
@@ -133,13 +134,14 @@ def _check(
 
 
 def _why_not(
-    projected: Array, into: Destination | None, kv_dtype: jnp.dtype, interpret: bool
+    projected: Array | Sums, into: Destination | None, kv_dtype: jnp.dtype, interpret: bool
 ) -> str | None:
     """Return why the kernel cannot take these heads on the GPU of this machine, or None."""
     if (h := projected.shape[4]) not in (16, 32, 64, 128, 256, 512):
         return f"the Triton kernel takes head dims that are a power of two from 16 to 512, not {h}"
     stored = jax.ShapeDtypeStruct((), kv_dtype)  # of an array, the dtype counts and the size
     caches = (stored,) if into is None else (into.k, into.v)
-    return why_not_triton(projected, interpret=interpret) or why_not_triton(
+    numbers = projected.sums if isinstance(projected, Sums) else projected
+    return why_not_triton(numbers, interpret=interpret) or why_not_triton(
         *caches, interpret=interpret, dtypes=KV_DTYPES
     )

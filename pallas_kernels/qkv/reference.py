@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.elementary import rms_norm, rotate, stored_as
 from pallas_kernels.lone_row import twice_if_alone
+from pallas_kernels.rounding.reference import Sums, values_of
 
 
 class Destination(NamedTuple):
@@ -45,7 +46,7 @@ class QKV(NamedTuple):
 
 
 def reference(
-    projected: Float[Array, "B T K X H"],
+    projected: Float[Array, "B T K X H"] | Sums,
     q_scale: Float[Array, " H"] | None,
     k_scale: Float[Array, " H"] | None,
     cos: Float[Array, "B T H2"],
@@ -62,6 +63,7 @@ def reference(
 
     Arguments as in `pallas_kernels.qkv.qkv`.
     """
+    projected = values_of(projected)
     q = k = v = None
     if q_scale is not None:
         q = rotate(rms_norm(projected[:, :, :, :groups], q_scale, eps), cos, sin)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.elementary import stored_as
 from pallas_kernels.qkv.reference import QKV, Destination
+from pallas_kernels.rounding.reference import Sums
 from pallas_kernels.triton import load, store
 
 Halves = tuple[Array, Array]
@@ -53,14 +54,14 @@ def _split(
         groups = q_ref.shape[2]
         group = lax.iota(jnp.int32, pl.next_power_of_2(groups))[:, None]
         real = jnp.broadcast_to(group < groups, (group.size, half))
-        x = _load_halves(projected_ref, b, token, head, group, columns=columns, mask=real)
+        x = _load_heads(projected_ref, b, token, head, group, columns=columns, mask=real)
         q = _rotate(_norm(x, _load_halves(q_scale_ref, columns=columns), eps, dtype), turn)
         _store_halves(q_ref, b, head, group, token, columns=columns, value=q, mask=real)
     if k_ref is not None:
-        x = _load_halves(projected_ref, b, token, head, groups, columns=columns)
+        x = _load_heads(projected_ref, b, token, head, groups, columns=columns)
         k = _rotate(_norm(x, _load_halves(k_scale_ref, columns=columns), eps, dtype), turn)
         if projected_ref.shape[3] > groups + 1:
-            x = _load_halves(projected_ref, b, token, head, groups + 1, columns=columns)
+            x = _load_heads(projected_ref, b, token, head, groups + 1, columns=columns)
         v = _norm(x, None, eps, dtype) if norm_values else x
         if value_factor != 1:
             v = v[0] * value_factor, v[1] * value_factor
@@ -73,6 +74,19 @@ def _split(
         kept = jnp.broadcast_to(slot < k_ref.shape[2], (half,))
         _store_halves(k_ref, row, head, slot, columns=columns, value=k, mask=kept)
         _store_halves(v_ref, row, head, slot, columns=columns, value=v, mask=kept)
+
+
+def _load_heads(
+    ref, b, token, head, which, *, columns: Halves, mask: Array | None = None
+) -> Halves:
+    """Load heads of a product, or of its sums, which are multiplied with their scales and rounded."""
+    if not isinstance(ref, Sums):
+        return _load_halves(ref, b, token, head, which, columns=columns, mask=mask)
+    sums = _load_halves(ref.sums, b, token, head, which, columns=columns, mask=mask)
+    outputs = _load_halves(ref.outputs, head, which, columns=columns, mask=mask)
+    row = load(ref.rows, b, token)
+    first, second = (x * (row * of) for x, of in zip(sums, outputs, strict=True))
+    return _rounded((first, second), ref.dtype)
 
 
 def _load_halves(ref, *index, columns: Halves, mask: Array | None = None) -> Halves:
@@ -108,7 +122,7 @@ def _rotate(x: Halves, turn: Halves) -> Halves:
 
 
 def qkv_triton(
-    projected: Float[Array, "B T K X H"],
+    projected: Float[Array, "B T K X H"] | Sums,
     q_scale: Float[Array, " H"] | None,
     k_scale: Float[Array, " H"] | None,
     cos: Float[Array, "B T H2"],

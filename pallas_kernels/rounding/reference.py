@@ -30,6 +30,10 @@ class Rounded(NamedTuple):
     def ndim(self) -> int:
         return self.codes.ndim
 
+    def reshape(self, *shape: int) -> Rounded:
+        """Return the same with other axes of rows."""
+        return Rounded(self.codes.reshape(shape), self.scales.reshape(shape[:-1]))
+
 
 class Sums(NamedTuple):
     """A product of rounded rows with codes, which is yet to be multiplied with the scales of both.
@@ -62,12 +66,12 @@ class Sums(NamedTuple):
         return (self.sums.astype(jnp.float32) * (of_rows * self.outputs)).astype(dtype)
 
 
-def values_of(x: Array | Sums, dtype: DTypeLike) -> Float[Array, "..."]:
-    """Return a product as numbers, whether it has been multiplied with its scales or not."""
-    return x.values(dtype) if isinstance(x, Sums) else x
+def values_of(x: Array | Sums) -> Float[Array, "..."]:
+    """Return a product as numbers of its dtype, whether it has met its scales or not."""
+    return x.values(x.dtype) if isinstance(x, Sums) else x
 
 
-def reference(x: Float[Array, "R D"]) -> Rounded:
+def reference(x: Float[Array, "*rows D"]) -> Rounded:
     """Return codes and scales. Arguments as in `pallas_kernels.rounding.round_rows`."""
     numbers = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(numbers), axis=-1) / np.float32(LARGEST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.norms import Branch, add_norm
+from pallas_kernels.norms import Branch, RoundedNorm, add_norm
 from pallas_kernels.norms.cases import Shape, inputs
+from pallas_kernels.rounding import Rounded, Sums, round_rows
 
 BFLOAT16 = jnp.dtype("bfloat16")
 ATTENTION = Shape(48, next_norms=2, router=True)
@@ -33,6 +35,32 @@ def test_the_kernel_computes_what_the_reference_does(shape: Shape, dtype: str) -
         np.testing.assert_allclose(x, y, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-6)
         if dtype == "bfloat16":
             assert np.mean(x != y) < 0.02
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_sums_meet_their_scales_and_norms_are_rounded(branches: int) -> None:
+    """The result is that of numbers, up to the last bit of a product of scales."""
+    args = inputs(dataclasses.replace(EXPERTS, parts=branches), (2, 3), BFLOAT16)
+    keys = jax.random.split(jax.random.key(1), 2)
+    scales = jnp.exp(jax.random.normal(keys[0], (2, 3))), jnp.exp(jax.random.normal(keys[1], (64,)))
+    parts = args.h if branches > 1 else (Branch(args.h, args.scale),)
+    given = tuple(Branch(Sums(part.x, *scales), part.scale) for part in parts)
+    numbers = tuple(Branch(part.x.values(part.x.dtype), part.scale) for part in given)
+    given, numbers = (h if branches > 1 else h[0].x for h in (given, numbers))
+    run = functools.partial(add_norm, args.x, scale=args.scale, eps=1e-6)
+    norms = tuple(RoundedNorm(scale) for scale in args.next_norms)
+    plain, (wanted,) = run(numbers, next_norms=args.next_norms, implementation="reference")
+    wanted = round_rows(wanted.reshape(6, 64)).reshape(2, 3, 64)
+    for how in (dict(implementation="triton", interpret=True), dict(implementation="reference")):
+        out, (found,) = run(given, next_norms=norms, **how)
+        assert isinstance(found, Rounded)
+        assert found.codes.dtype == jnp.float8_e4m3fn
+        x, y = (np.asarray(of, np.float32) for of in (out, plain))
+        np.testing.assert_allclose(x, y, rtol=2**-7)
+        np.testing.assert_allclose(found.scales, wanted.scales, rtol=2**-7)
+        x, y = (np.asarray(of.codes, np.float32) for of in (found, wanted))
+        np.testing.assert_allclose(x, y, rtol=0.13, atol=2**-8)
+        assert np.mean(x != y) < 0.05
 
 
 def test_derivatives_are_those_of_the_reference() -> None:

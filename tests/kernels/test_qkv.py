@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.qkv import Destination, qkv
 from pallas_kernels.qkv.cases import Shape, destination, inputs
+from pallas_kernels.rounding import Sums
 
 BFLOAT16 = jnp.dtype("bfloat16")
 PLAIN = Shape(2, 2, 32)
@@ -21,12 +22,19 @@ CONTEXT = Shape(2, 0, 32, norm_values=False)
 
 
 def check(
-    shape: Shape, batch: int, tokens: int, into: Destination | None, dtype: Any = BFLOAT16
+    shape: Shape,
+    batch: int,
+    tokens: int,
+    into: Destination | None,
+    dtype: Any = BFLOAT16,
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> None:
     """Compare bit for bit, but for sums of squares in another order: one rounding of a few numbers."""
+    projected, *others = inputs(shape, batch, tokens, dtype)
     run = functools.partial(
         qkv,
-        *inputs(shape, batch, tokens, dtype),
+        projected if scales is None else Sums(projected, *scales),
+        *others,
         into,
         groups=shape.groups,
         eps=1e-6,
@@ -61,6 +69,24 @@ def test_a_pass_is_written_to_other_rows(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", [PLAIN, SAME, QUERIES], ids=["plain", "same", "queries"])
 def test_a_pass_without_caches(shape: Shape) -> None:
     check(shape, 2, 3, None)
+
+
+@pytest.mark.parametrize("shape", [PLAIN, SAME, QUERIES], ids=["plain", "same", "queries"])
+def test_sums_meet_their_scales(shape: Shape) -> None:
+    keys = jax.random.split(jax.random.key(2), 2)
+    outputs = (shape.kv_heads, shape.groups + shape.extra, shape.head_dim)
+    of_rows = jnp.exp(jax.random.normal(keys[0], (2, 3)))
+    of_outputs = jnp.exp(jax.random.normal(keys[1], outputs))
+    check(shape, 2, 3, None, scales=(of_rows, of_outputs))
+    given = inputs(shape, 2, 3, BFLOAT16)
+    how = dict(groups=shape.groups, eps=1e-6, norm_values=False)
+    exact = given[0].astype(jnp.float32)
+    numbers = (exact * (of_rows[..., None, None, None] * of_outputs)).astype(BFLOAT16)
+    found = qkv(Sums(given[0], of_rows, of_outputs), *given[1:], **how)
+    for x, y in zip(found, qkv(numbers, *given[1:], **how), strict=True):
+        if x is not None and y is not None:
+            x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+            np.testing.assert_allclose(x, y, rtol=2**-6, atol=1e-6)
 
 
 def test_derivatives_are_those_of_the_reference() -> None:
