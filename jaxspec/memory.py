@@ -122,14 +122,18 @@ def bytes_limit(mesh: Mesh) -> int | None:
     return (room.nbytes + held) // max(1, len(mesh.local_devices))
 
 
-def check_weights_fit(graph: Graph, mesh: Mesh) -> None:
+def check_weights_fit(graph: Graph, mesh: Mesh, *beside: Graph) -> None:
     """Raise an error if the weights of a model alone need more memory than a device has.
+
+    Args:
+      beside: models whose weights are there too.
 
     Raises:
       DeviceMemoryError: the weights do not fit.
     """
     limit = bytes_limit(mesh)
-    if limit is not None and (needed := weight_bytes(graph, mesh)) > limit:
+    needed = sum(weight_bytes(model, mesh) for model in (graph, *beside))
+    if limit is not None and needed > limit:
         raise DeviceMemoryError(
             f"the weights need {gib(needed)} GiB a device in {graph.dtype}, and {_device(mesh)} has "
             f"{gib(limit)} GiB: {_way_out(graph.dtype, mesh)}"

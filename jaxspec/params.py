@@ -215,6 +215,12 @@ class Graph:
         metadata = {name: v.get_metadata() for name, v in variables.items()}
         return {n: Declared(**{f: m[f] for f in fields if f in m}) for n, m in metadata.items()}
 
+    @property
+    def head(self) -> str | None:
+        """The name of the table that makes logits. None: no weight is declared to be one."""
+        tables = [n for n, about in self.declared().items() if about.table and not about.lookup]
+        return tables[0] if tables else None
+
     def check(self, params: Params) -> None:
         """Raise an error if this graph cannot bind these weights.
 

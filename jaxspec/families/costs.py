@@ -126,12 +126,8 @@ def stored_bytes(weight: Any) -> int:
 
 def table_bytes(graph: Graph) -> float:
     """Return the bytes of a target's head, which a drafter borrows."""
-    tables = [
-        stored_bytes(graph.abstract_weights()[name])
-        for name, about in graph.declared().items()
-        if about.table and not about.lookup
-    ]
-    return max(tables)
+    assert graph.head is not None
+    return stored_bytes(graph.abstract_weights()[graph.head])
 
 
 def itemsize(graph: Graph) -> int:
