@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.draft_head import check_borrows, quantised_already, with_draft_head
 from jaxspec.engine import Engine
 from jaxspec.grammars import Grammar, GrammarTokens
 from jaxspec.loading import CheckpointError, LoadedModel, default_dtype, load_drafter, load_target
@@ -402,6 +403,7 @@ def load(
     quantize: str | None = None,
     quantize_head: str | None = None,
     quantize_drafter: str | None = None,
+    quantize_draft_head: str | None = None,
     kv_dtype: str | None = None,
     revision: str | None = None,
     drafter_revision: str | None = None,
@@ -419,6 +421,8 @@ def load(
       quantize: the format of the target's linears and experts, such as "int8" or "int4"
         (`quantised.names`); None leaves them as they are.
         `quantize_head` is for its embedding and head, `quantize_drafter` for all of the drafter.
+      quantize_draft_head: the format of a copy of the target's head that drafts are made with. For
+        drafters that borrow the head (DFlash), and a target whose head is not quantised.
       kv_dtype: "bfloat16", "float32" or "fp8" for the target's keys and values; None for `dtype`.
       revision, drafter_revision: of hub ids. `token` is for the hub; `offline` uses its cache alone.
       mesh: devices to split both over, from `sharding.make_mesh`; decoding then runs there.
@@ -437,10 +441,18 @@ def load(
     loaded_drafter = None
     if source == "none" and quantize_drafter is not None:
         raise FieldError("quantize_drafter", "was given, but there is no drafter: leave it out")
+    if source == "none" and quantize_draft_head is not None:
+        check_borrows(None, quantize_draft_head)
     if source != "none":  # first, being the quicker one to be wrong
         at = str(BUNDLED / source) if source in BUNDLED_DRAFTERS else source
         asked: Any = dict(quantize=quantize_drafter, revision=drafter_revision, **hub)
         loaded_drafter = load_drafter(at, **asked)
+        if quantize_draft_head is not None:
+            check_borrows(loaded_drafter.graph, quantize_draft_head)
+            if quantize_head is not None:
+                raise quantised_already(quantize_draft_head, quantize_head)
     hub |= dict(quantize=quantize, quantize_head=quantize_head, kv_dtype=kv_dtype)
     loaded = load_target(target or str(BUNDLED / "target"), revision=revision, **hub)
+    if loaded_drafter is not None and quantize_draft_head is not None:
+        loaded_drafter = with_draft_head(loaded_drafter, loaded, quantize_draft_head)
     return Pair(loaded, loaded_drafter)

@@ -36,6 +36,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import cache, prefill
 from jaxspec.api import BUNDLED
+from jaxspec.draft_head import with_draft_head
 from jaxspec.engine import Engine, Request
 from jaxspec.loading import LoadedModel, load_drafter, load_target
 from jaxspec.models.layers import project
@@ -170,6 +171,16 @@ def load() -> dict[str, Any]:
         ):
             split, whole = read(source, dtype="float32", mesh=mesh), read(source, dtype="float32")
             pairs[name] = split.graph, split.params, whole.params
+            if name == "theirs":
+                targets = split, whole
+            if name == "dflash":
+                with mock.patch("jaxspec.quantised.array.SLICE_NUMBERS", 5000):
+                    copies = [
+                        with_draft_head(drafter, target, "int4-g64")
+                        for drafter, target in zip((split, whole), targets, strict=True)
+                    ]
+                pairs["draft head"] = copies[0].graph, copies[0].params, copies[1].params
+                assert not copies[0].params["head.codes"].sharding.is_fully_replicated
     wrong = []
     for kind, (graph, params, expected) in pairs.items():
         shardings = graph.shardings(mesh)

@@ -66,6 +66,11 @@ class ModelOptions:
     quantize_drafter: Quantized | None = option(
         None, "Also the drafter, its own head included. This changes acceptance, never the output."
     )
+    quantize_draft_head: Quantized | None = option(
+        None,
+        "Draft with a copy of the target's head in this format. This changes acceptance, never the output. "
+        "For DFlash drafters, which borrow the head.",
+    )
     mesh: str | None = option(
         None,
         "Split rows over so many devices, and models over so many. Default: one device.",
@@ -98,6 +103,7 @@ class ModelOptions:
             "weights": self.quantize,
             "head": self.quantize_head,
             "drafter": self.quantize_drafter,
+            "draft head": self.quantize_draft_head,
         }
         if self.kv_dtype != self.dtype:
             asked["K/V"] = self.kv_dtype

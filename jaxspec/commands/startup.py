@@ -132,6 +132,7 @@ def load_models(models: ModelOptions) -> tuple[LoadedModel, LoadedModel | None]:
         quantize=models.quantize,
         quantize_head=models.quantize_head,
         quantize_drafter=models.quantize_drafter,
+        quantize_draft_head=models.quantize_draft_head,
         kv_dtype=models.kv_dtype,
         revision=models.revision,
         drafter_revision=models.drafter_revision,

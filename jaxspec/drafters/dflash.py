@@ -30,7 +30,14 @@ from jaxspec.models.attention import (
     attend,
     project_qkv,
 )
-from jaxspec.models.layers import GatedMLP, project, rms_norm, rope_frequencies, softcap
+from jaxspec.models.layers import (
+    GatedMLP,
+    project,
+    rms_norm,
+    rope_frequencies,
+    softcap,
+    table_logits,
+)
 from jaxspec.models.target import Target
 from jaxspec.params import param
 from jaxspec.records import Tree
@@ -176,7 +183,28 @@ class DFlashDrafter(Drafter[DFlashState]):
                 x = layer(x, positions, segment)
             last = None if num_wanted is None else num_wanted + 1
             x = rms_norm(x[:, 1:last], self.final_norm[...], c.rms_norm_eps)
-            return softcap(target.head(x), self.softcap)
+            return softcap(self.head_logits(x, target), self.softcap)
+
+    def head_logits(self, x: Float[Array, "B G D"], target: Target) -> Float[Array, "B G V"]:
+        """Multiply normed rows of a block by the head, which is the target's."""
+        return target.head(x)
+
+
+class DFlashWithHead(DFlashDrafter):
+    """A DFlash drafter that drafts with a quantised copy of the target's head.
+
+    Embeddings are still the target's. The copy is made when a pair is loaded, see `draft_head`.
+    """
+
+    def __init__(self, config: DFlashConfig, *, dtype: jnp.dtype):
+        super().__init__(config, dtype=dtype)
+        v, d = config.vocab_size, config.hidden_size
+        axes = ("vocab", None)
+        self.head = param(v, d, dtype=dtype, fan_in=d, axes=axes, summed=(1,), table=True)
+
+    def head_logits(self, x: Float[Array, "B G D"], target: Target) -> Float[Array, "B G V"]:
+        del target
+        return table_logits(x, self.head[...], rounding=True)
 
 
 class DFlashLayer(nnx.Module):

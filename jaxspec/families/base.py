@@ -50,6 +50,8 @@ class Family:
       cost: for a drafter, the cost of drafting and absorbing in one step. It takes a spec, the
         number of rows, and the committed tokens of each row. None if the cost is negligible.
       conventions: for a drafter, what it assumes about its target.
+      with_head: for a drafter that borrows the target's head, what `module` is for the same drafter
+        with a copy of that head, a weight named `head`. None for all others.
       randomise: makes random weights behave as real weights do. It takes the weights and their
         seed.
     """
@@ -68,6 +70,7 @@ class Family:
     drafter_for: Callable[[str, TargetConfig], tuple[ModelConfig, str]] | None = None
     cost: Callable[[DecodeSpec, int, int], StepCost] | None = None
     conventions: Conventions | None = None
+    with_head: Callable[[], type[Any]] | None = None
     randomise: Callable[[Params, int], Params] = lambda params, seed: params
 
     def recognises(self, config: Mapping[str, Any]) -> bool:

@@ -38,6 +38,12 @@ def _module() -> type[Any]:
     return DFlashDrafter
 
 
+def _module_with_head() -> type[Any]:
+    from jaxspec.drafters.dflash import DFlashWithHead
+
+    return DFlashWithHead
+
+
 def _rules(config: DFlashConfig, params: Iterable[str]) -> RuleSet:
     from checkpoints_convert import dflash
 
@@ -96,19 +102,25 @@ def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlashConfig, str]:
 
 def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     """Return the cost of drafting one block and of absorbing the target's features of one block."""
+    from jaxspec.quantised import named
+
     assert spec.drafter is not None
     config: DFlashConfig = spec.drafter.config
     block = spec.depth + 1  # a tree also takes one block, whose positions are its levels
     rows = batch * block
     weight_bytes = flops = kv_bytes = 0.0
-    for name, a in spec.drafter.abstract_weights().items():
+    weights = dict(spec.drafter.abstract_weights())
+    head: Any = weights.pop("head", None)
+    for name, a in weights.items():
         # Keys and values are computed twice: once for the drafted block, once for the kept context.
         uses = 2 if name.endswith(".kv") else 1
         weight_bytes += uses * stored_bytes(a)
         flops += uses * operations(a, rows)
-    head = config.vocab_size * config.hidden_size
-    weight_bytes += table_bytes(spec.target)
-    flops += 2.0 * head * batch * spec.depth
+    weight_bytes += table_bytes(spec.target) if head is None else stored_bytes(head)
+    # Drafts may round what a table multiplies, and products of 8-bit floats count half.
+    rounds = head is not None and named(head.format).rounds_activations
+    products = 2.0 * config.vocab_size * config.hidden_size * batch * spec.depth
+    flops += products * (0.5 if rounds else 1.0)
     for kind in config.layer_types:
         seen = context if kind == "full" else min(context, config.sliding_window or context)
         kv_bytes += (
@@ -286,4 +298,5 @@ FAMILY = Family(
         traced=_traced,
         shortened="block_size",
     ),
+    with_head=_module_with_head,
 )

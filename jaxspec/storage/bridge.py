@@ -16,6 +16,7 @@ import numpy as np
 
 from checkpoints_convert import bridge, hf_io
 from checkpoints_convert.rules import find_prefix
+from jaxspec.draft_head import refuse_copy
 from jaxspec.families import ModelConfig
 from jaxspec.loading import LoadedModel
 from jaxspec.shapes import Array, Params
@@ -41,11 +42,12 @@ def to_hf_names(
         releases, which is "model.language_model." for Gemma 4. Drafters' names have no prefix.
 
     Raises:
-      CheckpointError: the model's directory is gone.
+      CheckpointError: the model's directory is gone, or weights are quantised.
       ValueError: parameters are missing, not known, or of a wrong shape; they are listed.
     """
     config = model
     if isinstance(model, LoadedModel):
+        refuse_copy(model)
         refuse_quantised(dict(model.graph.formats), model.source)
         config, prefix = model.config, checkpoint_prefix(model) if prefix is None else prefix
     shapes = parameter_shapes(config)

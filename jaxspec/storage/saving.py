@@ -19,6 +19,7 @@ import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.rules import fills_for
+from jaxspec.draft_head import refuse_copy
 from jaxspec.families import family_of, graph_of
 from jaxspec.loading import LoadedModel
 from jaxspec.params import Graph
@@ -45,9 +46,11 @@ def save(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
         stored in the dtype they have, which is float32 or bfloat16.
 
     Raises:
-      CheckpointError: the directory exists, or cannot be written.
+      CheckpointError: the directory exists, or cannot be written; or the model is a drafter with a
+        copy of its target's head.
       ValueError: the weights do not fit the model; every difference is named.
     """
+    refuse_copy(model)
     params, dtype = _checked(model, params)
     config = model.config
     shapes = parameter_shapes(config)
@@ -84,6 +87,7 @@ def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> No
     Raises:
       CheckpointError: also if the model came without a config.json.
     """
+    refuse_copy(model)
     refuse_quantised(dict(model.graph.formats), model.source)
     params, dtype = _checked(model, params)
     if not (model.directory / "config.json").is_file():

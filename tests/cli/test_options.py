@@ -190,6 +190,7 @@ def test_every_command_loads_as_it_is_told(
         "quantize": None,
         "quantize_head": None,
         "quantize_drafter": None,
+        "quantize_draft_head": None,
         "kv_dtype": None,
     }
 

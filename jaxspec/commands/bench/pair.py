@@ -21,6 +21,7 @@ from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import load_models, mesh_for
 from jaxspec.configs.base import GenerationDefaults
+from jaxspec.draft_head import check_borrows, graph_with_head
 from jaxspec.families import families, family_of, graph_of, presets, random_drafter
 from jaxspec.loading import LoadedModel, default_dtype
 from jaxspec.params import Graph
@@ -170,6 +171,10 @@ def make_pair(
             format = models.quantize_drafter
             given = (drafter_graph, drafter_name, format, format, "quantize_drafter")
             drafter_graph = quantised_graph(*given)
+        if (head := models.quantize_draft_head) is not None:
+            check_borrows(drafter_graph, head)
+            assert drafter_graph is not None
+            drafter_graph = graph_with_head(drafter_graph, target_graph, head)
     else:
         model, drafter_model = load_models(models)
         target_graph, target_params = model.graph, model.params

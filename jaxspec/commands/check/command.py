@@ -27,7 +27,7 @@ position adds less than 0.43 tokens a step, about what drafting and verifying co
 to 0.9, mute ones less than 0.1."""
 
 
-UNUSED = ("target", "drafter", "distributed", "quantize_drafter")
+UNUSED = ("target", "drafter", "distributed", "quantize_drafter", "quantize_draft_head")
 """Of the models' options. Other readings of a drafter change its weights, which have to be numbers."""
 
 

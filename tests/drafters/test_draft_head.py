@@ -1,0 +1,315 @@
+"""Drafting with a quantised copy of the target's head: what it changes, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from checkpoints_convert.errors import CheckpointError
+from jaxspec import cache as kv
+from jaxspec import memory
+from jaxspec.api import Pair
+from jaxspec.commands.bench import floor
+from jaxspec.commands.bench.pair import make_pair
+from jaxspec.commands.generate.identity import models_digest
+from jaxspec.commands.models import ModelOptions
+from jaxspec.configs.base import ConfigError
+from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
+from jaxspec.configs.gemma4 import PRESETS
+from jaxspec.draft_head import graph_with_head, with_draft_head
+from jaxspec.drafters.dflash import DFlashWithHead
+from jaxspec.families import graph_of
+from jaxspec.loading import LoadedModel
+from jaxspec.params import Graph
+from jaxspec.quantised import QuantisedArray
+from jaxspec.quantised.array import quantise
+from jaxspec.quantised.choice import formats_for
+from jaxspec.records import Drafting, FieldError
+from jaxspec.runtime import make_spec
+from jaxspec.shapes import Array, Params
+from jaxspec.sharding import make_mesh
+from jaxspec.storage.bridge import from_hf_names, to_hf_names
+from tests import fakes, tiny, tiny_qwen3
+from tests.toy.target import Toy, ToyConfig
+
+# What a format leaves of logits, norm-wise. Steps of random numbers: int8 1/127 of the largest of a
+# channel, e4m3 1/16 of each number twice over, int4 1/8 of the largest of 32 numbers.
+ERRORS = {"int8": 0.01, "fp8-dynamic": 0.05, "int4": 0.12}
+PROMPTS = ["def read_config(path):", "class Queue:\n    def __init__(self", "import os\n"]
+
+
+def generated(pair: Pair) -> list[Any]:
+    return pair.generate(PROMPTS, max_new_tokens=48, batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Pair:
+    return jaxspec.load(dtype="float32")
+
+
+@pytest.fixture(scope="module", params=ERRORS)
+def copied(request: pytest.FixtureRequest) -> tuple[str, Pair]:
+    return request.param, jaxspec.load(dtype="float32", quantize_draft_head=request.param)
+
+
+# --- decoding ----------------------------------------------------------------------------------------
+
+
+def test_output_is_that_of_plain_decoding(bundled: Pair, copied: tuple[str, Pair]) -> None:
+    _, with_copy = copied
+    plain, whole, small = (generated(p) for p in (bundled.plain(), bundled, with_copy))
+    assert [g.token_ids for g in small] == [g.token_ids for g in plain]
+    for one, other in zip(whole, small, strict=True):
+        assert other.acceptance_length > 1.5
+        assert other.acceptance_length == pytest.approx(one.acceptance_length, rel=0.15)
+
+
+def test_a_copy_changes_what_is_drafted_and_no_token() -> None:
+    """A copy of nothing: drafts are useless, and the output is the same."""
+    with_copy = jaxspec.load(dtype="float32", quantize_draft_head="int8")
+    assert with_copy.drafter is not None
+    params = with_copy.drafter.params
+    useless = with_copy.with_params(
+        drafter={**params, "head.scales": jnp.zeros_like(params["head.scales"])}
+    )
+    plain, drafted = generated(with_copy.plain()), generated(useless)
+    assert [g.token_ids for g in drafted] == [g.token_ids for g in plain]
+    assert max(g.acceptance_length for g in drafted) < 1.2
+
+
+def block_logits(drafter: LoadedModel, target: LoadedModel) -> np.ndarray:
+    """Return the logits of two blocks without context."""
+
+    def run(params: Params, target_params: Params) -> Array:
+        module = drafter.graph.bind(params)
+        lengths = jnp.zeros(2, jnp.int32)
+        state = module.init_state(2, cache_length=64, dtype=jnp.float32)
+        context = tuple(kv.view(cache, lengths) for cache in state)
+        return module.block_logits(
+            context,
+            target.graph.bind(target_params),
+            jnp.asarray([5, 9], jnp.int32),
+            lengths,
+            num_draft_tokens=3,
+        )
+
+    return np.asarray(jax.jit(run)(drafter.params, target.params), np.float64)
+
+
+def test_logits_differ_by_the_rounding_of_the_format(
+    bundled: Pair, copied: tuple[str, Pair]
+) -> None:
+    format, with_copy = copied
+    assert bundled.drafter is not None
+    assert with_copy.drafter is not None
+    whole = block_logits(bundled.drafter, bundled.target)
+    small = block_logits(with_copy.drafter, with_copy.target)
+    error = np.linalg.norm(small - whole) / np.linalg.norm(whole)
+    print(format, "error", error)
+    assert 0 < error < ERRORS[format]
+
+
+@pytest.mark.parametrize(
+    ("graph", "params", "name"),
+    [
+        pytest.param(*tiny.target("31b"), "embedder.table", id="gemma4"),
+        pytest.param(*tiny.target("e2b"), "embedder.table", id="gemma4-per-layer"),
+        pytest.param(*tiny_qwen3.target("qwen3-tied"), "table", id="qwen3-tied"),
+        pytest.param(*tiny_qwen3.target("qwen3-untied"), "head_table", id="qwen3-untied"),
+    ],
+)
+def test_the_copy_is_of_the_head(graph: Graph, params: Params, name: str) -> None:
+    """It is the table whose product with a row is `Target.head`, and it leaves that table alone."""
+    target = fakes.loaded(graph, params)
+    drafter = fakes.dflash(target, block_size=4)
+    with_copy = with_draft_head(drafter, target, "int8")
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(1, 3, graph.config.hidden_size)), jnp.float32)
+    logits = np.asarray(graph.bind(params).head(x), np.float64)
+    table = np.asarray(params[name], np.float64)
+    np.testing.assert_allclose(logits, np.asarray(x, np.float64) @ table.T, rtol=1e-4, atol=1e-4)
+
+    head = with_copy.graph.weights(with_copy.params)["head"]
+    assert isinstance(head, QuantisedArray)
+    expected = quantise(params[name], "int8", (1,))
+    for part, array in expected.parts.items():
+        np.testing.assert_array_equal(head.parts[part], array)
+    assert target.params[name] is params[name]
+    assert not params[name].is_deleted()
+    assert with_copy.graph.module is DFlashWithHead
+    assert with_copy.config is drafter.config
+    assert all(with_copy.params[n] is x for n, x in drafter.params.items())
+
+
+def test_the_rest_of_the_drafter_has_a_format_of_its_own() -> None:
+    both = jaxspec.load(dtype="float32", quantize_drafter="int8", quantize_draft_head="int4")
+    assert both.drafter is not None
+    formats = dict(both.drafter.graph.formats)
+    assert formats.pop("head") == "int4"
+    assert set(formats.values()) == {"int8"}
+    assert both.drafter.graph.storage == "int8 and int4 and float32"
+
+
+# --- refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(quantize_draft_head="int3"), "quantize_draft_head is 'int3'; expected one of int8"),
+        (
+            dict(drafter="none", quantize_draft_head="int8"),
+            "quantize_draft_head was given, but there is no drafter: leave it out",
+        ),
+        (
+            dict(drafter="mtp", quantize_draft_head="int8"),
+            "an MTP assistant does not: leave it out; quantize_drafter quantises a head",
+        ),
+        (
+            dict(quantize_head="int8", quantize_draft_head="int8"),
+            "is int8, but the target's head is int8 already, .*: leave one of both out",
+        ),
+    ],
+)
+def test_what_is_refused_before_a_target_is_loaded(
+    options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> LoadedModel:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr("jaxspec.api.load_target", never)
+    with pytest.raises(FieldError, match=said):
+        jaxspec.load(**options)
+
+
+def test_a_format_that_the_gpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxspec.quantised.choice.capability", lambda: 8.0)
+    with pytest.raises(FieldError, match=r"quantize_draft_head is fp8, which needs .*: use int8"):
+        jaxspec.load(quantize_draft_head="fp8")
+
+
+def test_a_head_that_is_stored_quantised_is_refused() -> None:
+    graph, _ = tiny.target("31b")
+    target = graph.with_formats(formats_for(graph, tables="int4"))
+    drafter = graph_of(DFLASH_PRESETS["31b"], "float32")
+    with pytest.raises(FieldError, match="is int8, but the target's head is int4 already"):
+        graph_with_head(drafter, target, "int8")
+
+
+def test_a_target_that_names_no_head_is_refused() -> None:
+    toy = Graph(Toy, ToyConfig(16, 16, 1, 16, 16), "float32")
+    with pytest.raises(FieldError, match="Toy names no table as its head"):
+        graph_with_head(graph_of(DFLASH_PRESETS["31b"], "float32"), toy, "int8")
+
+
+def test_a_target_of_another_size_is_refused() -> None:
+    target = fakes.loaded(*tiny.target("31b"))
+    drafter = fakes.dflash(target, block_size=4)
+    other = fakes.loaded(*tiny_qwen3.target("qwen3-untied"))
+    with pytest.raises(ConfigError, match="hidden_size: drafter 48, target 72"):
+        with_draft_head(drafter, other, "int8")
+
+
+def test_a_copy_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = fakes.loaded(*tiny.target("31b"))
+    drafter, mesh = fakes.dflash(target, block_size=4), make_mesh(devices=jax.devices()[:1])
+    room = sum(memory.weight_bytes(m.graph, mesh) for m in (target, drafter))
+    monkeypatch.setattr(memory, "bytes_limit", lambda mesh: room)
+    with pytest.raises(memory.DeviceMemoryError, match="the weights need"):
+        with_draft_head(drafter, target, "int8")
+
+
+# --- what is stored, counted and told ----------------------------------------------------------------
+
+
+def test_a_copy_is_never_saved(copied: tuple[str, Pair], bundled: Pair, tmp_path: Any) -> None:
+    drafter = copied[1].drafter
+    assert drafter is not None
+    assert bundled.drafter is not None
+    for write in (jaxspec.save, jaxspec.save_hf):
+        with pytest.raises(CheckpointError, match="was loaded with quantize_draft_head"):
+            write(tmp_path / "saved", drafter)
+    with pytest.raises(CheckpointError, match="was loaded with quantize_draft_head"):
+        to_hf_names(drafter.params, drafter)
+    assert not list(tmp_path.iterdir())
+    # Weights from elsewhere come without a copy, which is kept by hand.
+    trained = from_hf_names(to_hf_names(bundled.drafter.params, bundled.drafter), drafter)
+    with pytest.raises(ValueError, match=r"head\.codes: missing"):
+        drafter.with_params(trained)
+    assert set(drafter.with_params({**drafter.params, **trained}).params) == set(drafter.params)
+
+
+def test_a_step_reads_the_copy_in_place_of_the_head() -> None:
+    target = Graph(tiny.target("31b")[0].module, PRESETS["31b"], "bfloat16")
+    drafter = graph_of(DFLASH_PRESETS["31b"], "bfloat16")
+    numbers = PRESETS["31b"].vocab_size * PRESETS["31b"].hidden_size
+
+    def cost(drafter: Graph) -> floor.StepCost:
+        return floor.step_costs(make_spec(target, drafter), batch=2, context=256)[1]
+
+    whole, small = cost(drafter), cost(graph_with_head(drafter, target, "int8"))
+    assert whole.weight_bytes - small.weight_bytes == pytest.approx(numbers, rel=1e-3)
+    assert whole.flops == small.flops
+    assert whole.kv_bytes == small.kv_bytes
+    rounded = cost(graph_with_head(drafter, target, "fp8-dynamic"))
+    assert rounded.weight_bytes == small.weight_bytes
+    assert small.flops - rounded.flops == pytest.approx(numbers * 2 * 15)  # 2 rows of 15 drafts
+
+
+def test_memory_counts_the_copy_beside_the_head() -> None:
+    target, _ = tiny.target("31b")
+    drafter = fakes.dflash(fakes.loaded(target, {}), block_size=4).graph
+    mesh = make_mesh(devices=jax.devices()[:1])
+
+    def weights(drafter: Graph) -> int:
+        return memory.footprint(make_spec(target, drafter), 2, 64, mesh).weights
+
+    copy = weights(graph_with_head(drafter, target, "int8")) - weights(drafter)
+    rows, width = target.config.vocab_size, target.config.hidden_size
+    assert copy == rows * width + 4 * rows  # codes, and a scale a row
+
+
+def test_random_weights_may_have_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = fakes.loaded(*tiny.target("31b"))
+    config = fakes.dflash(target, block_size=4).config
+    monkeypatch.setitem(PRESETS, "31b", target.config)
+    monkeypatch.setitem(DFLASH_PRESETS, "31b", config)
+    models = ModelOptions(drafter="dflash", dtype="float32", quantize_draft_head="int8")
+    made = make_pair(models, Drafting(), "31b")
+    assert made.drafter_params is not None
+    assert made.drafter_params["head.codes"].dtype == jnp.int8
+    assert made.target_name == "31b, random weights, draft head int8"
+    assert made.spec.drafter is not None
+    assert made.spec.drafter.storage == "int8 and float32"
+    assert made.drafter_kind == "dflash"
+    for wrong, said in (
+        (dict(drafter="none"), "there is no drafter"),
+        (dict(quantize_head="int4"), "the target's head is int4 already"),
+        (dict(drafter="mtp"), "an MTP assistant does not"),
+    ):
+        with pytest.raises(FieldError, match=said):
+            make_pair(dataclasses.replace(models, **wrong), Drafting(), "31b")
+
+
+def test_rows_of_another_copy_are_other_rows(bundled: Pair) -> None:
+    """The last three have the same words for their weights, and draft differently."""
+
+    def digest(pair: Pair) -> str:
+        assert pair.drafter is not None
+        spec = make_spec(pair.target, pair.drafter.graph, Drafting())
+        return models_digest(spec, pair.target, pair.drafter)
+
+    int8: tuple[dict[str, Any], ...] = (
+        dict(quantize_drafter="int8"),
+        dict(quantize_draft_head="int8"),
+        dict(quantize_drafter="int8", quantize_draft_head="int8"),
+    )
+    pairs = [jaxspec.load(dtype="float32", **options) for options in int8]
+    assert len({pair.drafter.graph.storage for pair in pairs if pair.drafter}) == 1
+    assert len({digest(pair) for pair in (bundled, *pairs)}) == 4
