@@ -27,6 +27,7 @@ from jaxspec.cache import cache_bytes
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
+from jaxspec.draft_head import graph_with_head
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
@@ -352,6 +353,19 @@ def test_quantised_weights_are_read_as_codes_and_never_written_out(
     memory = compiled.memory_analysis()
     print(f"{preset} {format}, batch {batch}: {memory}")
     assert memory.temp_size_in_bytes < temporary_mb << 20
+    assert big_moves(compiled.as_text()) == []
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8-dynamic", "int4"])
+def test_a_head_for_drafts_alone_is_read_as_codes(format: str) -> None:
+    """31B, 15 drafts of each of 8 rows. The limit is that of the target with a quantised head."""
+    spec = small("31b", "chain")
+    assert spec.drafter is not None
+    spec = dataclasses.replace(spec, drafter=graph_with_head(spec.drafter, spec.target, format))
+    compiled, _ = compile_loop(spec, 8)
+    memory = compiled.memory_analysis()
+    print(f"31b, drafts by {format}: {memory}")
+    assert memory.temp_size_in_bytes < 512 << 20
     assert big_moves(compiled.as_text()) == []
 
 
