@@ -145,7 +145,8 @@ def qkv_triton(
         q = jax.ShapeDtypeStruct((b, kv_heads, groups, t, h), dtype)
     if into is not None:
         k, v = (jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (into.k, into.v))
-        before, queries = 3 + (q is not None) + (k is not None), int(q is not None)
+        before = len(jax.tree.leaves((projected, q_scale, k_scale, cos, sin)))
+        queries = int(q is not None)
         aliases = {before: queries, before + 1: queries + 1}
     elif k_scale is not None:
         k = v = jax.ShapeDtypeStruct((b, kv_heads, t, h), kv_dtype)

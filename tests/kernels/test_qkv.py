@@ -77,7 +77,9 @@ def test_sums_meet_their_scales(shape: Shape) -> None:
     outputs = (shape.kv_heads, shape.groups + shape.extra, shape.head_dim)
     of_rows = jnp.exp(jax.random.normal(keys[0], (2, 3)))
     of_outputs = jnp.exp(jax.random.normal(keys[1], outputs))
-    check(shape, 2, 3, None, scales=(of_rows, of_outputs))
+    into = destination(shape, [3, 7], [3, 1], 3, 16, BFLOAT16) if shape.extra else None
+    for caches in (None, into):
+        check(shape, 2, 3, caches, scales=(of_rows, of_outputs))
     given = inputs(shape, 2, 3, BFLOAT16)
     how = dict(groups=shape.groups, eps=1e-6, norm_values=False)
     exact = given[0].astype(jnp.float32)
