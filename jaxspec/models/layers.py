@@ -24,7 +24,6 @@ from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole_rows
 from pallas_kernels import elementary
 from pallas_kernels.elementary import contract, gelu_tanh, precision_of
-from pallas_kernels.gated import gated
 from pallas_kernels.norms import RoundedNorm
 from pallas_kernels.rounding import Rounded, Sums, values_of
 
@@ -198,10 +197,9 @@ class GatedMLP(nnx.Module):
 
     def sums(self, x: Float[Array, "B T D"] | Rounded) -> Float[Array, "B T D"] | Sums:
         """Return what a call does; its reader multiplies with scales, if there are any."""
-        gate_up, down = sums_of(whole_rows(x), self.gate_up[...]), self.down[...]
-        rounding = isinstance(down, QuantisedArray) and down.rounds_activations
-        hidden = gated(gate_up, self.activation, rounding=rounding)
-        return whole_rows(sums_of(hidden, down))
+        gate_up = project(whole_rows(x), self.gate_up[...])
+        hidden = self.activation(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        return whole_rows(sums_of(hidden, self.down[...]))
 
 
 def norm_for(

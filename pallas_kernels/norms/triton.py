@@ -27,8 +27,7 @@ from pallas_kernels.norms.reference import (
     RouterScale,
     branches_of,
 )
-from pallas_kernels.rounding.reference import Rounded, Sums
-from pallas_kernels.rounding.triton import codes_of, scale_of
+from pallas_kernels.rounding.reference import LARGEST, Rounded, Sums, factor_of
 from pallas_kernels.triton import below, load, store
 
 MAX_WIDTH = 8192  # a program holds its row in registers
@@ -73,9 +72,9 @@ def _add_norm(
         elif isinstance(scale, RoundedNorm):
             y = norm(x, scale.scale)
             ref, scales_ref = ref
-            of_row = scale_of(jnp.max(jnp.abs(y)))
-            scales_ref[row] = of_row
-            y = codes_of(y, of_row)
+            largest = jnp.max(jnp.abs(y))
+            scales_ref[row] = largest / LARGEST
+            y = y * factor_of(largest)
         else:
             y = norm(x, scale)
         store(ref, row, column, value=y, mask=inside)

@@ -74,7 +74,16 @@ def values_of(x: Array | Sums) -> Float[Array, "..."]:
 def reference(x: Float[Array, "*rows D"]) -> Rounded:
     """Return codes and scales. Arguments as in `pallas_kernels.rounding.round_rows`."""
     numbers = x.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(numbers), axis=-1) / np.float32(LARGEST)
-    numbers = numbers / jnp.where(scales > 0, scales, 1)[..., None]
-    # A quotient may exceed the largest code by a rounding error, which e4m3 makes NaN.
-    return Rounded(jnp.clip(numbers, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn), scales)
+    largest = jnp.max(jnp.abs(numbers), axis=-1)
+    # The largest number becomes 448, up to a last bit, which rounds to 448.
+    numbers = numbers * factor_of(largest)[..., None]
+    return Rounded(numbers.astype(jnp.float8_e4m3fn), largest / np.float32(LARGEST))
+
+
+def factor_of(largest: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Return what numbers of a row become codes by, given their largest magnitude.
+
+    A row of zeros, or of numbers so small that their scale's inverse is not finite, has codes of zero.
+    """
+    least = float(jnp.finfo(jnp.float32).tiny) * LARGEST
+    return jnp.where(largest >= least, LARGEST / jnp.maximum(largest, least), 0.0)

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.rounding.reference import LARGEST, Rounded
+from pallas_kernels.rounding.reference import LARGEST, Rounded, factor_of
 from pallas_kernels.triton import below, load, store
 
 MAX_WIDTH = 32768  # a program holds its row in registers
@@ -25,19 +25,9 @@ def _round(x_ref, codes_ref, scales_ref) -> None:
     column = lax.iota(jnp.int32, pl.next_power_of_2(d))
     inside = below(column, d)
     x = load(x_ref, row, column, mask=inside).astype(jnp.float32)
-    scale = scale_of(jnp.max(jnp.abs(x)))
-    store(codes_ref, row, column, value=codes_of(x, scale), mask=inside)
-    scales_ref[row] = scale
-
-
-def scale_of(largest: Array) -> Array:
-    """Return the scale of a row whose largest magnitude this is."""
-    return largest / LARGEST
-
-
-def codes_of(x: Array, scale: Array) -> Array:
-    """Return numbers of a row divided by its scale. They are codes once they are stored."""
-    return jnp.clip(x / jnp.where(scale > 0, scale, 1.0), -LARGEST, LARGEST)
+    largest = jnp.max(jnp.abs(x))
+    store(codes_ref, row, column, value=x * factor_of(largest), mask=inside)
+    scales_ref[row] = largest / LARGEST
 
 
 def round_rows_triton(x: Float[Array, "R D"], *, interpret: bool = False) -> Rounded:
