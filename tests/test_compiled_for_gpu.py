@@ -381,6 +381,19 @@ def test_a_pass_over_a_long_prompt_writes_no_weight_out(format: str) -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 100 << 20  # parts of sums
 
 
+def test_norms_round_what_products_read_and_multiply_with_their_scales() -> None:
+    """Attention and gates have a kernel that rounds; nothing else has one."""
+    spec = small("31b", "none")
+    formats = formats_for(spec.target, "fp8-dynamic")
+    spec = dataclasses.replace(spec, target=spec.target.with_formats(formats))
+    compiled, _ = compile_loop(spec, 8)
+    hlo = compiled.as_text() or ""
+    assert big_moves(hlo) == []
+    layers = len(spec.target.config.layers)
+    named = {n: len(re.findall(rf'name = "{n}"', hlo)) for n in ("add_norm", "qkv", "round_rows")}
+    assert named == {"add_norm": 2 * layers, "qkv": layers, "round_rows": 2 * layers}
+
+
 @pytest.mark.parametrize("rows", [32, 512])
 def test_dynamic_products_multiply_8_bit_floats(rows: int) -> None:
     """The MLP of 31B: both operands are e4m3, and sums leave in 16 bits."""

@@ -75,7 +75,8 @@ def sums_of(
     second time.
     """
     rows = x.shape[: x.ndim - inputs]
-    if isinstance(weight, QuantisedArray) and weight.rounds_activations:
+    alone = math.prod(rows) == 1 and not isinstance(x, Rounded)  # is multiplied twice, below
+    if isinstance(weight, QuantisedArray) and weight.rounds_activations and not alone:
         flat = x.reshape(math.prod(rows), *x.shape[x.ndim - inputs :])
         dtype = weight.dtype if isinstance(x, Rounded) else x.dtype
         sums, of_rows, of_outputs = weight.multiply_rounded(flat, dtype)

@@ -7,9 +7,11 @@ A layer reads as its equation:
 
 `add` computes nothing. `norm` adds and norms in one kernel (`pallas_kernels.norms.add_norm`), which
 reads the stream once and writes the sum and all of its norms. XLA would make a kernel of each norm,
-and compute the sum anew in each. A norm whose reader multiplies 8-bit floats is rounded there too
-(`layers.norm_for`), and what a part made of such floats is multiplied with its scales. A layer returns a `Sum`. Its caller norms that as the next layer
+and compute the sum anew in each. A layer returns a `Sum`. Its caller norms that as the next layer
 wants it.
+
+The kernel also rounds a norm whose reader multiplies 8-bit floats (`layers.norm_for`), and what a
+part made of such floats meets its scales there.
 
 A model whose parts have one norm each, before them, needs none of this. There
 `x + attention(rms_norm(x, scale, eps))` says all.
