@@ -414,7 +414,9 @@ def commit(
     left = (state.max_new_tokens - state.num_tokens)[:, None]
     kept = valid & (stops_before == 0) & (offset < left)
     columns = jnp.where(kept, state.num_tokens[:, None] + offset, nowhere)
-    step_column = jnp.where(state.active & (state.num_steps >= 0), state.num_steps, nowhere)
+    # Steps of a rollout that goes on are counted from its first call on, and may be any number.
+    counted = state.active & (state.num_steps >= 0)
+    step_column = jnp.where(counted, state.num_steps % nowhere, nowhere)
     num_tokens = state.num_tokens + jnp.sum(kept, axis=1, dtype=jnp.int32)
     logprobs, counts = state.logprobs, state.counts
     if logprobs is not None:

@@ -211,8 +211,8 @@ def result_of(plan: Plan, state: DecodeState, past: Past | None) -> GenerateResu
     if past is not None:
         reasons = jnp.where(past.finished > 0, past.finished, reasons)
         num_steps = jnp.maximum(num_steps - past.steps, 0)
-        columns = past.steps[:, None] + column
-        accepted = jnp.take_along_axis(state.acceptance_lengths, columns, axis=1, mode="clip")
+        columns = (past.steps[:, None] + column) % state.acceptance_lengths.shape[1]
+        accepted = jnp.take_along_axis(state.acceptance_lengths, columns, axis=1)
     result = GenerateResult(
         tokens=state.tokens[:, :m],
         lengths=state.num_tokens,

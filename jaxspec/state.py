@@ -188,7 +188,8 @@ class DecodeState(struct.PyTreeNode):
         the slot: a key that no query sees has weight 0, and 0 times NaN is NaN.
       tokens: what was generated, prefill's token first.
       num_steps: verify steps; -1 until the prompt is read, whose step is number 0.
-      acceptance_lengths: tokens committed in each verify step, before any cut by a stop or limit.
+      acceptance_lengths: tokens committed in each verify step, before any cut by a stop or limit. Step n
+        is in column n modulo M.
       logprobs: of `tokens`, where asked for.
       counts: of prompt and `tokens`, where there are penalties.
       stop_ids: padded with -1.

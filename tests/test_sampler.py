@@ -253,6 +253,15 @@ def test_a_rollout_goes_on_as_if_it_had_not_stopped(ask: Any) -> None:
     same(joined, whole.tokens)  # penalties count what was generated before
     assert rest.lengths.tolist() == [5] * 4
     assert rest.num_steps.tolist() == [4] * 4  # the first token belongs to none
+    prompts = prompts.after(begun)
+    assert prompts.past is not None
+    many = prompts.past.replace(
+        steps=prompts.past.steps + 1000
+    )  # of more calls than caches have room
+    same(
+        ask(prompts.replace(past=many), max_new_tokens=5).acceptance_lengths,
+        rest.acceptance_lengths,
+    )
     assert begun.logprobs is not None
     assert rest.logprobs is not None
     for kind in ("target", "sampled"):
