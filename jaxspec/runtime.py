@@ -196,12 +196,17 @@ class Runtime:
 
     @property
     def target_params(self) -> Params:
-        """The target's weights; others of the same shapes compile nothing. Set them as any `flat_params`."""
+        """The target's weights; others of the same shapes compile nothing. Set them as any `flat_params`.
+
+        Setting what does not fit raises ValueError, and the old weights stay.
+        """
         return self._target_params
 
     @target_params.setter
     def target_params(self, params: Any) -> None:
-        self._target_params = on_decoding_mesh(flat_params(params))
+        params = flat_params(params)
+        self.spec.target.check(params)
+        self._target_params = on_decoding_mesh(params)
 
     @property
     def drafter_params(self) -> Params | None:
@@ -210,7 +215,12 @@ class Runtime:
 
     @drafter_params.setter
     def drafter_params(self, params: Any) -> None:
-        self._drafter_params = None if params is None else on_decoding_mesh(flat_params(params))
+        if params is not None:
+            params = flat_params(params)
+            if self.spec.drafter is not None:
+                self.spec.drafter.check(params)
+            params = on_decoding_mesh(params)
+        self._drafter_params = params
 
     def place(self, rows: Any) -> Any:
         """Put what the host knows about rows onto the mesh."""

@@ -95,6 +95,9 @@ def test_models_and_engines_take_trees(model: LoadedModel):
     engine = Engine(model, None, batch_size=1, cache_length=64)
     engine.target_params = nested(doubled)
     same(engine.target_params, doubled)
+    with pytest.raises(ValueError, match="final_norm: missing"):
+        engine.target_params = {n: x for n, x in doubled.items() if n != "final_norm"}
+    same(engine.target_params, doubled)
 
 
 def test_weights_are_cast_where_they_are_floats(model: LoadedModel):
