@@ -134,6 +134,14 @@ def why_not_triton(
     return None
 
 
+def why_not_rounding(x: Array, *, interpret: bool) -> str | None:
+    """Return why a Triton kernel cannot take such rows and round them to e4m3, or None."""
+    codes = jax.ShapeDtypeStruct((), jnp.float8_e4m3fn)  # only newer GPUs convert them
+    return why_not_triton(x, interpret=interpret) or why_not_triton(
+        codes, interpret=interpret, dtypes=(codes.dtype,)
+    )
+
+
 def too_many_rows(x: Array, most: int) -> str | None:
     """Return why a Triton kernel that is cut for so many rows cannot take these, or None."""
     if x.shape[0] > most:

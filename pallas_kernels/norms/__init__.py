@@ -8,10 +8,15 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
+from pallas_kernels.dispatch import (
+    Candidate,
+    Implementation,
+    dispatch,
+    why_not_rounding,
+    why_not_triton,
+)
 from pallas_kernels.norms.reference import (
     Branch,
     NextNorm,
@@ -105,7 +110,5 @@ def _why_not(x: Array, rounding: bool, interpret: bool) -> str | None:
     """Return why the kernel cannot take such rows on the GPU of this machine, or None."""
     if x.shape[-1] > MAX_WIDTH:
         return f"the Triton kernel holds rows of up to {MAX_WIDTH} numbers, not {x.shape[-1]}"
-    codes = [jnp.empty(0, jnp.float8_e4m3fn)] * rounding  # only GPUs that convert them
-    return why_not_triton(x, interpret=interpret) or why_not_triton(
-        *codes, interpret=interpret, dtypes=(jnp.float8_e4m3fn,)
-    )
+    why_not = why_not_rounding if rounding else why_not_triton
+    return why_not(x, interpret=interpret)

@@ -4,6 +4,9 @@ A program handles one row. It reads and writes each number once. XLA instead mak
 norm. Each of these kernels computes the sum again. Where one norm depends on another, every block
 of columns computes the other one again.
 
+What a product of 8-bit floats left, `Sums`, meets its scales where it is loaded. A norm that the next
+such product reads is rounded where it is stored.
+
 Measured on an H200 after the attention of 26B-A4B: for 2 rows 1.9 us instead of 3.3 us, for 512
 rows 4.9 us instead of 7.9 us. XLA's kernels for 2 rows take 10.6 us in all and run side by side.
 """
@@ -46,7 +49,9 @@ def _add_norm(
 
     # All loads come first, because the compiler moves no load to before a sum over the row.
     x = load(x_ref, row, column, mask=inside)
-    parts = [(load_row(ref, row, column, inside, dtype), weight(scale)) for ref, scale in part_refs]
+    parts = [
+        (_load_row(ref, row, column, inside, dtype), weight(scale)) for ref, scale in part_refs
+    ]
     scale, then = weight(scale_ref), jax.tree.map(weight, then_refs)
     factor = None if factor_ref is None else factor_ref[0]
 
@@ -80,7 +85,7 @@ def _add_norm(
         store(ref, row, column, value=y, mask=inside)
 
 
-def load_row(
+def _load_row(
     ref, row: Array, column: Array, inside: Array | None, dtype: jnp.dtype
 ) -> Float[Array, " D"]:
     """Load a row of numbers, or of sums, which are multiplied with their scales and rounded."""

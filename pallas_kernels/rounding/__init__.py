@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_triton
+from pallas_kernels.dispatch import Candidate, Implementation, dispatch, why_not_rounding
 from pallas_kernels.rounding.reference import LARGEST, Rounded, Sums, reference, values_of
 from pallas_kernels.rounding.triton import MAX_WIDTH, round_rows_triton
 
@@ -43,7 +42,4 @@ def _why_not(x: Array, interpret: bool) -> str | None:
     """Return why the kernel cannot take such rows on the GPU of this machine, or None."""
     if x.shape[-1] > MAX_WIDTH:
         return f"the Triton kernel holds rows of up to {MAX_WIDTH} numbers, not {x.shape[-1]}"
-    codes = jnp.empty(0, jnp.float8_e4m3fn)  # only GPUs that convert them
-    return why_not_triton(x, interpret=interpret) or why_not_triton(
-        codes, interpret=interpret, dtypes=(codes.dtype,)
-    )
+    return why_not_rounding(x, interpret=interpret)

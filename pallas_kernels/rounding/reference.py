@@ -53,10 +53,6 @@ class Sums(NamedTuple):
         return self.sums.shape
 
     @property
-    def ndim(self) -> int:
-        return self.sums.ndim
-
-    @property
     def dtype(self) -> jnp.dtype:
         return self.sums.dtype
 
