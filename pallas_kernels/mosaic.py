@@ -6,7 +6,6 @@ TMA loads all of them into one ring in shared memory, so that no share waits for
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,7 +66,7 @@ class Steps(NamedTuple):
     Attributes:
       load: from a tile of outputs, one of rows, a step, a place of the rings and its barrier, let TMA
         load what is multiplied.
-      multiply: from sums and a place, hand it to wgmma, with a left operand in registers.
+      multiply: from sums and a place, hand it to wgmma.
       finish: from sums [64 outputs, rows] and the first of these outputs, return the result.
     """
 
@@ -87,6 +86,7 @@ def multiply_tiles(
     dtype: DTypeLike,
     rings: tuple[Any, ...],
     loads: int,
+    apart: bool = False,
 ) -> Float[Array, "R N"]:
     """Return a product of rows with all tiles of outputs.
 
@@ -100,6 +100,8 @@ def multiply_tiles(
       dtype: of the result. Parts are float32.
       rings: shared memory with `cut.stages` places.
       loads: of a place.
+      apart: whether each step has sums of its own in the tensor cores, which are added to the others
+        outside of them. Sums of 8-bit floats have few bits there.
 
     Raises:
       ValueError: the cut puts whole tiles before splits that are too short for it.
@@ -144,7 +146,8 @@ def multiply_tiles(
 
         of_step = steps_of(*given, *own)
         shares = shares_of(block, blocks, tiles, steps, cut)
-        _in_ring(shares, cut, rows, there, free, load, of_step.multiply, write)
+        ring = Ring(there, free, load, of_step.multiply, write)
+        _in_ring(shares, cut, rows, ring, apart=apart)
 
     kernel.__name__ = name
     piece = cut.groups, min(rows, PIECE), TILE
@@ -170,31 +173,31 @@ def multiply_tiles(
     return added[0] if len(added) == 1 else jnp.concatenate(added, axis=1)
 
 
-def _in_ring(
-    shares: Shares,
-    cut: Any,
-    rows: int,
-    there: Any,
-    free: Any,
-    load: Callable[[Array, Array, Array], None],
-    multiply: Callable[[Any, Array], None],
-    write: Callable[[Share, Array], None],
-) -> None:
-    """Multiply shares of a block, which TMA loads into a ring several steps ahead.
+class Ring(NamedTuple):
+    """Shared memory that TMA fills several steps ahead.
 
-    The warpgroups of a block of threads take turns with loading.
-
-    Args:
-      there, free: two barriers of each place of the ring. What was loaded is there, and all
-        warpgroups have read it.
-      load: from a tile and one of its steps into a place of the ring.
+    Attributes:
+      there, free: two barriers of each place. What was loaded is there, and all warpgroups have read
+        it.
+      load: from a tile and one of its steps into a place.
       multiply: as in `Steps`.
       write: the sums of a share.
     """
+
+    there: Any
+    free: Any
+    load: Callable[[Array, Array, Array], None]
+    multiply: Callable[[Any, Array], None]
+    write: Callable[[Share, Array], None]
+
+
+def _in_ring(shares: Shares, cut: Any, rows: int, ring: Ring, *, apart: bool) -> None:
+    """Multiply shares of a block of threads. Its warpgroups take turns with loading."""
     warpgroup, stages = lax.axis_index("warpgroup"), cut.stages
     assert stages >= 3  # places are filled again a step after they are given back
     begins = shares.begins
     count = begins[-1]
+    accumulator = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
 
     def loads(place):
         """Tell whether this warpgroup loads a place of the ring. The others need not wait for it."""
@@ -202,34 +205,55 @@ def _in_ring(
 
     @pl.loop(0, jnp.minimum(count, stages))
     def _(i):
-        pl.when(loads(i))(lambda: load(*shares.at(i), i))
+        pl.when(loads(i))(lambda: ring.load(*shares.at(i), i))
+
+    def begin(i, place, total):
+        """Multiply a step, and load over what all have given back meanwhile."""
+        plgpu.barrier_wait(ring.there.at[place])
+        ring.multiply(total, place)
+        before = jnp.where(place == 0, stages, place) - 1
+
+        @pl.when((i >= 1) & (i - 1 + stages < count) & loads(before))
+        def _():
+            plgpu.barrier_wait(ring.free.at[before])
+            ring.load(*shares.at(i - 1 + stages), before)
+
+    def end(place):
+        """Give a place back, and return the next one."""
+        plgpu.barrier_arrive(ring.free.at[place])
+        return jnp.where(place == stages - 1, 0, place + 1)
+
+    def run_together(share, first, place):
+        def steps(total):
+            def step(i, place):
+                begin(i, place, total)
+                # The next step has the same registers for its left operand, which wgmma reads until
+                # here.
+                plgpu.wgmma_wait(0)
+                return end(place)
+
+            return lax.fori_loop(first, first + share.count, step, place), total[...]
+
+        return pl.run_scoped(steps, accumulator)
+
+    def run_apart(share, first, place):
+        def step(i, carry):
+            place, total = carry
+
+            def sums(own):
+                begin(i, place, own)
+                return own[...]
+
+            own = pl.run_scoped(sums, accumulator)
+            return end(place), total + own
+
+        total = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), LEFT)
+        return lax.fori_loop(first, first + share.count, step, (place, total))
 
     def run(share, first, place):
         """Multiply a share, whose steps are counted from `first` on, and return the place of the next."""
-
-        def steps(total):
-            each = functools.partial(step, total)
-            return lax.fori_loop(first, first + share.count, each, place), total[...]
-
-        def step(total, i, place):
-            plgpu.barrier_wait(there.at[place])
-            multiply(total, place)
-            before = jnp.where(place == 0, stages, place) - 1
-
-            # Load over what all have given back, while this step is multiplied.
-            @pl.when((i >= 1) & (i - 1 + stages < count) & loads(before))
-            def _():
-                plgpu.barrier_wait(free.at[before])
-                load(*shares.at(i - 1 + stages), before)
-
-            # The next step has the same registers for its left operand, which wgmma reads until here.
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(free.at[place])
-            return jnp.where(place == stages - 1, 0, place + 1)
-
-        accumulator = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
-        place, total = pl.run_scoped(steps, accumulator)
-        write(share, total)
+        place, total = (run_apart if apart else run_together)(share, first, place)
+        ring.write(share, total)
         return place
 
     def run_whole(i, place):

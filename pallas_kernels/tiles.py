@@ -13,6 +13,7 @@ TILE = 64  # outputs of a warpgroup
 PROCESSORS = 132  # of an H200
 SHARED_BYTES = 224 << 10  # of a block of threads
 PIECE = 32  # rows of a result that a warpgroup writes at once
+BYTES_A_NS = 4400  # of weights that all processors read in a nanosecond
 START_NS = 2500  # of a block, until it multiplies
 WRITE_NS = 2500  # of a block, until its sums are written and it multiplies again
 PARTS_A_NS = 4000  # bytes of parts of sums that all processors read or write in a nanosecond

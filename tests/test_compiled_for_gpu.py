@@ -41,6 +41,7 @@ from jaxspec.state import DecodeSpec, PrefillChunk
 from pallas_kernels import eight_bits
 from pallas_kernels.attention import KVSegment, attention
 from pallas_kernels.attention.tuning import tiling_at_once
+from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.experts import experts
 from pallas_kernels.experts.cases import GEMMA4_26B_A4B, abstract_codes
 from pallas_kernels.experts.coded import multiply_gate_up
@@ -415,7 +416,9 @@ def test_dynamic_products_multiply_8_bit_floats(rows: int) -> None:
     hlo = H200.compile(mlp, x, weights, compiler_options=COMPILER_OPTIONS).as_text() or ""
     assert big_moves(hlo) == []
     dots = re.findall(r" dot\((.*)\), lhs", hlo) + re.findall(r'matmul.f8"', hlo)
-    assert len(dots) == 2
+    kernels = len(re.findall(r'custom_call_target="mosaic_gpu', hlo))
+    assert kernels == (1 if rows == 32 and jax.__version_info__ >= (0, 11, 2) else 0)  # down's
+    assert len(dots) + kernels == 2
     made = set(re.findall(r"= \(?(\w+)\[([\d,]+)\]", hlo))
     for shape in shapes.values():
         whole = f"{shape[1]},{shape[0]}"
@@ -691,6 +694,27 @@ def test_many_rows_of_four_bit_codes_spill_nothing(
     said = "".join(capfd.readouterr())
     assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
     assert "serialized" not in said
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@pytest.mark.parametrize("size", ["31b qkv", "31b down"])
+@pytest.mark.parametrize("rows", [1, 64, 128])
+def test_rounded_rows_are_multiplied_without_a_conversion(
+    rows: int, size: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Codes and rows are read by wgmma from shared memory, and its sums fit into registers."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    inputs, outputs = SHAPES[size]
+    args = (jax.ShapeDtypeStruct((n, inputs), jnp.float8_e4m3fn) for n in (rows, outputs))
+    product = functools.partial(eight_bits.rounded_sums, axes=(1,), dtype=jnp.bfloat16)
+    H200.compile(functools.partial(product, implementation="mosaic"), *args)
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
+    assert "serialized" not in said
+    operands = re.findall(r"wgmma\.mma_async\S+e4m3\.e4m3 \{[^}]*\}, (\S+), (\S+),", said)
+    assert operands
+    assert all(left.startswith("%rd") for left, _ in operands)  # an address, and no registers
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")

@@ -1,14 +1,15 @@
 """A product of rows with a weight of 8-bit codes and a scale for each output.
 
 `reference.py` shows what is computed. `decode.py` shows how a GPU makes numbers of codes. `triton.py`
-multiplies few rows by them, `mosaic.py` many. `tuning.py` has tile sizes, and says which is faster.
+multiplies few rows by them, `mosaic.py` many. Where rows are rounded to 8-bit floats too, no code is
+converted: `mosaic_floats.py` multiplies both. `tuning.py` has tile sizes, and says which is faster.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +27,23 @@ from pallas_kernels.eight_bits.reference import reference, sums
 from pallas_kernels.eight_bits.triton import Cut, linear_triton
 from pallas_kernels.eight_bits.tuning import (
     MOST_ROWS,
+    FloatsCut,
     MosaicCut,
     cut_for,
+    floats_are_faster,
+    floats_cut_for,
     mosaic_cut_for,
     mosaic_is_faster,
     triton_is_faster,
 )
 
 LEAST = 64  # inputs and outputs are multiples of it
-CODES = (jnp.int8, jnp.float8_e4m3fn)
+FLOATS = (jnp.float8_e4m3fn,)
+CODES = (jnp.int8, *FLOATS)
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
+OfRounded = Literal["auto", "reference", "mosaic"]
 
-__all__ = ["Cut", "MosaicCut", "linear", "reference", "sums"]
+__all__ = ["Cut", "FloatsCut", "MosaicCut", "linear", "reference", "rounded_sums", "sums"]
 
 
 def linear(
@@ -104,6 +110,48 @@ def linear(
     return dispatch(implementation, candidates, plain, x, codes, scales)
 
 
+def rounded_sums(
+    x: Float[Array, "R *in"],
+    codes: Float[Array, "*out_in"],
+    axes: tuple[int, ...],
+    *,
+    dtype: DTypeLike,
+    implementation: OfRounded = "auto",
+    cut: FloatsCut | None = None,
+) -> Float[Array, "R *out"]:
+    """Return the sums of x * codes over all axes of x but the first, in float32.
+
+    Args:
+      x: codes of rounded rows, e4m3.
+      codes: e4m3.
+      axes: those of codes that are summed, which are the last ones.
+      dtype: of the result. The sums are rounded to it.
+      implementation: "mosaic" needs up to 128 rows, sizes as in `linear`, and a Hopper GPU. "auto"
+        takes it where it can run and is faster, and takes "reference" elsewhere.
+      cut: tile sizes of the kernel; None takes them from `tuning.py`.
+
+    Raises:
+      NotImplementedError: implementation is "mosaic" and it cannot run.
+    """
+    shape = codes.shape[: axes[0]]
+    sizes = x.shape[0], math.prod(x.shape[1:]), math.prod(shape)
+    own = cut or floats_cut_for(*sizes, jnp.dtype(dtype).itemsize)
+
+    def mosaic(x: Array, codes: Array) -> Array:
+        from pallas_kernels.eight_bits.mosaic_floats import multiply_floats  # not in every jax
+
+        assert own is not None
+        flat, codes = x.reshape(x.shape[0], -1), codes.reshape(sizes[2], -1)
+        return multiply_floats(flat, codes, dtype=dtype, cut=own).reshape(-1, *shape)
+
+    reason = _why_not_cut(*sizes[1:]) or _why_not_mosaic(
+        x, codes, own, interpret=False, dtypes=FLOATS, codes_dtypes=FLOATS
+    )
+    candidate = Candidate("mosaic", mosaic, reason, floats_are_faster(*sizes))
+    plain = functools.partial(sums, axes=axes, dtype=dtype)
+    return dispatch(implementation, [candidate], plain, x, codes)
+
+
 def _why_not_cut(inputs: int, outputs: int) -> str | None:
     if inputs % LEAST or outputs % LEAST:
         return (
@@ -120,8 +168,20 @@ def _why_not_triton(x: Array, codes: Array, interpret: bool) -> str | None:
     )
 
 
-def _why_not_mosaic(x: Array, codes: Array, cut: MosaicCut | None, interpret: bool) -> str | None:
-    """Return why the Mosaic kernel cannot take these on the GPU of this machine, or None."""
+def _why_not_mosaic(
+    x: Array,
+    codes: Array,
+    cut: MosaicCut | None,
+    interpret: bool,
+    *,
+    dtypes: tuple[Any, ...] = (jnp.bfloat16,),
+    codes_dtypes: tuple[Any, ...] = CODES,
+) -> str | None:
+    """Return why a Mosaic kernel cannot take these on the GPU of this machine, or None.
+
+    Args:
+      dtypes, codes_dtypes: what it takes for rows, and for codes.
+    """
     if interpret:
         return "the Mosaic kernel is not interpreted"
     if jax.__version_info__ < (0, 11, 2):
@@ -130,4 +190,7 @@ def _why_not_mosaic(x: Array, codes: Array, cut: MosaicCut | None, interpret: bo
         return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
     if cut is None:
         return f"the Mosaic kernel has no cut for rows {x.shape} and codes {codes.shape}"
-    return _why_not_triton(x, codes, interpret)  # it needs the same
+    # It needs the same as Triton's.
+    return why_not_triton(x, interpret=False, dtypes=dtypes) or why_not_triton(
+        codes, interpret=False, dtypes=codes_dtypes
+    )

@@ -1,4 +1,4 @@
-"""Tile sizes of both kernels, and where they are faster than XLA's product."""
+"""Tile sizes of the kernels, and where they are faster than XLA's product."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import dataclasses
 
 from pallas_kernels.eight_bits.triton import Cut
 from pallas_kernels.tiles import (
+    BYTES_A_NS,
     FEW_ROWS,
     MANY_GROUPS,
     MANY_ROWS,
+    PARTS_A_NS,
     PIECE,
     PROCESSORS,
+    START_NS,
     TILE,
+    WRITE_NS,
     padded,
     shares,
     shares_of_many,
@@ -90,7 +94,24 @@ MOST_ROWS = 256  # of Triton's kernel
 # fp8 of XLA takes 60 for 512 rows of 2816 x 8192, and 229 for 21504 x 5376. Tiles of 128 rows and lines
 # of 128 codes take 46 and 197 in fp8, and 46 and 200 in int8.
 #
-# The kernel is Triton's for up to 8 rows, and Mosaic's from 16 on. Mosaic's for 32 rows, and for fp8,
+# fp8 takes 36, 26, 17 and 67 for 16 rows of 21504 x 5376, 5376 x 16384, 8192 x 5376 and 5376 x 43008 in
+# Mosaic's kernel, and 42, 29, 16 and 62 in XLA.
+#
+# Rounded rows, fp8 x fp8, kernels alone with the sum of parts. XLA's kernel adds with fewer bits:
+#
+#   inputs x outputs    rows  2     8      16     32     64     128
+#   5376 x 43008   XLA                     54            62     63
+#                  floats                                61     72
+#   21504 x 5376   XLA        34    36     36     36     37     39
+#                  floats     30    30     30     31     34     38
+#   5376 x 16384   XLA        28    28     28     30     30     25
+#                  floats     22    22     23     23     24     27
+#   8192 x 5376    floats     14    14     15     16     17     20
+#
+# With tiles of 256 outputs it takes 57 without a join for 16 rows of 5376 x 43008. A copy of rows for
+# two blocks at once, by TMA's multicast, changes nothing.
+#
+# The kernel of codes is Triton's for up to 8 rows, and Mosaic's from 16 on. Mosaic's for 32 rows, and for fp8,
 # was measured when the first tiles and the last ones had a kernel each. Triton's takes 67, 36, 30 and
 # 17 for 16 rows of 5376 x 43008, 21504 x 5376, 5376 x 16384 and 8192 x 5376, and 83, 38, 30 and 20
 # for 32.
@@ -108,6 +129,8 @@ TABLE = (
 )
 LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
 LEAST_NUMBERS_OF_MANY = 10e6
+LEAST_NUMBERS_OF_FLOATS = 40e6  # for smaller ones both take about as long
+LARGE_NUMBERS = 80e6
 # Large products for which Triton's kernel is faster with up to 8 rows.
 LARGE = ((21504, 5376), (5376, 16384), (8192, 5376), (5376, 18432))
 # Codes that TMA loads side by side. With few rows it is slow with fewer than 128 bytes.
@@ -147,6 +170,20 @@ class MosaicCut:
         return (
             self.stages * self.line * (self.outputs + 2 * rows)
             + self.outputs * min(rows, PIECE) * size
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatsCut(MosaicCut):
+    """How the kernel of 8-bit floats cuts a product. Its rows take a byte each number."""
+
+    groups: int = 2
+
+    def shared_bytes(self, rows: int, result_bytes: int) -> int:
+        """Return the shared memory of a block: the ring, and what of a result is written at once."""
+        size = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
+        return (
+            self.stages * self.line * (self.outputs + rows) + self.outputs * min(rows, PIECE) * size
         )
 
 
@@ -203,6 +240,27 @@ def _cut_of_many(rows: int, inputs: int, outputs: int, result_bytes: int) -> Mos
     return None
 
 
+def floats_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) -> FloatsCut | None:
+    """Return how the kernel of 8-bit floats cuts a product; None where it does not fit."""
+    cut = FloatsCut(line=LINE if inputs % LINE == 0 else LEAST_LINE)
+    if rows > FEW_ROWS or outputs % cut.outputs or inputs % cut.line:
+        return None
+    rows, tiles, steps = padded(rows, ROWS), outputs // cut.outputs, inputs // cut.line
+    # By the times of the sizes of 31B. Memory delivers as much to some processors as to all of them.
+    step_ns = cut.groups * cut.line / LINE * (150 + 0.8 * rows)
+    memory_ns = inputs * outputs / BYTES_A_NS
+    found = []
+    for splits in range(1, max(1, min(12, steps // 4)) + 1):
+        rounds = -(-tiles * splits // PROCESSORS)
+        time = START_NS + rounds * WRITE_NS
+        time += max(memory_ns, rounds * steps * step_ns / splits)
+        if splits > 1:  # parts are written and read
+            time += 1500 + 8 * splits * rows * outputs / PARTS_A_NS
+        found.append((time, splits))
+    cut = dataclasses.replace(cut, splits=min(found)[1])
+    return with_stages(cut, rows, steps, result_bytes)
+
+
 def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
     """Tell whether Triton's kernel is faster than XLA's product, by the figures above.
 
@@ -219,7 +277,14 @@ def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool
 
 def mosaic_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
     """Tell whether Mosaic's kernel is faster than XLA's product, by the figures above."""
-    if fp8 and (rows <= 16 or (32 < rows <= FEW_ROWS and outputs > 20_000)):
+    if fp8 and rows <= 16:
+        return rows == 16 and inputs * outputs >= LARGE_NUMBERS and outputs <= 20_000
+    if fp8 and 32 < rows <= FEW_ROWS and outputs > 20_000:
         return False
     least = LEAST_NUMBERS if rows <= MANY_ROWS else LEAST_NUMBERS_OF_MANY
     return rows >= 16 and inputs * outputs >= least
+
+
+def floats_are_faster(rows: int, inputs: int, outputs: int) -> bool:
+    """Tell whether the kernel of 8-bit floats is faster than XLA's product, by the figures above."""
+    return rows <= 64 and inputs * outputs >= LEAST_NUMBERS_OF_FLOATS and outputs <= 20_000

@@ -14,7 +14,7 @@ import pytest
 from jaxspec.configs.gemma4 import PRESETS
 from jaxspec.families import graph_of
 from jaxspec.quantised.choice import formats_for
-from pallas_kernels.eight_bits import Cut, decode, linear
+from pallas_kernels.eight_bits import Cut, decode, linear, rounded_sums
 from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.eight_bits.tuning import (
     LINE,
@@ -23,10 +23,13 @@ from pallas_kernels.eight_bits.tuning import (
     TABLE,
     MosaicCut,
     cut_for,
+    floats_are_faster,
+    floats_cut_for,
     mosaic_cut_for,
     mosaic_is_faster,
     triton_is_faster,
 )
+from pallas_kernels.rounding import round_rows
 from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, padded, results_are_apart, shares
 
 KINDS = (jnp.int8, jnp.float8_e4m3fn)
@@ -168,6 +171,14 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
                 assert results_are_apart(own, inputs // own.line)
                 taken = padded(rows, ROWS * own.row_tiles) // own.row_tiles
                 assert own.shared_bytes(taken, 2) <= SHARED_BYTES
+            floats = floats_cut_for(rows, inputs, outputs)
+            assert (floats is None) == (rows > 128)
+            if floats is not None:
+                steps = inputs // floats.line
+                assert outputs % floats.outputs == inputs % floats.line == floats.whole == 0
+                assert steps // floats.splits >= 4
+                assert floats.stages >= 3
+                assert floats.shared_bytes(padded(rows, ROWS), 2) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -178,7 +189,8 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
         ("31b gate_up", False, "XMMMMMM", "XTTXXXX"),
         ("31b gate_up", True, "XXMXXMM", "XXTXXXX"),
         ("31b down", False, "TMMMMMM", "TTTXXXX"),
-        ("31b down", True, "TXMMMMM", "TXTXXXX"),
+        ("31b down", True, "TMMMMMM", "TXTXXXX"),
+        ("31b out", True, "TXMMMMM", "TXTXXXX"),
         ("31b out", False, "TMMMMMM", "TTTXXXX"),
         ("31b full qkv", False, "TMMMMMM", "TTTXXXX"),
         ("26b-a4b gate_up", False, "TMMMMMM", "TTTXXXX"),
@@ -195,6 +207,33 @@ def test_a_kernel_is_taken_where_it_was_measured_to_be_faster(name, fp8, kernels
         assert triton_is_faster(*sizes, fp8=fp8) == (other == "T"), rows
         assert mosaic_is_faster(*sizes, fp8=fp8) == (kernel == "M"), rows
         assert kernel in ("M", other)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("31b gate_up", 0), ("31b down", 64), ("31b out", 64), ("26b-a4b qkv", 0), ("e4b down", 0)],
+)
+def test_the_kernel_of_rounded_rows_is_taken_up_to_the_rows_for_which_it_was_faster(name, rows):
+    for count in (1, 16, 64, 65, 512):
+        assert floats_are_faster(count, *SHAPES[name]) == (count <= rows)
+
+
+def test_products_of_rounded_rows_without_a_kernel_say_why():
+    shape = jax.ShapeDtypeStruct
+    x, codes = shape((4, 128), jnp.float8_e4m3fn), shape((128, 128), jnp.float8_e4m3fn)
+    product = functools.partial(rounded_sums, axes=(1,), dtype=jnp.bfloat16)
+    assert jax.eval_shape(product, x, codes).shape == (4, 128)
+    product = functools.partial(product, implementation="mosaic")
+    if jax.__version_info__ < (0, 11, 2):
+        with pytest.raises(NotImplementedError, match=r"needs jax 0\.11\.2"):
+            jax.eval_shape(product, x, codes)
+        return
+    for given, said in [
+        (shape((4, 128), jnp.bfloat16), "is cut for float8_e4m3fn, not bfloat16"),
+        (shape((200, 128), jnp.float8_e4m3fn), "has no cut for rows"),
+    ]:
+        with pytest.raises(NotImplementedError, match=said):
+            jax.eval_shape(product, given, codes)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernel needs jax 0.11.2")
@@ -239,3 +278,21 @@ def test_every_product_of_every_target_on_a_gpu(name, kind):
             for choice in (dict(), dict(implementation="reference"))
         ]
         assert errors[0] <= 2 * errors[1], (rows, errors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_product_of_rounded_rows_on_a_gpu(name):
+    """The kernel is closer to float64 than XLA's product, whose sums stay in the tensor cores."""
+    inputs, outputs = SHAPES[name]
+    for rows in (1, 8, 16, 40, 64, 128):
+        x, codes, _ = arguments(rows, (inputs,), (outputs,), jnp.float8_e4m3fn)
+        x = round_rows(x).codes
+        some = slice(0, outputs, outputs // 64)
+        exact = np.asarray(x, np.float64) @ np.asarray(codes, np.float64)[some].T
+        errors = []
+        for how in ("mosaic", "reference"):
+            product = functools.partial(rounded_sums, axes=(1,), implementation=how)
+            sums = jax.jit(functools.partial(product, dtype=jnp.float32))(x, codes)[:, some]
+            errors.append(np.linalg.norm(np.asarray(sums) - exact) / np.linalg.norm(exact))
+        assert errors[0] < max(1e-3, errors[1]), (rows, errors)
