@@ -31,6 +31,8 @@ GRACE_S = 1.0  # for tidying up
 LAST_WORDS_S = 0.3  # for the message and for flushing: whoever reads a pipe may have stopped
 CLOSED_PIPE = 128 + signal.SIGPIPE  # the exit code of programs that write to a closed pipe
 
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EBADF)
+
 _WORDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 Left = str | Callable[[], str]
@@ -86,6 +88,7 @@ def message(left: Left = "") -> str:
 
 def run(command_line: Callable[[], None]) -> NoReturn:
     """Run a command line, and end the process with its exit code."""
+    _replace_closed_streams()
     install()
     code = 0
     try:
@@ -97,13 +100,30 @@ def run(command_line: Callable[[], None]) -> NoReturn:
     except BaseException as error:
         await_end_if_interrupted()
         code = 1
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
             code = _cannot_write(error)
         else:
             sys.excepthook(type(error), error, error.__traceback__)
     await_end_if_interrupted()
     atexit._run_exitfuncs()  # such as leaving the processes of a mesh
     os._exit(_flushed(code))
+
+
+def _replace_closed_streams() -> None:
+    """Open the standard streams that this process was started without, as `>&-` in a shell does.
+
+    Else a file that is opened later gets their number, and takes what is meant for them. Nothing is read,
+    and messages go nowhere. Output fails when it is flushed, because a result must not be lost silently.
+    """
+    for number, (name, mode, flags) in enumerate(
+        [("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)]
+    ):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, flags)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
 def install() -> None:

@@ -181,6 +181,27 @@ def test_output_that_cannot_be_written_is_told(unbuffered: str) -> None:
     assert done.stderr == "error: cannot write the output: No space left on device\n"
 
 
+@pytest.mark.skipif(os.name == "nt", reason="streams are closed by a shell of Unix")
+@pytest.mark.parametrize(
+    ("closed", "code", "stderr"),
+    [
+        (">&-", 2, "error: cannot write the output: Bad file descriptor\n"),
+        ("2>&-", 0, ""),
+        ("<&-", 0, "read ''\n"),
+        ("<&- >&- 2>&-", 2, ""),
+    ],
+)
+def test_a_closed_stream_is_no_traceback(closed: str, code: int, stderr: str) -> None:
+    body = """import os, sys
+print('result')
+print(f'read {sys.stdin.read()!r}', file=sys.stderr) if '<' in sys.argv[1] else None
+assert os.open(os.devnull, os.O_RDONLY) > 2"""
+    command = ["sh", "-c", f'"$0" "$@" {closed}', sys.executable, *run_in(body), closed]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, input="given")
+    assert (done.returncode, done.stderr) == (code, stderr)
+    assert done.stdout == ("result\n" if code == 0 else "")
+
+
 def test_a_library_leaves_signals_alone() -> None:
     """This process has imported jaxspec and its commands, and run none of them as a process of its own."""
     assert signal.getsignal(signal.SIGINT) is not interruption._handle

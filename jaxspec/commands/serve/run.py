@@ -63,7 +63,9 @@ def run(
     Raises:
       USER_ERRORS, UsageError: it cannot begin.
     """
-    if not settings.api_key and (key := os.environ.get(API_KEY)):
+    if not settings.api_key and (key := os.environ.get(API_KEY)) is not None:
+        if not key:
+            raise UsageError(f"{API_KEY} is empty; give it a key, or unset it to serve without one")
         settings = dataclasses.replace(settings, api_key=(key,))
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory_explained("--slots", "--cache-length"))
