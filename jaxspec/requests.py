@@ -35,6 +35,38 @@ def kept(returned: Any) -> int | None:
     return int(returned)
 
 
+def _is_list(value: Any) -> bool:
+    return hasattr(value, "__len__") and hasattr(value, "__iter__") and not isinstance(value, str)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:  # also a tuple with a list in it
+        return False
+    return True
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt_ids": (_is_list, "token ids"),
+    "sampling": (lambda value: isinstance(value, Sampling), "a Sampling"),
+    "stop_ids": (_is_list, "token ids, or ()"),
+    "id": (_is_hashable, "hashable, such as a number or a text"),
+    "stop_at": (lambda value: value is None or callable(value), "a function, or None"),
+    "grammar": (
+        lambda value: value is None or hasattr(value, "tokens"),
+        "what GrammarTokens.compile returns, or None",
+    ),
+}
+"""Fields of a request that are no numbers: what they must be, as a test and in words."""
+
+
+def kind_refusal(name: str, value: Any) -> str | None:
+    """Say why a value is not of the kind of this field of a request, or None where it is."""
+    fits, words = _KINDS[name]
+    return None if fits(value) else f"is {shown(value)}; it must be {words}"
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and how to continue it.
@@ -51,6 +83,9 @@ class Request:
       priority: requests of a smaller number leave the engine's queue sooner; equal ones in their order.
       grammar: what the reply may be, from `grammars.GrammarTokens.compile`. It ends with one of the grammar's stop ids,
         beside those given here.
+
+    Raises:
+      FieldError: a field is of another kind than these. What values may be is asked by the engine.
     """
 
     prompt_ids: tuple[int, ...]
@@ -63,6 +98,11 @@ class Request:
     stop_at: Callable[[Sequence[int]], int | None] | None = None
     priority: int = 0
     grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        for name in _KINDS:
+            if wrong := kind_refusal(name, getattr(self, name)):
+                raise FieldError(name, wrong)
 
     @property
     def num_stop_ids(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from jaxspec.families import graph_of
 from jaxspec.records import FieldError, Sampling
-from jaxspec.requests import Request, refusal
+from jaxspec.requests import Request, kind_refusal, refusal
 from jaxspec.runtime import make_spec
 from tests.tiny_qwen3 import config
 
@@ -54,6 +55,31 @@ def test_what_cannot_be_meant_is_refused_and_not_cut(field: str, value: Any, mes
     assert error.field == field
     with pytest.raises(FieldError, match=message):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("prompt_ids", None, "is None; it must be token ids"),
+        ("prompt_ids", "text", "is 'text'; it must be token ids"),
+        ("sampling", None, "is None; it must be a Sampling"),
+        ("sampling", {"top_k": 1}, "it must be a Sampling"),
+        ("stop_ids", 5, r"is 5; it must be token ids, or \(\)"),
+        ("id", ([],), r"is \(\[\],\); it must be hashable"),
+        ("stop_at", 3, "is 3; it must be a function, or None"),
+        ("grammar", "(ab)+", "it must be what GrammarTokens.compile returns"),
+    ],
+)
+def test_fields_of_another_kind_are_refused_by_name(field: str, value: Any, message: str):
+    said = kind_refusal(field, value)
+    assert said is not None
+    assert re.search(message, said)
+    request = Request((2, 3), 4)
+    assert kind_refusal(field, getattr(request, field)) is None
+    # The annotations, which only tests enforce, would refuse it before.
+    object.__setattr__(request, field, value)
+    with pytest.raises(FieldError, match=message):
+        request.__post_init__()
 
 
 def test_whole_numbers_of_every_kind_are_taken():
