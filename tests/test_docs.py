@@ -154,20 +154,24 @@ def test_commands_have_the_options_that_are_shown():
     assert seen >= 20
 
 
-def test_options_that_pages_name_exist():
-    """In the text, too: every `--option` in backquotes is one of some command's."""
+def test_pages_name_every_option_and_no_other():
+    """Every `--option` in backquotes is one of some command's, and each of these is on a page."""
     known = {
         flag
         for name in ("generate", "serve", "check", "bench", "convert")
         for flag in options(name)
     }
     known |= {"--version", "--help"}
+    of_all: set[str] = set()
     for page in PAGES:
-        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        whole = page.read_text(encoding="utf-8")
+        text = BLOCK.sub("", whole)
         named = {
             f for code in re.findall(r"`([^`]+)`", text) for f in re.findall(r"--[a-z][\w-]*", code)
         }
         assert named <= known, f"{page.name}: {sorted(named - known)}"
+        of_all.update(re.findall(r"--[a-z][\w-]*", whole))
+    assert known - of_all == set()
 
 
 def test_python_blocks_run(tmp_path: Path):
