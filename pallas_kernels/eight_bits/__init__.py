@@ -1,8 +1,8 @@
 """A product of rows with a weight of 8-bit codes and a scale for each output.
 
 `reference.py` shows what is computed. `decode.py` shows how a GPU makes numbers of codes. `triton.py`
-multiplies few rows by them, `mosaic.py` many. Where rows are rounded to 8-bit floats too, no code is
-converted: `mosaic_floats.py` multiplies both. `tuning.py` has tile sizes, and says which is faster.
+multiplies few rows by them, `mosaic.py` many, and rows that are 8-bit floats too. `tuning.py` has tile
+sizes, and says which is faster.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from pallas_kernels.eight_bits.reference import reference, sums
 from pallas_kernels.eight_bits.triton import Cut, linear_triton
 from pallas_kernels.eight_bits.tuning import (
     MOST_ROWS,
-    FloatsCut,
     MosaicCut,
     cut_for,
-    floats_are_faster,
-    floats_cut_for,
     mosaic_cut_for,
     mosaic_is_faster,
+    sums_are_faster,
+    sums_cut_for,
     triton_is_faster,
 )
 
@@ -43,7 +42,7 @@ CODES = (jnp.int8, *FLOATS)
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 OfRounded = Literal["auto", "reference", "mosaic"]
 
-__all__ = ["Cut", "FloatsCut", "MosaicCut", "linear", "reference", "rounded_sums", "sums"]
+__all__ = ["Cut", "MosaicCut", "linear", "reference", "rounded_sums", "sums"]
 
 
 def linear(
@@ -113,42 +112,44 @@ def linear(
 def rounded_sums(
     x: Float[Array, "R *in"],
     codes: Float[Array, "*out_in"],
-    axes: tuple[int, ...],
     *,
     dtype: DTypeLike,
     implementation: OfRounded = "auto",
-    cut: FloatsCut | None = None,
+    cut: MosaicCut | None = None,
 ) -> Float[Array, "R *out"]:
     """Return the sums of x * codes over all axes of x but the first, in float32.
 
     Args:
       x: codes of rounded rows, e4m3.
-      codes: e4m3.
-      axes: those of codes that are summed, which are the last ones.
+      codes: [*out, *in], e4m3.
       dtype: of the result. The sums are rounded to it.
       implementation: "mosaic" needs up to 128 rows, sizes as in `linear`, and a Hopper GPU. "auto"
         takes it where it can run and is faster, and takes "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
 
     Raises:
+      ValueError: shapes do not fit together.
       NotImplementedError: implementation is "mosaic" and it cannot run.
     """
-    shape = codes.shape[: axes[0]]
+    first = codes.ndim - x.ndim + 1  # of the axes that are summed
+    shape = codes.shape[:first]
+    if codes.shape != (*shape, *x.shape[1:]):
+        raise ValueError(f"rows {x.shape} and codes {codes.shape} do not have the same inputs")
     sizes = x.shape[0], math.prod(x.shape[1:]), math.prod(shape)
-    own = cut or floats_cut_for(*sizes, jnp.dtype(dtype).itemsize)
+    own = cut or sums_cut_for(*sizes, jnp.dtype(dtype).itemsize)
 
     def mosaic(x: Array, codes: Array) -> Array:
-        from pallas_kernels.eight_bits.mosaic_floats import multiply_floats  # not in every jax
+        from pallas_kernels.eight_bits.mosaic import sums_mosaic  # not in every jax
 
         assert own is not None
         flat, codes = x.reshape(x.shape[0], -1), codes.reshape(sizes[2], -1)
-        return multiply_floats(flat, codes, dtype=dtype, cut=own).reshape(-1, *shape)
+        return sums_mosaic(flat, codes, dtype=dtype, cut=own).reshape(-1, *shape)
 
     reason = _why_not_cut(*sizes[1:]) or _why_not_mosaic(
         x, codes, own, interpret=False, dtypes=FLOATS, codes_dtypes=FLOATS
     )
-    candidate = Candidate("mosaic", mosaic, reason, floats_are_faster(*sizes))
-    plain = functools.partial(sums, axes=axes, dtype=dtype)
+    candidate = Candidate("mosaic", mosaic, reason, sums_are_faster(*sizes))
+    plain = functools.partial(sums, axes=tuple(range(first, codes.ndim)), dtype=dtype)
     return dispatch(implementation, [candidate], plain, x, codes)
 
 

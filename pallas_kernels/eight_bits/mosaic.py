@@ -1,4 +1,4 @@
-"""A product of many rows with codes of 8 bits in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
+"""Products of rows with codes of 8 bits in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
 
 A block of threads has two or four warpgroups. Each multiplies 64 outputs with a tile of rows, over a
 share of the inputs. TMA loads codes and rows into a ring in shared memory, several steps ahead. With
@@ -7,6 +7,10 @@ of 5376 x 43008 take 93 us, and not 66. More than 128 rows are one tile or sever
 time is that of multiplying, and 64 codes side by side leave room for more steps in the ring. In a step
 a warpgroup takes its codes into registers, converts them, and hands them to wgmma as its left operand.
 While these are multiplied the other warpgroups convert theirs.
+
+Rows that are rounded to 8-bit floats need no conversion: wgmma reads them and codes that are floats, too,
+from shared memory. The tensor cores add 8-bit floats with few bits. So the sums of each step leave them,
+and are added to the others in float32.
 
 Where outputs are few, several blocks share the inputs of a tile (`splits`). XLA adds their parts, in
 their order.
@@ -30,13 +34,43 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.eight_bits.decode import pair
 from pallas_kernels.eight_bits.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import Steps, multiply_tiles, swizzled
+from pallas_kernels.mosaic import BY_OUTPUT, Steps, load_as, multiply_tiles, swizzled
 from pallas_kernels.tiles import TILE, padded
 
+SWIZZLED_BYTES = 128  # the most of a line
 
-def _steps(x_ref, codes_ref, scales_ref, ring, x_ring, *, cut: MosaicCut) -> Steps:
-    """Return how `cut.line` inputs are multiplied."""
-    warpgroup, rows = lax.axis_index("warpgroup"), x_ring.shape[1]
+
+def _codes_converted(x_ref, codes_ref, scales_ref, ring, x_ring, *, cut: MosaicCut) -> Steps:
+    """Return how a step is multiplied whose codes become bfloat16 in registers."""
+
+    def multiply(total, place):
+        numbers = _numbers(_mine(ring, place))
+        plgpu.wgmma(total, numbers, x_ring.at[place].transpose((1, 0)))
+
+    def finish(total, first):
+        scales = load_as(scales_ref.at[pl.ds(first, TILE)], BY_OUTPUT, optimized=False)
+        return total * lax.broadcast_in_dim(scales, total.shape, [0])
+
+    return Steps(_loading(x_ref, codes_ref, ring, x_ring, cut), multiply, finish)
+
+
+def _codes_as_they_are(x_ref, codes_ref, ring, x_ring, *, cut: MosaicCut) -> Steps:
+    """Return how a step is multiplied whose codes and rows wgmma reads from shared memory."""
+
+    def multiply(total, place):
+        plgpu.wgmma(total, _mine(ring, place), x_ring.at[place].transpose((1, 0)))
+
+    return Steps(_loading(x_ref, codes_ref, ring, x_ring, cut), multiply)
+
+
+def _mine(ring: Any, place: Array) -> Any:
+    """Return the codes of this warpgroup's outputs."""
+    return ring.at[place, pl.ds(lax.axis_index("warpgroup") * TILE, TILE)]
+
+
+def _loading(x_ref, codes_ref, ring, x_ring, cut: MosaicCut) -> Any:
+    """Return how `cut.line` inputs of codes and of rows are loaded."""
+    rows = x_ring.shape[1]
 
     def load(tile, row_tile, step, place, there):
         own, at = pl.ds(tile * cut.outputs, cut.outputs), pl.ds(step * cut.line, cut.line)
@@ -44,17 +78,7 @@ def _steps(x_ref, codes_ref, scales_ref, ring, x_ring, *, cut: MosaicCut) -> Ste
         x = x_ref.at[pl.ds(row_tile * rows, rows), at]
         plgpu.copy_gmem_to_smem(x, x_ring.at[place], there)
 
-    def multiply(total, place):
-        codes = ring.at[place, pl.ds(warpgroup * TILE, TILE)]
-        plgpu.wgmma(total, _numbers(codes), x_ring.at[place].transpose((1, 0)))
-
-    def finish(total, first):
-        load: Any = plgpu.load
-        scales = scales_ref.at[pl.ds(first, TILE)]
-        scales = load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        return total * lax.broadcast_in_dim(scales, total.shape, [0])
-
-    return Steps(load, multiply, finish)
+    return load
 
 
 def _numbers(codes_ref: Any) -> Array:
@@ -94,23 +118,47 @@ def linear_mosaic(
     cut: MosaicCut,
 ) -> Float[Array, "R *out"]:
     """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
-    count, outputs, shape = x.shape[0], scales.size, scales.shape
-    pad = padded(count, ROWS * cut.row_tiles) - count
-    x = jnp.pad(x.reshape(count, -1), ((0, pad), (0, 0)))
-    codes, scales = codes.reshape(outputs, -1), scales.reshape(outputs)
+    rows, flat = x.reshape(x.shape[0], -1), codes.reshape(scales.size, -1)
+    args = rows, flat, scales.reshape(scales.size)
+    out = _launch("eight_bit_linear", _codes_converted, *args, dtype=dtype, cut=cut)
+    return out.reshape(-1, *scales.shape)
+
+
+def sums_mosaic(
+    x: Float[Array, "R K"], codes: Float[Array, "N K"], *, dtype: DTypeLike, cut: MosaicCut
+) -> Float[Array, "R N"]:
+    """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.rounded_sums`, which checks them."""
+    how: Any = dict(dtype=dtype, cut=cut, apart=True)
+    return _launch("eight_bit_sums", _codes_as_they_are, x, codes, **how)
+
+
+def _launch(
+    name: str,
+    steps_of: Any,
+    x: Array,
+    codes: Array,
+    *others: Array,
+    dtype: DTypeLike,
+    cut: MosaicCut,
+    apart: bool = False,
+) -> Float[Array, "R N"]:
+    count, (outputs, inputs) = x.shape[0], codes.shape
+    x = jnp.pad(x, ((0, padded(count, ROWS * cut.row_tiles) - count), (0, 0)))
     rows = x.shape[0] // cut.row_tiles
+    x_line = min(cut.line, SWIZZLED_BYTES // x.dtype.itemsize)
     out = multiply_tiles(
-        "eight_bit_linear",
-        functools.partial(_steps, cut=cut),
-        (x, codes, scales),
+        name,
+        functools.partial(steps_of, cut=cut),
+        (x, codes, *others),
         outputs=outputs,
-        steps=codes.shape[1] // cut.line,
+        steps=inputs // cut.line,
         cut=cut,
         dtype=dtype,
         rings=(
             swizzled(cut.stages, cut.outputs, cut.line, dtype=codes.dtype),
-            swizzled(cut.stages, rows, cut.line, dtype=x.dtype, line=64),  # 128 bytes at most
+            swizzled(cut.stages, rows, cut.line, dtype=x.dtype, line=x_line),
         ),
         loads=2,
+        apart=apart,
     )
-    return out[:count].reshape(count, *shape)
+    return out[:count]

@@ -111,9 +111,9 @@ MOST_ROWS = 256  # of Triton's kernel
 # With tiles of 256 outputs it takes 57 without a join for 16 rows of 5376 x 43008. A copy of rows for
 # two blocks at once, by TMA's multicast, changes nothing.
 #
-# The kernel of codes is Triton's for up to 8 rows, and Mosaic's from 16 on. Mosaic's for 32 rows, and for fp8,
-# was measured when the first tiles and the last ones had a kernel each. Triton's takes 67, 36, 30 and
-# 17 for 16 rows of 5376 x 43008, 21504 x 5376, 5376 x 16384 and 8192 x 5376, and 83, 38, 30 and 20
+# The kernel of codes is Triton's for up to 8 rows, and Mosaic's from 16 on. Mosaic's for 32 rows, and for
+# fp8, was measured when the first tiles and the last ones had a kernel each. Triton's takes 67, 36, 30
+# and 17 for 16 rows of 5376 x 43008, 21504 x 5376, 5376 x 16384 and 8192 x 5376, and 83, 38, 30 and 20
 # for 32.
 ANY, SMALL = float("inf"), 26e6
 TABLE = (
@@ -129,7 +129,7 @@ TABLE = (
 )
 LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
 LEAST_NUMBERS_OF_MANY = 10e6
-LEAST_NUMBERS_OF_FLOATS = 40e6  # for smaller ones both take about as long
+LEAST_NUMBERS_OF_SUMS = 40e6  # for smaller ones both take about as long
 LARGE_NUMBERS = 80e6
 # Large products for which Triton's kernel is faster with up to 8 rows.
 LARGE = ((21504, 5376), (5376, 16384), (8192, 5376), (5376, 18432))
@@ -140,7 +140,7 @@ ROWS = 16  # Mosaic's kernel pads rows to a multiple of it
 
 @dataclasses.dataclass(frozen=True)
 class MosaicCut:
-    """How the Mosaic kernel cuts a product.
+    """How a Mosaic kernel cuts a product.
 
     Attributes:
       groups: warpgroups of a block, of 64 outputs each.
@@ -150,6 +150,7 @@ class MosaicCut:
       whole: how many tiles come first, which are not split. They are as many as all processors take
         once or several times.
       row_tiles: how many tiles the rows are divided among.
+      row_bytes: of a number of the rows.
     """
 
     groups: int = 4
@@ -158,6 +159,7 @@ class MosaicCut:
     stages: int = 5
     whole: int = 0
     row_tiles: int = 1
+    row_bytes: int = 2
 
     @property
     def outputs(self) -> int:
@@ -168,22 +170,8 @@ class MosaicCut:
         """Return the shared memory of a block: the ring, and what of a result is written at once."""
         size = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
         return (
-            self.stages * self.line * (self.outputs + 2 * rows)
+            self.stages * self.line * (self.outputs + self.row_bytes * rows)
             + self.outputs * min(rows, PIECE) * size
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class FloatsCut(MosaicCut):
-    """How the kernel of 8-bit floats cuts a product. Its rows take a byte each number."""
-
-    groups: int = 2
-
-    def shared_bytes(self, rows: int, result_bytes: int) -> int:
-        """Return the shared memory of a block: the ring, and what of a result is written at once."""
-        size = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
-        return (
-            self.stages * self.line * (self.outputs + rows) + self.outputs * min(rows, PIECE) * size
         )
 
 
@@ -240,9 +228,9 @@ def _cut_of_many(rows: int, inputs: int, outputs: int, result_bytes: int) -> Mos
     return None
 
 
-def floats_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) -> FloatsCut | None:
+def sums_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
     """Return how the kernel of 8-bit floats cuts a product; None where it does not fit."""
-    cut = FloatsCut(line=LINE if inputs % LINE == 0 else LEAST_LINE)
+    cut = MosaicCut(groups=2, line=LINE if inputs % LINE == 0 else LEAST_LINE, row_bytes=1)
     if rows > FEW_ROWS or outputs % cut.outputs or inputs % cut.line:
         return None
     rows, tiles, steps = padded(rows, ROWS), outputs // cut.outputs, inputs // cut.line
@@ -285,6 +273,6 @@ def mosaic_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool
     return rows >= 16 and inputs * outputs >= least
 
 
-def floats_are_faster(rows: int, inputs: int, outputs: int) -> bool:
+def sums_are_faster(rows: int, inputs: int, outputs: int) -> bool:
     """Tell whether the kernel of 8-bit floats is faster than XLA's product, by the figures above."""
-    return rows <= 64 and inputs * outputs >= LEAST_NUMBERS_OF_FLOATS and outputs <= 20_000
+    return rows <= 64 and inputs * outputs >= LEAST_NUMBERS_OF_SUMS and outputs <= 20_000

@@ -23,10 +23,10 @@ from pallas_kernels.eight_bits.tuning import (
     TABLE,
     MosaicCut,
     cut_for,
-    floats_are_faster,
-    floats_cut_for,
     mosaic_cut_for,
     mosaic_is_faster,
+    sums_are_faster,
+    sums_cut_for,
     triton_is_faster,
 )
 from pallas_kernels.rounding import round_rows
@@ -171,7 +171,7 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
                 assert results_are_apart(own, inputs // own.line)
                 taken = padded(rows, ROWS * own.row_tiles) // own.row_tiles
                 assert own.shared_bytes(taken, 2) <= SHARED_BYTES
-            floats = floats_cut_for(rows, inputs, outputs)
+            floats = sums_cut_for(rows, inputs, outputs)
             assert (floats is None) == (rows > 128)
             if floats is not None:
                 steps = inputs // floats.line
@@ -215,14 +215,16 @@ def test_a_kernel_is_taken_where_it_was_measured_to_be_faster(name, fp8, kernels
 )
 def test_the_kernel_of_rounded_rows_is_taken_up_to_the_rows_for_which_it_was_faster(name, rows):
     for count in (1, 16, 64, 65, 512):
-        assert floats_are_faster(count, *SHAPES[name]) == (count <= rows)
+        assert sums_are_faster(count, *SHAPES[name]) == (count <= rows)
 
 
 def test_products_of_rounded_rows_without_a_kernel_say_why():
     shape = jax.ShapeDtypeStruct
     x, codes = shape((4, 128), jnp.float8_e4m3fn), shape((128, 128), jnp.float8_e4m3fn)
-    product = functools.partial(rounded_sums, axes=(1,), dtype=jnp.bfloat16)
+    product = functools.partial(rounded_sums, dtype=jnp.bfloat16)
     assert jax.eval_shape(product, x, codes).shape == (4, 128)
+    with pytest.raises(ValueError, match="do not have the same inputs"):
+        jax.eval_shape(product, shape((4, 64), jnp.float8_e4m3fn), codes)
     product = functools.partial(product, implementation="mosaic")
     if jax.__version_info__ < (0, 11, 2):
         with pytest.raises(NotImplementedError, match=r"needs jax 0\.11\.2"):
@@ -292,7 +294,7 @@ def test_every_product_of_rounded_rows_on_a_gpu(name):
         exact = np.asarray(x, np.float64) @ np.asarray(codes, np.float64)[some].T
         errors = []
         for how in ("mosaic", "reference"):
-            product = functools.partial(rounded_sums, axes=(1,), implementation=how)
+            product = functools.partial(rounded_sums, implementation=how)
             sums = jax.jit(functools.partial(product, dtype=jnp.float32))(x, codes)[:, some]
             errors.append(np.linalg.norm(np.asarray(sums) - exact) / np.linalg.norm(exact))
         assert errors[0] < max(1e-3, errors[1]), (rows, errors)
