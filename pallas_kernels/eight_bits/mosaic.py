@@ -42,9 +42,10 @@ SWIZZLED_BYTES = 128  # the most of a line
 
 def _codes_converted(x_ref, codes_ref, scales_ref, ring, x_ring, *, cut: MosaicCut) -> Steps:
     """Return how a step is multiplied whose codes become bfloat16 in registers."""
+    warpgroup = lax.axis_index("warpgroup")
 
     def multiply(total, place):
-        numbers = _numbers(_mine(ring, place))
+        numbers = _numbers(ring.at[place, pl.ds(warpgroup * TILE, TILE)])
         plgpu.wgmma(total, numbers, x_ring.at[place].transpose((1, 0)))
 
     def finish(total, first):
@@ -56,16 +57,13 @@ def _codes_converted(x_ref, codes_ref, scales_ref, ring, x_ring, *, cut: MosaicC
 
 def _codes_as_they_are(x_ref, codes_ref, ring, x_ring, *, cut: MosaicCut) -> Steps:
     """Return how a step is multiplied whose codes and rows wgmma reads from shared memory."""
+    warpgroup = lax.axis_index("warpgroup")
 
     def multiply(total, place):
-        plgpu.wgmma(total, _mine(ring, place), x_ring.at[place].transpose((1, 0)))
+        codes = ring.at[place, pl.ds(warpgroup * TILE, TILE)]
+        plgpu.wgmma(total, codes, x_ring.at[place].transpose((1, 0)))
 
     return Steps(_loading(x_ref, codes_ref, ring, x_ring, cut), multiply)
-
-
-def _mine(ring: Any, place: Array) -> Any:
-    """Return the codes of this warpgroup's outputs."""
-    return ring.at[place, pl.ds(lax.axis_index("warpgroup") * TILE, TILE)]
 
 
 def _loading(x_ref, codes_ref, ring, x_ring, cut: MosaicCut) -> Any:
