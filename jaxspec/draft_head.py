@@ -98,21 +98,14 @@ def quantised_already(format: str, stored: str) -> FieldError:
     )
 
 
-def format_of_copy(drafter: Graph) -> str | None:
-    """Return the format of a drafter's copy of the target's head. None: it has no copy."""
-    with_head = family_of(drafter.config).with_head
-    if with_head is None or drafter.module is not with_head():
-        return None
-    return dict(drafter.formats)[HEAD]
-
-
 def refuse_copy(model: LoadedModel) -> None:
     """Refuse to write a drafter with a copy of the target's head.
 
     Raises:
       CheckpointError: it has one.
     """
-    if format_of_copy(model.graph) is not None:
+    with_head = family_of(model.config).with_head
+    if with_head is not None and model.graph.module is with_head():
         raise CheckpointError(
             f"{model.source} was loaded with quantize_draft_head: it holds a copy of its target's head, "
             "which no checkpoint of a drafter has. Load it without that, and save it then"

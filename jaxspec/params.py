@@ -124,8 +124,14 @@ class Graph:
 
     @property
     def storage(self) -> str:
-        """The dtype of the weights in words: "bfloat16", or "int8 and bfloat16"."""
-        return " and ".join((*dict.fromkeys(format for _, format in self.formats), self.dtype))
+        """The dtype of the weights in words: "bfloat16", or "int8 and bfloat16, head int4".
+
+        Head stands for its embedding, too, which is mostly the same table.
+        """
+        formats = dict(self.formats)
+        tables = {formats.pop(n) for n, w in self.declared().items() if w.table and n in formats}
+        words = " and ".join((*dict.fromkeys(formats.values()), self.dtype))
+        return f"{words}, head {' and '.join(sorted(tables))}" if tables else words
 
     @property
     def dtypes(self) -> str:

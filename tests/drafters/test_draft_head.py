@@ -153,7 +153,7 @@ def test_the_rest_of_the_drafter_has_a_format_of_its_own() -> None:
     formats = dict(both.drafter.graph.formats)
     assert formats.pop("head") == "int4"
     assert set(formats.values()) == {"int8"}
-    assert both.drafter.graph.storage == "int8 and int4 and float32"
+    assert both.drafter.graph.storage == "int8 and float32, head int4"
 
 
 # --- refusals ----------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_random_weights_may_have_a_copy(monkeypatch: pytest.MonkeyPatch) -> None
     assert made.drafter_params["head.codes"].dtype == jnp.int8
     assert made.target_name == "31b, random weights, draft head int8"
     assert made.spec.drafter is not None
-    assert made.spec.drafter.storage == "int8 and float32"
+    assert made.spec.drafter.storage == "float32, head int8"
     assert made.drafter_kind == "dflash"
     for wrong, said in (
         (dict(drafter="none"), "there is no drafter"),
@@ -297,19 +297,30 @@ def test_random_weights_may_have_a_copy(monkeypatch: pytest.MonkeyPatch) -> None
             make_pair(dataclasses.replace(models, **wrong), Drafting(), "31b")
 
 
-def test_rows_of_another_copy_are_other_rows(bundled: Pair) -> None:
-    """The last three have the same words for their weights, and draft differently."""
+def test_rows_of_other_formats_are_other_rows(bundled: Pair) -> None:
+    """A run with `--json` must not take over what another head wrote, the target's or the drafter's copy of it."""
 
     def digest(pair: Pair) -> str:
         assert pair.drafter is not None
         spec = make_spec(pair.target, pair.drafter.graph, Drafting())
         return models_digest(spec, pair.target, pair.drafter)
 
-    int8: tuple[dict[str, Any], ...] = (
+    options: tuple[dict[str, Any], ...] = (
+        dict(quantize="int8"),
+        dict(quantize_head="int8"),
+        dict(quantize="int8", quantize_head="int8"),
+        dict(quantize="int8", quantize_head="int4"),
         dict(quantize_drafter="int8"),
         dict(quantize_draft_head="int8"),
         dict(quantize_drafter="int8", quantize_draft_head="int8"),
     )
-    pairs = [jaxspec.load(dtype="float32", **options) for options in int8]
-    assert len({pair.drafter.graph.storage for pair in pairs if pair.drafter}) == 1
-    assert len({digest(pair) for pair in (bundled, *pairs)}) == 4
+    pairs = [bundled, *(jaxspec.load(dtype="float32", **given) for given in options)]
+    assert len({digest(pair) for pair in pairs}) == len(pairs)
+    words = [pair.target.graph.storage for pair in pairs[:5]]
+    assert words == [
+        "float32",
+        "int8 and float32",
+        "float32, head int8",
+        "int8 and float32, head int8",
+        "int8 and float32, head int4",
+    ]

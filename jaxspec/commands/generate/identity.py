@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.commands.generate.jsonl import Prompt
-from jaxspec.draft_head import format_of_copy
 from jaxspec.loading import LoadedModel
 from jaxspec.requests import Request
 from jaxspec.state import DecodeSpec
@@ -27,11 +26,7 @@ def models_digest(spec: DecodeSpec, target: LoadedModel, drafter: LoadedModel | 
     drafting = dataclasses.asdict(spec.drafting) if drafter else None
     directories = [fingerprint(model.directory) for model in (target, drafter) if model]
     quantised = [spec.drafter.storage] if spec.drafter and spec.drafter.formats else []
-    # The words for its weights are the same whether a copied head has this format or all else.
-    with_copy = spec.drafter and format_of_copy(spec.drafter)
-    formats = [spec.drafter.formats] if spec.drafter and with_copy else []
-    dtypes = spec.target.dtypes, *quantised, *formats
-    return _digest([1, directories, *dtypes, drafting])  # 1: of this format
+    return _digest([1, directories, spec.target.dtypes, *quantised, drafting])  # 1: of this format
 
 
 def row_digest(
