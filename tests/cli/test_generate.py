@@ -491,6 +491,19 @@ def test_input_that_is_not_text_is_refused(generate: Run, tmp_path: Path) -> Non
     assert f"{file}:1: the text is not valid Unicode" in generate("--prompts", str(file)).stderr
 
 
+def test_a_line_that_cannot_run_names_its_own_keys(generate: Run, tmp_path: Path) -> None:
+    """And options where the value is the run's."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "max_new_tokens": 300}) + "\n")
+    assert (
+        f"{file}:1: prompt (2 tokens) + max_new_tokens (300) needs"
+        in generate("--prompts", str(file)).stderr
+    )
+    file.write_text(json.dumps({"prompt": "a"}) + "\n")
+    done = generate("--prompts", str(file), "--max-new-tokens", "300")
+    assert f"{file}:1: prompt (2 tokens) + --max-new-tokens (300) needs" in done.stderr
+
+
 def test_one_bad_prompt_among_many_is_reported_and_the_rest_are_done(generate: Run) -> None:
     """The others keep their places, and so their seeds."""
     sampled = ("--temperature", "1", "--json", "-")

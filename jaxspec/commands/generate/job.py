@@ -21,11 +21,11 @@ from jaxspec.commands.generate.options import DecodingOptions, GenerateOptions
 from jaxspec.commands.generate.prompts import encode
 from jaxspec.commands.generate.report import PromptResult
 from jaxspec.commands.generate.rows import Key
-from jaxspec.commands.options import UsageError, as_flag, note, told
+from jaxspec.commands.options import UsageError, as_flag, note
 from jaxspec.engine import Engine
 from jaxspec.grammars import GrammarTokens
 from jaxspec.loading import LoadedModel
-from jaxspec.records import DEFAULTS, FieldError, Sampling
+from jaxspec.records import DEFAULTS, FieldError, Sampling, in_python
 from jaxspec.requests import Completion, Request
 from jaxspec.tokenizer import Tokenizer, TokenizerError, completed_text, stop_at_text
 
@@ -223,13 +223,26 @@ def refuse_outside(flag: str, ids: Iterable[int], target: LoadedModel) -> None:
         raise UsageError(f"{flag} {bad[0]} is outside the vocabulary; expected 0 to {size - 1}")
 
 
+def _told(error: FieldError | str, prompt: Prompt) -> str:
+    """Return the message of an error. Fields that the prompt's own line has are named as there, others as flags."""
+    if not isinstance(error, FieldError):
+        return error
+    own = {
+        *prompt.sampling,
+        *(n for n in ("seed", "max_new_tokens") if getattr(prompt, n) is not None),
+    }
+    return error.say(
+        lambda field, value=None: (in_python if field in own else as_flag)(field, value)
+    )
+
+
 def refuse(job: Job, engine: Engine, console: Console) -> None:
     """Note and report the prompts that cannot be decoded; when that is all of them, there is no run."""
     for (index, sample), request in job.requests.items():
         if not sample:
             error = job.errors.get(index) or engine.check(request)
             if error is not None:
-                job.errors[index] = told(error)
+                job.errors[index] = _told(error, job.prompts[index])
     named = [f"{job.prompts[i].origin}: {error}" for i, error in sorted(job.errors.items())]
     if len(named) == len(job.prompts):
         raise UsageError("\n".join(named))
