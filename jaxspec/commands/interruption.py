@@ -31,7 +31,7 @@ GRACE_S = 1.0  # for tidying up
 LAST_WORDS_S = 0.3  # for the message and for flushing: whoever reads a pipe may have stopped
 CLOSED_PIPE = 128 + signal.SIGPIPE  # the exit code of programs that write to a closed pipe
 
-_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EBADF)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _WORDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
@@ -88,7 +88,7 @@ def message(left: Left = "") -> str:
 
 def run(command_line: Callable[[], None]) -> NoReturn:
     """Run a command line, and end the process with its exit code."""
-    _replace_closed_streams()
+    closed = _replace_closed_streams()
     install()
     code = 0
     try:
@@ -100,7 +100,8 @@ def run(command_line: Callable[[], None]) -> NoReturn:
     except BaseException as error:
         await_end_if_interrupted()
         code = 1
-        if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
+        cannot = (*_FULL, errno.EBADF) if "stdout" in closed else _FULL
+        if isinstance(error, OSError) and error.errno in cannot:
             code = _cannot_write(error)
         else:
             sys.excepthook(type(error), error, error.__traceback__)
@@ -109,12 +110,13 @@ def run(command_line: Callable[[], None]) -> NoReturn:
     os._exit(_flushed(code))
 
 
-def _replace_closed_streams() -> None:
-    """Open the standard streams that this process was started without, as `>&-` in a shell does.
+def _replace_closed_streams() -> list[str]:
+    """Open the standard streams that this process was started without, and return which. `>&-` does that in a shell.
 
     Else a file that is opened later gets their number, and takes what is meant for them. Nothing is read,
     and messages go nowhere. Output fails when it is flushed, because a result must not be lost silently.
     """
+    closed = []
     for number, (name, mode, flags) in enumerate(
         [("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)]
     ):
@@ -124,6 +126,8 @@ def _replace_closed_streams() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+            closed.append(name)
+    return closed
 
 
 def install() -> None:
