@@ -37,6 +37,7 @@ def shares(
     *,
     row_tiles: int = 1,
     join_ns: float = JOIN_NS,
+    least_ns: float = 0,
 ) -> list[tuple[float, int, int]]:
     """Return the ways to share a product among processors: nanoseconds, splits, whole tiles.
 
@@ -50,6 +51,8 @@ def shares(
       most: splits.
       row_tiles: how many tiles have the same outputs. All of them are whole, or all are split.
       join_ns: what it takes to put whole tiles and the rest together.
+      least_ns: what all tiles take at least, because memory delivers as much to some processors as to
+        all of them.
     """
     found, together = [], math.lcm(PROCESSORS, row_tiles)
     for splits in range(1, most + 1):
@@ -58,6 +61,7 @@ def shares(
             rounds = -(-rest * splits // PROCESSORS)
             time = whole // PROCESSORS * (tile_ns + WRITE_NS)
             time += START_NS + rounds * (tile_ns / splits + WRITE_NS)
+            time += max(0, least_ns - (whole // PROCESSORS + rounds / splits) * tile_ns)
             if whole:
                 time += join_ns
             if splits > 1:  # parts are written and read

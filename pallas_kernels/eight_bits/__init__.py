@@ -145,9 +145,7 @@ def rounded_sums(
         flat, codes = x.reshape(x.shape[0], -1), codes.reshape(sizes[2], -1)
         return sums_mosaic(flat, codes, dtype=dtype, cut=own).reshape(-1, *shape)
 
-    reason = _why_not_cut(*sizes[1:]) or _why_not_mosaic(
-        x, codes, own, interpret=False, dtypes=FLOATS, codes_dtypes=FLOATS
-    )
+    reason = _why_not_cut(*sizes[1:]) or _why_not_mosaic(x, codes, own, False, FLOATS, FLOATS)
     candidate = Candidate("mosaic", mosaic, reason, sums_are_faster(*sizes))
     plain = functools.partial(sums, axes=tuple(range(first, codes.ndim)), dtype=dtype)
     return dispatch(implementation, [candidate], plain, x, codes)
@@ -162,10 +160,20 @@ def _why_not_cut(inputs: int, outputs: int) -> str | None:
     return None
 
 
-def _why_not_triton(x: Array, codes: Array, interpret: bool) -> str | None:
-    """Return why the Triton kernel cannot take these on the GPU of this machine, or None."""
-    return why_not_triton(x, interpret=interpret, dtypes=(jnp.bfloat16,)) or why_not_triton(
-        codes, interpret=interpret, dtypes=CODES
+def _why_not_triton(
+    x: Array,
+    codes: Array,
+    interpret: bool,
+    dtypes: tuple[Any, ...] = (jnp.bfloat16,),
+    codes_dtypes: tuple[Any, ...] = CODES,
+) -> str | None:
+    """Return why the Triton kernel cannot take these on the GPU of this machine, or None.
+
+    Args:
+      dtypes, codes_dtypes: what it takes for rows, and for codes.
+    """
+    return why_not_triton(x, interpret=interpret, dtypes=dtypes) or why_not_triton(
+        codes, interpret=interpret, dtypes=codes_dtypes
     )
 
 
@@ -174,14 +182,12 @@ def _why_not_mosaic(
     codes: Array,
     cut: MosaicCut | None,
     interpret: bool,
-    *,
-    dtypes: tuple[Any, ...] = (jnp.bfloat16,),
-    codes_dtypes: tuple[Any, ...] = CODES,
+    *dtypes: tuple[Any, ...],
 ) -> str | None:
     """Return why a Mosaic kernel cannot take these on the GPU of this machine, or None.
 
     Args:
-      dtypes, codes_dtypes: what it takes for rows, and for codes.
+      dtypes: as in `_why_not_triton`.
     """
     if interpret:
         return "the Mosaic kernel is not interpreted"
@@ -191,7 +197,4 @@ def _why_not_mosaic(
         return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
     if cut is None:
         return f"the Mosaic kernel has no cut for rows {x.shape} and codes {codes.shape}"
-    # It needs the same as Triton's.
-    return why_not_triton(x, interpret=False, dtypes=dtypes) or why_not_triton(
-        codes, interpret=False, dtypes=codes_dtypes
-    )
+    return _why_not_triton(x, codes, interpret, *dtypes)  # it needs the same
