@@ -105,6 +105,13 @@ def test_a_server_s_life(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_an_empty_key_is_no_key() -> None:
+def test_an_empty_key_is_no_key(
+    invoke: Run,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JAXSPEC_API_KEY", "")
+    outcome = invoke("serve", "target", "--port", "0")
+    assert outcome.code == 2
+    assert "JAXSPEC_API_KEY is empty; give it a key, or unset it" in outcome.stderr
     with pytest.raises(FieldError, match="api_key is empty: most likely a variable was not set"):
         Settings(api_key=("secret", ""))
