@@ -128,6 +128,8 @@ class Graph:
 
         Head stands for its embedding, too, which is mostly the same table.
         """
+        if not self.formats:
+            return self.dtype
         formats = dict(self.formats)
         tables = {formats.pop(n) for n, w in self.declared().items() if w.table and n in formats}
         words = " and ".join((*dict.fromkeys(formats.values()), self.dtype))
