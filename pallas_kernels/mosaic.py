@@ -6,18 +6,16 @@ TMA loads all of them into one ring in shared memory, so that no share waits for
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 from jaxtyping import Array, Float
 
 from pallas_kernels.shares import Share, Shares, place_of, shares_of, whole_tiles
@@ -34,21 +32,6 @@ def load_as(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
 
 
-def words(code: str, results: int, *registers: Any) -> list[Any]:
-    """Apply assembly to registers of 32 bits.
-
-    It has effects for the compiler. Else this moves it behind the start of a wgmma.
-    """
-    word = ir.IntegerType.get_signless(32)
-    given = [utils.bitcast(register, word) for register in registers]
-    how: Any = code, ",".join(["=r"] * results + ["r"] * len(given))
-    if results == 1:
-        return [llvm.inline_asm(word, given, *how, has_side_effects=True)]
-    both = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * results)})>")
-    made: Any = llvm.inline_asm(both, given, *how, has_side_effects=True)
-    return [llvm.extractvalue(word, made, [i]) for i in range(results)]
-
-
 def swizzled(*shape: int, dtype: DTypeLike, line: int | None = None) -> Any:
     """Return shared memory for TMA and wgmma.
 
@@ -60,18 +43,25 @@ def swizzled(*shape: int, dtype: DTypeLike, line: int | None = None) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
 
 
+Sums = Literal["together", "apart", "carried"]
+"""Where sums of a share are: in the tensor cores from step to step; there for one step, and then added
+to the others outside of them, because sums of 8-bit floats have few bits there; or in registers, where
+`Steps.multiply` adds to them, and one more warpgroup loads."""
+
+
 class Steps(NamedTuple):
     """How a kernel multiplies a step of inputs.
 
     Attributes:
       load: from a tile of outputs, one of rows, a step, a place of the rings and its barrier, let TMA
         load what is multiplied.
-      multiply: from sums and a place, hand it to wgmma.
+      multiply: from sums and a place, hand it to wgmma. Where sums are carried, return them instead:
+        a tuple of [64, rows] for each piece of a warpgroup.
       finish: from sums [64 outputs, rows] and the first of these outputs, return the result.
     """
 
     load: Callable[[Array, Array | int, Array, Array, Any], None]
-    multiply: Callable[[Any, Array], None]
+    multiply: Callable[[Any, Array], Any]
     finish: Callable[[Array, Array], Array] = lambda total, first: total
 
 
@@ -86,7 +76,7 @@ def multiply_tiles(
     dtype: DTypeLike,
     rings: tuple[Any, ...],
     loads: int,
-    apart: bool = False,
+    sums: Sums = "together",
 ) -> Float[Array, "R N"]:
     """Return a product of rows with all tiles of outputs.
 
@@ -100,14 +90,14 @@ def multiply_tiles(
       dtype: of the result. Parts are float32.
       rings: shared memory with `cut.stages` places.
       loads: of a place.
-      apart: whether each step has sums of its own in the tensor cores, which are added to the others
-        outside of them. Sums of 8-bit floats have few bits there.
+      sums: where they are.
 
     Raises:
       ValueError: the cut puts whole tiles before splits that are too short for it.
     """
     all_rows, tiles = args[0].shape[0], outputs // cut.outputs * cut.row_tiles
     rows, whole = all_rows // cut.row_tiles, whole_tiles(cut, tiles)
+    pieces = cut.outputs // (cut.groups * TILE)  # of a warpgroup
     if not results_are_apart(cut, steps):
         raise ValueError(
             f"{cut} gives a split {steps // cut.splits} of {steps} steps; where whole tiles come first, "
@@ -126,43 +116,46 @@ def multiply_tiles(
     def kernel(*refs: Any) -> None:
         given, refs = refs[: len(args)], refs[len(args) :]
         out_refs, refs = refs[: len(shapes)], refs[len(shapes) :]
-        own, (pieces, there, free) = refs[: len(rings)], refs[len(rings) :]
+        own, (written, there, free) = refs[: len(rings)], refs[len(rings) :]
         block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
 
         def load(tile: Array, step: Array, place: Array) -> None:
             of_step.load(*place_of(tile, cut), step, place, there.at[place])
 
-        def write(share: Share, total: Array) -> None:
-            mine, piece = warpgroup * TILE, pieces[share.out].at[warpgroup]
+        def write(share: Share, total: Array, piece: int) -> None:
+            mine, memory = warpgroup * pieces + piece, written[share.out].at[warpgroup]
             tile, row_tile = place_of(share.tile, cut)
             before = whole // cut.row_tiles if share.out else 0
 
             @pl.when(share.count > 0)
             def _():
-                sums = of_step.finish(total, tile * cut.outputs + mine)
-                first = (tile - before) * cut.outputs + mine
+                result = of_step.finish(total, tile * cut.outputs + mine * TILE)
+                first = (tile - before) * cut.outputs + mine * TILE
                 to = out_refs[share.out].at[share.split]
-                _write_sums(sums, piece, to, row_tile * rows, first)
+                _write_sums(result, memory, to, row_tile * rows, first)
 
         of_step = steps_of(*given, *own)
         shares = shares_of(block, blocks, tiles, steps, cut)
         ring = Ring(there, free, load, of_step.multiply, write)
-        _in_ring(shares, cut, rows, ring, apart=apart)
+        _in_ring(shares, cut, rows, ring, sums, pieces)
 
     kernel.__name__ = name
-    piece = cut.groups, min(rows, PIECE), TILE
+    some_rows = cut.groups, min(rows, PIECE), TILE
     line = 128  # bytes that are swizzled together
     found = plgpu.kernel(
         kernel,
         out_type=tuple(shapes),
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=cut.groups,
+        num_threads=cut.groups + (sums == "carried"),
         thread_name="warpgroup",
         scratch_types=(
             *rings,
             plgpu.RefUnion(
-                *(swizzled(*piece, dtype=s.dtype, line=line // s.dtype.itemsize) for s in shapes)
+                *(
+                    swizzled(*some_rows, dtype=s.dtype, line=line // s.dtype.itemsize)
+                    for s in shapes
+                )
             ),
             plgpu.Barrier(num_arrivals=loads, num_barriers=cut.stages),
             plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
@@ -181,23 +174,28 @@ class Ring(NamedTuple):
         it.
       load: from a tile and one of its steps into a place.
       multiply: as in `Steps`.
-      write: the sums of a share.
+      write: the sums of a share, those of a piece of its outputs.
     """
 
     there: Any
     free: Any
     load: Callable[[Array, Array, Array], None]
-    multiply: Callable[[Any, Array], None]
-    write: Callable[[Share, Array], None]
+    multiply: Callable[[Any, Array], Any]
+    write: Callable[[Share, Array, int], None]
 
 
-def _in_ring(shares: Shares, cut: Any, rows: int, ring: Ring, *, apart: bool) -> None:
-    """Multiply shares of a block of threads. Its warpgroups take turns with loading."""
+def _in_ring(shares: Shares, cut: Any, rows: int, ring: Ring, sums: Sums, pieces: int) -> None:
+    """Multiply shares of a block of threads.
+
+    Its warpgroups take turns with loading. Where sums are carried, they do so for the first places only,
+    and the last warpgroup loads the rest.
+    """
     warpgroup, stages = lax.axis_index("warpgroup"), cut.stages
     assert stages >= 3  # places are filled again a step after they are given back
     begins = shares.begins
     count = begins[-1]
     accumulator = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
+    zeros = functools.partial(jnp.zeros, (TILE, rows), jnp.float32)
 
     def loads(place):
         """Tell whether this warpgroup loads a place of the ring. The others need not wait for it."""
@@ -207,16 +205,20 @@ def _in_ring(shares: Shares, cut: Any, rows: int, ring: Ring, *, apart: bool) ->
     def _(i):
         pl.when(loads(i))(lambda: ring.load(*shares.at(i), i))
 
+    def load_again(i, place):
+        """Load step i to a place which all have given back, or will."""
+        plgpu.barrier_wait(ring.free.at[place])
+        ring.load(*shares.at(i), place)
+
     def begin(i, place, total):
         """Multiply a step, and load over what all have given back meanwhile."""
         plgpu.barrier_wait(ring.there.at[place])
-        ring.multiply(total, place)
-        before = jnp.where(place == 0, stages, place) - 1
-
-        @pl.when((i >= 1) & (i - 1 + stages < count) & loads(before))
-        def _():
-            plgpu.barrier_wait(ring.free.at[before])
-            ring.load(*shares.at(i - 1 + stages), before)
+        result = ring.multiply(total, place)
+        if sums != "carried":
+            before = jnp.where(place == 0, stages, place) - 1
+            there_is = (i >= 1) & (i - 1 + stages < count) & loads(before)
+            pl.when(there_is)(lambda: load_again(i - 1 + stages, before))
+        return result
 
     def end(place):
         """Give a place back, and return the next one."""
@@ -232,7 +234,7 @@ def _in_ring(shares: Shares, cut: Any, rows: int, ring: Ring, *, apart: bool) ->
                 plgpu.wgmma_wait(0)
                 return end(place)
 
-            return lax.fori_loop(first, first + share.count, step, place), total[...]
+            return lax.fori_loop(first, first + share.count, step, place), (total[...],)
 
         return pl.run_scoped(steps, accumulator)
 
@@ -240,32 +242,57 @@ def _in_ring(shares: Shares, cut: Any, rows: int, ring: Ring, *, apart: bool) ->
         def step(i, carry):
             place, total = carry
 
-            def sums(own):
+            def own_sums(own):
                 begin(i, place, own)
                 return own[...]
 
-            own = pl.run_scoped(sums, accumulator)
+            own = pl.run_scoped(own_sums, accumulator)
             return end(place), total + own
 
-        total = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), LEFT)
-        return lax.fori_loop(first, first + share.count, step, (place, total))
+        total = plgpu.layout_cast(zeros(), LEFT)
+        place, total = lax.fori_loop(first, first + share.count, step, (place, total))
+        return place, (total,)
+
+    def run_carried(share, first, place):
+        def step(i, carry):
+            place, totals = carry
+            totals = begin(i, place, totals)
+            return end(place), totals
+
+        totals = (plgpu.layout_cast(zeros(), LEFT),) * pieces
+        return lax.fori_loop(first, first + share.count, step, (place, totals))
+
+    run_steps = dict(together=run_together, apart=run_apart, carried=run_carried)[sums]
 
     def run(share, first, place):
         """Multiply a share, whose steps are counted from `first` on, and return the place of the next."""
-        place, total = (run_apart if apart else run_together)(share, first, place)
-        ring.write(share, total)
+        place, totals = run_steps(share, first, place)
+        for piece, total in enumerate(totals):
+            ring.write(share, total, piece)
         return place
 
     def run_whole(i, place):
         return run(shares.whole(i), i * shares.steps, place)
 
-    place = jnp.int32(0)
-    if not shares.one_at_most:
-        place = lax.fori_loop(0, shares.wholes, run_whole, place)
-    elif shares.wholes:
-        place = run_whole(0, place)
-    for first, part in zip(begins, shares.parts, strict=False):
-        place = run(part, first, place)
+    def run_all():
+        place = jnp.int32(0)
+        if not shares.one_at_most:
+            place = lax.fori_loop(0, shares.wholes, run_whole, place)
+        elif shares.wholes:
+            place = run_whole(0, place)
+        for first, part in zip(begins, shares.parts, strict=False):
+            place = run(part, first, place)
+
+    if sums != "carried":
+        return run_all()
+
+    @pl.when(warpgroup == cut.groups)
+    def _():
+        @pl.loop(jnp.minimum(count, stages), count)
+        def _(i):
+            load_again(i, lax.rem(i, jnp.int32(stages)))
+
+    pl.when(warpgroup < cut.groups)(run_all)
 
 
 def _write_sums(

@@ -676,6 +676,30 @@ def test_eight_bit_codes_are_read_several_steps_ahead_and_converted_in_registers
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_few_rows_of_four_bit_codes_are_loaded_16_bytes_at_a_time(
+    rows: int, group: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing spills, and no instruction converts a code. The sizes are those of no model, as above."""
+    for name in ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS"):
+        monkeypatch.setenv(name, "1")
+    blocks, outputs, shape = 76, 43008, jax.ShapeDtypeStruct
+    codes = shape((blocks, outputs, 32), jnp.uint8)
+    weight: Any = Codes(codes, shape((blocks * 64 // group, outputs), jnp.bfloat16))
+    how: dict[str, Any] = dict(coding=Coding("int4", group), dtype=jnp.bfloat16)
+    product = functools.partial(linear, implementation="mosaic", **how)
+    H200.compile(product, shape((rows, 64 * blocks), jnp.bfloat16), weight)
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
+    assert "mma.sync" in said
+    assert "wgmma" not in said
+    loads = set(re.findall(r"ld\.shared\.[\w.]+", said))
+    assert loads == {"ld.shared.v4.b32", "ld.shared.b16"}, loads  # codes and rows, and scales
+    assert not re.search(r"cvt\.\w+\.f32\.[su]8", said)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
 @pytest.mark.parametrize("rows", [40, 64, 128, 256, 512])
 def test_many_rows_of_four_bit_codes_spill_nothing(
     rows: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

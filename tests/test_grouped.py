@@ -25,7 +25,7 @@ from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.experts import Tiling, cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
 from pallas_kernels.grouped.coding import E2M1, numbers, pack, pack_pairs, unpack
-from pallas_kernels.grouped.tuning import ROWS, TABLE, MosaicCut, cut_for, mosaic_cut_for
+from pallas_kernels.grouped.tuning import ROWS, TABLE, MmaCut, MosaicCut, cut_for, mosaic_cut_for
 from pallas_kernels.shares import place_of, shares_of
 from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, padded, results_are_apart
 
@@ -210,11 +210,12 @@ def test_the_mosaic_kernel_refuses_what_it_cannot_cut(monkeypatch):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_product_has_a_cut_for_many_rows(name):
+def test_every_product_has_a_cut_for_the_mosaic_kernels(name):
     inputs, outputs = SHAPES[name]
-    for rows in (17, 33, 64, 100, 128, 129, 256, 300, 512, 2048, 8192):
+    for rows in (1, 8, 17, 32, 33, 64, 100, 128, 129, 256, 300, 512, 2048, 8192):
         cut = mosaic_cut_for(rows, inputs // 64, outputs)
         assert cut is not None
+        assert isinstance(cut, MmaCut) == (rows <= 32)
         assert outputs % cut.outputs == 0
         assert cut.whole < outputs // cut.outputs * cut.row_tiles
         assert cut.whole % cut.row_tiles == 0
@@ -269,10 +270,10 @@ def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, cut):
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_product_of_every_target_on_a_gpu(name, group):
-    """Many rows with the Mosaic kernel. The numbers are those of the Triton kernel, added in another order."""
+    """The Mosaic kernels. Their numbers are those of the Triton kernel, added in another order."""
     inputs, outputs = SHAPES[name]
     weight, coding = codes_of("int4", "bfloat16", False, True, inputs, outputs, group)
-    for rows in (17, 33, 64, 100, 128, 200, 512):
+    for rows in (1, 8, 13, 16, 32, 33, 64, 100, 128, 200, 512):
         x = random((rows, inputs)).astype(jnp.bfloat16)
         how: dict[str, Any] = dict(coding=coding, dtype=jnp.float32)
         ours = jax.jit(lambda x, w, how=how: linear(x, w, implementation="mosaic", **how))(

@@ -32,9 +32,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.eight_bits.decode import pair
+from pallas_kernels.eight_bits.decode import factor, pair
 from pallas_kernels.eight_bits.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import BY_OUTPUT, Steps, load_as, multiply_tiles, swizzled
+from pallas_kernels.mosaic import BY_OUTPUT, Steps, Sums, load_as, multiply_tiles, swizzled
 from pallas_kernels.tiles import TILE, padded
 
 SWIZZLED_BYTES = 128  # the most of a line
@@ -50,7 +50,7 @@ def _codes_converted(x_ref, codes_ref, scales_ref, ring, x_ring, *, cut: MosaicC
 
     def finish(total, first):
         scales = load_as(scales_ref.at[pl.ds(first, TILE)], BY_OUTPUT, optimized=False)
-        return total * lax.broadcast_in_dim(scales, total.shape, [0])
+        return total * lax.broadcast_in_dim(scales * factor(codes_ref.dtype), total.shape, [0])
 
     return Steps(_loading(x_ref, codes_ref, ring, x_ring, cut), multiply, finish)
 
@@ -126,7 +126,7 @@ def sums_mosaic(
     x: Float[Array, "R K"], codes: Float[Array, "N K"], *, dtype: DTypeLike, cut: MosaicCut
 ) -> Float[Array, "R N"]:
     """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.rounded_sums`, which checks them."""
-    how: Any = dict(dtype=dtype, cut=cut, apart=True)
+    how: Any = dict(dtype=dtype, cut=cut, sums="apart")
     return _launch("eight_bit_sums", _codes_as_they_are, x, codes, **how)
 
 
@@ -138,7 +138,7 @@ def _launch(
     *others: Array,
     dtype: DTypeLike,
     cut: MosaicCut,
-    apart: bool = False,
+    sums: Sums = "together",
 ) -> Float[Array, "R N"]:
     count, (outputs, inputs) = x.shape[0], codes.shape
     x = jnp.pad(x, ((0, padded(count, ROWS * cut.row_tiles) - count), (0, 0)))
@@ -157,6 +157,6 @@ def _launch(
             swizzled(cut.stages, rows, cut.line, dtype=x.dtype, line=x_line),
         ),
         loads=2,
-        apart=apart,
+        sums=sums,
     )
     return out[:count]

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.eight_bits.decode import numbers
+from pallas_kernels.eight_bits.decode import factor, numbers
 from pallas_kernels.triton import below, dot, load, store
 
 
@@ -51,7 +51,8 @@ def _linear(x_ref, codes_ref, scales_ref, out_ref, *, cut: Cut, interpret: bool)
 
     def step(i, total):
         k = i * cut.inputs + lax.iota(jnp.int32, cut.inputs)
-        w = numbers(load(codes_ref, out[:, None], k[None, :]), interpret=interpret)
+        codes = load(codes_ref, out[:, None], k[None, :])
+        w = numbers(codes, codes.dtype, interpret=interpret)
         x = load(x_ref, row[:, None], k[None, :], mask=mask)
         return total + dot(w, x.T)
 
@@ -63,6 +64,8 @@ def _linear(x_ref, codes_ref, scales_ref, out_ref, *, cut: Cut, interpret: bool)
     total = lax.fori_loop(first, last, step, jnp.zeros((cut.outputs, cut.rows), jnp.float32))
     if cut.splits == 1:
         total = total * load(scales_ref, out)[:, None]
+    if (by := factor(codes_ref.dtype, interpret=interpret)) != 1:
+        total = total * by
     store(out_ref, split, row[:, None], out[None, :], value=total.T, mask=mask)
 
 

@@ -75,8 +75,8 @@ def _sums(
 
         return x
 
-    zeros = tuple(jnp.zeros((cut.outputs, cut.rows), jnp.float32) for _ in operands)
-    return multiply_blocks(operands, zeros, block_of, split * share, share, unroll)
+    shape = cut.outputs, cut.rows
+    return multiply_blocks(operands, shape, block_of, split * share, share, unroll)
 
 
 def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, cut, interpret):

@@ -28,14 +28,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float
 
+from pallas_kernels.eight_bits.decode import assembly, factor
 from pallas_kernels.experts.cuts import MosaicCut
 from pallas_kernels.experts.routing import ALIGN, Placed
+from pallas_kernels.grouped import scaled
 from pallas_kernels.grouped.coding import BLOCK, Codes
-from pallas_kernels.grouped.decode import MULTIPLY, assembly
-from pallas_kernels.mosaic import BY_OUTPUT, LEFT, load_as, swizzled, words
+from pallas_kernels.grouped.decode import SHIFT
+from pallas_kernels.mosaic import BY_OUTPUT, LEFT, load_as, swizzled
+from pallas_kernels.registers import words
 
 STEP = 128  # inputs of a step
 LINE = 64  # inputs of a row of 128 bytes, as wgmma reads it
@@ -71,7 +74,7 @@ _LEFT_TYPE = plgpu.ShapeDtypeStruct((TILE, LINE), jnp.bfloat16, layout=LEFT)
 
 def _of_eight_bits(codes_ref: Any) -> Iterator[Array]:
     """Return codes [64, inputs] in shared memory as left operands [64, 64], one after another."""
-    code, codes = assembly(jnp.dtype(codes_ref.dtype).name), load_as(codes_ref, _CODES)
+    code, codes = assembly(codes_ref.dtype), load_as(codes_ref, _CODES)
     for first in range(0, codes.shape[1] // 16, LINE // 16):
 
         @plgpu.inline_mgpu(arg_types=(_CODES,), return_type=_LEFT_TYPE)
@@ -86,17 +89,13 @@ def _of_four_bits(codes_ref: Any, scale_refs: list[Any]) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(_CODES, BY_OUTPUT, BY_OUTPUT), return_type=_LEFT_TYPE)
     def convert(_: Any, codes: Any, *scales: Any) -> Any:
-        pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        twice = [
-            [vector.broadcast(pair, vector.extract(one, [], [0])) for one in scale.registers.flat]
-            for scale in scales
-        ]
+        halves = scaled.halves()
+        factors = [scaled.of_outputs(s, half) for s, half in zip(scales, halves, strict=True)]
 
         def numbers(at: Any, register: Any) -> list[tuple[int, Any]]:
-            halves = (words(assembly("int4", half), 2, register) for half in range(2))
             return [
-                (2 * half + at[1], [words(MULTIPLY, 1, w, twice[half][at[4]])[0] for w in pair_of])
-                for half, pair_of in enumerate(halves)
+                (2 * i + at[1], scaled.numbers(register, half, factors[i][at[4]], effects=True))
+                for i, half in enumerate(halves)
             ]
 
         return _left_operand(codes, 0, numbers)
@@ -214,8 +213,10 @@ class _Weight:
         """Multiply sums [64, rows] of a tile by what comes after them, and round them."""
         if self.scale_ring is None:
             own = self.given.at[pl.ds(self._row(column, i), TILE)]
-            factors = load_as(own, BY_OUTPUT, optimized=False)
+            factors = load_as(own, BY_OUTPUT, optimized=False) * factor(self.codes.dtype)
             total = total * lax.broadcast_in_dim(factors, total.shape, [0])
+        else:
+            total = total * 2.0**SHIFT
         return total.astype(dtype)
 
 

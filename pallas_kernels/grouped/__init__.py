@@ -1,13 +1,14 @@
 """A product of rows with a weight of four-bit codes and a scale for each group of inputs.
 
 `coding.py` says what is stored. `reference.py` shows what is computed. `decode.py` shows how a GPU
-makes numbers of codes, `triton.py` how they are multiplied. `tuning.py` has tile sizes.
+makes numbers of codes. `triton.py` multiplies up to 7 rows by them and runs on most GPUs, and on Hopper
+`mma.py` multiplies few rows and `mosaic.py` many. `tuning.py` has tile sizes.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from pallas_kernels.grouped.reference import reference
 from pallas_kernels.grouped.triton import Cut, linear_triton
 from pallas_kernels.grouped.tuning import (
     FEWEST_MOSAIC_ROWS,
+    MmaCut,
     MosaicCut,
     cut_for,
     mosaic_cut_for,
@@ -36,7 +38,7 @@ MOST_ROWS = 512
 LEAST_OUTPUTS = 16
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
-__all__ = ["Codes", "Coding", "Cut", "MosaicCut", "linear", "reference"]
+__all__ = ["Codes", "Coding", "Cut", "MmaCut", "MosaicCut", "linear", "reference"]
 
 
 def linear(
@@ -61,7 +63,7 @@ def linear(
         64, outputs that are a multiple of 16, and an NVIDIA GPU of compute capability 8.0 or newer
         (or `interpret`). "mosaic" needs bfloat16 rows, a GPU of compute capability 9.0, int4 in
         groups of 32, 64 or 128 with bfloat16 scales and without zeros, inputs first, and outputs
-        that are a multiple of 128. "auto" takes Mosaic from 17 rows on, else Triton, where they can
+        that are a multiple of 128. "auto" takes Mosaic from 8 rows on, else Triton, where they can
         run, and takes "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
@@ -83,10 +85,15 @@ def linear(
     tiles = cut if isinstance(cut, Cut) else cut_for(x.shape[0], blocks, outputs, scale_bytes)
 
     def mosaic(x: Array, weight: Codes) -> Array:
-        from pallas_kernels.grouped.mosaic import linear_mosaic  # not in every jax
+        # not in every jax
+        from pallas_kernels.grouped.mma import linear_mma
+        from pallas_kernels.grouped.mosaic import linear_mosaic
 
+        how: Any = dict(group=coding.group, dtype=dtype)
+        if isinstance(own, MmaCut):
+            return linear_mma(x, weight, **how, cut=own)
         assert own is not None
-        return linear_mosaic(x, weight, group=coding.group, dtype=dtype, cut=own)
+        return linear_mosaic(x, weight, **how, cut=own)
 
     triton = functools.partial(linear_triton, **how, cut=tiles, interpret=interpret)
     reason = why_not_triton(x, interpret=interpret, dtypes=(jnp.bfloat16,))

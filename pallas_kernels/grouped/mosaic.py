@@ -29,11 +29,12 @@ from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Float
 
+from pallas_kernels.grouped import scaled
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
-from pallas_kernels.grouped.decode import MULTIPLY, assembly
+from pallas_kernels.grouped.decode import SHIFT
 from pallas_kernels.grouped.tuning import ROWS, MosaicCut
 from pallas_kernels.mosaic import (
     BY_OUTPUT,
@@ -42,8 +43,8 @@ from pallas_kernels.mosaic import (
     load_as,
     multiply_tiles,
     swizzled,
-    words,
 )
+from pallas_kernels.registers import words
 from pallas_kernels.tiles import TILE, padded
 
 EXCHANGE = "prmt.b32 $0, $1, $2, $3;"
@@ -81,7 +82,7 @@ def _steps(
             if block < count - 1:
                 plgpu.wgmma_wait(1)  # for the block before, whose registers the next one gets
 
-    return Steps(load, multiply)
+    return Steps(load, multiply, lambda total, first: total * 2.0**SHIFT)
 
 
 def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
@@ -117,10 +118,8 @@ def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
         byte = arith.addi(byte, arith.muli(odd, number(8)))
         start = arith.addi(arith.muli(output, number(HALF)), byte)
         memory = utils.memref_ptr(codes)
-        factors = [
-            [vector.broadcast(pair, vector.extract(one, [], [0])) for one in scale.registers.flat]
-            for scale in scales
-        ]
+        halves = scaled.halves()
+        factors = [scaled.of_outputs(s, half) for s, half in zip(scales, halves, strict=True)]
         made = np.empty(layout.registers_shape((TILE, BLOCK)), dtype=object)
         rest = (0,) * (made.ndim - 5)
         for below, group in np.ndindex(2, 2):  # 8 outputs below; 16 bytes further
@@ -129,8 +128,8 @@ def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
             other = utils.shfl_bfly(word, 1)
             (word,) = words(EXCHANGE, 1, word, other, exchanged)
             for half in range(2):
-                for i, two in enumerate(words(assembly("int4", half), 2, word)):
-                    (two,) = words(MULTIPLY, 1, two, factors[half][below])
+                by = factors[half][below]
+                for i, two in enumerate(scaled.numbers(word, halves[half], by, effects=True)):
                     column = 2 * (2 * half + group) + i
                     made[(0, column, 0, 0, below, *rest)] = utils.bitcast(two, pair)
         return FragmentedArray(_registers=made, _layout=layout, _is_signed=None)

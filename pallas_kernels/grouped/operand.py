@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from pallas_kernels.eight_bits.decode import factor, numbers
 from pallas_kernels.grouped import decode
 from pallas_kernels.grouped.coding import BLOCK, HALF, Coding, scale_numbers
 from pallas_kernels.triton import below, dot, load
@@ -58,6 +59,17 @@ class FourBits:
         neighbours = bool(self.after) and jnp.ndim(self.after[-1]) == 1
         return self.early and neighbours and outputs * ref.dtype.itemsize >= 4 * 32 * self.warps
 
+    @property
+    def _at_once(self) -> bool:
+        """Tell whether codes become numbers times scales at once."""
+        plain = self.coding.kind == "int4" and self.zeros is None
+        return plain and self.early and not self.interpret
+
+    @property
+    def factor(self) -> float:
+        """How many times sums are too small."""
+        return 2.0**decode.SHIFT if self._at_once else 1.0
+
     def load_scales(self, block: Array | int, count: int, *, ahead: bool) -> Scales:
         """Load what belongs to `count` blocks: for each product, its scales, and zeros if any.
 
@@ -100,7 +112,12 @@ class FourBits:
             for half in range(2):
                 start = half * HALF + first
                 scale, *zero = scales[start // size]
-                scale, rows = scale_numbers(scale)[:, None], x(start, size)
+                rows = x(start, size)
+                if self._at_once:
+                    scale = scale_numbers(scale).astype(rows.dtype)
+                    total = total + dot(decode.scaled_numbers(codes, scale, half), rows)
+                    continue
+                scale = scale_numbers(scale)[:, None]
                 w = decode.half_numbers(codes, self.coding.kind, half, rows.dtype, **how)
                 if zero:
                     w = decode.subtract(w, zero[0].astype(rows.dtype)[:, None], **how)
@@ -131,6 +148,11 @@ class EightBits:
     size: int
     interpret: bool
 
+    @property
+    def factor(self) -> float:
+        """How many times sums are too small."""
+        return factor(self.dtype, interpret=self.interpret)
+
     def load_scales(self, block: Array | int, count: int, *, ahead: bool) -> Scales:
         """Load nothing: a group is all inputs of an output."""
         return []
@@ -141,21 +163,22 @@ class EightBits:
         mask = below(k, self.codes.shape[-1])
         codes = load(self.codes, *_columns(self.before), *_columns(self.after), k, mask=mask)
         rows = x(0, self.size)
-        w = decode.byte_numbers(codes, self.dtype, rows.dtype, interpret=self.interpret)
-        return total + dot(w, rows)
+        w = numbers(codes, self.dtype, interpret=self.interpret)
+        return total + dot(w.astype(rows.dtype), rows)
 
 
 def multiply_blocks(
     operands: tuple[FourBits | EightBits, ...],
-    totals: tuple[Array, ...],
+    shape: tuple[int, int],
     x_block: Any,
     start: Array | int,
     count: int,
     unroll: int,
 ) -> tuple[Array, ...]:
-    """Add the products of `count` blocks from `start` on to the sums of each operand.
+    """Return the sums of the products of `count` blocks from `start` on, for each operand.
 
     Args:
+      shape: outputs and rows.
       x_block: from a block to what `FourBits.add` takes as x.
       unroll: blocks of a step; it divides the count.
     """
@@ -178,7 +201,10 @@ def multiply_blocks(
             totals = tuple(added)
         return totals, then
 
-    return lax.fori_loop(0, count // unroll, step, (totals, scales(start)))[0]
+    zeros = (jnp.zeros(shape, jnp.float32),) * len(operands)
+    totals, _ = lax.fori_loop(0, count // unroll, step, (zeros, scales(start)))
+    by = [operand.factor for operand in operands]
+    return tuple(t if f == 1 else t * f for t, f in zip(totals, by, strict=True))
 
 
 def _columns(index: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -82,9 +82,8 @@ def _linear(x_ref, codes_ref, *refs, coding: Coding, inputs_first: bool, cut: Cu
 
         return x
 
-    total = jnp.zeros((cut.outputs, cut.rows), jnp.float32)
-    start = pl.program_id(2) * share
-    (total,) = multiply_blocks((operand,), (total,), x_block, start, share, cut.unroll)
+    start, shape = pl.program_id(2) * share, (cut.outputs, cut.rows)
+    (total,) = multiply_blocks((operand,), shape, x_block, start, share, cut.unroll)
     if factors is not None:
         total = total * load(factors, out)[:, None]
     store(out_ref, pl.program_id(2), row[:, None], out[None, :], value=total.T, mask=mask)

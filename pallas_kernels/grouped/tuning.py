@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from pallas_kernels.grouped.coding import BLOCK, HALF
 from pallas_kernels.grouped.triton import Cut
@@ -118,7 +119,9 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
 
 
 ROWS = 8  # the Mosaic kernel pads rows to a multiple of it
-FEWEST_MOSAIC_ROWS = 17
+FEWEST_MOSAIC_ROWS = 8
+MOST_MMA_ROWS = 32
+LARGE_NUMBERS = 30e6  # of a weight; smaller ones have smaller tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +162,25 @@ class MosaicCut:
         return self.stages * step + self.outputs * min(rows, PIECE) * each
 
 
+@dataclasses.dataclass(frozen=True)
+class MmaCut(MosaicCut):
+    """The same for the kernel of few rows, in `mma.py`.
+
+    Attributes:
+      pieces: of 64 outputs, of a warpgroup.
+    """
+
+    pieces: int = 2
+
+    @property
+    def outputs(self) -> int:
+        return self.groups * self.pieces * TILE
+
+
 def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
-    """Return how the Mosaic kernel cuts a product; None where it does not fit."""
+    """Return how a Mosaic kernel cuts a product; None where it does not fit."""
+    if rows <= MOST_MMA_ROWS:
+        return mma_cut_for(rows, blocks, outputs, result_bytes)
     if rows > FEW_ROWS:
         return _cut_of_many(rows, blocks, outputs, result_bytes)
     groups = next((n for n in (4, 2) if outputs % (n * TILE) == 0), None)
@@ -173,6 +193,26 @@ def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) 
     most = max(1, min(12, blocks // 4))
     for _, splits, whole in sorted(shares(tiles, groups * TILE, rows, tile_ns, most)):
         cut = MosaicCut(groups, splits, step, whole=whole)
+        if cut := with_stages(cut, rows, blocks // step, result_bytes):
+            return cut
+    return None
+
+
+def mma_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MmaCut | None:
+    """Return how the kernel of few rows cuts a product; None where it does not fit."""
+    rows = padded(rows, ROWS)
+    found, most = [], max(1, min(12, blocks // 4))
+    for pieces in (2, 1) if blocks * BLOCK * outputs >= LARGE_NUMBERS else (1,):
+        cut = MmaCut(2, pieces=pieces)
+        if outputs % cut.outputs == 0:
+            # By the times of 5376 x 43008 with 8 to 32 rows, for 64 inputs.
+            tile_ns = blocks * (max(285, 235 + 5 * rows) if pieces == 2 else 190 + 3.2 * rows)
+            ways = shares(outputs // cut.outputs, cut.outputs, rows, tile_ns, most)
+            found += [(time, splits, whole, pieces) for time, splits, whole in ways]
+    for _, splits, whole, pieces in sorted(found):
+        # Longer steps were faster for small tiles, and where many steps follow each other.
+        step = math.gcd(blocks, 4 if whole or pieces == 1 else 2)
+        cut = MmaCut(2, splits, step, whole=whole, pieces=pieces)
         if cut := with_stages(cut, rows, blocks // step, result_bytes):
             return cut
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +17,9 @@ def of_bits(bits: int) -> np.ndarray:
     return np.asarray([bits & 0xFFFF, bits >> 16], np.uint16).view(jnp.bfloat16)
 
 
-def run(code: str, word: int) -> np.ndarray:
-    """Return the four bfloat16 that assembly makes of the four bytes of a register."""
-    values = {"$2": word}
+def run(code: str, word: int, **registers: int) -> np.ndarray:
+    """Return the four bfloat16 that assembly makes of the four bytes of a register, and of others."""
+    values = {"$2": word, **registers}
 
     def value(name: str) -> int:
         return values[name] if name in values else int(name, 0)
@@ -55,18 +56,9 @@ def run(code: str, word: int) -> np.ndarray:
 BYTES = np.asarray([[b, b ^ 0xFF, b ^ 0xD5, b ^ 0x2A] for b in range(256)], np.uint8)
 
 
-def of_every_byte(code: str) -> np.ndarray:
+def of_every_byte(code: str, **registers: int) -> np.ndarray:
     words = (int.from_bytes(four.tobytes(), "little") for four in BYTES)
-    return np.stack([run(code, word) for word in words]).astype(np.float32)
-
-
-@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
-def test_every_code_of_8_bits(kind: str) -> None:
-    expected = BYTES.view(jnp.dtype(kind)).astype(np.float32)
-    found = of_every_byte(decode._OF_BYTES[kind])
-    real = ~np.isnan(expected)
-    np.testing.assert_array_equal(found[real], expected[real])
-    assert (np.signbit(found) == np.signbit(expected)).all()
+    return np.stack([run(code, word, **registers) for word in words]).astype(np.float32)
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -76,3 +68,24 @@ def test_every_code_of_4_bits(kind: str, half: int) -> None:
     expected = coding.numbers(jnp.asarray(codes), kind)
     found = of_every_byte(decode._DECODE[kind, half])
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("scale", [1.0, -0.0123, 3.4e-5, 2.0**-80, 1.99 * 2.0**33])
+def test_every_int4_times_a_scale_is_rounded_once(scale: float, half: int) -> None:
+    """They are the numbers of a product in bfloat16, shifted, also for scales that are hardly usual."""
+    by = jnp.bfloat16(scale)
+    registers = {
+        "up": twice(by * jnp.bfloat16(decode.UP[half])),
+        "down": twice(by * jnp.bfloat16(decode.DOWN)),
+    }
+    code = decode.scaled(("0x0f0f0f0f", "0xf0f0f0f0")[half], "up", "up", "down", "down")
+    found = of_every_byte(code, **registers)
+    codes = BYTES >> 4 if half else BYTES & 15
+    expected = np.asarray(coding.numbers(jnp.asarray(codes), "int4").astype(jnp.bfloat16) * by)
+    np.testing.assert_array_equal(found * 2.0**decode.SHIFT, expected.astype(np.float32))
+
+
+def twice(number: Any) -> int:
+    bits = int(np.asarray(number, jnp.bfloat16).view(np.uint16))
+    return bits << 16 | bits

@@ -1,0 +1,114 @@
+"""A product of few rows with four-bit codes in Pallas Mosaic, for Hopper: TMA loads, mma.sync multiplies.
+
+`pallas_kernels/mma.py` says how it multiplies, and `decode.py` how codes become numbers. Of the 32 bytes
+of a block two threads take the low halves of 16 each, and two others the high halves. So all codes that
+a thread has of an output have one scale.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped import scaled
+from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
+from pallas_kernels.grouped.decode import SHIFT
+from pallas_kernels.grouped.mosaic import LINE
+from pallas_kernels.grouped.tuning import ROWS, MmaCut
+from pallas_kernels.mma import Lane, Numbers, add_products, rows_ring
+from pallas_kernels.mosaic import Steps, multiply_tiles
+from pallas_kernels.registers import at, four_words, i32, word, words
+from pallas_kernels.tiles import TILE, padded
+
+_TWICE = "prmt.b32 $0, $1, 0, 0x1010;"
+
+
+def _steps(
+    x_ref, codes_ref, scales_ref, ring, x_ring, scale_ring, *, group: int, cut: MmaCut
+) -> Steps:
+    """Return how `cut.blocks` blocks of inputs are multiplied.
+
+    Args:
+      group: inputs that share a scale.
+    """
+    count, lines, rows = cut.blocks, ring.shape[2], x_ring.shape[1]
+
+    def load(tile, row_tile, step, place, there):
+        first, own = step * count, pl.ds(tile * cut.outputs, cut.outputs)
+        codes = codes_ref.at[pl.ds(first, count), pl.ds(tile * lines, lines)]
+        plgpu.copy_gmem_to_smem(codes, ring.at[place], there)
+        groups = pl.ds(lax.div(first * BLOCK, group), scale_ring.shape[1])
+        plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], there)
+        x = x_ref.at[pl.ds(row_tile * rows, rows), pl.ds(first * BLOCK, count * BLOCK)]
+        plgpu.copy_gmem_to_smem(x, x_ring.at[place], there)
+
+    def multiply(sums, place):
+        refs = ring.at[place], scale_ring.at[place]
+        numbers = functools.partial(_numbers, group=group, outputs=cut.outputs)
+        return add_products(sums, x_ring.at[place], refs, numbers)
+
+    def finish(total, first):
+        return total * 2.0**SHIFT
+
+    return Steps(load, multiply, finish)
+
+
+def _numbers(lane: Lane, codes: Any, scales: Any, *, group: int, outputs: int) -> Numbers:
+    """Return what makes numbers of codes [blocks, outputs, 32] and scales [groups, outputs] in memory."""
+    half, high = arith.andi(lane.part, word(1)), arith.shrui(lane.part, word(1))
+    is_high = arith.cmpi(arith.CmpIPredicate.ne, high, word(0))
+    own = scaled.Half(*(arith.select(is_high, b, a) for a, b in zip(*scaled.halves(), strict=True)))
+    first = arith.addi(lane.first, lane.output)
+    of_codes = arith.addi(arith.muli(first, word(HALF)), arith.muli(half, word(HALF // 2)))
+    of_scales = arith.muli(first, word(2))
+    # The high halves are the second group of a block, unless groups are longer.
+    second = arith.muli(high, word(2 * outputs)) if group < BLOCK else word(0)
+
+    def numbers(block: int, piece: int, below: int) -> list[list[Any]]:
+        output = piece * TILE + below * 8
+        start = word((block * outputs + output) * HALF)
+        codes_of_thread = four_words(codes, arith.addi(of_codes, start))
+        start = word(2 * (block * BLOCK // group * outputs + output))
+        where = at(scales, arith.addi(arith.addi(of_scales, second), start))
+        bits = llvm.load(ir.IntegerType.get_signless(16), where)
+        (scale,) = words(_TWICE, 1, arith.extui(i32(), bits), effects=False)
+        by = scaled.factors(scale, own, effects=False)
+        return [scaled.numbers(eight, own, by, effects=False) for eight in codes_of_thread]
+
+    return numbers
+
+
+def linear_mma(
+    x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, cut: MmaCut
+) -> Float[Array, "R N"]:
+    """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them."""
+    assert weight.scales is not None
+    count, outputs = x.shape[0], weight.codes.shape[1]
+    x = jnp.pad(x, ((0, padded(count, ROWS) - count), (0, 0)))
+    codes = weight.codes.reshape(-1, outputs * HALF // LINE, LINE)  # as they lie in memory
+    out = multiply_tiles(
+        "grouped_linear",
+        functools.partial(_steps, group=group, cut=cut),
+        (x, codes, weight.scales),
+        outputs=outputs,
+        steps=codes.shape[0] // cut.blocks,
+        cut=cut,
+        dtype=dtype,
+        rings=(
+            plgpu.SMEM((cut.stages, cut.blocks, cut.outputs * HALF // LINE, LINE), jnp.uint8),
+            rows_ring(cut.stages, x.shape[0], cut.inputs),
+            plgpu.SMEM((cut.stages, max(1, cut.inputs // group), cut.outputs), jnp.bfloat16),
+        ),
+        loads=3,
+        sums="carried",
+    )
+    return out[:count]
