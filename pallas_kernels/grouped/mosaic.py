@@ -5,11 +5,11 @@ share of the inputs. Up to 128 rows are one tile. More are one or several, of up
 codes, scales and rows into a ring in shared memory, several steps ahead. It loads lines of 128 bytes,
 which are codes of 4 outputs. A warpgroup takes 64 x 64 codes into registers, makes numbers of them, and
 hands these to wgmma as its left operand. While these are multiplied it makes the next ones, and the
-other warpgroups make theirs. With up to 128 rows a step has two such blocks. A thread then runs 3.1
-instructions a code, and 5 with one block, lines of 32 bytes, and nothing made meanwhile.
+other warpgroups make theirs. With up to 128 rows a step has two such blocks: with one, lines of 32
+bytes, and nothing made meanwhile, a thread ran five instructions a code where it ran three.
 
 Numbers are multiplied by their scales in bfloat16, before the product. So they are the same ones as
-in the Triton kernel with its cuts.
+in the other kernels with their cuts.
 
 Where outputs are few, several blocks share the inputs of a tile (`splits`). XLA adds their parts, in
 their order.

@@ -1,4 +1,4 @@
-"""Tile sizes of both kernels."""
+"""Tile sizes of the kernels."""
 
 from __future__ import annotations
 
@@ -23,23 +23,33 @@ from pallas_kernels.tiles import (
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with the sum
 # of parts, and for 5376 x 43008 with joining the first tiles with the last ones:
 #
-#   inputs x outputs       rows  2     16     32     64     128
-#   5376 x 43008     Triton      38    46     71     100    174
-#                    Mosaic            50     50     68     94
-#   21504 x 5376     Triton      23    26            60     109
-#                    Mosaic            27     31     36     50
-#   5376 x 16384     Triton      18    22                   72
-#                    Mosaic            25     24     31     38
-#   8192 x 5376      Triton      13    15                   45
-#                    Mosaic            11     13     17     24
-#   2816 x 8192      Triton                   14     21     42
-#                    Mosaic            8.9    8.5    13     15
-#   4096 x 2816      Triton                   8.6    13     21
-#                    Mosaic                   7.2    7.3    8.8
-#   2816 x 4224      Triton                   9.2    11     15
-#                    Mosaic            5.4    6.1    7.3    10
-#   2112 x 2816      Triton                   6.1    8.5    13
-#                    Mosaic            4.6    5.6    6.2    9.2
+#   inputs x outputs       rows  1      8      16     32     64     128
+#   5376 x 43008     Triton      36     39 *   45 *   65 *   100 *  174 *
+#                    mma                37     39     51     84
+#                    Mosaic             47 *   50 *   54 *   64     94
+#   21504 x 5376     Triton      19.5   22.9 * 25.4 * 34 *   60 *   109 *
+#                    mma                21.4   22.6   28.4   42
+#                    Mosaic             26.5 * 27.5 * 29.8 * 33     48
+#   5376 x 16384     Triton      16.4   18.0 * 20.1 * 28 *          72 *
+#                    mma                16.7   18.3   22.8   34
+#                    Mosaic             20.9 * 22.3 * 23.8 * 28     38 *
+#   8192 x 5376      Triton      11.9   13.4 * 14.3 * 19 *          45 *
+#                    mma                11.4   12.2   14.7   21
+#                    Mosaic             13.1 * 14.1 * 15.3 * 17.6   24 *
+#   2816 x 8192      Triton      7.9    9.2 *  9.9 *  14 *   21 *   42 *
+#                    mma                7.1    8.0    9.9
+#                    Mosaic             9.3 *  9.7 *  8.5 *  13 *   15 *
+#   4096 x 2816      Triton      5.4    6.1 *  6.9 *  8.6 *  13 *   21 *
+#                    mma                5.1    5.9    7.0
+#   2816 x 4224      Triton      5.4    6.2 *  7.0 *  9.2 *  11 *   15 *
+#                    mma                5.1    6.1    6.9
+#   2112 x 2816      Triton      4.2    4.7 *  5.3 *  6.1 *  8.5 *  13 *
+#                    mma                4.4    4.9    5.8
+#
+# An asterisk: before codes became numbers times scales in one `fma`. "mma" for 4096 x 2816, 2816 x 4224, and
+# 32 rows of 2816 x 8192 had steps of 128 inputs; with 256 of them 8 and 16 rows of 2816 x 8192 take 7.1 and 8.0
+# instead of 7.9 and 8.5. For 5376 x 43008 they take 37.4, 39.0 and 50.5 instead of 37.6, 40.6 and 51.7, and
+# are no faster where tiles are split and have 256 outputs.
 #
 # Many rows, in a loop of products, which adds some 2 to each. From 513 rows on Triton's kernel is not
 # used, and the figure is that of a weight that is written out in 16 bits:
