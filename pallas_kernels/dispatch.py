@@ -166,6 +166,20 @@ def capability() -> float | None:
     return float(said) if said.replace(".", "").isdigit() else 0.0
 
 
+H200_PROCESSORS = 132
+
+
+def processors() -> int:
+    """Return how many streaming multiprocessors the GPU of this machine has.
+
+    Kernels are cut for as many. Those of Hopper GPUs differ: an H200 has 132, an H100 for PCIe 114, an H20
+    78. On a machine without a GPU it is the number of an H200.
+    """
+    if jax.default_backend() != "gpu":
+        return H200_PROCESSORS
+    return getattr(jax.devices()[0], "core_count", None) or H200_PROCESSORS
+
+
 # Shared memory of a block of threads, in KiB, by compute capability: "Maximum amount of shared memory
 # per thread block" in the technical specifications of the CUDA programming guide. GPUs with little of
 # it are RTX cards and those that share their chips, such as L4, L40S and A10.

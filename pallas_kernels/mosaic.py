@@ -18,8 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.dispatch import processors
 from pallas_kernels.shares import Share, Shares, place_of, shares_of, whole_tiles
-from pallas_kernels.tiles import PIECE, PROCESSORS, TILE, results_are_apart
+from pallas_kernels.tiles import PIECE, TILE, results_are_apart
 
 LEFT = plgpu.Layout.WGMMA
 """How wgmma takes its left operand from registers, and how it leaves sums there."""
@@ -104,7 +105,7 @@ def multiply_tiles(
             "a split needs more steps than there are stages"
         )
     rest, dtype = tiles - whole, jnp.dtype(dtype)
-    blocks = min(PROCESSORS, whole + rest * cut.splits)
+    blocks = min(processors(), whole + rest * cut.splits)
     shapes = []
     if whole:
         shape = 1, all_rows, whole // cut.row_tiles * cut.outputs

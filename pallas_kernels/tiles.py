@@ -9,8 +9,9 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+from pallas_kernels.dispatch import processors
+
 TILE = 64  # outputs of a warpgroup
-PROCESSORS = 132  # of an H200
 SHARED_BYTES = 224 << 10  # of a block of threads
 PIECE = 32  # rows of a result that a warpgroup writes at once
 BYTES_A_NS = 4400  # of weights that all processors read in a nanosecond
@@ -54,14 +55,15 @@ def shares(
       least_ns: what all tiles take at least, because memory delivers as much to some processors as to
         all of them.
     """
-    found, together = [], math.lcm(PROCESSORS, row_tiles)
+    found, at_once = [], processors()
+    together = math.lcm(at_once, row_tiles)
     for splits in range(1, most + 1):
         for whole in {0, (tiles - 1) // together * together}:
             rest = tiles - whole
-            rounds = -(-rest * splits // PROCESSORS)
-            time = whole // PROCESSORS * (tile_ns + WRITE_NS)
+            rounds = -(-rest * splits // at_once)
+            time = whole // at_once * (tile_ns + WRITE_NS)
             time += START_NS + rounds * (tile_ns / splits + WRITE_NS)
-            time += max(0, least_ns - (whole // PROCESSORS + rounds / splits) * tile_ns)
+            time += max(0, least_ns - (whole // at_once + rounds / splits) * tile_ns)
             if whole:
                 time += join_ns
             if splits > 1:  # parts are written and read

@@ -21,13 +21,15 @@ from jaxspec.models.layers import project, table_logits
 from jaxspec.quantised import FormatError, array
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
+from pallas_kernels import tiles
+from pallas_kernels.dispatch import H200_PROCESSORS
 from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.experts import Tiling, cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
 from pallas_kernels.grouped.coding import E2M1, numbers, pack, pack_pairs, unpack
 from pallas_kernels.grouped.tuning import ROWS, TABLE, MmaCut, MosaicCut, cut_for, mosaic_cut_for
 from pallas_kernels.shares import place_of, shares_of
-from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, padded, results_are_apart
+from pallas_kernels.tiles import SHARED_BYTES, padded, results_are_apart
 
 FORMATS = ("int4", "int4-g64-zeros", "nvfp4", "mxfp4")
 
@@ -209,8 +211,11 @@ def test_the_mosaic_kernel_refuses_what_it_cannot_cut(monkeypatch):
     refused("needs jax 0.11.2; this is")
 
 
+@pytest.mark.parametrize("processors", [78, 114, H200_PROCESSORS])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_product_has_a_cut_for_the_mosaic_kernels(name):
+def test_every_product_has_a_cut_for_the_mosaic_kernels(name, processors, monkeypatch):
+    """On GPUs with as many processors as an H20, an H100 for PCIe and an H200 have."""
+    monkeypatch.setattr(tiles, "processors", lambda: processors)
     inputs, outputs = SHAPES[name]
     for rows in (1, 8, 17, 32, 33, 64, 100, 128, 129, 256, 300, 512, 2048, 8192):
         cut = mosaic_cut_for(rows, inputs // 64, outputs)
@@ -218,7 +223,7 @@ def test_every_product_has_a_cut_for_the_mosaic_kernels(name):
         assert isinstance(cut, MmaCut) == (rows <= 32)
         assert outputs % cut.outputs == 0
         assert cut.whole < outputs // cut.outputs * cut.row_tiles
-        assert cut.whole % cut.row_tiles == 0
+        assert cut.whole % cut.row_tiles == cut.whole % processors == 0
         assert cut.stages >= 3
         assert inputs % cut.inputs == 0
         assert results_are_apart(cut, inputs // cut.inputs)
@@ -229,6 +234,7 @@ def test_every_product_has_a_cut_for_the_mosaic_kernels(name):
         assert rows <= taken * cut.row_tiles < rows + 8 * cut.row_tiles
 
 
+@pytest.mark.parametrize("processors", [114, H200_PROCESSORS])
 @pytest.mark.parametrize(
     ("tiles", "steps", "cut"),
     [
@@ -241,9 +247,9 @@ def test_every_product_has_a_cut_for_the_mosaic_kernels(name):
         (20, 5, MosaicCut(row_tiles=4)),
     ],
 )
-def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, cut):
+def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, cut, processors):
     rest = tiles - cut.whole if cut.splits > 1 else 0
-    blocks = min(PROCESSORS, tiles - rest + rest * cut.splits)
+    blocks = min(processors, tiles - rest + rest * cut.splits)
     multiplied, parts = [], []
     for block in range(blocks):
         shares = shares_of(jnp.int32(block), blocks, tiles, steps, cut)

@@ -32,12 +32,11 @@ import functools
 from collections.abc import Iterator
 
 from pallas_kernels.attention.triton import Tiling
-from pallas_kernels.dispatch import HOPPER_SHARED_BYTES
+from pallas_kernels.dispatch import HOPPER_SHARED_BYTES, processors
 
-# The least number of programs that an H200 (132 multiprocessors) runs at once. With a few programs
-# more, most of the GPU waits for these few. For the 32 programs of 26B-A4B at head dim 512, 5
-# splits took 371 us and 4 splits 244 us.
-FULL = 132
+# A GPU runs a program on each of its `processors` at once, at least. With a few programs more, most of it
+# waits for these few. For the 32 programs of 26B-A4B at head dim 512, 5 splits took 371 us and 4 splits
+# 244 us on an H200.
 # Least number of keys of a split. With fewer, starting and adding up take longer than reading.
 FEWEST_KEYS = 128
 
@@ -112,7 +111,9 @@ def tiling_at_once(*, head_dim: int, rows: int, heads: int, longest: int) -> Til
         return None
     keys = found[2]
     splits = -(-longest // keys)
-    return Tiling(tile, keys, 4, 2, splits) if splits > 1 and heads * splits <= FULL else None
+    return (
+        Tiling(tile, keys, 4, 2, splits) if splits > 1 and heads * splits <= processors() else None
+    )
 
 
 def tiling_for(
@@ -158,7 +159,7 @@ def _tilings(
 ) -> Iterator[Tiling]:
     """Yield the tiling for these sizes, and then smaller ones, all without splits."""
     for most, tiling in CHUNKS:
-        if head_dim <= most and rows > MANY_ROWS and heads * rows >= FULL * MANY_ROWS:
+        if head_dim <= most and rows > MANY_ROWS and heads * rows >= processors() * MANY_ROWS:
             yield tiling
             break
     fits = [row for row in TABLE if head_dim <= row[0]]
@@ -171,7 +172,7 @@ def _tilings(
         programs = heads * -(-rows // tile) * parts
         if head_dim > 256 and ((narrow and tile <= 64) or (hopper and tile <= 16)):
             stages += 1
-        if 128 < head_dim <= 256 and tile <= 16 and programs > 2 * FULL:
+        if 128 < head_dim <= 256 and tile <= 16 and programs > 2 * processors():
             stages -= 1
         for fewer in range(stages, 1, -1):
             yield Tiling(tile, keys, warps, fewer, 1, parts)
@@ -198,4 +199,4 @@ def _tile(rows: int) -> int:
 
 
 def _splits(programs: int, longest: int) -> int:
-    return max(1, min(FULL // programs, longest // FEWEST_KEYS))
+    return max(1, min(processors() // programs, longest // FEWEST_KEYS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from pallas_kernels.dispatch import processors
 from pallas_kernels.eight_bits.triton import Cut
 from pallas_kernels.tiles import (
     BYTES_A_NS,
@@ -11,7 +12,6 @@ from pallas_kernels.tiles import (
     MANY_GROUPS,
     MANY_ROWS,
     PIECE,
-    PROCESSORS,
     TILE,
     padded,
     shares,
@@ -190,9 +190,10 @@ def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
     step = min(cut.inputs, inputs & -inputs)
     tile = min(cut.outputs, outputs & -outputs)
     tiles = outputs // tile * -(-rows // cut.rows)
-    splits = max(1, PROCESSORS * programs // tiles)
+    at_once = processors()
+    splits = max(1, at_once * programs // tiles)
     # One more where this leaves the processor with most programs less to do.
-    splits = min(splits, splits + 1, key=lambda s: -(-tiles * s // PROCESSORS) / s)
+    splits = min(splits, splits + 1, key=lambda s: -(-tiles * s // at_once) / s)
     # A split has 4 steps at least, because its part of the result is written and read again.
     splits = max(1, min(splits, inputs // step // 4))
     return dataclasses.replace(cut, outputs=tile, inputs=step, splits=splits)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from pallas_kernels.dispatch import processors
 from pallas_kernels.grouped.coding import BLOCK, HALF
 from pallas_kernels.grouped.triton import Cut
 from pallas_kernels.tiles import (
     FEW_ROWS,
     MANY_GROUPS,
     PIECE,
-    PROCESSORS,
     SHARED_BYTES,
     TILE,
     padded,
@@ -107,10 +107,10 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
     warps, few = cut.warps, cut.rows <= 16
     if few:
         warps = max(1, min(warps, tile * scale_bytes // 128))
-    tiles = outputs // tile * -(-rows // cut.rows)
+    tiles, at_once = outputs // tile * -(-rows // cut.rows), processors()
 
     def programs(splits: int) -> int:
-        return -(-tiles * splits // PROCESSORS)  # of the processor that has most
+        return -(-tiles * splits // at_once)  # of the processor that has most
 
     def time(splits: int) -> int:
         # A program starts, ends and has its part added up in the time of two blocks.

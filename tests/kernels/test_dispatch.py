@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.dispatch import Candidate, dispatch, shared_bytes
+from pallas_kernels.dispatch import Candidate, dispatch, processors, shared_bytes
 
 
 def times(factor: float, x: jax.Array) -> jax.Array:
@@ -80,3 +81,13 @@ def test_shared_memory_is_what_the_gpu_has(monkeypatch, found: float | None, kib
     """An unknown GPU has as little as any; on a machine without one, programs are for Hopper."""
     monkeypatch.setattr("pallas_kernels.dispatch.capability", lambda: found)
     assert shared_bytes() == kib << 10
+
+
+def test_processors_are_those_of_the_gpu(monkeypatch) -> None:
+    """On a machine without one, programs are for an H200."""
+    assert processors() == 132
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for said, count in (114, 114), (None, 132):
+        gpu = types.SimpleNamespace(core_count=said)
+        monkeypatch.setattr(jax, "devices", lambda gpu=gpu: [gpu])
+        assert processors() == count

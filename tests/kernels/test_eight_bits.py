@@ -14,6 +14,7 @@ import pytest
 from jaxspec.configs.gemma4 import PRESETS
 from jaxspec.families import graph_of
 from jaxspec.quantised.choice import formats_for
+from pallas_kernels.dispatch import H200_PROCESSORS
 from pallas_kernels.eight_bits import Cut, decode, linear, rounded_sums
 from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.eight_bits.tuning import (
@@ -30,7 +31,7 @@ from pallas_kernels.eight_bits.tuning import (
     triton_is_faster,
 )
 from pallas_kernels.rounding import round_rows
-from pallas_kernels.tiles import PROCESSORS, SHARED_BYTES, padded, results_are_apart, shares
+from pallas_kernels.tiles import SHARED_BYTES, padded, results_are_apart, shares
 
 KINDS = (jnp.int8, jnp.float8_e4m3fn)
 
@@ -166,7 +167,9 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
             assert 1 <= cut.splits <= inputs // cut.inputs
             own = mosaic_cut_for(rows, inputs, outputs)
             if own is not None:
-                assert outputs % own.outputs == inputs % own.line == own.whole % PROCESSORS == 0
+                assert (
+                    outputs % own.outputs == inputs % own.line == own.whole % H200_PROCESSORS == 0
+                )
                 assert own.whole < outputs // own.outputs * own.row_tiles
                 assert own.whole % own.row_tiles == 0
                 assert 1 <= own.splits <= inputs // LINE // 2
@@ -257,7 +260,7 @@ def test_whole_tiles_come_first_where_that_leaves_less_to_split():
     assert {(splits, whole) for _, splits, whole in ways} >= {(1, 0), (3, 0), (3, 132)}
     _, splits, whole = min(ways)
     assert whole == 132
-    assert splits * (168 - whole) <= PROCESSORS
+    assert splits * (168 - whole) <= H200_PROCESSORS
     assert min(shares(132, 256, 16, 44_000, 7))[1:] == (1, 0)
 
 
