@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -22,12 +20,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.grouped import scaled
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
 from pallas_kernels.grouped.decode import SHIFT
-from pallas_kernels.grouped.mosaic import LINE
-from pallas_kernels.grouped.tuning import ROWS, MmaCut
+from pallas_kernels.grouped.mosaic import launch, loading
+from pallas_kernels.grouped.tuning import MmaCut
 from pallas_kernels.mma import Lane, Numbers, add_products, rows_ring
-from pallas_kernels.mosaic import Steps, multiply_tiles
+from pallas_kernels.mosaic import Steps
 from pallas_kernels.registers import at, four_words, i32, word, words
-from pallas_kernels.tiles import TILE, padded
+from pallas_kernels.tiles import TILE
 
 _TWICE = "prmt.b32 $0, $1, 0, 0x1010;"
 
@@ -40,15 +38,12 @@ def _steps(
     Args:
       group: inputs that share a scale.
     """
-    count, lines, rows = cut.blocks, ring.shape[2], x_ring.shape[1]
+    rows = x_ring.shape[1]
+    load_weight = loading(codes_ref, scales_ref, ring, scale_ring, group=group, cut=cut)
 
     def load(tile, row_tile, step, place, there):
-        first, own = step * count, pl.ds(tile * cut.outputs, cut.outputs)
-        codes = codes_ref.at[pl.ds(first, count), pl.ds(tile * lines, lines)]
-        plgpu.copy_gmem_to_smem(codes, ring.at[place], there)
-        groups = pl.ds(lax.div(first * BLOCK, group), scale_ring.shape[1])
-        plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], there)
-        x = x_ref.at[pl.ds(row_tile * rows, rows), pl.ds(first * BLOCK, count * BLOCK)]
+        load_weight(tile, step, place, there)
+        x = x_ref.at[pl.ds(row_tile * rows, rows), pl.ds(step * cut.inputs, cut.inputs)]
         plgpu.copy_gmem_to_smem(x, x_ring.at[place], there)
 
     def multiply(sums, place):
@@ -91,24 +86,9 @@ def linear_mma(
     x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, cut: MmaCut
 ) -> Float[Array, "R N"]:
     """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them."""
-    assert weight.scales is not None
-    count, outputs = x.shape[0], weight.codes.shape[1]
-    x = jnp.pad(x, ((0, padded(count, ROWS) - count), (0, 0)))
-    codes = weight.codes.reshape(-1, outputs * HALF // LINE, LINE)  # as they lie in memory
-    out = multiply_tiles(
-        "grouped_linear",
-        functools.partial(_steps, group=group, cut=cut),
-        (x, codes, weight.scales),
-        outputs=outputs,
-        steps=codes.shape[0] // cut.blocks,
-        cut=cut,
-        dtype=dtype,
-        rings=(
-            plgpu.SMEM((cut.stages, cut.blocks, cut.outputs * HALF // LINE, LINE), jnp.uint8),
-            rows_ring(cut.stages, x.shape[0], cut.inputs),
-            plgpu.SMEM((cut.stages, max(1, cut.inputs // group), cut.outputs), jnp.bfloat16),
-        ),
-        loads=3,
-        sums="carried",
-    )
-    return out[:count]
+
+    def x_ring(rows: int) -> Any:
+        return rows_ring(cut.stages, rows, cut.inputs)
+
+    how: Any = dict(group=group, dtype=dtype, cut=cut, loads=3, sums="carried")
+    return launch(_steps, x, weight, x_ring, **how)

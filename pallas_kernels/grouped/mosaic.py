@@ -18,6 +18,7 @@ their order.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from pallas_kernels.mosaic import (
     BY_OUTPUT,
     LEFT,
     Steps,
+    Sums,
     load_as,
     multiply_tiles,
     swizzled,
@@ -60,16 +62,14 @@ def _steps(
       group: inputs that share a scale.
     """
     mine, count = pl.ds(lax.axis_index("warpgroup") * TILE, TILE), cut.blocks
-    lines, rows = ring.shape[2], x_ring.shape[2]
+    rows = x_ring.shape[2]
+
+    load_weight = loading(codes_ref, scales_ref, ring, scale_ring, group=group, cut=cut)
 
     def load(tile, row_tile, step, place, there):
-        first, own = step * count, pl.ds(tile * cut.outputs, cut.outputs)
-        codes = codes_ref.at[pl.ds(first, count), pl.ds(tile * lines, lines)]
-        plgpu.copy_gmem_to_smem(codes, ring.at[place], there)
-        groups = pl.ds(lax.div(first * BLOCK, group), scale_ring.shape[1])
-        plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], there)
+        load_weight(tile, step, place, there)
         for block in range(count):
-            inputs = pl.ds((first + block) * BLOCK, BLOCK)
+            inputs = pl.ds((step * count + block) * BLOCK, BLOCK)
             x = x_ref.at[pl.ds(row_tile * rows, rows), inputs]
             plgpu.copy_gmem_to_smem(x, x_ring.at[place, block], there)
 
@@ -138,18 +138,60 @@ def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
     return convert(codes_ref, *scales)  # pyright: ignore[reportCallIssue]
 
 
+def loading(
+    codes_ref: Any, scales_ref: Any, ring: Any, scale_ring: Any, *, group: int, cut: MosaicCut
+) -> Callable[[Any, Any, Any, Any], None]:
+    """Return how codes and scales of a step of a tile are loaded: two copies."""
+    lines = ring.shape[2]
+
+    def load(tile, step, place, there):
+        first, own = step * cut.blocks, pl.ds(tile * cut.outputs, cut.outputs)
+        codes = codes_ref.at[pl.ds(first, cut.blocks), pl.ds(tile * lines, lines)]
+        plgpu.copy_gmem_to_smem(codes, ring.at[place], there)
+        groups = pl.ds(lax.div(first * BLOCK, group), scale_ring.shape[1])
+        plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], there)
+
+    return load
+
+
 def linear_mosaic(
     x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, cut: MosaicCut
 ) -> Float[Array, "R N"]:
     """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them."""
+
+    def x_ring(rows: int) -> Any:
+        return swizzled(cut.stages, cut.blocks, rows, BLOCK, dtype=x.dtype)
+
+    how: Any = dict(group=group, dtype=dtype, cut=cut, loads=2 + cut.blocks)
+    return launch(_steps, x, weight, x_ring, **how)
+
+
+def launch(
+    steps_of: Callable[..., Steps],
+    x: Float[Array, "R K"],
+    weight: Codes,
+    x_ring: Callable[[int], Any],
+    *,
+    group: int,
+    dtype: DTypeLike,
+    cut: MosaicCut,
+    loads: int,
+    sums: Sums = "together",
+) -> Float[Array, "R N"]:
+    """Launch a kernel of codes.
+
+    Args:
+      steps_of: as in `multiply_tiles`, given `group` and `cut` too.
+      x_ring: from the rows of a tile, shared memory for them.
+      loads, sums: as in `multiply_tiles`.
+    """
     assert weight.scales is not None
     count, outputs = x.shape[0], weight.codes.shape[1]
     x = jnp.pad(x, ((0, padded(count, ROWS * cut.row_tiles) - count), (0, 0)))
-    rows = x.shape[0] // cut.row_tiles
     codes = weight.codes.reshape(-1, outputs * HALF // LINE, LINE)  # as they lie in memory
     out = multiply_tiles(
         "grouped_linear",
-        functools.partial(_steps, group=group, cut=cut),
+        functools.partial(steps_of, group=group, cut=cut),
         (x, codes, weight.scales),
         outputs=outputs,
         steps=codes.shape[0] // cut.blocks,
@@ -157,9 +199,10 @@ def linear_mosaic(
         dtype=dtype,
         rings=(
             plgpu.SMEM((cut.stages, cut.blocks, cut.outputs * HALF // LINE, LINE), jnp.uint8),
-            swizzled(cut.stages, cut.blocks, rows, BLOCK, dtype=x.dtype),
+            x_ring(x.shape[0] // cut.row_tiles),
             plgpu.SMEM((cut.stages, max(1, cut.inputs // group), cut.outputs), jnp.bfloat16),
         ),
-        loads=2 + cut.blocks,
+        loads=loads,
+        sums=sums,
     )
     return out[:count]
