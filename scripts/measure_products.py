@@ -1,0 +1,199 @@
+"""Time products of rows with a weight, kernel by kernel, as the tables of docs/quantisation.md have them.
+
+    python -m scripts.measure_products --size "31b down" --format int4 --rows 8 --rows 16 --json out/products.json
+
+A figure is the time of the GPU's own kernels, by its profile: the median of each kernel, and the sum of all that a call
+starts. Adding up parts is one of them, and launching is not. Weights are random. There are so many of them that none
+stays in the L2 cache from call to call. "GB/s" is the size of the weight by the time. "error" is that of a result in
+float32 against the plain reference's, in the 2-norm.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from jaxtyping import Array
+from rich.console import Console
+from rich.table import Table
+
+from pallas_kernels import eight_bits, grouped
+from pallas_kernels.eight_bits.cases import SHAPES
+from pallas_kernels.grouped import Codes, Coding
+from pallas_kernels.rounding import round_rows
+
+FORMATS = ("bfloat16", "int8", "fp8", "fp8-dynamic", "int4", "int4-g64", "int4-g128")
+CACHE_BYTES = 120e6  # more than the L2 of any GPU has today
+Run = Callable[..., Array]
+
+
+class Measured(NamedTuple):
+    """One line of the table. Times in microseconds."""
+
+    size: str
+    format: str
+    rows: int
+    implementation: str
+    us: float
+    gb_a_second: float
+    error: float
+    kernels: dict[str, float]
+
+
+def weight(format: str, inputs: int, outputs: int, key: Array) -> tuple[Array, ...]:
+    """Return a random weight: codes and scales, or numbers."""
+    of_codes, of_scales = jax.random.split(key)
+    scale = functools.partial(jax.random.uniform, of_scales, minval=0.5, maxval=1.5)
+    if format == "bfloat16":
+        return (jax.random.normal(of_codes, (outputs, inputs), jnp.bfloat16),)
+    if format.startswith("int4"):
+        codes = jax.random.bits(of_codes, (inputs // 64, outputs, 32), jnp.uint8)
+        return codes, scale((inputs // _group(format), outputs)).astype(jnp.bfloat16)
+    bits = jax.random.bits(of_codes, (outputs, inputs), jnp.uint8)
+    if format == "int8":
+        return jax.lax.bitcast_convert_type(bits, jnp.int8), scale((outputs,))
+    bits = jnp.where(bits & 127 == 127, 0, bits)  # that one is no number
+    return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn), scale((outputs,))
+
+
+def product(format: str, implementation: Any, dtype: Any) -> Run:
+    """Return what multiplies rows [R, inputs] in bfloat16 by a weight."""
+    how: Any = dict(dtype=dtype, implementation=implementation)
+    if format == "bfloat16":
+        return lambda x, w: jnp.einsum("rk,nk->rn", x, w, preferred_element_type=dtype)
+    if format == "fp8-dynamic":
+
+        def rounded(x: Array, codes: Array, scales: Array) -> Array:
+            # Scales are multiplied where sums are read, and rows are rounded by the norm before.
+            return eight_bits.rounded_sums(round_rows(x)[0], codes, **how)
+
+        return rounded
+    if not format.startswith("int4"):
+        return functools.partial(eight_bits.linear, **how)
+    coding = Coding("int4", _group(format))
+    return lambda x, codes, scales: grouped.linear(x, Codes(codes, scales), coding=coding, **how)
+
+
+def _group(format: str) -> int:
+    _, _, group = format.partition("-g")
+    return int(group) if group else 32
+
+
+def kernel_times(call: Callable[[int], Array], runs: int) -> dict[str, float]:
+    """Return the microseconds of each kernel that a call starts, by the GPU's profile.
+
+    Args:
+      call: given the number of the run, does what is timed.
+
+    Raises:
+      RuntimeError: the profile shows no kernel of a GPU.
+    """
+    for run in range(3):
+        jax.block_until_ready(call(run))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for run in range(runs):
+                jax.block_until_ready(call(run))
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    found = medians(
+        (event.name, event.duration_ns / 1e3)
+        for plane in data.planes
+        if "GPU" in plane.name
+        for line in plane.lines
+        if "Stream" in line.name
+        for event in line.events
+    )
+    if not found:
+        raise RuntimeError("the profile shows no kernel of a GPU")
+    return {name: us * count / runs for name, (us, count) in found.items()}
+
+
+def medians(events: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
+    """Return the median time of each kernel, and how often it ran, the longest first."""
+    times = collections.defaultdict(list)
+    for name, us in events:
+        times[name].append(us)
+    found = {name: (float(np.median(us)), len(us)) for name, us in times.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1][0] * item[1][1]))
+
+
+def measure(size: str, format: str, rows: int, implementation: str, runs: int) -> Measured:
+    """Time one product, and compare it with the reference."""
+    inputs, outputs = SHAPES[size]
+    keys = jax.random.split(jax.random.key(0), 64)
+    weights = [jax.block_until_ready(weight(format, inputs, outputs, keys[0]))]
+    size_bytes = sum(array.nbytes for array in weights[0])
+    copies = min(len(keys), max(2, int(CACHE_BYTES // size_bytes) + 1))
+    weights += [weight(format, inputs, outputs, key) for key in keys[1:copies]]
+    x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
+    run = jax.jit(product(format, implementation, jnp.bfloat16))
+    kernels = kernel_times(lambda i: run(x, *weights[i % copies]), runs)
+    us = sum(kernels.values())
+    ours, theirs = (
+        jax.jit(product(format, name, jnp.float32))(x, *weights[0])
+        for name in (implementation, "reference")
+    )
+    error = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
+    gb_a_second = size_bytes / us / 1e3
+    return Measured(size, format, rows, implementation, us, gb_a_second, error, kernels)
+
+
+def main(
+    size: Annotated[
+        list[str],
+        typer.Option(help="A name of pallas_kernels/eight_bits/cases.py, or its beginning."),
+    ] = ["31b down"],  # noqa: B006
+    format: Annotated[list[str], typer.Option(help=", ".join(FORMATS) + ".")] = ["int4"],  # noqa: B006
+    rows: Annotated[list[int], typer.Option(min=1)] = [1, 8, 16, 32, 64, 128],  # noqa: B006
+    implementation: Annotated[
+        list[str], typer.Option(help="auto, reference, triton or mosaic.")
+    ] = ["auto"],  # noqa: B006
+    runs: Annotated[int, typer.Option(min=1)] = 10,
+    to: Annotated[Path | None, typer.Option("--json", help="A file for what was measured.")] = None,
+) -> None:
+    """Measure every combination, and print a table."""
+    sizes = [name for name in SHAPES if any(name.startswith(asked) for asked in size)]
+    if not sizes:
+        raise typer.BadParameter(
+            f"no size begins with {', '.join(size)}; there are {', '.join(SHAPES)}"
+        )
+    if unknown := sorted(set(format) - set(FORMATS)):
+        raise typer.BadParameter(f"no format {', '.join(unknown)}; there are {', '.join(FORMATS)}")
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise typer.BadParameter("kernels are timed by a GPU's profile, and there is no GPU here")
+    columns = ("size", "format", "rows", "implementation", "us", "GB/s", "error", "kernels")
+    table = Table(*columns, title=f"{device.device_kind}, jax {jax.__version__}")
+    found: list[Measured] = []
+    for name, kind, count, how in itertools.product(sizes, format, rows, implementation):
+        if kind == "bfloat16" and how != implementation[0]:
+            continue  # XLA has one product of these
+        try:
+            one = measure(name, kind, count, how, runs)
+        except (NotImplementedError, ValueError) as error:  # no such kernel, or none for these
+            table.add_row(name, kind, str(count), how, "", "", "", str(error))
+            continue
+        found.append(one)
+        parts = ", ".join(f"{kernel[:24]} {us:.1f}" for kernel, us in one.kernels.items())
+        figures = f"{one.us:.1f}", f"{one.gb_a_second:,.0f}", f"{one.error:.1e}"
+        table.add_row(name, kind, str(count), how, *figures, parts)
+    Console(width=140).print(table)
+    if to is not None:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        said = dict(device=device.device_kind, jax=jax.__version__, runs=runs)
+        to.write_text(json.dumps(said | dict(products=[one._asdict() for one in found]), indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

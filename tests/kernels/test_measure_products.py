@@ -1,0 +1,61 @@
+"""The script that times products: what it multiplies, and what it says without a GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pallas_kernels.eight_bits.cases import SHAPES
+from scripts import measure_products
+
+
+@pytest.mark.parametrize("format", measure_products.FORMATS)
+def test_every_format_is_multiplied(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the choice is the reference, so that there is no error. The profile is made up."""
+    monkeypatch.setitem(SHAPES, "small", (128, 64))
+    monkeypatch.setattr(measure_products, "CACHE_BYTES", 1)
+    timed = []
+
+    def kernel_times(call, runs):
+        timed.append([call(run) for run in range(runs)])
+        return {"product": 3.0, "sum": 1.0}
+
+    monkeypatch.setattr(measure_products, "kernel_times", kernel_times)
+    found = measure_products.measure("small", format, 4, "auto", runs=3)
+    assert (found.us, found.error) == (4.0, 0.0)
+    bits = {"bfloat16": 16, "int4": 4.5, "int4-g64": 4.25, "int4-g128": 4.125}.get(format, 8)
+    scales = 0 if bits != 8 else 64 * 4
+    assert found.gb_a_second * found.us * 1e3 == pytest.approx(128 * 64 * bits / 8 + scales)
+    results = timed[0]
+    assert all(out.shape == (4, 64) and out.dtype == jnp.bfloat16 for out in results)
+    assert not jnp.array_equal(results[0], results[1])  # another weight
+    assert jnp.array_equal(results[0], results[2])
+
+
+def test_a_call_takes_what_its_kernels_take() -> None:
+    events = [("a", 5.0), ("b", 1.0), ("a", 7.0), ("a", 6.0), ("b", 3.0), ("b", 2.0)]
+    assert measure_products.medians(events) == {"a": (6.0, 3), "b": (2.0, 3)}
+
+
+def test_a_profile_without_a_gpu_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="no kernel of a GPU"):
+        measure_products.kernel_times(jax.jit(lambda run: run + 1), runs=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--size", "99b"], "no size begins with 99b; there are 31b qkv"),
+        (["--format", "int3"], "no format int3; there are bfloat16"),
+        ([], "there is no GPU here"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: list[str], said: str) -> None:
+    app = typer.Typer()
+    app.command()(measure_products.main)
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert said in result.output
