@@ -27,7 +27,15 @@ from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.experts import Tiling, cases, experts
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
 from pallas_kernels.grouped.coding import E2M1, numbers, pack, pack_pairs, unpack
-from pallas_kernels.grouped.tuning import ROWS, TABLE, MmaCut, MosaicCut, cut_for, mosaic_cut_for
+from pallas_kernels.grouped.tuning import (
+    ROWS,
+    TABLE,
+    MmaCut,
+    MosaicCut,
+    cut_for,
+    mosaic_cut_for,
+    mosaic_is_faster,
+)
 from pallas_kernels.shares import place_of, shares_of
 from pallas_kernels.tiles import SHARED_BYTES, padded, results_are_apart
 
@@ -270,6 +278,12 @@ def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, cut, processo
     places = {tuple(int(i) for i in place_of(jnp.int32(tile), cut)) for tile in range(tiles)}
     outputs, rows = range(tiles // cut.row_tiles), range(cut.row_tiles)
     assert places == set(itertools.product(outputs, rows))
+
+
+def test_few_rows_that_have_to_be_padded_are_worth_it_for_large_weights_only():
+    small, large = (44, 8192), (84, 43008)
+    assert [rows for rows in range(1, 20) if mosaic_is_faster(rows, *small)] == [8, 16, 17, 18, 19]
+    assert [rows for rows in range(1, 20) if mosaic_is_faster(rows, *large)] == [*range(8, 20)]
 
 
 @pytest.mark.gpu

@@ -26,11 +26,11 @@ from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
 from pallas_kernels.grouped.reference import reference
 from pallas_kernels.grouped.triton import Cut, linear_triton
 from pallas_kernels.grouped.tuning import (
-    FEWEST_MOSAIC_ROWS,
     MmaCut,
     MosaicCut,
     cut_for,
     mosaic_cut_for,
+    mosaic_is_faster,
 )
 
 # Of Triton's kernel. With more, writing the weight out in 16 bits costs little beside the product.
@@ -63,8 +63,8 @@ def linear(
         64, outputs that are a multiple of 16, and an NVIDIA GPU of compute capability 8.0 or newer
         (or `interpret`). "mosaic" needs bfloat16 rows, a GPU of compute capability 9.0, int4 in
         groups of 32, 64 or 128 with bfloat16 scales and without zeros, inputs first, and outputs
-        that are a multiple of 128. "auto" takes Mosaic from 8 rows on, else Triton, where they can
-        run, and takes "reference" elsewhere.
+        that are a multiple of 128. "auto" takes Mosaic where `tuning.mosaic_is_faster`, else Triton, where
+        they can run, and takes "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
@@ -103,7 +103,7 @@ def linear(
             "mosaic",
             mosaic,
             _why_not_mosaic(x, weight, coding, inputs_first, own, interpret) or reason,
-            x.shape[0] >= FEWEST_MOSAIC_ROWS,
+            mosaic_is_faster(x.shape[0], blocks, outputs),
         ),
         Candidate("triton", triton, too_many_rows(x, MOST_ROWS) or reason),
     ]

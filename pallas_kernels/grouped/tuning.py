@@ -187,6 +187,17 @@ class MmaCut(MosaicCut):
         return self.groups * self.pieces * TILE
 
 
+def mosaic_is_faster(rows: int, blocks: int, outputs: int) -> bool:
+    """Tell whether a Mosaic kernel is faster than Triton's, by the figures above.
+
+    Other rows than a multiple of 8 are padded before, and cut off afterwards: two kernels of 1 us or so each.
+    9 to 15 rows of small weights gain less than that.
+    """
+    if rows < FEWEST_MOSAIC_ROWS:
+        return False
+    return rows > 16 or rows % ROWS == 0 or blocks * BLOCK * outputs >= LARGE_NUMBERS
+
+
 def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
     """Return how a Mosaic kernel cuts a product; None where it does not fit."""
     if rows <= MOST_MMA_ROWS:
