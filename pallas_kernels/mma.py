@@ -24,7 +24,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array
 
-from pallas_kernels.mosaic import LEFT, swizzled
+from pallas_kernels.mosaic import LEFT, swizzle, swizzled
 from pallas_kernels.registers import four_words, word
 from pallas_kernels.tiles import TILE
 
@@ -76,7 +76,7 @@ def add_products(
       numbers: from a `Lane` and the memory of each reference to `Numbers`.
     """
     rows, inputs = x_ref.shape
-    of_rows = plgpu.RefType((plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(_ROW)))
+    of_rows = plgpu.RefType(swizzle(BLOCK, jnp.bfloat16))
 
     @plgpu.inline_mgpu(
         arg_types=(of_rows, (plgpu.RefType(),) * len(refs), (LEFT,) * len(sums)),

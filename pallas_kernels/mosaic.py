@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import processors
 from pallas_kernels.shares import Share, Shares, place_of, shares_of, whole_tiles
-from pallas_kernels.tiles import PIECE, TILE, results_are_apart
+from pallas_kernels.tiles import PIECE, TILE, padded, results_are_apart
 
 LEFT = plgpu.Layout.WGMMA
 """How wgmma takes its left operand from registers, and how it leaves sums there."""
@@ -40,8 +40,13 @@ def swizzled(*shape: int, dtype: DTypeLike, line: int | None = None) -> Any:
       line: numbers that are swizzled together; None for those of the last axis.
     """
     line = shape[-1] if line is None else line
-    swizzle = plgpu.SwizzleTransform(line * jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, line)), swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=swizzle(line, dtype))
+
+
+def swizzle(line: int, dtype: DTypeLike) -> tuple[Any, ...]:
+    """Return how memory is tiled and swizzled, of which so many numbers are swizzled together."""
+    line_bytes = line * jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line_bytes)
 
 
 Sums = Literal["together", "apart", "carried"]
@@ -74,8 +79,9 @@ def multiply_tiles(
     outputs: int,
     steps: int,
     cut: Any,
+    multiple: int,
     dtype: DTypeLike,
-    rings: tuple[Any, ...],
+    rings: Callable[[int], tuple[Any, ...]],
     loads: int,
     sums: Sums = "together",
 ) -> Float[Array, "R N"]:
@@ -88,16 +94,21 @@ def multiply_tiles(
       steps: of a tile.
       cut: has `groups`, `outputs`, `row_tiles`, `splits`, `stages` and `whole`, as in
         `eight_bits.tuning.MosaicCut`.
+      multiple: of rows that a tile has. Rows are padded to it.
       dtype: of the result. Parts are float32.
-      rings: shared memory with `cut.stages` places.
+      rings: from the rows of a tile, shared memory with `cut.stages` places.
       loads: of a place.
       sums: where they are.
 
     Raises:
       ValueError: the cut puts whole tiles before splits that are too short for it.
     """
-    all_rows, tiles = args[0].shape[0], outputs // cut.outputs * cut.row_tiles
+    x, *others = args
+    count, tiles = x.shape[0], outputs // cut.outputs * cut.row_tiles
+    all_rows = padded(count, multiple * cut.row_tiles)
+    args = jnp.pad(x, ((0, all_rows - count), (0, 0))), *others
     rows, whole = all_rows // cut.row_tiles, whole_tiles(cut, tiles)
+    own_rings = rings(rows)
     pieces = cut.outputs // (cut.groups * TILE)  # of a warpgroup
     if not results_are_apart(cut, steps):
         raise ValueError(
@@ -117,7 +128,7 @@ def multiply_tiles(
     def kernel(*refs: Any) -> None:
         given, refs = refs[: len(args)], refs[len(args) :]
         out_refs, refs = refs[: len(shapes)], refs[len(shapes) :]
-        own, (written, there, free) = refs[: len(rings)], refs[len(rings) :]
+        own, (written, there, free) = refs[: len(own_rings)], refs[len(own_rings) :]
         block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
 
         def load(tile: Array, step: Array, place: Array) -> None:
@@ -151,7 +162,7 @@ def multiply_tiles(
         num_threads=cut.groups + (sums == "carried"),
         thread_name="warpgroup",
         scratch_types=(
-            *rings,
+            *own_rings,
             plgpu.RefUnion(
                 *(
                     swizzled(*some_rows, dtype=s.dtype, line=line // s.dtype.itemsize)
@@ -164,7 +175,8 @@ def multiply_tiles(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(*args)
     added = [out[0] if out.shape[0] == 1 else jnp.sum(out, axis=0).astype(dtype) for out in found]
-    return added[0] if len(added) == 1 else jnp.concatenate(added, axis=1)
+    out = added[0] if len(added) == 1 else jnp.concatenate(added, axis=1)
+    return out[:count]
 
 
 class Ring(NamedTuple):

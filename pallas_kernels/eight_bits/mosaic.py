@@ -29,13 +29,14 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.eight_bits.decode import factor, pair
 from pallas_kernels.eight_bits.tuning import ROWS, MosaicCut
 from pallas_kernels.mosaic import BY_OUTPUT, Steps, Sums, load_as, multiply_tiles, swizzled
-from pallas_kernels.tiles import TILE, padded
+from pallas_kernels.registers import i32, words
+from pallas_kernels.tiles import TILE
 
 SWIZZLED_BYTES = 128  # the most of a line
 
@@ -94,12 +95,12 @@ def _numbers(codes_ref: Any) -> Array:
         return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.bfloat16, layout=layout),
     )
     def convert(_, codes):
-        half, word = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
+        half = ir.IntegerType.get_signless(16)
         two = ir.VectorType.get((2,), ir.BF16Type.get())
         made = np.empty_like(codes.registers)
         for index, register in np.ndenumerate(codes.registers):
-            bits = arith.extui(word, utils.bitcast(register, half))
-            number: Any = llvm.inline_asm(word, [bits], assembly, "=r,r")
+            bits = arith.extui(i32(), utils.bitcast(register, half))
+            (number,) = words(assembly, 1, bits, effects=False)
             made[index] = utils.bitcast(number, two)
         return type(codes)(_registers=made, _layout=codes.layout, _is_signed=None)
 
@@ -140,23 +141,22 @@ def _launch(
     cut: MosaicCut,
     sums: Sums = "together",
 ) -> Float[Array, "R N"]:
-    count, (outputs, inputs) = x.shape[0], codes.shape
-    x = jnp.pad(x, ((0, padded(count, ROWS * cut.row_tiles) - count), (0, 0)))
-    rows = x.shape[0] // cut.row_tiles
+    outputs, inputs = codes.shape
+    ring = swizzled(cut.stages, cut.outputs, cut.line, dtype=codes.dtype)
     x_line = min(cut.line, SWIZZLED_BYTES // x.dtype.itemsize)
-    out = multiply_tiles(
+    return multiply_tiles(
         name,
         functools.partial(steps_of, cut=cut),
         (x, codes, *others),
         outputs=outputs,
         steps=inputs // cut.line,
         cut=cut,
+        multiple=ROWS,
         dtype=dtype,
-        rings=(
-            swizzled(cut.stages, cut.outputs, cut.line, dtype=codes.dtype),
+        rings=lambda rows: (
+            ring,
             swizzled(cut.stages, rows, cut.line, dtype=x.dtype, line=x_line),
         ),
         loads=2,
         sums=sums,
     )
-    return out[:count]

@@ -46,8 +46,8 @@ from pallas_kernels.mosaic import (
     multiply_tiles,
     swizzled,
 )
-from pallas_kernels.registers import words
-from pallas_kernels.tiles import TILE, padded
+from pallas_kernels.registers import at, i32, word, words
+from pallas_kernels.tiles import TILE
 
 EXCHANGE = "prmt.b32 $0, $1, $2, $3;"
 LINE = 128  # bytes that TMA loads side by side: it is slow with fewer
@@ -101,35 +101,30 @@ def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
         return_type=plgpu.ShapeDtypeStruct((TILE, BLOCK), jnp.bfloat16, layout=LEFT),
     )
     def convert(_: Any, codes: Any, *scales: Any) -> Any:
-        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
         pair, layout = ir.VectorType.get((2,), ir.BF16Type.get()), LEFT.to_mgpu()
-
-        def number(n: int) -> Any:
-            return utils.c(n, i32)
-
         thread = utils.thread_idx()
-        warp, lane = arith.shrui(thread, number(5)), arith.andi(thread, number(31))
-        odd = arith.andi(lane, number(1))
-        is_even = arith.cmpi(arith.CmpIPredicate.eq, odd, number(0))
-        exchanged = arith.select(is_even, number(0x5410), number(0x3276))
+        warp, lane = arith.shrui(thread, word(5)), arith.andi(thread, word(31))
+        odd = arith.andi(lane, word(1))
+        is_even = arith.cmpi(arith.CmpIPredicate.eq, odd, word(0))
+        exchanged = arith.select(is_even, word(0x5410), word(0x3276))
         # Of 16 bytes, thread 0 of four has the first 4, thread 2 the next 4, then 1 and 3.
-        output = arith.addi(arith.muli(warp, number(16)), arith.shrui(lane, number(2)))
-        byte = arith.muli(arith.andi(lane, number(2)), number(2))
-        byte = arith.addi(byte, arith.muli(odd, number(8)))
-        start = arith.addi(arith.muli(output, number(HALF)), byte)
+        output = arith.addi(arith.muli(warp, word(16)), arith.shrui(lane, word(2)))
+        byte = arith.muli(arith.andi(lane, word(2)), word(2))
+        byte = arith.addi(byte, arith.muli(odd, word(8)))
+        start = arith.addi(arith.muli(output, word(HALF)), byte)
         memory = utils.memref_ptr(codes)
         halves = scaled.halves()
         factors = [scaled.of_outputs(s, half) for s, half in zip(scales, halves, strict=True)]
         made = np.empty(layout.registers_shape((TILE, BLOCK)), dtype=object)
         rest = (0,) * (made.ndim - 5)
         for below, group in np.ndindex(2, 2):  # 8 outputs below; 16 bytes further
-            at = arith.addi(start, number(below * 8 * HALF + group * 16))
-            word: Any = llvm.load(i32, utils.getelementptr(memory, [at], i8))
-            other = utils.shfl_bfly(word, 1)
-            (word,) = words(EXCHANGE, 1, word, other, exchanged)
+            where = arith.addi(start, word(below * 8 * HALF + group * 16))
+            eight: Any = llvm.load(i32(), at(memory, where))
+            other = utils.shfl_bfly(eight, 1)
+            (eight,) = words(EXCHANGE, 1, eight, other, exchanged)
             for half in range(2):
                 by = factors[half][below]
-                for i, two in enumerate(scaled.numbers(word, halves[half], by, effects=True)):
+                for i, two in enumerate(scaled.numbers(eight, halves[half], by, effects=True)):
                     column = 2 * (2 * half + group) + i
                     made[(0, column, 0, 0, below, *rest)] = utils.bitcast(two, pair)
         return FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
@@ -186,23 +181,21 @@ def launch(
       loads, sums: as in `multiply_tiles`.
     """
     assert weight.scales is not None
-    count, outputs = x.shape[0], weight.codes.shape[1]
-    x = jnp.pad(x, ((0, padded(count, ROWS * cut.row_tiles) - count), (0, 0)))
+    outputs = weight.codes.shape[1]
     codes = weight.codes.reshape(-1, outputs * HALF // LINE, LINE)  # as they lie in memory
-    out = multiply_tiles(
+    of_codes = plgpu.SMEM((cut.stages, cut.blocks, cut.outputs * HALF // LINE, LINE), jnp.uint8)
+    groups = max(1, cut.inputs // group)
+    of_scales = plgpu.SMEM((cut.stages, groups, cut.outputs), jnp.bfloat16)
+    return multiply_tiles(
         "grouped_linear",
         functools.partial(steps_of, group=group, cut=cut),
         (x, codes, weight.scales),
         outputs=outputs,
         steps=codes.shape[0] // cut.blocks,
         cut=cut,
+        multiple=ROWS,
         dtype=dtype,
-        rings=(
-            plgpu.SMEM((cut.stages, cut.blocks, cut.outputs * HALF // LINE, LINE), jnp.uint8),
-            x_ring(x.shape[0] // cut.row_tiles),
-            plgpu.SMEM((cut.stages, max(1, cut.inputs // group), cut.outputs), jnp.bfloat16),
-        ),
+        rings=lambda rows: (of_codes, x_ring(rows), of_scales),
         loads=loads,
         sums=sums,
     )
-    return out[:count]

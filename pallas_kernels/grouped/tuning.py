@@ -201,7 +201,7 @@ def mosaic_is_faster(rows: int, blocks: int, outputs: int) -> bool:
 def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
     """Return how a Mosaic kernel cuts a product; None where it does not fit."""
     if rows <= MOST_MMA_ROWS:
-        return mma_cut_for(rows, blocks, outputs, result_bytes)
+        return _mma_cut_for(rows, blocks, outputs, result_bytes)
     if rows > FEW_ROWS:
         return _cut_of_many(rows, blocks, outputs, result_bytes)
     groups = next((n for n in (4, 2) if outputs % (n * TILE) == 0), None)
@@ -219,7 +219,7 @@ def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) 
     return None
 
 
-def mma_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MmaCut | None:
+def _mma_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MmaCut | None:
     """Return how the kernel of few rows cuts a product; None where it does not fit."""
     rows = padded(rows, ROWS)
     found, most = [], max(1, min(12, blocks // 4))
