@@ -11,9 +11,9 @@ float32 against the plain reference's, in the 2-norm.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
-import json
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,8 +25,10 @@ import numpy as np
 import typer
 from jaxtyping import Array
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
+from jaxspec.commands.output import json_lines, write_line
 from pallas_kernels import eight_bits, grouped
 from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.grouped import Codes, Coding
@@ -67,17 +69,15 @@ def weight(format: str, inputs: int, outputs: int, key: Array) -> tuple[Array, .
 
 
 def product(format: str, implementation: Any, dtype: Any) -> Run:
-    """Return what multiplies rows [R, inputs] in bfloat16 by a weight."""
+    """Return what multiplies rows [R, inputs] by a weight.
+
+    Rows are bfloat16; for "fp8-dynamic" they are rounded to e4m3, which the norm before does in a model.
+    """
     how: Any = dict(dtype=dtype, implementation=implementation)
     if format == "bfloat16":
         return lambda x, w: jnp.einsum("rk,nk->rn", x, w, preferred_element_type=dtype)
-    if format == "fp8-dynamic":
-
-        def rounded(x: Array, codes: Array, scales: Array) -> Array:
-            # Scales are multiplied where sums are read, and rows are rounded by the norm before.
-            return eight_bits.rounded_sums(round_rows(x)[0], codes, **how)
-
-        return rounded
+    if format == "fp8-dynamic":  # scales are multiplied where sums are read
+        return lambda x, codes, scales: eight_bits.rounded_sums(x, codes, **how)
     if not format.startswith("int4"):
         return functools.partial(eight_bits.linear, **how)
     coding = Coding("int4", _group(format))
@@ -137,6 +137,8 @@ def measure(size: str, format: str, rows: int, implementation: str, runs: int) -
     copies = min(len(keys), max(2, int(CACHE_BYTES // size_bytes) + 1))
     weights += [weight(format, inputs, outputs, key) for key in keys[1:copies]]
     x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
+    if format == "fp8-dynamic":
+        x, _ = round_rows(x)
     run = jax.jit(product(format, implementation, jnp.bfloat16))
     kernels = kernel_times(lambda i: run(x, *weights[i % copies]), runs)
     us = sum(kernels.values())
@@ -160,9 +162,12 @@ def main(
         list[str], typer.Option(help="auto, reference, triton or mosaic.")
     ] = ["auto"],  # noqa: B006
     runs: Annotated[int, typer.Option(min=1)] = 10,
-    to: Annotated[Path | None, typer.Option("--json", help="A file for what was measured.")] = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--json", help="A file for what was measured, a line of JSON each."),
+    ] = None,
 ) -> None:
-    """Measure every combination, and print a table."""
+    """Measure every combination, and print a table that grows meanwhile."""
     sizes = [name for name in SHAPES if any(name.startswith(asked) for asked in size)]
     if not sizes:
         raise typer.BadParameter(
@@ -173,26 +178,26 @@ def main(
     device = jax.devices()[0]
     if device.platform != "gpu":
         raise typer.BadParameter("kernels are timed by a GPU's profile, and there is no GPU here")
+    on = dict(device=device.device_kind, jax=jax.__version__, runs=runs)
     columns = ("size", "format", "rows", "implementation", "us", "GB/s", "error", "kernels")
-    table = Table(*columns, title=f"{device.device_kind}, jax {jax.__version__}")
-    found: list[Measured] = []
-    for name, kind, count, how in itertools.product(sizes, format, rows, implementation):
-        if kind == "bfloat16" and how != implementation[0]:
-            continue  # XLA has one product of these
-        try:
-            one = measure(name, kind, count, how, runs)
-        except (NotImplementedError, ValueError) as error:  # no such kernel, or none for these
-            table.add_row(name, kind, str(count), how, "", "", "", str(error))
-            continue
-        found.append(one)
-        parts = ", ".join(f"{kernel[:24]} {us:.1f}" for kernel, us in one.kernels.items())
-        figures = f"{one.us:.1f}", f"{one.gb_a_second:,.0f}", f"{one.error:.1e}"
-        table.add_row(name, kind, str(count), how, *figures, parts)
-    Console(width=140).print(table)
-    if to is not None:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        said = dict(device=device.device_kind, jax=jax.__version__, runs=runs)
-        to.write_text(json.dumps(said | dict(products=[one._asdict() for one in found]), indent=1))
+    table = Table(*columns, title=f"{on['device']}, jax {on['jax']}")
+    with (
+        json_lines(to) if to else contextlib.nullcontext() as file,
+        Live(table, console=Console(width=140, stderr=to == "-")),
+    ):
+        for name, kind, count, how in itertools.product(sizes, format, rows, implementation):
+            if kind == "bfloat16" and how != implementation[0]:
+                continue  # XLA has one product of these
+            try:
+                one = measure(name, kind, count, how, runs)
+            except (NotImplementedError, ValueError) as error:  # no such kernel, or none for these
+                table.add_row(name, kind, str(count), how, "", "", "", str(error))
+                continue
+            parts = ", ".join(f"{kernel[:24]} {us:.1f}" for kernel, us in one.kernels.items())
+            figures = f"{one.us:.1f}", f"{one.gb_a_second:,.0f}", f"{one.error:.1e}"
+            table.add_row(name, kind, str(count), how, *figures, parts)
+            if file is not None:
+                write_line(file, one._asdict() | on)
 
 
 if __name__ == "__main__":

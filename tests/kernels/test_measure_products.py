@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import types
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -35,6 +39,30 @@ def test_every_format_is_multiplied(format: str, monkeypatch: pytest.MonkeyPatch
     assert jnp.array_equal(results[0], results[2])
 
 
+def test_the_table_and_its_lines_of_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU, as far as the command knows. What cannot run is a line of the table that says why."""
+    monkeypatch.setitem(SHAPES, "small", (128, 64))
+    monkeypatch.setattr(measure_products, "CACHE_BYTES", 1)
+    monkeypatch.setattr(measure_products, "kernel_times", lambda call, runs: {"product": 3.0})
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="A GPU")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    to = tmp_path / "products.json"
+    asked = ["--size", "small", "--rows", "4", "--runs", "2", "--json", str(to)]
+    asked += ["--implementation", "auto", "--implementation", "mosaic"]
+    result = CliRunner().invoke(app(), asked)
+    assert result.exit_code == 0, result.output
+    assert "A GPU" in result.output
+    assert "mosaic" in result.output
+    (line,) = map(json.loads, to.read_text().splitlines())
+    assert (line["device"], line["size"], line["rows"], line["us"]) == ("A GPU", "small", 4, 3.0)
+
+
+def app() -> typer.Typer:
+    made = typer.Typer()
+    made.command()(measure_products.main)
+    return made
+
+
 def test_a_call_takes_what_its_kernels_take() -> None:
     events = [("a", 5.0), ("b", 1.0), ("a", 7.0), ("a", 6.0), ("b", 3.0), ("b", 2.0)]
     assert measure_products.medians(events) == {"a": (6.0, 3), "b": (2.0, 3)}
@@ -54,8 +82,6 @@ def test_a_profile_without_a_gpu_is_an_error() -> None:
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str], said: str) -> None:
-    app = typer.Typer()
-    app.command()(measure_products.main)
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "400"})
+    result = CliRunner().invoke(app(), arguments, env={"COLUMNS": "400"})
     assert result.exit_code == 2
     assert said in result.output
