@@ -58,7 +58,7 @@ def test_a_client_that_leaves_frees_its_row(fake: Start, stream: bool) -> None:
             b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s"
             % (len(body), body)
         )
-        ends_soon(lambda: live.opened.num_live == 2)
+        ends_soon(engine.in_step.is_set)  # so what leaves now is seen only when the gate opens
         if stream:
             assert connection.recv(12) == b"HTTP/1.1 200"
     ends_soon(lambda: len(live.opened._leaving) == 2)
@@ -213,12 +213,16 @@ class Running:
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_does_not_end_in_time_is_told_so(fake: Start, stream: bool) -> None:
     """The server ends when its time to drain is over, not when the last request does."""
-    live = fake(Slow())
+    engine = FakeEngine()
+    live = fake(engine)
+    engine.gate.clear()
     running = Running(live, drain_s=0.1)
     with ThreadPoolExecutor() as pool:
         reply = pool.submit(running.post, **LONG, stream=stream)
-        ends_soon(lambda: live.opened.num_running == 1)
+        ends_soon(engine.in_step.is_set)
         running.server.handle_exit(signal.SIGTERM, None)
+        ends_soon(lambda: live.opened.state == "closed")
+        engine.gate.set()
         text = reply.result(20).text
     assert '"code":"cancelled"' in text
     assert text.endswith("data: [DONE]\n\n") == stream
