@@ -258,7 +258,9 @@ def test_closing_cancels_what_there_is(engine: FakeEngine) -> None:
     opened = OpenEngine(engine)
     handle = working(engine, opened)
     waiting = opened.submit(request(2))
-    threading.Timer(0.05, engine.gate.set).start()
+    opened.close(0)  # the device is at work still
+    assert handle.completion is None
+    engine.gate.set()
     opened.close(WAIT_S)
     assert handle.result(0).finish_reason == waiting.result(0).finish_reason == "cancelled"
     assert opened.state == "closed"
