@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.draft_head import check_borrows, quantised_already, with_draft_head
+from jaxspec.draft_head import check_borrows, check_differs, with_draft_head
 from jaxspec.engine import Engine
 from jaxspec.grammars import Grammar, GrammarTokens
 from jaxspec.loading import CheckpointError, LoadedModel, default_dtype, load_drafter, load_target
@@ -422,7 +422,7 @@ def load(
         (`quantised.names`); None leaves them as they are.
         `quantize_head` is for its embedding and head, `quantize_drafter` for all of the drafter.
       quantize_draft_head: the format of a copy of the target's head that drafts are made with. For
-        drafters that borrow the head (DFlash), and a target whose head is not quantised.
+        drafters that borrow the head (DFlash). Not that of the head itself.
       kv_dtype: "bfloat16", "float32" or "fp8" for the target's keys and values; None for `dtype`.
       revision, drafter_revision: of hub ids. `token` is for the hub; `offline` uses its cache alone.
       mesh: devices to split both over, from `sharding.make_mesh`; decoding then runs there.
@@ -449,8 +449,7 @@ def load(
         loaded_drafter = load_drafter(at, **asked)
         if quantize_draft_head is not None:
             check_borrows(loaded_drafter.graph, quantize_draft_head)
-            if quantize_head is not None:
-                raise quantised_already(quantize_draft_head, quantize_head)
+            check_differs(quantize_draft_head, quantize_head)
     hub |= dict(quantize=quantize, quantize_head=quantize_head, kv_dtype=kv_dtype)
     loaded = load_target(target or str(BUNDLED / "target"), revision=revision, **hub)
     if loaded_drafter is not None and quantize_draft_head is not None:

@@ -16,6 +16,7 @@ from jaxspec.families import family_of
 from jaxspec.loading import LoadedModel
 from jaxspec.memory import check_weights_fit
 from jaxspec.params import Graph
+from jaxspec.quantised import named
 from jaxspec.quantised.choice import check_format
 from jaxspec.records import FieldError
 from jaxspec.sharding import mesh_of
@@ -28,7 +29,7 @@ def with_draft_head(drafter: LoadedModel, target: LoadedModel, format: str) -> L
     """Return a drafter that drafts with a copy of the target's head.
 
     The copy lies on the devices as the target's table does. It is made slice by slice, and the
-    target keeps its table.
+    target keeps its table. Of a table that is quantised already it is made from what that stands for.
 
     Args:
       format: of the copy, such as "int8".
@@ -42,7 +43,7 @@ def with_draft_head(drafter: LoadedModel, target: LoadedModel, format: str) -> L
     graph = graph_with_head(drafter.graph, target.graph, format)
     assert target.graph.head is not None
     check_weights_fit(graph, mesh_of(target=target.params), target.graph)
-    copy = graph.pack(HEAD, target.params[target.graph.head])
+    copy = graph.pack(HEAD, target.graph.weights(target.params)[target.graph.head])
     return dataclasses.replace(drafter, graph=graph, params={**drafter.params, **copy})
 
 
@@ -50,15 +51,14 @@ def graph_with_head(drafter: Graph, target: Graph, format: str) -> Graph:
     """Return the graph of a drafter that drafts with a copy of the target's head.
 
     Raises:
-      FieldError: as `check_borrows`; or the target's head is quantised, or not known.
+      FieldError: as `check_borrows` and `check_differs`; or the target's head is not known.
     """
     check_borrows(drafter, format)
     if target.head is None:
         raise FieldError(
             FIELD, f"was given, but {target.module.__name__} names no table as its head"
         )
-    if (stored := dict(target.formats).get(target.head)) is not None:
-        raise quantised_already(format, stored)
+    check_differs(format, dict(target.formats).get(target.head))
     with_head = family_of(drafter.config).with_head
     assert with_head is not None
     graph = dataclasses.replace(drafter, module=with_head())
@@ -89,13 +89,21 @@ def check_borrows(drafter: Graph | None, format: str) -> None:
         )
 
 
-def quantised_already(format: str, stored: str) -> FieldError:
-    """Return the refusal of a copy in a format where the target's head has a format already."""
-    return FieldError(
-        FIELD,
-        f"is {format}, but the target's head is {stored} already, and the drafter borrows it as it is: "
-        "leave one of both out",
-    )
+def check_differs(format: str, stored: str | None) -> None:
+    """Refuse a copy that would make the same drafts as the target's head.
+
+    Args:
+      stored: the format of the target's head; None where it is not quantised.
+
+    Raises:
+      FieldError: both have one format, and it rounds weights only.
+    """
+    if format == stored and not named(format).rounds_activations:
+        raise FieldError(
+            FIELD,
+            f"is {format}, and the target's head is {stored} already, which the drafter borrows as it is: "
+            "leave this out, or choose another format",
+        )
 
 
 def refuse_copy(model: LoadedModel) -> None:

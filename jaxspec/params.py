@@ -197,13 +197,15 @@ class Graph:
         """Return the same model with every weight as numbers."""
         return dataclasses.replace(self, formats=()) if self.formats else self
 
-    def pack(self, name: str, weight: Array) -> Params:
+    def pack(self, name: str, weight: Array | QuantisedArray) -> Params:
         """Return the arrays that hold a weight: itself, or those of its format.
 
-        On a mesh they lie as the weight does. The weight is not kept.
+        On a mesh they lie as the weight does. The weight is not kept. One of another format is
+        quantised again, see `quantised.array.quantise`.
         """
         format = dict(self.formats).get(name)
         if format is None:
+            assert not isinstance(weight, QuantisedArray)
             return {name: weight}
         abstract, placed, along = self.abstract_weights()[name], None, None
         assert isinstance(abstract, QuantisedArray)

@@ -174,13 +174,19 @@ def load() -> dict[str, Any]:
             if name == "theirs":
                 targets = split, whole
             if name == "dflash":
-                with mock.patch("jaxspec.quantised.array.SLICE_NUMBERS", 5000):
-                    copies = [
-                        with_draft_head(drafter, target, "int4-g64")
-                        for drafter, target in zip((split, whole), targets, strict=True)
-                    ]
-                pairs["draft head"] = copies[0].graph, copies[0].params, copies[1].params
-                assert not copies[0].params["head.codes"].sharding.is_fully_replicated
+                theirs = str(BUNDLED / "target")
+                with_int8 = [
+                    load_target(theirs, dtype="float32", quantize_head="int8", mesh=where)
+                    for where in (mesh, None)
+                ]
+                for kind, of in (("draft head", targets), ("of an int8 head", with_int8)):
+                    with mock.patch("jaxspec.quantised.array.SLICE_NUMBERS", 5000):
+                        parted, one = (
+                            with_draft_head(drafter, target, "int4-g64")
+                            for drafter, target in zip((split, whole), of, strict=True)
+                        )
+                    pairs[kind] = parted.graph, parted.params, one.params
+                    assert not parted.params["head.codes"].sharding.is_fully_replicated
     wrong = []
     for kind, (graph, params, expected) in pairs.items():
         shardings = graph.shardings(mesh)

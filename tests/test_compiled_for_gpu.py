@@ -357,15 +357,20 @@ def test_quantised_weights_are_read_as_codes_and_never_written_out(
     assert big_moves(compiled.as_text()) == []
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8-dynamic", "int4"])
-def test_a_head_for_drafts_alone_is_read_as_codes(format: str) -> None:
+@pytest.mark.parametrize(
+    ("head", "format"),
+    [(None, "int8"), (None, "fp8-dynamic"), (None, "int4"), ("int8", "fp8-dynamic")],
+)
+def test_a_head_for_drafts_alone_is_read_as_codes(head: str | None, format: str) -> None:
     """31B, 15 drafts of each of 8 rows. The limit is that of the target with a quantised head."""
     spec = small("31b", "chain")
     assert spec.drafter is not None
-    spec = dataclasses.replace(spec, drafter=graph_with_head(spec.drafter, spec.target, format))
+    target = spec.target.with_formats(formats_for(spec.target, tables=head))
+    drafter = graph_with_head(spec.drafter, target, format)
+    spec = dataclasses.replace(spec, target=target, drafter=drafter)
     compiled, _ = compile_loop(spec, 8)
     memory = compiled.memory_analysis()
-    print(f"31b, drafts by {format}: {memory}")
+    print(f"31b, head {head}, drafts by {format}: {memory}")
     assert memory.temp_size_in_bytes < 512 << 20
     assert big_moves(compiled.as_text()) == []
 
@@ -545,6 +550,18 @@ def test_quantising_takes_little_memory_beside_a_weight_and_its_codes(format):
     analysis = H200.compile(run, experts).memory_analysis()
     assert analysis is not None
     assert analysis.temp_size_in_bytes < 200e6
+
+
+@pytest.mark.parametrize("stored", ["int8", "int4", "nvfp4"])
+@pytest.mark.parametrize("format", ["int4", "fp8-dynamic"])
+def test_a_copy_of_a_quantised_head_takes_little_memory(format: str, stored: str) -> None:
+    """The table of 31B stands for 5.6 GB in float32."""
+    table = jax.ShapeDtypeStruct((262_144, 5376), jnp.bfloat16)
+    table = jax.eval_shape(functools.partial(quantise, format=stored, summed=(1,)), table)
+    run = functools.partial(quantise_in_slices, format=format, summed=(1,))
+    analysis = H200.compile(run, table).memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 80e6
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,31 @@ def test_slices_have_the_bits_of_the_whole(format):
             )
 
 
+@pytest.mark.parametrize("stored", ["int8", "int4-g16-zeros", "nvfp4"])
+@pytest.mark.parametrize("format", ["fp8", "int4"])
+def test_what_is_quantised_is_quantised_again_slice_by_slice(format, stored):
+    """From what it stands for in float32: in bfloat16 that would be rounded once more."""
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def both(weight, summed, numbers):
+        sliced = quantise_in_slices(weight, format, summed, numbers=numbers)
+        return quantise(weight, format, summed).parts, sliced
+
+    for shape, summed in WEIGHTS:
+        x = jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16)
+        weight = quantise(x, stored, summed)
+        in_float32 = quantise(x, stored, summed, jnp.float32).dequantise()
+        assert (in_float32 != weight.dequantise().astype(jnp.float32)).any()
+        expected = jax.jit(lambda x: quantise(x, format, summed).parts)(in_float32)  # noqa: B023
+        for made in both(weight, summed, x.size // 4 + 1):
+            assert made.keys() == expected.keys()
+            for part, array in expected.items():
+                assert made[part].dtype == array.dtype
+                np.testing.assert_array_equal(
+                    np.asarray(made[part]).view(np.uint8), np.asarray(array).view(np.uint8), part
+                )
+
+
 def test_a_weight_is_not_copied_in_float32():
     """What XLA needs beside a weight and its codes is some slices, whatever the size of the weight."""
     x = jax.ShapeDtypeStruct((64, 256, 2, 128), jnp.bfloat16)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxspec.quantised.formats import named
 from jaxspec.shapes import Array, Float, Int
@@ -68,6 +68,16 @@ class QuantisedArray:
     def nbytes(self) -> int:
         """The bytes of all its arrays."""
         return sum(part.size * part.dtype.itemsize for part in self.parts.values())
+
+    @property
+    def sharding(self) -> Sharding:
+        """Where the weight lies: as its codes do."""
+        at = self.codes.sharding
+        if not isinstance(at, NamedSharding):
+            return at
+        axes = named(self.format).axes("codes", self.ndim, self.summed)
+        split = dict(zip(axes, at.spec, strict=False))
+        return NamedSharding(at.mesh, PartitionSpec(*(split.get(i) for i in range(self.ndim))))
 
     @property
     def rounds_activations(self) -> bool:
@@ -138,18 +148,30 @@ class QuantisedArray:
 
 
 def quantise(
-    x: Float[Array, "..."], format: str, summed: tuple[int, ...], dtype: Any = None
+    x: Float[Array, "..."] | QuantisedArray,
+    format: str,
+    summed: tuple[int, ...],
+    dtype: Any = None,
 ) -> QuantisedArray:
     """Return a weight in a format.
 
     Args:
+      x: the weight. One that is quantised is quantised again, from what it stands for in float32.
       summed: the axes of x that a product sums over.
       dtype: what `QuantisedArray.dtype` says; None for that of x.
     """
-    parts = named(format).quantise(x, summed)
+    parts = named(format).quantise(_numbers(x), summed)
     return QuantisedArray(
         parts, format=format, shape=x.shape, dtype=dtype or x.dtype, summed=summed
     )
+
+
+def _numbers(x: Float[Array, "..."] | QuantisedArray) -> Float[Array, "..."]:
+    """Return a weight as it is, or what a quantised one stands for, in float32."""
+    if not isinstance(x, QuantisedArray):
+        return x
+    about: dict[str, Any] = dict(format=x.format, shape=x.shape, summed=x.summed)
+    return QuantisedArray(x.parts, dtype=jnp.float32, **about).dequantise()
 
 
 SLICE_NUMBERS = 16 << 20
@@ -157,7 +179,7 @@ SLICE_NUMBERS = 16 << 20
 
 
 def quantise_in_slices(
-    x: Float[Array, "..."],
+    x: Float[Array, "..."] | QuantisedArray,
     format: str,
     summed: tuple[int, ...],
     *,
@@ -170,6 +192,7 @@ def quantise_in_slices(
     makes into place. XLA would keep up to two copies in float32 of a weight that is quantised at once.
 
     Args:
+      x: as in `quantise`.
       summed: the axes of x that a product sums over.
       along: the axes that may be cut: those that no mesh splits. None for all.
       numbers: of a slice, unless one output has more; None for `SLICE_NUMBERS`.
@@ -180,29 +203,50 @@ def quantise_in_slices(
         return quantise(x, format, summed).parts
     axis = max(kept, key=lambda i: x.shape[i])
     step = min(x.shape[axis], max(1, numbers * x.shape[axis] // x.size))
-
-    def in_order(piece: Array) -> Array:
-        # Else XLA lays the whole weight out anew, in memory, as suits what is made of a slice.
-        return with_layout_constraint(piece, Layout(tuple(range(piece.ndim))))
+    # As whole numbers: on a CPU a slice of bfloat16 makes XLA widen all of the weight.
+    bits = jax.tree.map(_bits, x)
 
     def fill(index: Array, parts: dict[str, Array]) -> dict[str, Array]:
         # The last slice may reach past the end. It then starts earlier, here and below.
-        piece = lax.dynamic_slice_in_dim(bits, index * step, step, axis)
-        piece = lax.bitcast_convert_type(piece, x.dtype)
-        made = quantise(in_order(piece), format, summed).parts
+        piece = _outputs(bits, x, index * step, step, axis)
+        made = quantise(piece, format, summed).parts
         return {
             name: lax.dynamic_update_slice_in_dim(
-                part, in_order(made[name]), index * step, axes[name].index(axis)
+                part, _in_order(made[name]), index * step, axes[name].index(axis)
             )
             for name, part in parts.items()
         }
 
-    # As whole numbers: on a CPU a slice of bfloat16 makes XLA widen all of the weight.
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     about = named(format).parts(x.shape, summed)
     axes = {name: named(format).axes(name, x.ndim, summed) for name in about}
     empty = {name: jnp.zeros(part.shape, part.dtype) for name, part in about.items()}
     return lax.fori_loop(0, -(-x.shape[axis] // step), fill, empty)
+
+
+def _bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def _outputs(bits: Any, like: Any, start: Array, count: int, axis: int) -> Any:
+    """Return some outputs of a weight, given its bits and itself, of which only dtypes are read."""
+    if isinstance(like, QuantisedArray):
+        axes = named(like.format).axes
+        parts = {
+            name: _outputs(
+                bits.parts[name], part, start, count, axes(name, like.ndim, like.summed).index(axis)
+            )
+            for name, part in like.parts.items()
+        }
+        shape = (*like.shape[:axis], count, *like.shape[axis + 1 :])
+        about: dict[str, Any] = dict(format=like.format, dtype=like.dtype, summed=like.summed)
+        return QuantisedArray(parts, shape=shape, **about)
+    piece = lax.dynamic_slice_in_dim(bits, start, count, axis)
+    return _in_order(lax.bitcast_convert_type(piece, like.dtype))
+
+
+def _in_order(piece: Array) -> Array:
+    # Else XLA lays the whole weight out anew, in memory, as suits what is made of a slice.
+    return with_layout_constraint(piece, Layout(tuple(range(piece.ndim))))
 
 
 @functools.cache
@@ -211,7 +255,7 @@ def quantiser(
     summed: tuple[int, ...],
     shardings: tuple[tuple[str, NamedSharding], ...] | None,
     along: tuple[int, ...] | None,
-) -> Callable[[Array], dict[str, Array]]:
+) -> Callable[[Array | QuantisedArray], dict[str, Array]]:
     """Return a compiled function from a weight to the arrays of its format.
 
     Args:
@@ -219,7 +263,7 @@ def quantiser(
       along: as in `quantise_in_slices`.
     """
 
-    def run(weight: Array) -> dict[str, Array]:
+    def run(weight: Array | QuantisedArray) -> dict[str, Array]:
         return quantise_in_slices(weight, format, summed, along=along)
 
     return jax.jit(run, out_shardings=None if shardings is None else dict(shardings))

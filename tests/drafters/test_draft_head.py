@@ -147,6 +147,32 @@ def test_the_copy_is_of_the_head(graph: Graph, params: Params, name: str) -> Non
     assert all(with_copy.params[n] is x for n, x in drafter.params.items())
 
 
+@pytest.mark.parametrize(
+    ("stored", "format"), [("int8", "int4"), ("int4", "fp8-dynamic"), ("fp8", "fp8-dynamic")]
+)
+def test_a_copy_of_a_quantised_head(stored: str, format: str) -> None:
+    """It is made of what the head stands for, and decodes as the target does without a drafter."""
+    options: dict[str, Any] = dict(dtype="float32", quantize_head=stored)
+    small = jaxspec.load(**options, quantize_draft_head=format)
+    assert small.drafter is not None
+    assert small.target.graph.head is not None
+    table = small.target.graph.weights(small.target.params)[small.target.graph.head]
+    copy = small.drafter.graph.weights(small.drafter.params)["head"]
+    assert isinstance(table, QuantisedArray)
+    assert isinstance(copy, QuantisedArray)
+    assert (table.format, copy.format) == (stored, format)
+    expected = jax.jit(lambda x: quantise(x, format, (1,)).parts)(table.dequantise())
+    for part, array in expected.items():
+        np.testing.assert_array_equal(copy.parts[part], array)
+    plain, drafted = generated(small.plain()), generated(small)
+    assert [g.token_ids for g in drafted] == [g.token_ids for g in plain]
+    assert max(g.acceptance_length for g in drafted) > 1.5
+    borrowed = make_spec(small.target, jaxspec.load(**options).drafter, Drafting())
+    specs = borrowed, make_spec(small.target, small.drafter, Drafting())
+    digests = {models_digest(spec, small.target, small.drafter) for spec in specs}
+    assert len(digests) == 2
+
+
 def test_the_rest_of_the_drafter_has_a_format_of_its_own() -> None:
     both = jaxspec.load(dtype="float32", quantize_drafter="int8", quantize_draft_head="int4")
     assert both.drafter is not None
@@ -173,7 +199,7 @@ def test_the_rest_of_the_drafter_has_a_format_of_its_own() -> None:
         ),
         (
             dict(quantize_head="int8", quantize_draft_head="int8"),
-            "is int8, but the target's head is int8 already, .*: leave one of both out",
+            "is int8, and the target's head is int8 already, .*: leave this out, or choose another",
         ),
     ],
 )
@@ -194,12 +220,17 @@ def test_a_format_that_the_gpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch)
         jaxspec.load(quantize_draft_head="fp8")
 
 
-def test_a_head_that_is_stored_quantised_is_refused() -> None:
+def test_a_copy_that_makes_the_same_drafts_is_refused() -> None:
     graph, _ = tiny.target("31b")
-    target = graph.with_formats(formats_for(graph, tables="int4"))
     drafter = graph_of(DFLASH_PRESETS["31b"], "float32")
-    with pytest.raises(FieldError, match="is int8, but the target's head is int4 already"):
-        graph_with_head(drafter, target, "int8")
+
+    def stored(format: str) -> Graph:
+        return graph.with_formats(formats_for(graph, tables=format))
+
+    with pytest.raises(FieldError, match="is int4, and the target's head is int4 already"):
+        graph_with_head(drafter, stored("int4"), "int4")
+    # This one rounds what it multiplies, which the target's own head does not.
+    graph_with_head(drafter, stored("fp8-dynamic"), "fp8-dynamic")
 
 
 def test_a_target_that_names_no_head_is_refused() -> None:
@@ -290,7 +321,7 @@ def test_random_weights_may_have_a_copy(monkeypatch: pytest.MonkeyPatch) -> None
     assert made.drafter_kind == "dflash"
     for wrong, said in (
         (dict(drafter="none"), "there is no drafter"),
-        (dict(quantize_head="int4"), "the target's head is int4 already"),
+        (dict(quantize_head="int8"), "the target's head is int8 already"),
         (dict(drafter="mtp"), "an MTP assistant does not"),
     ):
         with pytest.raises(FieldError, match=said):
