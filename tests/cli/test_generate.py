@@ -100,6 +100,7 @@ def test_json_lines_say_all_and_nothing_else_is_on_stdout(generate: Run) -> None
         64,
     )
     assert (summary["dtype"], summary["platform"]) == ("float32", "cpu")
+    assert (summary["drafter_dtype"], summary["choose_length"]) == ("float32", "exact")
     assert set(summary["versions"]) == {"jaxspec", "jax", "jaxlib", "python"}
 
 

@@ -115,7 +115,7 @@ def described(**changes: Any) -> str:
     values |= dict(drafting=Drafting(), sampling=Sampling(), mesh={}, versions={}, ban_tokens=())
     values |= dict(acceptance_length=None, acceptance_by_position=(), steps_by_length={})
     values |= dict(decode_tokens_per_s=1631.0, plain_tokens_per_s=3560.0, plain_measured_s=1.2)
-    values |= dict(num_draft_tokens=7, batch_size=8)
+    values |= dict(num_draft_tokens=7, choose_length="exact", batch_size=8, drafter_dtype="float32")
     screen = io.StringIO()
     summary = report.Summary(**{**values, **changes})
     Console(file=screen, width=120).print(report.summary_table(summary))
@@ -132,6 +132,13 @@ def test_a_drafter_that_loses_is_said_with_what_helps() -> None:
     )
     assert "or a smaller" not in described(batch_size=1)
     assert "may help" not in described(batch_size=1, num_draft_tokens=1)
+
+
+def test_a_quantised_drafter_is_told() -> None:
+    assert "some + some · some on some" in described()
+    assert "some + some (float32, head int4) · some" in described(
+        drafter_dtype="float32, head int4"
+    )
 
 
 def test_a_drafter_that_wins_or_draws_is_not_blamed() -> None:

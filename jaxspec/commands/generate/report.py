@@ -118,6 +118,7 @@ class Summary:
       steps_by_length: steps of the batch by how many drafts they verified; empty where that was not chosen.
       compile_s: in none of the other two.
       drafting: as asked; `num_draft_tokens` is what it came to, 0 without a drafter.
+      choose_length: as asked; `steps_by_length` says what came of it.
       sampling: with biases, but for those that ban; these are `ban_tokens`.
     """
 
@@ -144,6 +145,7 @@ class Summary:
     drafter: str | None
     drafting: Drafting
     num_draft_tokens: int
+    choose_length: str
     batch_size: int
     cache_length: int
     max_new_tokens: int
@@ -151,6 +153,7 @@ class Summary:
     ban_tokens: tuple[int, ...]
     seed: int
     dtype: str
+    drafter_dtype: str | None
     platform: str
     device: str
     mesh: dict[str, int]
@@ -228,6 +231,8 @@ def summary_table(summary: Summary) -> Group:
     rows.add_row("seconds", f"{summary.prefill_s:.2f} prefill, {summary.decode_s:.2f} decode")
     rows.add_row("", f"[dim]apart: {summary.compile_s:.1f} compile, {summary.load_s:.1f} load[/]")
     drafter = "" if summary.drafter is None else f" + {summary.drafter}"
+    if summary.drafter_dtype not in (None, "float32", "bfloat16"):
+        drafter += f" ({summary.drafter_dtype})"
     conditions = Text(
         f"{summary.target}{drafter} · {summary.dtype} on {summary.device} · batch {summary.batch_size} · "
         f"cache {summary.cache_length}",
