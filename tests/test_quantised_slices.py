@@ -19,6 +19,15 @@ WEIGHTS = [((6, 64, 2, 10), (1,)), ((64, 2, 37), (0,)), ((2, 64, 21), (0, 1)), (
 FORMATS = ["int8", "fp8", "int4", "int4-g128", "int4-g16-zeros", "nvfp4", "mxfp4"]
 
 
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for part, array in expected.items():
+        assert found[part].dtype == array.dtype
+        np.testing.assert_array_equal(
+            np.asarray(found[part]).view(np.uint8), np.asarray(array).view(np.uint8), part
+        )
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_slices_have_the_bits_of_the_whole(format):
     """No slice divides these weights: the last one reaches past the end, or starts earlier."""
@@ -32,12 +41,7 @@ def test_slices_have_the_bits_of_the_whole(format):
         x = jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16)
         x = x.at[..., 0].set(0)  # groups of zeros, too
         whole, sliced = both(x, summed, x.size // 4 + 1)
-        assert whole.keys() == sliced.keys()
-        for part, expected in whole.items():
-            assert sliced[part].dtype == expected.dtype
-            np.testing.assert_array_equal(
-                np.asarray(sliced[part]).view(np.uint8), np.asarray(expected).view(np.uint8), part
-            )
+        assert_same_bits(sliced, whole)
 
 
 @pytest.mark.parametrize("stored", ["int8", "int4-g16-zeros", "nvfp4"])
@@ -57,12 +61,7 @@ def test_what_is_quantised_is_quantised_again_slice_by_slice(format, stored):
         assert (in_float32 != weight.dequantise().astype(jnp.float32)).any()
         expected = jax.jit(lambda x: quantise(x, format, summed).parts)(in_float32)  # noqa: B023
         for made in both(weight, summed, x.size // 4 + 1):
-            assert made.keys() == expected.keys()
-            for part, array in expected.items():
-                assert made[part].dtype == array.dtype
-                np.testing.assert_array_equal(
-                    np.asarray(made[part]).view(np.uint8), np.asarray(array).view(np.uint8), part
-                )
+            assert_same_bits(made, expected)
 
 
 def test_a_weight_is_not_copied_in_float32():
