@@ -114,14 +114,19 @@ def table_logits(
       rounding: whether x may be rounded as the format of the table rounds activations. That is for
         drafts, whose logits change no result.
     """
+    rows = x.reshape(-1, x.shape[-1])
     if isinstance(table, QuantisedArray):
-        out = table.multiply(x.reshape(-1, x.shape[-1]), jnp.float32, rounding=rounding)
+        # XLA reads the int8 table of 31B in 441 us for one row, and in 334 us for several (H200).
+        def of_codes(rows: Array) -> Array:
+            return table.multiply(rows, jnp.float32, rounding=rounding)
+
+        out = multiply_rows(of_codes, rows)
         return out.reshape(*x.shape[:-1], table.shape[0])
 
     def product(x: Array, y: Array) -> Array:
         return contract("xd,yd->xy", x, y)
 
-    out = table_left_on_cpu(product, x.reshape(-1, x.shape[-1]), table)
+    out = table_left_on_cpu(product, rows, table)
     return out.reshape(*x.shape[:-1], table.shape[0])
 
 
