@@ -53,10 +53,7 @@ from tests.chips import H200, OTHERS, Chip, has_cuda_wheels
 # Any copy of a weight of these shapes is larger (but the router's, 0.7 MB), any activation of one row smaller.
 LIMIT_BYTES = 5 << 20
 
-pytestmark = [
-    pytest.mark.skipif(not has_cuda_wheels(), reason="the CUDA wheels are not installed"),
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
-]
+pytestmark = pytest.mark.skipif(not has_cuda_wheels(), reason="the CUDA wheels are not installed")
 
 
 def small(preset: str, drafts: str) -> DecodeSpec:
