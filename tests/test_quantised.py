@@ -141,6 +141,16 @@ def test_a_table_is_looked_up_and_multiplied_as_its_numbers(format):
     np.testing.assert_allclose(table_logits(rows, table), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(("platform", "multiplied"), [("cuda", 2), ("cpu", 1)])
+def test_a_head_multiplies_a_lone_row_as_two_on_a_gpu(platform: str, multiplied: int):
+    table, x = quantise(random((30, 16)), "int8", (1,)), random((1, 16), 1)
+    text = jax.jit(table_logits).trace(x, table).lower(lowering_platforms=(platform,)).as_text()
+    (dot,) = (line for line in text.splitlines() if "dot_general" in line)
+    assert f"-> tensor<{multiplied}x30xf32>" in dot
+    both = table_logits(jnp.repeat(x, 2, axis=0), table)
+    np.testing.assert_allclose(table_logits(x, table), both[:1], rtol=0, atol=2e-5)
+
+
 def pair(of: Iterable[Codes]) -> tuple[Codes, Codes]:
     gate_up, down = of
     return gate_up, down
