@@ -12,6 +12,7 @@ at a time, and they become numbers where they lie.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,12 +26,14 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array
 
 from pallas_kernels.mosaic import LEFT, swizzle, swizzled
-from pallas_kernels.registers import four_words, word
+from pallas_kernels.registers import at, four_words, word
 from pallas_kernels.tiles import TILE
 
 BLOCK = 64  # inputs of which a thread has 16
 _ROW = 2 * BLOCK  # bytes of a block of a row
 _COLUMN = 8  # rows of one instruction
+OUTPUTS = 16  # outputs of one instruction
+WARPS = 4  # of a warpgroup
 _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
     "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
@@ -44,16 +47,19 @@ class Lane(NamedTuple):
       first: of the outputs of a block of threads, the first one of its warp in the first piece.
       output: which of 8 outputs is the thread's, and which of 8 rows.
       part: which of the four that share inputs it is.
+      block: of the blocks of a step, the first one of its warp.
     """
 
     first: Any
     output: Any
     part: Any
+    block: Any
 
 
 Numbers = Callable[[int, int, int], list[list[Any]]]
-"""From a block of inputs, a piece of 64 outputs, and 0 for the first or 1 for the second 8 outputs of a
-warp, return the 16 numbers of a thread: four times 2 x 2 bfloat16 in two registers."""
+"""From a block of inputs counted from the warp's first one, a piece of outputs, and 0 for the first or 1
+for the second 8 outputs of a warp, return the 16 numbers of a thread: four times 2 x 2 bfloat16 in two
+registers."""
 
 
 def rows_ring(stages: int, rows: int, inputs: int) -> Any:
@@ -66,6 +72,8 @@ def add_products(
     x_ref: Any,
     refs: tuple[Any, ...],
     numbers: Callable[..., Numbers],
+    *,
+    shared: bool = False,
 ) -> tuple[Array, ...]:
     """Return sums with the products of a step added.
 
@@ -74,6 +82,8 @@ def add_products(
       x_ref: [rows, inputs] of a place of `rows_ring`.
       refs: weights in shared memory, as they lie.
       numbers: from a `Lane` and the memory of each reference to `Numbers`.
+      shared: whether the warps of a warpgroup have the same 16 outputs of a piece, and a quarter of the
+        blocks each. Then sums are four parts of [16, rows], one below the other: see `add_parts`.
     """
     rows, inputs = x_ref.shape
     of_rows = plgpu.RefType(swizzle(BLOCK, jnp.bfloat16))
@@ -85,9 +95,11 @@ def add_products(
         ),
     )
     def add(_: Any, x: Any, weights: Any, totals: Any) -> Any:
-        lane = _lane(len(totals))
+        blocks = inputs // BLOCK
+        each = blocks // WARPS if shared else blocks
+        lane = _lane(None if shared else len(totals), each)
         left = numbers(lane, *(utils.memref_ptr(weight) for weight in weights))
-        right = _right(lane, utils.memref_ptr(x), rows, inputs // BLOCK)
+        right = _right(lane, utils.memref_ptr(x), rows, blocks, each)
         carried = [[_registers(t, column) for column in range(rows // _COLUMN)] for t in totals]
         for block, columns in enumerate(right):
             for piece, own in enumerate(carried):
@@ -102,18 +114,161 @@ def add_products(
     return add(x_ref, refs, sums)  # pyright: ignore[reportCallIssue]
 
 
-def _lane(pieces: int) -> Lane:
+def add_parts(sums: tuple[Array, ...], parts_ref: Any) -> tuple[Array, ...]:
+    """Add up what the warps of a warpgroup have summed of the same outputs, in their order.
+
+    Args:
+      sums: as `add_products` returns them where blocks are shared.
+      parts_ref: shared memory of the warpgroup, float32 [pieces, 4, rows, 16].
+
+    Returns:
+      [rows, 16] for each piece. A thread has one number of every 8 rows.
+    """
+    rows = sums[0].shape[1]
+    by_thread = plgpu.Layout.WG_STRIDED((rows, OUTPUTS), vec_size=1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), (LEFT,) * len(sums)),
+        return_type=tuple(
+            plgpu.ShapeDtypeStruct((rows, OUTPUTS), jnp.float32, layout=by_thread) for _ in sums
+        ),
+    )
+    def add(_: Any, parts: Any, totals: Any) -> Any:
+        memory, number = utils.memref_ptr(parts), ir.F32Type.get()
+        first = _first(OUTPUTS, part=rows * OUTPUTS)
+
+        def place(start: Any, beyond: int) -> Any:
+            return at(memory, arith.muli(arith.addi(start, word(beyond)), word(4)))
+
+        for piece, total in enumerate(totals):
+            for column in range(rows // _COLUMN):
+                start = (piece * WARPS * rows + column * _COLUMN) * OUTPUTS
+                for (row, output), value in _by_place(total, column):
+                    llvm.store(value, place(first, start + row * OUTPUTS + output))
+        utils.warpgroup_barrier()
+
+        def added(start: int) -> Any:
+            values = (
+                llvm.load(number, place(_thread(), start + warp * rows * OUTPUTS))
+                for warp in range(WARPS)
+            )
+            one = ir.VectorType.get((1,), number)
+            return vector.from_elements(one, [functools.reduce(arith.addf, values)])
+
+        found, layout = [], by_thread.to_mgpu()
+        for piece in range(len(totals)):
+            made = np.empty(layout.registers_shape((rows, OUTPUTS)), dtype=object)
+            for i in range(made.size):
+                made[i] = added((piece * WARPS * rows + i * _COLUMN) * OUTPUTS)
+            found.append(FragmentedArray(_registers=made, _layout=layout, _is_signed=None))
+        utils.warpgroup_barrier()  # before the memory is written again
+        return tuple(found)
+
+    return add(parts_ref, sums)  # pyright: ignore[reportCallIssue]
+
+
+def of_outputs(ref: Any, rows: int) -> Array:
+    """Load a number for each of 16 outputs, as [rows, 16] that lies as `add_parts` returns sums.
+
+    Args:
+      ref: [16], float32, in the memory of the GPU.
+    """
+    by_thread = plgpu.Layout.WG_STRIDED((rows, OUTPUTS), vec_size=1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((rows, OUTPUTS), jnp.float32, layout=by_thread),
+    )
+    def load(_: Any, numbers: Any) -> Any:
+        output = arith.andi(_thread(), word(OUTPUTS - 1))
+        where = at(utils.memref_ptr(numbers), arith.muli(output, word(4)))
+        one, layout = ir.VectorType.get((1,), ir.F32Type.get()), by_thread.to_mgpu()
+        made = np.empty(layout.registers_shape((rows, OUTPUTS)), dtype=object)
+        made[:] = [vector.from_elements(one, [llvm.load(ir.F32Type.get(), where)])] * made.size
+        return FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
+
+    return load(ref)  # pyright: ignore[reportCallIssue]
+
+
+def write(x: Array, out_ref: Any, row: int, width: int, *, shared: bool) -> None:
+    """Write 8 rows of sums to memory. Nothing waits for it.
+
+    Args:
+      x: [rows, 16] as `add_parts` returns it where blocks are shared; else [64, rows] as `add_products`
+        does.
+      out_ref: [8, 16] or [8, 64] of an array in the memory of the GPU.
+      row: the first row of x.
+      width: numbers of a row of that array.
+    """
+    layout = plgpu.Layout.WG_STRIDED(x.shape, vec_size=1) if shared else LEFT
+    column, size = row // _COLUMN, x.dtype.itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def run(_: Any, out: Any, x: Any) -> None:
+        if shared:
+            of_row = arith.muli(arith.shrui(_thread(), word(4)), word(width))
+            first = arith.addi(of_row, arith.andi(_thread(), word(OUTPUTS - 1)))
+            values = [((0, 0), vector.extract(x.registers[column], [], [0]))]
+        else:
+            first, values = _first(width, part=OUTPUTS), _by_place(x, column)
+        memory = utils.memref_ptr(out)
+        for (row, output), value in values:
+            beyond = arith.addi(first, word(row * width + output))
+            llvm.store(value, at(memory, arith.muli(beyond, word(size))))
+
+    run(out_ref, x)  # pyright: ignore[reportCallIssue]
+
+
+def _first(width: int, *, part: int) -> Any:
+    """Return where the first sum of a thread lies in [rows, width].
+
+    Args:
+      part: from those of a warp to those of the next.
+    """
+    warp, lane = arith.shrui(_thread(), word(5)), arith.andi(_thread(), word(31))
+    of_row = arith.muli(arith.andi(lane, word(3)), word(2 * width))
+    first = arith.addi(of_row, arith.shrui(lane, word(2)))
+    return arith.addi(first, arith.muli(warp, word(part)))
+
+
+def _by_place(total: Any, column: int) -> list[tuple[tuple[int, int], Any]]:
+    """Return the sums of a thread of 8 rows, each with its row and output counted from the first one's."""
+    return [((i % 2, i // 2 * 8), value) for i, value in enumerate(_registers(total, column))]
+
+
+def _thread() -> Any:
+    """Return which thread of its warpgroup a thread is."""
+    return arith.andi(utils.thread_idx(), word(127))
+
+
+def _lane(pieces: int | None, blocks: int) -> Lane:
+    """Return where a thread is.
+
+    Args:
+      pieces: of a warpgroup; None where its warps have the same outputs and share blocks.
+      blocks: of a warp.
+    """
     thread = utils.thread_idx()
     lane, warp = arith.andi(thread, word(31)), arith.andi(arith.shrui(thread, word(5)), word(3))
-    warpgroup = arith.shrui(thread, word(7))
-    first = arith.addi(arith.muli(warpgroup, word(TILE * pieces)), arith.muli(warp, word(16)))
-    return Lane(first, arith.shrui(lane, word(2)), arith.andi(lane, word(3)))
+    warpgroup, block = arith.shrui(thread, word(7)), word(0)
+    if pieces is None:
+        first, block = arith.muli(warpgroup, word(OUTPUTS)), arith.muli(warp, word(blocks))
+    else:
+        first = arith.muli(warpgroup, word(TILE * pieces))
+        first = arith.addi(first, arith.muli(warp, word(OUTPUTS)))
+    return Lane(first, arith.shrui(lane, word(2)), arith.andi(lane, word(3)), block)
 
 
-def _right(lane: Lane, memory: Any, rows: int, blocks: int) -> Iterator[list[list[Any]]]:
-    """Yield, of each block, the eight registers of a thread for every 8 rows."""
+def _right(lane: Lane, memory: Any, rows: int, blocks: int, each: int) -> Iterator[list[list[Any]]]:
+    """Yield, of each block of a warp, the eight registers of a thread for every 8 rows.
+
+    Args:
+      blocks: of a step.
+      each: of a warp.
+    """
     # Of a row's 16-byte chunks a thread has two. They are swizzled by the row.
     of_row = arith.muli(lane.output, word(_ROW))
+    of_row = arith.addi(of_row, arith.muli(lane.block, word(_COLUMN * _ROW)))
     chunks = [
         arith.addi(
             of_row,
@@ -124,7 +279,7 @@ def _right(lane: Lane, memory: Any, rows: int, blocks: int) -> Iterator[list[lis
         )
         for i in range(2)
     ]
-    for block in range(blocks):
+    for block in range(each):
         columns = []
         for column in range(rows // _COLUMN):
             start = word((column * blocks + block) * _COLUMN * _ROW)

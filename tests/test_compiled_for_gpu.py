@@ -42,11 +42,11 @@ from pallas_kernels import eight_bits
 from pallas_kernels.attention import KVSegment, attention
 from pallas_kernels.attention.tuning import tiling_at_once
 from pallas_kernels.eight_bits.cases import SHAPES
-from pallas_kernels.experts import experts
+from pallas_kernels.experts import MmaCut, experts
 from pallas_kernels.experts.cases import GEMMA4_26B_A4B, abstract_codes
 from pallas_kernels.experts.coded import multiply_gate_up
 from pallas_kernels.experts.routing import route
-from pallas_kernels.experts.tuning import tiling_for
+from pallas_kernels.experts.tuning import mosaic_tiling_for, tiling_for
 from pallas_kernels.grouped import Codes, Coding, Cut, linear
 from tests.chips import H200, OTHERS, Chip, has_cuda_wheels
 
@@ -792,6 +792,38 @@ def test_experts_of_many_tokens_spill_nothing(
     said = "".join(capfd.readouterr())
     assert re.findall(r"(\d+) bytes spill stores", said) == ["0", "0"]
     assert "serialized" not in said
+    assert big_moves(compiled.as_text(), limit_bytes=64 << 20) == []  # no weight is copied
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@pytest.mark.parametrize(
+    ("format", "tokens"),
+    [*(("int4", n) for n in (2, 8, 32, 128)), ("int8", 16), ("float8_e4m3fn", 16)],
+)
+def test_experts_of_few_tokens_run_as_many_blocks_as_they_are_cut_for(
+    format: str, tokens: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Registers of a processor are enough for them, and none is spilled."""
+    *weights, coding = abstract_codes(GEMMA4_26B_A4B, format)
+    shape, of = GEMMA4_26B_A4B, jax.ShapeDtypeStruct
+    args = (
+        of((tokens, shape.width), jnp.bfloat16),
+        of((1, tokens, shape.experts), jnp.float32),
+        of((shape.experts,), jnp.bfloat16),
+        *weights,
+        of((tokens,), jnp.bool_),
+    )
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compiled = H200.compile(functools.partial(experts, top_k=shape.top_k, coding=coding), *args)
+    said = "".join(capfd.readouterr())
+    assert re.findall(r"(\d+) bytes spill stores", said) == ["0", "0"]
+    tiling = mosaic_tiling_for(tokens * shape.top_k / shape.experts, 4 if coding else 8)
+    assert tiling is not None
+    used = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
+    for registers, cut in zip(used, (tiling.gate_up, tiling.down), strict=True):
+        assert isinstance(cut, MmaCut)
+        threads = 128 * (cut.groups + 1) * cut.per_processor
+        assert -(-registers // 8) * 8 * threads <= 65_536
     assert big_moves(compiled.as_text(), limit_bytes=64 << 20) == []  # no weight is copied
 
 

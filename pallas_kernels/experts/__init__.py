@@ -2,7 +2,8 @@
 
 `reference.py` shows what is computed. `routing.py` and `triton.py` show how the kernels read each
 expert in use once and the others never. `coded.py` has the products for weights that are codes, and
-`mosaic.py` those for many tokens on Hopper. `launch.py` has the order of all, `tuning.py` tile sizes.
+on Hopper `mma.py` those for few tokens and `mosaic.py` those for many. `launch.py` has the order of all,
+`tuning.py` tile sizes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from pallas_kernels.dispatch import (
     shared_bytes,
     why_not_triton,
 )
-from pallas_kernels.experts.cuts import MosaicCut
-from pallas_kernels.experts.launch import Tiling, experts_mosaic, experts_triton
+from pallas_kernels.experts.cuts import MmaCut, MosaicCut
+from pallas_kernels.experts.launch import Tiling, experts_mma, experts_mosaic, experts_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
 from pallas_kernels.experts.tuning import mosaic_tiling_for, tiling_for
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
@@ -33,7 +34,16 @@ from pallas_kernels.grouped.triton import Cut
 CODES = ("int8", "float8_e4m3fn")
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
-__all__ = ["MosaicCut", "Tiling", "add_up", "choose", "experts", "reference", "router_logits"]
+__all__ = [
+    "MmaCut",
+    "MosaicCut",
+    "Tiling",
+    "add_up",
+    "choose",
+    "experts",
+    "reference",
+    "router_logits",
+]
 
 
 def experts(
@@ -83,7 +93,7 @@ def experts(
     bits = 16 if not isinstance(gate_up, Codes) else 8 if coding is None else 4
     each = x.shape[0] * top_k / e
     own = mosaic_tiling_for(each, bits)
-    if tiling is not None and isinstance(tiling.gate_up, MosaicCut):
+    if tiling is not None and isinstance(tiling.gate_up, (MosaicCut, MmaCut)):
         own, tiling = tiling, None
     given = tiling is not None
     tiling = tiling or tiling_for(each, bits, shared_bytes())
@@ -96,7 +106,9 @@ def experts(
     options = dict(top_k=top_k, coding=coding)
     kernel = functools.partial(experts_triton, **options, tiling=tiling, interpret=interpret)
     plain = functools.partial(reference, **options)
-    mosaic = functools.partial(experts_mosaic, top_k=top_k, tiling=own or tiling)
+    few = own is not None and isinstance(own.gate_up, MmaCut)
+    launch = experts_mma if few else experts_mosaic
+    mosaic = functools.partial(launch, top_k=top_k, tiling=own or tiling)
     candidates = [
         Candidate(
             "mosaic", mosaic, _why_not_mosaic(x, gate_up, f, coding, own, interpret), not given
@@ -129,6 +141,9 @@ def _why_not_mosaic(
         return "the Mosaic kernels are not interpreted"
     if not isinstance(gate_up, Codes) or tiling is None:
         return "the Mosaic kernels are cut for codes, and for some numbers of tokens"
+    cuts = [cut for cut in (tiling.gate_up, tiling.down) if isinstance(cut, MmaCut)]
+    if cuts and min(x.shape[1], f) < (least := max(cut.inputs for cut in cuts)):
+        return f"the Mosaic kernels for few tokens need sizes from {least} on"
     if coding is not None and (
         coding != Coding("int4", 32)
         or gate_up.scales is None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.experts import coded, rows, triton
-from pallas_kernels.experts.cuts import MosaicCut
+from pallas_kernels.experts.cuts import MmaCut, MosaicCut
 from pallas_kernels.experts.routing import ALIGN, num_tiles, route, route_together
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.grouped.coding import Codes, Coding
@@ -24,12 +24,13 @@ class Tiling:
 
     Attributes:
       gate_up, down: `Cut`s for the kernels of `coded.py`, `Block`s for those of `triton.py`,
-        `MosaicCut`s for those of `mosaic.py`. A `Block` may come before a `Cut`.
+        `MosaicCut`s for those of `mosaic.py`, `MmaCut`s for those of `mma.py`. A `Block` may come before a
+        `Cut`.
     """
 
     rows: int
-    gate_up: Block | Cut | MosaicCut
-    down: Block | Cut | MosaicCut
+    gate_up: Block | Cut | MosaicCut | MmaCut
+    down: Block | Cut | MosaicCut | MmaCut
 
 
 def experts_triton(
@@ -107,3 +108,34 @@ def experts_mosaic(
     return rows.add_up(
         mosaic.multiply(placed, spread, gate_up, down, (first, second)), placed, ones
     )
+
+
+def experts_mma(
+    x: Float[Array, "T D"],
+    logits: Float[Array, "S T E"],
+    expert_scale: Float[Array, " E"],
+    gate_up: Codes,
+    down: Codes,
+    real: Bool[Array, " T"] | None = None,
+    *,
+    top_k: int,
+    tiling: Tiling,
+) -> Float[Array, "T D"]:
+    """Launch the kernels of `mma.py` for few tokens, behind those that route."""
+    from pallas_kernels.experts import mma  # not in every jax
+
+    first, second = tiling.gate_up, tiling.down
+    assert isinstance(first, MmaCut)
+    assert isinstance(second, MmaCut)
+    tokens = x.shape[0]
+    same_rows = tokens <= ALIGN == tiling.rows
+    how: dict[str, Any] = dict(top_k=top_k, dtype=x.dtype, rows=tiling.rows, same_rows=same_rows)
+    placed = route_together(logits, expert_scale, real, **how)
+    ones = jnp.ones(tokens, jnp.int32) if real is None else real.astype(jnp.int32)
+    if same_rows:
+        given = jnp.pad(x, ((0, ALIGN - tokens), (0, 0)))
+    else:
+        padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)
+        given = rows.spread(x, placed, ones, padded, in_order=True)
+    out = mma.multiply(placed, given, gate_up, down, (first, second), same_rows=same_rows)
+    return rows.add_up(out, placed, ones)

@@ -292,7 +292,7 @@ def _multiply(
             both = pl.run_scoped(functools.partial(sums, column), total, total)
             # As in the reference, both are rounded before the activation.
             both = [weight.finished(first + column, i, a, dtype) for i, a in enumerate(both)]
-            for i, a in enumerate([_placed(_activated(*both))] if gated else both):
+            for i, a in enumerate([_placed(activated(*both))] if gated else both):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 result.at[pl.ds(0, rows)].T[...] = plgpu.layout_cast(
                     a, plgpu.Layout.WGMMA_TRANSPOSED
@@ -312,7 +312,7 @@ def _multiply(
         pl.when((used > less) & (used <= rows))(functools.partial(multiply, rows))
 
 
-def _activated(gate: Array, up: Array) -> Array:
+def activated(gate: Array, up: Array) -> Array:
     """Return gelu_tanh(gate) * up, of the same dtype."""
     x, y = gate.astype(jnp.float32), up.astype(jnp.float32)
     inner = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))

@@ -47,6 +47,8 @@ class Placed(NamedTuple):
     used: Int[Array, " tiles"]
     start: Int[Array, " tiles"]
     """The first row of each tile; undefined for a tile that is not used."""
+    tiles: Int[Array, "1"]
+    """How many tiles are used: the first ones."""
     row: Int[Array, " pairs"]
     """The row of each pair; undefined for pairs of padding."""
     weight: Float[Array, " pairs"]
@@ -101,12 +103,15 @@ def _choose(
     return choice
 
 
-def _place(choice, before, counts, expert_ref, used_ref, *refs, top_k, rows, programs):
+def _place(
+    choice, before, counts, expert_ref, used_ref, *refs, top_k, rows, programs, same_rows=False
+):
     """Write the pairs of the program's tokens into tiles, and write its share of the tiles' data.
 
     `refs` are the last fields of `Routed`, or of `Placed`, without the weights.
 
     Args:
+      same_rows: whether the rows of all tiles are the tokens, `ALIGN` at most.
       choice: what `_choose` returned.
       before: for each expert, the number of pairs in earlier programs.
       counts: for each expert, the number of pairs in all programs.
@@ -118,6 +123,9 @@ def _place(choice, before, counts, expert_ref, used_ref, *refs, top_k, rows, pro
     together = len(refs) > 1
     filled = (counts + ALIGN - 1) // ALIGN * ALIGN
     first_row = jnp.cumsum(filled) - filled if together else first * rows
+    if together:
+        at = me + lax.iota(jnp.int32, 1)
+        plgpu.store(refs[1].at[at], jnp.broadcast_to(jnp.sum(tiles), (1,)), mask=at == 0)
     # Program `me` writes the `me`-th tile of every expert; or the next few, where a block has more
     # tokens than a tile has rows. An expert has no more tiles than all programs write.
     each = pl.cdiv(block, rows)
@@ -134,8 +142,11 @@ def _place(choice, before, counts, expert_ref, used_ref, *refs, top_k, rows, pro
     tile = jnp.where(unused, tile, expert_ref.shape[0])
     plgpu.store(used_ref.at[tile], jnp.zeros((share,), jnp.int32), mask=unused)
     mine = (choice >= 0).astype(jnp.int32)
-    row = (first_row + before)[None, :] + jnp.cumsum(mine, axis=0) - mine
     token = me * block + lax.broadcasted_iota(jnp.int32, choice.shape, 0)
+    if same_rows:
+        row = first_row[None, :] + token
+    else:
+        row = (first_row + before)[None, :] + jnp.cumsum(mine, axis=0) - mine
     pair = token * top_k + choice
     at, value = (pair, row) if together else (row, pair)
     at = jnp.where(mine > 0, at, refs[-1].shape[0])
@@ -151,13 +162,15 @@ def _route_few(
     top_k: int,
     dtype: DTypeLike,
     rows: int,
+    same_rows: bool,
 ):
     """Choose experts and place the pairs, when there is only one block of tokens."""
     *refs, weight_ref = refs
     given = logits_ref, scale_ref, real_ref, weight_ref
     choice = _choose(*given, block=block, top_k=top_k, dtype=dtype)
     counts = jnp.sum((choice >= 0).astype(jnp.int32), axis=0)
-    _place(choice, jnp.zeros_like(counts), counts, *refs, top_k=top_k, rows=rows, programs=1)
+    how: dict[str, Any] = dict(top_k=top_k, rows=rows, programs=1, same_rows=same_rows)
+    _place(choice, jnp.zeros_like(counts), counts, *refs, **how)
 
 
 def _choose_block(
@@ -232,11 +245,17 @@ def route_together(
     top_k: int,
     dtype: DTypeLike,
     rows: int,
+    same_rows: bool = False,
     interpret: bool = False,
 ) -> Placed:
-    """Do the same, for tiles whose rows lie together. Arguments as in `route`."""
+    """Do the same, for tiles whose rows lie together.
+
+    Args:
+      same_rows: whether the rows of every tile are all tokens, of which there are `ALIGN` at most.
+      others: as in `route`.
+    """
     how: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, interpret=interpret)
-    return Placed(*_route(logits, expert_scale, real, **how, together=True))
+    return Placed(*_route(logits, expert_scale, real, **how, together=True, same_rows=same_rows))
 
 
 def _route(
@@ -248,6 +267,7 @@ def _route(
     dtype: DTypeLike,
     rows: int,
     together: bool,
+    same_rows: bool = False,
     interpret: bool,
 ) -> tuple[Array, ...]:
     _, tokens, num_experts = logits.shape
@@ -257,12 +277,13 @@ def _route(
     fewer = BLOCK_TOKENS < tokens <= MOST_OF_FEWER
     block = FEWER_TOKENS if fewer else min(pl.next_power_of_2(tokens), BLOCK_TOKENS)
     programs = pl.cdiv(tokens, block)
-    weight = jax.ShapeDtypeStruct((pairs,), jnp.float32)
+    of = jax.ShapeDtypeStruct
+    weight = of((pairs,), jnp.float32)
     of_tiles = (
-        jax.ShapeDtypeStruct((tiles,), jnp.int32),
-        jax.ShapeDtypeStruct((tiles,), jnp.int32),
-        *([jax.ShapeDtypeStruct((tiles,), jnp.int32)] if together else []),
-        jax.ShapeDtypeStruct((pairs if together else tiles * rows,), jnp.int32),
+        of((tiles,), jnp.int32),
+        of((tiles,), jnp.int32),
+        *([of((n,), jnp.int32) for n in (tiles, 1)] if together else []),
+        of((pairs if together else tiles * rows,), jnp.int32),
     )
     call = functools.partial(
         pl.pallas_call,
@@ -273,7 +294,8 @@ def _route(
         interpret=interpret,
     )
     if programs == 1:
-        kernel = functools.partial(_route_few, block=block, top_k=top_k, dtype=dtype, rows=rows)
+        how: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, same_rows=same_rows)
+        kernel = functools.partial(_route_few, block=block, **how)
         few = call(kernel, out_shape=(*of_tiles, weight), name="experts_route")
         return tuple(few(logits, expert_scale, real))
     padded = pl.next_power_of_2(num_experts)
@@ -281,8 +303,8 @@ def _route(
         functools.partial(_choose_block, block=block, top_k=top_k, dtype=dtype),
         out_shape=(
             weight,
-            jax.ShapeDtypeStruct((programs * block, padded), jnp.int32),
-            jax.ShapeDtypeStruct((programs, padded), jnp.int32),
+            of((programs * block, padded), jnp.int32),
+            of((programs, padded), jnp.int32),
         ),
         name="experts_choose",
     )(logits, expert_scale, real)

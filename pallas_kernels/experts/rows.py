@@ -28,7 +28,7 @@ def places(k: Array) -> Array:
     return (k & ~10) | (k & 8) >> 2 | (k & 2) << 2
 
 
-def _spread(row_ref, real_ref, x_ref, out_ref, *, top_k: int) -> None:
+def _spread(row_ref, real_ref, x_ref, out_ref, *, top_k: int, in_order: bool) -> None:
     """Write a token to the rows of its pairs. Padding has none."""
     token = pl.program_id(0)
     k = pl.program_id(1) * COLUMNS + lax.iota(jnp.int32, COLUMNS)
@@ -36,7 +36,8 @@ def _spread(row_ref, real_ref, x_ref, out_ref, *, top_k: int) -> None:
 
     @pl.when(real_ref[token] > 0)
     def _():
-        x = load(x_ref, token, jnp.where(inside, places(k), 0), mask=inside)
+        of = k if in_order else places(k)
+        x = load(x_ref, token, jnp.where(inside, of, 0), mask=inside)
         for i in range(top_k):
             row = jnp.where(inside, row_ref[token * top_k + i], out_ref.shape[0])
             store(out_ref, row, k, value=x, mask=inside)
@@ -61,16 +62,19 @@ def spread(
     real: Int[Array, " T"],
     padded: int,
     *,
+    in_order: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "padded D"]:
-    """Return rows with the tokens of their pairs, in the order of `places`; the others are undefined.
+    """Return rows with the tokens of their pairs; the others are undefined.
 
     Args:
+      in_order: whether numbers keep their order. Else it is that of `places`.
       real: 1 for a token that is no padding, else 0.
       padded: rows that the pairs of all experts need at most.
     """
     out = jax.ShapeDtypeStruct((padded, x.shape[1]), x.dtype)
-    call = _by_token(_spread, "experts_spread", x, placed, out, interpret)
+    kernel = functools.partial(_spread, in_order=in_order)
+    call = _by_token(kernel, "experts_spread", x, placed, out, interpret)
     return call(placed.row, real, x)
 
 

@@ -1,9 +1,9 @@
-"""Tile sizes of the Triton kernels, by the mean number of tokens per expert."""
+"""Tile sizes of the kernels, by the mean number of tokens per expert."""
 
 from __future__ import annotations
 
 from pallas_kernels.dispatch import HOPPER_SHARED_BYTES
-from pallas_kernels.experts.cuts import MosaicCut
+from pallas_kernels.experts.cuts import MmaCut, MosaicCut
 from pallas_kernels.experts.launch import Tiling
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.grouped.triton import Cut
@@ -110,12 +110,13 @@ def tiling_for(tokens_an_expert: float, bits: int = 16, room: int = HOPPER_SHARE
 
 
 def _mosaic(rows: tuple[int, ...], gate_up: tuple[int, int], down: tuple[int, int]) -> Tiling:
-    """Return a tiling for the Mosaic kernels from (columns, stages) of both products."""
+    """Return a tiling for the kernels of `mosaic.py` from (columns, stages) of both products."""
     return Tiling(rows[-1], MosaicCut(rows, *gate_up), MosaicCut(rows, *down))
 
 
 # The Mosaic kernels, where these are faster. Each row: more tokens per expert than this, and at most
-# this. Measured like the others, whole calls with routing, copies of tokens and sums; best of the cuts:
+# this. Measured like the others. For many tokens (`mosaic.py`) whole calls with routing, copies of tokens
+# and sums; best of the cuts:
 #
 #   tokens                     32   128   512
 #   int8, Triton              189   217   342
@@ -132,8 +133,62 @@ def _mosaic(rows: tuple[int, ...], gate_up: tuple[int, int], down: tuple[int, in
 # Copies and sums are 7 of these for 32 tokens, and 15 for 512. Blocks take turns in waiting, so that
 # many on a processor are fast: int4 with two stages and two columns, 285 for 512 tokens. Two
 # warpgroups a block took 395 for int8 and 128 tokens, and 433 for 512.
-MOSAIC_EIGHT_BITS = ((16.0, 48.0, _mosaic((32, 64), (1, 3), (1, 3))),)
-MOSAIC_FOUR_BITS = ((16.0, 48.0, _mosaic((32, 48), (1, 3), (2, 3))),)
+#
+# For few tokens (`mma.py`) gate and up, down, and all kernels of a call:
+#
+#   tokens                 1     2     4     8    16    32    64   128   256
+#   int4, Triton         9.1    15    26    41    80    86   100   108   176
+#                        6.9   9.1    13    22    28    35    40    42    57
+#                         22    32    47    72   114   128   148   158   245
+#   int4, mma            8.1    13    22    33    49    65    75    89   111
+#                        6.4   8.7    13    20    28    36    40    43    60
+#                         21    29    44    63    89   114   129   148   190
+#   int8, Triton                            56   101   110         135
+#                                           31    45    58          71
+#                                           94   153   175         214
+#   int8, mma                               52    79   106         136
+#                                           30    46    62
+#                                           92   137   181         223
+#
+# The totals of 8 and 32 tokens of int4 are added up of runs with other cuts, and 1 token was run with one
+# warpgroup for gate and up. Where warps of down share inputs it takes 21 and 41 for 8 and 32 tokens. 64
+# tokens in tiles of 16 rows take 89 and 47. Results that went through shared memory and TMA took 24 and 47
+# for down of 8 and 32 tokens: a warpgroup waited for the last one to be read. Of e4m3, 16
+# tokens take 85 and 51, and 109 and 46 in Triton.
+_TO_8, _TO_16 = (8,), (8, 16)
+MOSAIC_EIGHT_BITS = (
+    (
+        0.4,
+        1.25,
+        Tiling(
+            8,
+            MmaCut(_TO_8, groups=2, stages=4, per_processor=2),
+            MmaCut(_TO_8, groups=1, stages=2, per_processor=3, shared=False),
+        ),
+    ),
+    (16.0, 48.0, _mosaic((32, 64), (1, 3), (1, 3))),
+)
+MOSAIC_FOUR_BITS = (
+    (
+        0.1,
+        4.0,
+        Tiling(
+            8,
+            MmaCut(_TO_8, groups=2, stages=4, per_processor=2),
+            MmaCut(_TO_8, groups=1, stages=3, per_processor=3, shared=False),
+        ),
+    ),
+    (
+        4.0,
+        16.0,
+        Tiling(
+            16,
+            MmaCut(_TO_16, groups=1, stages=3, per_processor=3, shared=False),
+            MmaCut(_TO_16, groups=2, pieces=1, stages=4, per_processor=2, shared=False),
+        ),
+    ),
+    (16.0, 48.0, _mosaic((32, 48), (1, 3), (2, 3))),
+)
 
 
 def mosaic_tiling_for(tokens_an_expert: float, bits: int) -> Tiling | None:

@@ -48,7 +48,7 @@ def _steps(
 
     def multiply(sums, place):
         refs = ring.at[place], scale_ring.at[place]
-        numbers = functools.partial(_numbers, group=group, outputs=cut.outputs)
+        numbers = functools.partial(numbers_of, group=group, outputs=cut.outputs, piece=TILE)
         return add_products(sums, x_ring.at[place], refs, numbers)
 
     def finish(total, first):
@@ -57,19 +57,27 @@ def _steps(
     return Steps(load, multiply, finish)
 
 
-def _numbers(lane: Lane, codes: Any, scales: Any, *, group: int, outputs: int) -> Numbers:
-    """Return what makes numbers of codes [blocks, outputs, 32] and scales [groups, outputs] in memory."""
+def numbers_of(
+    lane: Lane, codes: Any, scales: Any, *, group: int, outputs: int, piece: int
+) -> Numbers:
+    """Return what makes numbers of codes [blocks, outputs, 32] and scales [groups, outputs] in memory.
+
+    Args:
+      piece: how many outputs lie between a piece and the next.
+    """
     half, high = arith.andi(lane.part, word(1)), arith.shrui(lane.part, word(1))
     is_high = arith.cmpi(arith.CmpIPredicate.ne, high, word(0))
     own = scaled.Half(*(arith.select(is_high, b, a) for a, b in zip(*scaled.halves(), strict=True)))
     first = arith.addi(lane.first, lane.output)
     of_codes = arith.addi(arith.muli(first, word(HALF)), arith.muli(half, word(HALF // 2)))
+    of_codes = arith.addi(of_codes, arith.muli(lane.block, word(outputs * HALF)))
     of_scales = arith.muli(first, word(2))
+    of_scales = arith.addi(of_scales, arith.muli(lane.block, word(2 * BLOCK * outputs // group)))
     # The high halves are the second group of a block, unless groups are longer.
     second = arith.muli(high, word(2 * outputs)) if group < BLOCK else word(0)
 
-    def numbers(block: int, piece: int, below: int) -> list[list[Any]]:
-        output = piece * TILE + below * 8
+    def numbers(block: int, which: int, below: int) -> list[list[Any]]:
+        output = which * piece + below * 8
         start = word((block * outputs + output) * HALF)
         codes_of_thread = four_words(codes, arith.addi(of_codes, start))
         start = word(2 * (block * BLOCK // group * outputs + output))
