@@ -43,7 +43,7 @@ from pallas_kernels.attention import KVSegment, attention
 from pallas_kernels.attention.tuning import tiling_at_once
 from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.experts import MmaCut, experts
-from pallas_kernels.experts.cases import GEMMA4_26B_A4B, abstract_codes
+from pallas_kernels.experts.cases import GEMMA4_26B_A4B, abstract_codes, abstract_inputs
 from pallas_kernels.experts.coded import multiply_gate_up
 from pallas_kernels.experts.routing import route
 from pallas_kernels.experts.tuning import mosaic_tiling_for, tiling_for
@@ -779,13 +779,7 @@ def test_experts_of_many_tokens_spill_nothing(
     """Gate and up, and down: wgmma multiplies while the next codes are converted."""
     *weights, coding = abstract_codes(GEMMA4_26B_A4B, format)
     shape, of, tokens = GEMMA4_26B_A4B, jax.ShapeDtypeStruct, 512
-    args = (
-        of((tokens, shape.width), jnp.bfloat16),
-        of((1, tokens, shape.experts), jnp.float32),
-        of((shape.experts,), jnp.bfloat16),
-        *weights,
-        of((tokens,), jnp.bool_),
-    )
+    args = (*abstract_inputs(shape, tokens), *weights, of((tokens,), jnp.bool_))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     run = functools.partial(experts, top_k=8, coding=coding, implementation="mosaic")
     compiled = H200.compile(run, *args)
@@ -806,13 +800,7 @@ def test_experts_of_few_tokens_run_as_many_blocks_as_they_are_cut_for(
     """Registers of a processor are enough for them, and none is spilled."""
     *weights, coding = abstract_codes(GEMMA4_26B_A4B, format)
     shape, of = GEMMA4_26B_A4B, jax.ShapeDtypeStruct
-    args = (
-        of((tokens, shape.width), jnp.bfloat16),
-        of((1, tokens, shape.experts), jnp.float32),
-        of((shape.experts,), jnp.bfloat16),
-        *weights,
-        of((tokens,), jnp.bool_),
-    )
+    args = (*abstract_inputs(shape, tokens), *weights, of((tokens,), jnp.bool_))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     compiled = H200.compile(functools.partial(experts, top_k=shape.top_k, coding=coding), *args)
     said = "".join(capfd.readouterr())
@@ -889,14 +877,8 @@ def test_experts_fit_the_shared_memory_of_every_gpu(chip: Chip, format: str) -> 
     *weights, coding = (*numbers, None) if format == "bfloat16" else abstract_codes(shape, format)
     run = functools.partial(experts, top_k=8, coding=coding, implementation="triton")
     for tokens in (1, 8, 32, 128, 512, 2048):
-        chip.compile(
-            run,
-            of((tokens, shape.width), jnp.bfloat16),
-            of((1, tokens, shape.experts), jnp.float32),
-            of((shape.experts,), jnp.bfloat16),
-            *weights,
-            of((tokens,), jnp.bool_),
-        )
+        real = of((tokens,), jnp.bool_)
+        chip.compile(run, *abstract_inputs(shape, tokens), *weights, real)
 
 
 @ON_OTHERS

@@ -24,7 +24,7 @@ from pallas_kernels.dispatch import (
     why_not_triton,
 )
 from pallas_kernels.experts.cuts import MmaCut, MosaicCut
-from pallas_kernels.experts.launch import Tiling, experts_mma, experts_mosaic, experts_triton
+from pallas_kernels.experts.launch import Tiling, experts_mosaic, experts_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
 from pallas_kernels.experts.tuning import mosaic_tiling_for, tiling_for
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
@@ -106,9 +106,7 @@ def experts(
     options = dict(top_k=top_k, coding=coding)
     kernel = functools.partial(experts_triton, **options, tiling=tiling, interpret=interpret)
     plain = functools.partial(reference, **options)
-    few = own is not None and isinstance(own.gate_up, MmaCut)
-    launch = experts_mma if few else experts_mosaic
-    mosaic = functools.partial(launch, top_k=top_k, tiling=own or tiling)
+    mosaic = functools.partial(experts_mosaic, top_k=top_k, tiling=own or tiling)
     candidates = [
         Candidate(
             "mosaic", mosaic, _why_not_mosaic(x, gate_up, f, coding, own, interpret), not given

@@ -83,6 +83,18 @@ def inputs(
     )
 
 
+def abstract_inputs(
+    shape: Shape, tokens: int
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of x, logits and expert_scale, in bfloat16."""
+    of = jax.ShapeDtypeStruct
+    return (
+        of((tokens, shape.width), jnp.bfloat16),
+        of((1, tokens, shape.experts), jnp.float32),
+        of((shape.experts,), jnp.bfloat16),
+    )
+
+
 def abstract_codes(shape: Shape, format: str) -> tuple[Codes, Codes, Coding | None]:
     """Return shapes and dtypes of gate and up and of down as codes, and their coding.
 

@@ -93,42 +93,12 @@ def experts_mosaic(
     top_k: int,
     tiling: Tiling,
 ) -> Float[Array, "T D"]:
-    """Launch the kernels of `mosaic.py` for codes, behind those that route."""
-    from pallas_kernels.experts import mosaic  # not in every jax
+    """Launch the kernels of `mma.py` or of `mosaic.py` for codes, behind those that route."""
+    from pallas_kernels.experts import mma, mosaic  # not in every jax
 
-    first, second = tiling.gate_up, tiling.down
-    assert isinstance(first, MosaicCut)
-    assert isinstance(second, MosaicCut)
-    placed = route_together(
-        logits, expert_scale, real, top_k=top_k, dtype=x.dtype, rows=tiling.rows
-    )
-    ones = jnp.ones(x.shape[0], jnp.int32) if real is None else real.astype(jnp.int32)
-    padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)
-    spread = rows.spread(x, placed, ones, padded)
-    return rows.add_up(
-        mosaic.multiply(placed, spread, gate_up, down, (first, second)), placed, ones
-    )
-
-
-def experts_mma(
-    x: Float[Array, "T D"],
-    logits: Float[Array, "S T E"],
-    expert_scale: Float[Array, " E"],
-    gate_up: Codes,
-    down: Codes,
-    real: Bool[Array, " T"] | None = None,
-    *,
-    top_k: int,
-    tiling: Tiling,
-) -> Float[Array, "T D"]:
-    """Launch the kernels of `mma.py` for few tokens, behind those that route."""
-    from pallas_kernels.experts import mma  # not in every jax
-
-    first, second = tiling.gate_up, tiling.down
-    assert isinstance(first, MmaCut)
-    assert isinstance(second, MmaCut)
-    tokens = x.shape[0]
-    same_rows = tokens <= ALIGN == tiling.rows
+    tokens, first, second = x.shape[0], tiling.gate_up, tiling.down
+    few = isinstance(first, MmaCut)
+    same_rows = few and tokens <= ALIGN == tiling.rows
     how: dict[str, Any] = dict(top_k=top_k, dtype=x.dtype, rows=tiling.rows, same_rows=same_rows)
     placed = route_together(logits, expert_scale, real, **how)
     ones = jnp.ones(tokens, jnp.int32) if real is None else real.astype(jnp.int32)
@@ -136,6 +106,12 @@ def experts_mma(
         given = jnp.pad(x, ((0, ALIGN - tokens), (0, 0)))
     else:
         padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)
-        given = rows.spread(x, placed, ones, padded, in_order=True)
-    out = mma.multiply(placed, given, gate_up, down, (first, second), same_rows=same_rows)
+        given = rows.spread(x, placed, ones, padded, in_order=few)
+    if few:
+        assert isinstance(second, MmaCut)
+        out = mma.multiply(placed, given, gate_up, down, (first, second), same_rows=same_rows)
+    else:
+        assert isinstance(first, MosaicCut)
+        assert isinstance(second, MosaicCut)
+        out = mosaic.multiply(placed, given, gate_up, down, (first, second))
     return rows.add_up(out, placed, ones)

@@ -114,6 +114,13 @@ def _mosaic(rows: tuple[int, ...], gate_up: tuple[int, int], down: tuple[int, in
     return Tiling(rows[-1], MosaicCut(rows, *gate_up), MosaicCut(rows, *down))
 
 
+def _few(down_stages: int) -> Tiling:
+    """Return a tiling of 8 rows for the kernels of `mma.py`."""
+    gate_up = MmaCut((8,), groups=2, stages=4, per_processor=2)
+    down = MmaCut((8,), groups=1, stages=down_stages, per_processor=3, shared=False)
+    return Tiling(8, gate_up, down)
+
+
 # The Mosaic kernels, where these are faster. Each row: more tokens per expert than this, and at most
 # this. Measured like the others. For many tokens (`mosaic.py`) whole calls with routing, copies of tokens
 # and sums; best of the cuts:
@@ -153,31 +160,15 @@ def _mosaic(rows: tuple[int, ...], gate_up: tuple[int, int], down: tuple[int, in
 # The totals of 8 and 32 tokens of int4 are added up of runs with other cuts, and 1 token was run with one
 # warpgroup for gate and up. Where warps of down share inputs it takes 21 and 41 for 8 and 32 tokens. 64
 # tokens in tiles of 16 rows take 89 and 47. Results that went through shared memory and TMA took 24 and 47
-# for down of 8 and 32 tokens: a warpgroup waited for the last one to be read. Of e4m3, 16
-# tokens take 85 and 51, and 109 and 46 in Triton.
-_TO_8, _TO_16 = (8,), (8, 16)
+# for down of 8 and 32 tokens: a warpgroup waited for the last one to be read. Of e4m3, 16 tokens take 85
+# and 51, and 109 and 46 in Triton.
+_TO_16 = (8, 16)
 MOSAIC_EIGHT_BITS = (
-    (
-        0.4,
-        1.25,
-        Tiling(
-            8,
-            MmaCut(_TO_8, groups=2, stages=4, per_processor=2),
-            MmaCut(_TO_8, groups=1, stages=2, per_processor=3, shared=False),
-        ),
-    ),
+    (0.4, 1.25, _few(down_stages=2)),
     (16.0, 48.0, _mosaic((32, 64), (1, 3), (1, 3))),
 )
 MOSAIC_FOUR_BITS = (
-    (
-        0.1,
-        4.0,
-        Tiling(
-            8,
-            MmaCut(_TO_8, groups=2, stages=4, per_processor=2),
-            MmaCut(_TO_8, groups=1, stages=3, per_processor=3, shared=False),
-        ),
-    ),
+    (0.1, 4.0, _few(down_stages=3)),
     (
         4.0,
         16.0,

@@ -12,7 +12,14 @@ import pytest
 
 from jaxspec.quantised.array import quantise
 from pallas_kernels.experts import MmaCut, MosaicCut, Tiling, experts, reference
-from pallas_kernels.experts.cases import GEMMA4_26B_A4B, ROUTINGS, SMALL, abstract_codes, inputs
+from pallas_kernels.experts.cases import (
+    GEMMA4_26B_A4B,
+    ROUTINGS,
+    SMALL,
+    abstract_codes,
+    abstract_inputs,
+    inputs,
+)
 from pallas_kernels.experts.routing import ALIGN, Placed, num_tiles, route_together
 from pallas_kernels.experts.rows import add_up, places, spread
 from pallas_kernels.experts.tuning import mosaic_tiling_for
@@ -124,13 +131,8 @@ def test_a_draft_block_of_32_sequences_has_a_cut(bits: int) -> None:
     ],
 )
 def test_what_the_mosaic_kernels_cannot_take_is_said(format: str, tokens: int, words: str) -> None:
-    shape, of = GEMMA4_26B_A4B, jax.ShapeDtypeStruct
-    gate_up, down, coding = abstract_codes(shape, format)
-    args = (
-        of((tokens, shape.width), jnp.bfloat16),
-        of((1, tokens, shape.experts), jnp.float32),
-        of((shape.experts,), jnp.bfloat16),
-    )
+    gate_up, down, coding = abstract_codes(GEMMA4_26B_A4B, format)
+    args = abstract_inputs(GEMMA4_26B_A4B, tokens)
     run = functools.partial(experts, top_k=8, coding=coding, implementation="mosaic")
     with pytest.raises(NotImplementedError, match=words):
         jax.eval_shape(run, *args, gate_up, down)
@@ -147,14 +149,8 @@ def test_what_the_mosaic_kernels_cannot_take_is_said(format: str, tokens: int, w
     ],
 )
 def test_a_cut_for_few_tokens_that_does_not_fit_is_refused(gate_up: MmaCut, words: str) -> None:
-    shape, of, tokens = GEMMA4_26B_A4B, jax.ShapeDtypeStruct, 8
-    *weights, coding = abstract_codes(shape, "int4")
-    args = (
-        of((tokens, shape.width), jnp.bfloat16),
-        of((1, tokens, shape.experts), jnp.float32),
-        of((shape.experts,), jnp.bfloat16),
-        *weights,
-    )
+    *weights, coding = abstract_codes(GEMMA4_26B_A4B, "int4")
+    args = (*abstract_inputs(GEMMA4_26B_A4B, 8), *weights)
     how: Any = dict(implementation="mosaic", tiling=Tiling(8, gate_up, MmaCut((8,))))
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(functools.partial(experts, top_k=8, coding=coding, **how), *args)
