@@ -22,7 +22,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from jaxtyping import Array
 
 from pallas_kernels.mosaic import LEFT, swizzle, swizzled
@@ -75,7 +75,7 @@ def add_products(
     *,
     shared: bool = False,
 ) -> tuple[Array, ...]:
-    """Return sums with the products of a step added.
+    """Return sums with the products of a step added. TMA may write over the step then.
 
     Args:
       sums: [64, rows] for each piece of a warpgroup.
@@ -109,6 +109,9 @@ def add_products(
                     for column, x_words in enumerate(columns):
                         both = x_words[2 * k : 2 * k + 2]
                         own[column] = _multiply(operand, both, own[column])
+        # Without it a thread says that it has read this memory while its last loads still wait in a queue,
+        # and TMA may write over what they are about to read.
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
         return tuple(_array(t, own) for t, own in zip(totals, carried, strict=True))
 
     return add(x_ref, refs, sums)  # pyright: ignore[reportCallIssue]
