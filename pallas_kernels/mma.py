@@ -12,7 +12,9 @@ at a time, and they become numbers where they lie.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,12 +29,9 @@ from jaxtyping import Array
 
 from pallas_kernels.mosaic import LEFT, swizzle, swizzled
 from pallas_kernels.registers import at, four_words, word
-from pallas_kernels.tiles import TILE
+from pallas_kernels.tiles import BLOCK, MMA_OUTPUTS, MMA_ROWS, TILE
 
-BLOCK = 64  # inputs of which a thread has 16
 _ROW = 2 * BLOCK  # bytes of a block of a row
-_COLUMN = 8  # rows of one instruction
-OUTPUTS = 16  # outputs of one instruction
 WARPS = 4  # of a warpgroup
 _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -63,7 +62,9 @@ registers."""
 
 
 def rows_ring(stages: int, rows: int, inputs: int) -> Any:
-    """Return shared memory for rows, as `add_products` reads them."""
+    """Return shared memory for rows, as `add_products` reads them: fewer than 8, or a multiple of it."""
+    if rows < MMA_ROWS:
+        return plgpu.SMEM((stages, rows, inputs // BLOCK, BLOCK), jnp.bfloat16)
     return swizzled(stages, rows, inputs, dtype=jnp.bfloat16, line=BLOCK)
 
 
@@ -79,14 +80,16 @@ def add_products(
 
     Args:
       sums: [64, rows] for each piece of a warpgroup.
-      x_ref: [rows, inputs] of a place of `rows_ring`.
+      x_ref: [rows, inputs] of a place of `rows_ring`. Or [rows, blocks, 64] with fewer than 8 rows, of which
+        the last one is taken for those that are missing.
       refs: weights in shared memory, as they lie.
       numbers: from a `Lane` and the memory of each reference to `Numbers`.
       shared: whether the warps of a warpgroup have the same 16 outputs of a piece, and a quarter of the
         blocks each. Then sums are four parts of [16, rows], one below the other: see `add_parts`.
     """
-    rows, inputs = x_ref.shape
-    of_rows = plgpu.RefType(swizzle(BLOCK, jnp.bfloat16))
+    count, inputs = x_ref.shape[0], math.prod(x_ref.shape[1:])
+    columns = sums[0].shape[1] // MMA_ROWS
+    of_rows = plgpu.RefType(() if count < MMA_ROWS else swizzle(BLOCK, jnp.bfloat16))
 
     @plgpu.inline_mgpu(
         arg_types=(of_rows, (plgpu.RefType(),) * len(refs), (LEFT,) * len(sums)),
@@ -99,14 +102,18 @@ def add_products(
         each = blocks // WARPS if shared else blocks
         lane = _lane(None if shared else len(totals), each)
         left = numbers(lane, *(utils.memref_ptr(weight) for weight in weights))
-        right = _right(lane, utils.memref_ptr(x), rows, blocks, each)
-        carried = [[_registers(t, column) for column in range(rows // _COLUMN)] for t in totals]
-        for block, columns in enumerate(right):
+        memory = utils.memref_ptr(x)
+        if count < MMA_ROWS:
+            right = _right_of_few(lane, memory, count, blocks, each)
+        else:
+            right = _right(lane, memory, columns, blocks, each)
+        carried = [[_registers(t, column) for column in range(columns)] for t in totals]
+        for block, of_block in enumerate(right):
             for piece, own in enumerate(carried):
                 upper, lower = (left(block, piece, below) for below in range(2))
                 for k, (a, b) in enumerate(zip(upper, lower, strict=True)):
                     operand = a[0], b[0], a[1], b[1]
-                    for column, x_words in enumerate(columns):
+                    for column, x_words in enumerate(of_block):
                         both = x_words[2 * k : 2 * k + 2]
                         own[column] = _multiply(operand, both, own[column])
         # Without it a thread says that it has read this memory while its last loads still wait in a queue,
@@ -128,31 +135,31 @@ def add_parts(sums: tuple[Array, ...], parts_ref: Any) -> tuple[Array, ...]:
       [rows, 16] for each piece. A thread has one number of every 8 rows.
     """
     rows = sums[0].shape[1]
-    by_thread = plgpu.Layout.WG_STRIDED((rows, OUTPUTS), vec_size=1)
+    by_thread = plgpu.Layout.WG_STRIDED((rows, MMA_OUTPUTS), vec_size=1)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), (LEFT,) * len(sums)),
         return_type=tuple(
-            plgpu.ShapeDtypeStruct((rows, OUTPUTS), jnp.float32, layout=by_thread) for _ in sums
+            plgpu.ShapeDtypeStruct((rows, MMA_OUTPUTS), jnp.float32, layout=by_thread) for _ in sums
         ),
     )
     def add(_: Any, parts: Any, totals: Any) -> Any:
         memory, number = utils.memref_ptr(parts), ir.F32Type.get()
-        first = _first(OUTPUTS, part=rows * OUTPUTS)
+        first = _first(MMA_OUTPUTS, part=rows * MMA_OUTPUTS)
 
         def place(start: Any, beyond: int) -> Any:
             return at(memory, arith.muli(arith.addi(start, word(beyond)), word(4)))
 
         for piece, total in enumerate(totals):
-            for column in range(rows // _COLUMN):
-                start = (piece * WARPS * rows + column * _COLUMN) * OUTPUTS
+            for column in range(rows // MMA_ROWS):
+                start = (piece * WARPS * rows + column * MMA_ROWS) * MMA_OUTPUTS
                 for (row, output), value in _by_place(total, column):
-                    llvm.store(value, place(first, start + row * OUTPUTS + output))
+                    llvm.store(value, place(first, start + row * MMA_OUTPUTS + output))
         utils.warpgroup_barrier()
 
         def added(start: int) -> Any:
             values = (
-                llvm.load(number, place(_thread(), start + warp * rows * OUTPUTS))
+                llvm.load(number, place(_thread(), start + warp * rows * MMA_OUTPUTS))
                 for warp in range(WARPS)
             )
             one = ir.VectorType.get((1,), number)
@@ -160,9 +167,9 @@ def add_parts(sums: tuple[Array, ...], parts_ref: Any) -> tuple[Array, ...]:
 
         found, layout = [], by_thread.to_mgpu()
         for piece in range(len(totals)):
-            made = np.empty(layout.registers_shape((rows, OUTPUTS)), dtype=object)
+            made = np.empty(layout.registers_shape((rows, MMA_OUTPUTS)), dtype=object)
             for i in range(made.size):
-                made[i] = added((piece * WARPS * rows + i * _COLUMN) * OUTPUTS)
+                made[i] = added((piece * WARPS * rows + i * MMA_ROWS) * MMA_OUTPUTS)
             found.append(FragmentedArray(_registers=made, _layout=layout, _is_signed=None))
         utils.warpgroup_barrier()  # before the memory is written again
         return tuple(found)
@@ -176,48 +183,55 @@ def of_outputs(ref: Any, rows: int) -> Array:
     Args:
       ref: [16], float32, in the memory of the GPU.
     """
-    by_thread = plgpu.Layout.WG_STRIDED((rows, OUTPUTS), vec_size=1)
+    by_thread = plgpu.Layout.WG_STRIDED((rows, MMA_OUTPUTS), vec_size=1)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((rows, OUTPUTS), jnp.float32, layout=by_thread),
+        return_type=plgpu.ShapeDtypeStruct((rows, MMA_OUTPUTS), jnp.float32, layout=by_thread),
     )
     def load(_: Any, numbers: Any) -> Any:
-        output = arith.andi(_thread(), word(OUTPUTS - 1))
+        output = arith.andi(_thread(), word(MMA_OUTPUTS - 1))
         where = at(utils.memref_ptr(numbers), arith.muli(output, word(4)))
         one, layout = ir.VectorType.get((1,), ir.F32Type.get()), by_thread.to_mgpu()
-        made = np.empty(layout.registers_shape((rows, OUTPUTS)), dtype=object)
+        made = np.empty(layout.registers_shape((rows, MMA_OUTPUTS)), dtype=object)
         made[:] = [vector.from_elements(one, [llvm.load(ir.F32Type.get(), where)])] * made.size
         return FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
 
     return load(ref)  # pyright: ignore[reportCallIssue]
 
 
-def write(x: Array, out_ref: Any, row: int, width: int, *, shared: bool) -> None:
-    """Write 8 rows of sums to memory. Nothing waits for it.
+def write(
+    x: Array, out_ref: Any, row: int, width: int, *, shared: bool, rows: int = MMA_ROWS
+) -> None:
+    """Write up to 8 rows of sums to memory. Nothing waits for it.
 
     Args:
       x: [rows, 16] as `add_parts` returns it where blocks are shared; else [64, rows] as `add_products`
         does.
-      out_ref: [8, 16] or [8, 64] of an array in the memory of the GPU.
+      out_ref: in the memory of the GPU, the part of an array that begins with the first sum.
       row: the first row of x.
       width: numbers of a row of that array.
+      rows: how many rows are written, 8 at most.
     """
     layout = plgpu.Layout.WG_STRIDED(x.shape, vec_size=1) if shared else LEFT
-    column, size = row // _COLUMN, x.dtype.itemsize
+    column, size = row // MMA_ROWS, x.dtype.itemsize
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def run(_: Any, out: Any, x: Any) -> None:
         if shared:
-            of_row = arith.muli(arith.shrui(_thread(), word(4)), word(width))
-            first = arith.addi(of_row, arith.andi(_thread(), word(OUTPUTS - 1)))
+            of_thread = arith.shrui(_thread(), word(4))
+            of_row = arith.muli(of_thread, word(width))
+            first = arith.addi(of_row, arith.andi(_thread(), word(MMA_OUTPUTS - 1)))
             values = [((0, 0), vector.extract(x.registers[column], [], [0]))]
         else:
-            first, values = _first(width, part=OUTPUTS), _by_place(x, column)
+            of_thread = arith.muli(arith.andi(_thread(), word(3)), word(2))
+            first, values = _first(width, part=MMA_OUTPUTS), _by_place(x, column)
         memory = utils.memref_ptr(out)
-        for (row, output), value in values:
-            beyond = arith.addi(first, word(row * width + output))
-            llvm.store(value, at(memory, arith.muli(beyond, word(size))))
+        for (below, output), value in values:
+            beyond = arith.addi(first, word(below * width + output))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, of_thread, word(rows - below))
+            with contextlib.nullcontext() if rows >= MMA_ROWS else utils.when(inside):
+                llvm.store(value, at(memory, arith.muli(beyond, word(size))))
 
     run(out_ref, x)  # pyright: ignore[reportCallIssue]
 
@@ -255,23 +269,43 @@ def _lane(pieces: int | None, blocks: int) -> Lane:
     lane, warp = arith.andi(thread, word(31)), arith.andi(arith.shrui(thread, word(5)), word(3))
     warpgroup, block = arith.shrui(thread, word(7)), word(0)
     if pieces is None:
-        first, block = arith.muli(warpgroup, word(OUTPUTS)), arith.muli(warp, word(blocks))
+        first, block = arith.muli(warpgroup, word(MMA_OUTPUTS)), arith.muli(warp, word(blocks))
     else:
         first = arith.muli(warpgroup, word(TILE * pieces))
-        first = arith.addi(first, arith.muli(warp, word(OUTPUTS)))
+        first = arith.addi(first, arith.muli(warp, word(MMA_OUTPUTS)))
     return Lane(first, arith.shrui(lane, word(2)), arith.andi(lane, word(3)), block)
 
 
-def _right(lane: Lane, memory: Any, rows: int, blocks: int, each: int) -> Iterator[list[list[Any]]]:
+def _right_of_few(
+    lane: Lane, memory: Any, count: int, blocks: int, each: int
+) -> Iterator[list[list[Any]]]:
+    """Yield the same as `_right` of 8 rows, of which there are fewer.
+
+    Eight threads load at once. They have two rows, so that at most two of them meet in a bank.
+    """
+    row = arith.minsi(lane.output, word(count - 1))
+    first = arith.muli(row, word(blocks * _ROW))
+    first = arith.addi(first, arith.muli(lane.block, word(_ROW)))
+    first = arith.addi(first, arith.muli(lane.part, word(_ROW // 4)))
+    for block in range(each):
+        starts = (word(block * _ROW + i * 16) for i in range(2))
+        loaded = (four_words(memory, arith.addi(first, start)) for start in starts)
+        yield [[w for words in loaded for w in words]]
+
+
+def _right(
+    lane: Lane, memory: Any, columns: int, blocks: int, each: int
+) -> Iterator[list[list[Any]]]:
     """Yield, of each block of a warp, the eight registers of a thread for every 8 rows.
 
     Args:
+      columns: how many times 8 rows there are.
       blocks: of a step.
       each: of a warp.
     """
     # Of a row's 16-byte chunks a thread has two. They are swizzled by the row.
     of_row = arith.muli(lane.output, word(_ROW))
-    of_row = arith.addi(of_row, arith.muli(lane.block, word(_COLUMN * _ROW)))
+    of_row = arith.addi(of_row, arith.muli(lane.block, word(MMA_ROWS * _ROW)))
     chunks = [
         arith.addi(
             of_row,
@@ -283,12 +317,12 @@ def _right(lane: Lane, memory: Any, rows: int, blocks: int, each: int) -> Iterat
         for i in range(2)
     ]
     for block in range(each):
-        columns = []
-        for column in range(rows // _COLUMN):
-            start = word((column * blocks + block) * _COLUMN * _ROW)
+        made = []
+        for column in range(columns):
+            start = word((column * blocks + block) * MMA_ROWS * _ROW)
             loaded = (four_words(memory, arith.addi(chunk, start)) for chunk in chunks)
-            columns.append([w for words in loaded for w in words])
-        yield columns
+            made.append([w for words in loaded for w in words])
+        yield made
 
 
 def _multiply(left: Any, right: Any, sums: list[Any]) -> list[Any]:

@@ -64,11 +64,14 @@ class Steps(NamedTuple):
       multiply: from sums and a place, hand it to wgmma. Where sums are carried, return them instead:
         a tuple of [64, rows] for each piece of a warpgroup.
       finish: from sums [64 outputs, rows] and the first of these outputs, return the result.
+      write: write a result to memory [rows, outputs] from an output on. None lets TMA do that, by way of shared
+        memory.
     """
 
     load: Callable[[Array, Array | int, Array, Array, Any], None]
     multiply: Callable[[Any, Array], Any]
     finish: Callable[[Array, Array], Array] = lambda total, first: total
+    write: Callable[[Array, Any, Array], None] | None = None
 
 
 def multiply_tiles(
@@ -107,6 +110,7 @@ def multiply_tiles(
     count, tiles = x.shape[0], outputs // cut.outputs * cut.row_tiles
     all_rows = padded(count, multiple * cut.row_tiles)
     args = jnp.pad(x, ((0, all_rows - count), (0, 0))), *others
+    written_rows = count if sums == "carried" else all_rows
     rows, whole = all_rows // cut.row_tiles, whole_tiles(cut, tiles)
     own_rings = rings(rows)
     pieces = cut.outputs // (cut.groups * TILE)  # of a warpgroup
@@ -119,10 +123,10 @@ def multiply_tiles(
     blocks = min(processors(), whole + rest * cut.splits)
     shapes = []
     if whole:
-        shape = 1, all_rows, whole // cut.row_tiles * cut.outputs
+        shape = 1, written_rows, whole // cut.row_tiles * cut.outputs
         shapes.append(jax.ShapeDtypeStruct(shape, dtype))
     if rest:
-        parts = cut.splits, all_rows, rest // cut.row_tiles * cut.outputs
+        parts = cut.splits, written_rows, rest // cut.row_tiles * cut.outputs
         shapes.append(jax.ShapeDtypeStruct(parts, jnp.float32))
 
     def kernel(*refs: Any) -> None:
@@ -144,6 +148,8 @@ def multiply_tiles(
                 result = of_step.finish(total, tile * cut.outputs + mine * TILE)
                 first = (tile - before) * cut.outputs + mine * TILE
                 to = out_refs[share.out].at[share.split]
+                if of_step.write is not None:
+                    return of_step.write(result.astype(to.dtype), to, first)
                 _write_sums(result, memory, to, row_tile * rows, first)
 
         of_step = steps_of(*given, *own)

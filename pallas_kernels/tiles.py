@@ -21,7 +21,52 @@ PARTS_A_NS = 4000  # bytes of parts of sums that all processors read or write in
 JOIN_NS = 2000  # of putting whole tiles and the rest together in the activation's kernel
 FEW_ROWS = 128  # rows up to which a tile has all of them
 MANY_ROWS = 256  # the most of a tile, where there are more
+MMA_ROWS = 8  # of one `mma.sync`
+MMA_OUTPUTS = 16
+BLOCK = 64  # inputs, of which a thread has 16
+SMALL_NUMBERS = 15e6  # of a weight of which few processors may read the rest
 MANY_GROUPS = 2  # warpgroups of a block, where there are more
+
+
+@dataclasses.dataclass(frozen=True)
+class FewCut:
+    """How the kernel of very few rows cuts a product, in `pallas_kernels/few.py`.
+
+    Attributes:
+      groups: warpgroups of a block that multiply, 16 outputs each. One more loads.
+      blocks: of 64 inputs, of a step, a multiple of 4. The last step may reach past the inputs.
+      stages: steps that the ring in shared memory holds.
+      per_processor: blocks of threads that a processor runs at once.
+    """
+
+    groups: int = 1
+    blocks: int = 8
+    stages: int = 4
+    per_processor: int = 4
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of a step."""
+        return self.blocks * BLOCK
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a block of threads."""
+        return self.groups * MMA_OUTPUTS
+
+
+def few_is_faster(inputs: int, outputs: int, most: float) -> bool:
+    """Tell whether to take the kernel of `pallas_kernels/few.py`, where rows are few enough.
+
+    It was timed on an H100, whose memory is slower than an H200's. So large weights stay with the kernels that
+    were timed on an H200. If outputs leave some processors two tiles and most of them one, then the former
+    are still at work when the others are done. Small weights lose less by that than by sums of parts.
+
+    Args:
+      most: numbers of a weight, from which on it is large.
+    """
+    even = outputs >= 2 * processors() * MMA_OUTPUTS
+    return inputs * outputs < (most if even else SMALL_NUMBERS)
 
 
 def padded(rows: int, multiple: int) -> int:

@@ -691,14 +691,23 @@ def test_eight_bit_codes_are_read_several_steps_ahead_and_converted_in_registers
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
 @pytest.mark.parametrize("group", [32, 128])
-@pytest.mark.parametrize("rows", [8, 16, 32])
+@pytest.mark.parametrize(
+    ("rows", "outputs"), [(8, 43008), (16, 43008), (32, 43008), (1, 4608), (8, 4608), (16, 4608)]
+)
 def test_few_rows_of_four_bit_codes_are_loaded_16_bytes_at_a_time(
-    rows: int, group: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    rows: int,
+    outputs: int,
+    group: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Nothing spills, and no instruction converts a code. The sizes are those of no model, as above."""
+    """Nothing spills, and no instruction converts a code. The sizes are those of no model, as above.
+
+    The smaller weight is one for the kernel of very few rows.
+    """
     for name in ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS"):
         monkeypatch.setenv(name, "1")
-    blocks, outputs, shape = 76, 43008, jax.ShapeDtypeStruct
+    blocks, shape = 76, jax.ShapeDtypeStruct
     codes = shape((blocks, outputs, 32), jnp.uint8)
     weight: Any = Codes(codes, shape((blocks * 64 // group, outputs), jnp.bfloat16))
     how: dict[str, Any] = dict(coding=Coding("int4", group), dtype=jnp.bfloat16)
@@ -708,9 +717,37 @@ def test_few_rows_of_four_bit_codes_are_loaded_16_bytes_at_a_time(
     assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
     assert "mma.sync" in said
     assert "wgmma" not in said
-    loads = set(re.findall(r"ld\.shared\.[\w.]+", said))
+    in_loop = said[: said.rindex("mbarrier.arrive.release")]
+    loads = set(re.findall(r"ld\.shared\.[\w.]+", in_loop))
     assert loads == {"ld.shared.v4.b32", "ld.shared.b16"}, loads  # codes and rows, and scales
     assert not re.search(r"cvt\.\w+\.f32\.[su]8", said)
+    steps_end_with_a_fence(said)
+
+
+def steps_end_with_a_fence(ptx: str) -> None:
+    """Check that a step is given back behind a fence, so that TMA does not write over what is yet to be read."""
+    products = ptx[ptx.index("mma.sync") :]
+    ends = [at.start() for at in re.finditer(r"mbarrier\.arrive\.release", products)]
+    assert ends
+    for end in ends:
+        before = products[:end]
+        fence, load = before.rfind("fence.proxy.async"), before.rfind("ld.shared")
+        assert fence > load
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@pytest.mark.parametrize("kind", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_few_rows_of_eight_bit_codes_spill_nothing(
+    rows: int, kind: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS"):
+        monkeypatch.setenv(name, "1")
+    compiled_eight_bits(rows, kind, "mosaic", {})
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
+    assert not re.search(r"cvt\.\w+\.f32\.[su]8", said)
+    steps_end_with_a_fence(said)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
@@ -801,12 +838,14 @@ def test_experts_of_few_tokens_run_as_many_blocks_as_they_are_cut_for(
     *weights, coding = abstract_codes(GEMMA4_26B_A4B, format)
     shape, of = GEMMA4_26B_A4B, jax.ShapeDtypeStruct
     args = (*abstract_inputs(shape, tokens), *weights, of((tokens,), jnp.bool_))
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    for name in ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS"):
+        monkeypatch.setenv(name, "1")
     compiled = H200.compile(functools.partial(experts, top_k=shape.top_k, coding=coding), *args)
     said = "".join(capfd.readouterr())
     assert re.findall(r"(\d+) bytes spill stores", said) == ["0", "0"]
     tiling = mosaic_tiling_for(tokens * shape.top_k / shape.experts, 4 if coding else 8)
     assert tiling is not None
+    steps_end_with_a_fence(said)
     used = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
     for registers, cut in zip(used, (tiling.gate_up, tiling.down), strict=True):
         assert isinstance(cut, MmaCut)

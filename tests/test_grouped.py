@@ -37,7 +37,7 @@ from pallas_kernels.grouped.tuning import (
     mosaic_is_faster,
 )
 from pallas_kernels.shares import place_of, shares_of
-from pallas_kernels.tiles import SHARED_BYTES, padded, results_are_apart
+from pallas_kernels.tiles import SHARED_BYTES, FewCut, padded, results_are_apart
 
 FORMATS = ("int4", "int4-g64-zeros", "nvfp4", "mxfp4")
 
@@ -210,6 +210,7 @@ def test_the_mosaic_kernel_refuses_what_it_cannot_cut(monkeypatch):
             linear(x, weight, coding=coded, inputs_first=first, **how)
 
     refused("outputs that are a multiple of 128", outputs=192)
+    refused("outputs that are a multiple of 128", outputs=24, rows=8)
     refused("inputs first", first=False)
     refused("groups of 32 and more without zeros", g=16)
     refused("groups of 32 and more without zeros", zeros=True)
@@ -225,9 +226,16 @@ def test_every_product_has_a_cut_for_the_mosaic_kernels(name, processors, monkey
     """On GPUs with as many processors as an H20, an H100 for PCIe and an H200 have."""
     monkeypatch.setattr(tiles, "processors", lambda: processors)
     inputs, outputs = SHAPES[name]
-    for rows in (1, 8, 17, 32, 33, 64, 100, 128, 129, 256, 300, 512, 2048, 8192):
+    for rows in (1, 8, 9, 17, 32, 33, 64, 100, 128, 129, 256, 300, 512, 2048, 8192):
         cut = mosaic_cut_for(rows, inputs // 64, outputs)
         assert cut is not None
+        if isinstance(cut, FewCut):
+            assert rows <= 16
+            assert outputs % cut.outputs == 0
+            taken = padded(rows, ROWS) if rows >= ROWS else rows
+            step = cut.blocks * (cut.outputs * (32 + 4) + 128 * taken)
+            assert cut.per_processor * (cut.stages * step + 1024) <= SHARED_BYTES
+            continue
         assert isinstance(cut, MmaCut) == (rows <= 32)
         assert outputs % cut.outputs == 0
         assert cut.whole < outputs // cut.outputs * cut.row_tiles
@@ -280,10 +288,16 @@ def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, cut, processo
     assert places == set(itertools.product(outputs, rows))
 
 
-def test_few_rows_that_have_to_be_padded_are_worth_it_for_large_weights_only():
-    small, large = (44, 8192), (84, 43008)
-    assert [rows for rows in range(1, 20) if mosaic_is_faster(rows, *small)] == [8, 16, 17, 18, 19]
-    assert [rows for rows in range(1, 20) if mosaic_is_faster(rows, *large)] == [*range(8, 20)]
+def test_few_rows_have_the_kernel_that_is_fastest():
+    """By the table: rows of the kernel of very few rows, then those of the other Mosaic kernels."""
+    sizes = {"31b out": (8, 11), "31b down": (0, 12), "26b-a4b qkv": (16, 3), "e4b down": (0, 5)}
+    for name, (few, others) in sizes.items():
+        inputs, outputs = SHAPES[name]
+        faster = [rows for rows in range(1, 20) if mosaic_is_faster(rows, inputs // 64, outputs)]
+        cuts = [mosaic_cut_for(rows, inputs // 64, outputs) for rows in faster]
+        assert [isinstance(cut, FewCut) for cut in cuts] == [True] * few + [False] * others
+        assert faster[:few] == list(range(1, few + 1))
+        assert all(rows >= ROWS for rows in faster[few:])
 
 
 @pytest.mark.gpu
@@ -293,7 +307,7 @@ def test_every_product_of_every_target_on_a_gpu(name, group):
     """The Mosaic kernels. Their numbers are those of the Triton kernel, added in another order."""
     inputs, outputs = SHAPES[name]
     weight, coding = codes_of("int4", "bfloat16", False, True, inputs, outputs, group)
-    for rows in (1, 8, 13, 16, 32, 33, 64, 100, 128, 200, 512):
+    for rows in (1, 2, 5, 8, 13, 16, 25, 32, 33, 64, 100, 128, 200, 512):
         x = random((rows, inputs)).astype(jnp.bfloat16)
         how: dict[str, Any] = dict(coding=coding, dtype=jnp.float32)
         ours = jax.jit(lambda x, w, how=how: linear(x, w, implementation="mosaic", **how))(
@@ -303,6 +317,28 @@ def test_every_product_of_every_target_on_a_gpu(name, group):
             x, weight
         )
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "cut"),
+    [
+        (8, FewCut()),
+        (8, MmaCut(2, splits=6, blocks=2, stages=8, pieces=2)),
+        (16, FewCut(groups=2, per_processor=2)),
+        (16, FewCut(groups=3, blocks=4, stages=3, per_processor=3)),  # most warps at once
+    ],
+)
+def test_a_product_gives_the_same_bits_every_time_on_a_gpu(rows, cut):
+    """Of 100 runs some differed while TMA could write over a step that warps were still to read."""
+    outputs = 384 * 112
+    weight, coding = codes_of("int4", "bfloat16", False, True, 5376, outputs, 32)
+    x = random((rows, 5376)).astype(jnp.bfloat16)
+    how: dict[str, Any] = dict(coding=coding, dtype=jnp.float32, implementation="mosaic", cut=cut)
+    run = jax.jit(lambda x, w: linear(x, w, **how))
+    first = run(x, weight)
+    differing = [jnp.sum(run(x, weight) != first) for _ in range(100)]
+    assert not np.any(jax.device_get(differing))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

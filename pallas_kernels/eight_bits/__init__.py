@@ -1,8 +1,8 @@
 """A product of rows with a weight of 8-bit codes and a scale for each output.
 
 `reference.py` shows what is computed. `decode.py` shows how a GPU makes numbers of codes. `triton.py`
-multiplies few rows by them, `mosaic.py` many, and rows that are 8-bit floats too. `tuning.py` has tile
-sizes, and says which is faster.
+multiplies few rows by them. On Hopper `few.py` multiplies up to 8, and `mosaic.py` many, and rows that are
+8-bit floats too. `tuning.py` has tile sizes, and says which is faster.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from pallas_kernels.eight_bits.tuning import (
     sums_cut_for,
     triton_is_faster,
 )
+from pallas_kernels.tiles import FewCut
 
 LEAST = 64  # inputs and outputs are multiples of it
 FLOATS = (jnp.float8_e4m3fn,)
@@ -42,7 +43,7 @@ CODES = (jnp.int8, *FLOATS)
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 OfRounded = Literal["auto", "reference", "mosaic"]
 
-__all__ = ["Cut", "MosaicCut", "linear", "reference", "rounded_sums", "sums"]
+__all__ = ["Cut", "FewCut", "MosaicCut", "linear", "reference", "rounded_sums", "sums"]
 
 
 def linear(
@@ -52,7 +53,7 @@ def linear(
     *,
     dtype: DTypeLike,
     implementation: Implementation = "auto",
-    cut: Cut | MosaicCut | None = None,
+    cut: Cut | FewCut | MosaicCut | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R *out"]:
     """Return the sums of x * codes over all axes of x but the first, in float32, times scales.
@@ -64,8 +65,8 @@ def linear(
       dtype: of the result.
       implementation: "triton" needs bfloat16 rows, up to `tuning.MOST_ROWS` of them, inputs and
         outputs that are multiples of 64, and an NVIDIA GPU of compute capability 8.0 or newer, 8.9
-        for e4m3 (or `interpret`). "mosaic" needs the same, but 9.0, any number of rows, and outputs
-        that are a multiple of 128. "auto" takes one of them where it can run and is fastest, and takes
+        for e4m3 (or `interpret`). "mosaic" needs the same, but 9.0, any number of rows, and with more
+        than 8 of them outputs that are a multiple of 128. "auto" takes one of them where it can run and is fastest, and takes
         "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
@@ -80,12 +81,20 @@ def linear(
             f"{(*scales.shape, *x.shape[1:])}; they are {codes.shape}"
         )
     sizes = x.shape[0], math.prod(x.shape[1:]), scales.size
-    own = cut if isinstance(cut, MosaicCut) else mosaic_cut_for(*sizes, jnp.dtype(dtype).itemsize)
+    own = (
+        cut
+        if isinstance(cut, (FewCut, MosaicCut))
+        else mosaic_cut_for(*sizes, jnp.dtype(dtype).itemsize)
+    )
     how = cut if isinstance(cut, Cut) else cut_for(*sizes)
 
     def mosaic(*args: Array) -> Array:
-        from pallas_kernels.eight_bits.mosaic import linear_mosaic  # not in every jax
+        # not in every jax
+        from pallas_kernels.eight_bits.few import linear_few
+        from pallas_kernels.eight_bits.mosaic import linear_mosaic
 
+        if isinstance(own, FewCut):
+            return linear_few(*args, dtype=dtype, cut=own)
         assert own is not None
         return linear_mosaic(*args, dtype=dtype, cut=own)
 
@@ -180,7 +189,7 @@ def _why_not_triton(
 def _why_not_mosaic(
     x: Array,
     codes: Array,
-    cut: MosaicCut | None,
+    cut: FewCut | MosaicCut | None,
     interpret: bool,
     *dtypes: tuple[Any, ...],
 ) -> str | None:

@@ -13,6 +13,8 @@ from pallas_kernels.tiles import (
     MANY_ROWS,
     PIECE,
     TILE,
+    FewCut,
+    few_is_faster,
     padded,
     shares,
     shares_of_many,
@@ -20,6 +22,7 @@ from pallas_kernels.tiles import (
 )
 
 MOST_ROWS = 256  # of Triton's kernel
+MOST_FEW_ROWS = 8  # of `few.py`
 
 # Measured on an NVIDIA H200 (jax 0.11.2), microseconds with the sum of parts, and for 5376 x 43008
 # with joining the first tiles with the last ones. XLA chooses tiles by timing them, and its choices
@@ -135,6 +138,7 @@ LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
 LEAST_NUMBERS_OF_MANY = 10e6
 LEAST_NUMBERS_OF_SUMS = 40e6  # for smaller ones both take about as long
 LARGE_NUMBERS = 80e6
+LARGE_INT8, LARGE_FP8 = 60e6, 30e6  # for `few.py`: see `tiles.few_is_faster`
 # Large products for which Triton's kernel is faster with up to 8 rows.
 LARGE = ((21504, 5376), (5376, 16384), (8192, 5376), (5376, 18432))
 # Codes that TMA loads side by side. With few rows it is slow with fewer than 128 bytes.
@@ -199,8 +203,14 @@ def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
     return dataclasses.replace(cut, outputs=tile, inputs=step, splits=splits)
 
 
-def mosaic_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
-    """Return how the Mosaic kernel cuts a product; None where it does not fit."""
+def mosaic_cut_for(
+    rows: int, inputs: int, outputs: int, result_bytes: int = 2
+) -> FewCut | MosaicCut | None:
+    """Return how a Mosaic kernel cuts a product; None where it does not fit."""
+    if rows <= MOST_FEW_ROWS:
+        # As many stages as shared memory has room for.
+        cut = FewCut(blocks=4, stages=8 if rows <= 2 else 6)
+        return None if outputs % cut.outputs else cut
     if rows > FEW_ROWS:
         return _cut_of_many(rows, inputs, outputs, result_bytes)
     rows, line = padded(rows, ROWS), LINE if inputs % LINE == 0 else LEAST_LINE
@@ -263,7 +273,10 @@ def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool
 
 
 def mosaic_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
-    """Tell whether Mosaic's kernel is faster than XLA's product, by the figures above."""
+    """Tell whether a Mosaic kernel is faster than XLA's product, by the figures above."""
+    if rows <= MOST_FEW_ROWS:
+        most = LARGE_FP8 if fp8 else LARGE_INT8
+        return inputs * outputs >= LEAST_NUMBERS and few_is_faster(inputs, outputs, most)
     if fp8 and rows <= 16:
         return rows == 16 and inputs * outputs >= LARGE_NUMBERS and outputs <= 20_000
     if fp8 and 32 < rows <= FEW_ROWS and outputs > 20_000:

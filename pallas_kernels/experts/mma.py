@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import processors
-from pallas_kernels.eight_bits.decode import assembly, factor
+from pallas_kernels.eight_bits import mma as eight_bits
+from pallas_kernels.eight_bits.decode import factor
 from pallas_kernels.experts.cuts import MmaCut
 from pallas_kernels.experts.mosaic import activated
 from pallas_kernels.experts.routing import ALIGN, Placed
@@ -34,9 +34,7 @@ from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
 from pallas_kernels.grouped.decode import SHIFT
 from pallas_kernels.grouped.mma import numbers_of
 from pallas_kernels.mma import (
-    OUTPUTS,
     WARPS,
-    Lane,
     Numbers,
     add_parts,
     add_products,
@@ -45,8 +43,7 @@ from pallas_kernels.mma import (
     write,
 )
 from pallas_kernels.mosaic import BY_OUTPUT, LEFT, load_as
-from pallas_kernels.registers import four_words, word, words
-from pallas_kernels.tiles import TILE
+from pallas_kernels.tiles import MMA_OUTPUTS, TILE
 
 GROUP = 32  # inputs of a scale
 LINE = 128  # bytes that TMA loads side by side
@@ -81,7 +78,7 @@ class _Weight:
 
     def outputs(self, column: Array, warpgroup: Array, piece: int) -> Any:
         """Return which outputs of its matrix a piece of a warpgroup is, in a column of a block."""
-        width = OUTPUTS if self.cut.shared else TILE
+        width = MMA_OUTPUTS if self.cut.shared else TILE
         pieces = 1 if self.gated else self.cut.pieces
         of_group = width if self.cut.shared else width * pieces
         first = column * self.cut.outputs * pieces + warpgroup * of_group
@@ -114,7 +111,7 @@ class _Weight:
             outputs = self.cut.outputs * self.cut.pieces
             return numbers_of(*args, group=GROUP, outputs=outputs, piece=self.apart)
         how: Any = dict(kind=self.codes.dtype, inputs=self.cut.inputs, piece=self.apart)
-        return eight_bit_numbers(*args, **how)
+        return eight_bits.numbers_of(*args, **how)
 
     def factors(self, expert: Array, column: Array, warpgroup: Array, rows: int) -> list[Any]:
         """Return what the sums of each piece are multiplied with."""
@@ -131,24 +128,6 @@ class _Weight:
                 own = lax.broadcast_in_dim(own, (TILE, rows), [0])
             found.append(own * factor(self.codes.dtype))
         return found
-
-
-def eight_bit_numbers(lane: Lane, codes: Any, *, kind: Any, inputs: int, piece: int) -> Numbers:
-    """Return what makes numbers of codes [outputs, inputs] in memory.
-
-    Args:
-      piece: how many outputs lie between a piece and the next.
-    """
-    of_output = arith.muli(arith.addi(lane.first, lane.output), word(inputs))
-    of_inputs = arith.addi(arith.muli(lane.block, word(BLOCK)), arith.muli(lane.part, word(16)))
-    start, code = arith.addi(of_output, of_inputs), assembly(kind)
-
-    def numbers(block: int, which: int, below: int) -> list[list[Any]]:
-        beyond = (which * piece + below * 8) * inputs + block * BLOCK
-        four = four_words(codes, arith.addi(start, word(beyond)))
-        return [words(code, 2, four_codes, effects=False) for four_codes in four]
-
-    return numbers
 
 
 def _multiply(
@@ -300,7 +279,7 @@ def _launch(
     memory = (
         *rings,
         rows_ring(cut.stages, rows, cut.inputs),
-        plgpu.SMEM((cut.groups, cut.pieces, WARPS, rows, OUTPUTS), jnp.float32),
+        plgpu.SMEM((cut.groups, cut.pieces, WARPS, rows, MMA_OUTPUTS), jnp.float32),
         plgpu.Barrier(num_arrivals=1 + copies, num_barriers=cut.stages),
         plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
     )

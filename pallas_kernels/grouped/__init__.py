@@ -1,8 +1,8 @@
 """A product of rows with a weight of four-bit codes and a scale for each group of inputs.
 
 `coding.py` says what is stored. `reference.py` shows what is computed. `decode.py` shows how a GPU
-makes numbers of codes. `triton.py` multiplies up to 7 rows by them and runs on most GPUs, and on Hopper
-`mma.py` multiplies few rows and `mosaic.py` many. `tuning.py` has tile sizes.
+makes numbers of codes. `triton.py` multiplies rows by them and runs on most GPUs. On Hopper `few.py`
+multiplies very few rows, `mma.py` few, and `mosaic.py` many. `tuning.py` has tile sizes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from pallas_kernels.grouped.tuning import (
     mosaic_cut_for,
     mosaic_is_faster,
 )
+from pallas_kernels.tiles import FewCut
 
 # Of Triton's kernel. With more, writing the weight out in 16 bits costs little beside the product.
 MOST_ROWS = 512
 LEAST_OUTPUTS = 16
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
-__all__ = ["Codes", "Coding", "Cut", "MmaCut", "MosaicCut", "linear", "reference"]
+__all__ = ["Codes", "Coding", "Cut", "FewCut", "MmaCut", "MosaicCut", "linear", "reference"]
 
 
 def linear(
@@ -49,7 +50,7 @@ def linear(
     inputs_first: bool = True,
     dtype: DTypeLike,
     implementation: Implementation = "auto",
-    cut: Cut | MosaicCut | None = None,
+    cut: Cut | FewCut | MosaicCut | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """Return x @ weight, summed in float32.
@@ -63,7 +64,7 @@ def linear(
         64, outputs that are a multiple of 16, and an NVIDIA GPU of compute capability 8.0 or newer
         (or `interpret`). "mosaic" needs bfloat16 rows, a GPU of compute capability 9.0, int4 in
         groups of 32, 64 or 128 with bfloat16 scales and without zeros, inputs first, and outputs
-        that are a multiple of 128. "auto" takes Mosaic where `tuning.mosaic_is_faster`, else Triton, where
+        that are a multiple of 128, or of 16 with up to 8 rows. "auto" takes Mosaic where `tuning.mosaic_is_faster`, else Triton, where
         they can run, and takes "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
@@ -79,17 +80,20 @@ def linear(
     scale_bytes = min(array.dtype.itemsize for array in per_group)
     own = (
         cut
-        if isinstance(cut, MosaicCut)
+        if isinstance(cut, (FewCut, MosaicCut))
         else mosaic_cut_for(x.shape[0], blocks, outputs, jnp.dtype(dtype).itemsize)
     )
     tiles = cut if isinstance(cut, Cut) else cut_for(x.shape[0], blocks, outputs, scale_bytes)
 
     def mosaic(x: Array, weight: Codes) -> Array:
         # not in every jax
+        from pallas_kernels.grouped.few import linear_few
         from pallas_kernels.grouped.mma import linear_mma
         from pallas_kernels.grouped.mosaic import linear_mosaic
 
         how: Any = dict(group=coding.group, dtype=dtype)
+        if isinstance(own, FewCut):
+            return linear_few(x, weight, **how, cut=own)
         if isinstance(own, MmaCut):
             return linear_mma(x, weight, **how, cut=own)
         assert own is not None
@@ -115,7 +119,7 @@ def _why_not_mosaic(
     weight: Codes,
     coding: Coding,
     inputs_first: bool,
-    cut: MosaicCut | None,
+    cut: FewCut | MosaicCut | None,
     interpret: bool,
 ) -> str | None:
     """Return why the Mosaic kernel cannot take these on the GPU of this machine, or None."""

@@ -21,8 +21,8 @@ from pallas_kernels.grouped import scaled
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
 from pallas_kernels.grouped.decode import SHIFT
 from pallas_kernels.grouped.mosaic import launch, loading
-from pallas_kernels.grouped.tuning import MmaCut
-from pallas_kernels.mma import Lane, Numbers, add_products, rows_ring
+from pallas_kernels.grouped.tuning import ROWS, MmaCut
+from pallas_kernels.mma import Lane, Numbers, add_products, rows_ring, write
 from pallas_kernels.mosaic import Steps
 from pallas_kernels.registers import at, four_words, i32, word, words
 from pallas_kernels.tiles import TILE
@@ -54,7 +54,13 @@ def _steps(
     def finish(total, first):
         return total * 2.0**SHIFT
 
-    return Steps(load, multiply, finish)
+    def write_rows(result, out_ref, first):
+        count, width = out_ref.shape
+        for row in range(0, count, ROWS):
+            to = out_ref.at[pl.ds(row, 1), pl.ds(first, TILE)]
+            write(result, to, row, width, shared=False, rows=count - row)
+
+    return Steps(load, multiply, finish, write_rows)
 
 
 def numbers_of(

@@ -11,9 +11,12 @@ from pallas_kernels.grouped.triton import Cut
 from pallas_kernels.tiles import (
     FEW_ROWS,
     MANY_GROUPS,
+    MMA_OUTPUTS,
     PIECE,
     SHARED_BYTES,
     TILE,
+    FewCut,
+    few_is_faster,
     padded,
     shares,
     shares_of_many,
@@ -129,8 +132,9 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
 
 
 ROWS = 8  # the Mosaic kernel pads rows to a multiple of it
-FEWEST_MOSAIC_ROWS = 8
+MOST_FEW_ROWS = 16
 MOST_MMA_ROWS = 32
+LARGE_FOR_FEW_ROWS = 100e6  # for `few.py` and up to 8 rows: see `tiles.few_is_faster`
 LARGE_NUMBERS = 30e6  # of a weight; smaller ones have smaller tiles
 
 
@@ -190,16 +194,22 @@ class MmaCut(MosaicCut):
 def mosaic_is_faster(rows: int, blocks: int, outputs: int) -> bool:
     """Tell whether a Mosaic kernel is faster than Triton's, by the figures above.
 
-    Other rows than a multiple of 8 are padded before, and cut off afterwards: two kernels of 1 us or so each.
-    9 to 15 rows of small weights gain less than that.
+    That of very few rows is, where it has a cut. The others take 8 rows and more. Other rows than a multiple
+    of 8 are padded before, by a kernel of 1 us or so: 9 to 15 rows of small weights gain less than that.
     """
-    if rows < FEWEST_MOSAIC_ROWS:
+    if _few_cut_for(rows, blocks, outputs):
+        return True
+    if rows < ROWS:
         return False
     return rows > 16 or rows % ROWS == 0 or blocks * BLOCK * outputs >= LARGE_NUMBERS
 
 
-def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
+def mosaic_cut_for(
+    rows: int, blocks: int, outputs: int, result_bytes: int = 2
+) -> FewCut | MosaicCut | None:
     """Return how a Mosaic kernel cuts a product; None where it does not fit."""
+    if cut := _few_cut_for(rows, blocks, outputs):
+        return cut
     if rows <= MOST_MMA_ROWS:
         return _mma_cut_for(rows, blocks, outputs, result_bytes)
     if rows > FEW_ROWS:
@@ -217,6 +227,20 @@ def mosaic_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) 
         if cut := with_stages(cut, rows, blocks // step, result_bytes):
             return cut
     return None
+
+
+def _few_cut_for(rows: int, blocks: int, outputs: int) -> FewCut | None:
+    """Return how the kernel of very few rows cuts a product; None where it does not fit, or is slower."""
+    most = LARGE_FOR_FEW_ROWS if rows <= ROWS else LARGE_NUMBERS
+    if rows > MOST_FEW_ROWS or not few_is_faster(blocks * BLOCK, outputs, most):
+        return None
+    if rows <= ROWS:
+        cut = FewCut()
+    elif outputs <= 3 * processors() * MMA_OUTPUTS:
+        cut = FewCut(stages=3, per_processor=3)  # one column of outputs for each block of threads
+    else:
+        cut = FewCut(groups=2, per_processor=2)
+    return None if outputs % cut.outputs else cut
 
 
 def _mma_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MmaCut | None:

@@ -19,7 +19,7 @@ from tests.kernels.layouts import owned
 pytest.importorskip("jax.experimental.mosaic.gpu.utils")
 mma: Any = pytest.importorskip("pallas_kernels.mma")
 grouped: Any = pytest.importorskip("pallas_kernels.grouped.mma")
-experts: Any = pytest.importorskip("pallas_kernels.experts.mma")
+eight_bits: Any = pytest.importorskip("pallas_kernels.eight_bits.mma")
 
 BF16 = np.dtype(jnp.bfloat16)
 ARITHMETIC = types.SimpleNamespace(
@@ -27,6 +27,7 @@ ARITHMETIC = types.SimpleNamespace(
     xori=lambda x, y: x ^ y,
     addi=lambda x, y: x + y,
     muli=lambda x, y: x * y,
+    minsi=min,
     shrui=lambda x, y: x >> y,
     select=lambda condition, x, y: x if condition else y,
     cmpi=lambda predicate, x, y: x != y,
@@ -58,7 +59,7 @@ def signed(word: np.ndarray) -> list[list[float]]:
 def on_integers(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Let these modules compute with integers. `thread` of the result is the thread that does."""
     machine = types.SimpleNamespace(thread=0)
-    for module in (mma, grouped, experts):
+    for module in (mma, grouped, eight_bits):
         monkeypatch.setattr(module, "arith", ARITHMETIC)
         monkeypatch.setattr(module, "word", int)
         monkeypatch.setattr(module, "four_words", words_at)
@@ -75,7 +76,7 @@ def on_integers(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setattr(grouped, "at", lambda memory, offset: memory[offset : offset + 2])
     load = types.SimpleNamespace(load=lambda kind, two: float(two.view(BF16)[0]))
     monkeypatch.setattr(grouped, "llvm", load)
-    monkeypatch.setattr(experts, "words", lambda code, results, word, effects: signed(word))
+    monkeypatch.setattr(eight_bits, "words", lambda code, results, word, effects: signed(word))
     integers = types.SimpleNamespace(get_signless=lambda bits: bits)
     monkeypatch.setattr(grouped, "ir", types.SimpleNamespace(IntegerType=integers))
     return machine
@@ -114,11 +115,15 @@ def check_step(
         how |= dict(group=group, outputs=outputs)
     else:
         w = rng.integers(-128, 128, (inputs, outputs)).astype(np.int8)
-        memory, make = (w.T,), experts.eight_bit_numbers
+        memory, make = (w.T,), eight_bits.numbers_of
         how |= dict(kind=jnp.int8, inputs=inputs)
     memory = [np.ascontiguousarray(array).view(np.uint8).reshape(-1) for array in memory]
-    expected = x.astype(float) @ w.astype(float)
-    of_rows = swizzled(x)
+    if rows < 8:  # they lie as they are, and the last one is taken for the others
+        of_rows, given, blocks_of = x.view(np.uint8).reshape(-1), rows, mma._right_of_few
+        x = np.concatenate([x, np.repeat(x[-1:], 8 - rows, axis=0)])
+    else:
+        of_rows, given, blocks_of = swizzled(x), rows // 8, mma._right
+    expected, rows = x.astype(float) @ w.astype(float), len(x)
     found = np.zeros((outputs, rows))
     for warp in range(4 * groups):
         # Blocks, pieces, products, outputs, inputs; then blocks, columns, products, inputs, rows.
@@ -134,7 +139,7 @@ def check_step(
                     for i, pair in enumerate(pairs):
                         first = k + 8 * i
                         left[block, piece, product, at + 8 * below, first : first + 2] = pair
-            for block, columns in enumerate(mma._right(where, of_rows, rows, blocks, of_warp)):
+            for block, columns in enumerate(blocks_of(where, of_rows, given, blocks, of_warp)):
                 for column, registers in enumerate(columns):
                     for n, register in enumerate(registers):
                         first = k + 8 * (n % 2)
@@ -156,14 +161,16 @@ def test_every_code_meets_its_number_of_every_row(on_integers, rows, groups, pie
     check_step(on_integers, rows, groups, pieces, group, shared=False)
 
 
-@pytest.mark.parametrize(("rows", "groups", "pieces"), [(8, 2, 2), (16, 1, 1)])
+@pytest.mark.parametrize(("rows", "groups", "pieces"), [(8, 2, 2), (16, 1, 1), (2, 1, 1)])
 def test_codes_of_8_bits_meet_their_numbers_too(on_integers, rows, groups, pieces):
     for shared in (False, True):
         check_step(on_integers, rows, groups, pieces, 0, shared=shared)
 
 
 @pytest.mark.parametrize("group", [32, 128])
-@pytest.mark.parametrize(("rows", "groups", "pieces"), [(8, 2, 2), (16, 1, 1)])
+@pytest.mark.parametrize(
+    ("rows", "groups", "pieces"), [(8, 2, 2), (16, 1, 1), (1, 1, 1), (5, 2, 1)]
+)
 def test_warps_that_share_inputs_have_each_of_them_once(on_integers, rows, groups, pieces, group):
     check_step(on_integers, rows, groups, pieces, group, shared=True)
 

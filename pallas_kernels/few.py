@@ -1,0 +1,146 @@
+"""Products of very few rows with codes in Pallas Mosaic, for Hopper: no sum is split.
+
+`mma.py` says how a warp multiplies. Here the warps of a warpgroup share inputs: they have the same 16
+outputs, and a quarter of the inputs of a step each. So a block of threads has few outputs, blocks are many,
+and each sums over all inputs. No part of a sum is written to the memory of the GPU, and none has to be
+added there.
+
+A block multiplies one column of outputs after the other. One of its warpgroups lets TMA load, several steps
+ahead, those of the next column too. The rows are loaded again for each column: little for up to 16 of them,
+and too much for more. `docs/quantisation.md` has the times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import processors
+from pallas_kernels.mma import (
+    WARPS,
+    Numbers,
+    add_parts,
+    add_products,
+    rows_ring,
+    write,
+)
+from pallas_kernels.mosaic import LEFT
+from pallas_kernels.tiles import BLOCK, MMA_OUTPUTS, MMA_ROWS, TILE, FewCut, padded
+
+
+class Weight(NamedTuple):
+    """A weight, and how the kernel reads it.
+
+    Attributes:
+      arrays: of which it is made.
+      rings: shared memory for steps of the first of these arrays, with `cut.stages` places.
+      copies: from references to all arrays, a column and a step, what TMA loads into each ring.
+      numbers: as for `add_products`.
+      factors: from references to all arrays, the first of 16 outputs and how many rows there are, what sums
+        are multiplied with.
+    """
+
+    arrays: tuple[Array, ...]
+    rings: tuple[Any, ...]
+    copies: Callable[[tuple[Any, ...], Array, Array], list[Any]]
+    numbers: Callable[..., Numbers]
+    factors: Callable[[tuple[Any, ...], Array, int], Array | float]
+
+
+def multiply(
+    name: str,
+    x: Float[Array, "R K"],
+    weight: Weight,
+    *,
+    outputs: int,
+    dtype: DTypeLike,
+    cut: FewCut,
+) -> Float[Array, "R N"]:
+    """Return the product of rows with a weight.
+
+    Args:
+      name: what profiles call the kernel.
+      outputs: of the weight, a multiple of those of the cut.
+      dtype: of the result.
+    """
+    (count, inputs), rows = x.shape, padded(x.shape[0], MMA_ROWS)
+    few, steps, columns = count < MMA_ROWS, -(-inputs // cut.inputs), outputs // cut.outputs
+    blocks = min(processors() * cut.per_processor, columns)
+    if few:
+        x = x.reshape(count, -1, BLOCK)
+    elif count < rows:
+        x = jnp.pad(x, ((0, rows - count), (0, 0)))
+    arrays, rings = len(weight.arrays), len(weight.rings)
+
+    def kernel(x_ref: Any, *refs: Any) -> None:
+        given, out_ref, refs = refs[:arrays], refs[arrays], refs[arrays + 1 :]
+        own_rings, (x_ring, parts, there, free) = refs[:rings], refs[rings:]
+        block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
+        own = lax.div(columns - block + blocks - 1, jnp.int32(blocks))  # how many columns
+        stages = jnp.int32(cut.stages)
+
+        def load_all() -> None:
+            @pl.loop(0, own)
+            def _(i):
+                @pl.loop(0, steps)
+                def _(step):
+                    done = i * steps + step
+                    place = lax.rem(done, stages)
+                    pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[place]))
+                    size = cut.blocks if few else cut.inputs
+                    of_x = x_ref.at[:, pl.ds(step * size, size)]
+                    all_of = of_x, *weight.copies(given, block + i * blocks, step)
+                    for of, ring in zip(all_of, (x_ring, *own_rings), strict=True):
+                        plgpu.copy_gmem_to_smem(of, ring.at[place], there.at[place])
+
+        def multiply_all() -> None:
+            @pl.loop(0, own)
+            def _(i):
+                first = (block + i * blocks) * cut.outputs + warpgroup * MMA_OUTPUTS
+                factors = weight.factors(given, first, rows)
+
+                def step(j: Array, totals: Any) -> Any:
+                    place = lax.rem(i * steps + j, stages)
+                    plgpu.barrier_wait(there.at[place])
+                    refs = tuple(ring.at[place] for ring in own_rings)
+                    x = x_ring.at[place]
+                    totals = add_products(totals, x, refs, weight.numbers, shared=True)
+                    plgpu.barrier_arrive(free.at[place])
+                    return totals
+
+                zeros = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), LEFT)
+                totals = lax.fori_loop(0, steps, step, (zeros,))
+                (total,) = add_parts(totals, parts.at[warpgroup])
+                result = (total * factors).astype(out_ref.dtype)
+                for row in range(0, count, MMA_ROWS):
+                    to = out_ref.at[pl.ds(row, 1), pl.ds(first, MMA_OUTPUTS)]
+                    write(result, to, row, outputs, shared=True, rows=count - row)
+
+        pl.when(warpgroup == cut.groups)(load_all)
+        pl.when(warpgroup < cut.groups)(multiply_all)
+
+    kernel.__name__ = name
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((count, outputs), dtype),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=cut.groups + 1,
+        thread_name="warpgroup",
+        scratch_types=(
+            *weight.rings,
+            rows_ring(cut.stages, count if few else rows, cut.inputs),
+            plgpu.SMEM((cut.groups, 1, WARPS, rows, MMA_OUTPUTS), jnp.float32),
+            plgpu.Barrier(num_arrivals=1 + rings, num_barriers=cut.stages),
+            plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+    )(x, *weight.arrays)
