@@ -68,9 +68,16 @@ def multiply(
 
     Args:
       name: what profiles call the kernel.
-      outputs: of the weight, a multiple of those of the cut.
+      outputs: of the weight.
       dtype: of the result.
+
+    Raises:
+      ValueError: the cut does not fit.
     """
+    if outputs % cut.outputs or cut.blocks % WARPS:
+        raise ValueError(
+            f"{cut} does not cut {outputs} outputs evenly, or blocks among {WARPS} warps"
+        )
     (count, inputs), rows = x.shape, padded(x.shape[0], MMA_ROWS)
     few, steps, columns = count < MMA_ROWS, -(-inputs // cut.inputs), outputs // cut.outputs
     blocks = min(processors() * cut.per_processor, columns)

@@ -288,6 +288,16 @@ def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, cut, processo
     assert places == set(itertools.product(outputs, rows))
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@pytest.mark.parametrize("cut", [FewCut(groups=3), FewCut(blocks=6)])
+def test_a_cut_for_very_few_rows_that_does_not_fit_is_refused(cut):
+    weight, coding = codes_of("int4", "bfloat16", False, True, 384, 64, 32)
+    x = random((8, 384)).astype(jnp.bfloat16)
+    how: dict[str, Any] = dict(coding=coding, dtype=x.dtype, implementation="mosaic", cut=cut)
+    with pytest.raises(ValueError, match="evenly, or blocks among 4 warps"):
+        jax.eval_shape(lambda x, w: linear(x, w, **how), x, weight)
+
+
 def test_few_rows_have_the_kernel_that_is_fastest():
     """By the table: rows of the kernel of very few rows, then those of the other Mosaic kernels."""
     sizes = {"31b out": (8, 11), "31b down": (0, 12), "26b-a4b qkv": (16, 3), "e4b down": (0, 5)}
