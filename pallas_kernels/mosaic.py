@@ -104,9 +104,12 @@ def multiply_tiles(
       sums: where they are.
 
     Raises:
-      ValueError: the cut puts whole tiles before splits that are too short for it.
+      ValueError: the cut puts whole tiles before splits that are too short for it, or divides rows whose sums
+        are carried.
     """
     x, *others = args
+    if sums == "carried" and cut.row_tiles > 1:
+        raise ValueError(f"{cut} divides rows among tiles, which carried sums do not know")
     count, tiles = x.shape[0], outputs // cut.outputs * cut.row_tiles
     all_rows = padded(count, multiple * cut.row_tiles)
     args = jnp.pad(x, ((0, all_rows - count), (0, 0))), *others

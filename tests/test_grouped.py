@@ -296,6 +296,9 @@ def test_a_cut_for_very_few_rows_that_does_not_fit_is_refused(cut):
     how: dict[str, Any] = dict(coding=coding, dtype=x.dtype, implementation="mosaic", cut=cut)
     with pytest.raises(ValueError, match="evenly, or blocks among 4 warps"):
         jax.eval_shape(lambda x, w: linear(x, w, **how), x, weight)
+    how["cut"] = MmaCut(groups=1, pieces=1, row_tiles=2)
+    with pytest.raises(ValueError, match="divides rows among tiles"):
+        jax.eval_shape(lambda x, w: linear(x, w, **how), x, weight)
 
 
 def test_few_rows_have_the_kernel_that_is_fastest():
