@@ -12,8 +12,7 @@ and too much for more. `docs/quantised-speed.md` has the times.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,35 +23,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import processors
-from pallas_kernels.mma import (
-    WARPS,
-    Numbers,
-    add_parts,
-    add_products,
-    rows_ring,
-    write,
-)
+from pallas_kernels.mma import WARPS, Weight, add_parts, add_products, rows_ring, write
 from pallas_kernels.mosaic import LEFT
 from pallas_kernels.tiles import BLOCK, MMA_OUTPUTS, MMA_ROWS, TILE, FewCut, padded
-
-
-class Weight(NamedTuple):
-    """A weight, and how the kernel reads it.
-
-    Attributes:
-      arrays: of which it is made.
-      rings: shared memory for steps of the first of these arrays, with `cut.stages` places.
-      copies: from references to all arrays, a column and a step, what TMA loads into each ring.
-      numbers: as for `add_products`.
-      factors: from references to all arrays, the first of 16 outputs and how many rows there are, what sums
-        are multiplied with.
-    """
-
-    arrays: tuple[Array, ...]
-    rings: tuple[Any, ...]
-    copies: Callable[[tuple[Any, ...], Array, Array], list[Any]]
-    numbers: Callable[..., Numbers]
-    factors: Callable[[tuple[Any, ...], Array, int], Array | float]
 
 
 def multiply(
@@ -62,18 +35,19 @@ def multiply(
     *,
     outputs: int,
     dtype: DTypeLike,
-    cut: FewCut,
 ) -> Float[Array, "R N"]:
     """Return the product of rows with a weight.
 
     Args:
       name: what profiles call the kernel.
+      weight: a matrix, with a `FewCut`.
       outputs: of the weight.
       dtype: of the result.
 
     Raises:
       ValueError: the cut does not fit.
     """
+    cut: FewCut = weight.cut
     if outputs % cut.outputs or cut.blocks % WARPS:
         raise ValueError(
             f"{cut} does not cut {outputs} outputs evenly, or blocks among {WARPS} warps"
@@ -85,11 +59,11 @@ def multiply(
         x = x.reshape(count, -1, BLOCK)
     elif count < rows:
         x = jnp.pad(x, ((0, rows - count), (0, 0)))
-    arrays, rings = len(weight.arrays), len(weight.rings)
+    of_weight, rings = weight.arrays, weight.rings
 
     def kernel(x_ref: Any, *refs: Any) -> None:
-        given, out_ref, refs = refs[:arrays], refs[arrays], refs[arrays + 1 :]
-        own_rings, (x_ring, parts, there, free) = refs[:rings], refs[rings:]
+        given, (out_ref, *memory) = refs[: len(of_weight)], refs[len(of_weight) :]
+        own_rings, (x_ring, parts, there, free) = tuple(memory[: len(rings)]), memory[len(rings) :]
         block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
         own = lax.div(columns - block + blocks - 1, jnp.int32(blocks))  # how many columns
         stages = jnp.int32(cut.stages)
@@ -103,16 +77,16 @@ def multiply(
                     place = lax.rem(done, stages)
                     pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[place]))
                     size = cut.blocks if few else cut.inputs
-                    of_x = x_ref.at[:, pl.ds(step * size, size)]
-                    all_of = of_x, *weight.copies(given, block + i * blocks, step)
-                    for of, ring in zip(all_of, (x_ring, *own_rings), strict=True):
-                        plgpu.copy_gmem_to_smem(of, ring.at[place], there.at[place])
+                    of_x = x_ref.at[:, pl.ds(step * size, size)], x_ring.at[place]
+                    where = block + i * blocks, step, place
+                    for of, to in (of_x, *weight.copies(given, own_rings, (), *where)):
+                        plgpu.copy_gmem_to_smem(of, to, there.at[place])
 
         def multiply_all() -> None:
             @pl.loop(0, own)
             def _(i):
-                first = (block + i * blocks) * cut.outputs + warpgroup * MMA_OUTPUTS
-                factors = weight.factors(given, first, rows)
+                column = block + i * blocks
+                (factor,) = weight.factors(given, (), column, warpgroup, rows)
 
                 def step(j: Array, totals: Any) -> Any:
                     place = lax.rem(i * steps + j, stages)
@@ -126,9 +100,9 @@ def multiply(
                 zeros = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), LEFT)
                 totals = lax.fori_loop(0, steps, step, (zeros,))
                 (total,) = add_parts(totals, parts.at[warpgroup])
-                result = (total * factors).astype(out_ref.dtype)
+                result = (total * factor).astype(out_ref.dtype)
                 for row in range(0, count, MMA_ROWS):
-                    to = out_ref.at[pl.ds(row, 1), pl.ds(first, MMA_OUTPUTS)]
+                    to = out_ref.at[pl.ds(row, 1), weight.outputs(column, warpgroup, 0)]
                     write(result, to, row, outputs, shared=True, rows=count - row)
 
         pl.when(warpgroup == cut.groups)(load_all)
@@ -143,11 +117,11 @@ def multiply(
         num_threads=cut.groups + 1,
         thread_name="warpgroup",
         scratch_types=(
-            *weight.rings,
+            *rings,
             rows_ring(cut.stages, count if few else rows, cut.inputs),
             plgpu.SMEM((cut.groups, 1, WARPS, rows, MMA_OUTPUTS), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + rings, num_barriers=cut.stages),
+            plgpu.Barrier(num_arrivals=1 + weight.loads, num_barriers=cut.stages),
             plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(x, *weight.arrays)
+    )(x, *of_weight)

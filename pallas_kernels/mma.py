@@ -12,7 +12,9 @@ at a time, and they become numbers where they lie.
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -59,6 +62,80 @@ Numbers = Callable[[int, int, int], list[list[Any]]]
 """From a block of inputs counted from the warp's first one, a piece of outputs, and 0 for the first or 1
 for the second 8 outputs of a warp, return the 16 numbers of a thread: four times 2 x 2 bfloat16 in two
 registers."""
+
+
+Refs = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight(abc.ABC):
+    """A weight of codes, and how a kernel reads it. Each kind of codes has a subclass.
+
+    Attributes:
+      cut: of the product: `experts.cuts.MmaCut`, or one with the same attributes but `rows`.
+      gated: whether it is two matrices, gate and up, of which each is a piece of a warpgroup.
+    """
+
+    cut: Any
+    gated: bool
+
+    @property
+    def matrices(self) -> int:
+        """Return how many matrices it has."""
+        return 2 if self.gated else 1
+
+    @property
+    def width(self) -> int:
+        """Return how many outputs of a matrix a column has: what a block of threads multiplies at once."""
+        return self.cut.outputs * (1 if self.gated else self.cut.pieces)
+
+    @property
+    def apart(self) -> int:
+        """Return how many outputs lie between a piece and the next, in shared memory."""
+        return self.cut.outputs if self.cut.shared else TILE
+
+    def outputs(self, column: Array, warpgroup: Array, piece: int) -> Any:
+        """Return which outputs of its matrix a piece of a warpgroup is."""
+        own = MMA_OUTPUTS if self.cut.shared else TILE
+        of_group = own if self.cut.shared or self.gated else own * self.cut.pieces
+        first = column * self.width + warpgroup * of_group
+        return pl.ds(first if self.gated else first + piece * self.apart, own)
+
+    @property
+    @abc.abstractmethod
+    def arrays(self) -> tuple[Array, ...]:
+        """Return what it is made of."""
+
+    @property
+    @abc.abstractmethod
+    def rings(self) -> tuple[Any, ...]:
+        """Return shared memory for steps of the first arrays, with `cut.stages` places each."""
+
+    @property
+    @abc.abstractmethod
+    def loads(self) -> int:
+        """Return how many copies a step takes."""
+
+    @abc.abstractmethod
+    def copies(
+        self, refs: Refs, rings: Refs, index: Refs, column: Array, step: Array, place: Array
+    ) -> list[tuple[Any, Any]]:
+        """Return what TMA loads of a step of a column: from where, and where to.
+
+        Args:
+          refs, rings: references to `arrays` and to `rings`.
+          index: of the leading axis of arrays: the expert; or nothing.
+        """
+
+    @abc.abstractmethod
+    def numbers(self, lane: Lane, *memory: Any) -> Numbers:
+        """Return what makes numbers of codes in shared memory, as `add_products` asks."""
+
+    @abc.abstractmethod
+    def factors(
+        self, refs: Refs, index: Refs, column: Array, warpgroup: Array, rows: int
+    ) -> list[Any]:
+        """Return what the sums of each piece are multiplied with. For the arguments see `copies`."""
 
 
 def rows_ring(stages: int, rows: int, inputs: int) -> Any:

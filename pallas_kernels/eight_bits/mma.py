@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
+from jaxtyping import Array
 
-from pallas_kernels.eight_bits.decode import assembly
-from pallas_kernels.mma import Lane, Numbers
+from pallas_kernels.eight_bits.decode import assembly, factor
+from pallas_kernels.mma import Lane, Numbers, Refs, Weight, of_outputs
+from pallas_kernels.mosaic import BY_OUTPUT, load_as
 from pallas_kernels.registers import four_words, word, words
-from pallas_kernels.tiles import BLOCK
+from pallas_kernels.tiles import BLOCK, TILE
 
 
 def numbers_of(lane: Lane, codes: Any, *, kind: Any, inputs: int, piece: int) -> Numbers:
@@ -28,3 +34,61 @@ def numbers_of(lane: Lane, codes: Any, *, kind: Any, inputs: int, piece: int) ->
         return [words(code, 2, four_codes, effects=False) for four_codes in four]
 
     return numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBits(Weight):
+    """Codes of 8 bits.
+
+    Attributes:
+      codes: int8 or e4m3, [*experts, *matrices, outputs, inputs].
+      scales: float32, of outputs: [*experts, *matrices, outputs].
+    """
+
+    codes: Array
+    scales: Array
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return self.codes, self.scales
+
+    @property
+    def rings(self) -> tuple[Any, ...]:
+        shape = self.cut.stages, self.matrices * self.width, self.cut.inputs
+        return (plgpu.SMEM(shape, self.codes.dtype),)
+
+    @property
+    def loads(self) -> int:
+        return self.matrices
+
+    def copies(
+        self, refs: Refs, rings: Refs, index: Refs, column: Array, step: Array, place: Array
+    ) -> list[tuple[Any, Any]]:
+        (ring,), inputs = rings, self.cut.inputs
+        some = pl.ds(column * self.width, self.width), pl.ds(step * inputs, inputs)
+        return [
+            (
+                refs[0].at[*index, *matrix, *some],
+                ring.at[place, pl.ds(i * self.width, self.width)],
+            )
+            for i, matrix in enumerate([(0,), (1,)] if self.gated else [()])
+        ]
+
+    def numbers(self, lane: Lane, *memory: Any) -> Numbers:
+        how: Any = dict(kind=self.codes.dtype, inputs=self.cut.inputs, piece=self.apart)
+        return numbers_of(lane, *memory, **how)
+
+    def factors(
+        self, refs: Refs, index: Refs, column: Array, warpgroup: Array, rows: int
+    ) -> list[Any]:
+        found = []
+        for piece in range(self.cut.pieces):
+            matrix = (*index, piece) if self.gated else index
+            own = refs[1].at[*matrix, self.outputs(column, warpgroup, piece)]
+            if self.cut.shared:
+                own = of_outputs(own, rows)
+            else:
+                own = load_as(own, BY_OUTPUT, optimized=False)
+                own = lax.broadcast_in_dim(own, (TILE, rows), [0])
+            found.append(own * factor(self.codes.dtype))
+        return found

@@ -7,6 +7,7 @@ a thread has of an output have one scale.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,9 +21,9 @@ from jaxtyping import Array, Float
 from pallas_kernels.grouped import scaled
 from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
 from pallas_kernels.grouped.decode import SHIFT
-from pallas_kernels.grouped.mosaic import launch, loading
+from pallas_kernels.grouped.mosaic import LINE, launch, loading
 from pallas_kernels.grouped.tuning import ROWS, MmaCut
-from pallas_kernels.mma import Lane, Numbers, add_products, rows_ring, write
+from pallas_kernels.mma import Lane, Numbers, Refs, Weight, add_products, rows_ring, write
 from pallas_kernels.mosaic import Steps
 from pallas_kernels.registers import at, four_words, i32, word, words
 from pallas_kernels.tiles import TILE
@@ -94,6 +95,67 @@ def numbers_of(
         return [scaled.numbers(eight, own, by, effects=False) for eight in codes_of_thread]
 
     return numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class FourBits(Weight):
+    """Codes of 4 bits.
+
+    Attributes:
+      codes: uint8, [*experts, matrices * blocks, lines of a block, 128]. Gate and up of a block are neighbours.
+      scales: bfloat16, [*experts, matrices * groups, outputs].
+      group: inputs that share a scale.
+    """
+
+    codes: Array
+    scales: Array
+    group: int
+
+    @classmethod
+    def of(
+        cls, weight: Codes, cut: Any, group: int, *, experts: bool = False, gated: bool = False
+    ) -> FourBits:
+        """Return a weight whose codes are [*experts, blocks, *matrices, outputs, 32]."""
+        assert weight.scales is not None
+        outputs, leading = weight.codes.shape[-2], weight.codes.shape[: 1 if experts else 0]
+        codes = weight.codes.reshape(*leading, -1, outputs * HALF // LINE, LINE)  # as they lie
+        return cls(cut, gated, codes, weight.scales.reshape(*leading, -1, outputs), group)
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return self.codes, self.scales
+
+    @property
+    def rings(self) -> tuple[Any, ...]:
+        stages, blocks = self.cut.stages, self.matrices * self.cut.blocks
+        lines, groups = self.width * HALF // LINE, blocks * BLOCK // self.group
+        return (
+            plgpu.SMEM((stages, blocks, lines, LINE), self.codes.dtype),
+            plgpu.SMEM((stages, groups, self.width), self.scales.dtype),
+        )
+
+    @property
+    def loads(self) -> int:
+        return 2
+
+    def copies(
+        self, refs: Refs, rings: Refs, index: Refs, column: Array, step: Array, place: Array
+    ) -> list[tuple[Any, Any]]:
+        found = []
+        for ref, ring in zip(refs, rings, strict=True):
+            _, count, width = ring.shape[:3]
+            some = pl.ds(step * count, count), pl.ds(column * width, width)
+            found.append((ref.at[*index, *some], ring.at[place]))
+        return found
+
+    def numbers(self, lane: Lane, *memory: Any) -> Numbers:
+        outputs = self.cut.outputs * self.cut.pieces
+        return numbers_of(lane, *memory, group=self.group, outputs=outputs, piece=self.apart)
+
+    def factors(
+        self, refs: Refs, index: Refs, column: Array, warpgroup: Array, rows: int
+    ) -> list[Any]:
+        return [2.0**SHIFT] * self.cut.pieces
 
 
 def linear_mma(
