@@ -23,9 +23,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import processors
-from pallas_kernels.mma import WARPS, Weight, add_parts, add_products, rows_ring, write
-from pallas_kernels.mosaic import LEFT
-from pallas_kernels.tiles import BLOCK, MMA_OUTPUTS, MMA_ROWS, TILE, FewCut, padded
+from pallas_kernels.mma import Weight, add_steps, write
+from pallas_kernels.tiles import BLOCK, MMA_ROWS, FewCut, padded
 
 
 def multiply(
@@ -48,10 +47,7 @@ def multiply(
       ValueError: the cut does not fit.
     """
     cut: FewCut = weight.cut
-    if outputs % cut.outputs or cut.blocks % WARPS:
-        raise ValueError(
-            f"{cut} does not cut {outputs} outputs evenly, or blocks among {WARPS} warps"
-        )
+    weight.check(outputs)
     (count, inputs), rows = x.shape, padded(x.shape[0], MMA_ROWS)
     few, steps, columns = count < MMA_ROWS, -(-inputs // cut.inputs), outputs // cut.outputs
     blocks = min(processors() * cut.per_processor, columns)
@@ -59,11 +55,11 @@ def multiply(
         x = x.reshape(count, -1, BLOCK)
     elif count < rows:
         x = jnp.pad(x, ((0, rows - count), (0, 0)))
-    of_weight, rings = weight.arrays, weight.rings
+    of_weight = weight.arrays
 
     def kernel(x_ref: Any, *refs: Any) -> None:
         given, (out_ref, *memory) = refs[: len(of_weight)], refs[len(of_weight) :]
-        own_rings, (x_ring, parts, there, free) = tuple(memory[: len(rings)]), memory[len(rings) :]
+        *rings, x_ring, _, there, free = memory
         block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
         own = lax.div(columns - block + blocks - 1, jnp.int32(blocks))  # how many columns
         stages = jnp.int32(cut.stages)
@@ -79,7 +75,7 @@ def multiply(
                     size = cut.blocks if few else cut.inputs
                     of_x = x_ref.at[:, pl.ds(step * size, size)], x_ring.at[place]
                     where = block + i * blocks, step, place
-                    for of, to in (of_x, *weight.copies(given, own_rings, (), *where)):
+                    for of, to in (of_x, *weight.copies(given, tuple(rings), (), *where)):
                         plgpu.copy_gmem_to_smem(of, to, there.at[place])
 
         def multiply_all() -> None:
@@ -88,18 +84,15 @@ def multiply(
                 column = block + i * blocks
                 (factor,) = weight.factors(given, (), column, warpgroup, rows)
 
-                def step(j: Array, totals: Any) -> Any:
-                    place = lax.rem(i * steps + j, stages)
-                    plgpu.barrier_wait(there.at[place])
-                    refs = tuple(ring.at[place] for ring in own_rings)
-                    x = x_ring.at[place]
-                    totals = add_products(totals, x, refs, weight.numbers, shared=True)
-                    plgpu.barrier_arrive(free.at[place])
-                    return totals
-
-                zeros = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), LEFT)
-                totals = lax.fori_loop(0, steps, step, (zeros,))
-                (total,) = add_parts(totals, parts.at[warpgroup])
+                (total,) = add_steps(
+                    weight,
+                    tuple(memory),
+                    lambda place: x_ring.at[place],
+                    i * steps,
+                    steps,
+                    rows,
+                    warpgroup,
+                )
                 result = (total * factor).astype(out_ref.dtype)
                 for row in range(0, count, MMA_ROWS):
                     to = out_ref.at[pl.ds(row, 1), weight.outputs(column, warpgroup, 0)]
@@ -116,12 +109,6 @@ def multiply(
         grid_names=("block",),
         num_threads=cut.groups + 1,
         thread_name="warpgroup",
-        scratch_types=(
-            *rings,
-            rows_ring(cut.stages, count if few else rows, cut.inputs),
-            plgpu.SMEM((cut.groups, 1, WARPS, rows, MMA_OUTPUTS), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + weight.loads, num_barriers=cut.stages),
-            plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
-        ),
+        scratch_types=weight.memory(count if few else rows, rows),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(x, *of_weight)

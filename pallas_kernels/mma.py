@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
@@ -100,6 +101,29 @@ class Weight(abc.ABC):
         of_group = own if self.cut.shared or self.gated else own * self.cut.pieces
         first = column * self.width + warpgroup * of_group
         return pl.ds(first if self.gated else first + piece * self.apart, own)
+
+    def check(self, outputs: int) -> None:
+        """Raise ValueError if the cut does not fit a matrix of so many outputs."""
+        if outputs % self.width or (self.cut.shared and self.cut.blocks % WARPS):
+            raise ValueError(
+                f"{self.cut} does not cut {outputs} outputs evenly, or blocks among {WARPS} warps"
+            )
+
+    def memory(self, given: int, rows: int) -> tuple[Any, ...]:
+        """Return the shared memory of a block of threads: rings, those of rows, parts of sums, and barriers.
+
+        Args:
+          given: rows that TMA loads, as for `rows_ring`.
+          rows: of sums, a multiple of 8.
+        """
+        cut = self.cut
+        return (
+            *self.rings,
+            rows_ring(cut.stages, given, cut.inputs),
+            plgpu.SMEM((cut.groups, cut.pieces, WARPS, rows, MMA_OUTPUTS), jnp.float32),
+            plgpu.Barrier(num_arrivals=1 + self.loads, num_barriers=cut.stages),  # it is there
+            plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),  # all have read it
+        )
 
     @property
     @abc.abstractmethod
@@ -199,6 +223,39 @@ def add_products(
         return tuple(_array(t, own) for t, own in zip(totals, carried, strict=True))
 
     return add(x_ref, refs, sums)  # pyright: ignore[reportCallIssue]
+
+
+def add_steps(
+    weight: Weight,
+    memory: Refs,
+    x_of: Callable[[Array], Any],
+    first: Array,
+    steps: int,
+    rows: int,
+    warpgroup: Array,
+) -> tuple[Array, ...]:
+    """Return the sums of a warpgroup over all steps of a column, of each piece.
+
+    Args:
+      memory: references to `Weight.memory`.
+      x_of: from a place, return its rows.
+      first: how many steps of other columns came before.
+      rows: of sums.
+    """
+    *rings, _, parts, there, free = memory
+    cut = weight.cut
+
+    def step(i: Array, totals: Any) -> Any:
+        place = lax.rem(first + i, jnp.int32(cut.stages))
+        plgpu.barrier_wait(there.at[place])
+        refs = tuple(ring.at[place] for ring in rings)
+        totals = add_products(totals, x_of(place), refs, weight.numbers, shared=cut.shared)
+        plgpu.barrier_arrive(free.at[place])
+        return totals
+
+    zeros = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), LEFT)
+    totals = lax.fori_loop(0, steps, step, (zeros,) * cut.pieces)
+    return add_parts(totals, parts.at[warpgroup]) if cut.shared else totals
 
 
 def add_parts(sums: tuple[Array, ...], parts_ref: Any) -> tuple[Array, ...]:

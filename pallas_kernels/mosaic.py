@@ -64,14 +64,11 @@ class Steps(NamedTuple):
       multiply: from sums and a place, hand it to wgmma. Where sums are carried, return them instead:
         a tuple of [64, rows] for each piece of a warpgroup.
       finish: from sums [64 outputs, rows] and the first of these outputs, return the result.
-      write: write a result to memory [rows, outputs] from an output on. None lets TMA do that, by way of shared
-        memory.
     """
 
     load: Callable[[Array, Array | int, Array, Array, Any], None]
     multiply: Callable[[Any, Array], Any]
     finish: Callable[[Array, Array], Array] = lambda total, first: total
-    write: Callable[[Array, Any, Array], None] | None = None
 
 
 def multiply_tiles(
@@ -87,6 +84,7 @@ def multiply_tiles(
     rings: Callable[[int], tuple[Any, ...]],
     loads: int,
     sums: Sums = "together",
+    write: Callable[[Array, Any, Array], None] | None = None,
 ) -> Float[Array, "R N"]:
     """Return a product of rows with all tiles of outputs.
 
@@ -102,18 +100,20 @@ def multiply_tiles(
       rings: from the rows of a tile, shared memory with `cut.stages` places.
       loads: of a place.
       sums: where they are.
+      write: write a result to memory [rows, outputs], from an output on. None lets TMA do that, by way of
+        shared memory.
 
     Raises:
-      ValueError: the cut puts whole tiles before splits that are too short for it, or divides rows whose sums
-        are carried.
+      ValueError: the cut puts whole tiles before splits that are too short for it, or divides rows among
+        tiles, of which `write` does not know.
     """
     x, *others = args
-    if sums == "carried" and cut.row_tiles > 1:
-        raise ValueError(f"{cut} divides rows among tiles, which carried sums do not know")
+    if write and cut.row_tiles > 1:
+        raise ValueError(f"{cut} divides rows among tiles, and this kernel writes those of one")
     count, tiles = x.shape[0], outputs // cut.outputs * cut.row_tiles
     all_rows = padded(count, multiple * cut.row_tiles)
     args = jnp.pad(x, ((0, all_rows - count), (0, 0))), *others
-    written_rows = count if sums == "carried" else all_rows
+    written_rows = count if write else all_rows
     rows, whole = all_rows // cut.row_tiles, whole_tiles(cut, tiles)
     own_rings = rings(rows)
     pieces = cut.outputs // (cut.groups * TILE)  # of a warpgroup
@@ -135,14 +135,14 @@ def multiply_tiles(
     def kernel(*refs: Any) -> None:
         given, refs = refs[: len(args)], refs[len(args) :]
         out_refs, refs = refs[: len(shapes)], refs[len(shapes) :]
-        own, (written, there, free) = refs[: len(own_rings)], refs[len(own_rings) :]
+        own, (*staged, there, free) = refs[: len(own_rings)], refs[len(own_rings) :]
         block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
 
         def load(tile: Array, step: Array, place: Array) -> None:
             of_step.load(*place_of(tile, cut), step, place, there.at[place])
 
-        def write(share: Share, total: Array, piece: int) -> None:
-            mine, memory = warpgroup * pieces + piece, written[share.out].at[warpgroup]
+        def write_share(share: Share, total: Array, piece: int) -> None:
+            mine = warpgroup * pieces + piece
             tile, row_tile = place_of(share.tile, cut)
             before = whole // cut.row_tiles if share.out else 0
 
@@ -151,18 +151,22 @@ def multiply_tiles(
                 result = of_step.finish(total, tile * cut.outputs + mine * TILE)
                 first = (tile - before) * cut.outputs + mine * TILE
                 to = out_refs[share.out].at[share.split]
-                if of_step.write is not None:
-                    return of_step.write(result.astype(to.dtype), to, first)
+                if write:
+                    return write(result.astype(to.dtype), to, first)
+                memory = staged[0][share.out].at[warpgroup]
                 _write_sums(result, memory, to, row_tile * rows, first)
 
         of_step = steps_of(*given, *own)
         shares = shares_of(block, blocks, tiles, steps, cut)
-        ring = Ring(there, free, load, of_step.multiply, write)
+        ring = Ring(there, free, load, of_step.multiply, write_share)
         _in_ring(shares, cut, rows, ring, sums, pieces)
 
     kernel.__name__ = name
     some_rows = cut.groups, min(rows, PIECE), TILE
     line = 128  # bytes that are swizzled together
+    of_results = (
+        swizzled(*some_rows, dtype=s.dtype, line=line // s.dtype.itemsize) for s in shapes
+    )
     found = plgpu.kernel(
         kernel,
         out_type=tuple(shapes),
@@ -172,12 +176,7 @@ def multiply_tiles(
         thread_name="warpgroup",
         scratch_types=(
             *own_rings,
-            plgpu.RefUnion(
-                *(
-                    swizzled(*some_rows, dtype=s.dtype, line=line // s.dtype.itemsize)
-                    for s in shapes
-                )
-            ),
+            *(() if write else (plgpu.RefUnion(*of_results),)),
             plgpu.Barrier(num_arrivals=loads, num_barriers=cut.stages),
             plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
         ),

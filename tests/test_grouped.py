@@ -304,6 +304,7 @@ def test_a_cut_for_very_few_rows_that_does_not_fit_is_refused(cut):
 def test_few_rows_have_the_kernel_that_is_fastest():
     """By the table: rows of the kernel of very few rows, then those of the other Mosaic kernels."""
     sizes = {"31b out": (8, 11), "31b down": (0, 12), "26b-a4b qkv": (16, 3), "e4b down": (0, 5)}
+    sizes["31b gate_up"] = (0, 12)
     for name, (few, others) in sizes.items():
         inputs, outputs = SHAPES[name]
         faster = [rows for rows in range(1, 20) if mosaic_is_faster(rows, inputs // 64, outputs)]

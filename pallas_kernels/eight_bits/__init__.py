@@ -66,8 +66,8 @@ def linear(
       implementation: "triton" needs bfloat16 rows, up to `tuning.MOST_ROWS` of them, inputs and
         outputs that are multiples of 64, and an NVIDIA GPU of compute capability 8.0 or newer, 8.9
         for e4m3 (or `interpret`). "mosaic" needs the same, but 9.0, any number of rows, and with more
-        than 8 of them outputs that are a multiple of 128. "auto" takes one of them where it can run and is fastest, and takes
-        "reference" elsewhere.
+        than 8 of them outputs that are a multiple of 128. "auto" takes one of them where it can run and
+        is fastest, and takes "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 

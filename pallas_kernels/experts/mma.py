@@ -29,9 +29,7 @@ from pallas_kernels.experts.mosaic import activated
 from pallas_kernels.experts.routing import ALIGN, Placed
 from pallas_kernels.grouped.coding import Codes
 from pallas_kernels.grouped.mma import FourBits
-from pallas_kernels.mma import WARPS, Weight, add_parts, add_products, rows_ring, write
-from pallas_kernels.mosaic import LEFT
-from pallas_kernels.tiles import MMA_OUTPUTS, TILE
+from pallas_kernels.mma import Weight, add_steps, write
 
 GROUP = 32  # inputs of a scale
 
@@ -51,7 +49,7 @@ def _multiply(
     same_rows: bool,
 ) -> None:
     """Write all outputs of the rows of all tiles: gelu_tanh(gate) * up, or sums."""
-    *rings, x_ring, parts, there, free = memory
+    *rings, x_ring, _, there, free = memory
     cut: MmaCut = weight.cut
     block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
     outputs, stages = out_ref.shape[1], jnp.int32(cut.stages)
@@ -113,19 +111,10 @@ def _multiply(
                 where = (expert_ref[tile],), column, warpgroup
                 factors = weight.factors(of_weight, *where, rows)
 
-                def step(j: Array, totals: Any) -> Any:
-                    place = lax.rem(i * steps + j, stages)
-                    plgpu.barrier_wait(there.at[place])
-                    refs = tuple(ring.at[place] for ring in rings)
-                    x = x_ring.at[place, pl.ds(0, rows)]
-                    totals = add_products(totals, x, refs, weight.numbers, shared=cut.shared)
-                    plgpu.barrier_arrive(free.at[place])
-                    return totals
+                def x_of(place: Array) -> Any:
+                    return x_ring.at[place, pl.ds(0, rows)]
 
-                zeros = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), LEFT)
-                totals = lax.fori_loop(0, steps, step, (zeros,) * cut.pieces)
-                if cut.shared:
-                    totals = add_parts(totals, parts.at[warpgroup])
+                totals = add_steps(weight, memory, x_of, i * steps, steps, rows, warpgroup)
                 # As in the reference, gate and up are rounded before the activation.
                 both = zip(totals, factors, strict=True)
                 totals = [(total * by).astype(out_ref.dtype) for total, by in both]
@@ -165,21 +154,11 @@ def _launch(
     else:
         assert weight.factors is not None
         own = EightBits(cut, gated, weight.codes, weight.factors)
-    if outputs % own.width or (cut.shared and cut.blocks % WARPS):
-        raise ValueError(
-            f"{cut} does not cut {outputs} outputs evenly, or blocks among {WARPS} warps"
-        )
+    own.check(outputs)
     if gated and (cut.pieces != 2 or not (cut.shared or cut.groups == 1)):
         raise ValueError(
             f"gate and up are two pieces, of one warpgroup unless inputs are shared: {cut}"
         )
-    memory = (
-        *own.rings,
-        rows_ring(cut.stages, rows, cut.inputs),
-        plgpu.SMEM((cut.groups, cut.pieces, WARPS, rows, MMA_OUTPUTS), jnp.float32),
-        plgpu.Barrier(num_arrivals=1 + own.loads, num_barriers=cut.stages),
-        plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
-    )
     blocks = processors() * cut.per_processor
 
     def body(*refs: Any) -> None:
@@ -194,7 +173,7 @@ def _launch(
         grid_names=("block",),
         num_threads=cut.groups + 1,
         thread_name="warpgroup",
-        scratch_types=memory,
+        scratch_types=own.memory(rows, rows),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(
         placed.expert,

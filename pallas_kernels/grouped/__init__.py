@@ -64,8 +64,8 @@ def linear(
         64, outputs that are a multiple of 16, and an NVIDIA GPU of compute capability 8.0 or newer
         (or `interpret`). "mosaic" needs bfloat16 rows, a GPU of compute capability 9.0, int4 in
         groups of 32, 64 or 128 with bfloat16 scales and without zeros, inputs first, and outputs
-        that are a multiple of 128, or of 16 with up to 8 rows. "auto" takes Mosaic where `tuning.mosaic_is_faster`, else Triton, where
-        they can run, and takes "reference" elsewhere.
+        that are a multiple of 128, or of 16 where `few.py` takes them. "auto" takes Mosaic where
+        `tuning.mosaic_is_faster`, else Triton, where they can run, and takes "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 

@@ -55,13 +55,15 @@ def _steps(
     def finish(total, first):
         return total * 2.0**SHIFT
 
-    def write_rows(result, out_ref, first):
-        count, width = out_ref.shape
-        for row in range(0, count, ROWS):
-            to = out_ref.at[pl.ds(row, 1), pl.ds(first, TILE)]
-            write(result, to, row, width, shared=False, rows=count - row)
+    return Steps(load, multiply, finish)
 
-    return Steps(load, multiply, finish, write_rows)
+
+def _write_rows(result: Array, out_ref: Any, first: Array) -> None:
+    """Write sums [64, rows] of the outputs from `first` on."""
+    count, width = out_ref.shape
+    for row in range(0, count, ROWS):
+        to = out_ref.at[pl.ds(row, 1), pl.ds(first, TILE)]
+        write(result, to, row, width, shared=False, rows=count - row)
 
 
 def numbers_of(
@@ -166,5 +168,5 @@ def linear_mma(
     def x_ring(rows: int) -> Any:
         return rows_ring(cut.stages, rows, cut.inputs)
 
-    how: Any = dict(group=group, dtype=dtype, cut=cut, loads=3, sums="carried")
+    how: Any = dict(group=group, dtype=dtype, cut=cut, loads=3, sums="carried", write=_write_rows)
     return launch(_steps, x, weight, x_ring, **how)

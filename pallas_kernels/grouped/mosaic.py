@@ -172,13 +172,14 @@ def launch(
     cut: MosaicCut,
     loads: int,
     sums: Sums = "together",
+    write: Callable[[Array, Any, Array], None] | None = None,
 ) -> Float[Array, "R N"]:
     """Launch a kernel of codes.
 
     Args:
       steps_of: as in `multiply_tiles`, given `group` and `cut` too.
       x_ring: from the rows of a tile, shared memory for them.
-      loads, sums: as in `multiply_tiles`.
+      loads, sums, write: as in `multiply_tiles`.
     """
     assert weight.scales is not None
     outputs = weight.codes.shape[1]
@@ -198,4 +199,5 @@ def launch(
         rings=lambda rows: (of_codes, x_ring(rows), of_scales),
         loads=loads,
         sums=sums,
+        write=write,
     )
