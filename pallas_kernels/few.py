@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import processors
 from pallas_kernels.mma import Weight, add_steps, write
+from pallas_kernels.mosaic import gelu_gated
 from pallas_kernels.tiles import BLOCK, MMA_ROWS, FewCut, padded
 
 
@@ -82,9 +83,9 @@ def multiply(
             @pl.loop(0, own)
             def _(i):
                 column = block + i * blocks
-                (factor,) = weight.factors(given, (), column, warpgroup, rows)
+                factors = weight.factors(given, (), column, warpgroup, rows)
 
-                (total,) = add_steps(
+                totals = add_steps(
                     weight,
                     tuple(memory),
                     lambda place: x_ring.at[place],
@@ -93,7 +94,9 @@ def multiply(
                     rows,
                     warpgroup,
                 )
-                result = (total * factor).astype(out_ref.dtype)
+                both = zip(totals, factors, strict=True)
+                totals = [(total * by).astype(out_ref.dtype) for total, by in both]
+                (result,) = [gelu_gated(*totals)] if weight.gated else totals
                 for row in range(0, count, MMA_ROWS):
                     to = out_ref.at[pl.ds(row, 1), weight.outputs(column, warpgroup, 0)]
                     write(result, to, row, outputs, shared=True, rows=count - row)

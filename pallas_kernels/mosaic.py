@@ -7,6 +7,7 @@ TMA loads all of them into one ring in shared memory, so that no share waits for
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +48,13 @@ def swizzle(line: int, dtype: DTypeLike) -> tuple[Any, ...]:
     """Return how memory is tiled and swizzled, of which so many numbers are swizzled together."""
     line_bytes = line * jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line_bytes)
+
+
+def gelu_gated(gate: Array, up: Array) -> Array:
+    """Return gelu_tanh(gate) * up, of the same dtype."""
+    x, y = gate.astype(jnp.float32), up.astype(jnp.float32)
+    inner = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+    return (x * y / (1 + jnp.exp(-inner))).astype(gate.dtype)
 
 
 Sums = Literal["together", "apart", "carried"]

@@ -37,14 +37,15 @@ class FewCut:
       blocks: of 64 inputs, of a step, a multiple of 4. The last step may reach past the inputs.
       stages: steps that the ring in shared memory holds.
       per_processor: blocks of threads that a processor runs at once.
-      pieces, shared: as in `experts.cuts.MmaCut`.
+      pieces: of a warpgroup: one, or gate and up.
+      shared: as in `experts.cuts.MmaCut`.
     """
 
     groups: int = 1
     blocks: int = 8
     stages: int = 4
     per_processor: int = 4
-    pieces: ClassVar[int] = 1
+    pieces: int = 1
     shared: ClassVar[bool] = True
 
     @property

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +36,7 @@ from pallas_kernels.experts.routing import ALIGN, Placed
 from pallas_kernels.grouped import scaled
 from pallas_kernels.grouped.coding import BLOCK, Codes
 from pallas_kernels.grouped.decode import SHIFT
-from pallas_kernels.mosaic import BY_OUTPUT, LEFT, load_as, swizzled
+from pallas_kernels.mosaic import BY_OUTPUT, LEFT, gelu_gated, load_as, swizzled
 from pallas_kernels.registers import words
 
 STEP = 128  # inputs of a step
@@ -292,7 +291,7 @@ def _multiply(
             both = pl.run_scoped(functools.partial(sums, column), total, total)
             # As in the reference, both are rounded before the activation.
             both = [weight.finished(first + column, i, a, dtype) for i, a in enumerate(both)]
-            for i, a in enumerate([_placed(activated(*both))] if gated else both):
+            for i, a in enumerate([_placed(gelu_gated(*both))] if gated else both):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 result.at[pl.ds(0, rows)].T[...] = plgpu.layout_cast(
                     a, plgpu.Layout.WGMMA_TRANSPOSED
@@ -310,13 +309,6 @@ def _multiply(
 
     for less, rows in zip((0, *cut.rows), cut.rows, strict=False):
         pl.when((used > less) & (used <= rows))(functools.partial(multiply, rows))
-
-
-def activated(gate: Array, up: Array) -> Array:
-    """Return gelu_tanh(gate) * up, of the same dtype."""
-    x, y = gate.astype(jnp.float32), up.astype(jnp.float32)
-    inner = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
-    return (x * y / (1 + jnp.exp(-inner))).astype(gate.dtype)
 
 
 def _launch(
