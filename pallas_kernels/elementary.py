@@ -8,6 +8,7 @@ written here because nothing in this package may import `jaxspec`.
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,13 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
+Activation = Literal["gelu_tanh", "silu"]
+
+
+def gated(both: Float[Array, "*rows 2 F"], activation: Activation) -> Float[Array, "*rows F"]:
+    """Return activation(gate) * up, of gate and up side by side."""
+    activate = gelu_tanh if activation == "gelu_tanh" else jax.nn.silu
+    return activate(both[..., 0, :]) * both[..., 1, :]
 
 
 def rms_norm(

@@ -23,8 +23,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import processors
+from pallas_kernels.elementary import Activation
 from pallas_kernels.mma import Weight, add_steps, write
-from pallas_kernels.mosaic import gelu_gated
+from pallas_kernels.mosaic import activated
 from pallas_kernels.tiles import BLOCK, MMA_ROWS, FewCut, padded
 
 
@@ -35,14 +36,16 @@ def multiply(
     *,
     outputs: int,
     dtype: DTypeLike,
+    activation: Activation | None = None,
 ) -> Float[Array, "R N"]:
-    """Return the product of rows with a weight.
+    """Return the product of rows with a weight, or activation(x @ gate) * (x @ up).
 
     Args:
       name: what profiles call the kernel.
-      weight: a matrix, with a `FewCut`.
-      outputs: of the weight.
-      dtype: of the result.
+      weight: a matrix, with a `FewCut`; or gate and up, `gated`.
+      outputs: of a matrix.
+      dtype: of the result. Gate and up are rounded to it before the activation.
+      activation: for gate and up.
 
     Raises:
       ValueError: the cut does not fit.
@@ -96,7 +99,7 @@ def multiply(
                 )
                 both = zip(totals, factors, strict=True)
                 totals = [(total * by).astype(out_ref.dtype) for total, by in both]
-                (result,) = [gelu_gated(*totals)] if weight.gated else totals
+                (result,) = [activated(totals, activation)] if activation else totals
                 for row in range(0, count, MMA_ROWS):
                     to = out_ref.at[pl.ds(row, 1), weight.outputs(column, warpgroup, 0)]
                     write(result, to, row, outputs, shared=True, rows=count - row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import processors
+from pallas_kernels.elementary import Activation
 from pallas_kernels.shares import Share, Shares, place_of, shares_of, whole_tiles
 from pallas_kernels.tiles import PIECE, TILE, padded, results_are_apart
 
@@ -50,10 +51,13 @@ def swizzle(line: int, dtype: DTypeLike) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line_bytes)
 
 
-def gelu_gated(gate: Array, up: Array) -> Array:
-    """Return gelu_tanh(gate) * up, of the same dtype."""
-    x, y = gate.astype(jnp.float32), up.astype(jnp.float32)
-    inner = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+def activated(both: Sequence[Array], activation: Activation) -> Array:
+    """Return activation(gate) * up, of the same dtype. Both activations are x * sigmoid(inner)."""
+    gate, _ = both
+    x, y = (a.astype(jnp.float32) for a in both)
+    inner = x
+    if activation == "gelu_tanh":
+        inner = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
     return (x * y / (1 + jnp.exp(-inner))).astype(gate.dtype)
 
 

@@ -223,7 +223,7 @@ class DFlashLayer(nnx.Module):
         into: dict[str, Any] = dict(fan_in=k * g * h, axes=OUT_WEIGHT_AXES, summed=(0, 1, 2))
         self.out = param(k, g, h, d, dtype=dtype, **into)
         self.mlp_norm = param(d, dtype=dtype)
-        self.mlp = GatedMLP(d, config.intermediate_size, activation=jax.nn.silu, dtype=dtype)
+        self.mlp = GatedMLP(d, config.intermediate_size, activation="silu", dtype=dtype)
         self.causal = config.causal[index]
         self.window = config.sliding_window if config.layer_types[index] == "sliding" else None
         self.theta: float | Array = config.rope_theta

@@ -33,7 +33,6 @@ from jaxspec.models.attention import OUT_WEIGHT_AXES, Q_WEIGHT_AXES, attend, pro
 from jaxspec.models.layers import (
     GatedMLP,
     contract,
-    gelu_tanh,
     norm_for,
     project,
     rope_frequencies,
@@ -322,7 +321,7 @@ class MTPLayer(nnx.Module):
         self.attention = FrozenAttention(config, kind, dtype=dtype)
         self.post_attention_norm = param(d, dtype=dtype)
         self.pre_mlp_norm = param(d, dtype=dtype)
-        self.mlp = GatedMLP(d, config.intermediate_size, activation=gelu_tanh, dtype=dtype)
+        self.mlp = GatedMLP(d, config.intermediate_size, activation="gelu_tanh", dtype=dtype)
         self.post_mlp_norm = param(d, dtype=dtype)
         self.scalar = param(1, dtype=dtype)
 

@@ -214,7 +214,7 @@ class DecoderLayer(nnx.Module):
         )
         self.post_attention_norm = param(d, dtype=dtype)
         self.pre_mlp_norm = param(d, dtype=dtype)
-        self.mlp = GatedMLP(d, config.mlp_width_of(index), activation=gelu_tanh, dtype=dtype)
+        self.mlp = GatedMLP(d, config.mlp_width_of(index), activation="gelu_tanh", dtype=dtype)
         self.post_mlp_norm = param(d, dtype=dtype)
         if config.num_experts:
             self.dense_post_norm = param(d, dtype=dtype)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -24,7 +23,7 @@ from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.sharding import whole_rows
 from pallas_kernels import elementary
-from pallas_kernels.elementary import contract, gelu_tanh, precision_of
+from pallas_kernels.elementary import Activation, contract, gated, gelu_tanh, precision_of
 from pallas_kernels.norms import RoundedNorm
 from pallas_kernels.rounding import Rounded, Sums, values_of
 
@@ -34,6 +33,7 @@ __all__ = [
     "gelu_tanh",
     "norm_for",
     "project",
+    "project_gated",
     "rms_norm",
     "rope",
     "rope_cos_sin",
@@ -101,6 +101,21 @@ def sums_of(
 
     out = multiply_rows(product, x.reshape(math.prod(rows), *x.shape[x.ndim - inputs :]))
     return out.reshape(*rows, *weight.shape[inputs:])
+
+
+def project_gated(
+    x: Float[Array, "*rows D"] | Rounded,
+    weight: Float[Array, "D 2 F"] | QuantisedArray,
+    activation: Activation,
+) -> Float[Array, "*rows F"]:
+    """Return activation(x @ gate) * (x @ up), of a weight that is gate and up."""
+    alone = math.prod(x.shape[:-1]) == 1
+    if not isinstance(weight, QuantisedArray) or weight.rounds_activations or alone:
+        return gated(project(x, weight), activation)
+    assert not isinstance(x, Rounded)
+    rows = x.reshape(-1, x.shape[-1])
+    out = weight.multiply_gated(rows, activation, x.dtype)
+    return out.reshape(*x.shape[:-1], -1)
 
 
 def table_logits(
@@ -187,23 +202,20 @@ def rope_cos_sin(
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)), with gate and up stored as one matrix."""
 
-    def __init__(
-        self, width: int, hidden: int, *, activation: Callable[[Array], Array], dtype: jnp.dtype
-    ):
+    def __init__(self, width: int, hidden: int, *, activation: Activation, dtype: jnp.dtype):
         axes = ("inputs", None, "mlp")
         self.gate_up = param(width, 2, hidden, dtype=dtype, fan_in=width, axes=axes, summed=(0,))
         self.down = param(
             hidden, width, dtype=dtype, fan_in=hidden, axes=("mlp", None), summed=(0,)
         )
-        self.activation = activation
+        self.activation: Activation = activation
 
     def __call__(self, x: Float[Array, "B T D"] | Rounded) -> Float[Array, "B T D"]:
         return values_of(self.sums(x))
 
     def sums(self, x: Float[Array, "B T D"] | Rounded) -> Float[Array, "B T D"] | Sums:
         """Return what a call does; its reader multiplies with scales, if there are any."""
-        gate_up = project(whole_rows(x), self.gate_up[...])
-        hidden = self.activation(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        hidden = project_gated(whole_rows(x), self.gate_up[...], self.activation)
         return whole_rows(sums_of(hidden, self.down[...]))
 
 

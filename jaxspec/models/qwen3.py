@@ -107,7 +107,7 @@ class DecoderLayer(nnx.Module):
             dtype=dtype,
         )
         self.mlp_norm = param(d, dtype=dtype)
-        self.mlp = GatedMLP(d, config.intermediate_size, activation=jax.nn.silu, dtype=dtype)
+        self.mlp = GatedMLP(d, config.intermediate_size, activation="silu", dtype=dtype)
         self.eps = config.rms_norm_eps
 
     def __call__(

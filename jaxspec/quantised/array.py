@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxspec.quantised.formats import named
 from jaxspec.shapes import Array, Float, Int
+from pallas_kernels.elementary import Activation
 from pallas_kernels.grouped import Codes, Coding
 from pallas_kernels.rounding import Rounded, Sums, round_rows
 
@@ -100,6 +101,16 @@ class QuantisedArray:
         if self.rounds_activations or (rounding and named(self.format).rounds_activations):
             return self.multiply_rounded(rows, dtype).values(dtype)
         return named(self.format).multiply(rows, self, dtype)
+
+    def multiply_gated(
+        self, rows: Float[Array, "R D"], activation: Activation, dtype: Any
+    ) -> Float[Array, "R F"]:
+        """Return activation(rows @ gate) * (rows @ up) of a weight [D, 2, F] of gate and up.
+
+        Args:
+          dtype: of the result.
+        """
+        return named(self.format).multiply_gated(rows, self, activation, dtype)
 
     def multiply_rounded(self, rows: Float[Array, "R *in"] | Rounded, dtype: Any) -> Sums:
         """Multiply rows that are rounded as the format says, at the latest here.

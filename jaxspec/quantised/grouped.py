@@ -30,7 +30,8 @@ from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import Format, FormatError, Shape, named, register
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.eight_bits import sums
-from pallas_kernels.grouped import Codes, Coding, linear
+from pallas_kernels.elementary import Activation
+from pallas_kernels.grouped import Codes, Coding, gated, linear
 from pallas_kernels.grouped.coding import BLOCK, dequantise, pack, pack_pairs, scale_numbers
 
 GROUPS = (32, 16, 64, 128)
@@ -177,6 +178,16 @@ class Grouped(Format):
             dtype=dtype,
         )
         return out.reshape(rows.shape[0], *kept)
+
+    def multiply_gated(
+        self,
+        rows: Float[Array, "R D"],
+        weight: QuantisedArray,
+        activation: Activation,
+        dtype: Any,
+    ) -> Float[Array, "R F"]:
+        how: Any = dict(coding=self.coding, activation=activation, dtype=dtype)
+        return gated(rows, Codes(**weight.parts), **how)
 
     def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
         assert 0 not in weight.summed

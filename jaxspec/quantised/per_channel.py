@@ -29,7 +29,8 @@ import numpy as np
 from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import Format, Shape, register
 from jaxspec.shapes import Array, Float, Int
-from pallas_kernels.eight_bits import linear, rounded_sums
+from pallas_kernels.eight_bits import gated, linear, rounded_sums
+from pallas_kernels.elementary import Activation
 from pallas_kernels.grouped import Codes
 from pallas_kernels.rounding import Rounded, Sums
 
@@ -77,6 +78,15 @@ class PerChannel(Format):
         self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
     ) -> Float[Array, "R *out"]:
         return linear(rows, weight.codes, weight.scales, dtype=dtype)
+
+    def multiply_gated(
+        self,
+        rows: Float[Array, "R D"],
+        weight: QuantisedArray,
+        activation: Activation,
+        dtype: Any,
+    ) -> Float[Array, "R F"]:
+        return gated(rows, weight.codes, weight.scales, activation=activation, dtype=dtype)
 
     def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
         assert 0 not in weight.summed

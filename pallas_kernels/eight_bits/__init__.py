@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels import elementary
 from pallas_kernels.dispatch import (
     Candidate,
     capability,
@@ -29,12 +30,15 @@ from pallas_kernels.eight_bits.tuning import (
     MOST_ROWS,
     MosaicCut,
     cut_for,
+    gated_cut_for,
+    gated_is_faster,
     mosaic_cut_for,
     mosaic_is_faster,
     sums_are_faster,
     sums_cut_for,
     triton_is_faster,
 )
+from pallas_kernels.elementary import Activation
 from pallas_kernels.tiles import FewCut
 
 LEAST = 64  # inputs and outputs are multiples of it
@@ -42,8 +46,9 @@ FLOATS = (jnp.float8_e4m3fn,)
 CODES = (jnp.int8, *FLOATS)
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 OfRounded = Literal["auto", "reference", "mosaic"]
+OfGated = OfRounded
 
-__all__ = ["Cut", "FewCut", "MosaicCut", "linear", "reference", "rounded_sums", "sums"]
+__all__ = ["Cut", "FewCut", "MosaicCut", "gated", "linear", "reference", "rounded_sums", "sums"]
 
 
 def linear(
@@ -115,6 +120,51 @@ def linear(
         ),
     ]
     plain = functools.partial(reference, dtype=dtype)
+    return dispatch(implementation, candidates, plain, x, codes, scales)
+
+
+def gated(
+    x: Float[Array, "R *in"],
+    codes: Shaped[Array, "2 F *in"],
+    scales: Float[Array, "2 F"],
+    *,
+    activation: Activation,
+    dtype: DTypeLike,
+    implementation: OfGated = "auto",
+    cut: FewCut | None = None,
+) -> Float[Array, "R F"]:
+    """Return activation(x @ gate) * (x @ up). Both products are rounded before.
+
+    Args:
+      x: rows.
+      codes: of gate and of up, int8 or e4m3.
+      scales: of both, float32.
+      implementation: "mosaic" has one kernel for all. It needs what that of `linear` needs, and up to 8
+        rows. "auto" takes it where it can run and is faster. Elsewhere it takes the kernels of `linear`.
+        "reference" takes none.
+      cut: of that kernel; None takes it from `tuning.py`.
+      others: as in `linear`.
+
+    Raises:
+      ValueError: shapes do not fit together.
+      NotImplementedError: implementation is "mosaic" and it cannot run.
+    """
+    rows, inputs, outputs = x.shape[0], math.prod(x.shape[1:]), scales.shape[1]
+    own = cut or gated_cut_for(rows, outputs)
+
+    def mosaic(*args: Array) -> Array:
+        from pallas_kernels.eight_bits.few import linear_few  # not in every jax
+
+        assert own is not None
+        return linear_few(*args, dtype=dtype, cut=own, activation=activation)
+
+    def plain(*args: Array) -> Array:
+        how: Any = dict(implementation="reference" if implementation == "reference" else "auto")
+        return elementary.gated(linear(*args, dtype=dtype, **how), activation)
+
+    reason = _why_not_mosaic(x, codes, own, False) or _why_not_cut(inputs, outputs)
+    faster = gated_is_faster(inputs, outputs, fp8=codes.dtype != jnp.int8)
+    candidates = [Candidate("mosaic", mosaic, reason, faster)]
     return dispatch(implementation, candidates, plain, x, codes, scales)
 
 

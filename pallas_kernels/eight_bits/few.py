@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.eight_bits.mma import EightBits
+from pallas_kernels.elementary import Activation
 from pallas_kernels.few import multiply
 from pallas_kernels.tiles import FewCut
 
@@ -19,10 +21,19 @@ def linear_few(
     *,
     dtype: DTypeLike,
     cut: FewCut,
-) -> Float[Array, "R *out"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
-    outputs = math.prod(scales.shape)
-    own = EightBits(cut, False, codes.reshape(outputs, -1), scales.reshape(outputs))
-    flat = x.reshape(x.shape[0], -1)
-    out = multiply("eight_bit_linear", flat, own, outputs=outputs, dtype=dtype)
-    return out.reshape(x.shape[0], *scales.shape)
+    activation: Activation | None = None,
+) -> Float[Array, "R *result"]:
+    """Launch the kernel. Arguments as in `pallas_kernels.eight_bits`, whose functions check them.
+
+    Args:
+      activation: None for `linear`.
+    """
+    matrices = scales.shape[:1] if activation else ()
+    result = scales.shape[len(matrices) :]
+    outputs = math.prod(result)
+    codes, scales = codes.reshape(*matrices, outputs, -1), scales.reshape(*matrices, outputs)
+    own = EightBits(cut, activation is not None, codes, scales)
+    name = "eight_bit_gate_up" if activation else "eight_bit_linear"
+    how: Any = dict(outputs=outputs, dtype=dtype, activation=activation)
+    out = multiply(name, x.reshape(x.shape[0], -1), own, **how)
+    return out.reshape(x.shape[0], *result)

@@ -230,6 +230,16 @@ def mosaic_cut_for(
     return None
 
 
+def gated_cut_for(rows: int, outputs: int) -> FewCut | None:
+    """Return how the kernel of gate and up with the activation cuts them; None where it does not fit.
+
+    Args:
+      outputs: of gate.
+    """
+    cut = FewCut(blocks=4, stages=6, pieces=2)
+    return None if rows > MOST_FEW_ROWS or outputs % cut.outputs else cut
+
+
 def _cut_of_many(rows: int, inputs: int, outputs: int, result_bytes: int) -> MosaicCut | None:
     if outputs % (MANY_GROUPS * TILE) or inputs % LEAST_LINE:
         return None
@@ -283,6 +293,15 @@ def mosaic_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool
         return False
     least = LEAST_NUMBERS if rows <= MANY_ROWS else LEAST_NUMBERS_OF_MANY
     return rows >= 16 and inputs * outputs >= least
+
+
+def gated_is_faster(inputs: int, outputs: int, *, fp8: bool) -> bool:
+    """Tell whether one kernel of gate and up is faster than their product and an activation.
+
+    Args:
+      outputs: of gate.
+    """
+    return LEAST_NUMBERS <= 2 * inputs * outputs < (LARGE_FP8 if fp8 else LARGE_INT8)
 
 
 def sums_are_faster(rows: int, inputs: int, outputs: int) -> bool:

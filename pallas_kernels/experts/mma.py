@@ -29,7 +29,7 @@ from pallas_kernels.experts.routing import ALIGN, Placed
 from pallas_kernels.grouped.coding import Codes
 from pallas_kernels.grouped.mma import FourBits
 from pallas_kernels.mma import Weight, add_steps, write
-from pallas_kernels.mosaic import gelu_gated
+from pallas_kernels.mosaic import activated
 
 GROUP = 32  # inputs of a scale
 
@@ -118,7 +118,7 @@ def _multiply(
                 # As in the reference, gate and up are rounded before the activation.
                 both = zip(totals, factors, strict=True)
                 totals = [(total * by).astype(out_ref.dtype) for total, by in both]
-                results = [gelu_gated(*totals)] if weight.gated else totals
+                results = [activated(totals, "gelu_tanh")] if weight.gated else totals
                 for piece, result in enumerate(results):
                     mine = weight.outputs(column, warpgroup, piece)
                     for row in range(0, rows, ALIGN):

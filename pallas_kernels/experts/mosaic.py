@@ -36,7 +36,7 @@ from pallas_kernels.experts.routing import ALIGN, Placed
 from pallas_kernels.grouped import scaled
 from pallas_kernels.grouped.coding import BLOCK, Codes
 from pallas_kernels.grouped.decode import SHIFT
-from pallas_kernels.mosaic import BY_OUTPUT, LEFT, gelu_gated, load_as, swizzled
+from pallas_kernels.mosaic import BY_OUTPUT, LEFT, activated, load_as, swizzled
 from pallas_kernels.registers import words
 
 STEP = 128  # inputs of a step
@@ -291,7 +291,7 @@ def _multiply(
             both = pl.run_scoped(functools.partial(sums, column), total, total)
             # As in the reference, both are rounded before the activation.
             both = [weight.finished(first + column, i, a, dtype) for i, a in enumerate(both)]
-            for i, a in enumerate([_placed(gelu_gated(*both))] if gated else both):
+            for i, a in enumerate([_placed(activated(both, "gelu_tanh"))] if gated else both):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 result.at[pl.ds(0, rows)].T[...] = plgpu.layout_cast(
                     a, plgpu.Layout.WGMMA_TRANSPOSED

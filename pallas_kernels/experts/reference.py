@@ -13,16 +13,15 @@ from pallas_kernels.grouped.coding import Codes, Coding, dequantise
 from pallas_kernels.lone_row import twice_if_alone
 
 PART_INPUTS = 256  # inputs of the router that each part sums
-MOST_IN_PARTS = 8  # most tokens whose logits are computed in parts
+MOST_IN_PARTS = 512  # most tokens whose logits are computed in parts
 
 
 def router_logits(x: Float[Array, "T D"], weight: Float[Array, "D E"]) -> Float[Array, "S T E"]:
     """Multiply tokens by the router weight, in float32. Return S partial sums of the logits.
 
-    S is above 1 only for up to 8 tokens. `experts` adds the parts up where it reads them, which
-    saves a kernel. XLA also cuts so small a product into parts, so that many processors read the
-    weight, but it adds them up in a separate kernel. For 8 tokens of 26B-A4B on an H200,
-    logits and routing take 5.5 us instead of 6.6 us. For 16 tokens both ways take equally long.
+    S is above 1 for up to 512 tokens. `experts` adds the parts up where it reads them, which saves a
+    kernel. XLA also cuts so small a product into parts, so that many processors read the weight, but
+    it adds them up in a separate kernel, and not always. `docs/quantised-speed.md` has the times.
     """
     (t, d), e = x.shape, weight.shape[1]
     parts = d // PART_INPUTS if t <= MOST_IN_PARTS and d % PART_INPUTS == 0 else 1

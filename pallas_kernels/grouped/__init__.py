@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import elementary
 from pallas_kernels.dispatch import (
     Candidate,
     capability,
@@ -22,6 +23,7 @@ from pallas_kernels.dispatch import (
     too_many_rows,
     why_not_triton,
 )
+from pallas_kernels.elementary import Activation
 from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
 from pallas_kernels.grouped.reference import reference
 from pallas_kernels.grouped.triton import Cut, linear_triton
@@ -29,6 +31,7 @@ from pallas_kernels.grouped.tuning import (
     MmaCut,
     MosaicCut,
     cut_for,
+    gated_cut_for,
     mosaic_cut_for,
     mosaic_is_faster,
 )
@@ -38,8 +41,19 @@ from pallas_kernels.tiles import FewCut
 MOST_ROWS = 512
 LEAST_OUTPUTS = 16
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
+OfGated = Literal["auto", "reference", "mosaic"]
 
-__all__ = ["Codes", "Coding", "Cut", "FewCut", "MmaCut", "MosaicCut", "linear", "reference"]
+__all__ = [
+    "Codes",
+    "Coding",
+    "Cut",
+    "FewCut",
+    "MmaCut",
+    "MosaicCut",
+    "gated",
+    "linear",
+    "reference",
+]
 
 
 def linear(
@@ -112,6 +126,64 @@ def linear(
         Candidate("triton", triton, too_many_rows(x, MOST_ROWS) or reason),
     ]
     return dispatch(implementation, candidates, functools.partial(reference, **how), x, weight)
+
+
+def gated(
+    x: Float[Array, "R K"],
+    weight: Codes,
+    *,
+    coding: Coding,
+    activation: Activation,
+    dtype: DTypeLike,
+    implementation: OfGated = "auto",
+    cut: FewCut | None = None,
+) -> Float[Array, "R F"]:
+    """Return activation(x @ gate) * (x @ up). Both products are rounded before.
+
+    Args:
+      x: rows.
+      weight: gate and up side by side: codes [K / 64, 2, F, 32], scales [K / group, 2, F].
+      implementation: "mosaic" has one kernel for all. It needs what that of `linear` needs, and up to 8
+        rows. "auto" takes it where it can run and is faster. Elsewhere it takes the kernels of `linear`.
+        "reference" takes none.
+      cut: of that kernel; None takes it from `tuning.py`.
+      others: as in `linear`.
+
+    Raises:
+      ValueError: shapes do not fit together.
+      NotImplementedError: implementation is "mosaic" and it cannot run.
+    """
+    outputs = weight.codes.shape[-2]
+    own = cut or gated_cut_for(x.shape[0], outputs)
+
+    def mosaic(x: Array, weight: Codes) -> Array:
+        from pallas_kernels.grouped.few import linear_few  # not in every jax
+
+        assert own is not None
+        how: Any = dict(group=coding.group, dtype=dtype, cut=own, activation=activation)
+        return linear_few(x, weight, **how)
+
+    def plain(x: Array, weight: Codes) -> Array:
+        how: Any = dict(implementation="reference" if implementation == "reference" else "auto")
+        both = linear(x, _side_by_side(weight), coding=coding, dtype=dtype, **how)
+        return elementary.gated(both.reshape(-1, 2, outputs), activation)
+
+    _check(x, _side_by_side(weight), coding, True)
+    reason = why_not_triton(x, interpret=False, dtypes=(jnp.bfloat16,))
+    reason = reason or _why_not(x, weight, outputs)
+    reason = _why_not_mosaic(x, weight, coding, True, own, False) or reason
+    return dispatch(implementation, [Candidate("mosaic", mosaic, reason)], plain, x, weight)
+
+
+def _side_by_side(weight: Codes) -> Codes:
+    """Return gate and up as one matrix."""
+
+    def joined(array: Array | None) -> Array | None:
+        return None if array is None else array.reshape(array.shape[0], -1)
+
+    factors = None if weight.factors is None else weight.factors.reshape(-1)
+    codes = weight.codes.reshape(weight.codes.shape[0], -1, weight.codes.shape[-1])
+    return Codes(codes, joined(weight.scales), joined(weight.zeros), factors)
 
 
 def _why_not_mosaic(

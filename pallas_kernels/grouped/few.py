@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.elementary import Activation
 from pallas_kernels.few import multiply
 from pallas_kernels.grouped.coding import Codes
 from pallas_kernels.grouped.mma import FourBits
@@ -12,8 +15,20 @@ from pallas_kernels.tiles import FewCut
 
 
 def linear_few(
-    x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, cut: FewCut
+    x: Float[Array, "R K"],
+    weight: Codes,
+    *,
+    group: int,
+    dtype: DTypeLike,
+    cut: FewCut,
+    activation: Activation | None = None,
 ) -> Float[Array, "R N"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them."""
-    own, outputs = FourBits.of(weight, cut, group), weight.codes.shape[1]
-    return multiply("grouped_linear", x, own, outputs=outputs, dtype=dtype)
+    """Launch the kernel. Arguments as in `pallas_kernels.grouped`, whose functions check them.
+
+    Args:
+      activation: None for `linear`.
+    """
+    own = FourBits.of(weight, cut, group, gated=activation is not None)
+    name = "grouped_gate_up" if activation else "grouped_linear"
+    how: Any = dict(outputs=weight.codes.shape[-2], dtype=dtype, activation=activation)
+    return multiply(name, x, own, **how)

@@ -243,6 +243,16 @@ def _few_cut_for(rows: int, blocks: int, outputs: int) -> FewCut | None:
     return None if outputs % cut.outputs else cut
 
 
+def gated_cut_for(rows: int, outputs: int) -> FewCut | None:
+    """Return how the kernel of gate and up with the activation cuts them; None where it is not faster.
+
+    Args:
+      outputs: of gate.
+    """
+    cut = FewCut(stages=3, per_processor=3, pieces=2)
+    return None if rows > ROWS or outputs % cut.outputs else cut
+
+
 def _mma_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MmaCut | None:
     """Return how the kernel of few rows cuts a product; None where it does not fit."""
     rows = padded(rows, ROWS)

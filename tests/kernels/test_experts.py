@@ -131,7 +131,7 @@ def test_experts_that_are_not_chosen_are_not_read() -> None:
     assert (interpreted(*router, gate_up, down, top_k=SMALL.top_k) == clean).all()
 
 
-@pytest.mark.parametrize(("tokens", "parts"), [(2, 2), (17, 1)])
+@pytest.mark.parametrize(("tokens", "parts"), [(2, 2), (17, 2), (513, 1)])
 def test_parts_of_the_routers_product_add_up(tokens: int, parts: int) -> None:
     both = jax.random.normal(jax.random.key(0), (tokens + SMALL.experts, 512), jnp.bfloat16)
     rows, weight = both[:tokens], both[tokens:].T
