@@ -31,6 +31,7 @@ from jaxspec.draft_head import graph_with_head
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
+from jaxspec.models.layers import project_gated
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.params import Graph
 from jaxspec.quantised.array import quantise, quantise_in_slices
@@ -721,6 +722,28 @@ def test_few_rows_of_four_bit_codes_are_loaded_16_bytes_at_a_time(
     parts = {"ld.shared.b32"} if outputs == 4608 else set()  # of sums, behind the loop
     assert loads == {"ld.shared.v4.b32", "ld.shared.b16"} | parts  # codes and rows, and scales
     assert not re.search(r"cvt\.\w+\.f32\.[su]8", said)
+    steps_end_with_a_fence(said)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_gate_and_up_of_few_rows_are_one_kernel(
+    rows: int, format: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The activation is in it, and nothing spills."""
+    for name in ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS"):
+        monkeypatch.setenv(name, "1")
+    size = 2560, 2, 3584  # of no model, so that no other test has compiled it
+    weight = jax.eval_shape(
+        lambda: quantise(jnp.zeros(size, jnp.bfloat16), format, (0,)),
+    )
+    x = jax.ShapeDtypeStruct((1, rows, size[0]), jnp.bfloat16)
+    compiled = H200.compile(lambda x, w: project_gated(x, w, "gelu_tanh"), x, weight)
+    assert "gate_up" in compiled.as_text()
+    assert " fusion(" not in compiled.as_text()
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
     steps_end_with_a_fence(said)
 
 

@@ -17,15 +17,16 @@ from jaxspec import quantised
 from jaxspec.commands.models import Quantized
 from jaxspec.configs.gemma4 import PRESETS
 from jaxspec.families import graph_of
-from jaxspec.models.layers import project, table_logits
+from jaxspec.models.layers import project, project_gated, table_logits
 from jaxspec.quantised import FormatError, array
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
 from pallas_kernels import tiles
 from pallas_kernels.dispatch import H200_PROCESSORS
 from pallas_kernels.eight_bits.cases import SHAPES
+from pallas_kernels.elementary import Activation
 from pallas_kernels.experts import Tiling, cases, experts
-from pallas_kernels.grouped import Codes, Coding, Cut, linear
+from pallas_kernels.grouped import Codes, Coding, Cut, gated, linear
 from pallas_kernels.grouped.coding import E2M1, numbers, pack, pack_pairs, unpack
 from pallas_kernels.grouped.tuning import (
     ROWS,
@@ -33,6 +34,7 @@ from pallas_kernels.grouped.tuning import (
     MmaCut,
     MosaicCut,
     cut_for,
+    gated_cut_for,
     mosaic_cut_for,
     mosaic_is_faster,
 )
@@ -138,6 +140,19 @@ def test_a_product_equals_dequantise_then_multiply(format, shape, inputs):
     rows = random((4, 6, *shape[:inputs]), 1)
     expected = np.tensordot(np.asarray(rows, np.float64), np.asarray(weight.dequantise()), inputs)
     np.testing.assert_allclose(project(rows, weight, inputs=inputs), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "int8", "fp8"])
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_gate_and_up_are_activated_and_multiplied(format, activation):
+    weight, x = quantise(random((128, 2, 24)), format, (0,)), random((3, 5, 128), 1) / 8
+    gate, up = np.moveaxis(np.asarray(weight.dequantise(), np.float64), 1, 0)
+    a = np.asarray(x, np.float64) @ gate
+    inner = a if activation == "silu" else np.sqrt(8 / np.pi) * (a + 0.044715 * a**3)
+    expected = a / (1 + np.exp(-inner)) * (x @ up)
+    np.testing.assert_allclose(project_gated(x, weight, activation), expected, atol=1e-3)
+    alone = project_gated(x[:1, :1], weight, activation)
+    np.testing.assert_allclose(alone, expected[:1, :1], atol=1e-3)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -312,6 +327,42 @@ def test_few_rows_have_the_kernel_that_is_fastest():
         assert [isinstance(cut, FewCut) for cut in cuts] == [True] * few + [False] * others
         assert faster[:few] == list(range(1, few + 1))
         assert all(rows >= ROWS for rows in faster[few:])
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if "gate_up" in name])
+def test_gate_and_up_of_few_rows_have_one_kernel(name):
+    """Its blocks fit on a processor side by side."""
+    inputs, outputs = SHAPES[name]
+    assert gated_cut_for(9, outputs // 2) is None
+    for rows in (1, 8):
+        cut = gated_cut_for(rows, outputs // 2)
+        assert cut is not None
+        step = cut.blocks * (2 * cut.outputs * (32 + 4) + 128 * rows)
+        parts = cut.outputs * 2 * 4 * ROWS * 4
+        assert cut.per_processor * (cut.stages * step + parts + 1024) <= SHARED_BYTES
+        assert inputs >= cut.inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("name", [name for name in SHAPES if "gate_up" in name])
+def test_gate_and_up_of_every_target_on_a_gpu(name, group):
+    """The kernel rounds gate and up before the activation, as the reference does."""
+    inputs, outputs = SHAPES[name][0], SHAPES[name][1] // 2
+    weight, coding = codes_of("int4", "bfloat16", False, True, inputs, 2 * outputs, group)
+    shapes = (-1, 2, outputs, 32), (-1, 2, outputs)
+    weight = Codes(*(a.reshape(shape) for a, shape in zip(weight[:2], shapes, strict=True)))
+    for rows, activation in itertools.product((1, 2, 5, 8), get_args(Activation)):
+        x = (random((rows, inputs)) / np.sqrt(inputs)).astype(jnp.bfloat16)
+        how: dict[str, Any] = dict(coding=coding, activation=activation, dtype=jnp.bfloat16)
+        ours, theirs = (
+            jax.jit(lambda x, w, how=how, which=which: gated(x, w, implementation=which, **how))(
+                x, weight
+            ).astype(jnp.float32)
+            for which in ("mosaic", "reference")
+        )
+        error = jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)
+        assert float(error) < 5e-3, (rows, activation)  # 2^-9 each, for gate, up and the result
 
 
 @pytest.mark.gpu

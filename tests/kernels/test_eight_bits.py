@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from jaxspec.configs.gemma4 import PRESETS
 from jaxspec.families import graph_of
 from jaxspec.quantised.choice import formats_for
 from pallas_kernels.dispatch import H200_PROCESSORS
-from pallas_kernels.eight_bits import Cut, decode, linear, rounded_sums
+from pallas_kernels.eight_bits import Cut, decode, gated, linear, rounded_sums
 from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.eight_bits.tuning import (
     LINE,
@@ -24,12 +26,14 @@ from pallas_kernels.eight_bits.tuning import (
     TABLE,
     MosaicCut,
     cut_for,
+    gated_cut_for,
     mosaic_cut_for,
     mosaic_is_faster,
     sums_are_faster,
     sums_cut_for,
     triton_is_faster,
 )
+from pallas_kernels.elementary import Activation
 from pallas_kernels.rounding import round_rows
 from pallas_kernels.tiles import SHARED_BYTES, FewCut, padded, results_are_apart, shares
 
@@ -313,6 +317,32 @@ def test_every_product_of_every_target_on_a_gpu(name, kind):
             for choice in (dict(), dict(implementation="reference"))
         ]
         assert errors[0] <= 2 * errors[1], (rows, errors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in SHAPES if "gate_up" in name])
+def test_gate_and_up_of_every_target_on_a_gpu(name, kind):
+    """The kernel rounds gate and up before the activation, as the reference does."""
+    inputs, outputs = SHAPES[name]
+    for rows, activation in itertools.product((1, 2, 5, 8), get_args(Activation)):
+        x, codes, scales = arguments(rows, (inputs,), (2, outputs // 2), kind)
+        x, scales = x / math.sqrt(inputs), scales * (1 if kind == jnp.int8 else 16)
+        how: Any = dict(activation=activation, dtype=jnp.bfloat16)
+        ours, theirs = (
+            jax.jit(functools.partial(gated, implementation=which, **how))(x, codes, scales).astype(
+                jnp.float32
+            )
+            for which in ("mosaic", "reference")
+        )
+        error = jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)
+        assert float(error) < 5e-3, (rows, activation)  # 2^-9 each, for gate, up and the result
+
+
+def test_gate_and_up_of_few_rows_have_a_cut():
+    assert gated_cut_for(8, 10240) == FewCut(blocks=4, stages=6, pieces=2)
+    assert gated_cut_for(9, 10240) is None
+    assert gated_cut_for(8, 10248) is None
 
 
 @pytest.mark.gpu
