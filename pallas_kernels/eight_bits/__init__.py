@@ -163,8 +163,7 @@ def gated(
         return elementary.gated(linear(*args, dtype=dtype, **how), activation)
 
     reason = _why_not_mosaic(x, codes, own, False) or _why_not_cut(inputs, outputs)
-    faster = gated_is_faster(inputs, outputs, fp8=codes.dtype != jnp.int8)
-    candidates = [Candidate("mosaic", mosaic, reason, faster)]
+    candidates = [Candidate("mosaic", mosaic, reason, gated_is_faster(inputs, outputs))]
     return dispatch(implementation, candidates, plain, x, codes, scales)
 
 

@@ -134,7 +134,8 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
 ROWS = 8  # the Mosaic kernel pads rows to a multiple of it
 MOST_FEW_ROWS = 16
 MOST_MMA_ROWS = 32
-LARGE_FOR_FEW_ROWS = 100e6  # for `few.py` and up to 8 rows: see `tiles.few_is_faster`
+LARGE_FOR_FEW_ROWS = 100e6  # for `few.py`: see `tiles.few_is_faster`
+NUMBERS_OF_TWO_GROUPS = 60e6  # of a weight, from which on two warpgroups share rows in `few.py`
 LARGE_NUMBERS = 30e6  # of a weight; smaller ones have smaller tiles
 
 
@@ -231,15 +232,16 @@ def mosaic_cut_for(
 
 def _few_cut_for(rows: int, blocks: int, outputs: int) -> FewCut | None:
     """Return how the kernel of very few rows cuts a product; None where it does not fit, or is slower."""
-    most = LARGE_FOR_FEW_ROWS if rows <= ROWS else LARGE_NUMBERS
-    if rows > MOST_FEW_ROWS or not few_is_faster(blocks * BLOCK, outputs, most):
+    inputs, narrow = blocks * BLOCK, outputs <= 3 * processors() * MMA_OUTPUTS
+    most = LARGE_NUMBERS if narrow and rows > ROWS else LARGE_FOR_FEW_ROWS
+    if rows > MOST_FEW_ROWS or not few_is_faster(inputs, outputs, most):
         return None
-    if rows <= ROWS:
-        cut = FewCut()
-    elif outputs <= 3 * processors() * MMA_OUTPUTS:
+    if inputs * outputs >= NUMBERS_OF_TWO_GROUPS or (rows > ROWS and not narrow):
+        cut = FewCut(groups=2, per_processor=2)
+    elif rows > ROWS:
         cut = FewCut(stages=3, per_processor=3)  # one column of outputs for each block of threads
     else:
-        cut = FewCut(groups=2, per_processor=2)
+        cut = FewCut()
     return None if outputs % cut.outputs else cut
 
 
