@@ -80,11 +80,7 @@ def linear(
       ValueError: shapes do not fit together.
       NotImplementedError: implementation is "triton" or "mosaic" and it cannot run.
     """
-    if codes.shape != (*scales.shape, *x.shape[1:]):
-        raise ValueError(
-            f"for rows {x.shape} and scales {scales.shape}, codes must be "
-            f"{(*scales.shape, *x.shape[1:])}; they are {codes.shape}"
-        )
+    _check(x, codes, scales)
     sizes = x.shape[0], math.prod(x.shape[1:]), scales.size
     own = (
         cut
@@ -149,6 +145,7 @@ def gated(
       ValueError: shapes do not fit together.
       NotImplementedError: implementation is "mosaic" and it cannot run.
     """
+    _check(x, codes, scales)
     rows, inputs, outputs = x.shape[0], math.prod(x.shape[1:]), scales.shape[1]
     own = cut or gated_cut_for(rows, outputs)
 
@@ -207,6 +204,14 @@ def rounded_sums(
     candidate = Candidate("mosaic", mosaic, reason, sums_are_faster(*sizes))
     plain = functools.partial(sums, axes=tuple(range(first, codes.ndim)), dtype=dtype)
     return dispatch(implementation, [candidate], plain, x, codes)
+
+
+def _check(x: Array, codes: Array, scales: Array) -> None:
+    if codes.shape != (*scales.shape, *x.shape[1:]):
+        raise ValueError(
+            f"for rows {x.shape} and scales {scales.shape}, codes must be "
+            f"{(*scales.shape, *x.shape[1:])}; they are {codes.shape}"
+        )
 
 
 def _why_not_cut(inputs: int, outputs: int) -> str | None:
