@@ -148,7 +148,12 @@ def test_the_copy_is_of_the_head(graph: Graph, params: Params, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("stored", "format"), [("int8", "int4"), ("int4", "fp8-dynamic"), ("fp8", "fp8-dynamic")]
+    ("stored", "format"),
+    [
+        ("int4", "fp8-dynamic"),
+        pytest.param("int8", "int4", marks=pytest.mark.slow),
+        pytest.param("fp8", "fp8-dynamic", marks=pytest.mark.slow),
+    ],
 )
 def test_a_copy_of_a_quantised_head(stored: str, format: str) -> None:
     """It is made of what the head stands for, and decodes as the target does without a drafter."""
