@@ -8,6 +8,7 @@ written here because nothing in this package may import `jaxspec`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -17,12 +18,15 @@ from jaxtyping import Array, DTypeLike, Float
 
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 Activation = Literal["gelu_tanh", "silu"]
+_ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "gelu_tanh": gelu_tanh,
+    "silu": jax.nn.silu,
+}
 
 
 def gated(both: Float[Array, "*rows 2 F"], activation: Activation) -> Float[Array, "*rows F"]:
     """Return activation(gate) * up, of gate and up side by side."""
-    activate = gelu_tanh if activation == "gelu_tanh" else jax.nn.silu
-    return activate(both[..., 0, :]) * both[..., 1, :]
+    return _ACTIVATIONS[activation](both[..., 0, :]) * both[..., 1, :]
 
 
 def rms_norm(

@@ -3,7 +3,7 @@
 `mma.py` says how a warp multiplies. Here the warps of a warpgroup share inputs: they have the same 16
 outputs, and a quarter of the inputs of a step each. So a block of threads has few outputs, blocks are many,
 and each sums over all inputs. No part of a sum is written to the memory of the GPU, and none has to be
-added there.
+added there. Of gate and up a warpgroup has the same 16 outputs each, so it has what their activation needs.
 
 A block multiplies one column of outputs after the other. One of its warpgroups lets TMA load, several steps
 ahead, those of the next column too. The rows are loaded again for each column: little for up to 16 of them,
@@ -42,18 +42,19 @@ def multiply(
 
     Args:
       name: what profiles call the kernel.
-      weight: a matrix, with a `FewCut`; or gate and up, `gated`.
+      weight: with a `FewCut`: a matrix; or gate and up, `gated`.
       outputs: of a matrix.
-      dtype: of the result. Gate and up are rounded to it before the activation.
-      activation: for gate and up.
+      dtype: of the result. Gate and up are rounded to it before the activation, as in the reference.
+      activation: for gate and up; None for a matrix.
 
     Raises:
       ValueError: the cut does not fit.
     """
     cut: FewCut = weight.cut
+    assert weight.gated == (activation is not None)
     weight.check(outputs)
     (count, inputs), rows = x.shape, padded(x.shape[0], MMA_ROWS)
-    few, steps, columns = count < MMA_ROWS, -(-inputs // cut.inputs), outputs // cut.outputs
+    few, steps, columns = count < MMA_ROWS, -(-inputs // cut.inputs), outputs // weight.width
     blocks = min(processors() * cut.per_processor, columns)
     if few:
         x = x.reshape(count, -1, BLOCK)

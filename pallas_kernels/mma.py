@@ -108,6 +108,10 @@ class Weight(abc.ABC):
             raise ValueError(
                 f"{self.cut} does not cut {outputs} outputs evenly, or blocks among {WARPS} warps"
             )
+        if self.gated and (self.cut.pieces != 2 or not (self.cut.shared or self.cut.groups == 1)):
+            raise ValueError(
+                f"gate and up are two pieces, of one warpgroup unless inputs are shared: {self.cut}"
+            )
 
     def memory(self, given: int, rows: int) -> tuple[Any, ...]:
         """Return the shared memory of a block of threads: rings, those of rows, parts of sums, and barriers.

@@ -51,14 +51,18 @@ def swizzle(line: int, dtype: DTypeLike) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line_bytes)
 
 
+# An activation of x is x * sigmoid(inner(x)).
+_INNER: dict[Activation, Callable[[Array], Array]] = {
+    "gelu_tanh": lambda x: 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x)),
+    "silu": lambda x: x,
+}
+
+
 def activated(both: Sequence[Array], activation: Activation) -> Array:
-    """Return activation(gate) * up, of the same dtype. Both activations are x * sigmoid(inner)."""
+    """Return activation(gate) * up, of the same dtype."""
     gate, _ = both
     x, y = (a.astype(jnp.float32) for a in both)
-    inner = x
-    if activation == "gelu_tanh":
-        inner = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
-    return (x * y / (1 + jnp.exp(-inner))).astype(gate.dtype)
+    return (x * y / (1 + jnp.exp(-_INNER[activation](x)))).astype(gate.dtype)
 
 
 Sums = Literal["together", "apart", "carried"]

@@ -36,8 +36,8 @@ class FewCut:
       groups: warpgroups of a block that multiply, 16 outputs each. One more loads.
       blocks: of 64 inputs, of a step, a multiple of 4. The last step may reach past the inputs.
       stages: steps that the ring in shared memory holds.
-      per_processor: blocks of threads that a processor runs at once.
-      pieces: of a warpgroup: one, or gate and up.
+      per_processor: blocks of threads for each processor. Those that do not fit on it at once run when others end.
+      pieces: of a warpgroup: one, or gate and up. The launchers set it.
       shared: as in `experts.cuts.MmaCut`.
     """
 
@@ -71,6 +71,14 @@ def few_is_faster(inputs: int, outputs: int, most: float) -> bool:
     """
     even = outputs >= 2 * processors() * MMA_OUTPUTS
     return inputs * outputs < (most if even else SMALL_NUMBERS)
+
+
+def why_not_gated(rows: int, outputs: int) -> str:
+    """Return why no kernel takes such gate and up with the activation."""
+    return (
+        f"the Mosaic kernel of gate and up takes up to {MMA_ROWS} rows, and outputs that are a multiple "
+        f"of {MMA_OUTPUTS}; there are {rows} rows and {outputs} outputs"
+    )
 
 
 def padded(rows: int, multiple: int) -> int:

@@ -29,7 +29,7 @@ from rich.live import Live
 from rich.table import Table
 
 from jaxspec.commands.output import json_lines, write_line
-from pallas_kernels import eight_bits, grouped
+from pallas_kernels import eight_bits, elementary, grouped
 from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.grouped import Codes, Coding
 from pallas_kernels.rounding import round_rows
@@ -66,6 +66,30 @@ def weight(format: str, inputs: int, outputs: int, key: Array) -> tuple[Array, .
         return jax.lax.bitcast_convert_type(bits, jnp.int8), scale((outputs,))
     bits = jnp.where(bits & 127 == 127, 0, bits)  # that one is no number
     return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn), scale((outputs,))
+
+
+def activated(format: str, implementation: Any, dtype: Any) -> Run:
+    """Return what multiplies rows by gate and up, and activates.
+
+    "auto" has one kernel for all of it, where models have one. Others have a product and an activation.
+    """
+    if format == "fp8-dynamic":
+        raise ValueError("scales of rounded rows come between the product and the activation")
+    both = product(format, implementation, dtype)
+    how: Any = dict(dtype=dtype, implementation=implementation, activation="gelu_tanh")
+    if format == "bfloat16" or implementation not in ("auto", "reference"):
+        return lambda x, *w: elementary.gated(both(x, *w).reshape(len(x), 2, -1), "gelu_tanh")
+    if not format.startswith("int4"):
+        return lambda x, codes, scales: eight_bits.gated(
+            x, codes.reshape(2, -1, codes.shape[1]), scales.reshape(2, -1), **how
+        )
+    coding = Coding("int4", _group(format))
+    return lambda x, codes, scales: grouped.gated(
+        x,
+        Codes(codes.reshape(len(codes), 2, -1, 32), scales.reshape(len(scales), 2, -1)),
+        coding=coding,
+        **how,
+    )
 
 
 def product(format: str, implementation: Any, dtype: Any) -> Run:
@@ -128,8 +152,19 @@ def medians(events: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]
     return dict(sorted(found.items(), key=lambda item: -item[1][0] * item[1][1]))
 
 
-def measure(size: str, format: str, rows: int, implementation: str, runs: int) -> Measured:
-    """Time one product, and compare it with the reference."""
+def measure(
+    size: str,
+    format: str,
+    rows: int,
+    implementation: str,
+    runs: int,
+    make: Callable[..., Run] = product,
+) -> Measured:
+    """Time one product, and compare it with the reference.
+
+    Args:
+      make: `product`, or `activated`.
+    """
     inputs, outputs = SHAPES[size]
     keys = jax.random.split(jax.random.key(0), 64)
     weights = [jax.block_until_ready(weight(format, inputs, outputs, keys[0]))]
@@ -139,11 +174,11 @@ def measure(size: str, format: str, rows: int, implementation: str, runs: int) -
     x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
     if format == "fp8-dynamic":
         x, _ = round_rows(x)
-    run = jax.jit(product(format, implementation, jnp.bfloat16))
+    run = jax.jit(make(format, implementation, jnp.bfloat16))
     kernels = kernel_times(lambda i: run(x, *weights[i % copies]), runs)
     us = sum(kernels.values())
     ours, theirs = (
-        jax.jit(product(format, name, jnp.float32))(x, *weights[0])
+        jax.jit(make(format, name, jnp.float32))(x, *weights[0])
         for name in (implementation, "reference")
     )
     error = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
@@ -161,6 +196,14 @@ def main(
     implementation: Annotated[
         list[str], typer.Option(help="auto, reference, triton or mosaic.")
     ] = ["auto"],  # noqa: B006
+    activation: Annotated[
+        bool,
+        typer.Option(
+            "--activation",
+            help="With the activation behind it, for sizes that end with gate_up. Models have both in one "
+            "kernel where auto finds one.",
+        ),
+    ] = False,
     runs: Annotated[int, typer.Option(min=1)] = 10,
     to: Annotated[
         str | None,
@@ -173,6 +216,8 @@ def main(
         raise typer.BadParameter(
             f"no size begins with {', '.join(size)}; there are {', '.join(SHAPES)}"
         )
+    if activation and (others := [name for name in sizes if not name.endswith("gate_up")]):
+        raise typer.BadParameter(f"--activation is for gate_up, not for {', '.join(others)}")
     if unknown := sorted(set(format) - set(FORMATS)):
         raise typer.BadParameter(f"no format {', '.join(unknown)}; there are {', '.join(FORMATS)}")
     device = jax.devices()[0]
@@ -189,7 +234,7 @@ def main(
             if kind == "bfloat16" and how != implementation[0]:
                 continue  # XLA has one product of these
             try:
-                one = measure(name, kind, count, how, runs)
+                one = measure(name, kind, count, how, runs, activated if activation else product)
             except (NotImplementedError, ValueError) as error:  # no such kernel, or none for these
                 table.add_row(name, kind, str(count), how, "", "", "", str(error))
                 continue

@@ -142,17 +142,44 @@ def test_a_product_equals_dequantise_then_multiply(format, shape, inputs):
     np.testing.assert_allclose(project(rows, weight, inputs=inputs), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("format", [*FORMATS, "int8", "fp8"])
+@pytest.mark.parametrize("format", [*FORMATS, "int8", "fp8", "fp8-dynamic", None])
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_gate_and_up_are_activated_and_multiplied(format, activation):
-    weight, x = quantise(random((128, 2, 24)), format, (0,)), random((3, 5, 128), 1) / 8
-    gate, up = np.moveaxis(np.asarray(weight.dequantise(), np.float64), 1, 0)
+    """Sums differ by float32's rounding. Those of "fp8-dynamic" are of rounded rows."""
+    numbers, x = random((128, 2, 24)), random((3, 5, 128), 1) / 8
+    weight = numbers if format is None else quantise(numbers, format, (0,))
+    if format is not None:
+        numbers = weight.dequantise()
+    gate, up = np.moveaxis(np.asarray(numbers, np.float64), 1, 0)
     a = np.asarray(x, np.float64) @ gate
     inner = a if activation == "silu" else np.sqrt(8 / np.pi) * (a + 0.044715 * a**3)
     expected = a / (1 + np.exp(-inner)) * (x @ up)
-    np.testing.assert_allclose(project_gated(x, weight, activation), expected, atol=1e-3)
+    atol = (
+        1e-5 if format != "fp8-dynamic" else 0.2
+    )  # of results up to 10, with a product of two roundings
+    found = project_gated(x, weight, activation)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
     alone = project_gated(x[:1, :1], weight, activation)
-    np.testing.assert_allclose(alone, expected[:1, :1], atol=1e-3)
+    np.testing.assert_allclose(alone, found[:1, :1], rtol=0, atol=1e-5)
+
+
+def test_gate_and_up_of_other_shapes_are_refused(monkeypatch):
+    weight, coding = codes_of("int4", "bfloat16", False, True, 128, 48, 32)
+    how: dict[str, Any] = dict(coding=coding, activation="silu", dtype=jnp.bfloat16)
+    x = random((9, 128)).astype(jnp.bfloat16)
+    three = Codes(weight.codes.reshape(2, 3, 16, 32), weight.scales.reshape(4, 3, 16))
+    for other in (weight, three):
+        with pytest.raises(ValueError, match=r"must be \[blocks, 2, outputs, 32\]; they are"):
+            gated(x, other, **how)
+    two = Codes(weight.codes.reshape(2, 2, 24, 32), weight.scales.reshape(4, 2, 24))
+    with pytest.raises(ValueError, match="codes must be"):
+        gated(x[:, :64], two, **how)
+    for rows, said in (
+        (9, "up to 8 rows"),
+        (8, "a multiple of 16; there are 8 rows and 24 outputs"),
+    ):
+        with pytest.raises(NotImplementedError, match=said):
+            gated(x[:rows], two, implementation="mosaic", **how)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -319,7 +346,7 @@ def test_a_cut_for_very_few_rows_that_does_not_fit_is_refused(cut):
 def test_few_rows_have_the_kernel_that_is_fastest():
     """By the table: rows of the kernel of very few rows, then those of the other Mosaic kernels."""
     sizes = {"31b out": (8, 11), "31b down": (0, 12), "26b-a4b qkv": (16, 3), "e4b down": (0, 5)}
-    sizes["31b gate_up"] = (0, 12)
+    sizes |= {"31b gate_up": (0, 12), "31b qkv": (16, 3)}
     for name, (few, others) in sizes.items():
         inputs, outputs = SHAPES[name]
         faster = [rows for rows in range(1, 20) if mosaic_is_faster(rows, inputs // 64, outputs)]
@@ -327,6 +354,9 @@ def test_few_rows_have_the_kernel_that_is_fastest():
         assert [isinstance(cut, FewCut) for cut in cuts] == [True] * few + [False] * others
         assert faster[:few] == list(range(1, few + 1))
         assert all(rows >= ROWS for rows in faster[few:])
+    wide = FewCut(groups=2, per_processor=2)  # two warpgroups share rows
+    assert [mosaic_cut_for(rows, 84, 16384) for rows in (1, 8, 16)] == [wide] * 3
+    assert [mosaic_cut_for(rows, 44, 8192) for rows in (8, 16)] == [FewCut(), wide]
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if "gate_up" in name])
@@ -338,7 +368,7 @@ def test_gate_and_up_of_few_rows_have_one_kernel(name):
         cut = gated_cut_for(rows, outputs // 2)
         assert cut is not None
         step = cut.blocks * (2 * cut.outputs * (32 + 4) + 128 * rows)
-        parts = cut.outputs * 2 * 4 * ROWS * 4
+        parts = cut.outputs * 2 * 4 * ROWS * 4  # of the sums of four warps
         assert cut.per_processor * (cut.stages * step + parts + 1024) <= SHARED_BYTES
         assert inputs >= cut.inputs
 

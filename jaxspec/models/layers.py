@@ -1,7 +1,7 @@
 """The small parts that targets and drafters share: products, norm, rotary embedding, gated MLP.
 
-The weight of a linear meets an activation in `project`, that of a head in `table_logits`, those of
-experts in `moe.Experts`. All three take a `QuantisedArray` in place of an array. What else is
+The weight of a linear meets an activation in `project`, gate and up in `project_gated`, that of a head in
+`table_logits`, those of experts in `moe.Experts`. All take a `QuantisedArray` in place of an array. What else is
 multiplied by a weight is small: a router, and an assistant's centroids with the rows they choose.
 
 The arithmetic of norm and rotary embedding is in `pallas_kernels.elementary`, and not here: the
@@ -109,12 +109,10 @@ def project_gated(
     activation: Activation,
 ) -> Float[Array, "*rows F"]:
     """Return activation(x @ gate) * (x @ up), of a weight that is gate and up."""
-    alone = math.prod(x.shape[:-1]) == 1
-    if not isinstance(weight, QuantisedArray) or weight.rounds_activations or alone:
+    if isinstance(x, Rounded) or not isinstance(weight, QuantisedArray):
         return gated(project(x, weight), activation)
-    assert not isinstance(x, Rounded)
-    rows = x.reshape(-1, x.shape[-1])
-    out = weight.multiply_gated(rows, activation, x.dtype)
+    of_codes = functools.partial(weight.multiply_gated, activation=activation, dtype=x.dtype)
+    out = multiply_rows(of_codes, x.reshape(-1, x.shape[-1]))
     return out.reshape(*x.shape[:-1], -1)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxspec.quantised.formats import named
 from jaxspec.shapes import Array, Float, Int
-from pallas_kernels.elementary import Activation
+from pallas_kernels.elementary import Activation, gated
 from pallas_kernels.grouped import Codes, Coding
 from pallas_kernels.rounding import Rounded, Sums, round_rows
 
@@ -110,6 +110,8 @@ class QuantisedArray:
         Args:
           dtype: of the result.
         """
+        if self.rounds_activations:
+            return gated(self.multiply(rows, dtype), activation)
         return named(self.format).multiply_gated(rows, self, activation, dtype)
 
     def multiply_rounded(self, rows: Float[Array, "R *in"] | Rounded, dtype: Any) -> Sums:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxspec.shapes import Array, Float, Int
-from pallas_kernels.elementary import Activation, gated
+from pallas_kernels.elementary import Activation
 from pallas_kernels.grouped import Codes, Coding
 from pallas_kernels.rounding import Rounded, Sums
 
@@ -64,6 +64,7 @@ class Format(abc.ABC):
     ) -> Float[Array, "R *out"]:
         """Multiply rows by a weight, without writing it out as numbers."""
 
+    @abc.abstractmethod
     def multiply_gated(
         self,
         rows: Float[Array, "R D"],
@@ -71,12 +72,11 @@ class Format(abc.ABC):
         activation: Activation,
         dtype: Any,
     ) -> Float[Array, "R F"]:
-        """Return activation(rows @ gate) * (rows @ up).
+        """Return activation(rows @ gate) * (rows @ up), without rounding activations.
 
         Args:
           weight: gate and up, [D, 2, F].
         """
-        return gated(self.multiply(rows, weight, dtype), activation)
 
     def multiply_rounded(self, rows: Rounded, weight: QuantisedArray, dtype: Any) -> Sums:
         """Multiply rounded rows by a weight, where the format rounds activations.

@@ -1,8 +1,9 @@
 """A product of rows with a weight of 8-bit codes and a scale for each output.
 
 `reference.py` shows what is computed. `decode.py` shows how a GPU makes numbers of codes. `triton.py`
-multiplies few rows by them. On Hopper `few.py` multiplies up to 8, and `mosaic.py` many, and rows that are
-8-bit floats too. `tuning.py` has tile sizes, and says which is faster.
+multiplies few rows by them. On Hopper `few.py` multiplies up to 8, also by gate and up with the activation.
+`mosaic.py` multiplies many, and rows that are 8-bit floats too. `tuning.py` has tile sizes, and says which
+is faster.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from pallas_kernels.eight_bits.tuning import (
     triton_is_faster,
 )
 from pallas_kernels.elementary import Activation
-from pallas_kernels.tiles import FewCut
+from pallas_kernels.tiles import FewCut, why_not_gated
 
 LEAST = 64  # inputs and outputs are multiples of it
 FLOATS = (jnp.float8_e4m3fn,)
@@ -121,8 +122,8 @@ def linear(
 
 def gated(
     x: Float[Array, "R *in"],
-    codes: Shaped[Array, "2 F *in"],
-    scales: Float[Array, "2 F"],
+    codes: Shaped[Array, "*two_F_in"],
+    scales: Float[Array, "*two_F"],
     *,
     activation: Activation,
     dtype: DTypeLike,
@@ -133,8 +134,8 @@ def gated(
 
     Args:
       x: rows.
-      codes: of gate and of up, int8 or e4m3.
-      scales: of both, float32.
+      codes: of gate and of up, int8 or e4m3: [2, F, *in].
+      scales: of both, float32: [2, F].
       implementation: "mosaic" has one kernel for all. It needs what that of `linear` needs, and up to 8
         rows. "auto" takes it where it can run and is faster. Elsewhere it takes the kernels of `linear`.
         "reference" takes none.
@@ -146,6 +147,8 @@ def gated(
       NotImplementedError: implementation is "mosaic" and it cannot run.
     """
     _check(x, codes, scales)
+    if scales.ndim != 2 or scales.shape[0] != 2:
+        raise ValueError(f"scales of gate and up must be [2, outputs]; they are {scales.shape}")
     rows, inputs, outputs = x.shape[0], math.prod(x.shape[1:]), scales.shape[1]
     own = cut or gated_cut_for(rows, outputs)
 
@@ -160,6 +163,8 @@ def gated(
         return elementary.gated(linear(*args, dtype=dtype, **how), activation)
 
     reason = _why_not_mosaic(x, codes, own, False) or _why_not_cut(inputs, outputs)
+    if own is None:
+        reason = why_not_gated(rows, outputs)
     candidates = [Candidate("mosaic", mosaic, reason, gated_is_faster(inputs, outputs))]
     return dispatch(implementation, candidates, plain, x, codes, scales)
 

@@ -1,7 +1,8 @@
-"""Products of very few rows with codes of 8 bits, by `pallas_kernels/few.py`."""
+"""Products of very few rows with codes of 8 bits, and gate and up with the activation, by `pallas_kernels/few.py`."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -32,6 +33,7 @@ def linear_few(
     result = scales.shape[len(matrices) :]
     outputs = math.prod(result)
     codes, scales = codes.reshape(*matrices, outputs, -1), scales.reshape(*matrices, outputs)
+    cut = dataclasses.replace(cut, pieces=2 if activation else 1)
     own = EightBits(cut, activation is not None, codes, scales)
     name = "eight_bit_gate_up" if activation else "eight_bit_linear"
     how: Any = dict(outputs=outputs, dtype=dtype, activation=activation)

@@ -233,10 +233,13 @@ def mosaic_cut_for(
 def gated_cut_for(rows: int, outputs: int) -> FewCut | None:
     """Return how the kernel of gate and up with the activation cuts them; None where it does not fit.
 
+    With 8 rows two of the four blocks fit on a processor at once. On an H100 8 rows of 31B take 79.4 us, and
+    82.5 with three blocks; those of E4B 21.0, 22.0 with three, and 21.3 with four stages, where four fit.
+
     Args:
       outputs: of gate.
     """
-    cut = FewCut(blocks=4, stages=6, pieces=2)
+    cut = FewCut(blocks=4, stages=6)
     return None if rows > MOST_FEW_ROWS or outputs % cut.outputs else cut
 
 

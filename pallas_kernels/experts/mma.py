@@ -155,10 +155,6 @@ def _launch(
         assert weight.factors is not None
         own = EightBits(cut, gated, weight.codes, weight.factors)
     own.check(outputs)
-    if gated and (cut.pieces != 2 or not (cut.shared or cut.groups == 1)):
-        raise ValueError(
-            f"gate and up are two pieces, of one warpgroup unless inputs are shared: {cut}"
-        )
     blocks = processors() * cut.per_processor
 
     def body(*refs: Any) -> None:

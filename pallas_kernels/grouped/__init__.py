@@ -2,7 +2,8 @@
 
 `coding.py` says what is stored. `reference.py` shows what is computed. `decode.py` shows how a GPU
 makes numbers of codes. `triton.py` multiplies rows by them and runs on most GPUs. On Hopper `few.py`
-multiplies very few rows, `mma.py` few, and `mosaic.py` many. `tuning.py` has tile sizes.
+multiplies very few rows, also by gate and up with the activation, `mma.py` few, and `mosaic.py` many.
+`tuning.py` has tile sizes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pallas_kernels.grouped.tuning import (
     mosaic_cut_for,
     mosaic_is_faster,
 )
-from pallas_kernels.tiles import FewCut
+from pallas_kernels.tiles import FewCut, why_not_gated
 
 # Of Triton's kernel. With more, writing the weight out in 16 bits costs little beside the product.
 MOST_ROWS = 512
@@ -153,8 +154,12 @@ def gated(
       ValueError: shapes do not fit together.
       NotImplementedError: implementation is "mosaic" and it cannot run.
     """
-    outputs = weight.codes.shape[-2]
-    own = cut or gated_cut_for(x.shape[0], outputs)
+    if weight.codes.ndim != 4 or weight.codes.shape[1] != 2:
+        raise ValueError(
+            f"codes of gate and up must be [blocks, 2, outputs, 32]; they are {weight.codes.shape}"
+        )
+    rows, outputs = x.shape[0], weight.codes.shape[2]
+    own = cut or gated_cut_for(rows, outputs)
 
     def mosaic(x: Array, weight: Codes) -> Array:
         from pallas_kernels.grouped.few import linear_few  # not in every jax
@@ -166,12 +171,14 @@ def gated(
     def plain(x: Array, weight: Codes) -> Array:
         how: Any = dict(implementation="reference" if implementation == "reference" else "auto")
         both = linear(x, _side_by_side(weight), coding=coding, dtype=dtype, **how)
-        return elementary.gated(both.reshape(-1, 2, outputs), activation)
+        return elementary.gated(both.reshape(rows, 2, outputs), activation)
 
     _check(x, _side_by_side(weight), coding, True)
     reason = why_not_triton(x, interpret=False, dtypes=(jnp.bfloat16,))
     reason = reason or _why_not(x, weight, outputs)
     reason = _why_not_mosaic(x, weight, coding, True, own, False) or reason
+    if own is None:
+        reason = why_not_gated(rows, outputs)
     return dispatch(implementation, [Candidate("mosaic", mosaic, reason)], plain, x, weight)
 
 

@@ -1,7 +1,8 @@
-"""Products of very few rows with four-bit codes, by `pallas_kernels/few.py`."""
+"""Products of very few rows with four-bit codes, and gate and up with the activation, by `pallas_kernels/few.py`."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -28,6 +29,7 @@ def linear_few(
     Args:
       activation: None for `linear`.
     """
+    cut = dataclasses.replace(cut, pieces=2 if activation else 1)
     own = FourBits.of(weight, cut, group, gated=activation is not None)
     name = "grouped_gate_up" if activation else "grouped_linear"
     how: Any = dict(outputs=weight.codes.shape[-2], dtype=dtype, activation=activation)

@@ -135,7 +135,7 @@ ROWS = 8  # the Mosaic kernel pads rows to a multiple of it
 MOST_FEW_ROWS = 16
 MOST_MMA_ROWS = 32
 LARGE_FOR_FEW_ROWS = 100e6  # for `few.py`: see `tiles.few_is_faster`
-NUMBERS_OF_TWO_GROUPS = 60e6  # of a weight, from which on two warpgroups share rows in `few.py`
+NUMBERS_OF_TWO_GROUPS = 60e6  # of a weight: from there on two warpgroups share rows in `few.py`
 LARGE_NUMBERS = 30e6  # of a weight; smaller ones have smaller tiles
 
 
@@ -248,13 +248,14 @@ def _few_cut_for(rows: int, blocks: int, outputs: int) -> FewCut | None:
 def gated_cut_for(rows: int, outputs: int) -> FewCut | None:
     """Return how the kernel of gate and up with the activation cuts them; None where it is not faster.
 
-    On an H100 (`docs/quantised-speed.md`) three blocks a processor with three stages were the fastest of six
-    cuts for 1 and 8 rows of 31B, and 16 rows were slower than `mma.py` where memory is as fast as an H200's.
+    Three blocks a processor with three stages were the fastest of six cuts for 1 and 8 rows of 31B on an
+    H100: 47.5 and 48.8 us. 16 rows are slower than with `mma.py` by the forecast for an H200 in
+    `docs/quantised-speed.md`.
 
     Args:
       outputs: of gate.
     """
-    cut = FewCut(stages=3, per_processor=3, pieces=2)
+    cut = FewCut(stages=3, per_processor=3)
     return None if rows > ROWS or outputs % cut.outputs else cut
 
 

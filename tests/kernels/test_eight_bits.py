@@ -27,6 +27,7 @@ from pallas_kernels.eight_bits.tuning import (
     MosaicCut,
     cut_for,
     gated_cut_for,
+    gated_is_faster,
     mosaic_cut_for,
     mosaic_is_faster,
     sums_are_faster,
@@ -339,10 +340,29 @@ def test_gate_and_up_of_every_target_on_a_gpu(name, kind):
         assert float(error) < 5e-3, (rows, activation)  # 2^-9 each, for gate, up and the result
 
 
-def test_gate_and_up_of_few_rows_have_a_cut():
-    assert gated_cut_for(8, 10240) == FewCut(blocks=4, stages=6, pieces=2)
+def test_gate_and_up_of_few_rows_have_one_kernel():
+    """Two of its blocks fit on a processor at least, with 8 rows. Small ones were not measured."""
     assert gated_cut_for(9, 10240) is None
     assert gated_cut_for(8, 10248) is None
+    assert [gated_is_faster(1024, outputs) for outputs in (2048, 4096)] == [False, True]
+    cut = gated_cut_for(8, 10240)
+    assert cut is not None
+    step = cut.inputs * (2 * cut.outputs + 2 * 8)
+    parts = cut.outputs * 2 * 4 * 8 * 4  # of the sums of four warps
+    assert 2 * (cut.stages * step + parts + 1024) <= SHARED_BYTES
+
+
+def test_gate_and_up_of_other_shapes_are_refused():
+    how: Any = dict(activation="silu", dtype=jnp.bfloat16)
+    x, codes, scales = arguments(9, (128,), (3, 64), jnp.int8)
+    with pytest.raises(ValueError, match=r"must be \[2, outputs\]; they are \(3, 64\)"):
+        gated(x, codes, scales, **how)
+    with pytest.raises(ValueError, match=r"must be \[2, outputs\]; they are \(64,\)"):
+        gated(x, codes[0], scales[0], **how)
+    with pytest.raises(ValueError, match="codes must be"):
+        gated(x[:, :64], codes[:2], scales[:2], **how)
+    with pytest.raises(NotImplementedError, match="up to 8 rows"):
+        gated(x, codes[:2], scales[:2], implementation="mosaic", **how)
 
 
 @pytest.mark.gpu

@@ -39,6 +39,24 @@ def test_every_format_is_multiplied(format: str, monkeypatch: pytest.MonkeyPatch
     assert jnp.array_equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("format", [f for f in measure_products.FORMATS if f != "fp8-dynamic"])
+def test_gate_and_up_are_activated(format: str) -> None:
+    """By the operation that models have, and by a product and an activation."""
+    x = jax.random.normal(jax.random.key(1), (4, 128), jnp.bfloat16)
+    weight = measure_products.weight(format, 128, 64, jax.random.key(0))
+    both = measure_products.product(format, "reference", jnp.float32)(x, *weight)
+    expected = jax.nn.gelu(both[:, :32], approximate=True) * both[:, 32:]
+    for implementation in ("auto", "reference"):
+        run = measure_products.activated(format, implementation, jnp.float32)
+        assert jnp.allclose(run(x, *weight), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_activation_is_for_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app(), ["--size", "31b down", "--activation"])
+    assert result.exit_code == 2
+    assert "is for gate_up, not for 31b down" in " ".join(result.output.split())
+
+
 def test_the_table_and_its_lines_of_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a GPU, as far as the command knows. What cannot run is a line of the table that says why."""
     monkeypatch.setitem(SHAPES, "small", (128, 64))
