@@ -145,7 +145,7 @@ def test_a_product_equals_dequantise_then_multiply(format, shape, inputs):
 @pytest.mark.parametrize("format", [*FORMATS, "int8", "fp8", "fp8-dynamic", None])
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_gate_and_up_are_activated_and_multiplied(format, activation):
-    """Sums differ by float32's rounding. Those of "fp8-dynamic" are of rounded rows."""
+    """Sums differ by float32's rounding. Rows of "fp8-dynamic" are rounded, by 6 % of a number at most."""
     numbers, x = random((128, 2, 24)), random((3, 5, 128), 1) / 8
     weight = numbers if format is None else quantise(numbers, format, (0,))
     if format is not None:
@@ -154,16 +154,14 @@ def test_gate_and_up_are_activated_and_multiplied(format, activation):
     a = np.asarray(x, np.float64) @ gate
     inner = a if activation == "silu" else np.sqrt(8 / np.pi) * (a + 0.044715 * a**3)
     expected = a / (1 + np.exp(-inner)) * (x @ up)
-    atol = (
-        1e-5 if format != "fp8-dynamic" else 0.2
-    )  # of results up to 10, with a product of two roundings
     found = project_gated(x, weight, activation)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error < (0.06 if format == "fp8-dynamic" else 1e-6)
     alone = project_gated(x[:1, :1], weight, activation)
     np.testing.assert_allclose(alone, found[:1, :1], rtol=0, atol=1e-5)
 
 
-def test_gate_and_up_of_other_shapes_are_refused(monkeypatch):
+def test_gate_and_up_of_other_shapes_are_refused():
     weight, coding = codes_of("int4", "bfloat16", False, True, 128, 48, 32)
     how: dict[str, Any] = dict(coding=coding, activation="silu", dtype=jnp.bfloat16)
     x = random((9, 128)).astype(jnp.bfloat16)
