@@ -89,15 +89,11 @@ def multiply(
                 column = block + i * blocks
                 factors = weight.factors(given, (), column, warpgroup, rows)
 
-                totals = add_steps(
-                    weight,
-                    tuple(memory),
-                    lambda place: x_ring.at[place],
-                    i * steps,
-                    steps,
-                    rows,
-                    warpgroup,
-                )
+                def x_of(place: Array) -> Any:
+                    return x_ring.at[place]
+
+                before = i * steps
+                totals = add_steps(weight, tuple(memory), x_of, before, steps, rows, warpgroup)
                 both = zip(totals, factors, strict=True)
                 totals = [(total * by).astype(out_ref.dtype) for total, by in both]
                 (result,) = [activated(totals, activation)] if activation else totals

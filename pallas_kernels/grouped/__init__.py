@@ -173,7 +173,7 @@ def gated(
         both = linear(x, _side_by_side(weight), coding=coding, dtype=dtype, **how)
         return elementary.gated(both.reshape(rows, 2, outputs), activation)
 
-    _check(x, _side_by_side(weight), coding, True)
+    _check(x, jax.eval_shape(_side_by_side, weight), coding, True)
     reason = why_not_triton(x, interpret=False, dtypes=(jnp.bfloat16,))
     reason = reason or _why_not(x, weight, outputs)
     reason = _why_not_mosaic(x, weight, coding, True, own, False) or reason

@@ -51,7 +51,7 @@ def test_gate_and_up_are_activated(format: str) -> None:
         assert jnp.allclose(run(x, *weight), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_activation_is_for_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_activation_is_for_gate_and_up() -> None:
     result = CliRunner().invoke(app(), ["--size", "31b down", "--activation"])
     assert result.exit_code == 2
     assert "is for gate_up, not for 31b down" in " ".join(result.output.split())
