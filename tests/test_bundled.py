@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import lzma
 import math
@@ -229,3 +230,26 @@ def test_training_finds_the_tokens_that_repeat_a_4_gram() -> None:
         repeats[3:] = [gram in grams[:i] for i, gram in enumerate(grams)]
     assert 0 < expected.mean() < 1
     np.testing.assert_array_equal(completes_a_repeat(jnp.asarray(rows)), expected)
+
+
+def test_a_prefix_that_was_shortened_twice_gives_the_text_of_a_cold_run(
+    target: LoadedModel, drafter: LoadedModel
+) -> None:
+    """Each prompt parts from the one before within the slack of the rings, and the third one not from the first.
+
+    The rings of the second one's row still held positions of the first. Its entry was stored as if they did not, so
+    the third one read keys of other positions.
+    """
+    text = Tokenizer.load(BUNDLED / "target").encode(inspect.getsource(inspect))[:400]
+    other = tuple(reversed(text))
+    prompts = [text, text[:340] + other[:5], text[:290] + other[5:14]]
+    options: dict[str, Any] = dict(batch_size=1, cache_length=640, choose_length="never")
+    cold = engine_of(target, drafter, **options)
+    hot = engine_of(target, drafter, prefix_bytes=2**28, **options)
+    cached = []
+    for prompt in prompts:
+        done, expected = (run(engine, [Request(prompt, 48)])[0] for engine in (hot, cold))
+        assert done.token_ids == expected.token_ids
+        assert done.acceptance_lengths == expected.acceptance_lengths
+        cached.append(done.cached_tokens)
+    assert cached == [0, 340, 0]

@@ -19,7 +19,9 @@ they are committed, and a pass that only read them was rolled back nowhere.
 **Where a row goes on.** A ring of a window and some slack still serves a row that is a few tokens shorter, as after
 rejected drafts. So an entry of q tokens serves every prompt that agrees with its first p, for q - slack <= p <= q. That
 is why a prompt that comes again reads one token alone, and why a chat template may render the end of a turn in
-another way. The last token of a prompt is always read: the first token's logits come of it, and MTP's state.
+another way. The row's rings then still have the longer entry's positions, which took the places of older ones. So
+its own entry remembers how far they reach, and serves prompts that agree with its first p for reach - slack <= p.
+The last token of a prompt is always read: the first token's logits come of it, and MTP's state.
 
 **Who goes first.** The least recently used entry is evicted first. But entries where passes end by chance, which
 nobody used yet, go before all others: else one long prompt would evict every conversation. With host memory, an

@@ -69,6 +69,9 @@ class Entry:
     """What a row holds after some tokens.
 
     Attributes:
+      reach: positions that were ever written into the snapshot's rings. A row that was restored from a longer entry
+        still has that entry's positions there, so its own entry may be shortened by less than one of the same
+        length that was read from the start.
       is_spare: nobody used it yet, and it is where a pass ended by chance.
       place: of its snapshot in the pool; None where the entry is in host memory.
       host: the snapshot there.
@@ -78,6 +81,7 @@ class Entry:
     keys: tuple[int, ...]
     passes: Passes | None
     blocks: list[Block]
+    reach: int
     is_spare: bool
     place: int | None = None
     host: Any = None

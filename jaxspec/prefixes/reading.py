@@ -22,6 +22,8 @@ class Reading:
     Attributes:
       row: who reads it; None before it has a row.
       position: how many of its tokens are read.
+      reach: positions that were ever written into the row's rings; more than `position` after a longer entry was
+        copied into the row.
       stops: where a pass has to end, and an entry is made.
       version: of the store, when it began.
       made: entries that are not known to be sound yet.
@@ -30,9 +32,15 @@ class Reading:
     prompt: Prompt
     row: Row | None = None
     position: int = 0
+    reach: int = 0
     stops: set[int] = field(default_factory=set)
     version: int = 0
     made: list[Entry] = field(default_factory=list)
+
+    @property
+    def last_reach(self) -> int:
+        """The reach of the row when all of its prompt is read."""
+        return max(self.reach, len(self.prompt))
 
 
 class SharedReading:
@@ -110,7 +118,7 @@ class SharedReading:
             both = zip(prompt.passes, read.passes, strict=False)
             ends = [sum(one) for one, two in both if one == two and sum(one) <= shared]
             point = max(ends, default=0)
-        elif len(read) - shared > store.slack:
+        elif other.last_reach - shared > store.slack:
             point = stop = shared // store.pool.block * store.pool.block
         hit = store.find(prompt)
         if point <= other.position or point - (hit.length if hit else 0) < store.least_tokens:
@@ -134,19 +142,21 @@ class SharedReading:
             begun = Reading(
                 prompt,
                 row,
-                row.cached_tokens,
-                self._stops.pop(request.id, set()),
-                self.store.version,
+                position=row.cached_tokens,
+                reach=hit.entry.reach if hit and state is not None else 0,
+                stops=self._stops.pop(request.id, set()),
+                version=self.store.version,
             )
-            if self._is_worth_a_stop(prompt, shared, row.cached_tokens):
+            if self._is_worth_a_stop(begun, shared):
                 begun.stops.add(shared)
             self._rows[place] = begun
             self.reader.start({place: request.prompt_ids}, row.cached_tokens, begun.stops)
 
-    def _is_worth_a_stop(self, prompt: Prompt, shared: int, cached: int) -> bool:
-        """Tell whether to make an entry where a prompt parts from earlier ones."""
-        is_far = len(prompt) - shared > self.store.slack  # else the entry at its end serves, too
-        return not self.invariant and is_far and shared - cached >= self.store.least_tokens
+    def _is_worth_a_stop(self, begun: Reading, shared: int) -> bool:
+        """Tell whether to make an entry where a prompt parts from earlier ones, before any of it is read."""
+        is_far = begun.last_reach - shared > self.store.slack  # else the entry at its end serves, too
+        new = shared - begun.position
+        return not self.invariant and is_far and new >= self.store.least_tokens
 
     # --- when it is read ---------------------------------------------------------------------------------
 
@@ -167,7 +177,7 @@ class SharedReading:
                 del self._rows[place]
 
     def _keep(self, slots: Slots, place: int, reading: Reading, end: int) -> None:
-        reading.position = end
+        reading.position, reading.reach = end, max(reading.reach, end)
         prompt, is_end = reading.prompt, end == len(reading.prompt)
         is_spare = not is_end and end not in reading.stops
         if self.invariant:
@@ -175,8 +185,10 @@ class SharedReading:
                 return  # no other prompt has a pass that ends here
             assert prompt.passes is not None
             is_spare = end < sum(prompt.passes[-2])  # the last one before the end is as good as it
-        elif is_spare and len(prompt) - end <= self.store.slack:
+        elif is_spare and reading.last_reach - end <= self.store.slack:
             return  # the entry at the prompt's end serves, too
-        made = self.store.keep(slots.state, place, prompt, end, is_spare=is_spare)
+        made = self.store.keep(
+            slots.state, place, prompt, end, reach=reading.reach, is_spare=is_spare
+        )
         if made is not None:
             reading.made.append(made)

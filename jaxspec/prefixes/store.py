@@ -101,7 +101,7 @@ class Store:
 
     @property
     def slack(self) -> float:
-        """By how many tokens an entry may be shortened."""
+        """How many positions below an entry's reach a row may go on."""
         return math.inf if self.pool.slack is None else self.pool.slack
 
     @property
@@ -147,7 +147,7 @@ class Store:
     def _usable(self, entry: Entry, prompt: Prompt) -> int:
         """Return how many tokens of a prompt an entry spares, or 0."""
         length = min(prompt.common(entry.tokens), len(prompt) - 1)
-        if len(entry) - length > self.slack:
+        if entry.reach - length > self.slack:
             return 0
         if entry.passes is not None:
             of_prompt = (prompt.passes or ())[: len(entry.passes)]
@@ -193,15 +193,25 @@ class Store:
     # --- storing -----------------------------------------------------------------------------------------
 
     def keep(
-        self, state: Any, row: int, prompt: Prompt, length: int, *, is_spare: bool
+        self,
+        state: Any,
+        row: int,
+        prompt: Prompt,
+        length: int,
+        *,
+        reach: int | None = None,
+        is_spare: bool,
     ) -> Entry | None:
         """Store what a row holds after the first tokens of its prompt, unless it is there or there is no room.
 
         Args:
+          reach: positions that were ever written into the row's rings. None: as many as `length`.
           is_spare: it is where a pass ended by chance. Such an entry evicts none but its like.
         """
         if length < max(self.least_tokens, self.pool.block):
             return None
+        reach = length if reach is None else reach
+        assert reach >= length
         passes = prompt.passes
         if passes is not None:
             passes = tuple(p for p in passes if sum(p) <= length)
@@ -209,6 +219,9 @@ class Store:
         for entry in self._at.get(keys[-1], ()):
             known = len(entry) == length and entry.passes == passes
             if known and prompt.common(entry.tokens) == length:
+                if reach < entry.reach:  # this one serves more prompts
+                    self.forget([entry])
+                    break
                 entry.is_spare &= is_spare
                 (self._host if entry.place is None else self._device).move_to_end(entry)
                 return entry
@@ -217,7 +230,7 @@ class Store:
             (self._blocks.get(key) if key is not None else None) or Block(key)
             for key in (*keys, *partial)
         ]
-        entry = Entry(prompt.tokens[:length].copy(), keys, passes, blocks, is_spare)
+        entry = Entry(prompt.tokens[:length].copy(), keys, passes, blocks, reach, is_spare)
         if (new := self._make_room(entry)) is None:
             return None
         assert entry.place is not None
@@ -238,7 +251,7 @@ class Store:
 
     def _levels(self, entry: Entry) -> Iterator[int]:
         """Yield after how many blocks a prompt that may use an entry can part from it."""
-        least = max(0, len(entry) - self.slack)
+        least = max(0, entry.reach - self.slack)
         yield from range(max(1, int(least) // self.pool.block), len(entry.keys) + 1)
 
     def _make_room(self, entry: Entry) -> list[int] | None:
