@@ -2,7 +2,7 @@
 
 They serve bridges to other JAX trees. They use the same tables as the conversion of files. They
 also run under `jax.jit`, which copies only what a change of layout forces it to copy.
-`jaxspec.storage.bridge` calls them with the table of a config.
+`jaxspec.weights.bridge` calls them with the table of a config.
 """
 
 from __future__ import annotations

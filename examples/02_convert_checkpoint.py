@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import jaxspec
-from jaxspec.storage.conversion import convert, to_hf
+from jaxspec.weights.conversion import convert, to_hf
 
 original, _ = jaxspec.load()
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 _HOMES = {
     "api": ("Generation", "Pair", "generate", "load"),
-    "engine": ("Engine",),
-    "records": ("Drafting", "Extras", "FieldError", "Sampling", "Tree"),
-    "requests": ("Completion", "Request", "Update"),
-    "rows": ("GenerateResult", "Prompts"),
-    "runtime": ("Programs",),
-    "sampler": ("Sampler",),
-    "scoring": ("Sequences", "score"),
+    "engine.engine": ("Engine",),
+    "options": ("Drafting", "Extras", "FieldError", "Sampling", "Tree"),
+    "engine.request": ("Completion", "Request", "Update"),
+    "rollout.batch": ("GenerateResult", "Prompts"),
+    "runtime.runtime": ("Programs",),
+    "rollout.sampler": ("Sampler",),
+    "rollout.scoring": ("Sequences", "score"),
     "serving.handles": ("Handle",),
     "serving.open_engine": ("OpenEngine",),
-    "sharding": ("make_mesh", "place_params"),
-    "storage.saving": ("save", "save_hf"),
+    "weights.sharding": ("make_mesh", "place_params"),
+    "weights.saving": ("save", "save_hf"),
 }
 __all__ = [
     "Completion",
@@ -53,17 +53,17 @@ __all__ = [
 
 if TYPE_CHECKING:
     from jaxspec.api import Generation, Pair, generate, load
-    from jaxspec.engine import Engine
-    from jaxspec.records import Drafting, Extras, FieldError, Sampling, Tree
-    from jaxspec.requests import Completion, Request, Update
-    from jaxspec.rows import GenerateResult, Prompts
-    from jaxspec.runtime import Programs
-    from jaxspec.sampler import Sampler
-    from jaxspec.scoring import Sequences, score
+    from jaxspec.engine.engine import Engine
+    from jaxspec.engine.request import Completion, Request, Update
+    from jaxspec.options import Drafting, Extras, FieldError, Sampling, Tree
+    from jaxspec.rollout.batch import GenerateResult, Prompts
+    from jaxspec.rollout.sampler import Sampler
+    from jaxspec.rollout.scoring import Sequences, score
+    from jaxspec.runtime.runtime import Programs
     from jaxspec.serving.handles import Handle
     from jaxspec.serving.open_engine import OpenEngine
-    from jaxspec.sharding import make_mesh, place_params
-    from jaxspec.storage.saving import save, save_hf
+    from jaxspec.weights.saving import save, save_hf
+    from jaxspec.weights.sharding import make_mesh, place_params
 
 
 def __getattr__(name: str) -> Any:

@@ -20,14 +20,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.draft_head import check_borrows, check_differs, with_draft_head
-from jaxspec.engine import Engine
-from jaxspec.grammars import Grammar, GrammarTokens
-from jaxspec.loading import CheckpointError, LoadedModel, default_dtype, load_drafter, load_target
-from jaxspec.records import Drafting, FieldError, Sampling, at_least
-from jaxspec.requests import Completion, Reason, Request, Update
-from jaxspec.rows import check_ids, is_conversation, is_one, is_sequence
-from jaxspec.runtime import Programs
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Reason, Request, Update
+from jaxspec.options import Drafting, FieldError, Sampling, at_least
+from jaxspec.rollout.batch import check_ids, is_conversation, is_one, is_sequence
+from jaxspec.runtime.runtime import Programs
+from jaxspec.text.grammars import Grammar, GrammarTokens
 from jaxspec.tokenizer import (
     TextStream,
     Tokenizer,
@@ -35,6 +33,14 @@ from jaxspec.tokenizer import (
     completed_text,
     refuse_empty,
     stop_at_text,
+)
+from jaxspec.weights.draft_head import check_borrows, check_differs, with_draft_head
+from jaxspec.weights.loading import (
+    CheckpointError,
+    LoadedModel,
+    default_dtype,
+    load_drafter,
+    load_target,
 )
 
 BUNDLED = Path(__file__).parent / "bundled"

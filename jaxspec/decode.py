@@ -29,14 +29,14 @@ from jax import lax
 
 from jaxspec.drafters.base import AnyDrafter, Draft, Draws, Kept, TargetView
 from jaxspec.drafters.tree import ancestors
-from jaxspec.grammars.automaton import FREE, Automaton, advance, masks_of, offered
-from jaxspec.grammars.guides import NOBODY
-from jaxspec.grammars.masking import Allowed, ask_guides, masked
 from jaxspec.models.target import Target, TargetOutput, keep_rows
+from jaxspec.row_subset import narrowed, put_rows, take_rows, widened
 from jaxspec.sampling import NO_TOKEN, Stream, adjust, fold_keys, logprobs_of
 from jaxspec.shapes import Array, Bool, Float, Int, Params
-from jaxspec.some_rows import narrowed, put_rows, take_rows, widened
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk
+from jaxspec.text.grammars.automaton import FREE, Automaton, advance, masks_of, offered
+from jaxspec.text.grammars.guides import NOBODY
+from jaxspec.text.grammars.masking import Allowed, ask_guides, masked
 from jaxspec.verify import Verdict, synthetic_verify, tree_verify, verify
 
 Carry = tuple[Array, DecodeState]

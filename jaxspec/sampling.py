@@ -26,7 +26,7 @@ from flax import struct
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxspec.records import Extras, FieldError
+from jaxspec.options import Extras, FieldError
 from jaxspec.shapes import Array, Bool, Float, Int
 
 

@@ -20,13 +20,13 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxspec.drafters.base import AnyDrafter
-from jaxspec.grammars.guides import NOBODY
 from jaxspec.models.target import Caches, Target, init_caches
-from jaxspec.params import Graph
-from jaxspec.records import Drafting, Extras, FieldError, Tree, whole
+from jaxspec.options import Drafting, Extras, FieldError, Tree, whole
 from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts
 from jaxspec.shapes import Array, Bool, Float, Int, Params, UInt32
-from jaxspec.sharding import state_shardings
+from jaxspec.text.grammars.guides import NOBODY
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.sharding import state_shardings
 
 LogitsFn = Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Float[Array, "B T V"]]
 """`logits_fn(logits, positions)` returns changed logits, in prefill and in every step alike.

@@ -31,11 +31,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxspec.api import BUNDLED
 from jaxspec.commands.bench.pair import Pair, make_pair
 from jaxspec.commands.models import ModelOptions
-from jaxspec.engine import Engine
-from jaxspec.grammars import Grammar, GrammarTokens, masking
-from jaxspec.records import Drafting, Extras
-from jaxspec.requests import Completion, Request
-from jaxspec.runtime import Programs
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import Drafting, Extras
+from jaxspec.runtime.runtime import Programs
+from jaxspec.text.grammars import Grammar, GrammarTokens, masking
 from jaxspec.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 64

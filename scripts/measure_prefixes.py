@@ -33,12 +33,12 @@ from rich.table import Table
 
 import jaxspec
 from jaxspec import Engine, Request
-from jaxspec.families import family_of, graph_of, presets, random_drafter
-from jaxspec.loading import LoadedModel
-from jaxspec.params import Graph
-from jaxspec.prefixes.pool import Pool, least_bytes
-from jaxspec.requests import Completion
-from jaxspec.runtime import Programs, cache_bucket
+from jaxspec.engine.prefix_cache.pool import Pool, least_bytes
+from jaxspec.engine.request import Completion
+from jaxspec.registry import family_of, graph_of, presets, random_drafter
+from jaxspec.runtime.runtime import Programs, cache_bucket
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 
 RERENDERED, ANSWER, QUESTION, NEW = 4, 96, 32, 8
 SNAPSHOTS = 3  # that fit on the device, besides blocks of so many slots

@@ -33,10 +33,10 @@ from rich.table import Table
 
 import jaxspec
 from jaxspec.api import BUNDLED
-from jaxspec.families import family_of, graph_of, presets, random_drafter
-from jaxspec.params import Graph
-from jaxspec.rows import GenerateResult, Prompts
+from jaxspec.registry import family_of, graph_of, presets, random_drafter
+from jaxspec.rollout.batch import GenerateResult, Prompts
 from jaxspec.shapes import Params
+from jaxspec.weights.model_def import Graph
 
 SHORTEST = 8  # the shortest limit is an eighth of the longest one
 

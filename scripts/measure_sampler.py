@@ -37,7 +37,7 @@ import jaxspec
 from jaxspec.api import BUNDLED
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
+from jaxspec.weights.model_def import Graph
 
 MANY_LAYERS = Gemma4Config(
     vocab_size=64,

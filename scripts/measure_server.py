@@ -45,10 +45,10 @@ from jaxspec.commands.bench.pair import make_pair
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.startup import use_one_thread
 from jaxspec.configs.base import GenerationDefaults
-from jaxspec.engine import Engine
-from jaxspec.records import Drafting, Sampling
-from jaxspec.requests import Completion, Request
-from jaxspec.runtime import cache_bucket
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import Drafting, Sampling
+from jaxspec.runtime.runtime import cache_bucket
 from jaxspec.serving.app import make_app
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.open_engine import OpenEngine

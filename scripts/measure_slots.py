@@ -23,14 +23,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import memory
 from jaxspec.commands.bench import trace
-from jaxspec.families import graph_of, presets, random_drafter
+from jaxspec.options import Drafting
 from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.records import Drafting
-from jaxspec.runtime import cache_bucket, make_spec
-from jaxspec.sharding import make_mesh
+from jaxspec.registry import graph_of, presets, random_drafter
+from jaxspec.runtime import memory
+from jaxspec.runtime.runtime import cache_bucket, make_spec
 from jaxspec.state import DecodeSpec
+from jaxspec.weights.sharding import make_mesh
 
 GIB, MIB = 2**30, 2**20
 GPU_BYTES = 139 * GIB  # of an H200

@@ -95,9 +95,9 @@ def same_environment() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def all_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no slow machine make a test's engine choose other verify lengths, unless it is warmed up."""
-    from jaxspec import verify_length
+    from jaxspec.engine import draft_length_policy
 
-    monkeypatch.setattr(verify_length, "LEAST_S", math.inf)
+    monkeypatch.setattr(draft_length_policy, "LEAST_S", math.inf)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -108,10 +108,10 @@ def forget_programs() -> Iterator[None]:
     process, and then the compiler aborts it.
     """
     yield
-    from jaxspec import rollout_programs
+    from jaxspec.rollout import programs
     from tests.decode import cases
 
-    rollout_programs.programs_of.cache_clear()
+    programs.programs_of.cache_clear()
     cases.PROGRAMS.compiled.clear()
     cases.PROGRAMS.state_makers.clear()
     jax.clear_caches()

@@ -34,18 +34,19 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxspec import cache, prefill
+from jaxspec import cache
 from jaxspec.api import BUNDLED
-from jaxspec.draft_head import with_draft_head
-from jaxspec.engine import Engine, Request
-from jaxspec.loading import LoadedModel, load_drafter, load_target
+from jaxspec.engine.engine import Engine, Request
 from jaxspec.models.layers import project
+from jaxspec.options import Drafting, Extras, Sampling
 from jaxspec.quantised.choice import formats_for
-from jaxspec.records import Drafting, Extras, Sampling
-from jaxspec.rows import GenerateResult, Prompts
-from jaxspec.sampler import Sampler
+from jaxspec.rollout.batch import GenerateResult, Prompts
+from jaxspec.rollout.sampler import Sampler
+from jaxspec.runtime import prefill
 from jaxspec.shapes import Array, Params
-from jaxspec.sharding import make_mesh, place, place_params, state_shardings
+from jaxspec.weights.draft_head import with_draft_head
+from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
+from jaxspec.weights.sharding import make_mesh, place, place_params, state_shardings
 from tests.cli import pair
 from tests.decode.cases import PROMPT_LENGTHS, Case, case, engine_of, target
 from tests.decode.cases import run as run_all

@@ -25,10 +25,10 @@ from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView, Tree
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.drafters.tree import Children, grow
-from jaxspec.loading import LoadedModel
-from jaxspec.params import Graph
 from jaxspec.sampling import draw_drafts, suppress
 from jaxspec.shapes import Array, DTypeLike, Params
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 from tests import tiny
 
 

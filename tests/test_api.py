@@ -10,7 +10,7 @@ import pytest
 import jaxspec
 from jaxspec import Drafting, Engine, FieldError, Generation, Pair, Sampler, Sampling
 from jaxspec.commands.generate.prompts import Prompt, encode
-from jaxspec.families import graph_of, presets
+from jaxspec.registry import graph_of, presets
 from jaxspec.tokenizer import TokenizerError
 
 TEXT = "def f(x):\n"

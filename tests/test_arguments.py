@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.arguments import padded, prompts_bucket, read
-from jaxspec.records import FieldError, Sampling
-from jaxspec.rollout import Plan, row_keys
-from jaxspec.rows import FinishReason, GenerateResult, Prompts, check_ids, width_bucket
-from jaxspec.runtime import make_spec
-from jaxspec.sharding import make_mesh
+from jaxspec.options import FieldError, Sampling
+from jaxspec.rollout.arguments import padded, prompts_bucket, read
+from jaxspec.rollout.batch import FinishReason, GenerateResult, Prompts, check_ids, width_bucket
+from jaxspec.rollout.rollout import Plan, row_keys
+from jaxspec.runtime.runtime import make_spec
+from jaxspec.weights.sharding import make_mesh
 from tests import tiny
 
 GRAPH, _ = tiny.target("31b")

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import jaxspec
-from jaxspec import decode, memory
+from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.commands.bench import floor, plot, profile, programs, results, run, tables
 from jaxspec.commands.bench import pair as pairs
@@ -35,16 +35,17 @@ from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
-from jaxspec.families import random_drafter
-from jaxspec.families.costs import expected_experts
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
+from jaxspec.options import Drafting, Extras, Sampling, Tree
 from jaxspec.quantised.choice import formats_for
-from jaxspec.records import Drafting, Extras, Sampling, Tree
-from jaxspec.runtime import Runtime
+from jaxspec.registry import random_drafter
+from jaxspec.registry.costs import expected_experts
+from jaxspec.runtime import memory
+from jaxspec.runtime.runtime import Runtime
 from jaxspec.shapes import Params
-from jaxspec.sharding import MESH_AXES, make_mesh
 from jaxspec.state import DecodeSpec
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.sharding import MESH_AXES, make_mesh
 from tests import tiny
 
 H200 = Ceiling(bytes_per_s=3.85e12, flops_per_s=790e12)

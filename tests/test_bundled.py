@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from jaxspec.api import BUNDLED
-from jaxspec.engine import Completion, Request
-from jaxspec.loading import LoadedModel, load_drafter, load_target
-from jaxspec.records import Tree
+from jaxspec.engine.engine import Completion, Request
+from jaxspec.options import Tree
 from jaxspec.tokenizer import Tokenizer
+from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
 from tests.decode.cases import engine_of, run
 
 ROOT = Path(__file__).parents[1]

@@ -27,18 +27,18 @@ from jaxspec.cache import cache_bytes
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
-from jaxspec.draft_head import graph_with_head
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.layers import project_gated
 from jaxspec.models.xla import COMPILER_OPTIONS
-from jaxspec.params import Graph
+from jaxspec.options import Drafting, Tree
 from jaxspec.quantised.array import quantise, quantise_in_slices
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.records import Drafting, Tree
 from jaxspec.state import DecodeSpec, PrefillChunk
+from jaxspec.weights.draft_head import graph_with_head
+from jaxspec.weights.model_def import Graph
 from pallas_kernels import eight_bits
 from pallas_kernels.attention import KVSegment, attention
 from pallas_kernels.attention.tuning import tiling_at_once

@@ -28,7 +28,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxspec.commands.cli import app
-from jaxspec.records import Drafting, Sampling
+from jaxspec.options import Drafting, Sampling
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -19,23 +19,24 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import families, memory
+from jaxspec import registry
 from jaxspec.commands.bench import floor
 from jaxspec.commands.bench.pair import make_pair
 from jaxspec.commands.check.conventions import Reading, alternatives, in_force
 from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.base import ConfigError
 from jaxspec.configs.gemma4 import PRESETS as GEMMA4_PRESETS
-from jaxspec.engine import Completion, Engine, Request
-from jaxspec.families.costs import target_cost
-from jaxspec.loading import CheckpointError, LoadedModel, load_drafter, load_target
+from jaxspec.engine.engine import Completion, Engine, Request
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
-from jaxspec.records import Drafting
-from jaxspec.sharding import make_mesh
-from jaxspec.storage.bridge import from_hf_names, to_hf_names
-from jaxspec.storage.conversion import convert, to_hf
-from jaxspec.storage.manifest import Manifest
+from jaxspec.options import Drafting
+from jaxspec.registry.costs import target_cost
+from jaxspec.runtime import memory
+from jaxspec.weights.bridge import from_hf_names, to_hf_names
+from jaxspec.weights.conversion import convert, to_hf
+from jaxspec.weights.loading import CheckpointError, LoadedModel, load_drafter, load_target
+from jaxspec.weights.manifest import Manifest
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.sharding import make_mesh
 from tests.convert import hf_layout
 from tests.convert.hf_layout import TINY
 from tests.toy import entries
@@ -59,9 +60,9 @@ DRAFTER = dict(  # with a model_type of the target's, as some have
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    families.register(entries.TARGET)
-    families.register(entries.DRAFTER)
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    registry.register(entries.TARGET)
+    registry.register(entries.DRAFTER)
 
 
 def write(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
@@ -262,18 +263,18 @@ def test_presets_are_benchmarked():
 
 
 def test_the_registry():
-    assert families.named("toy") is families.family_of(ToyConfig(4, 4, 1, 4, 4)) is entries.TARGET
-    assert families.recognise(TARGET) is entries.TARGET
-    assert families.recognise(DRAFTER) is entries.DRAFTER  # its architecture comes before its type
-    assert families.families("target")[0].name == "gemma4"
+    assert registry.named("toy") is registry.family_of(ToyConfig(4, 4, 1, 4, 4)) is entries.TARGET
+    assert registry.recognise(TARGET) is entries.TARGET
+    assert registry.recognise(DRAFTER) is entries.DRAFTER  # its architecture comes before its type
+    assert registry.families("target")[0].name == "gemma4"
     with pytest.raises(ValueError, match="'nobody' is not known; expected one of gemma4, "):
-        families.named("nobody")
+        registry.named("nobody")
     with pytest.raises(ValueError, match="no family has configs of class int"):
-        families.family_of(3)
+        registry.family_of(3)
     with pytest.raises(ConfigError, match=r"model_type 'llama' .*gemma4_text.*toy.*RecallModel"):
-        families.recognise({"model_type": "llama"})
+        registry.recognise({"model_type": "llama"})
     with pytest.raises(ValueError, match=r"'toy' .* is registered already"):
-        families.register(entries.TARGET)
+        registry.register(entries.TARGET)
 
     @dataclasses.dataclass(frozen=True)
     class Other(ToyConfig):
@@ -281,7 +282,7 @@ def test_the_registry():
 
     taken = dataclasses.replace(entries.TARGET, name="other", config=Other)
     with pytest.raises(ValueError, match=r"presets \['toy-s'\] of family 'other'"):
-        families.register(taken)
+        registry.register(taken)
     drafter = RecallConfig(V, 4)
     with pytest.raises(ConfigError, match="the drafter has 64 tokens, the target 32"):
         drafter.check_fits(ToyConfig(32, 4, 1, 4, 4))

@@ -12,15 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.records import FieldError
+from jaxspec.options import FieldError
 
 pytest.importorskip("llguidance")
 pytest.importorskip("outlines_core")
-from jaxspec.grammars import Matcher, tables
-from jaxspec.grammars.automaton import FREE, Automaton, advance, masks_of, offered, states_along
-from jaxspec.grammars.json_regex import regex_of
-from jaxspec.grammars.masking import masked, unpacked
-from jaxspec.grammars.tables import automaton
+from jaxspec.text.grammars import Matcher, tables
+from jaxspec.text.grammars.automaton import (
+    FREE,
+    Automaton,
+    advance,
+    masks_of,
+    offered,
+    states_along,
+)
+from jaxspec.text.grammars.json_regex import regex_of
+from jaxspec.text.grammars.masking import masked, unpacked
+from jaxspec.text.grammars.tables import automaton
 from tests.test_grammars import STOPS, allowed, closing, encode, schema, tokenizer, tokens
 from tests.words import ascii_tokens
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.records import FieldError
+from jaxspec.options import FieldError
 from jaxspec.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
-from jaxspec.chat import ToolCallArguments, parser_for  # noqa: E402
-from jaxspec.grammars import Grammar, GrammarTokens, Matcher, masks  # noqa: E402
+from jaxspec.text.chat import ToolCallArguments, parser_for  # noqa: E402
+from jaxspec.text.grammars import Grammar, GrammarTokens, Matcher, masks  # noqa: E402
 from tests.chat.models import GEMMA, QWEN, Family, corpus  # noqa: E402
 
 BUNDLED = Path(__file__).parents[1] / "jaxspec/bundled/target"
@@ -262,7 +262,7 @@ def test_a_lark_grammar() -> None:
 
 
 def test_without_llguidance_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxspec.grammars import matcher
+    from jaxspec.text.grammars import matcher
 
     matcher._llguidance.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)

@@ -16,11 +16,11 @@ from checkpoints_convert.quantised.sources import as_pairs, low_first
 from jaxspec import quantised
 from jaxspec.commands.models import Quantized
 from jaxspec.configs.gemma4 import PRESETS
-from jaxspec.families import graph_of
 from jaxspec.models.layers import project, project_gated, table_logits
 from jaxspec.quantised import FormatError, array
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
+from jaxspec.registry import graph_of
 from pallas_kernels import tiles
 from pallas_kernels.dispatch import H200_PROCESSORS
 from pallas_kernels.eight_bits.cases import SHAPES

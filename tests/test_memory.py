@@ -15,18 +15,19 @@ from typer.testing import CliRunner
 
 import jaxspec
 from checkpoints_convert import hf_io
-from jaxspec import engine as engines
-from jaxspec import host_memory, memory
 from jaxspec.commands.bench import trace
 from jaxspec.commands.cli import app
-from jaxspec.engine import Engine
-from jaxspec.families import graph_of, presets, random_drafter
-from jaxspec.host_memory import Room, room
+from jaxspec.engine import engine as engines
+from jaxspec.engine.engine import Engine
+from jaxspec.options import Drafting
 from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.records import Drafting
-from jaxspec.runtime import Runtime, cache_bucket, make_spec
-from jaxspec.sharding import MESH_AXES, make_mesh
-from jaxspec.storage.conversion import convert, to_hf
+from jaxspec.registry import graph_of, presets, random_drafter
+from jaxspec.runtime import memory
+from jaxspec.runtime.runtime import Runtime, cache_bucket, make_spec
+from jaxspec.weights import host_memory
+from jaxspec.weights.conversion import convert, to_hf
+from jaxspec.weights.host_memory import Room, room
+from jaxspec.weights.sharding import MESH_AXES, make_mesh
 from tests.convert import hf_layout
 from tests.decode.cases import case
 

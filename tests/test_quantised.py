@@ -18,19 +18,20 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import jaxspec
-from jaxspec import loading, memory, quantised
+from jaxspec import quantised
 from jaxspec.api import BUNDLED
 from jaxspec.configs.gemma4 import PRESETS
-from jaxspec.families import graph_of
-from jaxspec.loading import CheckpointError, LoadedModel
 from jaxspec.models.layers import project, table_logits
-from jaxspec.params import Graph
+from jaxspec.options import FieldError
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.array import quantise
 from jaxspec.quantised.choice import formats_for, quantised_graph
-from jaxspec.records import FieldError
-from jaxspec.sharding import make_mesh
-from jaxspec.storage import conversion
+from jaxspec.registry import graph_of
+from jaxspec.runtime import memory
+from jaxspec.weights import conversion, loading
+from jaxspec.weights.loading import CheckpointError, LoadedModel
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.sharding import make_mesh
 from pallas_kernels.experts import Tiling, cases, experts
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.grouped import Codes, Cut

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from tokenizers import decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from jaxspec import decode, memory
+from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.commands.bench import floor, profile, run
 from jaxspec.commands.bench import pair as pairs
@@ -33,14 +33,15 @@ from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.base import ConfigError
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.qwen3 import PRESETS
-from jaxspec.families import graph_of, random_drafter
-from jaxspec.params import Graph
-from jaxspec.records import Drafting
+from jaxspec.options import Drafting
+from jaxspec.registry import graph_of, random_drafter
+from jaxspec.runtime import memory
 from jaxspec.shapes import Params
-from jaxspec.sharding import MESH_AXES, make_mesh
 from jaxspec.state import DecodeSpec
-from jaxspec.storage.conversion import write_weights
 from jaxspec.tokenizer import Tokenizer
+from jaxspec.weights.conversion import write_weights
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.sharding import MESH_AXES, make_mesh
 from tests import tiny, tiny_qwen3
 from tests.decode.cases import target
 from tests.decode.test_qwen3 import b16

@@ -20,12 +20,12 @@ import pytest
 from jaxspec.api import BUNDLED
 from jaxspec.cache import KVSegment
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
-from jaxspec.engine import Completion, Engine, Request
-from jaxspec.loading import LoadedModel, load_drafter, load_target
+from jaxspec.engine.engine import Completion, Engine, Request
 from jaxspec.models.target import TargetOutput
-from jaxspec.params import Graph
-from jaxspec.records import Drafting
+from jaxspec.options import Drafting
 from jaxspec.shapes import Array, Params
+from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
+from jaxspec.weights.model_def import Graph
 from tests.decode.cases import run
 
 NEW_TOKENS = 128

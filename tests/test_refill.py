@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxspec
-from jaxspec import memory
-from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
-from jaxspec.records import Drafting, Extras, FieldError, Sampling, Tree
-from jaxspec.rollout import Plan
-from jaxspec.rows import FinishReason, GenerateResult, Prompts
-from jaxspec.runtime import make_spec
-from jaxspec.sampler import Sampler
+from jaxspec.options import Drafting, Extras, FieldError, Sampling, Tree
+from jaxspec.rollout.batch import FinishReason, GenerateResult, Prompts
+from jaxspec.rollout.rollout import Plan
+from jaxspec.rollout.sampler import Sampler
+from jaxspec.runtime import memory
+from jaxspec.runtime.runtime import make_spec
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 from tests import fakes, tiny
 
 PROMPTS, SAMPLES, SLOTS, NEW_TOKENS = 8, 2, 3, 12

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxspec import memory, prefill, rollout_programs
-from jaxspec.engine import Engine
-from jaxspec.loading import LoadedModel
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
-from jaxspec.records import Drafting, Extras, FieldError, Sampling
-from jaxspec.requests import Completion, Request
-from jaxspec.rows import FinishReason, GenerateResult, Prompts, check_ids
-from jaxspec.sampler import Sampler
+from jaxspec.options import Drafting, Extras, FieldError, Sampling
+from jaxspec.rollout import programs
+from jaxspec.rollout.batch import FinishReason, GenerateResult, Prompts, check_ids
+from jaxspec.rollout.sampler import Sampler
+from jaxspec.runtime import memory, prefill
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 from tests import fakes, tiny
 
 NEW_TOKENS = 12
@@ -166,9 +167,9 @@ def test_long_prompts_are_read_in_chunks(
     given = (target.params, None, prompts, whole.sampling(3), range(3))
     expected = whole(*given)
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 8)
-    rollout_programs.programs_of.cache_clear()  # or the other sampler would share the program
+    programs.programs_of.cache_clear()  # or the other sampler would share the program
     same(Sampler(target, None, max_new_tokens=4)(*given), expected)
-    rollout_programs.programs_of.cache_clear()
+    programs.programs_of.cache_clear()
 
 
 def test_new_weights_compile_nothing_and_take_no_memory(

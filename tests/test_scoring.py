@@ -14,17 +14,17 @@ import pytest
 import jaxspec
 from jaxspec.api import BUNDLED
 from jaxspec.configs.base import GenerationDefaults
-from jaxspec.families import graph_of
-from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
-from jaxspec.records import Extras, Sampling
-from jaxspec.rows import GenerateResult
-from jaxspec.sampler import Sampler
+from jaxspec.options import Extras, Sampling
+from jaxspec.registry import graph_of
+from jaxspec.rollout.batch import GenerateResult
+from jaxspec.rollout.sampler import Sampler
+from jaxspec.rollout.scoring import Sequences, score
 from jaxspec.sampling import Logprobs, SamplingParams
-from jaxspec.scoring import Sequences, score
 from jaxspec.shapes import Array, Params
-from jaxspec.storage.bridge import from_hf_names
+from jaxspec.weights.bridge import from_hf_names
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 from tests import fakes, tiny, tiny_qwen3
 from tests.decode.cases import target as case_target
 

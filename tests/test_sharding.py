@@ -17,10 +17,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxspec.commands.bench.pair import check_rows
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
-from jaxspec.families import random_drafter
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
-from jaxspec.sharding import CACHE_AXES, MESH_AXES, make_mesh, parse_mesh, partition, place
+from jaxspec.registry import random_drafter
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.sharding import CACHE_AXES, MESH_AXES, make_mesh, parse_mesh, partition, place
 from tests.conftest import FAST_COMPILE
 from tests.decode.cases import slow
 from tests.tiny import FEATURE_SETS
@@ -226,7 +226,7 @@ def test_weights_on_meshes_of_training_programs():
     found = result("training_meshes")
     refused = found.pop("refused")
     assert "is on a mesh with axes data, fsdp, model; expected data and model" in refused
-    assert "jaxspec.sharding.place_params(target_params, target.graph, mesh)" in refused
+    assert "jaxspec.weights.sharding.place_params(target_params, target.graph, mesh)" in refused
     assert found == {name: [True, True] for name in ("explicit", "an axis of 1", "fsdp")}
 
 

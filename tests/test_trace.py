@@ -14,9 +14,9 @@ from jaxspec.commands.bench import trace, trace_report
 from jaxspec.commands.bench.trace import Job
 from jaxspec.commands.cli import app
 from jaxspec.commands.options import UsageError
-from jaxspec.engine import Engine
-from jaxspec.records import Drafting
-from jaxspec.requests import Request
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
+from jaxspec.options import Drafting
 from tests.test_bench import tiny_pair
 
 

@@ -15,16 +15,16 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import jaxspec
-from jaxspec.engine import Engine
-from jaxspec.given_params import accept_params
-from jaxspec.loading import CheckpointError, LoadedModel, load_drafter, load_target
+from jaxspec.engine.engine import Engine
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
 from jaxspec.shapes import Params
-from jaxspec.storage import saving
-from jaxspec.storage.bridge import checkpoint_prefix, from_hf_names, to_hf_names
-from jaxspec.storage.conversion import convert, write_weights
-from jaxspec.trees import flat_params
+from jaxspec.weights import saving
+from jaxspec.weights.bridge import checkpoint_prefix, from_hf_names, to_hf_names
+from jaxspec.weights.conversion import convert, write_weights
+from jaxspec.weights.given_params import accept_params
+from jaxspec.weights.loading import CheckpointError, LoadedModel, load_drafter, load_target
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.trees import flat_params
 from tests import fakes, tiny
 from tests.convert.hf_layout import TINY_DRAFTER, drafter_shapes, write
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspec.records import Drafting, Extras, Sampling, Tree
-from jaxspec.rows import Prompts
-from jaxspec.sampler import Sampler
+from jaxspec.options import Drafting, Extras, Sampling, Tree
+from jaxspec.rollout.batch import Prompts
+from jaxspec.rollout.sampler import Sampler
 from tests import fakes, x64
 from tests.decode.cases import target
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
 from jaxspec.shapes import Params
+from jaxspec.weights.model_def import Graph
 
 FEATURE_SETS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 VOCAB_SIZE = 160

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec.configs.qwen3 import Qwen3Config
-from jaxspec.families import graph_of
-from jaxspec.params import Graph
+from jaxspec.registry import graph_of
 from jaxspec.shapes import Params
+from jaxspec.weights.model_def import Graph
 from tests.tiny import VOCAB_SIZE, random_params
 
 _COMMON: dict[str, Any] = dict(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxspec.grammars import GrammarTokens
+from jaxspec.text.grammars import GrammarTokens
 from jaxspec.tokenizer import Tokenizer
 
 EOS = 1

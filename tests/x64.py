@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from jaxspec.api import Pair
-from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
-from jaxspec.records import Extras, Sampling
-from jaxspec.sampler import Sampler
+from jaxspec.options import Extras, Sampling
+from jaxspec.rollout.sampler import Sampler
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 from tests import fakes, tiny
 
 PROMPTS = [[2, 17, 80, 33, 5], [2, 99]]

@@ -22,11 +22,11 @@ from jaxspec.commands import interruption
 from jaxspec.commands.models import Quantized
 from jaxspec.commands.options import UsageError, command, explained
 from jaxspec.commands.progress import ticking
-from jaxspec.families import named
-from jaxspec.records import option
+from jaxspec.options import option
+from jaxspec.registry import named
 
 if TYPE_CHECKING:
-    from jaxspec.storage.conversion import Report
+    from jaxspec.weights.conversion import Report
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def convert_command(
       jaxspec convert ./e2b ./e2b-hf --to-hf
     """
     from jaxspec.configs.base import ConfigError
-    from jaxspec.loading import CheckpointError
-    from jaxspec.memory import DeviceMemoryError
-    from jaxspec.storage.aside import abandon, partial
-    from jaxspec.storage.conversion import convert, to_hf
+    from jaxspec.runtime.memory import DeviceMemoryError
+    from jaxspec.weights.atomic_dir import abandon, partial
+    from jaxspec.weights.conversion import convert, to_hf
+    from jaxspec.weights.loading import CheckpointError
 
     def left() -> str:
         if destination.exists():

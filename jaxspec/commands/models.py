@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxspec.commands.options import UsageError, as_flag
-from jaxspec.records import Drafting, option
+from jaxspec.options import Drafting, option
 
 Dtype = Literal["float32", "bfloat16"]
 # What `jaxspec.quantised.names(on_load=True)` returns, which needs JAX.

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from jaxspec.commands import interruption
 from jaxspec.commands.interruption import Left
-from jaxspec.records import BIAS, Drafting, FieldError, Range, Sampling, check_ranges
+from jaxspec.options import BIAS, Drafting, FieldError, Range, Sampling, check_ranges
 
 RecordT = TypeVar("RecordT")
 

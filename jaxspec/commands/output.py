@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxspec.commands import interruption
 from jaxspec.commands.options import UsageError
-from jaxspec.records import option
+from jaxspec.options import option
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jaxspec import memory
-from jaxspec.engine import Engine
-from jaxspec.prefill import on_cpu
-from jaxspec.prefixes.pool import least_bytes
-from jaxspec.records import FieldError
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.prefix_cache.pool import least_bytes
+from jaxspec.options import FieldError
+from jaxspec.runtime import memory
+from jaxspec.runtime.prefill import on_cpu
 
 GIB = 1 << 30
 

@@ -20,8 +20,8 @@ from jaxspec.api import BUNDLED, load
 from jaxspec.commands import interruption
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError, note
-from jaxspec.loading import LoadedModel
-from jaxspec.sharding import parse_mesh
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.sharding import parse_mesh
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from jaxspec.configs.fields import (
     several,
     words_of,
 )
-from jaxspec.records import RANGES, Range, shown
+from jaxspec.options import RANGES, Range, shown
 
 __all__ = [
     "ConfigError",

@@ -39,7 +39,7 @@ from jaxspec.configs.fields import (
     size,
     words_of,
 )
-from jaxspec.records import REQUIRED, shown, whole
+from jaxspec.options import REQUIRED, shown, whole
 
 ARCHITECTURES = ("DFlashDraftModel",)
 BLOCKS = whole(2, MOST_DRAFTS)  # the anchor, and a slot to draft

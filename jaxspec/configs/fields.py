@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.records import REQUIRED, Range, at_least, shown, whole
+from jaxspec.options import REQUIRED, Range, at_least, shown, whole
 
 MOST_LAYERS = 512  # the shapes of so many are known within seconds
 MOST_DRAFTS = 1000

@@ -37,7 +37,7 @@ from jaxspec.configs.fields import (
     short_repr,
     size,
 )
-from jaxspec.records import shown
+from jaxspec.options import shown
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 

@@ -31,7 +31,7 @@ from jaxspec.configs.fields import (
     size,
 )
 from jaxspec.configs.gemma4 import decoder_fields
-from jaxspec.records import Range, shown
+from jaxspec.options import Range, shown
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 

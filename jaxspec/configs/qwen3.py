@@ -26,7 +26,7 @@ from jaxspec.configs.fields import (
     size,
     words_of,
 )
-from jaxspec.records import REQUIRED, shown
+from jaxspec.options import REQUIRED, shown
 
 MODEL_TYPES = ("qwen3",)
 ARCHITECTURES = ("Qwen3ForCausalLM",)

@@ -19,8 +19,8 @@ from flax import nnx, struct
 
 from jaxspec.cache import KVCache
 from jaxspec.models.target import Caches, Target, TargetOutput
+from jaxspec.options import Tree
 from jaxspec.quantised.kv import KVStorage
-from jaxspec.records import Tree
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 

@@ -39,11 +39,11 @@ from jaxspec.models.layers import (
     table_logits,
 )
 from jaxspec.models.target import Target
-from jaxspec.params import param
-from jaxspec.records import Tree
+from jaxspec.options import Tree
 from jaxspec.sampling import argmax, draw_drafts, suppress
 from jaxspec.shapes import Array, DTypeLike, Float, Int
-from jaxspec.sharding import whole_rows
+from jaxspec.weights.model_def import param
+from jaxspec.weights.sharding import whole_rows
 from pallas_kernels.qkv import Destination
 
 DFlashState = tuple[KVCache, ...]

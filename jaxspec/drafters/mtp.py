@@ -42,12 +42,12 @@ from jaxspec.models.layers import (
 from jaxspec.models.residual import Residual, Sum
 from jaxspec.models.target import Target
 from jaxspec.models.xla import multiply_rows, traced_once
-from jaxspec.params import param
+from jaxspec.options import Tree
 from jaxspec.quantised.kv import KVStorage
-from jaxspec.records import Tree
 from jaxspec.sampling import argmax, draw_drafts
 from jaxspec.shapes import Array, DTypeLike, Float, Int
-from jaxspec.sharding import whole_rows
+from jaxspec.weights.model_def import param
+from jaxspec.weights.sharding import whole_rows
 from pallas_kernels.lone_row import twice_if_alone
 from pallas_kernels.norms import NextNorm
 from pallas_kernels.rounding import Rounded, Sums

@@ -15,9 +15,9 @@ from jax import lax
 
 from jaxspec.drafters.base import Draft
 from jaxspec.models.xla import materialize
-from jaxspec.params import Graph
-from jaxspec.records import Drafting, FieldError, Tree
+from jaxspec.options import Drafting, FieldError, Tree
 from jaxspec.shapes import Array, Bool, Float, Int
+from jaxspec.weights.model_def import Graph
 
 CarryT = TypeVar("CarryT")
 

@@ -17,11 +17,11 @@ from jaxspec.configs.base import LayerSpec
 from jaxspec.models.layers import rope_cos_sin, rope_frequencies, sums_of
 from jaxspec.models.target import Placement
 from jaxspec.models.xla import in_order
-from jaxspec.params import param
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.kv import KVStorage
 from jaxspec.shapes import Array, DTypeLike, Float, Int
-from jaxspec.sharding import CACHE_AXES, constrain, whole_rows
+from jaxspec.weights.model_def import param
+from jaxspec.weights.sharding import CACHE_AXES, constrain, whole_rows
 from pallas_kernels.attention import attention
 from pallas_kernels.qkv import QKV, Destination, qkv
 from pallas_kernels.rounding import Rounded, Sums

@@ -30,9 +30,9 @@ from jaxspec.models.moe import Experts
 from jaxspec.models.residual import Residual, Sum
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
 from jaxspec.models.xla import forgotten, materialize, traced_once
-from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
-from jaxspec.sharding import whole_rows
+from jaxspec.weights.model_def import param
+from jaxspec.weights.sharding import whole_rows
 from pallas_kernels.norms import Branch, NextNorm, RouterScale
 
 

@@ -18,10 +18,10 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.models.xla import multiply_rows, table_left_on_cpu
-from jaxspec.params import param
 from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Array, Float, Int
-from jaxspec.sharding import whole_rows
+from jaxspec.weights.model_def import param
+from jaxspec.weights.sharding import whole_rows
 from pallas_kernels import elementary
 from pallas_kernels.elementary import Activation, contract, gated, gelu_tanh, precision_of
 from pallas_kernels.norms import RoundedNorm

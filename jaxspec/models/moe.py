@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.configs.gemma4 import Gemma4Config
-from jaxspec.params import param
 from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Array, Bool, Float, Int
-from jaxspec.sharding import whole_rows
+from jaxspec.weights.model_def import param
+from jaxspec.weights.sharding import whole_rows
 from pallas_kernels.experts import add_up, choose, experts, router_logits
 from pallas_kernels.grouped import Codes, Coding
 from pallas_kernels.norms import router_norm

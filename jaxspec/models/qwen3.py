@@ -19,9 +19,9 @@ from jaxspec.models.attention import Attention
 from jaxspec.models.layers import GatedMLP, rms_norm, table_logits
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
 from jaxspec.models.xla import forgotten, traced_once
-from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
-from jaxspec.sharding import whole_rows
+from jaxspec.weights.model_def import param
+from jaxspec.weights.sharding import whole_rows
 from pallas_kernels.rounding import values_of
 
 

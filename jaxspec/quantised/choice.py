@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import jax
 
 from checkpoints_convert.errors import CheckpointError
+from jaxspec.options import FieldError, shown
 from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import named, names
-from jaxspec.records import FieldError, shown
 from pallas_kernels.dispatch import capability
 
 if TYPE_CHECKING:
-    from jaxspec.params import Graph
+    from jaxspec.weights.model_def import Graph
 
 
 def formats_for(

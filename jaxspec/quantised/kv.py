@@ -28,13 +28,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.records import FieldError, shown
+from jaxspec.options import FieldError, shown
 from jaxspec.shapes import Array, Float
 from pallas_kernels.dispatch import capability
 from pallas_kernels.elementary import stored_as
 
 if TYPE_CHECKING:
-    from jaxspec.params import Graph
+    from jaxspec.weights.model_def import Graph
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 LARGEST = float(jnp.finfo(FP8).max)  # 448

@@ -16,9 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import jaxspec
-from jaxspec import chat
-from jaxspec.records import FieldError, shown
-from jaxspec.requests import ids_refusal
+from jaxspec.engine.request import ids_refusal
+from jaxspec.options import FieldError, shown
 from jaxspec.serving import generating, pages
 from jaxspec.serving.door import Door, told_of
 from jaxspec.serving.errors import ApiError, wrong_value
@@ -37,6 +36,7 @@ from jaxspec.serving.protocol import (
 from jaxspec.serving.responses import ResponsesAsked, ResponsesReply, wish_of
 from jaxspec.serving.streaming import ClientGone, EventStream, unless_gone
 from jaxspec.serving.wishes import Served, Wish
+from jaxspec.text import chat
 
 Scorer = Callable[[tuple[int, ...]], Scores]
 

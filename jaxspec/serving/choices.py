@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspec import chat
-from jaxspec.requests import Completion, Update
+from jaxspec.engine.request import Completion, Update
 from jaxspec.serving.prompts import Best, Scores
 from jaxspec.serving.steps import StepSplit
 from jaxspec.serving.wishes import Wish
+from jaxspec.text import chat
 from jaxspec.tokenizer import TextStream, Tokenizer
 
 LEAST_LOGPROB = -9999.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.records import FieldError
+from jaxspec.options import FieldError
 from jaxspec.serving.open_engine import NotAccepted, QueueFull
 
 _PARAMS = {

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxspec.records import FieldError
-from jaxspec.requests import Completion
+from jaxspec.engine.request import Completion
+from jaxspec.options import FieldError
 from jaxspec.serving import streaming
 from jaxspec.serving.choices import (
     ChatChoice,

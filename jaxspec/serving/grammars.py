@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.grammars import Grammar, GrammarTokens, Kind
-from jaxspec.records import FieldError, shown
+from jaxspec.options import FieldError, shown
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.protocol import Generating
+from jaxspec.text.grammars import Grammar, GrammarTokens, Kind
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
-from jaxspec.requests import Completion, Request, Update
+from jaxspec.engine.request import Completion, Request, Update
 
 Event = Update | Completion
 Waiter = threading.Event | asyncio.Future[None]

@@ -17,7 +17,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxspec.requests import Completion
+from jaxspec.engine.request import Completion
 from jaxspec.serving.handles import Handle
 
 _SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10)

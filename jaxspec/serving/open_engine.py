@@ -23,8 +23,8 @@ from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from jaxspec.records import FieldError
-from jaxspec.requests import Completion, Request, refused
+from jaxspec.engine.request import Completion, Request, refused
+from jaxspec.options import FieldError
 from jaxspec.serving.handles import Event, Handle, Waiter, wake
 
 LOG = logging.getLogger("jaxspec.serving")

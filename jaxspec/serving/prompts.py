@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.loading import LoadedModel
-from jaxspec.prefill import bucket
-from jaxspec.records import Extras
-from jaxspec.scoring import Sequences, score
-from jaxspec.sharding import fetch, mesh_of, own_context
+from jaxspec.options import Extras
+from jaxspec.rollout.scoring import Sequences, score
+from jaxspec.runtime.prefill import bucket
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.sharding import fetch, mesh_of, own_context
 
 NARROWEST = 64
 CHUNK = 256

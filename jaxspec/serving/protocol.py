@@ -81,7 +81,7 @@ class CompletionAsked(Generating):
 
 
 class ChatAsked(Generating):
-    """A request to /v1/chat/completions. `jaxspec.chat` reads messages and tools."""
+    """A request to /v1/chat/completions. `jaxspec.text.chat` reads messages and tools."""
 
     messages: list[dict[str, Any]]
     max_tokens: int | None = None

@@ -13,9 +13,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec import chat
-from jaxspec.records import shown
-from jaxspec.requests import Completion
+from jaxspec.engine.request import Completion
+from jaxspec.options import shown
 from jaxspec.serving import streaming
 from jaxspec.serving.choices import ChatChoice, TextLogprobs, finish_reason
 from jaxspec.serving.errors import ApiError
@@ -24,6 +23,7 @@ from jaxspec.serving.open_engine import OpenEngine
 from jaxspec.serving.prompts import Scores
 from jaxspec.serving.protocol import ChatAsked, Generating
 from jaxspec.serving.wishes import Served, Wish
+from jaxspec.text import chat
 
 LOG = logging.getLogger("jaxspec.serving")
 KIND = Kind("resp_", "response", "response", ChatChoice)

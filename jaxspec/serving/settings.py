@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.records import Extras, FieldError, Range, at_least, option, whole
+from jaxspec.options import Extras, FieldError, Range, at_least, option, whole
 
 SECONDS = Range("above 0", lambda x: x > 0)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.requests import Completion, Update
+from jaxspec.engine.request import Completion, Update
 
 
 class StepSplit:

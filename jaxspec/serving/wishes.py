@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspec import chat
-from jaxspec.chat import rules
-from jaxspec.chat.tools import force
 from jaxspec.configs.base import GenerationDefaults
-from jaxspec.engine import STOP_IDS
-from jaxspec.grammars import Grammar, GrammarTokens
-from jaxspec.records import FieldError, Range, Sampling
-from jaxspec.requests import Request, ids_refusal
-from jaxspec.runtime import cache_length_for
+from jaxspec.engine.engine import STOP_IDS
+from jaxspec.engine.request import Request, ids_refusal
+from jaxspec.options import FieldError, Range, Sampling
+from jaxspec.runtime.runtime import cache_length_for
 from jaxspec.serving.errors import ApiError, wrong_value
 from jaxspec.serving.grammars import GrammarAsked, asked_grammar, compiled
 from jaxspec.serving.protocol import NOT_SUPPORTED, ChatAsked, CompletionAsked, Generating
 from jaxspec.serving.settings import Settings
 from jaxspec.state import DecodeSpec
+from jaxspec.text import chat
+from jaxspec.text.chat import rules
+from jaxspec.text.chat.tools import force
+from jaxspec.text.grammars import Grammar, GrammarTokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError, stop_at_text
 
 COMPLETION_TOKENS = 16

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from jaxspec.params import Graph
 from jaxspec.shapes import Params
+from jaxspec.weights.model_def import Graph
 from scripts.train_bundled import (
     assistant,
     corpus,

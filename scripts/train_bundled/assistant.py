@@ -17,8 +17,8 @@ import numpy as np
 import optax
 
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
-from jaxspec.params import Graph
 from jaxspec.shapes import Array, Float, Int, Params
+from jaxspec.weights.model_def import Graph
 from scripts.train_bundled import recipe
 from scripts.train_bundled.drafter import write_text
 from scripts.train_bundled.recipe import AssistantSchedule

@@ -18,8 +18,8 @@ import optax
 
 from jaxspec.cache import KVSegment
 from jaxspec.drafters.dflash import DFlashDrafter
-from jaxspec.params import Graph
 from jaxspec.shapes import Array, Float, Int, Params
+from jaxspec.weights.model_def import Graph
 from scripts.train_bundled import recipe
 from scripts.train_bundled.recipe import AssistantSchedule, DrafterSchedule
 from scripts.train_bundled.target import Report, cross_entropy, generate, make_optimizer, rounded

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxspec.params import Graph
 from jaxspec.shapes import Params
+from jaxspec.weights.model_def import Graph
 from scripts.train_bundled import assistant, drafter, recipe
 from scripts.train_bundled.target import cross_entropy, generate
 

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jaxspec.shapes import Params
-from jaxspec.storage.conversion import write_weights
+from jaxspec.weights.conversion import write_weights
 from scripts.train_bundled import recipe
 
 CHAT_TEMPLATE = (

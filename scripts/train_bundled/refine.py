@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxspec.params import Graph
 from jaxspec.shapes import Array, Bool, Float, Int, Params
+from jaxspec.weights.model_def import Graph
 from scripts.train_bundled import recipe
 from scripts.train_bundled.recipe import RefineSchedule
 from scripts.train_bundled.target import (

@@ -19,8 +19,8 @@ import optax
 
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.target import init_caches
-from jaxspec.params import Graph
 from jaxspec.shapes import Array, Float, Int, Params
+from jaxspec.weights.model_def import Graph
 from scripts.train_bundled import recipe
 from scripts.train_bundled.recipe import TargetSchedule
 

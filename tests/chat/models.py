@@ -11,8 +11,8 @@ from typing import Any
 
 import tokenizers
 
-from jaxspec.chat import Event, parser_for
-from jaxspec.chat.parser import GEMMA4, QWEN3, Format
+from jaxspec.text.chat import Event, parser_for
+from jaxspec.text.chat.parser import GEMMA4, QWEN3, Format
 from jaxspec.tokenizer import Tokenizer
 from tests.cli import pair
 

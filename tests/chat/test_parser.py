@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.chat import (
+from jaxspec.text.chat import (
     Event,
     Reasoning,
     Text,
@@ -312,9 +312,9 @@ def test_arguments_of_all_kinds_are_in_the_corpus() -> None:
 def test_chat_knows_no_arrays() -> None:
     """A client of the library can read replies without starting JAX."""
     others = r"jax|numpy|flax|jaxspec\.(?!chat|records|tokenizer)"
-    assert _importers("jaxspec/chat", others) == []
-    assert _importers("jaxspec/grammars", "jax", at_import_only=True) == [
-        "jaxspec/grammars/automaton.py",
-        "jaxspec/grammars/masking.py",
-        "jaxspec/grammars/tables.py",
+    assert _importers("jaxspec/text/chat", others) == []
+    assert _importers("jaxspec/text/grammars", "jax", at_import_only=True) == [
+        "jaxspec/text/grammars/automaton.py",
+        "jaxspec/text/grammars/masking.py",
+        "jaxspec/text/grammars/tables.py",
     ]

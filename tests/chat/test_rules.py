@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from jaxspec.chat import choose, message_of, parser_for, rules
-from jaxspec.grammars import Grammar, GrammarTokens
+from jaxspec.text.chat import choose, message_of, parser_for, rules
+from jaxspec.text.grammars import Grammar, GrammarTokens
 from tests.chat.models import GEMMA, QWEN, Family
 
 TOOLS: Any = [

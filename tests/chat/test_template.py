@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.chat import FirstCall, choose, force, merged, message_of, parser_for, render
-from jaxspec.records import FieldError
+from jaxspec.options import FieldError
+from jaxspec.text.chat import FirstCall, choose, force, merged, message_of, parser_for, render
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from tests.chat.models import GEMMA, QWEN, Family, corpus, parse
 

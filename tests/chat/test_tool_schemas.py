@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from jaxspec.chat import choose, message_of, parser_for, rules
-from jaxspec.chat.gemma_calls import gemma_calls
-from jaxspec.grammars import Grammar, GrammarTokens
-from jaxspec.grammars.json_regex import regex_of
-from jaxspec.records import FieldError
+from jaxspec.options import FieldError
+from jaxspec.text.chat import choose, message_of, parser_for, rules
+from jaxspec.text.chat.gemma_calls import gemma_calls
+from jaxspec.text.grammars import Grammar, GrammarTokens
+from jaxspec.text.grammars.json_regex import regex_of
 from tests.chat.models import GEMMA, QWEN, Family
 from tests.chat.test_rules import fits, thought, tokens
 from tests.test_grammars import schema

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import jaxspec.api  # noqa: F401  (now: its annotations name the class that `invoke` replaces)
-from jaxspec import runtime
 from jaxspec.commands.cli import app
+from jaxspec.runtime import runtime
 from tests.cli import pair
 from tests.decode import cases
 

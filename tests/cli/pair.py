@@ -14,9 +14,9 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import MTPConfig
-from jaxspec.families import ModelConfig, family_of, graph_of
-from jaxspec.storage.arrays import LazyArray, save_params
-from jaxspec.storage.manifest import Manifest
+from jaxspec.registry import ModelConfig, family_of, graph_of
+from jaxspec.weights.arrays import LazyArray, save_params
+from jaxspec.weights.manifest import Manifest
 from tests.tiny import random_params
 
 BOS, EOS, TURN = 2, 1, 5

@@ -28,12 +28,12 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from jaxspec import runtime
 from jaxspec.api import BUNDLED
 from jaxspec.commands.check import run as checking
 from jaxspec.commands.check import search
 from jaxspec.commands.cli import app
 from jaxspec.commands.startup import versions
+from jaxspec.runtime import runtime
 
 Edit = Callable[[Path], None]
 

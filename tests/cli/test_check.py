@@ -39,11 +39,11 @@ from jaxspec.commands.options import UsageError
 from jaxspec.configs.dflash import KEYS
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.mtp import MTPDrafter
-from jaxspec.families.base import WeightChange
-from jaxspec.loading import LoadedModel, load_drafter, load_target
-from jaxspec.params import Graph
-from jaxspec.requests import Completion, Request
-from jaxspec.storage import acceptance, conversion
+from jaxspec.engine.request import Completion, Request
+from jaxspec.registry.base import WeightChange
+from jaxspec.weights import acceptance, conversion
+from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
+from jaxspec.weights.model_def import Graph
 from tests import tiny
 from tests.cli.conftest import Outcome, Run
 

@@ -22,10 +22,10 @@ from jaxspec.commands.generate import job as jobs
 from jaxspec.commands.generate import plain
 from jaxspec.commands.generate import run as generation
 from jaxspec.commands.generate.options import DecodingOptions
-from jaxspec.engine import Engine
-from jaxspec.loading import load_target
-from jaxspec.requests import Completion, Update
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Update
 from jaxspec.tokenizer import Tokenizer
+from jaxspec.weights.loading import load_target
 from tests.cli import pair
 from tests.cli.conftest import Run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.grammars import matcher
+from jaxspec.text.grammars import matcher
 from tests.cli.conftest import Run
 
 pytest.importorskip("llguidance")

@@ -14,7 +14,7 @@ import pytest
 
 from jaxspec.commands.generate.jsonl import FIELDS, PromptError, read_jsonl, read_line
 from jaxspec.commands.output import json_lines, write_line
-from jaxspec.records import Sampling
+from jaxspec.options import Sampling
 from tests.cli.conftest import Run
 
 DOCS = Path(__file__).parents[2] / "docs/command-line.md"

@@ -22,9 +22,9 @@ from jaxspec.commands.cli import app
 from jaxspec.commands.generate.command import generate
 from jaxspec.commands.options import Fields, Given, as_flag, command, explained, told
 from jaxspec.commands.progress import ticking
-from jaxspec.families import presets
-from jaxspec.loading import CheckpointError
-from jaxspec.records import VALUES, Drafting, FieldError, Range, Sampling, Tree, at_least, option
+from jaxspec.options import VALUES, Drafting, FieldError, Range, Sampling, Tree, at_least, option
+from jaxspec.registry import presets
+from jaxspec.weights.loading import CheckpointError
 from tests.cli.conftest import Run
 
 

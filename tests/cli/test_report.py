@@ -18,7 +18,7 @@ from rich.console import Console
 
 from jaxspec.commands import output, progress
 from jaxspec.commands.generate import report
-from jaxspec.records import Drafting, Sampling
+from jaxspec.options import Drafting, Sampling
 
 
 def test_acceptance_by_position_counts_the_steps_that_got_that_far() -> None:

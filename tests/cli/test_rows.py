@@ -21,8 +21,8 @@ from jaxspec.commands.generate import identity
 from jaxspec.commands.generate import run as generation
 from jaxspec.commands.generate.rows import RowsFile, open_rows
 from jaxspec.commands.output import OutputError
-from jaxspec.engine import Engine
-from jaxspec.requests import Completion
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion
 from tests.cli import pair
 from tests.cli.conftest import Outcome, Run
 

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from jaxspec.commands.convert import convert_command
 from jaxspec.configs.base import ConfigError
-from jaxspec.loading import CheckpointError, load_drafter, load_target
-from jaxspec.storage.conversion import convert, to_hf
-from jaxspec.storage.manifest import Manifest
+from jaxspec.weights.conversion import convert, to_hf
+from jaxspec.weights.loading import CheckpointError, load_drafter, load_target
+from jaxspec.weights.manifest import Manifest
 from tests.convert import hf_layout
 from tests.convert.hf_layout import TINY, TINY_ASSISTANTS, TINY_DRAFTER
 
@@ -480,7 +480,7 @@ def test_interrupted_by_a_signal(target: Path, tmp_path: Path):
     script = f"""
 import signal, time, typer
 from jaxspec.commands import interruption
-from jaxspec.storage import source
+from jaxspec.weights import source
 from jaxspec.commands.convert import convert_command
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in a shell's background have not
 read = source.Source.read

@@ -12,11 +12,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.api import BUNDLED
-from jaxspec.families import ModelConfig, graph_of, recognise
-from jaxspec.loading import CheckpointError, load_drafter, load_target
+from jaxspec.registry import ModelConfig, graph_of, recognise
 from jaxspec.shapes import Params
-from jaxspec.storage.bridge import from_hf_names, to_hf_names
-from jaxspec.storage.conversion import write_weights
+from jaxspec.weights.bridge import from_hf_names, to_hf_names
+from jaxspec.weights.conversion import write_weights
+from jaxspec.weights.loading import CheckpointError, load_drafter, load_target
 from tests import tiny
 from tests.convert.hf_layout import TINY_DRAFTER
 

@@ -17,10 +17,10 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import MTPConfig
-from jaxspec.families import family_of, graph_of
-from jaxspec.loading import load_drafter, load_target
-from jaxspec.storage.conversion import Report, convert, to_hf, write_weights
-from jaxspec.storage.manifest import Manifest
+from jaxspec.registry import family_of, graph_of
+from jaxspec.weights.conversion import Report, convert, to_hf, write_weights
+from jaxspec.weights.loading import load_drafter, load_target
+from jaxspec.weights.manifest import Manifest
 from tests.convert import hf_layout
 from tests.convert.hf_layout import (
     ASSISTANTS,
@@ -235,7 +235,7 @@ def test_assistant_there_and_back(tmp_path: Path, size: str, dtype: str | None):
 @pytest.mark.parametrize("size", ASSISTANTS)
 def test_released_assistants_have_every_parameter_and_no_more(size: str):
     from checkpoints_convert.rules import TensorSpec
-    from jaxspec.storage.conversion import parameter_shapes
+    from jaxspec.weights.conversion import parameter_shapes
 
     config = MTPConfig.from_hf(ASSISTANTS[size])
     shapes = parameter_shapes(config)
@@ -268,7 +268,7 @@ def test_assistants_weights_of_ours_are_written_under_their_names(tmp_path: Path
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_released_drafters_have_every_parameter_and_no_more(name: str):
     from checkpoints_convert.rules import TensorSpec
-    from jaxspec.storage.conversion import parameter_shapes
+    from jaxspec.weights.conversion import parameter_shapes
 
     config = DFlashConfig.from_hf(DRAFTERS[name])
     shapes = parameter_shapes(config)
@@ -285,7 +285,7 @@ def test_released_drafters_have_every_parameter_and_no_more(name: str):
 def test_released_targets_have_every_parameter_and_no_more(size: str):
     """Real shapes, no data: the whole table of every size fits."""
     from checkpoints_convert.rules import TensorSpec
-    from jaxspec.storage.conversion import parameter_shapes
+    from jaxspec.weights.conversion import parameter_shapes
 
     config = Gemma4Config.from_hf(hf_layout.RELEASED[size])
     shapes = parameter_shapes(config)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from checkpoints_convert import hf_io
-from jaxspec.loading import CheckpointError, load_drafter, load_target
-from jaxspec.sharding import make_mesh
-from jaxspec.storage import finite
-from jaxspec.storage.conversion import convert, to_hf
+from jaxspec.weights import finite
+from jaxspec.weights.conversion import convert, to_hf
+from jaxspec.weights.loading import CheckpointError, load_drafter, load_target
+from jaxspec.weights.sharding import make_mesh
 from tests.convert import hf_layout
 from tests.convert.hf_layout import TINY, TINY_DRAFTER
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from checkpoints_convert.errors import CheckpointError
-from jaxspec.loading import load_target
-from jaxspec.storage import aside
-from jaxspec.storage.aside import written_aside
-from jaxspec.storage.conversion import convert, to_hf
+from jaxspec.weights import atomic_dir
+from jaxspec.weights.atomic_dir import written_aside
+from jaxspec.weights.conversion import convert, to_hf
+from jaxspec.weights.loading import load_target
 from tests.convert import hf_layout
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ TINY = hf_layout.TINY["31b"]
 
 _WRITER = """
 import pathlib, sys, time
-from jaxspec.storage.aside import written_aside
+from jaxspec.weights.atomic_dir import written_aside
 with written_aside(pathlib.Path(sys.argv[1])) as (directory, _):
     (directory / "half").write_bytes(bytes(1000))
     print("writing", flush=True)
@@ -93,9 +93,9 @@ def test_an_abandoned_directory_is_not_put_in_its_place(tmp_path: Path) -> None:
 
     def interrupted() -> None:
         with written_aside(place):
-            aside.abandon()
+            atomic_dir.abandon()
             assert names(tmp_path) == []
-            aside.partial(place).mkdir()  # it writes on
+            atomic_dir.partial(place).mkdir()  # it writes on
 
     with pytest.raises(CheckpointError, match="was abandoned"):
         interrupted()
@@ -106,7 +106,7 @@ def test_where_there_are_no_locks_the_file_is_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some network file systems have none, so whether the last writer lives cannot be known: it is asked."""
-    monkeypatch.setattr(aside, "_lock", lambda file: None)
+    monkeypatch.setattr(atomic_dir, "_lock", lambda file: None)
     place = tmp_path / "ours"
     with (
         written_aside(place),
@@ -119,8 +119,8 @@ def test_where_there_are_no_locks_the_file_is_the_lock(
 
 _CONVERTER = """
 import sys, time
-from jaxspec.storage import conversion
-from jaxspec.storage.conversion import convert, to_hf
+from jaxspec.weights import conversion
+from jaxspec.weights.conversion import convert, to_hf
 def slowly(name, done, total):
     print("written", flush=True)
     time.sleep(0.2)
@@ -139,7 +139,7 @@ def kill_and_repeat(source: Path, place: Path, way: str, after: int, later_s: fl
         time.sleep(later_s)
         process.kill()
     assert not place.exists()
-    left = aside.partial(place)
+    left = atomic_dir.partial(place)
     assert left.is_dir()
     with pytest.raises(CheckpointError):
         load_target(str(left), dtype="float32")

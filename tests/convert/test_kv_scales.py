@@ -13,11 +13,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert.errors import CheckpointError
-from jaxspec import loading
-from jaxspec.loading import load_target
-from jaxspec.storage.conversion import convert
-from jaxspec.storage.manifest import Manifest
-from jaxspec.storage.saving import save
+from jaxspec.weights import loading
+from jaxspec.weights.conversion import convert
+from jaxspec.weights.loading import load_target
+from jaxspec.weights.manifest import Manifest
+from jaxspec.weights.saving import save
 from tests.convert import hf_layout
 
 Dialect = Callable[[str], str]

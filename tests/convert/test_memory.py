@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.storage.arrays import _BATCH_BYTES
+from jaxspec.weights.arrays import _BATCH_BYTES
 from tests.convert import hf_layout
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc for the memory peak")
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc for
 # VmHWM is the peak of this process; ru_maxrss would start at that of the one that forked it.
 _MEASURED = """
 import sys
-from jaxspec.storage import arrays
-from jaxspec.storage.conversion import convert, to_hf
+from jaxspec.weights import arrays
+from jaxspec.weights.conversion import convert, to_hf
 from jaxspec.drafters import dflash  # and with it all that is imported when it is needed
 import orbax.checkpoint
 def peak():

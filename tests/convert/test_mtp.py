@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.configs.base import ConfigError
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
-from jaxspec.loading import CheckpointError, load_drafter, load_target
-from jaxspec.storage.conversion import convert
+from jaxspec.weights.conversion import convert
+from jaxspec.weights.loading import CheckpointError, load_drafter, load_target
 from tests.convert import hf_layout
 from tests.convert.hf_layout import TINY, TINY_ASSISTANTS
 

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.quantised.announced import read_announced
-from jaxspec.families import graph_of
-from jaxspec.loading import CheckpointError, LoadedModel, load_target
-from jaxspec.params import Graph
+from jaxspec.options import FieldError
 from jaxspec.quantised import QuantisedArray
-from jaxspec.records import FieldError
-from jaxspec.sharding import make_mesh
-from jaxspec.storage.bridge import from_hf_names
-from jaxspec.storage.conversion import convert
-from jaxspec.storage.source import Recipe, Source, open_source, read_ahead
+from jaxspec.registry import graph_of
+from jaxspec.weights.bridge import from_hf_names
+from jaxspec.weights.conversion import convert
+from jaxspec.weights.loading import CheckpointError, LoadedModel, load_target
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.sharding import make_mesh
+from jaxspec.weights.source import Recipe, Source, open_source, read_ahead
 from tests.convert import quantised_layout as layout
 
 IGNORED = ["lm_head", r"re:.*(vision_tower|embed_vision|audio_tower).*", r"re:.*router.*"]

@@ -15,11 +15,11 @@ from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.qwen3 import PRESETS, Qwen3Config
-from jaxspec.families import family_of, presets, recognise
-from jaxspec.loading import CheckpointError, load_drafter, load_target
-from jaxspec.storage.bridge import from_hf_names, to_hf_names
-from jaxspec.storage.conversion import convert, open_source, parameter_shapes, to_hf, write_weights
-from jaxspec.storage.manifest import Manifest
+from jaxspec.registry import family_of, presets, recognise
+from jaxspec.weights.bridge import from_hf_names, to_hf_names
+from jaxspec.weights.conversion import convert, open_source, parameter_shapes, to_hf, write_weights
+from jaxspec.weights.loading import CheckpointError, load_drafter, load_target
+from jaxspec.weights.manifest import Manifest
 from tests.convert import hf_layout
 from tests.convert.hf_layout import Shapes
 from tests.tiny_qwen3 import FEATURE_SETS, hf_config

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from jaxspec.configs.base import GenerationDefaults, LayerType
-from jaxspec.engine import Engine
-from jaxspec.loading import LoadedModel
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
+from jaxspec.options import Drafting, Extras, Sampling
 from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.records import Drafting, Extras, Sampling
-from jaxspec.requests import Completion, Request
-from jaxspec.runtime import Programs
+from jaxspec.runtime.runtime import Programs
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 from tests import fakes, tiny, tiny_qwen3
 
 PROGRAMS = Programs()

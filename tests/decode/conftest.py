@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec import cache, prefill
+from jaxspec import cache
+from jaxspec.runtime import prefill
 
 
 @pytest.fixture(autouse=True)

@@ -19,11 +19,11 @@ import pytest
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.loading import LoadedModel
-from jaxspec.records import Drafting, Extras, Tree
+from jaxspec.options import Drafting, Extras, Tree
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array
 from jaxspec.state import Admission, DecodeSpec, DecodeState
+from jaxspec.weights.loading import LoadedModel
 from tests import fakes
 from tests.decode.cases import by_record, slow
 from tests.decode.plain import Settings, columns, log_softmax

@@ -18,12 +18,12 @@ import pytest
 pytest.importorskip("llguidance")
 pytest.importorskip("outlines_core")
 
-from jaxspec.grammars.automaton import Automaton
-from jaxspec.grammars.tables import automaton
-from jaxspec.records import Drafting, Extras, FieldError, Sampling, Tree
-from jaxspec.rows import FinishReason, GenerateResult, Prompts
-from jaxspec.sampler import Sampler
+from jaxspec.options import Drafting, Extras, FieldError, Sampling, Tree
+from jaxspec.rollout.batch import FinishReason, GenerateResult, Prompts
+from jaxspec.rollout.sampler import Sampler
 from jaxspec.sampling import suppress
+from jaxspec.text.grammars.automaton import Automaton
+from jaxspec.text.grammars.tables import automaton
 from tests import fakes, tiny
 from tests.decode import cases
 from tests.words import EOS, ascii_tokenizer, ascii_tokens

@@ -21,18 +21,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxspec import decode, prefill, verify
-from jaxspec.chosen_length import ChosenLength
+from jaxspec import decode, verify
 from jaxspec.configs.gemma4 import Gemma4Config
-from jaxspec.loading import LoadedModel
+from jaxspec.engine.draft_length import ChosenLength
+from jaxspec.engine.draft_length_policy import Choice
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
-from jaxspec.records import Drafting, Sampling, Tree
-from jaxspec.rows import Prompts
-from jaxspec.sampler import Sampler
+from jaxspec.options import Drafting, Sampling, Tree
+from jaxspec.rollout.batch import Prompts
+from jaxspec.rollout.sampler import Sampler
+from jaxspec.runtime import prefill
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
 from jaxspec.verify import Verdict
-from jaxspec.verify_length import Choice
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 from tests import fakes, tiny, words
 from tests.decode import cases
 from tests.decode.cases import engine_of, request, run
@@ -254,7 +255,7 @@ def language() -> Any:
 @functools.cache
 def language_tokens() -> Any:
     pytest.importorskip("llguidance")
-    from jaxspec.grammars import GrammarTokens
+    from jaxspec.text.grammars import GrammarTokens
 
     return GrammarTokens(words.tokenizer(TEXTS, VOCAB - 1), VOCAB, [VOCAB - 1])
 
@@ -305,7 +306,7 @@ def test_rows_with_a_grammar_follow_the_masked_target(drafter, filters, options)
 def test_a_sampler_with_a_grammar_follows_the_masked_target(drafter, filters, drafting):
     """By tables on the device, in one program."""
     pytest.importorskip("outlines_core")
-    from jaxspec.grammars.tables import automaton
+    from jaxspec.text.grammars.tables import automaton
 
     model = None if drafter is None else drafters()[drafter]
     ask = Sampler(

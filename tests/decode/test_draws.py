@@ -13,7 +13,7 @@ import pytest
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.drafters.base import Draft
-from jaxspec.records import Drafting
+from jaxspec.options import Drafting
 from jaxspec.shapes import Array, Params
 from jaxspec.state import DecodeSpec, DecodeState
 from tests import fakes, tiny

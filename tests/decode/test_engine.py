@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import prefill, runtime, slots
-from jaxspec.engine import Completion, Engine, Request, Update
-from jaxspec.records import FieldError, Sampling
-from jaxspec.requests import positions
+from jaxspec.engine import slots
+from jaxspec.engine.engine import Completion, Engine, Request, Update
+from jaxspec.engine.request import positions
+from jaxspec.options import FieldError, Sampling
+from jaxspec.runtime import prefill, runtime
 from tests.decode.cases import (
     CACHE_LENGTH,
     NEW_TOKENS,

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxspec import sampling
-from jaxspec.records import Tree
+from jaxspec.options import Tree
 from jaxspec.state import DecodeSpec
 from tests import fakes
 from tests.decode.cases import by_record

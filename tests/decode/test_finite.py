@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.engine import Engine
-from jaxspec.loading import LoadedModel
-from jaxspec.records import Sampling, Tree
-from jaxspec.requests import Completion, Request
-from jaxspec.rows import FinishReason
-from jaxspec.sampler import Sampler
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import Sampling, Tree
+from jaxspec.rollout.batch import FinishReason
+from jaxspec.rollout.sampler import Sampler
 from jaxspec.sampling import NO_TOKEN, SamplingParams, argmax, choose, suppress
 from jaxspec.verify import Verdict, block_verify, rejection_verify, tree_verify, verify
+from jaxspec.weights.loading import LoadedModel
 from tests.decode.cases import NEW_TOKENS, SLOTS, case, run
 
 NAN, INF = float("nan"), float("inf")

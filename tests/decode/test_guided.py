@@ -17,13 +17,13 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from jaxspec.chosen_length import ChosenLength
-from jaxspec.engine import Engine
-from jaxspec.grammars import Grammar, GrammarTokens, Matcher, guides
-from jaxspec.records import FieldError, Tree
-from jaxspec.requests import Completion, Request
+from jaxspec.engine.draft_length import ChosenLength
+from jaxspec.engine.draft_length_policy import Choice
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import FieldError, Tree
 from jaxspec.sampling import suppress
-from jaxspec.verify_length import Choice
+from jaxspec.text.grammars import Grammar, GrammarTokens, Matcher, guides
 from tests import fakes, tiny
 from tests.decode import cases
 from tests.decode.cases import request, run
@@ -304,7 +304,7 @@ def test_rows_without_grammars_run_the_programs_they_always_ran(
         calls.append(int((numbers >= 0).sum()))
         return answer(numbers, *given, **options)
 
-    from jaxspec.grammars import masking
+    from jaxspec.text.grammars import masking
 
     monkeypatch.setattr(masking, "answer", counted)
     warm = engine("mixed", choose_length="never")

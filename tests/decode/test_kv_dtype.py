@@ -18,12 +18,12 @@ from jaxspec.cache import init_cache
 from jaxspec.configs.base import LayerSpec
 from jaxspec.models.attention import Attention
 from jaxspec.models.target import Placement, place
-from jaxspec.params import Graph
+from jaxspec.options import Tree
 from jaxspec.quantised import kv
 from jaxspec.quantised.kv import FP8, KVFormat, KVStorage
-from jaxspec.records import Tree
 from jaxspec.shapes import Array
 from jaxspec.state import DecodeSpec, init_state
+from jaxspec.weights.model_def import Graph
 from pallas_kernels.elementary import rms_norm, rotate
 from tests import tiny, tiny_qwen3
 from tests.decode.cases import NEW_TOKENS, Request, case, run, slow

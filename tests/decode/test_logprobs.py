@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.engine import Completion, Request
-from jaxspec.records import Sampling, Tree
+from jaxspec.engine.engine import Completion, Request
+from jaxspec.options import Sampling, Tree
 from jaxspec.sampling import SamplingParams, shape_logits, suppress
 from tests import fakes
 from tests.decode.cases import NEW_TOKENS, PROMPT_LENGTHS, Case, case, run

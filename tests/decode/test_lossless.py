@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import prefill
-from jaxspec.engine import Request
-from jaxspec.loading import load_drafter, load_target
+from jaxspec.engine.engine import Request
+from jaxspec.runtime import prefill
+from jaxspec.weights.loading import load_drafter, load_target
 from tests import fakes
 from tests.decode.cases import (
     BLOCK,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine import Completion, Engine, Request
-from jaxspec.records import FieldError
+from jaxspec.engine.engine import Completion, Engine, Request
+from jaxspec.options import FieldError
 from tests.decode.cases import NEW_TOKENS, case, request, run
 
 NAME = "31b"

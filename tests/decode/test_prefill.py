@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from jaxspec import prefill
 from jaxspec.commands.bench import trace
-from jaxspec.engine import Completion, Engine, Request, Update
-from jaxspec.families import graph_of, presets
-from jaxspec.prefill import Shapes, chunks
+from jaxspec.engine.engine import Completion, Engine, Request, Update
+from jaxspec.registry import graph_of, presets
+from jaxspec.runtime import prefill
+from jaxspec.runtime.prefill import Shapes, chunks
 from tests.decode.cases import NEW_TOKENS, case
 
 NAME = "31b"

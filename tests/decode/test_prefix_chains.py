@@ -25,8 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxspec.engine import Completion, Engine, Request
-from jaxspec.prefixes import pool, store
+from jaxspec.engine.engine import Completion, Engine, Request
+from jaxspec.engine.prefix_cache import pool, store
 from tests import tiny
 from tests.decode.cases import case, request, run
 

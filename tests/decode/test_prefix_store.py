@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.prefixes.entries import Prompt
-from jaxspec.prefixes.store import Store
+from jaxspec.engine.prefix_cache.entries import Prompt
+from jaxspec.engine.prefix_cache.store import Store
 
 BLOCK = 4
 

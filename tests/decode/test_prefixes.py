@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.engine import Completion, Engine, Request
-from jaxspec.prefixes import pool, store
-from jaxspec.records import FieldError
+from jaxspec.engine.engine import Completion, Engine, Request
+from jaxspec.engine.prefix_cache import pool, store
+from jaxspec.options import FieldError
 from tests import tiny
 from tests.decode.cases import case, request, run, slow, target
 

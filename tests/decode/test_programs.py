@@ -17,12 +17,12 @@ import pytest
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.engine import Engine, Request
+from jaxspec.engine.engine import Engine, Request
 from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS
-from jaxspec.programs import Compiler, Programs, options_of_loops
-from jaxspec.records import Drafting, Extras, Tree
-from jaxspec.sharding import make_mesh
+from jaxspec.options import Drafting, Extras, Tree
+from jaxspec.runtime.programs import Compiler, Programs, options_of_loops
 from jaxspec.state import DecodeSpec
+from jaxspec.weights.sharding import make_mesh
 from tests import tiny
 from tests.decode.cases import NEW_TOKENS, case, engine_of, resampled, run, slow, target
 

@@ -7,10 +7,10 @@ import functools
 import pytest
 
 from jaxspec.configs.dflash import DFlashConfig
-from jaxspec.engine import Request
-from jaxspec.families import graph_of
-from jaxspec.loading import LoadedModel
-from jaxspec.records import Tree
+from jaxspec.engine.engine import Request
+from jaxspec.options import Tree
+from jaxspec.registry import graph_of
+from jaxspec.weights.loading import LoadedModel
 from tests import fakes, tiny, tiny_qwen3
 from tests.decode import cases
 from tests.decode.cases import BLOCK, NEW_TOKENS, Case, run

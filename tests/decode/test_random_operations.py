@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.engine import Engine
-from jaxspec.prefixes import pool, store
-from jaxspec.requests import Completion, Update
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.prefix_cache import pool, store
+from jaxspec.engine.request import Completion, Update
 from tests.decode.cases import NEW_TOKENS, case, request
 
 NAME = "31b"

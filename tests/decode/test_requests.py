@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.families import graph_of
-from jaxspec.records import FieldError, Sampling
-from jaxspec.requests import Request, kind_refusal, refusal
-from jaxspec.runtime import make_spec
+from jaxspec.engine.request import Request, kind_refusal, refusal
+from jaxspec.options import FieldError, Sampling
+from jaxspec.registry import graph_of
+from jaxspec.runtime.runtime import make_spec
 from tests.tiny_qwen3 import config
 
 SPEC = make_spec(graph_of(config("qwen3-tied"), "float32"), None)  # 160 tokens

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec import some_rows
-from jaxspec.engine import Completion, Engine
-from jaxspec.records import Drafting, Sampling, Tree
-from jaxspec.requests import Request
-from jaxspec.runtime import make_spec
+from jaxspec import row_subset
+from jaxspec.engine.engine import Completion, Engine
+from jaxspec.engine.request import Request
+from jaxspec.options import Drafting, Sampling, Tree
+from jaxspec.runtime.runtime import make_spec
 from tests.decode.cases import NEW_TOKENS, case
 from tests.decode.test_prefill import mesh_of
 
@@ -124,16 +124,18 @@ def test_which_programs_there_are() -> None:
     c, mesh = case("31b"), mesh_of("gpu")
     spec = make_spec(c.target, c.drafter("dflash"))
     plain = make_spec(c.target, None)
-    assert some_rows.counts(plain, 1, mesh, invariant=False) == ()
-    assert some_rows.counts(plain, 2, mesh, invariant=False) == (1,)
-    assert some_rows.counts(spec, 4, mesh, invariant=False) == (1,)
-    assert some_rows.counts(spec, 32, mesh, invariant=False) == (1, 8)
-    assert some_rows.counts(spec, 32, mesh, invariant=True) == ()
+    assert row_subset.counts(plain, 1, mesh, invariant=False) == ()
+    assert row_subset.counts(plain, 2, mesh, invariant=False) == (1,)
+    assert row_subset.counts(spec, 4, mesh, invariant=False) == (1,)
+    assert row_subset.counts(spec, 32, mesh, invariant=False) == (1, 8)
+    assert row_subset.counts(spec, 32, mesh, invariant=True) == ()
     tree = make_spec(c.target, c.drafter("dflash"), Drafting(4, tree=Tree(topk=2, depth=2)))
-    assert some_rows.counts(tree, 32, mesh, invariant=False) == ()
-    assert some_rows.counts(make_spec(c.target, c.drafter("mixed")), 8, mesh, invariant=False) == ()
+    assert row_subset.counts(tree, 32, mesh, invariant=False) == ()
+    assert (
+        row_subset.counts(make_spec(c.target, c.drafter("mixed")), 8, mesh, invariant=False) == ()
+    )
 
 
 def test_the_slots_of_a_program() -> None:
-    assert some_rows.fill([5, 2], 4, 8).tolist() == [5, 2, 0, 1]
-    assert some_rows.fill([], 2, 8).tolist() == [0, 1]
+    assert row_subset.fill([5, 2], 4, 8).tolist() == [5, 2, 0, 1]
+    assert row_subset.fill([], 2, 8).tolist() == [0, 1]

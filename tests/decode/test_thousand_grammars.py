@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("llguidance")
 
 import jaxspec
-from jaxspec.engine import Engine
-from jaxspec.grammars import masking
-from jaxspec.records import Extras, Sampling
-from jaxspec.requests import Completion, Request
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import Extras, Sampling
+from jaxspec.text.grammars import masking
 from tests.test_grammars import schema
 
 COUNT, SAMPLED, NEW = 1000, 500, 128

@@ -13,12 +13,12 @@ import pytest
 
 from jaxspec.drafters.base import Draft, Tree
 from jaxspec.drafters.tree import Children, ancestors, check_tree, grow
-from jaxspec.engine import Engine, Request
+from jaxspec.engine.engine import Engine, Request
 from jaxspec.models.target import TargetOutput, init_caches, keep_rows
-from jaxspec.params import Graph
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Params
 from jaxspec.verify import greedy_verify, tree_verify
+from jaxspec.weights.model_def import Graph
 from tests import tiny
 from tests.decode.cases import BLOCK, NEW_TOKENS, SOME_FEATURE_SETS, case, run, slow, target
 

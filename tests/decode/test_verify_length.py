@@ -16,15 +16,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec import decode, verify_length
-from jaxspec.chosen_length import ChosenLength
+from jaxspec import decode
 from jaxspec.drafters.base import Draft
-from jaxspec.records import FieldError, Tree
-from jaxspec.requests import Request, admission
-from jaxspec.runtime import Runtime
-from jaxspec.sharding import own_context
+from jaxspec.engine import draft_length_policy
+from jaxspec.engine.draft_length import ChosenLength
+from jaxspec.engine.draft_length_policy import Acceptance, Choice, Chooser, Costs, ladder
+from jaxspec.engine.request import Request, admission
+from jaxspec.options import FieldError, Tree
+from jaxspec.runtime.runtime import Runtime
 from jaxspec.state import DecodeState
-from jaxspec.verify_length import Acceptance, Choice, Chooser, Costs, ladder
+from jaxspec.weights.sharding import own_context
 from tests.decode.cases import NEW_TOKENS, case, request, run
 
 NAME = "31b"
@@ -43,7 +44,7 @@ def test_ladders_are_short_and_hold_both_ends() -> None:
         lengths = ladder(drafts)
         assert lengths[0] == 0
         assert lengths[-1] == drafts
-        assert len(lengths) <= verify_length.MOST_PROGRAMS
+        assert len(lengths) <= draft_length_policy.MOST_PROGRAMS
         assert sorted(set(lengths)) == list(lengths)
 
 
@@ -237,7 +238,7 @@ def test_lengths_that_are_not_compiled_wait_until_they_pay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a table, decoding begins with all drafts. Plain decoding comes first, and others only if they promise."""
-    monkeypatch.setattr(verify_length, "LEAST_S", 2.0)
+    monkeypatch.setattr(draft_length_policy, "LEAST_S", 2.0)
     chooser = Chooser(ladder(7), compiled=[7])
     seconds, chosen = {0: 0.01, 1: 0.012, 3: 0.02, 7: 0.05}, []
     for _ in range(2000):

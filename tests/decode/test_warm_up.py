@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import grammars
 from jaxspec.commands.bench.trace import compilations
-from jaxspec.engine import Completion, Engine, Request
-from jaxspec.programs import Compiler
-from jaxspec.records import Drafting, Extras, Sampling, Tree
+from jaxspec.engine.engine import Completion, Engine, Request
+from jaxspec.options import Drafting, Extras, Sampling, Tree
+from jaxspec.runtime.programs import Compiler
+from jaxspec.text import grammars
 from tests.decode.cases import case, request
 
 

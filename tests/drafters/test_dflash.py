@@ -14,8 +14,8 @@ from jaxspec import cache as kv
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.drafters.base import Kept, TargetView
 from jaxspec.drafters.dflash import DFlashDrafter, DFlashState
-from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
+from jaxspec.weights.model_def import Graph
 from tests import tiny
 
 MIXED = DFlashConfig(  # z-lab's Gemma 4 drafters, small

@@ -13,7 +13,6 @@ import pytest
 import jaxspec
 from checkpoints_convert.errors import CheckpointError
 from jaxspec import cache as kv
-from jaxspec import memory
 from jaxspec.api import Pair
 from jaxspec.commands.bench import floor
 from jaxspec.commands.bench.pair import make_pair
@@ -22,19 +21,20 @@ from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.base import ConfigError
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.gemma4 import PRESETS
-from jaxspec.draft_head import graph_with_head, with_draft_head
 from jaxspec.drafters.dflash import DFlashWithHead
-from jaxspec.families import graph_of
-from jaxspec.loading import LoadedModel
-from jaxspec.params import Graph
+from jaxspec.options import Drafting, FieldError
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.array import quantise
 from jaxspec.quantised.choice import formats_for
-from jaxspec.records import Drafting, FieldError
-from jaxspec.runtime import make_spec
+from jaxspec.registry import graph_of
+from jaxspec.runtime import memory
+from jaxspec.runtime.runtime import make_spec
 from jaxspec.shapes import Array, Params
-from jaxspec.sharding import make_mesh
-from jaxspec.storage.bridge import from_hf_names, to_hf_names
+from jaxspec.weights.bridge import from_hf_names, to_hf_names
+from jaxspec.weights.draft_head import graph_with_head, with_draft_head
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.sharding import make_mesh
 from tests import fakes, tiny, tiny_qwen3
 from tests.toy.target import Toy, ToyConfig
 

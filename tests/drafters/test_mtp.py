@@ -20,18 +20,18 @@ import pytest
 from jax import lax
 
 from jaxspec import cache as kv
-from jaxspec import loading
 from jaxspec.configs.base import ConfigError, LayerType
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.mtp import PRESETS as MTP_PRESETS
 from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.base import TargetView, Tree
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter, ranked_indices
-from jaxspec.loading import LoadedModel
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.target import Caches, TargetOutput, init_caches
-from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
+from jaxspec.weights import loading
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 from tests import tiny
 
 LENGTHS = (5, 23, 61)  # the window is 8: below it, past it, and past its ring

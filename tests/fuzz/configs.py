@@ -17,10 +17,10 @@ from typing import Any
 
 from checkpoints_convert.files import read_json
 from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
-from jaxspec.families import recognise
-from jaxspec.loading import CheckpointError
-from jaxspec.storage.manifest import Manifest
-from jaxspec.storage.source import open_source, read_configs
+from jaxspec.registry import recognise
+from jaxspec.weights.loading import CheckpointError
+from jaxspec.weights.manifest import Manifest
+from jaxspec.weights.source import open_source, read_configs
 from tests import tiny_qwen3
 from tests.convert import hf_layout
 from tests.convert.hf_layout import ASSISTANTS, DRAFTERS, RELEASED, TINY, TINY_ASSISTANTS

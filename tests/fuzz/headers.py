@@ -17,8 +17,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxspec.configs.base import ConfigError
-from jaxspec.loading import CheckpointError
-from jaxspec.storage.source import open_source
+from jaxspec.weights.loading import CheckpointError
+from jaxspec.weights.source import open_source
 from tests.convert import hf_layout
 from tests.convert.hf_layout import TINY, TINY_DRAFTER
 from tests.fuzz import mutate

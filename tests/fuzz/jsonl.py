@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.commands.generate.prompts import PromptError, read_jsonl
-from jaxspec.records import FieldError
+from jaxspec.options import FieldError
 from tests.fuzz import mutate
 from tests.fuzz.outcomes import Case, Fault, Outcome, judge
 

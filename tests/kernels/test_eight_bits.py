@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxspec.configs.gemma4 import PRESETS
-from jaxspec.families import graph_of
 from jaxspec.quantised.choice import formats_for
+from jaxspec.registry import graph_of
 from pallas_kernels.dispatch import H200_PROCESSORS
 from pallas_kernels.eight_bits import Cut, decode, gated, linear, rounded_sums
 from pallas_kernels.eight_bits.cases import SHAPES

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.models.target import Caches, TargetOutput, init_caches
-from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
+from jaxspec.weights.model_def import Graph
 from pallas_kernels.qkv import write_kv
 from tests import tiny
 

@@ -23,8 +23,8 @@ from jaxspec.models.layers import (
 )
 from jaxspec.models.residual import Residual
 from jaxspec.models.xla import COMPILER_OPTIONS
-from jaxspec.params import Graph
 from jaxspec.shapes import Array
+from jaxspec.weights.model_def import Graph
 from pallas_kernels.norms import Branch, router_norm
 from tests import tiny
 

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import loading
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.configs.gemma4 import Gemma4Config
-from jaxspec.engine import Completion, Engine, Request
-from jaxspec.loading import LoadedModel
+from jaxspec.engine.engine import Completion, Engine, Request
 from jaxspec.models.target import Caches, TargetOutput, init_caches
-from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
+from jaxspec.weights import loading
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 from tests import tiny
 
 torch = pytest.importorskip(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxspec.configs.qwen3 import PRESETS, Qwen3Config
-from jaxspec.loading import LoadedModel, load_target
+from jaxspec.weights.loading import LoadedModel, load_target
 from tests import tiny_qwen3
 from tests.fakes import forward, naive_greedy
 from tests.models.test_parity_gemma4 import (

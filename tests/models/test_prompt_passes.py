@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxspec.models.target import Caches, TargetOutput, init_caches
-from jaxspec.params import Graph
 from jaxspec.shapes import Array, Params
+from jaxspec.weights.model_def import Graph
 from tests import tiny
 
 WIDTH, SLACK = 24, 4

@@ -17,10 +17,10 @@ import uvicorn
 
 import jaxspec
 from jaxspec.configs.base import GenerationDefaults
-from jaxspec.engine import Engine
-from jaxspec.records import Extras
-from jaxspec.requests import Completion, Request
-from jaxspec.runtime import Programs
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import Extras
+from jaxspec.runtime.runtime import Programs
 from jaxspec.serving.app import make_app
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.open_engine import OpenEngine, Steps

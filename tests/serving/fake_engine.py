@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from jaxspec.records import FieldError
-from jaxspec.requests import Completion, Request, Update
+from jaxspec.engine.request import Completion, Request, Update
+from jaxspec.options import FieldError
 
 
 def token(request: Request, place: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import cycle
 
-from jaxspec.requests import Completion, Request, Update
+from jaxspec.engine.request import Completion, Request, Update
 from tests.serving.fake_engine import FakeEngine
 
 LENGTHS = (4, 1, 3, 2)

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jaxspec.records import FieldError
+from jaxspec.options import FieldError
 from jaxspec.serving.settings import Settings
 from tests.cli import pair as tiny
 from tests.cli.conftest import Run, checkpoints, invoke  # noqa: F401

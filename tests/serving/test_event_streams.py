@@ -14,17 +14,17 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.chat import ToolChoice
-from jaxspec.engine import Engine
-from jaxspec.loading import LoadedModel
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
-from jaxspec.records import Extras, Sampling
-from jaxspec.requests import Completion, Request
+from jaxspec.options import Extras, Sampling
 from jaxspec.serving.choices import ChatChoice, TextChoice
 from jaxspec.serving.wishes import Wish
 from jaxspec.shapes import Array
+from jaxspec.text.chat import ToolChoice
 from jaxspec.tokenizer import stop_at_text
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 from tests import fakes, tiny
 from tests.chat.models import GEMMA, QWEN, Family, corpus
 

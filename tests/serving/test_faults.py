@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspec.requests import Request
+from jaxspec.engine.request import Request
 from tests.serving.conftest import Live, connect
 from tests.serving.fake_engine import FakeEngine
 

@@ -20,10 +20,10 @@ import pytest
 import jaxspec
 from jaxspec.api import BUNDLED
 from jaxspec.configs.base import GenerationDefaults
-from jaxspec.engine import Engine
-from jaxspec.records import Extras
-from jaxspec.requests import Completion, Request
-from jaxspec.scoring import Sequences, score
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import Extras
+from jaxspec.rollout.scoring import Sequences, score
 from jaxspec.serving.prompts import PromptScorer
 from jaxspec.serving.settings import Settings
 from jaxspec.serving.wishes import Served

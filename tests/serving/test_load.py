@@ -21,11 +21,11 @@ import pytest
 
 import jaxspec
 from jaxspec.configs.base import GenerationDefaults
-from jaxspec.engine import Engine
-from jaxspec.prefixes.store import LEAST_TOKENS
-from jaxspec.records import Sampling
-from jaxspec.requests import Completion, Request
-from jaxspec.runtime import Programs
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.prefix_cache.store import LEAST_TOKENS
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import Sampling
+from jaxspec.runtime.runtime import Programs
 from jaxspec.serving.prompts import PromptScorer
 from jaxspec.serving.settings import ProgramOptions, Settings
 from jaxspec.serving.wishes import Served

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.records import FieldError
-from jaxspec.requests import Completion, Request, Update
+from jaxspec.engine.request import Completion, Request, Update
+from jaxspec.options import FieldError
 from jaxspec.serving.handles import Handle
 from jaxspec.serving.open_engine import Closing, OpenEngine, QueueFull
 from tests.serving.fake_engine import FakeEngine, answer

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.records import Sampling
-from jaxspec.requests import Request
+from jaxspec.engine.request import Request
+from jaxspec.options import Sampling
 from jaxspec.serving.choices import Logprobs
 from jaxspec.tokenizer import completed_text, stop_at_text
 from tests.chat.models import GEMMA, QWEN, Family

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.requests import Completion, Request, Update
+from jaxspec.engine.request import Completion, Request, Update
 from jaxspec.serving.choices import Usage
 from jaxspec.serving.pages import FILES, FOLDER
 from jaxspec.serving.steps import Steps, StepSplit

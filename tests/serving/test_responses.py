@@ -7,11 +7,11 @@ from typing import Any
 import openai
 import pytest
 
-from jaxspec import chat
-from jaxspec.requests import Request, Update
+from jaxspec.engine.request import Request, Update
 from jaxspec.serving.choices import TextLogprobs
 from jaxspec.serving.responses import LOGPROBS, Output, messages_of
 from jaxspec.serving.wishes import Wish
+from jaxspec.text import chat
 from tests.chat.models import GEMMA, QWEN, Family, corpus
 from tests.serving.conftest import Live
 

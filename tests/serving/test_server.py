@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.records import Sampling
-from jaxspec.requests import Completion, Request
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import Sampling
 from jaxspec.tokenizer import stop_at_text
 from tests.cli import pair as tiny
 from tests.serving.conftest import Live

@@ -17,19 +17,19 @@ import pytest
 
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.gemma4 import Gemma4Config
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.params import Graph
-from jaxspec.records import Extras
+from jaxspec.options import Extras
 from jaxspec.serving.settings import Settings
 from jaxspec.serving.wishes import Served
 from jaxspec.tokenizer import Tokenizer
+from jaxspec.weights.model_def import Graph
 from tests import fakes, tiny
 from tests.chat.models import GEMMA, QWEN, Family
 from tests.serving.conftest import Live, no_scores, run_server
 
 pytest.importorskip("llguidance")
-from jaxspec.grammars import GrammarTokens
+from jaxspec.text.grammars import GrammarTokens
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -17,9 +17,9 @@ from jax import lax
 from jaxspec.configs.base import ConfigError, TargetConfig
 from jaxspec.configs.fields import check_fields, flag, read_fields, size
 from jaxspec.drafters.base import Draft, Drafter, Draws, Kept, TargetView
-from jaxspec.params import param
-from jaxspec.records import Tree
+from jaxspec.options import Tree
 from jaxspec.shapes import Array, DTypeLike, Int
+from jaxspec.weights.model_def import param
 
 KEYS = {"recall": ("recall_config.recall", "recall")}
 ALL_KEYS = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jaxspec.configs.base import TargetConfig
-from jaxspec.families import Assumption, Change, Conventions, Family, WeightChange
-from jaxspec.families.costs import StepCost, itemsize
-from jaxspec.params import Graph
+from jaxspec.registry import Assumption, Change, Conventions, Family, WeightChange
+from jaxspec.registry.costs import StepCost, itemsize
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
+from jaxspec.weights.model_def import Graph
 from tests.toy import rules
 from tests.toy.drafter import KEYS, RecallConfig, RecallDrafter
 from tests.toy.target import Toy, ToyConfig

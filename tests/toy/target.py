@@ -17,8 +17,8 @@ from jaxspec.configs.fields import check_fields, read_fields, size
 from jaxspec.models.attention import Attention
 from jaxspec.models.layers import rms_norm, table_logits
 from jaxspec.models.target import Caches, LayersOutput, Placement, Target
-from jaxspec.params import param
 from jaxspec.shapes import Array, Float, Int
+from jaxspec.weights.model_def import param
 
 
 @dataclass(frozen=True)

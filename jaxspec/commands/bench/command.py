@@ -17,8 +17,8 @@ from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, as_flag, command, explained
 from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
 from jaxspec.commands.progress import ticking
-from jaxspec.families import families, presets
-from jaxspec.records import DEFAULTS, VALUES, Drafting, Sampling, at_least, option
+from jaxspec.options import DEFAULTS, VALUES, Drafting, Sampling, at_least, option
+from jaxspec.registry import families, presets
 
 KINDS = tuple(f.name for f in families("drafter") if f.drafter_for)
 FILTERS = ("top_k", "top_p", "min_p")  # what greedy decoding does not look at

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.families import family_of
-from jaxspec.families.costs import NOTHING, Ceiling, StepCost, target_cost
+from jaxspec.registry import family_of
+from jaxspec.registry.costs import NOTHING, Ceiling, StepCost, target_cost
 from jaxspec.state import DecodeSpec
 
 

@@ -30,9 +30,9 @@ from jaxspec.commands.bench.programs import (
     with_random_caches,
 )
 from jaxspec.commands.bench.results import CaseResult, Observed
-from jaxspec.runtime import Bound, NewRows, Runtime
-from jaxspec.sharding import fetch
+from jaxspec.runtime.runtime import Bound, NewRows, Runtime
 from jaxspec.state import DecodeState
+from jaxspec.weights.sharding import fetch
 
 WARM_UP_STEPS = 4  # the first run of a captured graph goes kernel by kernel, the second records it
 PART_STEPS = 16  # rounds of a timed run of drafting or verifying alone

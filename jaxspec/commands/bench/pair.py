@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec import memory
 from jaxspec.api import BUNDLED
 from jaxspec.commands.bench import PROMPT_LENGTH
 from jaxspec.commands.bench.programs import bench_cache_length
@@ -21,17 +20,18 @@ from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import load_models, mesh_for
 from jaxspec.configs.base import GenerationDefaults
-from jaxspec.draft_head import check_borrows, graph_with_head
-from jaxspec.families import families, family_of, graph_of, presets, random_drafter
-from jaxspec.loading import LoadedModel, default_dtype
-from jaxspec.params import Graph
+from jaxspec.options import Drafting, Extras, Sampling
 from jaxspec.quantised.choice import quantised_graph
 from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.records import Drafting, Extras, Sampling
-from jaxspec.runtime import make_spec
+from jaxspec.registry import families, family_of, graph_of, presets, random_drafter
+from jaxspec.runtime import memory
+from jaxspec.runtime.runtime import make_spec
 from jaxspec.shapes import Params
-from jaxspec.sharding import make_mesh, mesh_of
 from jaxspec.state import DecodeSpec
+from jaxspec.weights.draft_head import check_borrows, graph_with_head
+from jaxspec.weights.loading import LoadedModel, default_dtype
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.sharding import make_mesh, mesh_of
 
 
 @dataclass(frozen=True)

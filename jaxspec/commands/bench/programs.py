@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache import RING_MULTIPLE
-from jaxspec.prefill import PREFILL_CHUNK, chunk_of
-from jaxspec.records import Sampling
-from jaxspec.requests import sampling_values
-from jaxspec.runtime import NewRows, Runtime, cache_length_for
+from jaxspec.engine.request import sampling_values
+from jaxspec.options import Sampling
+from jaxspec.runtime.prefill import PREFILL_CHUNK, chunk_of
+from jaxspec.runtime.runtime import NewRows, Runtime, cache_length_for
 from jaxspec.shapes import Int
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk
 

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import memory
 from jaxspec.commands.bench.floor import Ceiling, StepCost, step_cost, step_costs, step_floor_s
 from jaxspec.commands.bench.pair import Pair
 from jaxspec.commands.bench.profile import LoopCounts, loop_counts
 from jaxspec.models.xla import COMPILER_OPTIONS
-from jaxspec.programs import options_of_loops
+from jaxspec.runtime import memory
+from jaxspec.runtime.programs import options_of_loops
 
 
 def digits(value: float, count: int = 3) -> str:

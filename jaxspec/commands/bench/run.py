@@ -23,10 +23,10 @@ from jaxspec.commands.bench.tables import Case
 from jaxspec.commands.bench.trace_options import GENERATED, TraceOptions
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.startup import versions
-from jaxspec.engine import Engine
-from jaxspec.records import DEFAULTS, VALUES, Drafting, Sampling
-from jaxspec.requests import Request
-from jaxspec.runtime import cache_bucket
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
+from jaxspec.options import DEFAULTS, VALUES, Drafting, Sampling
+from jaxspec.runtime.runtime import cache_bucket
 
 
 def run(

@@ -21,8 +21,8 @@ import jax
 import numpy as np
 
 from jaxspec.commands.options import UsageError
-from jaxspec.engine import Engine
-from jaxspec.requests import Completion, Request
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
 
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_RANGE = 300, 0.8, (32, 2048)
 NEW_TOKENS = (64, 512)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxspec.records import CHOOSE_LENGTH_HELP, ChooseLength, Range, at_least, option
+from jaxspec.options import CHOOSE_LENGTH_HELP, ChooseLength, Range, at_least, option
 
 GENERATED = "generated"
 

@@ -16,7 +16,7 @@ from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, command, explained
 from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
 from jaxspec.commands.progress import Ticker
-from jaxspec.records import Drafting, Range, at_least, option
+from jaxspec.options import Drafting, Range, at_least, option
 
 if TYPE_CHECKING:
     from jaxspec.commands.check.report import Findings

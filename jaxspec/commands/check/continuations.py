@@ -12,10 +12,10 @@ from typing import Any
 
 from jaxspec.commands.check.replay import Text
 from jaxspec.commands.options import UsageError, told
-from jaxspec.engine import Engine
-from jaxspec.loading import LoadedModel
-from jaxspec.records import Sampling
-from jaxspec.requests import Completion, Request
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import Sampling
+from jaxspec.weights.loading import LoadedModel
 
 DRAWS = 3  # rows of the second text for each prompt
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspec.configs.base import ConfigError, find_key
-from jaxspec.families import Assumption, Conventions, WeightChange, family_of
-from jaxspec.loading import LoadedModel
-from jaxspec.params import Graph
+from jaxspec.registry import Assumption, Conventions, WeightChange, family_of
 from jaxspec.shapes import Params
-from jaxspec.storage.manifest import MANIFEST, read_json
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.manifest import MANIFEST, read_json
+from jaxspec.weights.model_def import Graph
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from jaxspec.commands.check.text import prompts_for
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import load_models
-from jaxspec.loading import LoadedModel
-from jaxspec.params import Graph
-from jaxspec.programs import jit
-from jaxspec.records import Drafting
+from jaxspec.options import Drafting
+from jaxspec.runtime.programs import jit
 from jaxspec.shapes import Array, Float, Int, Params
 from jaxspec.tokenizer import Tokenizer, TokenizerError
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
 
 
 @dataclass(frozen=True)

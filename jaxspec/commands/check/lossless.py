@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.requests import Completion
+from jaxspec.engine.request import Completion
 
 NEAR_TIE_GAP = 1e-4  # float32: closer logits may swap when a pass has another shape
 NEAR_TIE_ULPS = 4  # bfloat16: likewise, in units of the last place of the larger logit

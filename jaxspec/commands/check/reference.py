@@ -24,9 +24,9 @@ from jaxspec.commands.check.text import PromptSet
 from jaxspec.commands.check.weights import Look, listed
 from jaxspec.commands.options import UsageError
 from jaxspec.configs.base import to_json
-from jaxspec.families import ModelConfig
-from jaxspec.loading import LoadedModel
-from jaxspec.storage.acceptance import FIELD, config_file, read_acceptance, write_acceptance
+from jaxspec.registry import ModelConfig
+from jaxspec.weights.acceptance import FIELD, config_file, read_acceptance, write_acceptance
+from jaxspec.weights.loading import LoadedModel
 
 _FORMAT = 1
 _DIGITS = 4  # of a mark; `weights.SAME` asks for no more

@@ -22,13 +22,13 @@ from jax.sharding import Mesh
 from jaxspec.cache import cache_bytes
 from jaxspec.commands.check.conventions import Reading, traced_values
 from jaxspec.drafters.base import AnyDrafter, Kept, TargetView
-from jaxspec.loading import LoadedModel
+from jaxspec.engine.request import Completion
 from jaxspec.models.target import Target, TargetOutput, init_caches
-from jaxspec.params import Graph
-from jaxspec.programs import jit
-from jaxspec.requests import Completion
+from jaxspec.runtime.programs import jit
 from jaxspec.shapes import Array, Int, Params
-from jaxspec.sharding import fetch, mesh_of, place_rows
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.sharding import fetch, mesh_of, place_rows
 
 HOPELESS = 0.5
 """A reading that has less than this share of the best one's accepted drafts on the first rows is not replayed

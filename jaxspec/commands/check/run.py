@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import runtime
 from jaxspec.commands.check import FEWEST_ROWS
 from jaxspec.commands.check.continuations import DRAWS, decode_greedily, further
 from jaxspec.commands.check.conventions import in_force
@@ -50,10 +49,11 @@ from jaxspec.commands.check.verdict import Evidence, findings
 from jaxspec.commands.check.weights import Oddity, look_at, oddities
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import shorten
-from jaxspec.families import family_of
-from jaxspec.loading import LoadedModel
-from jaxspec.records import Drafting
-from jaxspec.requests import Completion
+from jaxspec.engine.request import Completion
+from jaxspec.options import Drafting
+from jaxspec.registry import family_of
+from jaxspec.runtime import runtime
+from jaxspec.weights.loading import LoadedModel
 
 
 def run(

@@ -25,7 +25,7 @@ from jaxspec.commands.check.statistics import (
     compare,
     conditional,
 )
-from jaxspec.loading import LoadedModel
+from jaxspec.weights.loading import LoadedModel
 
 MOST_ROUNDS = 3  # conventions that may be wrong at once
 

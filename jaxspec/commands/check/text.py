@@ -12,8 +12,8 @@ import numpy as np
 from jaxspec.api import BUNDLED
 from jaxspec.commands.check import FEWEST_ROWS
 from jaxspec.commands.options import UsageError
-from jaxspec.loading import LoadedModel
 from jaxspec.tokenizer import Tokenizer, TokenizerError
+from jaxspec.weights.loading import LoadedModel
 
 PROMPT_TOKENS = 64  # of a row cut from a text
 FEWEST_TOKENS = 8  # of a row's text

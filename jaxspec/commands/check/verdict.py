@@ -11,7 +11,7 @@ from jaxspec.commands.check.reference import Against, said
 from jaxspec.commands.check.search import Found
 from jaxspec.commands.check.statistics import MATERIAL, Comparison, Depth, Round, figures
 from jaxspec.commands.check.weights import Oddity
-from jaxspec.families import Conventions
+from jaxspec.registry import Conventions
 
 Kind = Literal["floor", "depth", "convention", "weights", "reference", "lossless"]
 

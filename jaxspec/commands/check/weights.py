@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.shapes import Array, Params
-from jaxspec.sharding import fetch
+from jaxspec.weights.sharding import fetch
 
 SIBLING_RATIO = 10.0
 """How many times larger or smaller than in other layers a tensor must be to be mentioned."""

@@ -16,7 +16,7 @@ from jaxspec.commands.generate.options import (
 )
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, Given, command, explained
-from jaxspec.records import Drafting, Sampling
+from jaxspec.options import Drafting, Sampling
 
 
 @command

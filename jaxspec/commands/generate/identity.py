@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.commands.generate.jsonl import Prompt
-from jaxspec.loading import LoadedModel
-from jaxspec.requests import Request
+from jaxspec.engine.request import Request
 from jaxspec.state import DecodeSpec
+from jaxspec.weights.loading import LoadedModel
 
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 

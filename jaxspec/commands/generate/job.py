@@ -22,12 +22,12 @@ from jaxspec.commands.generate.prompts import encode
 from jaxspec.commands.generate.report import PromptResult
 from jaxspec.commands.generate.rows import Key
 from jaxspec.commands.options import UsageError, as_flag, note
-from jaxspec.engine import Engine
-from jaxspec.grammars import GrammarTokens
-from jaxspec.loading import LoadedModel
-from jaxspec.records import DEFAULTS, FieldError, Sampling, in_python
-from jaxspec.requests import Completion, Request
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import DEFAULTS, FieldError, Sampling, in_python
+from jaxspec.text.grammars import GrammarTokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError, completed_text, stop_at_text
+from jaxspec.weights.loading import LoadedModel
 
 FILTERS = ("top_k", "top_p", "min_p")  # what greedy decoding does not look at
 

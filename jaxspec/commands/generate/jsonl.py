@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from jaxspec.commands.generate.options import DecodingOptions
 from jaxspec.commands.options import as_flag
-from jaxspec.records import SEEDS, FieldError, Sampling, at_least
+from jaxspec.options import SEEDS, FieldError, Sampling, at_least
 
 KINDS = ("prompt", "prompt_ids", "messages")
 MOST = 2**31 - 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Given, UsageError, as_flag
 from jaxspec.commands.output import refuse_inputs
-from jaxspec.records import (
+from jaxspec.options import (
     CHOOSE_LENGTH_HELP,
     SEEDS,
     ChooseLength,
@@ -23,7 +23,7 @@ from jaxspec.records import (
 )
 
 if TYPE_CHECKING:
-    from jaxspec.grammars import Kind
+    from jaxspec.text.grammars import Kind
 
 
 @dataclass(frozen=True)

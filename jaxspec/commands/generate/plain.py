@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.engine import Engine
-from jaxspec.requests import Request, sampling_values
-from jaxspec.runtime import Runtime, make_spec
-from jaxspec.sharding import fetch, own_context
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request, sampling_values
+from jaxspec.runtime.runtime import Runtime, make_spec
 from jaxspec.state import DecodeState
+from jaxspec.weights.sharding import fetch, own_context
 
 LONG_ENOUGH_S = 10.0
 """Seconds of decoding from which on a run is worth a measurement. It takes about one with the bundled pair."""

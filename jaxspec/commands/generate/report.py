@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxspec.commands.progress import Ticker
-from jaxspec.records import Drafting, Sampling
+from jaxspec.options import Drafting, Sampling
 
 _BAR_WIDTH = 24
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxspec.commands.output import OutputError, as_json, json_lines, write_line
-from jaxspec.storage.aside import is_at
+from jaxspec.weights.atomic_dir import is_at
 
 Key = tuple[int, int | None]
 """Which row: the prompt's index, and which of its samples where there are several."""

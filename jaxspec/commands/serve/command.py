@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, command, explained
-from jaxspec.records import Drafting, Range, option, whole
+from jaxspec.options import Drafting, Range, option, whole
 from jaxspec.serving.settings import ProgramOptions, Settings
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client", "pydantic")

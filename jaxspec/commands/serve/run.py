@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxspec import memory
 from jaxspec.api import BUNDLED
 from jaxspec.commands import interruption
 from jaxspec.commands.models import ModelOptions
@@ -27,13 +26,12 @@ from jaxspec.commands.startup import (
     use_one_thread,
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
-from jaxspec.engine import Engine
-from jaxspec.grammars import GrammarTokens
-from jaxspec.loading import CheckpointError, LoadedModel
-from jaxspec.memory import DeviceMemoryError
-from jaxspec.records import Drafting, Extras, FieldError
-from jaxspec.requests import check_cache_length
-from jaxspec.runtime import cache_length_for, make_spec
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import check_cache_length
+from jaxspec.options import Drafting, Extras, FieldError
+from jaxspec.runtime import memory
+from jaxspec.runtime.memory import DeviceMemoryError
+from jaxspec.runtime.runtime import cache_length_for, make_spec
 from jaxspec.serving import server
 from jaxspec.serving.app import make_app
 from jaxspec.serving.door import JsonLines
@@ -42,8 +40,10 @@ from jaxspec.serving.open_engine import OpenEngine
 from jaxspec.serving.prompts import PromptScorer
 from jaxspec.serving.settings import ProgramOptions, Settings
 from jaxspec.serving.wishes import Served
-from jaxspec.sharding import mesh_of
+from jaxspec.text.grammars import GrammarTokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError
+from jaxspec.weights.loading import CheckpointError, LoadedModel
+from jaxspec.weights.sharding import mesh_of
 
 USER_ERRORS = (CheckpointError, ConfigError, DeviceMemoryError, TokenizerError)
 CACHE_LENGTH = 4096

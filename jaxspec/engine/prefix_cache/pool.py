@@ -1,0 +1,315 @@
+"""The arrays of stored prefixes, and the programs that copy rows into them and back.
+
+Read `keep` and `restore`. Both run over as many blocks as they are told, so that each is one program for all
+lengths. The pool is donated to `keep`, and the state to `restore`: everything else stays in place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxspec.cache import KVCache
+from jaxspec.options import FieldError
+from jaxspec.runtime.runtime import Runtime
+from jaxspec.shapes import Array, Int
+from jaxspec.state import DecodeState
+from jaxspec.weights.sharding import partition
+
+BLOCK = 128
+"""Tokens of a block."""
+
+_AXES = (None, "kv_heads", None, None)
+_PINNED = "pinned_host"
+
+
+class Pages(struct.PyTreeNode):
+    """What is stored, one place of a first axis after the other.
+
+    Attributes:
+      blocks: keys and values of each full layer, [M, K, tokens, H].
+      snapshots: a row of each other array of a row's caches and drafter's state.
+    """
+
+    blocks: list[Array]
+    snapshots: list[Array]
+
+
+def split(state: DecodeState) -> tuple[list[Any], list[Any], Callable[..., DecodeState]]:
+    """Return what blocks are cut of, what snapshots are taken of, and how to put both back into the state.
+
+    Arrays may be shapes alone.
+    """
+    parts = (state.caches, state.drafter)
+    leaves, tree = jax.tree.flatten(parts, is_leaf=lambda x: isinstance(x, KVCache))
+    is_full = [
+        isinstance(x, KVCache) and x.ring_slack is None for x in leaves for _ in jax.tree.leaves(x)
+    ]
+    arrays, inner = jax.tree.flatten(leaves)
+    pairs = list(zip(arrays, is_full, strict=True))
+
+    def join(full: list[Any], other: list[Any]) -> DecodeState:
+        kinds = {True: iter(full), False: iter(other)}
+        leaves = jax.tree.unflatten(inner, [next(kinds[kind]) for kind in is_full])
+        caches, drafter = jax.tree.unflatten(tree, leaves)
+        return state.replace(caches=caches, drafter=drafter)
+
+    return [x for x, full in pairs if full], [x for x, full in pairs if not full], join
+
+
+def slack_of(state: DecodeState) -> int | None:
+    """Return by how many tokens the rings of a row may be shortened; None: by any, since there are none."""
+    caches = jax.tree.leaves(
+        (state.caches, state.drafter), is_leaf=lambda x: isinstance(x, KVCache)
+    )
+    slacks = [c.ring_slack for c in caches if isinstance(c, KVCache) and c.ring_slack is not None]
+    return min(slacks, default=None)
+
+
+def _cut(array: Array, row: Any, number: Any, tokens: int) -> Array:
+    """Return a block of a row. Past the end, the last tokens that there are; `restore` puts them there."""
+    sizes = (1, array.shape[1], tokens, array.shape[3])
+    return lax.dynamic_slice(array, (row, jnp.int32(0), number * tokens, jnp.int32(0)), sizes)
+
+
+def _put(array: Array, piece: Array, row: Any, number: Any) -> Array:
+    at = (row, jnp.int32(0), number * piece.shape[2], jnp.int32(0))
+    return lax.dynamic_update_slice(array, piece, at)
+
+
+def keep(
+    pages: Pages,
+    state: DecodeState,
+    row: Int[Array, ""],
+    numbers: Int[Array, " N"],
+    places: Int[Array, " N"],
+    count: Int[Array, ""],
+    snapshot: Int[Array, ""],
+) -> Pages:
+    """Copy blocks of a row, and its snapshot.
+
+    Args:
+      numbers: of the blocks in the row; the first `count` of them.
+      places: where each of them goes.
+    """
+    full, other, _ = split(state)
+
+    def one(i: Any, blocks: list[Array]) -> list[Array]:
+        pairs = zip(full, blocks, strict=True)
+        cut = [_cut(x, row, numbers[i], block.shape[2]) for x, block in pairs]
+        return lower(blocks, cut, places[i])
+
+    blocks = lax.fori_loop(0, count, one, pages.blocks) if full else []
+    return Pages(blocks, lower(pages.snapshots, lift(other, row), snapshot))
+
+
+def restore(
+    state: DecodeState,
+    pages: Pages,
+    row: Int[Array, ""],
+    places: Int[Array, " N"],
+    count: Int[Array, ""],
+    snapshot: Int[Array, ""],
+    tokens: Int[Array, " T"],
+    length: Int[Array, ""],
+) -> DecodeState:
+    """Copy the first blocks of a prefix and its snapshot into a row.
+
+    Args:
+      tokens: of the prefix, of which `length` are real; penalties count them.
+    """
+    full, other, join = split(state)
+
+    def one(i: Any, full: list[Array]) -> list[Array]:
+        pairs = zip(full, lift(pages.blocks, places[i]), strict=True)
+        return [_put(x, block, row, i) for x, block in pairs]
+
+    if full:
+        full = lax.fori_loop(0, count, one, full)
+    state = join(full, lower(other, lift(pages.snapshots, snapshot), row))
+    if state.counts is not None:
+        counts = state.counts.with_prompt(tokens[None], length[None], row[None])
+        state = state.replace(counts=counts)
+    return state
+
+
+def lift(arrays: list[Array], place: Int[Array, ""]) -> list[Array]:
+    """Return what is in a place of all arrays."""
+    return [lax.dynamic_slice_in_dim(x, place, 1) for x in arrays]
+
+
+def lower(arrays: list[Array], copies: list[Array], place: Int[Array, ""]) -> list[Array]:
+    """Write into a place of all arrays."""
+    return [
+        lax.dynamic_update_slice_in_dim(x, copy, place, 0)
+        for x, copy in zip(arrays, copies, strict=True)
+    ]
+
+
+def least_bytes(runtime: Runtime) -> int:
+    """Return the bytes of the smallest pool that a runtime can have: for one whole slot."""
+    return Pool(runtime, 1 << 62).least_bytes
+
+
+class Pool:
+    """Memory for blocks and snapshots on the devices of a runtime, allocated when it is first used.
+
+    Args:
+      nbytes: of all of it, on each device.
+
+    Raises:
+      FieldError: the bytes do not suffice for one slot, or rows are split over devices.
+    """
+
+    def __init__(self, runtime: Runtime, nbytes: int):
+        if runtime.mesh.shape["data"] > 1:
+            raise FieldError(
+                "prefix_bytes", "needs a mesh whose data axis has one device; leave it out"
+            )
+        self.runtime = runtime
+        self.block = min(BLOCK, runtime.cache_length)
+        self.most_blocks = -(-runtime.cache_length // self.block)
+        row = jax.eval_shape(lambda: runtime.init_state(num_stop_ids=1, rows=1))
+        drafter = runtime.spec.drafter
+        goes_back = drafter is None or drafter.bind_abstract().absorbs_again
+        self.slack = slack_of(row) if goes_back else 0
+        full, self._other, _ = split(row)
+        self._full = [
+            jax.ShapeDtypeStruct((1, x.shape[1], self.block, x.shape[3]), x.dtype) for x in full
+        ]
+        self.block_bytes = self._bytes(self._full)
+        self.snapshot_bytes = self._bytes(self._other)
+        self.num_blocks, self.num_snapshots = self._sizes(nbytes)
+        self._pages: Pages | None = None
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of one slot, which is the least there must be."""
+        return self.most_blocks * self.block_bytes + self.snapshot_bytes
+
+    def _sizes(self, nbytes: int) -> tuple[int, int]:
+        """Split bytes into blocks and snapshots: blocks for half a slot with each of these, for one at least."""
+        if nbytes < self.least_bytes:
+            raise FieldError(
+                "prefix_bytes",
+                lambda say: (
+                    f"{say('prefix_bytes', nbytes)} holds no prefix of a whole slot, which takes "
+                    f"{self.least_bytes:,} bytes; give as many, or 0 for no store"
+                ),
+            )
+        if not self.snapshot_bytes:
+            return (count := nbytes // self.block_bytes), count
+        of_blocks = self.block_bytes * self.most_blocks
+        snapshots = int(nbytes // (self.snapshot_bytes + of_blocks / 2))
+        snapshots = max(1, min(snapshots, (nbytes - of_blocks) // self.snapshot_bytes))
+        if not self.block_bytes:
+            return self.most_blocks * snapshots, snapshots
+        return (nbytes - snapshots * self.snapshot_bytes) // self.block_bytes, snapshots
+
+    def _bytes(self, shapes: list[Any]) -> int:
+        sizes = [(x, _sharding(x, self.runtime.mesh).shard_shape(x.shape)) for x in shapes]
+        return sum(int(np.prod(shape)) * x.dtype.itemsize for x, shape in sizes)
+
+    @property
+    def pages(self) -> Pages:
+        """The arrays, empty at first."""
+        if self._pages is None:
+            self._pages = self._empty()
+        return self._pages
+
+    def _empty(self) -> Pages:
+        def room(count: int, shapes: list[Any]) -> list[Array]:
+            return [jnp.zeros((count, *x.shape[1:]), x.dtype) for x in shapes]
+
+        def make() -> Pages:
+            return Pages(room(self.num_blocks, self._full), room(self.num_snapshots, self._other))
+
+        mesh = self.runtime.mesh
+        shardings = jax.tree.map(lambda x: _sharding(x, mesh), jax.eval_shape(make))
+        return jax.jit(make, out_shardings=shardings)()
+
+    def drop(self) -> None:
+        """Give back all arrays."""
+        self._pages = None
+
+    def keep(
+        self, state: DecodeState, row: int, blocks: Sequence[tuple[int, int]], snapshot: int
+    ) -> None:
+        """Copy numbered blocks of a row to their places, and its snapshot."""
+        numbers, places = self._padded([n for n, _ in blocks]), self._padded([p for _, p in blocks])
+        given = (np.int32(row), numbers, places, np.int32(len(blocks)), np.int32(snapshot))
+        self._pages = self._run(keep, state.stop_ids.shape, self.pages, state, *given)
+
+    def restore(
+        self,
+        state: DecodeState,
+        row: int,
+        places: Sequence[int],
+        snapshot: int,
+        tokens: np.ndarray,
+    ) -> DecodeState:
+        """Copy the first blocks of an entry and its snapshot into a row."""
+        room = np.zeros(self.runtime.cache_length, np.int32)
+        room[: len(tokens)] = tokens
+        given = (np.int32(row), self._padded(places), np.int32(len(places)), np.int32(snapshot))
+        given = (*given, room, np.int32(len(tokens)))
+        return self._run(restore, state.stop_ids.shape, state, self.pages, *given)
+
+    def lift(self, kind: str, place: int) -> list[Array]:
+        """Return a copy of a block or a snapshot in host memory; the caller does not wait for it."""
+        arrays = getattr(self.pages, f"{kind}s")
+        copies = self._run(lift, (kind,), arrays, np.int32(place), donate=False)
+        host = [x.sharding.with_memory_kind(_PINNED) for x in copies]
+        return jax.device_put(copies, host)
+
+    def lower(self, kind: str, place: int, copy: list[Array]) -> None:
+        """Put such a copy into a place of the pool."""
+        arrays = getattr(self.pages, f"{kind}s")
+        copies = jax.device_put(copy, [x.sharding for x in arrays])
+        arrays = self._run(lower, (kind,), arrays, copies, np.int32(place))
+        self._pages = self.pages.replace(**{f"{kind}s": arrays})
+
+    def warm_up(self, state: DecodeState, *, with_host: bool) -> DecodeState:
+        """Compile all programs; no place that is in use may be in the pool."""
+        self.keep(state, 0, [], 0)
+        state = self.restore(state, 0, [], 0, np.zeros(0, np.int32))
+        if with_host:
+            for kind in ("block", "snapshot"):
+                self.lower(kind, 0, self.lift(kind, 0))
+        return state
+
+    def _padded(self, values: Sequence[int]) -> np.ndarray:
+        room = np.zeros(self.most_blocks, np.int32)
+        room[: len(values)] = values
+        return room
+
+    def _run(
+        self, function: Callable[..., Any], shape: tuple[Any, ...], *args: Any, donate: bool = True
+    ) -> Any:
+        """Run a program, compiled if it is new. Its first argument's memory is its result's.
+
+        Args:
+          shape: what tells it from the other programs of the function.
+          donate: False: the first argument stays.
+        """
+        runtime = self.runtime
+        if (key := ("prefix", function.__name__, *shape)) not in runtime.used:
+            begin = time.perf_counter()
+            runtime.used[key] = runtime.programs.get(
+                function, runtime.place(args), donate=0 if donate else None, mesh=runtime.mesh
+            )
+            runtime.timings.compile_s += time.perf_counter() - begin
+        return runtime.used[key](*runtime.given(args))
+
+
+def _sharding(array: Any, mesh: Mesh) -> NamedSharding:
+    axes = _AXES if len(array.shape) == 4 else ()
+    return NamedSharding(mesh, partition(axes, array.shape, mesh))

@@ -1,0 +1,143 @@
+"""The registry of families. A family is one kind of model.
+
+An entry holds everything that is special to its family. The entries are `gemma4`, `qwen3`, `dflash`
+and `mtp`. `base` defines what an entry holds. To add a target or a drafter, write its module, its
+table of conversion rules and an entry, and call `register`. Nothing outside this folder checks the
+class of a config. Importing this package does not import JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxspec.configs.fields import WORDS, ConfigError, read
+from jaxspec.options import shown
+from jaxspec.registry import dflash, gemma4, mtp, qwen3
+from jaxspec.registry.base import Assumption, Change, Conventions, Family, ModelConfig, WeightChange
+
+if TYPE_CHECKING:
+    from jaxspec.weights.model_def import Graph
+
+__all__ = [
+    "Assumption",
+    "Change",
+    "Conventions",
+    "Family",
+    "ModelConfig",
+    "WeightChange",
+    "families",
+    "family_of",
+    "graph_of",
+    "named",
+    "presets",
+    "random_drafter",
+    "recognise",
+    "register",
+]
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> Family:
+    """Add an entry to the registry, and return it.
+
+    Raises:
+      ValueError: another entry has its name, its config class or one of its presets.
+    """
+    for other in _FAMILIES.values():
+        if other.name == family.name or other.config is family.config:
+            raise ValueError(
+                f"family {family.name!r} ({family.config.__name__}) is registered already, as "
+                f"{other.name!r} ({other.config.__name__}); name and config class must be new"
+            )
+    if family.role == "target" and (taken := set(presets()) & set(family.presets)):
+        raise ValueError(f"presets {sorted(taken)} of family {family.name!r} have names of others")
+    _FAMILIES[family.name] = family
+    return family
+
+
+def families(role: Literal["target", "drafter"] | None = None) -> tuple[Family, ...]:
+    """Return all entries, or only those of one role, in order of registration."""
+    return tuple(f for f in _FAMILIES.values() if role in (None, f.role))
+
+
+def named(name: str) -> Family:
+    """Return the entry with a name.
+
+    Raises:
+      ValueError: no entry has that name; the message lists the known names.
+    """
+    if name not in _FAMILIES:
+        raise ValueError(f"family {name!r} is not known; expected one of {', '.join(_FAMILIES)}")
+    return _FAMILIES[name]
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Return the entry of a config's class.
+
+    Raises:
+      ValueError: no entry has that class.
+    """
+    for family in _FAMILIES.values():
+        if type(config) is family.config:
+            return family
+    raise ValueError(
+        f"no family has configs of class {type(config).__name__}; register one with families.register"
+    )
+
+
+def recognise(config: Mapping[str, Any]) -> Family:
+    """Return the family of a parsed config.json.
+
+    Drafters are tried first, because the files of some have the `model_type` of a target.
+
+    Raises:
+      ConfigError: no family has this model type or one of these architectures.
+    """
+    read(config, "model_type", WORDS, None)
+    for family in (*families("drafter"), *families("target")):
+        if family.recognises(config):
+            return family
+    architectures = [word for family in families() for word in family.architectures]
+    model_types = [word for family in families() for word in family.model_types]
+    raise ConfigError(
+        f"config.json has model_type {shown(config.get('model_type'))} (architectures "
+        f"{shown(config.get('architectures'))}); a model must have one of the types {', '.join(model_types)} "
+        f"or one of the architectures {', '.join(architectures)}"
+    )
+
+
+def graph_of(config: ModelConfig, dtype: str) -> Graph:
+    """Return the `Graph` of the model that a config describes, with weights of `dtype`."""
+    from jaxspec.weights.model_def import Graph
+
+    return Graph(family_of(config).module(), config, dtype)
+
+
+def presets() -> dict[str, ModelConfig]:
+    """Return the released sizes of all targets, by name."""
+    return {name: config for f in families("target") for name, config in f.presets.items()}
+
+
+def random_drafter(preset: str, kind: str, dtype: str) -> tuple[Graph, str]:
+    """Return a drafter for a target's preset, and a description of the drafter for messages.
+
+    Args:
+      preset: the name of a target's preset.
+      kind: the name of the drafter's family.
+
+    Raises:
+      ValueError: there is no such preset or family, or the family has no drafter for the preset.
+    """
+    family, sizes = named(kind), presets()
+    if preset not in sizes:
+        raise ValueError(f"preset {preset!r} is not known; expected one of {', '.join(sizes)}")
+    if family.drafter_for is None:
+        raise ValueError(f"{family.title} is not made for presets")
+    config, words = family.drafter_for(preset, sizes[preset])
+    return graph_of(config, dtype), words
+
+
+for _family in (gemma4.FAMILY, qwen3.FAMILY, dflash.FAMILY, mtp.FAMILY):
+    register(_family)

@@ -1,0 +1,302 @@
+"""The family of DFlash block drafters in z-lab's layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.configs.base import TargetConfig
+from jaxspec.configs.dflash import (
+    ARCHITECTURES,
+    KEYS,
+    PRESETS,
+    DFlashConfig,
+    default_feature_layers,
+)
+from jaxspec.registry.base import Assumption, Change, Conventions, Family, WeightChange
+from jaxspec.registry.costs import StepCost, itemsize, operations, stored_bytes, table_bytes
+from jaxspec.registry.weights import changed, common_changes
+from jaxspec.registry.words import shown_scale
+
+if TYPE_CHECKING:
+    from checkpoints_convert.rules import RuleSet
+    from jaxspec.shapes import Params
+    from jaxspec.state import DecodeSpec
+    from jaxspec.weights.model_def import Graph
+
+
+def _read(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> DFlashConfig:
+    del generation
+    return DFlashConfig.from_hf(config)
+
+
+def _module() -> type[Any]:
+    from jaxspec.drafters.dflash import DFlashDrafter
+
+    return DFlashDrafter
+
+
+def _module_with_head() -> type[Any]:
+    from jaxspec.drafters.dflash import DFlashWithHead
+
+    return DFlashWithHead
+
+
+def _rules(config: DFlashConfig, params: Iterable[str]) -> RuleSet:
+    from checkpoints_convert import dflash
+
+    return dflash.rule_set(params, num_layers=config.num_layers)
+
+
+@dataclass(frozen=True)
+class _MadeUp:
+    """The proportions of a made-up drafter, for a preset that has no released drafter.
+
+    Attributes:
+      like: the preset whose released drafter gives everything else.
+      heads: the width of all heads together, divided by the target's width.
+      mlp: the width of the MLP, divided by the target's width.
+      features: the number of feature layers, which are evenly spaced.
+    """
+
+    like: str
+    heads: float
+    mlp: int
+    features: int
+
+
+_MADE_UP = (_MadeUp("26b-a4b", 1.5, 2, 6), _MadeUp("qwen3-8b", 1, 3, 5))
+
+
+def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlashConfig, str]:
+    """Return the config of a DFlash drafter for a target's preset, and a description for messages.
+
+    Some presets have no released drafter. For these a drafter is made up, with the proportions of a
+    released drafter whose target has the same vocabulary.
+    """
+    if preset in PRESETS:
+        return PRESETS[preset], f"DFlash as for {preset}, random weights"
+    same_words = [m for m in _MADE_UP if PRESETS[m.like].vocab_size == target.vocab_size]
+    made_up = (*same_words, _MADE_UP[0])[0]
+    heads = max(8, 8 * round(made_up.heads * target.hidden_size / 128 / 8))
+    config = dataclasses.replace(
+        PRESETS[made_up.like],
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_heads=heads,
+        intermediate_size=made_up.mlp * target.hidden_size,
+        feature_layers=default_feature_layers(target.num_layers, made_up.features),
+        num_target_layers=target.num_layers,
+        max_positions=target.max_positions,
+    )
+    count = {5: "five", 6: "six"}[made_up.features]
+    rule = (
+        f"DFlash made up for {preset} ({made_up.like}'s, with the target's width, {heads} heads "
+        f"for {made_up.heads:g} x width, MLP {made_up.mlp} x width, {count} even feature layers), "
+        "random weights"
+    )
+    return config, rule
+
+
+def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
+    """Return the cost of drafting one block and of absorbing the target's features of one block."""
+    from jaxspec.quantised import named
+
+    assert spec.drafter is not None
+    config: DFlashConfig = spec.drafter.config
+    block = spec.depth + 1  # a tree also takes one block, whose positions are its levels
+    rows = batch * block
+    weight_bytes = flops = kv_bytes = 0.0
+    weights = dict(spec.drafter.abstract_weights())
+    head: Any = weights.pop("head", None)
+    for name, a in weights.items():
+        # Keys and values are computed twice: once for the drafted block, once for the kept context.
+        uses = 2 if name.endswith(".kv") else 1
+        weight_bytes += uses * stored_bytes(a)
+        flops += uses * operations(a, rows)
+    weight_bytes += table_bytes(spec.target) if head is None else stored_bytes(head)
+    # Drafts may round what a table multiplies, and products of 8-bit floats count half.
+    rounds = head is not None and named(head.format).rounds_activations
+    products = 2.0 * config.vocab_size * config.hidden_size * batch * spec.depth
+    flops += products * (0.5 if rounds else 1.0)
+    for kind in config.layer_types:
+        seen = context if kind == "full" else min(context, config.sliding_window or context)
+        kv_bytes += (
+            2.0 * batch * seen * config.num_kv_heads * config.head_dim * itemsize(spec.target)
+        )
+        flops += 4.0 * rows * (seen + block) * config.num_heads * config.head_dim
+    return StepCost(weight_bytes, kv_bytes, flops)
+
+
+def _in_force(target: Graph, drafter: Graph) -> Iterator[Assumption]:
+    c: DFlashConfig = drafter.config
+
+    def assumption(name: str, field: str, shown: str, default: str = "none") -> Assumption:
+        return Assumption(name, getattr(c, field), shown, field, default)
+
+    shown = f"outputs of {', '.join(map(str, c.feature_layers))} of 0-{c.num_target_layers - 1}"
+    yield assumption("feature layers", "feature_layers", shown, "evenly spaced")
+    shown = ", ".join(c.layer_types)
+    yield assumption("layer types", "layer_types", shown, "all full")
+    layers = (
+        f"{i} {kind} {'causal' if causal else 'bidirectional'}"
+        for i, (kind, causal) in enumerate(zip(c.layer_types, c.causal, strict=True))
+    )
+    yield assumption(
+        "inside the block", "causal", ", ".join(layers), "sliding layers causal, full ones not"
+    )
+    shown = shown_scale(target, scaled=c.scale_embeddings)
+    yield assumption("embedding scale", "scale_embeddings", shown, "scaled")
+    shown = "none" if c.final_logit_softcap is None else f"{c.final_logit_softcap:g}"
+    yield assumption("logit soft cap", "final_logit_softcap", shown)
+    if "sliding" in c.layer_types:
+        shown = f"{c.sliding_window} keys on sliding layers, the query's own included"
+        yield assumption("window", "sliding_window", shown)
+    yield assumption("rope theta", "rope_theta", f"{c.rope_theta:g}")
+    yield assumption("mask id", "mask_token_id", str(c.mask_token_id))
+    shown = f"{c.block_size}: anchor + {c.block_size - 1} drafts"
+    yield assumption("block size", "block_size", shown)
+    shown = "anchor at n, masks from n + 1 (n: committed tokens)"
+    yield Assumption("positions", "n", shown)
+
+
+def _traced(c: DFlashConfig) -> Mapping[str, Any]:
+    return dict(
+        feature_layers=tuple(range(len(c.feature_layers))),
+        mask_token_id=0,
+        rope_theta=1.0,
+        final_logit_softcap=None,
+    )
+
+
+_USUAL_THETAS = (1e6, 1e4, 5e5, 5e6, 1e7)
+_USUAL_SOFTCAPS = (None, 30.0, 15.0, 50.0)
+
+
+def _changes(target: TargetConfig, c: DFlashConfig, special_ids: Sequence[int]) -> Iterator[Change]:
+    """Yield changes, the usual ones before others that may do as well on a short text."""
+    yield from _feature_changes(c)
+    if target.embedding_scale != 1:  # with a scale of 1 both are the same
+        name = "embeddings not scaled" if c.scale_embeddings else "embeddings scaled"
+        yield Change(name, "scale_embeddings", not c.scale_embeddings)
+    yield from _attention_changes(target, c)
+    for token in dict.fromkeys((*special_ids, 0)):
+        if token != c.mask_token_id and token < c.vocab_size:
+            yield Change(f"mask id {token}", "mask_token_id", token)
+    for theta in _USUAL_THETAS:
+        if theta != c.rope_theta:
+            yield Change(f"rope theta {theta:g}", "rope_theta", theta)
+    for cap in _USUAL_SOFTCAPS:
+        if cap != c.final_logit_softcap:
+            name = "no logit soft cap" if cap is None else f"logit soft cap {cap:g}"
+            yield Change(name, "final_logit_softcap", cap)
+    if c.block_size > 3:
+        half = c.block_size // 2
+        yield Change(f"blocks of {half}", "block_size", half, num_draft_tokens=half - 1)
+    longer = 2 * c.block_size
+    yield Change(f"blocks of {longer}", "block_size", longer, num_draft_tokens=longer - 1)
+
+
+def _feature_changes(c: DFlashConfig) -> Iterator[Change]:
+    """Yield the layers above and below, and other orders."""
+    layers = c.feature_layers
+    for offset, name in ((-1, "lower"), (1, "higher")):
+        shifted = tuple(i + offset for i in layers)
+        yield Change(f"feature layers one {name}", "feature_layers", shifted)
+    orders = {"increasing": tuple(sorted(layers)), "reversed": layers[::-1]}
+    orders["rotated left"] = (*layers[1:], layers[0])
+    orders["rotated right"] = (layers[-1], *layers[:-1])
+    for i in range(len(layers) - 1):
+        pair = (layers[i + 1], layers[i])
+        orders[f"with {i} and {i + 1} exchanged"] = (*layers[:i], *pair, *layers[i + 2 :])
+    seen = {layers}
+    for name, order in orders.items():
+        if order not in seen:
+            seen.add(order)
+            yield Change(f"feature layers {name}", "feature_layers", order)
+
+
+def _attention_changes(target: TargetConfig, c: DFlashConfig) -> Iterator[Change]:
+    """Yield other layer types, causality inside the block, and windows."""
+    swapped = tuple("full" if kind == "sliding" else "sliding" for kind in c.layer_types)
+    windows = sorted({layer.window for layer in target.layers if layer.window is not None})
+    window = c.sliding_window or max(windows, default=None)
+
+    def of_types(name: str, kinds: tuple[str, ...]) -> Iterator[Change]:
+        if kinds == c.layer_types or ("sliding" in kinds and window is None):
+            return
+        derived: dict[str, Any] = {"causal": tuple(kind == "sliding" for kind in kinds)}
+        if "sliding" in kinds:
+            derived["sliding_window"] = window
+        in_file = [f"{kind}_attention" for kind in kinds]
+        yield Change(f"layer types {name}", "layer_types", kinds, derived=derived, in_file=in_file)
+
+    if len(set(swapped)) > 1:
+        yield from of_types("swapped", swapped)
+    usual = tuple(kind == "sliding" for kind in c.layer_types)
+    if usual != c.causal:
+        yield Change("sliding layers causal, full ones not", "causal", usual)
+    # Before causality that types do not have: on a text within the window both do as well.
+    mixed = ("sliding",) * (c.num_layers - 1) + ("full",)
+    if mixed != swapped:
+        yield from of_types("all sliding but the last", mixed)
+    for name, all_layers in (("all layers causal", True), ("no layer causal", False)):
+        causal = (all_layers,) * c.num_layers
+        if causal not in (c.causal, usual):
+            yield Change(name, "causal", causal)
+    yield from of_types("all full", ("full",) * c.num_layers)
+    yield from of_types("all sliding", ("sliding",) * c.num_layers)
+    if "sliding" in c.layer_types:
+        assert c.sliding_window is not None
+        for other in dict.fromkeys((*windows, 2 * c.sliding_window)):
+            if other != c.sliding_window:
+                least = min(other, c.sliding_window)
+                yield Change(f"window of {other} keys", "sliding_window", other, least)
+
+
+def _weight_changes(target: TargetConfig, params: Params) -> Iterator[WeightChange]:
+    scale = target.embedding_scale
+    added = [name for name in params if name.endswith((".out", ".down"))]
+    if scale != 1:
+        # What layers add to the embeddings is smaller beside larger embeddings, and norms undo the rest.
+        yield WeightChange(
+            "embeddings scaled twice",
+            "every out and down",
+            f"divide {{where}} by {scale:.5g}",
+            lambda params: changed(params, added, lambda x: (x / scale).astype(x.dtype)),
+        )
+
+    def exchanged(params: Params) -> Params:
+        twins = {n: n.replace("q_norm", "k_norm") for n in params if n.endswith("q_norm")}
+        back = {twin: params[name] for name, twin in twins.items()}
+        return {**params, **{name: params[twin] for name, twin in twins.items()}, **back}
+
+    where = "every q_norm and its k_norm"
+    yield WeightChange("norms of queries and keys exchanged", where, "exchange {where}", exchanged)
+    yield from common_changes(params)
+
+
+FAMILY = Family(
+    name="dflash",
+    role="drafter",
+    title="a DFlash drafter",
+    config=DFlashConfig,
+    read=_read,
+    module=_module,
+    rules=_rules,
+    architectures=ARCHITECTURES,
+    presets=PRESETS,
+    drafter_for=_drafter_for,
+    cost=_cost,
+    conventions=Conventions(
+        KEYS,
+        _in_force,
+        _changes,
+        _weight_changes,
+        traced=_traced,
+        shortened="block_size",
+    ),
+    with_head=_module_with_head,
+)

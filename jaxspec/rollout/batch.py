@@ -1,0 +1,381 @@
+"""What goes into a sampler and what comes out of it: prompts, sampling values and results, a row each."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jaxspec.options import BIAS, PENALTIES, RANGES, VALUES, FieldError, Sampling
+from jaxspec.runtime.prefill import SMALLEST_PREFILL, bucket
+from jaxspec.runtime.runtime import cache_bucket
+from jaxspec.sampling import Logprobs, SamplingParams
+from jaxspec.shapes import Array, Bool, Float, Int
+from jaxspec.state import DecodeSpec
+
+
+def check_ids(name: str, ids: Sequence[Any] | np.ndarray | Array) -> None:
+    """Refuse ids that are not whole numbers of 32 bits: others would be cut to such silently.
+
+    Raises:
+      ValueError: naming the prompt and the first such id.
+    """
+    if hasattr(ids, "dtype"):
+        wrong = (
+            [] if np.issubdtype(np.asarray(ids).dtype, np.integer) else np.ravel(ids)[:1].tolist()
+        )
+    else:
+        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer)]
+    if wrong:
+        raise ValueError(
+            f"{name} has the id {wrong[0]!r}; expected whole numbers, as a tokenizer gives"
+        )
+    numbers = np.asarray(ids)
+    far = numbers[(numbers < -(2**31)) | (numbers >= 2**31)]
+    if far.size:
+        raise ValueError(f"{name} has the id {far[0]}; expected whole numbers of 32 bits")
+
+
+def is_sequence(value: Any) -> bool:
+    """Tell whether something is a list or an array, and no text."""
+    return isinstance(value, Sequence | np.ndarray | jax.Array) and not isinstance(value, str)
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Tell whether a prompt is a list of messages."""
+    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
+    return is_list and all(isinstance(message, Mapping) for message in prompt)
+
+
+def is_one(prompts: Any) -> bool:
+    """Tell one prompt from a list of them.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if isinstance(prompts, np.ndarray | jax.Array):
+        return prompts.ndim == 1
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+        return True
+    if not len(prompts):
+        raise ValueError("there is no prompt; give a text, a list of messages, or a list of ids")
+    return not any(isinstance(prompt, str) or is_sequence(prompt) for prompt in prompts)
+
+
+class FinishReason(enum.IntEnum):
+    """Why a row ended."""
+
+    UNFINISHED = 0  # in what a stream yields
+    STOP = 1
+    LENGTH = 2
+    ERROR = 3  # the target's logits were not finite; the tokens before them stay
+
+
+class Past(struct.PyTreeNode):
+    """What rows did before the call that goes on with them.
+
+    Attributes:
+      steps: how many numbers of steps their draws have used up, prefill's included.
+      generated: which tokens of their prompts were generated; penalties of the output count them.
+      finished: the `FinishReason` of rows that are over, which get no more tokens; 0 for the others.
+    """
+
+    steps: Int[Array, " B"]
+    generated: Bool[Array, "B T"]
+    finished: Int[Array, " B"]
+
+
+class Prompts(struct.PyTreeNode):
+    """Prompt ids, padded on the right with anything.
+
+    Attributes:
+      past: of rows that go on, see `after`. They have a row for each sample.
+    """
+
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, " B"]  # 1 to T
+    past: Past | None = None
+
+    @classmethod
+    def padded(cls, prompts: Sequence[Sequence[int]]) -> Prompts:
+        """Pad prompts to a common width, see `width_bucket`: few widths mean few programs.
+
+        Raises:
+          ValueError: there is no prompt, or one is empty or has an id that is no whole number.
+        """
+        return jax.tree.map(jnp.asarray, padded_on_host(prompts))
+
+    def take(self, rows: ArrayLike | Sequence[int]) -> Prompts:
+        """Return some of the prompts, as wide as before: batches of one width share a program.
+
+        Raises:
+          ValueError: there is no such prompt. Inside of jit it is the nearest one.
+        """
+        if not any(isinstance(row, Tracer) for row in jax.tree.leaves(rows)):
+            index, count = np.asarray(rows), len(self.tokens)
+            are_whole = np.issubdtype(index.dtype, np.integer) or not index.size
+            wrong = index[(index < 0) | (index >= count)] if are_whole else index.ravel()
+            if wrong.size:
+                raise ValueError(f"rows has {wrong[0]}; expected numbers from 0 to {count - 1}")
+        return jax.tree.map(lambda x: x[jnp.asarray(rows)], self)
+
+    def after(
+        self,
+        result: GenerateResult,
+        appended: Sequence[Sequence[int]] | Prompts | None = None,
+    ) -> Prompts:
+        """Return these prompts with what was generated after them: a call goes on from there.
+
+        The call needs the seeds and the sampling of the first one. It draws what one long call would
+        draw next. Rows that a stop ended get no more tokens, unless something is appended to them.
+
+        Args:
+          result: of a call with these prompts, a row for each sample.
+          appended: ids that follow in each row, such as a tool's answer; a row's may be none. Inside of
+            jit: `Prompts`, whose lengths may be 0.
+
+        Raises:
+          ValueError: the rows of the result, or of what is appended, are not those of the prompts.
+        """
+        rows, b = result.tokens.shape[0], self.tokens.shape[0]
+        if rows % b or (self.past is not None and rows != b):
+            raise FieldError("result", f"has {rows} rows, which are not samples of {b} prompts")
+        if appended is None:
+            appended = _on_host([()] * rows, 1)
+        elif not isinstance(appended, Prompts):
+            appended = _on_host(appended, max([1, *map(len, appended)]))
+        if appended.tokens.shape[0] != rows:
+            raise FieldError(
+                "appended", f"has {appended.tokens.shape[0]} rows; expected {rows}, as the result"
+            )
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self, result, appended)))
+        if not is_traced:
+            given = jax.tree.map(np.asarray, (self, result, appended))
+            longer = _after(np, *given)
+            width = width_bucket(int(longer.lengths.max()))
+            longer = longer.widened(width, np)
+            return jax.tree.map(jnp.asarray, longer)
+        return _after(jnp, self, result, appended)
+
+    def widened(self, width: int, xnp: Any = jnp) -> Prompts:
+        """Return them padded, or cut, to a width.
+
+        Args:
+          xnp: numpy, where it is not to be done by the device.
+        """
+
+        def of(x: Any) -> Any:
+            more = max(0, width - x.shape[1])
+            return xnp.pad(x[:, :width], ((0, 0), (0, more)))
+
+        past = self.past
+        if past is not None:
+            past = dataclasses.replace(past, generated=of(past.generated))
+        return dataclasses.replace(self, tokens=of(self.tokens), past=past)
+
+
+def width_bucket(length: int) -> int:
+    """Round a width of prompts up: to a power of two up to 128, and then as caches are.
+
+    So at most a quarter of a long cache is for padding.
+    """
+    return bucket(length, SMALLEST_PREFILL) if length <= 128 else cache_bucket(length)
+
+
+def padded_on_host(prompts: Sequence[Sequence[int]]) -> Prompts:
+    """Return `Prompts.padded` as arrays of numpy."""
+    for i, prompt in enumerate(prompts):
+        if not is_sequence(prompt):
+            raise ValueError(f"prompt {i} is {prompt!r}; give a list of ids for each prompt")
+    empty = [i for i, prompt in enumerate(prompts) if not len(prompt)]
+    if empty or not len(prompts):
+        where = f"prompt {empty[0]} is empty" if empty else "there are no prompts"
+        raise ValueError(f"{where}; give at least one token of at least one prompt")
+    return _on_host(prompts, width_bucket(max(map(len, prompts))))
+
+
+def _on_host(rows: Sequence[Sequence[int]], width: int) -> Prompts:
+    """Return rows of ids, padded to a width, as arrays of numpy."""
+    tokens: Any = np.zeros((len(rows), width), np.int32)
+    lengths: Any = np.asarray([len(ids) for ids in rows], np.int32)
+    for i, (row, ids) in enumerate(zip(tokens, rows, strict=True)):
+        check_ids(f"prompt {i}", ids)
+        row[: len(ids)] = ids
+    return Prompts(tokens, lengths)
+
+
+def _after(xnp: Any, prompts: Prompts, result: GenerateResult, appended: Prompts) -> Prompts:
+    """Return prompts, what was generated and what is appended, one after the other, with padding."""
+    index = np.repeat(np.arange(len(prompts.tokens)), len(result.tokens) // len(prompts.tokens))
+    past, lengths = prompts.past, prompts.lengths[index]
+    was_generated = xnp.zeros(prompts.tokens.shape, bool) if past is None else past.generated
+    parts = (
+        (prompts.tokens[index], was_generated[index], lengths),
+        (result.tokens, xnp.ones(result.tokens.shape, bool), result.lengths),
+        (appended.tokens, xnp.zeros(appended.tokens.shape, bool), appended.lengths),
+    )
+    width = sum(ids.shape[1] for ids, _, _ in parts)
+    column = np.arange(width, dtype=np.int32)[None, :]
+    tokens = xnp.zeros((len(index), width), np.int32)
+    generated, begin = tokens.astype(bool), xnp.zeros(len(index), np.int32)
+    for ids, flags, counts in parts:
+        at = column - begin[:, None]
+        here = (at >= 0) & (at < counts[:, None])
+        at = xnp.clip(at, 0, ids.shape[1] - 1)
+        tokens = xnp.where(here, xnp.take_along_axis(ids, at, axis=1), tokens)
+        generated = xnp.where(here, xnp.take_along_axis(flags, at, axis=1), generated)
+        begin = begin + counts
+    reasons = result.finish_reasons
+    is_over = (reasons != FinishReason.LENGTH) & (appended.lengths == 0)
+    used = 0 if past is None else past.steps
+    past = Past(
+        steps=used + xnp.maximum(result.num_steps, 0) + 1,
+        generated=generated,
+        finished=xnp.where(is_over, reasons, xnp.zeros_like(reasons)),
+    )
+    return Prompts(tokens, begin, past)
+
+
+class GenerateResult(struct.PyTreeNode):
+    """What was generated. R rows: the samples of prompt i are rows i * num_samples and following.
+
+    Everything past a row's length is 0. Rows that ended in an error count in no statistic.
+    """
+
+    tokens: Int[Array, "R M"]
+    lengths: Int[Array, " R"]
+    finish_reasons: Int[Array, " R"]  # a FinishReason
+    logprobs: Logprobs | None  # of each token, where the sampler keeps them
+    num_steps: Int[Array, " R"]  # verify steps
+    acceptance_lengths: Int[Array, "R M"]  # tokens that each of them committed, uncut
+    depth: int = struct.field(pytree_node=False)  # most drafts that a step can accept
+
+    def accepted_per_depth(self) -> Float[Array, " depth"]:
+        """Return the share of all verify steps that accepted at least 1, 2, ... drafts."""
+        lengths, steps = self._counted()
+        depths = jnp.arange(1, self.depth + 1, dtype=jnp.int32)
+        return jnp.sum(lengths[:, :, None] > depths, axis=(0, 1)) / steps
+
+    def acceptance_length(self) -> Float[Array, ""]:
+        """Return the mean tokens a verify step."""
+        lengths, steps = self._counted()
+        return jnp.sum(lengths) / steps
+
+    def _counted(self) -> tuple[Int[Array, "R M"], Int[Array, ""]]:
+        """Return the acceptance lengths of rows that did not fail, and their verify steps, at least 1."""
+        sound = self.finish_reasons != FinishReason.ERROR
+        steps = jnp.sum(jnp.where(sound, self.num_steps, 0))
+        return jnp.where(sound[:, None], self.acceptance_lengths, 0), jnp.maximum(steps, 1)
+
+    def cut(
+        self, lengths: Int[Array, " R"], stopped: Bool[Array, " R"] | None = None
+    ) -> GenerateResult:
+        """End rows earlier, as by a stop.
+
+        Args:
+          stopped: which rows a stop ended, perhaps where they end anyway; None for those that are cut.
+        """
+        kept = jnp.arange(self.tokens.shape[1], dtype=jnp.int32) < lengths[:, None]
+
+        def mask(x: Array) -> Array:
+            return jnp.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, 0)
+
+        if stopped is None:
+            stopped = lengths < self.lengths
+        return dataclasses.replace(
+            self,
+            tokens=mask(self.tokens),
+            logprobs=jax.tree.map(mask, self.logprobs),
+            lengths=jnp.minimum(self.lengths, lengths),
+            finish_reasons=jnp.where(stopped, jnp.int32(FinishReason.STOP), self.finish_reasons),
+        )
+
+
+# --- sampling values ---------------------------------------------------------------------------------
+
+
+def sampling_values(spec: DecodeSpec, rows: int, values: Mapping[str, Any]) -> SamplingParams:
+    """Return values of sampling as programs of a spec take them: one for all rows, or one a row.
+
+    Args:
+      values: by the name of a field of `Sampling`; biases are `bias_ids` and `bias_values`, [rows, N] each.
+
+    Raises:
+      ValueError: a value is out of range, has another number of rows, or is of something that the spec was
+        made without.
+    """
+    for name, value in values.items():
+        _check_value(spec, name, value, rows)
+    given = [name for name in ("bias_ids", "bias_values") if name in values]
+    if len(given) == 1:
+        raise FieldError(given[0], "was given alone; give bias_ids and bias_values")
+    if given and np.shape(values["bias_ids"]) != np.shape(values["bias_values"]):
+        shapes = [np.shape(values[name]) for name in given]
+        raise FieldError(given[1], f"has shape {shapes[1]}, and bias_ids has {shapes[0]}")
+    arrays = {name: jnp.asarray(value) for name, value in values.items()}
+    if "bias_ids" in arrays:  # fewer than the spec allows: padded
+        pad = [(0, 0), (0, spec.extras.num_biases - arrays["bias_ids"].shape[1])]
+        arrays["bias_ids"] = jnp.pad(arrays["bias_ids"], pad, constant_values=-1)
+        arrays["bias_values"] = jnp.pad(arrays["bias_values"], pad)
+    return spec.sampling(rows, **arrays)
+
+
+def same_for_all(spec: DecodeSpec, rows: int, sampling: Sampling) -> SamplingParams:
+    """Return what one record asks, for all rows.
+
+    Raises:
+      FieldError: it asks for something that the spec was made without.
+    """
+    for name in ("logprobs", "top_logprobs"):
+        if getattr(sampling, name) > getattr(spec.extras, name):
+            raise FieldError(
+                name, "is asked for, but the sampler was made without it in its extras"
+            )
+    wanted = [name for name in VALUES if name not in PENALTIES or name in sampling.penalties]
+    values: dict[str, Any] = {name: getattr(sampling, name) for name in wanted}
+    if biases := sampling.logit_bias:
+        values["bias_ids"] = np.tile(np.asarray([*biases], np.int32), (rows, 1))
+        values["bias_values"] = np.tile(np.asarray([*biases.values()], np.float32), (rows, 1))
+    return sampling_values(spec, rows, values)
+
+
+def _check_value(spec: DecodeSpec, name: str, value: Any, rows: int) -> None:
+    biases = ("bias_ids", "bias_values")
+    known = (*VALUES, *biases)
+    if name not in known:
+        raise ValueError(f"{name} is not a sampling value; known are {', '.join(known)}")
+    if name in PENALTIES and not spec.extras.penalties:
+        raise FieldError(name, "was given, but the sampler was made without penalties=True")
+    shape, most = np.shape(value), spec.extras.num_biases
+    if name in biases:
+        if len(shape) != 2 or shape[0] != rows or shape[1] > most:
+            raise FieldError(
+                name,
+                f"has shape {shape}; expected [{rows}, at most {most}], the sampler's num_biases",
+            )
+    elif shape not in ((), (1,), (rows,)):
+        raise FieldError(name, f"has shape {shape}; expected one value, or {rows}")
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+        return
+    kind = np.asarray(value).dtype
+    is_whole = name in ("bias_ids", "top_k")
+    if not jnp.issubdtype(kind, np.integer if is_whole else np.number):
+        expected = "whole numbers" if is_whole else "numbers"
+        raise FieldError(name, f"has the dtype {kind}; it must be {expected}")
+    numbers = np.asarray(value, np.float64)
+    if name == "bias_ids":
+        size = spec.target.config.vocab_size
+        words, fits = "-1 or a token id", (numbers >= -1) & (numbers < size)
+    else:
+        allowed = BIAS if name == "bias_values" else RANGES[name]
+        words, fits = allowed.words, allowed.allows(numbers)
+    if not np.all(fits):
+        raise FieldError(name, f"is {numbers[~fits].flat[0]:g}; it must be {words}")

@@ -1,0 +1,369 @@
+"""Tell reasoning, answer and tool calls apart in the tokens that a model writes.
+
+`parser_for` makes a parser. Markers are found by token id, and tokens are read one at a time. So the
+events are the same, once neighbours are merged, however the tokens are grouped. Under speculation
+several arrive at once.
+
+A `Format` says which markers a family of models has. There are two, `GEMMA4` and `QWEN3`. A
+tokenizer without their markers gets a parser for which everything is text.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxspec.text.chat.calls import Call, GemmaCall, HermesCall
+from jaxspec.text.chat.events import (
+    Event,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallBroken,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from jaxspec.text.chat.values import QUOTE, Malformed
+from jaxspec.tokenizer import TextStream, Tokenizer
+
+Role = Literal["think", "end think", "call", "end call", "quote"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How models of a family mark what they write.
+
+    Attributes:
+      name: the family's.
+      markers: tokens, by what they mark. A tokenizer that lacks one is of another family.
+      turn: the token that begins a turn.
+      header: what the model writes at the start of its reasoning, which is not part of it.
+      call: makes a reader of what is in a block of tool calls.
+      calls_while_thinking: whether a tool call ends reasoning. Otherwise it is part of it.
+      call_prefix: what follows the "call" marker, up to the tool's name.
+      named_prefix: what follows the tool's name, up to the arguments.
+    """
+
+    name: str
+    markers: dict[Role, str]
+    turn: str
+    header: str
+    call: Callable[[], Call]
+    calls_while_thinking: bool
+    call_prefix: str
+    named_prefix: str
+
+
+GEMMA4 = Format(
+    name="gemma4",
+    markers={
+        "think": "<|channel>",
+        "end think": "<channel|>",
+        "call": "<|tool_call>",
+        "end call": "<tool_call|>",
+        "quote": QUOTE,
+    },
+    turn="<|turn>",
+    header="thought\n",
+    call=GemmaCall,
+    calls_while_thinking=True,
+    call_prefix="call:",
+    named_prefix="{",
+)
+QWEN3 = Format(
+    name="qwen3",
+    markers={
+        "think": "<think>",
+        "end think": "</think>",
+        "call": "<tool_call>",
+        "end call": "</tool_call>",
+    },
+    turn="<|im_start|>",
+    header="",
+    call=HermesCall,
+    calls_while_thinking=False,
+    call_prefix='\n{"name": "',
+    named_prefix='", "arguments":',
+)
+
+
+def format_of(tokenizer: Tokenizer) -> Format | None:
+    """Return the format whose markers a tokenizer has, each as one token. None: it has none's."""
+    for known in (GEMMA4, QWEN3):
+        if all(tokenizer.backend.token_to_id(t) is not None for t in known.markers.values()):
+            return known
+    return None
+
+
+def parser_for(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int] = (),
+    *,
+    calls: bool = True,
+    stop_texts: Sequence[str] = (),
+    call_id: Callable[[int], str] | None = None,
+) -> Parser:
+    """Return a parser for one reply.
+
+    Args:
+      prompt: the token ids that the reply continues. If they end inside reasoning or a tool call, the
+        reply begins there.
+      calls: whether tool calls are looked for. Otherwise they are text. Pass False if the request
+        declares no tools, or its `tool_choice` is "none".
+      stop_texts: the request's. Text that may be the start of one is held back. The text of a block
+        is cut before the first. They do not apply to tool calls.
+      call_id: gives the id of a call by its number. The default gives a random one.
+    """
+    return Parser(
+        tokenizer, format_of(tokenizer), prompt, calls=calls, stop_texts=stop_texts, call_id=call_id
+    )
+
+
+class Parser:
+    """Reads the tokens of one reply. `parser_for` makes it.
+
+    Attributes:
+      reasoning_tokens: tokens so far between the markers of reasoning.
+      text_tokens: tokens so far of the answer, an end of the turn included.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        known: Format | None,
+        prompt: Sequence[int],
+        *,
+        calls: bool,
+        stop_texts: Sequence[str],
+        call_id: Callable[[int], str] | None,
+    ):
+        """Make a parser. The arguments are as in `parser_for`; `known` is the format."""
+        self._tokenizer = tokenizer
+        self._format = known
+        self.reasoning_tokens = self.text_tokens = 0
+        self._stop_texts = tuple(stop_texts)
+        self._call_id = call_id or (lambda index: f"call_{uuid.uuid4().hex[:24]}")
+        self._markers: dict[int, Role] = {}
+        for role, marker in known.markers.items() if known else ():
+            token_id = tokenizer.backend.token_to_id(marker)
+            if token_id is not None and (calls or role in ("think", "end think")):
+                self._markers[token_id] = role
+        self._mode: Literal["text", "reasoning", "call"] = "text"
+        self._header: str | None = None  # what came of the header; None: it is behind
+        self._edges = _Edges()
+        self._calls = _Calls(known.call if known else GemmaCall, self._call_id)
+        self._events: list[Event] = []
+        self._finish_reason: str | None = None
+        self._begin_segment()
+        self._read_prompt(prompt)
+        self.reasoning_tokens = self.text_tokens = 0  # the prompt's are not the reply's
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the reply is over, in the protocol's words. None before `finish`.
+
+        It is the reason that `finish` got, with one exception: "tool_calls" instead of "stop" if the
+        reply has tool calls and all that began are complete.
+        """
+        return self._finish_reason
+
+    def push(self, token_ids: Sequence[int]) -> list[Event]:
+        """Read more tokens, and return the events that are certain now."""
+        for token_id in token_ids:
+            self._read(token_id)
+        return self._take()
+
+    def finish(self, reason: str) -> list[Event]:
+        """Return the last events. The tokens that ended generation have been pushed.
+
+        Args:
+          reason: why generation ended. A tool call that was not complete is broken whatever the
+            reason. A part of a call that has no name yet is text if the reason is "stop". Otherwise
+            it is dropped.
+        """
+        assert self._finish_reason is None, "finish is called once"
+        self._end_segment()
+        if self._mode == "call":
+            self._events += self._calls.end_block(was_cut=reason != "stop")
+        elif self._mode == "text":
+            self._events += _some(Text, self._edges.finish())
+        self._finish_reason = (
+            "tool_calls" if reason == "stop" and self._calls.all_complete else reason
+        )
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _read_prompt(self, prompt: Sequence[int]) -> None:
+        """Read the end of the prompt, from the marker of a block that it leaves open."""
+        turn = self._format and self._tokenizer.backend.token_to_id(self._format.turn)
+        for start in reversed(range(len(prompt))):
+            role = self._markers.get(prompt[start])
+            if prompt[start] == turn or role in ("end think", "end call"):
+                return
+            if role in ("think", "call"):
+                for token_id in prompt[start:]:
+                    self._read(token_id)
+                if self._mode == "reasoning":
+                    self._end_segment()
+                    self._begin_segment()
+                # What the prompt says was not written by the model. A call that the prompt begins is
+                # nevertheless the reply's.
+                self._events = [e for e in self._events if not isinstance(e, Text | Reasoning)]
+                return
+
+    def _read(self, token_id: int) -> None:
+        role = self._markers.get(token_id)
+        if role is None or not self._marks(role):
+            self.reasoning_tokens += self._mode == "reasoning"
+            self.text_tokens += self._mode == "text"
+            self._ids.append(token_id)
+            self._piece(self._stream.push(self._ids))
+            return
+        self._end_segment()
+        if role == "quote":
+            self._events += self._calls.feed(QUOTE)
+        elif role == "think":
+            self._enter("reasoning")
+        elif role == "call":
+            self._enter("call")
+        else:
+            self._enter("text")
+        self._begin_segment()
+
+    def _marks(self, role: Role) -> bool:
+        """Return whether a marker means something where it stands. Otherwise it is a token like others."""
+        if role == "quote":
+            return self._mode == "call"
+        if role in ("call", "end call") and self._mode == "reasoning":
+            return self._format is not None and self._format.calls_while_thinking
+        return True
+
+    def _enter(self, mode: Literal["text", "reasoning", "call"]) -> None:
+        """Leave the block that the last marker began, and begin another."""
+        if self._mode == "call":
+            self._events += self._calls.end_block(was_cut=False)
+        self._mode = mode
+        self._edges = _Edges(after_marker=True)
+        self._header = "" if mode == "reasoning" and self._format and self._format.header else None
+        if mode == "call":
+            self._calls.begin_block()
+
+    def _begin_segment(self) -> None:
+        """Begin to decode the tokens between two markers."""
+        self._ids: list[int] = []
+        stops = () if self._mode == "call" else self._stop_texts
+        self._stream = TextStream(self._tokenizer, stops)
+
+    def _end_segment(self) -> None:
+        self._piece(self._stream.finish(self._ids))
+
+    def _piece(self, text: str) -> None:
+        """Take the next text of a segment."""
+        if not text:
+            return
+        if self._mode == "call":
+            for unit in text:
+                self._events += self._calls.feed(unit)
+            return
+        if self._header is not None and self._format is not None:
+            header, begun = self._format.header, self._header + text
+            if len(begun) < len(header) and header.startswith(begun):
+                self._header = begun
+                return
+            self._header, text = None, begun.removeprefix(header)
+        kind = Reasoning if self._mode == "reasoning" else Text
+        self._events += _some(kind, self._edges.trim(text))
+
+
+class _Edges:
+    """Drops the newlines beside a marker. They belong to the format."""
+
+    def __init__(self, *, after_marker: bool = False):
+        self._at_start = after_marker
+        self._held = ""  # newlines at the end so far, which a marker may follow
+
+    def trim(self, text: str) -> str:
+        """Return the text that stays, whatever follows."""
+        if self._at_start:
+            text = text.lstrip("\n")
+            self._at_start = not text
+        text = self._held + text
+        body = text.rstrip("\n")
+        self._held = text[len(body) :]
+        return body
+
+    def finish(self) -> str:
+        """Return the newlines that no marker followed."""
+        return self._held
+
+
+class _Calls:
+    """Turns the text of tool call blocks into events."""
+
+    def __init__(self, make: Callable[[], Call], call_id: Callable[[int], str]):
+        self._make, self._call_id = make, call_id
+        self._call = make()
+        self._raw = ""  # the text of the call, up to its name
+        self._begun = self._complete = 0  # numbers of calls
+        self._in_progress = False  # the last call that has begun
+        self._why: str | None = None  # what is wrong with the call
+
+    @property
+    def all_complete(self) -> bool:
+        """Whether there are calls, and all that began are complete."""
+        return 0 < self._begun == self._complete
+
+    def begin_block(self) -> None:
+        """Expect a call."""
+        self._call, self._raw, self._in_progress, self._why = self._make(), "", False, None
+
+    def feed(self, unit: str) -> list[Event]:
+        """Read a character of a block, or `QUOTE`."""
+        if not self._raw and unit.isspace():
+            return []
+        if not self._in_progress:
+            self._raw += unit
+        if self._why is not None:
+            return []
+        try:
+            self._call.feed(unit)
+        except Malformed as error:
+            self._why = str(error)
+        return self._news()
+
+    def _news(self) -> list[Event]:
+        events: list[Event] = []
+        if self._call.name is not None and not self._in_progress:
+            self._in_progress = True
+            events.append(ToolCallStart(self._begun, self._call_id(self._begun), self._call.name))
+            self._begun += 1
+        if self._in_progress and (delta := self._call.take()):
+            events.append(ToolCallArguments(self._begun - 1, delta))
+        if self._call.done:
+            events.append(ToolCallEnd(self._begun - 1))
+            self._complete += 1
+            self.begin_block()  # another may follow in the same block
+        return events
+
+    def end_block(self, *, was_cut: bool) -> list[Event]:
+        """Return what becomes of a call that is not complete.
+
+        Args:
+          was_cut: whether generation ended for another reason than that the model ended it.
+        """
+        raw, why = self._raw.strip(), self._why
+        if self._in_progress:
+            end = (
+                "generation ended inside the call" if was_cut else "the block ended inside the call"
+            )
+            return [ToolCallBroken(self._begun - 1, why or end)]
+        return [] if was_cut or not raw else [Text(raw)]
+
+
+def _some(kind: type[Text] | type[Reasoning], text: str) -> list[Event]:
+    return [kind(text)] if text else []

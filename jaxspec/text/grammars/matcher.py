@@ -1,0 +1,301 @@
+"""Follow a grammar token by token on the host, by llguidance.
+
+Three steps, in the order of their cost:
+
+* `GrammarTokens` reads a tokenizer. Seconds for a large vocabulary, once a model.
+* `GrammarTokens.compile` reads a grammar. Milliseconds, once a grammar.
+* `Grammar.matcher` begins a reply. Microseconds, once a request.
+
+A mask is packed: bit i % 32 of word i // 32 says whether token i may come next.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from jaxtyping import UInt32
+
+from jaxspec.options import FieldError, shown
+from jaxspec.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+    from jaxspec.weights.loading import LoadedModel
+
+Kind = Literal["json_schema", "json_object", "regex", "lark"]
+"""What a grammar is written in. `json_object` is any JSON object, and has no source."""
+
+Mask = UInt32[np.ndarray, "positions words"]
+
+ALL = np.uint32(0xFFFFFFFF)
+# Without a bound, a model that likes spaces may write nothing else until its limit.
+_WHITESPACE = r"[ \n\t]{0,40}"
+_MAX_SOURCE = 1_000_000
+
+
+class GrammarTokens:
+    """A tokenizer and a vocabulary, as grammars see them."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):
+        """Read a tokenizer.
+
+        Args:
+          vocab_size: how many logits the model has. Ids that the tokenizer does not know are never
+            allowed.
+          stop_ids: the ids that end a reply. They are allowed where the grammar may end.
+
+        Raises:
+          FieldError: llguidance is not installed, the model has fewer tokens than its tokenizer, or
+            there are no stop ids.
+        """
+        llguidance = _llguidance()
+        known = tokenizer.backend.get_vocab_size()
+        if vocab_size < known:
+            raise FieldError("vocab_size", f"is {vocab_size}; the tokenizer has {known} tokens")
+        if not stop_ids:
+            raise FieldError("stop_ids", "is empty; a grammar needs a token that ends the reply")
+        self.vocab_size = vocab_size
+        self.stop_ids = frozenset(stop_ids)
+        self.tokens = llguidance.LLTokenizer(
+            tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=list(stop_ids)
+        )
+
+    @classmethod
+    def of_model(cls, target: LoadedModel, tokenizer: Tokenizer) -> GrammarTokens:
+        """Read a tokenizer for a target, whose own end-of-sequence ids end a reply; errors are as for any."""
+        ends = target.generation.eos_token_ids if target.generation else ()
+        return cls(tokenizer, target.config.vocab_size, ends)
+
+    @property
+    def words(self) -> int:
+        """How many words a mask has."""
+        return -(-self.vocab_size // 32)
+
+    def compile(
+        self, kind: Kind, source: Any = None, *, frame: str | None = None, lenient: bool = False
+    ) -> Grammar:
+        """Read a grammar.
+
+        Args:
+          source: as it came in a request. The JSON schema, as text or values; the regular expression, in the syntax of Rust's
+            regex crate, of which the whole reply is a match; or the Lark grammar.
+          frame: a Lark grammar of the whole reply, in which `@body` stands for `source`. None: all is `source`.
+          lenient: whether keywords of a schema that are not supported are ignored.
+
+        Raises:
+          FieldError: the grammar is wrong, or it uses a keyword that is not supported. Its field is the
+            kind.
+        """
+        llguidance = _llguidance()
+        text = self._translated(kind, source, lenient)
+        if frame is not None:
+            body = {"lark_grammar": text} if kind == "lark" else json.loads(text)["grammars"][0]
+            whole = {"lark_grammar": frame, "name": "reply"}
+            text = json.dumps({"grammars": [whole, {**body, "name": "body"}]})
+        if len(text) > _MAX_SOURCE:
+            raise FieldError(kind, f"has {len(text)} characters; at most {_MAX_SOURCE} are taken")
+        matcher = llguidance.LLMatcher(self.tokens, text, log_level=0)
+        if matcher.is_error():
+            raise FieldError(kind, f"cannot be used: {_first_lines(matcher.get_error())}")
+        return Grammar(self, kind, text, matcher)
+
+    def _translated(self, kind: Kind, source: Any, lenient: bool) -> str:
+        """Return a grammar in llguidance's own form."""
+        matcher = _llguidance().LLMatcher
+        if kind == "json_object":
+            source = {"type": "object"}
+        if kind in ("json_schema", "json_object"):
+            if isinstance(source, str):
+                try:
+                    source = json.loads(source)
+                except (ValueError, RecursionError) as error:
+                    raise FieldError(kind, f"is no valid JSON: {error}") from None
+            if not isinstance(source, Mapping | bool):
+                raise FieldError(kind, f"is {shown(source)}; expected a JSON schema, an object")
+            schema = dict(source) if isinstance(source, Mapping) else {} if source else {"not": {}}
+            return matcher.grammar_from_json_schema(
+                json.dumps(schema),
+                overrides={"whitespace_pattern": _WHITESPACE, "lenient": lenient},
+            )
+        if not isinstance(source, str) or not source:
+            raise FieldError(kind, f"is {shown(source)}; expected text that is not empty")
+        if kind == "regex":
+            return matcher.grammar_from_regex(source)
+        return matcher.grammar_from_lark(source)
+
+
+class Grammar:
+    """A compiled grammar. `GrammarTokens.compile` makes it.
+
+    Attributes:
+      source: what it says, in llguidance's own form.
+    """
+
+    def __init__(self, tokens: GrammarTokens, kind: Kind, source: str, start: llguidance.LLMatcher):
+        """Make a grammar from its matcher before the first token."""
+        self.tokens, self.kind, self.source = tokens, kind, source
+        self._start = start
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        return f"Grammar({self.kind}, {shown(self.source)})"
+
+    def matcher(self) -> Matcher:
+        """Begin a reply."""
+        return Matcher(self.tokens, self._start.deep_copy())
+
+
+class Matcher:
+    """Where one reply is in its grammar."""
+
+    def __init__(self, tokens: GrammarTokens, state: llguidance.LLMatcher):
+        """Make a matcher. `Grammar.matcher` does."""
+        self.tokens = tokens
+        self.state = state
+        self._ended = False  # by a stop id
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the grammar allows nothing more but the end of the reply, or the reply has ended."""
+        return self._ended or self.state.is_stopped()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether what was committed is complete. It may still go on, unless `is_done`."""
+        return self.state.is_accepting()
+
+    @property
+    def error(self) -> str | None:
+        """Why no more masks can be made, such as that the grammar's limits are exceeded; None: they can."""
+        if not self.state.is_error():
+            return None
+        return f"the grammar does not go on: {_first_lines(self.state.get_error())}"
+
+    def mask(self, drafts: Sequence[int] = ()) -> Mask:
+        """Return the masks of the next position and of all drafted ones. Nothing is committed.
+
+        Args:
+          drafts: tokens that may come next.
+
+        Returns:
+          n + 1 rows for n drafts. Row i says what may follow the first i drafts. If the grammar does
+          not allow a draft, verification refuses it at its row, and the rows behind it do not count.
+          They allow everything, so that no softmax over them is undefined.
+        """
+        return masks([self], [drafts])[0]
+
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """Return how many of the drafts, from the first on, their masks allow. Nothing is committed.
+
+        Where the grammar leaves no choice of the text, a mask allows one way to write it in tokens.
+        """
+        return num_allowed(self.mask(drafts), drafts)
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens that have to follow these, as far as the grammar leaves no choice of the text.
+
+        Args:
+          tokens: that may come next, each of which its mask allows. Nothing is committed.
+        """
+        if self._ended:
+            return []
+        taken = self.state.try_consume_tokens(list(tokens))
+        found = self.state.compute_ff_tokens() if taken == len(tokens) else []
+        self.state.rollback(taken)
+        return found
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Go on by tokens of the reply.
+
+        Raises:
+          ValueError: the grammar does not allow one of them, or its limits are exceeded.
+        """
+        for token in tokens:
+            if token in self.tokens.stop_ids and self.may_end:
+                self._ended = self.state.is_stopped() or self.state.consume_token(token)
+            elif self._ended or not self.state.consume_token(token) or self.state.is_error():
+                why = self.state.get_error() or f"token {token} follows the end of the reply"
+                raise ValueError(f"the grammar does not go on: {_first_lines(why)}")
+
+
+def masks(
+    matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]]
+) -> UInt32[np.ndarray, "rows positions words"]:
+    """Return the masks of several replies, on all cores in one call.
+
+    Args:
+      matchers: None for a reply without a grammar. Its masks allow everything. One has a matcher.
+      drafts: of each reply, as in `Matcher.mask`. The number of positions is the largest.
+
+    Raises:
+      ValueError: the limits of a grammar are exceeded.
+    """
+    words = next(m.tokens.words for m in matchers if m is not None)
+    positions = 1 + max(map(len, drafts))
+    out = np.full((len(matchers), positions, words), ALL, np.uint32)
+    rows = {
+        i: (m, d) for i, (m, d) in enumerate(zip(matchers, drafts, strict=True)) if m is not None
+    }
+    fill(out, rows)
+    for matcher, _ in rows.values():
+        if matcher.error is not None:
+            raise ValueError(matcher.error)
+    return out
+
+
+def fill(
+    masks: UInt32[np.ndarray, "rows positions words"],
+    replies: Mapping[int, tuple[Matcher, Sequence[int]]],
+) -> None:
+    """Write the masks of some rows, on all cores in one call. A matcher that goes wrong has an `error`.
+
+    Args:
+      masks: all ones where they are to be written, and contiguous.
+      replies: by row, a matcher and its drafts.
+    """
+    llguidance_numpy, executor = _executor()
+    _, positions, words = masks.shape
+    flat = masks.reshape(-1, words).view(np.int32)
+    rows = [(m.state, row * positions, list(drafts)) for row, (m, drafts) in replies.items()]
+    if drafted := [row for row in rows if row[2]]:
+        llguidance_numpy.fill_next_token_bitmask_par_with_draft_tokens(executor, drafted, flat)
+    if others := [(state, at) for state, at, ids in rows if not ids]:
+        llguidance_numpy.fill_next_token_bitmask_par(executor, others, flat)
+
+
+def num_allowed(mask: Mask, drafts: Sequence[int]) -> int:
+    """Return how many drafts, from the first on, the masks of `Matcher.mask(drafts)` allow."""
+    ids = np.asarray(drafts, np.int64)
+    bits = mask[np.arange(len(ids)), ids // 32] >> (ids % 32).astype(np.uint32) & 1
+    return len(ids) if bits.all() else int(bits.argmin())
+
+
+@functools.cache
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise FieldError(
+            "grammar",
+            lambda _: (
+                "grammars need the package llguidance; pip install 'jaxspec-decoding[grammar]'"
+            ),
+        ) from None
+    return llguidance
+
+
+@functools.cache
+def _executor() -> tuple[Any, Any]:
+    """Return what fills masks, with its threads."""
+    return importlib.import_module("llguidance.numpy"), _llguidance().LLExecutor()
+
+
+def _first_lines(text: str) -> str:
+    """Shorten a message of llguidance, which may have the whole grammar in it."""
+    return " ".join(text.split())[:300]

@@ -1,0 +1,334 @@
+"""Conversion of Hugging Face files: to a directory in jaxspec's format, back, and into memory.
+
+Read `convert`; `source.py` has what it reads. `convert` and `to_hf` hold one parameter at a time. Peak memory is
+the size of the largest parameter plus a few hundred MB. A parameter that is joined or transposed
+counts twice. Output goes to a directory beside the destination, which is renamed at the end, see
+`storage.aside`. Until then nothing is at the destination, and the directory does not load.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints_convert import hf_io
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.hf_io import CONFIG_FILES, TOKENIZER_FILES
+from checkpoints_convert.rules import Fill, TensorSpec, fills_for, find_prefix
+from jaxspec.quantised import QuantisedArray
+from jaxspec.quantised.choice import check_format, quantised_graph
+from jaxspec.registry import ModelConfig, graph_of
+from jaxspec.runtime.memory import check_host_fits
+from jaxspec.shapes import Array
+from jaxspec.weights.acceptance import FIELD, read_acceptance, write_acceptance
+from jaxspec.weights.arrays import LazyArray, check_tree, read_params, save_params, stored_arrays
+from jaxspec.weights.atomic_dir import written_aside
+from jaxspec.weights.finite import checked
+from jaxspec.weights.manifest import MANIFEST, Manifest
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.source import open_source, parameter_shapes, rule_set
+
+Progress = Callable[[str, int, int], None]
+"""Called after every parameter with its name, the bytes done so far, and the total bytes."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did.
+
+    Attributes:
+      kind: the family's name.
+      tensors: the number of tensors in the Hugging Face checkpoint that were read or written.
+      parameters: the number of jaxspec's parameters.
+      nbytes: bytes read by `convert`, or written by `to_hf`.
+      skipped: the number of skipped tensors, by reason.
+      left_behind: bytes that an interrupted conversion had left, and that were removed.
+    """
+
+    kind: str
+    destination: Path
+    tensors: int
+    parameters: int
+    nbytes: int
+    seconds: float
+    skipped: dict[str, int]
+    left_behind: int
+
+
+# --- from Hugging Face ---------------------------------------------------------------------------
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    quantize_head: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a Hugging Face checkpoint into a directory in jaxspec's format.
+
+    Args:
+      source: a directory or a hub id.
+      destination: the directory to write, which must not exist yet.
+      dtype: "float32" or "bfloat16" casts all parameters; None keeps the dtypes of the source.
+      quantize: the format of linears and experts, such as "int8" or "int4"; None leaves them as numbers.
+      quantize_head: of embedding and head, likewise.
+
+    Raises:
+      CheckpointError: the source is damaged or incomplete, its weights are not finite, or the
+        destination cannot be written.
+      ConfigError: the source's config.json describes a model that is not supported.
+      DeviceMemoryError: the largest parameter does not fit into memory.
+      ValueError: `dtype` is another word, or a format is not known.
+    """
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
+    for option, format in (("quantize", quantize), ("quantize_head", quantize_head)):
+        if format is not None:
+            check_format(option, format)
+    started = time.perf_counter()
+    with written_aside(Path(destination)) as (aside, left_behind):
+        directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
+        if directory.parent.name == "snapshots":  # the hub's cache names it by commit
+            revision = directory.name
+        if (directory / MANIFEST).is_file():
+            raise CheckpointError(f"{directory} is converted already; --to-hf is the way back")
+        opened = open_source(directory)
+        fills = opened.plan.fills
+        total = sum(opened.nbytes(fill) for fill in fills)
+        done = 0
+        graph = graph_of(opened.config, dtype or "bfloat16")
+        stored = opened.quantised_graph(graph, quantize)
+        graph = quantised_graph(stored, str(directory), quantize, quantize_head, "quantize")
+
+        def stored_as(fill: Fill) -> np.dtype:
+            stored = opened.dtype_of(fill) if dtype is None else hf_io.numpy_dtype(dtype)
+            return fill.cast(stored)
+
+        def lazily(fill: Fill) -> dict[str, LazyArray]:
+            def make() -> np.ndarray | dict[str, np.ndarray]:
+                nonlocal done
+                array = opened.read(fill, graph, stored_as(fill), see)
+                done += opened.nbytes(fill)
+                if progress is not None:
+                    progress(fill.path, done, total)
+                return array
+
+            if fill.path in dict(graph.formats):
+                return _quantised(graph, fill.path, make)
+            return {fill.path: LazyArray(fill.shape, stored_as(fill), make)}  # type: ignore[arg-type]
+
+        _check_memory(fills, opened.dtype_of)
+        kv_scales = opened.kv_scales  # refused before anything is written
+        arrays = {name: array for fill in fills for name, array in lazily(fill).items()}
+        with checked(directory) as see:
+            save_params(aside, arrays)
+        _copy_files(directory, aside)
+        of_floats = [fill for fill in fills if not fill.transform.integers]
+        dtypes = {stored_as(fill).name for fill in of_floats}
+        compute = "float32" if "float32" in dtypes else "bfloat16"
+        Manifest(
+            kind=opened.family.name,
+            config=opened.config,
+            generation=opened.generation,
+            source=str(source),
+            revision=revision,
+            dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
+            tensors={
+                name: opened.checkpoint.tensors[name].dtype
+                for fill in fills
+                for name in opened.tensors_of(fill)
+            },
+            skipped=sorted(opened.skipped),
+            measured_acceptance=opened.checkpoint.config.get(FIELD),
+            formats=dict(graph.formats) or None,
+            compute_dtype=compute if graph.formats else None,
+            cache_dtype=compute if graph.formats else None,
+            kv_scales=kv_scales,
+        ).write(aside)
+    return Report(
+        opened.family.name,
+        Path(destination),
+        sum(len(opened.tensors_of(fill)) for fill in fills),
+        len(fills),
+        total,
+        time.perf_counter() - started,
+        dict(Counter(opened.skipped.values())),
+        left_behind,
+    )
+
+
+def _quantised(
+    graph: Graph, name: str, make: Callable[[], np.ndarray | dict[str, np.ndarray]]
+) -> dict[str, LazyArray]:
+    """Return the arrays of a weight that is read, or quantised, when the first of them is written.
+
+    The arrays are made together. What is not written yet waits in memory: that is the scales, which
+    are small. The codes come first, because names are written in order.
+    """
+    weight = graph.abstract_weights()[name]
+    assert isinstance(weight, QuantisedArray)
+    waiting: dict[str, np.ndarray] = {}
+
+    def part_of(part: str) -> np.ndarray:
+        if part not in waiting:
+            made = make()
+            if not isinstance(made, dict):
+                packed = graph.pack(name, jnp.asarray(made))
+                made = {part: np.asarray(packed[f"{name}.{part}"]) for part in weight.parts}
+            waiting.update(made)
+        return waiting.pop(part)
+
+    return {
+        f"{name}.{part}": LazyArray(a.shape, np.dtype(a.dtype), functools.partial(part_of, part))
+        for part, a in weight.parts.items()
+    }
+
+
+# --- to Hugging Face -----------------------------------------------------------------------------
+
+
+def to_hf(
+    source: str | Path, destination: str | Path, *, progress: Progress | None = None
+) -> Report:
+    """Convert a directory in jaxspec's format back to Hugging Face layout and dtypes.
+
+    All tensors of the original checkpoint are restored, except those that the manifest lists as
+    skipped. They are restored bit for bit, unless the conversion narrowed their dtype.
+
+    Args:
+      source: a directory that `convert` wrote.
+      destination: the directory to write, which must not exist yet.
+
+    Raises:
+      CheckpointError: the source is damaged or not in jaxspec's format, or the destination cannot
+        be written.
+    """
+    started = time.perf_counter()
+    directory = Path(source)
+    if not (directory / MANIFEST).is_file():
+        raise CheckpointError(f"{directory} is not a directory of ours: it has no {MANIFEST}")
+    manifest = Manifest.read(directory)
+    refuse_quantised(dict(manifest.formats or {}), str(directory))
+    shapes = parameter_shapes(manifest.config)
+    check_tree(directory, shapes)
+    rules = rule_set(manifest.config, shapes)
+    fills = fills_for(rules, shapes, find_prefix(rules, manifest.tensors))
+    if {name for fill in fills for name in fill.sources} != set(manifest.tensors):
+        raise CheckpointError(
+            f"{directory} was made of tensors in another layout, such as experts one by one or GGUF, which "
+            "is not written back: take the checkpoint that it was converted from, or write the layout of "
+            "the releases with save_hf"
+        )
+    stored = stored_arrays(directory)
+    _check_memory(fills, lambda fill: stored[fill.path].dtype)
+    arrays = read_params(directory, [fill.path for fill in fills])
+    with written_aside(Path(destination)) as (aside, left_behind):
+        total = hf_io.write_tensors(
+            aside,
+            [_group(fill, manifest.tensors, lambda: next(arrays)) for fill in fills],
+            progress,
+        )
+        for _ in arrays:  # none is left: at its end the reader refuses what is not finite
+            pass
+        _copy_files(directory, aside)
+        if manifest.measured_acceptance not in (None, read_acceptance(aside)):  # recorded since
+            write_acceptance(aside, manifest.measured_acceptance)
+    return Report(
+        manifest.kind,
+        Path(destination),
+        len(manifest.tensors),
+        len(fills),
+        total,
+        time.perf_counter() - started,
+        {"not kept by the conversion": len(manifest.skipped)} if manifest.skipped else {},
+        left_behind,
+    )
+
+
+def refuse_quantised(formats: Mapping[str, str], where: str) -> None:
+    """Refuse to write quantised weights as Hugging Face tensors, whose numbers are gone.
+
+    Raises:
+      CheckpointError: some weights are quantised.
+    """
+    if formats:
+        raise CheckpointError(
+            f"{where} holds {len(formats)} quantised weights ({', '.join(sorted({*formats.values()}))}). "
+            "Hugging Face tensors are made of the original numbers: use the checkpoint that it was "
+            "converted from"
+        )
+
+
+def write_weights(
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    directory: Path,
+    *,
+    prefix: str,
+    dtype: str = "bfloat16",
+) -> None:
+    """Write parameters as safetensors under Hugging Face names. The caller writes config.json.
+
+    Args:
+      prefix: the prefix of the tensor names: "model." for a text-only target, "" for a drafter.
+      dtype: the dtype of all written tensors except integers, "float32" or "bfloat16".
+    """
+    shapes = parameter_shapes(config)
+    stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
+    fills = fills_for(rule_set(config, shapes), shapes, prefix)
+    hf_io.write_tensors(
+        directory,
+        [
+            _group(
+                fill,
+                dict.fromkeys(fill.sources, "I64" if fill.transform.integers else stored),
+                lambda f=fill: np.asarray(params[f.path]),
+            )
+            for fill in fills
+        ],
+    )
+
+
+def _group(fill: Fill, dtypes: Mapping[str, str], load: Callable[[], np.ndarray]) -> hf_io.Group:
+    specs = {
+        name: TensorSpec(shape, dtypes[name])
+        for name, shape in zip(fill.sources, fill.source_shapes(), strict=True)
+    }
+    return hf_io.Group(specs, lambda: fill.to_sources(load()))
+
+
+def _check_memory(fills: Iterable[Fill], dtype_of: Callable[[Fill], np.dtype]) -> None:
+    """Refuse a conversion whose largest parameter alone is larger than memory.
+
+    Raises:
+      DeviceMemoryError: it is.
+    """
+
+    def nbytes(fill: Fill) -> int:
+        copies = 1 if fill.transform.name in ("same", "integers", "permutation") else 2
+        return copies * math.prod(fill.shape) * dtype_of(fill).itemsize
+
+    largest = max(fills, key=nbytes)
+    check_host_fits(nbytes(largest), f"converting the largest parameter, {largest.path},")
+
+
+def _copy_files(source: Path, destination: Path) -> None:
+    """Copy config and tokenizer files. config.json is the last: a directory without it does not load."""
+    for name in (*TOKENIZER_FILES, *reversed(CONFIG_FILES)):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)

@@ -1,0 +1,153 @@
+"""Save trained weights: as a directory in jaxspec's format, or as a Hugging Face checkpoint.
+
+    jaxspec.save("tuned", pair.target, params)
+    jaxspec.save_hf("tuned-hf", pair.target, params)
+
+Both write beside the destination and rename at the end, so that nothing half written is ever found
+there. Both hold one parameter at a time in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.rules import fills_for
+from jaxspec.registry import family_of, graph_of
+from jaxspec.shapes import Array, Params
+from jaxspec.weights.arrays import LazyArray, save_params
+from jaxspec.weights.atomic_dir import written_aside
+from jaxspec.weights.bridge import checkpoint_prefix
+from jaxspec.weights.conversion import _copy_files, refuse_quantised, write_weights
+from jaxspec.weights.draft_head import refuse_copy
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.manifest import MANIFEST, Manifest
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.source import open_source, parameter_shapes, rule_set
+from jaxspec.weights.trees import flat_params
+
+_STORED = {"float32": "F32", "bfloat16": "BF16"}
+
+
+def save(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
+    """Write weights as a directory in jaxspec's format, which `load` takes.
+
+    Args:
+      directory: must not exist yet.
+      model: the loaded target or drafter that the weights belong to. Its config and tokenizer
+        files are copied.
+      params: the weights, as `trees.flat_params` takes them; None for the model's own. They are
+        stored in the dtype they have, which is float32 or bfloat16.
+
+    Raises:
+      CheckpointError: the directory exists, or cannot be written; or the model is a drafter with a
+        copy of its target's head.
+      ValueError: the weights do not fit the model; every difference is named.
+    """
+    refuse_copy(model)
+    params, dtype = _checked(model, params)
+    config = model.config
+    shapes = parameter_shapes(config)
+    fills = fills_for(rule_set(config, shapes), shapes, checkpoint_prefix(model))
+    with written_aside(Path(directory)) as (aside, _):
+        save_params(aside, {name: _lazily(x) for name, x in params.items()})
+        _copy_files(model.directory, aside)
+        Manifest(
+            kind=family_of(config).name,
+            config=config,
+            generation=model.generation,
+            source=model.source,
+            revision=None,
+            dtype=dtype,
+            formats=dict(model.graph.formats) or None,
+            compute_dtype=dtype if model.graph.formats else None,
+            cache_dtype=_cache_dtype(model.graph, dtype),
+            kv_scales=_kv_scales(model),
+            tensors={
+                name: "I64" if fill.transform.integers else _STORED[dtype]
+                for fill in fills
+                for name in fill.sources
+            },
+            skipped=[],
+        ).write(aside)
+
+
+def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
+    """Write weights as a Hugging Face checkpoint, under the names of the one that the model came from.
+
+    Of a multimodal checkpoint only the text decoder is written, since nothing else was loaded.
+    Arguments and errors are as in `save`. The dtype in config.json becomes that of the weights.
+
+    Raises:
+      CheckpointError: also if the model came without a config.json.
+    """
+    refuse_copy(model)
+    refuse_quantised(dict(model.graph.formats), model.source)
+    params, dtype = _checked(model, params)
+    if not (model.directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{model.directory} has no config.json, which a Hugging Face checkpoint needs; `save` writes "
+            "a directory that needs none"
+        )
+    prefix = checkpoint_prefix(model)
+    with written_aside(Path(directory)) as (aside, _):
+        write_weights(model.config, params, aside, prefix=prefix, dtype=dtype)
+        _copy_files(model.directory, aside)
+        file = aside / "config.json"
+        values = _with_dtype(json.loads(file.read_bytes()), dtype)
+        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _checked(model: LoadedModel, params: Any) -> tuple[Params, str]:
+    """Return weights that fit the model, and their dtype, which need not be the one it was loaded in."""
+    params = model.params if params is None else flat_params(params)
+    quantised = dict(model.graph.formats)
+    plain = [
+        params[n] for n in model.graph.abstract_weights() if n in params and n not in quantised
+    ]
+    dtypes = {str(x.dtype) for x in plain if jnp.issubdtype(x.dtype, jnp.floating)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else model.graph.dtype
+    graph = graph_of(model.config, dtype if dtype in _STORED else model.graph.dtype)
+    graph.with_formats(quantised).check(params)
+    return params, dtype
+
+
+def _cache_dtype(graph: Graph, dtype: str) -> str | None:
+    if graph.kv is None:
+        return dtype if graph.formats else None
+    return graph.kv.name
+
+
+def _kv_scales(model: LoadedModel) -> tuple[tuple[float, float], ...] | None:
+    """Return the scales of keys and values of a checkpoint, whatever the caches of this run hold.
+
+    Scales that no caches can use are left out.
+    """
+    if (model.directory / MANIFEST).is_file():
+        return Manifest.read(model.directory).kv_scales
+    if (model.directory / "config.json").is_file():
+        with contextlib.suppress(CheckpointError):
+            return open_source(model.directory).kv_scales
+    return None if model.graph.kv is None else model.graph.kv.scales
+
+
+def _lazily(x: Array) -> LazyArray:
+    return LazyArray(x.shape, np.dtype(x.dtype), lambda: np.asarray(x))
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config.json that says this dtype wherever it says one."""
+    return {
+        key: dtype
+        if key in ("dtype", "torch_dtype") and isinstance(value, str)
+        else _with_dtype(value, dtype)
+        if isinstance(value, dict)
+        else value
+        for key, value in config.items()
+    }

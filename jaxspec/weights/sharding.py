@@ -1,0 +1,396 @@
+"""Place arrays on a mesh of devices. One table, `RULES`, maps named array axes to mesh axes.
+
+A mesh has the axes `data` (rows of the batch) and `model` (parts of every weight and cache). One
+device is a mesh of 1 x 1. The axes of weights are named where the weights are declared
+(`params.param`). The axes of caches and states are named here. `RULES` says which of the named axes
+is split. Programs are compiled under `jax.set_mesh(mesh)` for arrays that are placed by these
+rules. XLA adds the communication: two sums per layer, and a few for the embedding and the choice of
+tokens.
+
+Read `RULES`, then `partition`. This module knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxspec.cache import KVCache
+from jaxspec.shapes import Array, Params
+from jaxspec.weights.trees import flat_params
+from pallas_kernels.rounding import Rounded, Sums
+
+MESH_AXES = ("data", "model")
+
+RULES: tuple[tuple[str, str], ...] = (
+    ("batch", "data"),
+    ("experts", "model"),
+    ("kv_heads", "model"),
+    ("query_groups", "model"),
+    ("mlp", "model"),
+    ("vocab", "model"),
+    ("inputs", "model"),
+)
+"""Named axes of arrays, and the mesh axis that may split each, in order of preference.
+
+A mesh axis splits at most one axis of an array: the first in this table that can be split. An axis
+can be split if its size is a multiple of the size of the mesh axis. Full layers have only 1 to 4
+heads of keys and values. If these heads cannot be split, keys and values are whole on every device,
+and the queries of each head are split instead.
+
+`inputs`, the axis that a matrix product sums over, is the last resort. Splitting it saves as much
+reading as any other split, but costs a sum over devices. Norms and small matrices have no named
+axes, so they are whole on every device. Reading a small matrix takes less time than such a sum.
+"""
+
+CACHE_AXES = ("batch", "kv_heads", None, None)
+T = TypeVar("T")
+Activation = TypeVar("Activation", bound=Array | Rounded | Sums)
+
+
+def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """Return a mesh of `data` times `model` devices.
+
+    Args:
+      devices: the devices, all of which the mesh uses. None: all devices that JAX has.
+
+    Raises:
+      ValueError: `data` or `model` is less than 1, or `data` times `model` is not the number of
+        devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    if data < 1 or model < 1:
+        raise ValueError(f"mesh data={data},model={model}: both must be 1 or more")
+    if data * model != len(devices):
+        raise ValueError(
+            f"mesh data={data},model={model} is {data * model} devices, but there "
+            f"{'is' if len(devices) == 1 else 'are'} {len(devices)} ({devices[0].device_kind})"
+        )
+    return jax.make_mesh(
+        (data, model), MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto), devices=devices
+    )
+
+
+def parse_mesh(text: str) -> Mesh:
+    """Make a mesh from text like "data=2,model=4". An axis that is not named has size 1.
+
+    Raises:
+      ValueError: the text is malformed, or the mesh does not fit the devices.
+    """
+    sizes: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if name not in MESH_AXES:
+            raise ValueError(f"mesh {text!r}: no axis {name!r}; the axes are data and model")
+        if name in sizes:
+            raise ValueError(f"mesh {text!r} names {name} twice")
+        if not size.isdecimal():
+            raise ValueError(f"mesh {text!r}: {name} needs a size, as in data=2,model=4")
+        sizes[name] = int(size)
+    return make_mesh(**sizes)
+
+
+def partition(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+    """Apply `RULES` to an array.
+
+    On a mesh with other axes than `MESH_AXES`, all axes but `model` together are `data`.
+
+    Args:
+      axes: the names of the array's axes. An axis that is None or missing is not split.
+    """
+    split: dict[int, tuple[str, ...]] = {}
+    for name, mesh_axis in RULES:
+        parts = tuple(a for a in mesh.axis_names if (a == "model") == (mesh_axis == "model"))
+        if name not in axes or not parts or parts in split.values():
+            continue
+        axis = axes.index(name)
+        if shape[axis] % math.prod(mesh.shape[part] for part in parts) == 0:
+            split[axis] = parts
+    entries = (split.get(i, ()) for i in range(len(shape)))
+    return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
+
+
+def _mesh_left_to_xla() -> AbstractMesh | None:
+    """Return the current mesh, or None where there is none or some of its axes are not XLA's.
+
+    A function under `shard_map` has axes of type Manual: there every device has its own arrays.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if set(mesh.axis_types) == {AxisType.Auto} else None
+
+
+def constrain(x: Activation, *axes: str | None) -> Activation:
+    """Tell XLA how an activation is split. Do nothing where no mesh is left to XLA.
+
+    Of what has scales the numbers are split so, and XLA follows with the scales.
+    """
+    if (mesh := _mesh_left_to_xla()) is None:
+        return x
+    if isinstance(x, Rounded):
+        return x._replace(codes=constrain(x.codes, *axes))
+    if isinstance(x, Sums):
+        return x._replace(sums=constrain(x.sums, *axes))
+    return lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+
+
+def constrain_params(params: Params, graph: Any) -> Params:
+    """Tell XLA, inside a jitted function, to bring weights to where decoding wants them.
+
+    What another axis than `model` splits, such as `fsdp`, is brought together once and not in every
+    step. Do nothing where no mesh is left to XLA.
+    """
+    if (mesh := _mesh_left_to_xla()) is None:
+        return params
+    specs = {name: sharding.spec for name, sharding in graph.shardings(mesh).items()}
+    return lax.with_sharding_constraint(params, specs)
+
+
+def left_to_xla(run: Callable[..., T], *args: Any) -> T:
+    """Call a function inside `jax.jit` with the axes of the mesh left to XLA.
+
+    On a mesh with explicit axes every operation would have to say where its result lives. There the
+    result of this call is whole on every device.
+    """
+    types = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args))
+    meshes = (jax.sharding.get_abstract_mesh(), *types)
+    mesh = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
+    if mesh is None:
+        return run(*args)
+    with jax.sharding.use_abstract_mesh(mesh):
+        decide: Any = jax.sharding.auto_axes(run, out_sharding=PartitionSpec())
+        return decide(*args)
+
+
+def varying_as(tree: T, *inputs: Any) -> T:
+    """Give constants the type of what is computed from inputs: under `shard_map` it varies by device.
+
+    A loop whose state starts with constants would have another type after its first step. Nothing is
+    computed. Do nothing outside of `shard_map`.
+    """
+    if AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
+        return tree
+    zeros = [lax.full_like(x, 0, jnp.int32, shape=()) for x in jax.tree.leaves(inputs)]
+    zero = functools.reduce(lax.add, zeros)
+    return jax.tree.map(lambda x: jnp.where(zero == 0, x, x), tree)
+
+
+def row_parts() -> int:
+    """Return how many devices the rows of a batch are split over, on the current mesh."""
+    mesh = _mesh_left_to_xla()
+    sizes = () if mesh is None else mesh.shape.items()
+    return math.prod(size for axis, size in sizes if axis != "model")
+
+
+def whole_rows(x: Activation) -> Activation:
+    """Tell XLA that each row of an activation is whole on one device.
+
+    If the activation comes from a sum over devices, this call completes the sum.
+    """
+    return constrain(x, "batch")
+
+
+def state_shardings(state: Any, mesh: Mesh) -> Any:
+    """Return where each array of a decoding state lives.
+
+    Rows are split over `data`. Heads of caches are split over `model`, where `RULES` allows.
+    """
+
+    def of(x: Any) -> Any:
+        axes = CACHE_AXES if isinstance(x, KVCache) else ("batch",)
+        return jax.tree.map(lambda a: NamedSharding(mesh, partition(axes, a.shape, mesh)), x)
+
+    return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KVCache))
+
+
+def place(array: Any, sharding: NamedSharding) -> Array:
+    """Copy an array from the host to devices, each shard straight onto its own device.
+
+    Every process passes the whole array, and fills only its own devices.
+    """
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.device_put(array, sharding)  # a key array has no form on the host
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def own_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which `mesh` replaces the mesh that a caller set by `jax.set_mesh`.
+
+    If the caller set none, the context does nothing.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh)
+
+
+def place_rows(tree: T, mesh: Mesh) -> T:
+    """Place arrays of rows on the mesh, split over `data`.
+
+    Arrays that are already on the mesh are not moved.
+    """
+    devices = set(mesh.devices.flat)
+
+    def is_placed(x: Any) -> bool:
+        if not isinstance(x, jax.Array) or x.sharding.device_set != devices:
+            return False
+        found = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else mesh
+        return isinstance(found, Mesh) and decoding_mesh(found) is found
+
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if not is_placed(x)]
+    if not places:
+        return tree
+    some = [leaves[i] for i in places]
+    shardings = [_sharding_of_rows(np.shape(x), mesh) for x in some]
+    if shardings[0].is_fully_addressable:  # one call for all of them is several times quicker
+        placed = jax.device_put(some, shardings)
+    else:
+        placed = [place(x, sharding) for x, sharding in zip(some, shardings, strict=True)]
+    for i, x in zip(places, placed, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sharding_of_rows(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, partition(("batch",)[: len(shape)], shape, mesh))
+
+
+def fetch(tree: T) -> T:
+    """Copy whole arrays to the host.
+
+    If some shards are on devices of other processes, every process must call this function.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    for i, x in enumerate(leaves):
+        if not x.is_fully_addressable:
+            everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
+            leaves[i] = jax.jit(lambda a: a, out_shardings=everywhere)(x).addressable_data(0)
+    return jax.tree.unflatten(structure, jax.device_get(leaves))
+
+
+def decoding_mesh(mesh: Mesh) -> Mesh:
+    """Return a mesh for decoding, with axes `data` and `model`, over the devices of another mesh.
+
+    The mesh of a training program may have other axes, such as `fsdp`. Its axes may also be of a
+    type that decoding does not use, such as `AxisType.Explicit`, the default of `jax.make_mesh`.
+    The axis `model` keeps its size, and all other axes together become `data`. A mesh that already
+    suits decoding is returned unchanged.
+    """
+    if mesh.axis_names == MESH_AXES and set(mesh.axis_types) == {AxisType.Auto}:
+        return mesh
+    others = [i for i, name in enumerate(mesh.axis_names) if name != "model"]
+    order = [*others, *(i for i, name in enumerate(mesh.axis_names) if name == "model")]
+    devices = mesh.devices.transpose(order).reshape(-1, mesh.shape.get("model", 1))
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def place_params(params: Any, graph: Any, mesh: Mesh) -> Params:
+    """Move weights from any mesh to where decoding needs them.
+
+    Weights that are already in place are not copied. Weights that an axis like `fsdp` split are
+    gathered, because decoding reads every weight in every step.
+
+    Args:
+      params: the weights, as `trees.flat_params` takes them.
+      graph: the graph of the model that the weights belong to, such as `LoadedModel.graph`.
+      mesh: any mesh of the devices, such as that of a training program; see `decoding_mesh`. Where its
+        axis for parts of weights is not named `model`, pass `make_mesh(data=..., model=...)`.
+    """
+    return jax.device_put(flat_params(params), graph.shardings(decoding_mesh(mesh)))
+
+
+def on_decoding_mesh(params: Params) -> Params:
+    """Return the weights with `decoding_mesh` in place of the mesh they name.
+
+    No weight moves or is copied. `mesh_of` says which meshes can be replaced.
+    """
+    moved = {}
+    for name, x in params.items():
+        sharding = x.sharding
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+            continue
+        if (ours := decoding_mesh(sharding.mesh)) is not sharding.mesh:
+            moved[name] = NamedSharding(ours, _without_other_axes(sharding.spec))
+    if not moved:
+        return params
+    return params | jax.device_put({name: params[name] for name in moved}, moved)
+
+
+def _without_other_axes(spec: PartitionSpec) -> PartitionSpec:
+    """Remove the axes that decoding does not know from a spec. These axes have size 1."""
+
+    def of(entry: Any) -> Any:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(name for name in names if name in MESH_AXES)
+        return kept[0] if len(kept) == 1 else kept or None
+
+    return PartitionSpec(*map(of, spec))
+
+
+def mesh_of(**params: Mapping[str, Array] | None) -> Mesh:
+    """Return the decoding mesh that the weights of all models are on.
+
+    The mesh has the axes `data` and `model`. Weights on one device are on a mesh of 1 x 1. The
+    weights may also be on a mesh with other axes of size 1, or with explicit axes. The result is
+    then the `decoding_mesh` of that mesh.
+
+    Args:
+      params: the weights of each model, by the name that error messages use. None: no such model.
+
+    Raises:
+      ValueError: weights are on different devices, have a sharding that is not a `NamedSharding`,
+        or are on a mesh where an axis of another name has more than one device.
+    """
+    placed: dict[Any, str] = {}
+    for model, weights in params.items():
+        for name, x in (weights or {}).items():
+            placed.setdefault(x.sharding, f"{model} {name}")
+    meshes: dict[Mesh, str] = {}
+    for sharding, name in placed.items():
+        if len(sharding.device_set) == 1:
+            mesh = make_mesh(devices=list(sharding.device_set))
+        elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            mesh = sharding.mesh
+        else:
+            raise ValueError(
+                f"{name} is placed by {sharding}; expected a NamedSharding. {_way_out(name)}"
+            )
+        if any(size > 1 and axis not in MESH_AXES for axis, size in mesh.shape.items()):
+            raise ValueError(
+                f"{name} is on a mesh with axes {', '.join(map(str, mesh.axis_names))}; expected "
+                f"data and model. {_way_out(name)}"
+            )
+        meshes.setdefault(decoding_mesh(mesh), name)
+    if len(meshes) > 1:
+        found = [f"{name} on {_described(mesh)}" for mesh, name in meshes.items()]
+        raise ValueError(
+            f"weights are not on the same devices: {'; '.join(found)}. Load all with the same mesh, or "
+            "put each model's there by jaxspec.weights.sharding.place_params(params, graph, mesh)"
+        )
+    return next(iter(meshes))
+
+
+def _way_out(name: str) -> str:
+    model = name.split()[0]
+    return (
+        "Put them where decoding wants them first: "
+        f"{model}_params = jaxspec.weights.sharding.place_params({model}_params, {model}.graph, mesh)"
+    )
+
+
+def _described(mesh: Mesh) -> str:
+    sizes = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+    ids = ", ".join(str(d.id) for d in mesh.devices.flat)
+    return f"mesh {sizes} (device {ids})"

@@ -1,0 +1,298 @@
+"""A Hugging Face checkpoint as our parameters: opened, recognised, and read weight by weight.
+
+Read `open_source`, then `Source.read`. A weight that the file holds quantised is read as codes and
+scales, to the bit, where the model multiplies by such a format (`jaxspec.quantised`). Elsewhere it
+is read as numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from checkpoints_convert import hf_io
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.kv_scales import read_kv_scales
+from checkpoints_convert.quantised import sources
+from checkpoints_convert.quantised.announced import Spec, read_announced
+from checkpoints_convert.quantised.view import View, open_view
+from checkpoints_convert.rules import (
+    Fill,
+    Plan,
+    RuleSet,
+    Shape,
+    Transform,
+    integers,
+    match,
+    permutation,
+    same,
+)
+from jaxspec.configs.base import ConfigError, GenerationDefaults
+from jaxspec.registry import Family, ModelConfig, family_of, graph_of, recognise
+from jaxspec.weights.finite import See, checked
+from jaxspec.weights.model_def import Graph
+from jaxspec.weights.quantised_files import format_of, is_lossless, parts_of
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the tensors of a file become the arrays of a parameter. It moves codes and numbers.
+
+    Attributes:
+      transform, shape: of the parameter.
+      format, summed: of a weight whose codes and scales the file has; None of all others.
+    """
+
+    transform: Transform
+    shape: Shape
+    format: str | None = None
+    summed: tuple[int, ...] = ()
+
+    def __call__(self, pieces: Sequence[Any]) -> Any:
+        """Return an array, or the arrays of the format by name.
+
+        Args:
+          pieces: what `Source.pieces` returned, in numpy; or the same on a device, inside jit.
+        """
+        if self.format is None:
+            return self.transform.to_param(pieces, self.shape)
+        rows = self.transform.rows
+        assert rows is not None
+        joined = sources.arrange(pieces, lambda arrays: rows(arrays, self.shape))
+        return parts_of(joined, self.format, self.shape, self.summed)
+
+    @property
+    def moves(self) -> bool:
+        """Whether the arrays lie in another order than the pieces."""
+        return self.format is not None or self.transform not in (same, integers, permutation)
+
+    def on_host(self, pieces: Sequence[Any]) -> np.ndarray | dict[str, np.ndarray]:
+        """Return arrays of numpy, whose numbers lie in order."""
+        if self.format is not None:
+            return {part: np.ascontiguousarray(x) for part, x in self(pieces).items()}
+        # As whole numbers, which numpy moves several times faster than bfloat16.
+        dtype = pieces[0].dtype
+        return self([piece.view(f"u{dtype.itemsize}") for piece in pieces]).view(dtype)
+
+    def on_device(self, pieces: Sequence[Any]) -> Any:
+        """Put pieces on the default device, and return the arrays there. It compiles once a recipe."""
+        return _compiled(self)(pieces)
+
+
+@functools.cache
+def _compiled(recipe: Recipe) -> Callable[[Sequence[Any]], Any]:
+    return jax.jit(recipe)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face checkpoint that was opened and recognised. It lacks no tensor."""
+
+    checkpoint: hf_io.HFCheckpoint
+    family: Family
+    config: ModelConfig
+    generation: GenerationDefaults | None
+    plan: Plan
+    view: View
+
+    @functools.cached_property
+    def kv_scales(self) -> tuple[tuple[float, float], ...] | None:
+        """The scales of keys and values for each layer of a target; None where there are none."""
+        if self.family.role != "target":
+            return None
+        layers = self.config.num_layers
+        owners = [i for i in range(layers) if self.config.owns_kv(i)]
+        return read_kv_scales(self.checkpoint, owners, layers)
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """The tensors of the file that are not used, with the reason."""
+        origins = self.view.origins
+        named = {tensor: why for name, why in self.plan.skipped.items() for tensor in origins[name]}
+        return named | self.view.skipped
+
+    def tensors_of(self, fill: Fill) -> list[str]:
+        """Return the tensors of the file that a parameter is made of."""
+        return [tensor for name in fill.sources for tensor in self.view.origins[name]]
+
+    def nbytes(self, fill: Fill) -> int:
+        """Return the bytes of these tensors."""
+        return sum(self.checkpoint.tensors[name].nbytes for name in self.tensors_of(fill))
+
+    def dtype_of(self, fill: Fill) -> np.dtype:
+        return hf_io.DTYPES[self.view.tensors[fill.sources[0]].dtype]
+
+    def spec_of(self, fill: Fill) -> Spec | None:
+        """Return how the file stores a parameter; None for plain numbers.
+
+        Raises:
+          CheckpointError: its sources have several formats.
+        """
+        specs = {name: self.view.spec(name) for name in fill.sources}
+        if len(set(specs.values())) > 1:
+            said = ", ".join(f"{n} is {spec or 'plain numbers'}" for n, spec in specs.items())
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {said}. They are one weight here, {fill.path}, and "
+                "must have one format; take a build that treats them alike"
+            )
+        return specs[fill.sources[0]]
+
+    def quantised_graph(self, graph: Graph, quantize: str | None = None) -> Graph:
+        """Return the graph with the formats of what the file holds quantised.
+
+        Args:
+          graph: of the model, with nothing quantised.
+          quantize: the format of weights that have to be rounded again; None for int8.
+
+        Raises:
+          CheckpointError: a weight has a format that is not read, or several.
+        """
+        formats, declared = {}, graph.declared()
+        for fill in self.plan.fills:
+            spec, about = self.spec_of(fill), declared[fill.path]
+            if spec is not None and about.summed:
+                format = format_of(spec, fill.path, fill.shape, about.summed, quantize)
+                formats |= {fill.path: format} if format is not None else {}
+        return graph.with_formats(formats)
+
+    def read(
+        self, fill: Fill, graph: Graph, dtype: np.dtype, see: See
+    ) -> np.ndarray | dict[str, np.ndarray]:
+        """Read a parameter: an array, or the arrays of its format as the file has them.
+
+        Arguments are those of `pieces`.
+        """
+        recipe, pieces = self.pieces(fill, graph, dtype, see)
+        return recipe.on_host(pieces)
+
+    def pieces(
+        self, fill: Fill, graph: Graph, dtype: np.dtype, see: See
+    ) -> tuple[Recipe, list[Any]]:
+        """Read the tensors of a parameter, and return them with what makes the parameter of them.
+
+        Args:
+          graph: as `quantised_graph` returned it, or with more formats. What it quantises beyond
+            the file is returned as numbers.
+          dtype: of arrays. Numbers that are to be quantised again are float32.
+        """
+        spec, format = self.spec_of(fill), dict(graph.formats).get(fill.path)
+        if spec is not None and format is not None:
+            if is_lossless(spec):
+                summed = graph.declared()[fill.path].summed
+                recipe = Recipe(fill.transform, fill.shape, format, summed)
+                return recipe, [self.view.source(name, see) for name in fill.sources]
+            dtype = np.dtype(np.float32)
+        numbers = [self.view.numbers(name, dtype, see) for name in fill.sources]
+        return Recipe(fill.transform, fill.shape), numbers
+
+    def all_pieces(self, graph: Graph, dtype: np.dtype) -> Iterator[tuple[str, Recipe, list[Any]]]:
+        """Yield every parameter by name, as `pieces` returns it.
+
+        Raises:
+          CheckpointError: at the end, if weights are not finite.
+        """
+        with checked(self.checkpoint.directory) as see:
+            for fill in self.plan.fills:
+                yield fill.path, *self.pieces(fill, graph, fill.cast(dtype), see)
+
+
+def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """Yield items, and make the next one in a thread meanwhile. So at most two are in memory."""
+    end = object()
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, items, end)
+        while (item := coming.result()) is not end:
+            coming = pool.submit(next, items, end)
+            yield item
+            del item
+
+
+def open_source(directory: Path) -> Source:
+    """Open a Hugging Face directory and match its tensors with the model's parameters.
+
+    Raises:
+      CheckpointError: a file is missing or damaged, or tensors do not fit; they are listed.
+      ConfigError: config.json is malformed, or describes a model that is not supported.
+    """
+    checkpoint = hf_io.open_checkpoint(directory)
+    family, config, generation = read_configs(
+        directory, checkpoint.config, checkpoint.generation_config
+    )
+    shapes = parameter_shapes(config)
+    rules = rule_set(config, shapes)
+    try:
+        announced = read_announced(checkpoint.config, checkpoint.quantization)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+    view = open_view(checkpoint, rules, announced, str(directory))
+    plan = match(rules, shapes, view.tensors, str(directory))
+    for name, original in plan.copies.items():
+        if not view.quantised & {name, original}:
+            _check_copy(checkpoint, view.origins[name][0], view.origins[original][0], directory)
+    for fill in plan.fills:
+        if fill.transform is permutation:
+            _check_ordering(checkpoint, fill.sources[0], str(directory))
+    return Source(checkpoint, family, config, generation, plan, view)
+
+
+def read_configs(
+    directory: Path, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
+) -> tuple[Family, ModelConfig, GenerationDefaults | None]:
+    """Read the parsed config files of a directory.
+
+    Returns:
+      The family, the model's config, and the defaults of decoding, which only a target has.
+
+    Raises:
+      ConfigError: naming the directory, the file and the key that is wrong.
+    """
+    try:
+        family = recognise(config)
+        model, defaults = family.read(config, generation_config), None
+        if family.role == "target":
+            defaults = GenerationDefaults.from_hf(generation_config, config)
+            defaults.check_fits(model.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from None
+    return family, model, defaults
+
+
+def _check_copy(checkpoint: hf_io.HFCheckpoint, name: str, original: str, where: Path) -> None:
+    """Refuse a tied head that is not the embedding."""
+    if not checkpoint.equal(name, original):
+        raise CheckpointError(
+            f"{where}: {name} differs from {original}, but its config.json says that they are "
+            "one (tie_word_embeddings); get the checkpoint again, or correct config.json"
+        )
+
+
+def _check_ordering(checkpoint: hf_io.HFCheckpoint, name: str, where: str) -> None:
+    """Refuse a token ordering that leaves out tokens. Nothing else would fail on it."""
+    ids = checkpoint.read(name)
+    absent = np.setdiff1d(np.arange(ids.size), ids)
+    if absent.size:
+        raise CheckpointError(
+            f"{where}: {name} must list every token from 0 to {ids.size - 1} once, but {absent.size} "
+            f"are not in it, {absent[0]} the first; get the checkpoint again"
+        )
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shape of every parameter of the model that a config describes, by name."""
+    return {n: tuple(a.shape) for n, a in graph_of(config, "bfloat16").abstract_params().items()}
+
+
+def rule_set(config: ModelConfig, params: Iterable[str]) -> RuleSet:
+    """Return the conversion rules of the model that a config describes.
+
+    Args:
+      params: the names of the model's parameters.
+    """
+    return family_of(config).rules(config, params)
