@@ -93,9 +93,7 @@ def test_the_files_that_a_document_names_exist(document: str):
     for tree in re.findall(r"```\n(jaxspec/\n.*?)```", text, flags=re.DOTALL):
         folder = ""
         for line in tree.splitlines():
-            names = [
-                n for n in re.split(r"\s{2,}", line.strip()) if re.fullmatch(r"\w+(\.py|/)", n)
-            ]
+            names = re.findall(r"\w+(?:\.py|/)(?=,?\s|$)", line.strip().split("  ")[0])
             if line.startswith(" "):
                 named += [folder + name for name in names]
             else:
