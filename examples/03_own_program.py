@@ -12,8 +12,10 @@ import jaxspec
 SAMPLES = 4
 
 pair = jaxspec.load()
-extras = jaxspec.Extras(logprobs=True)
-sampler = jaxspec.Sampler(pair, max_new_tokens=32, num_samples=SAMPLES, stop_ids=(), extras=extras)
+program_features = jaxspec.ProgramFeatures(logprobs=True)
+sampler = jaxspec.Sampler(
+    pair, max_new_tokens=32, num_samples=SAMPLES, stop_ids=(), program_features=program_features
+)
 
 
 @jax.jit

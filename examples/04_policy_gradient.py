@@ -32,7 +32,7 @@ sampler = jaxspec.Sampler(
     num_samples=SAMPLES,
     stop_ids=(),  # every sample has NEW_TOKENS tokens, so that no loss needs a mask
     drafting=jaxspec.Drafting(num_draft_tokens=3),  # it is right about one or two of them
-    extras=jaxspec.Extras(logprobs=True),
+    program_features=jaxspec.ProgramFeatures(logprobs=True),
 )
 rows = PROMPTS * SAMPLES
 sampling = jaxspec.Sampling(temperature=1.0)

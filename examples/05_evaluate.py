@@ -67,8 +67,8 @@ for line, result in finished.items():
     if line >= len(prompts) or result["prompt"] != pair.decode(prompts[line]):
         raise SystemExit(f"{results_file} has results of other prompts; name another file")
 
-extras = jaxspec.Extras(logprobs=True)
-sampler = jaxspec.Sampler(pair, max_new_tokens=NEW_TOKENS, extras=extras)
+program_features = jaxspec.ProgramFeatures(logprobs=True)
+sampler = jaxspec.Sampler(pair, max_new_tokens=NEW_TOKENS, program_features=program_features)
 sampling = jaxspec.Sampling(temperature=TEMPERATURE)
 params = pair.target.params, pair.drafter.params
 padded = jaxspec.Prompts.padded(prompts)  # all to one width

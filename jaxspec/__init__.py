@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "api": ("Generation", "Pair", "generate", "load"),
     "engine.engine": ("Engine",),
-    "options": ("Drafting", "Extras", "FieldError", "Sampling", "Tree"),
+    "options": ("Drafting", "ProgramFeatures", "FieldError", "Sampling", "Tree"),
     "engine.request": ("Completion", "Request", "Update"),
     "rollout.batch": ("GenerateResult", "Prompts"),
     "runtime.runtime": ("Programs",),
@@ -27,13 +27,13 @@ __all__ = [
     "Completion",
     "Drafting",
     "Engine",
-    "Extras",
     "FieldError",
     "GenerateResult",
     "Generation",
     "Handle",
     "OpenEngine",
     "Pair",
+    "ProgramFeatures",
     "Programs",
     "Prompts",
     "Request",
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from jaxspec.api import Generation, Pair, generate, load
     from jaxspec.engine.engine import Engine
     from jaxspec.engine.request import Completion, Request, Update
-    from jaxspec.options import Drafting, Extras, FieldError, Sampling, Tree
+    from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling, Tree
     from jaxspec.rollout.batch import GenerateResult, Prompts
     from jaxspec.rollout.sampler import Sampler
     from jaxspec.rollout.scoring import Sequences, score

@@ -454,7 +454,7 @@ def load(
         asked: Any = dict(quantize=quantize_drafter, revision=drafter_revision, **hub)
         loaded_drafter = load_drafter(at, **asked)
         if quantize_draft_head is not None:
-            check_borrows(loaded_drafter.graph, quantize_draft_head)
+            check_borrows(loaded_drafter.model_def, quantize_draft_head)
             check_differs(quantize_draft_head, quantize_head)
     hub |= dict(quantize=quantize, quantize_head=quantize_head, kv_dtype=kv_dtype)
     loaded = load_target(target or str(BUNDLED / "target"), revision=revision, **hub)

@@ -360,7 +360,7 @@ def judge(
             draft.tokens,
             sees[:, :, 1:],
             suppress_tokens=spec.suppress_tokens,
-            extras=spec.extras,
+            program_features=spec.program_features,
         )
         if allowed is not None:
             adjusted = masked(adjusted, allowed.masks)
@@ -421,7 +421,9 @@ def commit(
     logprobs, counts = state.logprobs, state.counts
     if logprobs is not None:
         sampling = state.sampling.only(state.active)
-        of_new = logprobs_of(new, logits, adjusted, sampling, top=spec.extras.top_logprobs)
+        of_new = logprobs_of(
+            new, logits, adjusted, sampling, top=spec.program_features.top_logprobs
+        )
         logprobs = jax.tree.map(lambda old, x: _set_columns(old, columns, x), logprobs, of_new)
     if counts is not None:
         counts = counts.with_output(new, kept)

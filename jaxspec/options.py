@@ -1,7 +1,7 @@
 """What may be asked: of sampling by one request, of drafting by one run, of programs when they are compiled.
 
 `Sampling` and `Drafting` are data. Each field has its range and its help text here, once: Python callers pass
-the records on, and the command line makes its options from the fields (`commands.options`). `Extras` says what
+the records on, and the command line makes its options from the fields (`commands.options`). `ProgramFeatures` says what
 compiled programs can do beyond the least.
 
 A value out of range is a `FieldError`. It carries the field, so that Python shows `num_draft_tokens` and the
@@ -369,7 +369,7 @@ class Drafting:
 
 
 @dataclass(frozen=True)
-class Extras:
+class ProgramFeatures:
     """What compiled programs can do beyond the least. Each costs time in every step, used or not.
 
     Attributes:
@@ -406,7 +406,7 @@ class Extras:
             )
 
     @classmethod
-    def wanted_by(cls, requests: Iterable[Sampling], **more: Any) -> Extras:
+    def wanted_by(cls, requests: Iterable[Sampling], **more: Any) -> ProgramFeatures:
         """Return what serves all of these; `more` are fields to set besides."""
         asked = list(requests)
         top = max((s.top_logprobs for s in asked), default=0)

@@ -26,7 +26,7 @@ from flax import struct
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxspec.options import Extras, FieldError
+from jaxspec.options import FieldError, ProgramFeatures
 from jaxspec.shapes import Array, Bool, Float, Int
 
 
@@ -71,8 +71,8 @@ class SamplingParams(struct.PyTreeNode):
         Each value is either one for all rows or one for each row.
 
         Args:
-          penalties: whether the spec was made with penalties, see `Extras`.
-          num_biases: how many biases a row may have in the spec, see `Extras`. With 0 and without
+          penalties: whether the spec was made with penalties, see `ProgramFeatures`.
+          num_biases: how many biases a row may have in the spec, see `ProgramFeatures`. With 0 and without
             `penalties`, all penalties and biases are ignored.
         """
 
@@ -165,7 +165,7 @@ def adjust(
     follows: Bool[Array, "#B T G"],
     *,
     suppress_tokens: tuple[int, ...],
-    extras: Extras,
+    program_features: ProgramFeatures,
 ) -> Float[Array, "B T V"]:
     """Apply suppressed tokens, biases, penalties and the user function to logits, in this order.
 
@@ -175,15 +175,15 @@ def adjust(
     """
     with jax.named_scope("adjust"):
         logits = suppress(logits, suppress_tokens)
-        if extras.num_biases:
+        if program_features.num_biases:
             assert sampling.adjustments is not None
             logits = add_biases(logits, sampling.adjustments)
-        if extras.penalties:
+        if program_features.penalties:
             assert sampling.adjustments is not None
             assert counts is not None
             logits = penalize(logits, sampling.adjustments, counts, draft, follows)
-        if extras.logits_fn is not None:
-            changed = extras.logits_fn(logits, positions)
+        if program_features.logits_fn is not None:
+            changed = program_features.logits_fn(logits, positions)
             if (changed.shape, changed.dtype) != (logits.shape, logits.dtype):
                 raise FieldError(
                     "logits_fn",

@@ -21,11 +21,11 @@ from jax.typing import ArrayLike
 
 from jaxspec.drafters.base import AnyDrafter
 from jaxspec.models.target import Caches, Target, init_caches
-from jaxspec.options import Drafting, Extras, FieldError, Tree, whole
+from jaxspec.options import Drafting, FieldError, ProgramFeatures, Tree, whole
 from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts
 from jaxspec.shapes import Array, Bool, Float, Int, Params, UInt32
 from jaxspec.text.grammars.guides import NOBODY
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import state_shardings
 
 LogitsFn = Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Float[Array, "B T V"]]
@@ -50,11 +50,11 @@ class DecodeSpec:
         The shapes of a state do not depend on it either.
     """
 
-    target: Graph
-    drafter: Graph | None
+    target: ModelDef
+    drafter: ModelDef | None
     drafting: Drafting = Drafting()
     suppress_tokens: tuple[int, ...] = ()
-    extras: Extras = Extras()
+    program_features: ProgramFeatures = ProgramFeatures()
     verify_length: int | None = None
     guided: bool = False
 
@@ -65,9 +65,10 @@ class DecodeSpec:
           FieldError: naming the field.
         """
         most = self.target.config.vocab_size
-        if self.extras.top_logprobs > most:
+        if self.program_features.top_logprobs > most:
             raise FieldError(
-                "top_logprobs", f"is {self.extras.top_logprobs}; the vocabulary has {most} tokens"
+                "top_logprobs",
+                f"is {self.program_features.top_logprobs}; the vocabulary has {most} tokens",
             )
         if self.drafter is None:
             for name, shown in self.drafting.changes_acceptance:
@@ -85,7 +86,7 @@ class DecodeSpec:
             allowed = whole(0, self.num_draft_tokens)
             if wrong := allowed.refusal(self.verify_length):
                 raise FieldError("verify_length", wrong)
-        if self.extras.grammars:
+        if self.program_features.grammars:
             if self.tree is not None:
                 raise FieldError("grammar", "needs drafts that are a chain; leave the tree out")
             if self.drafting.synthetic_acceptance is not None:
@@ -169,9 +170,12 @@ class DecodeSpec:
 
     def sampling(self, batch: int, **values: ArrayLike) -> SamplingParams:
         """Return `SamplingParams.make` of these values with what this spec wants of them."""
-        extras = self.extras
+        program_features = self.program_features
         return SamplingParams.make(
-            batch, penalties=extras.penalties, num_biases=extras.num_biases, **values
+            batch,
+            penalties=program_features.penalties,
+            num_biases=program_features.num_biases,
+            **values,
         )
 
 
@@ -309,13 +313,13 @@ def _empty_state(
 ) -> DecodeState:
     zeros = jnp.zeros(batch, jnp.int32)
     drafter_state = logprobs = counts = None
-    if spec.extras.logprobs:
+    if spec.program_features.logprobs:
         none = jnp.zeros((batch, cache_length), jnp.float32)
         logprobs = Logprobs(none, none)
-        if k := spec.extras.top_logprobs:
+        if k := spec.program_features.top_logprobs:
             values = jnp.zeros((batch, cache_length, k), jnp.float32)
             logprobs = Logprobs(none, none, values.astype(jnp.int32), values)
-    if spec.extras.penalties:
+    if spec.program_features.penalties:
         output = jnp.zeros((batch, spec.target.config.vocab_size), jnp.int32)
         counts = TokenCounts(output.astype(bool), output)
     if spec.drafter is not None:
@@ -348,7 +352,7 @@ def _empty_state(
         stop_ids=jnp.full((batch, num_stop_ids), -1, jnp.int32),
         sampling=spec.sampling(batch),
         keys=jax.random.split(jax.random.key(0), batch),
-        guides=zeros + NOBODY if spec.extras.grammars else None,
+        guides=zeros + NOBODY if spec.program_features.grammars else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Parts of the references: norm, rotary embedding, rounding, products summed in float32.
+"""Parts of the references: norm, rotary embedding, rounding, products contracting_axes in float32.
 
 Models compute the same parts outside of kernels. They import these functions through
 `jaxspec.models.layers`, so that arithmetic which must agree to the last bit is written once. It is

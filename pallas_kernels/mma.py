@@ -263,7 +263,7 @@ def add_steps(
 
 
 def add_parts(sums: tuple[Array, ...], parts_ref: Any) -> tuple[Array, ...]:
-    """Add up what the warps of a warpgroup have summed of the same outputs, in their order.
+    """Add up what the warps of a warpgroup have contracting_axes of the same outputs, in their order.
 
     Args:
       sums: as `add_products` returns them where blocks are shared.

@@ -33,7 +33,7 @@ from jaxspec.commands.bench.pair import Pair, make_pair
 from jaxspec.commands.models import ModelOptions
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
-from jaxspec.options import Drafting, Extras
+from jaxspec.options import Drafting, ProgramFeatures
 from jaxspec.runtime.runtime import Programs
 from jaxspec.text.grammars import Grammar, GrammarTokens, masking
 from jaxspec.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ def measure(
         target,
         drafter,
         drafting=pair.spec.drafting,
-        extras=Extras(grammars=grammar is not None),
+        program_features=ProgramFeatures(grammars=grammar is not None),
         batch_size=rows,
         cache_length=PROMPT_TOKENS + (steps + 2) * (pair.spec.depth + 2),
         read_ahead=0,

@@ -43,7 +43,7 @@ DRAFTER_STEPS = 2  # of the drafter's training after an update
 
 pair = jaxspec.load()
 target, drafter = pair
-graphs = (target.graph, drafter.graph)
+model_defs = (target.model_def, drafter.model_def)
 held_out = json.loads((BUNDLED / "held_out.json").read_text())["prompts"]
 prompts = jnp.asarray([p["ids"][:PROMPT_TOKENS] for p in held_out[:PROMPTS]])
 ends_line = jnp.asarray(["\n" in pair.decode([i]) for i in range(target.config.vocab_size)])
@@ -60,7 +60,7 @@ def sampler_of(drafting: jaxspec.Drafting | None, samples: int) -> jaxspec.Sampl
         num_samples=samples,
         stop_ids=(),
         drafting=drafting or jaxspec.Drafting(),
-        extras=jaxspec.Extras(logprobs=True),
+        program_features=jaxspec.ProgramFeatures(logprobs=True),
     )
 
 
@@ -103,7 +103,7 @@ def update_drafter(
     labels = labels.reshape(len(text), len(places), block - 1).swapaxes(0, 1)
 
     def loss(params: Params) -> Array:
-        logits = block_logits(graphs, target_params, params, text, anchors)
+        logits = block_logits(model_defs, target_params, params, text, anchors)
         logprobs = jax.nn.log_softmax(logits)
         chosen = jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
         return -jnp.mean(chosen * jnp.exp(-jnp.arange(block - 1) / 2))  # early drafts count most

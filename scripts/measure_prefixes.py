@@ -35,19 +35,19 @@ import jaxspec
 from jaxspec import Engine, Request
 from jaxspec.engine.prefix_cache.pool import Pool, least_bytes
 from jaxspec.engine.request import Completion
-from jaxspec.registry import family_of, graph_of, presets, random_drafter
+from jaxspec.registry import family_of, model_def_of, presets, random_drafter
 from jaxspec.runtime.runtime import Programs, cache_bucket
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 
 RERENDERED, ANSWER, QUESTION, NEW = 4, 96, 32, 8
 SNAPSHOTS = 3  # that fit on the device, besides blocks of so many slots
 
 
-def model(graph: Graph, seed: int) -> LoadedModel:
+def model(model_def: ModelDef, seed: int) -> LoadedModel:
     """Return a model of random weights."""
-    params = family_of(graph.config).randomise(graph.random_params(seed), seed)
-    return LoadedModel(graph, params, graph.config, None, Path(), "random weights")
+    params = family_of(model_def.config).randomise(model_def.random_params(seed), seed)
+    return LoadedModel(model_def, params, model_def.config, None, Path(), "random weights")
 
 
 def pair_of(
@@ -57,7 +57,7 @@ def pair_of(
     if preset is None:
         pair = jaxspec.load()
         return (pair.target, None if drafter == "none" else pair.drafter), drafter or "dflash"
-    target = graph_of(presets()[preset], dtype)
+    target = model_def_of(presets()[preset], dtype)
     kind = drafter or family_of(target.config).usual_drafter or "none"
     if kind == "none":
         return (model(target, 0), None), kind
@@ -167,7 +167,7 @@ def main(
         "least",
         "most",
         "host hits",
-        title=f"{random_weights or 'bundled'} {pair[0].graph.dtype}, {kind}, {prefix_tokens} tokens, {slots} slots on {device}",
+        title=f"{random_weights or 'bundled'} {pair[0].model_def.dtype}, {kind}, {prefix_tokens} tokens, {slots} slots on {device}",
     )
     for row in rows:
         times = (f"{x:.4f}" for x in (row["seconds"], min(row["of"]), max(row["of"])))

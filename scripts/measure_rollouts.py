@@ -33,10 +33,10 @@ from rich.table import Table
 
 import jaxspec
 from jaxspec.api import BUNDLED
-from jaxspec.registry import family_of, graph_of, presets, random_drafter
+from jaxspec.registry import family_of, model_def_of, presets, random_drafter
 from jaxspec.rollout.batch import GenerateResult, Prompts
 from jaxspec.shapes import Params
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 
 SHORTEST = 8  # the shortest limit is an eighth of the longest one
 
@@ -73,22 +73,22 @@ def models_of(
         guess = None if drafter == "none" else pair.drafter
         return pair.target, guess, pair.target.params, None if guess is None else guess.params
 
-    def random(graph: Graph, seed: int) -> Params:
-        return family_of(graph.config).randomise(graph.random_params(seed), seed)
+    def random(model_def: ModelDef, seed: int) -> Params:
+        return family_of(model_def.config).randomise(model_def.random_params(seed), seed)
 
-    target = graph_of(presets()[preset], dtype)
+    target = model_def_of(presets()[preset], dtype)
     kind = drafter or family_of(target.config).usual_drafter or "none"
     if kind == "none":
         return target, None, random(target, 0), None
-    graph, _ = random_drafter(preset, kind, dtype)
-    return target, graph, random(target, 0), random(graph, 1)
+    model_def, _ = random_drafter(preset, kind, dtype)
+    return target, model_def, random(target, 0), random(model_def, 1)
 
 
 def prompts_of(target: Any, count: int, longest: int) -> Prompts:
     """Return held-out prompts of the bundled pair, again and again, or random ids; of different lengths."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(max(1, longest // 8), longest + 1, count)
-    if isinstance(target, Graph):
+    if isinstance(target, ModelDef):
         size = target.config.vocab_size
         rows = [rng.integers(5, size, n).tolist() for n in lengths]
     else:

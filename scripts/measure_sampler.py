@@ -37,7 +37,7 @@ import jaxspec
 from jaxspec.api import BUNDLED
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 
 MANY_LAYERS = Gemma4Config(
     vocab_size=64,
@@ -113,9 +113,9 @@ def measure_fork(new_tokens: int, samples: int, repeats: int) -> dict[str, Any]:
 
 def measure_overhead(repeats: int) -> dict[str, Any]:
     """Time a call of a sampler with many arrays, and what the device and JAX would take without it."""
-    graph = Graph(Gemma4, MANY_LAYERS, "float32")
-    params = graph.random_params(0)
-    sampler = jaxspec.Sampler(graph, None, max_new_tokens=1)
+    model_def = ModelDef(Gemma4, MANY_LAYERS, "float32")
+    params = model_def.random_params(0)
+    sampler = jaxspec.Sampler(model_def, None, max_new_tokens=1)
     prompts = jaxspec.Prompts(jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
     given = prompts, sampler.sampling(1), jnp.zeros(1, jnp.uint32)
     program = jax.jit(lambda params, *given: sampler(params, None, *given))

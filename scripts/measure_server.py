@@ -221,7 +221,7 @@ def main(
     engine = Engine(
         *pair.loaded,
         drafting=drafting,
-        extras=programs.extras,
+        program_features=programs.program_features,
         batch_size=slots,
         cache_length=cache_bucket(most + pair.spec.step_tokens),
         num_stop_ids=programs.max_stop_ids,

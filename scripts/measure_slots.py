@@ -26,7 +26,7 @@ from rich.table import Table
 from jaxspec.commands.bench import trace
 from jaxspec.options import Drafting
 from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.registry import graph_of, presets, random_drafter
+from jaxspec.registry import model_def_of, presets, random_drafter
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import cache_bucket, make_spec
 from jaxspec.state import DecodeSpec
@@ -53,7 +53,7 @@ CASES: Sequence[tuple[str, str, int, float, int, int, str | None]] = (
 
 def spec_of(preset: str, kind: str, drafts: int, kv_dtype: str | None) -> DecodeSpec:
     """Return what such a pair does, in bfloat16."""
-    target = with_kv_dtype(graph_of(presets()[preset], "bfloat16"), kv_dtype)
+    target = with_kv_dtype(model_def_of(presets()[preset], "bfloat16"), kv_dtype)
     return make_spec(target, random_drafter(preset, kind, "bfloat16")[0], Drafting(drafts))
 
 

@@ -38,7 +38,7 @@ from jaxspec import cache
 from jaxspec.api import BUNDLED
 from jaxspec.engine.engine import Engine, Request
 from jaxspec.models.layers import project
-from jaxspec.options import Drafting, Extras, Sampling
+from jaxspec.options import Drafting, ProgramFeatures, Sampling
 from jaxspec.quantised.choice import formats_for
 from jaxspec.rollout.batch import GenerateResult, Prompts
 from jaxspec.rollout.sampler import Sampler
@@ -56,7 +56,7 @@ ROWS, DRAFTS, NEW_TOKENS = 8, 4, 12
 
 
 def on_mesh(model: LoadedModel, mesh: Mesh) -> LoadedModel:
-    shardings = model.graph.shardings(mesh)
+    shardings = model.model_def.shardings(mesh)
     params = {name: place(x, shardings[name]) for name, x in model.params.items()}
     return dataclasses.replace(model, params=params)
 
@@ -153,13 +153,17 @@ def alone(name: str, drafter: str) -> Engine:
 def load() -> dict[str, Any]:
     """Place weights in three ways; tell which differ from those on one device, or stand elsewhere."""
     mesh = make_mesh(data=2, model=4)
-    graph = target("26b-a4b").graph
+    model_def = target("26b-a4b").model_def
     pairs = {
-        "random": (graph, graph.random_params(3, graph.shardings(mesh)), graph.random_params(3))
+        "random": (
+            model_def,
+            model_def.random_params(3, model_def.shardings(mesh)),
+            model_def.random_params(3),
+        )
     }
     with mock.patch("jaxspec.quantised.array.SLICE_NUMBERS", 5000):  # several slices a weight
         for format in ("int8", "int4"):
-            packed = graph.with_formats(formats_for(graph, format))
+            packed = model_def.with_formats(formats_for(model_def, format))
             split = packed.random_params(3, packed.weight_shardings(mesh))
             pairs[format] = packed, split, packed.random_params(3)
     with tempfile.TemporaryDirectory() as directory:
@@ -171,7 +175,7 @@ def load() -> dict[str, Any]:
             ("mtp", str(BUNDLED / "mtp"), load_drafter),
         ):
             split, whole = read(source, dtype="float32", mesh=mesh), read(source, dtype="float32")
-            pairs[name] = split.graph, split.params, whole.params
+            pairs[name] = split.model_def, split.params, whole.params
             if name == "theirs":
                 targets = split, whole
             if name == "dflash":
@@ -186,11 +190,11 @@ def load() -> dict[str, Any]:
                             with_draft_head(drafter, target, "int4-g64")
                             for drafter, target in zip((split, whole), of, strict=True)
                         )
-                    pairs[kind] = parted.graph, parted.params, one.params
+                    pairs[kind] = parted.model_def, parted.params, one.params
                     assert not parted.params["head.codes"].sharding.is_fully_replicated
     wrong = []
-    for kind, (graph, params, expected) in pairs.items():
-        shardings = graph.shardings(mesh)
+    for kind, (model_def, params, expected) in pairs.items():
+        shardings = model_def.shardings(mesh)
         assert any(not s.is_fully_replicated for s in shardings.values())
         for name, x in params.items():
             shards = {shard.data.shape for shard in x.addressable_shards}
@@ -305,7 +309,7 @@ def sampler_of(target: LoadedModel, assistant: LoadedModel) -> Sampler:
         max_new_tokens=NEW_TOKENS,
         num_samples=2,
         drafting=Drafting(2),
-        extras=Extras(logprobs=True),
+        program_features=ProgramFeatures(logprobs=True),
     )
 
 
@@ -420,7 +424,7 @@ def training_meshes() -> dict[str, Any]:
                 except ValueError as error:
                     found["refused"] = str(error)
                 held = [
-                    dataclasses.replace(m, params=place_params(m.params, m.graph, mesh))
+                    dataclasses.replace(m, params=place_params(m.params, m.model_def, mesh))
                     for m in held
                 ]
             engine = engine_of(*held, batch_size=ROWS, cache_length=64, num_draft_tokens=DRAFTS)
@@ -437,7 +441,7 @@ def training_meshes() -> dict[str, Any]:
 def as_trained(model: LoadedModel, mesh: Mesh, fully_sharded: bool) -> LoadedModel:
     """Place weights on another mesh as decoding would, or split over `fsdp` too where their first axis divides."""
     placed = {}
-    for name, sharding in model.graph.shardings(make_mesh(data=2, model=4)).items():
+    for name, sharding in model.model_def.shardings(make_mesh(data=2, model=4)).items():
         x, spec = model.params[name], sharding.spec
         if fully_sharded:
             divides = x.ndim > 0 and x.shape[0] % 2 == 0
@@ -459,8 +463,8 @@ def moved() -> dict[str, Any]:
         split = NamedSharding(trained, PartitionSpec(*axes[: x.ndim]))
         tree[tuple(name.split("."))] = jax.device_put(np.asarray(x), split)
     mesh = make_mesh(data=2, model=4)
-    placed = place_params(unflatten_dict(tree), model.graph, mesh)
-    where = model.graph.shardings(mesh)
+    placed = place_params(unflatten_dict(tree), model.model_def, mesh)
+    where = model.model_def.shardings(mesh)
     return {
         "split before": sum(not x.sharding.is_fully_replicated for x in tree.values()) > 20,
         "misplaced": [name for name, x in placed.items() if x.sharding != where[name]],

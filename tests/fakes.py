@@ -28,7 +28,7 @@ from jaxspec.drafters.tree import Children, grow
 from jaxspec.sampling import draw_drafts, suppress
 from jaxspec.shapes import Array, DTypeLike, Params
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import tiny
 
 
@@ -173,10 +173,10 @@ class TableDrafter(_Fake):
 
 
 def loaded(
-    graph: Graph, params: Params, generation: GenerationDefaults | None = None
+    model_def: ModelDef, params: Params, generation: GenerationDefaults | None = None
 ) -> LoadedModel:
     """Return a model as if it came from a checkpoint."""
-    return LoadedModel(graph, params, graph.config, generation, Path(), "made in a test")
+    return LoadedModel(model_def, params, model_def.config, generation, Path(), "made in a test")
 
 
 def lookup(
@@ -196,7 +196,7 @@ def lookup(
     for row, sequence in zip(table, sequences, strict=True):
         row[: len(sequence)] = sequence
     params = {"sequences": jnp.asarray(table), "shift": jnp.int32(shift)}
-    return loaded(Graph(LookupDrafter, config, target.graph.dtype), params)
+    return loaded(ModelDef(LookupDrafter, config, target.model_def.dtype), params)
 
 
 def table(
@@ -204,11 +204,11 @@ def table(
 ) -> LoadedModel:
     """Return a drafter that proposes `rows[anchor]`, or draws after each token from `logits[token]`."""
     config = FakeConfig(target.config.vocab_size, target.config.hidden_size, len(rows[0]) + 1)
-    graph = Graph(TableDrafter, config, target.graph.dtype)
+    model_def = ModelDef(TableDrafter, config, target.model_def.dtype)
     if logits is None:
         logits = np.zeros((config.vocab_size, config.vocab_size))
     weights = {"table": jnp.asarray(rows, jnp.int32), "logits": jnp.asarray(logits, jnp.float32)}
-    return loaded(graph, weights)
+    return loaded(model_def, weights)
 
 
 def dflash(target: LoadedModel, *, block_size: int, seed: int = 0) -> LoadedModel:
@@ -231,8 +231,8 @@ def dflash(target: LoadedModel, *, block_size: int, seed: int = 0) -> LoadedMode
         sliding_window=6,
         final_logit_softcap=30.0,
     )
-    graph = Graph(DFlashDrafter, config, target.graph.dtype)
-    return loaded(graph, tiny.random_params(graph, seed))
+    model_def = ModelDef(DFlashDrafter, config, target.model_def.dtype)
+    return loaded(model_def, tiny.random_params(model_def, seed))
 
 
 def mtp(
@@ -257,8 +257,8 @@ def mtp(
         num_top_centroids=3 if centroids else 0,
         num_draft_tokens=drafts,
     )
-    graph = Graph(MTPDrafter, config, target.graph.dtype)
-    return loaded(graph, tiny.random_params(graph, seed))
+    model_def = ModelDef(MTPDrafter, config, target.model_def.dtype)
+    return loaded(model_def, tiny.random_params(model_def, seed))
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def naive_greedy(
     suppressed = target.generation.suppress_tokens if target.generation else ()
     for _ in range(num_new_tokens):
         last = [len(r) - 1 for r in rows]
-        logits = forward(target.graph, target.params, jnp.asarray(tokens))
+        logits = forward(target.model_def, target.params, jnp.asarray(tokens))
         logits = np.asarray(suppress(logits, suppressed))[np.arange(len(rows)), last]
         best = np.sort(logits, axis=-1)
         gap = min(gap, float(np.min(best[:, -1] - best[:, -2])))
@@ -292,8 +292,8 @@ def naive_greedy(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def forward(graph: Graph, params: Params, tokens: Array) -> Array:
+def forward(model_def: ModelDef, params: Params, tokens: Array) -> Array:
     """Return the logits of whole sequences, without any cache."""
     b, t = tokens.shape
     start, count = jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32)
-    return graph.bind(params)(tokens, start, count, None).logits
+    return model_def.bind(params)(tokens, start, count, None).logits

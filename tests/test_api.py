@@ -10,7 +10,7 @@ import pytest
 import jaxspec
 from jaxspec import Drafting, Engine, FieldError, Generation, Pair, Sampler, Sampling
 from jaxspec.commands.generate.prompts import Prompt, encode
-from jaxspec.registry import graph_of, presets
+from jaxspec.registry import model_def_of, presets
 from jaxspec.tokenizer import TokenizerError
 
 TEXT = "def f(x):\n"
@@ -159,9 +159,9 @@ def test_an_empty_text_is_refused_wherever_it_is_given(pair: Pair) -> None:
 
 
 def test_what_is_shown_is_short(pair: Pair) -> None:
-    big = graph_of(presets()["31b"], "bfloat16")
+    big = model_def_of(presets()["31b"], "bfloat16")
     engine, sampler = Engine(*pair, cache_length=64), Sampler(pair)
-    for thing in (pair, pair.target, pair.drafter, pair.target.graph, big, engine, sampler):
+    for thing in (pair, pair.target, pair.drafter, pair.target.model_def, big, engine, sampler):
         shown = repr(thing)
         assert "\n" not in shown
         assert len(shown) < 400

@@ -36,7 +36,7 @@ from jaxspec.configs.mtp import MTPConfig
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.options import Drafting, Extras, Sampling, Tree
+from jaxspec.options import Drafting, ProgramFeatures, Sampling, Tree
 from jaxspec.quantised.choice import formats_for
 from jaxspec.registry import random_drafter
 from jaxspec.registry.costs import expected_experts
@@ -44,7 +44,7 @@ from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import Runtime
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import MESH_AXES, make_mesh
 from tests import tiny
 
@@ -53,11 +53,11 @@ A_TREE = ["--tree-topk", "3", "--tree-depth", "5", "--num-draft-tokens", "11"]
 
 
 def spec(preset: str, *, drafter: bool = False) -> DecodeSpec:
-    target = Graph(Gemma4, TARGET_PRESETS[preset], "bfloat16")
+    target = ModelDef(Gemma4, TARGET_PRESETS[preset], "bfloat16")
     if not drafter:
         return DecodeSpec(target, None)
-    graph, _ = random_drafter(preset, "dflash", "bfloat16")
-    return DecodeSpec(target, graph, Drafting(graph.config.block_size - 1))
+    model_def, _ = random_drafter(preset, "dflash", "bfloat16")
+    return DecodeSpec(target, model_def, Drafting(model_def.config.block_size - 1))
 
 
 def mtp(preset: str, drafts: int, tree: Tree | None = None) -> DecodeSpec:
@@ -103,8 +103,8 @@ def test_products_of_8_bit_floats_count_half() -> None:
     """Tables and experts round weights only, so all of their operations count."""
     plain, tables = 2 * 29.29e9, 2 * 1.41e9
     for format, wanted in (("fp8", plain + tables), ("fp8-dynamic", plain / 2 + tables)):
-        graph = spec("31b").target
-        target = graph.with_formats(formats_for(graph, linears=format))
+        model_def = spec("31b").target
+        target = model_def.with_formats(formats_for(model_def, linears=format))
         cost = floor.step_cost(DecodeSpec(target, None), batch=1, context=256)
         assert cost.flops == pytest.approx(wanted, rel=0.02)  # attention adds a little
         assert cost.weight_bytes == pytest.approx(32.1e9, rel=0.01)
@@ -215,8 +215,8 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
 
 @pytest.mark.parametrize("preset", list(TARGET_PRESETS))
 def test_every_preset_gets_a_drafter_that_fits(preset: str) -> None:
-    graph, name = random_drafter(preset, "dflash", "bfloat16")
-    graph.config.check_fits(TARGET_PRESETS[preset])
+    model_def, name = random_drafter(preset, "dflash", "bfloat16")
+    model_def.config.check_fits(TARGET_PRESETS[preset])
     assert preset in name
 
 
@@ -232,7 +232,7 @@ def test_memory_is_weights_caches_and_logits() -> None:
 def test_a_run_larger_than_the_device_is_refused_with_what_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pair, mesh = DecodeSpec(Graph(Gemma4, tiny.config("31b"), "float32"), None), make_mesh()
+    pair, mesh = DecodeSpec(ModelDef(Gemma4, tiny.config("31b"), "float32"), None), make_mesh()
     limit = memory.footprint(pair, 5, 1024, mesh).total
     monkeypatch.setattr(memory, "bytes_limit", lambda mesh: limit)
     memory.check_fits(pair, 5, 1024, mesh)
@@ -251,11 +251,11 @@ def test_a_run_larger_than_the_device_is_refused_with_what_fits(
         memory.check_weights_fit(pair.target, mesh)
 
 
-def tiny_target() -> tuple[Graph, Params]:
+def tiny_target() -> tuple[ModelDef, Params]:
     """A sliding layer and a full one, with experts."""
     config = dataclasses.replace(tiny.config("26b-a4b"), layer_types=("sliding", "full"))
-    graph = Graph(Gemma4, config, "float32")
-    return graph, tiny.random_params(graph, 0)
+    model_def = ModelDef(Gemma4, config, "float32")
+    return model_def, tiny.random_params(model_def, 0)
 
 
 def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
@@ -276,7 +276,7 @@ def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
         max_positions=4096,
         sliding_window=16,
     )
-    drafter = Graph(DFlashDrafter, config, "float32")
+    drafter = ModelDef(DFlashDrafter, config, "float32")
     return Pair(
         DecodeSpec(target, drafter, Drafting(3, synthetic_acceptance=synthetic_acceptance)),
         target_params,
@@ -411,9 +411,11 @@ def test_kernels_and_round_trips_of_a_loop() -> None:
 
 def test_rows_sample_as_asked_and_the_report_says_so() -> None:
     asked = Sampling(temperature=0.8, top_k=40, repetition_penalty=1.1)
-    extras = Extras.wanted_by([asked])
+    program_features = ProgramFeatures.wanted_by([asked])
     pair = tiny_pair(synthetic_acceptance=None)
-    spec = dataclasses.replace(pair.spec, extras=extras, drafter=None, drafting=Drafting())
+    spec = dataclasses.replace(
+        pair.spec, program_features=program_features, drafter=None, drafting=Drafting()
+    )
     runtime = Runtime(spec, pair.target_params, None, batch_size=2, cache_length=64)
     rows = programs.admission_of(runtime, 9, 0, asked).sampling
     assert rows["temperature"].tolist() == pytest.approx([0.8, 0.8])
@@ -437,7 +439,7 @@ def test_prompts_have_the_length_that_was_asked_for() -> None:
 def mtp_tree() -> Pair:
     target, target_params = tiny_target()
     config = MTPConfig.from_hf(tiny.hf_assistant_config("26b-a4b"))
-    drafter = Graph(MTPDrafter, config, "float32")
+    drafter = ModelDef(MTPDrafter, config, "float32")
     spec = DecodeSpec(target, drafter, Drafting(5, Tree(2, 3)))
     sampling = Sampling(temperature=0.7, top_k=3)
     params = tiny.random_params(drafter, 1)
@@ -474,9 +476,9 @@ def test_random_caches_are_as_norms_leave_them() -> None:
     assert state.active.all()
 
 
-def in_order(graph: Graph, seed: int, shardings: object = None) -> Params:
-    """Return weights as `Graph.random_params` does, its tokens in order, but compile nothing."""
-    params = tiny.random_params(graph, seed)
+def in_order(model_def: ModelDef, seed: int, shardings: object = None) -> Params:
+    """Return weights as `ModelDef.random_params` does, its tokens in order, but compile nothing."""
+    params = tiny.random_params(model_def, seed)
     if "token_ordering" in params:
         params["token_ordering"] = jnp.sort(params["token_ordering"])
     return params
@@ -486,7 +488,7 @@ def test_random_weights_come_with_the_asked_drafter(monkeypatch: pytest.MonkeyPa
     config = MTPConfig.from_hf(tiny.hf_assistant_config("e4b"))
     monkeypatch.setitem(TARGET_PRESETS, "e4b", tiny.config("e4b"))
     monkeypatch.setitem(MTP_PRESETS, "e4b", config)
-    monkeypatch.setattr(Graph, "random_params", in_order)
+    monkeypatch.setattr(ModelDef, "random_params", in_order)
     pair = make_pair(ModelOptions(drafter="mtp", dtype="float32"), Drafting(), "e4b")
     assert pair.drafter_name == "MTP of e4b, random weights"
     assert pair.spec.num_draft_tokens == config.num_draft_tokens
@@ -515,8 +517,8 @@ def test_released_shapes_can_be_measured(
 ) -> None:
     """Traced, not run: no weights of that size are made."""
 
-    def zeros(graph: Graph, *_: object) -> Params:
-        return {n: jnp.zeros(a.shape, a.dtype) for n, a in graph.abstract_params().items()}
+    def zeros(model_def: ModelDef, *_: object) -> Params:
+        return {n: jnp.zeros(a.shape, a.dtype) for n, a in model_def.abstract_params().items()}
 
     monkeypatch.setattr(pairs, "_random_params", zeros)
 

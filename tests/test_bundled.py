@@ -127,7 +127,7 @@ def _nats(target: LoadedModel, rows: np.ndarray) -> np.ndarray:
     def run(params: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
         b, t = rows.shape[0], rows.shape[1] - 1
         start, count = jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32)
-        logits = target.graph.bind(params)(rows[:, :-1], start, count, None).logits
+        logits = target.model_def.bind(params)(rows[:, :-1], start, count, None).logits
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         return -jnp.take_along_axis(logprobs, rows[:, 1:, None], axis=-1)[..., 0]
 
@@ -213,8 +213,8 @@ def test_training_and_decoding_draft_the_same(
     from scripts.train_bundled.drafter import acceptance_lengths, drafts
 
     text = jnp.asarray([PROMPTS[i] + completions[i].token_ids for i in range(4)])
-    graphs = (target.graph, drafter.graph)
-    draft = functools.partial(drafts, graphs, target.params, drafter.params)
+    model_defs = (target.model_def, drafter.model_def)
+    draft = functools.partial(drafts, model_defs, target.params, drafter.params)
     expected = acceptance_lengths(draft, text, 64, NEW_TOKENS - 8)
     for steps, done in zip(expected, completions, strict=False):
         assert done.acceptance_lengths[: len(steps)] == tuple(steps)

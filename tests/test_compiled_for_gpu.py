@@ -37,8 +37,8 @@ from jaxspec.quantised.array import quantise, quantise_in_slices
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.state import DecodeSpec, PrefillChunk
-from jaxspec.weights.draft_head import graph_with_head
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.draft_head import model_def_with_head
+from jaxspec.weights.model_def import ModelDef
 from pallas_kernels import eight_bits
 from pallas_kernels.attention import KVSegment, attention
 from pallas_kernels.attention.tuning import tiling_at_once
@@ -69,12 +69,12 @@ def small(preset: str, drafts: str) -> DecodeSpec:
     target = dataclasses.replace(TARGET_PRESETS[preset], layer_types=layers, num_kv_shared_layers=0)
     if drafts.startswith("mtp"):
         return DecodeSpec(
-            Graph(Gemma4, target, "bfloat16"),
-            Graph(MTPDrafter, MTP_PRESETS[preset], "bfloat16"),
+            ModelDef(Gemma4, target, "bfloat16"),
+            ModelDef(MTPDrafter, MTP_PRESETS[preset], "bfloat16"),
             Drafting(11, Tree(3, 5)) if drafts == "mtp tree" else Drafting(7),
         )
     if drafts == "none":
-        return DecodeSpec(Graph(Gemma4, target, "bfloat16"), None)
+        return DecodeSpec(ModelDef(Gemma4, target, "bfloat16"), None)
     drafter = dataclasses.replace(
         DFLASH_PRESETS[preset],
         layer_types=layers,
@@ -83,8 +83,8 @@ def small(preset: str, drafts: str) -> DecodeSpec:
         num_target_layers=2,
     )
     return DecodeSpec(
-        Graph(Gemma4, target, "bfloat16"),
-        Graph(DFlashDrafter, drafter, "bfloat16"),
+        ModelDef(Gemma4, target, "bfloat16"),
+        ModelDef(DFlashDrafter, drafter, "bfloat16"),
         Drafting(11, Tree(3, 5)) if drafts == "tree" else Drafting(15),
     )
 
@@ -116,7 +116,7 @@ def compile_loop(
 
 
 WORSE_WITH_012 = functools.partial(pytest.mark.xfail, jax.__version_info__ >= (0, 12), strict=True)
-"""What a newer XLA does worse. The extras `cuda` and `cuda12` hold jax below it."""
+"""What a newer XLA does worse. The program_features `cuda` and `cuda12` hold jax below it."""
 
 MOVES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"}
 MOVES |= {"convert", "copy", "transpose", "concatenate", "slice", "dynamic-slice", "reshape", "pad"}
@@ -364,7 +364,7 @@ def test_a_head_for_drafts_alone_is_read_as_codes(head: str | None, format: str)
     spec = small("31b", "chain")
     assert spec.drafter is not None
     target = spec.target.with_formats(formats_for(spec.target, tables=head))
-    drafter = graph_with_head(spec.drafter, target, format)
+    drafter = model_def_with_head(spec.drafter, target, format)
     spec = dataclasses.replace(spec, target=target, drafter=drafter)
     compiled, _ = compile_loop(spec, 8)
     memory = compiled.memory_analysis()
@@ -379,7 +379,9 @@ def test_a_pass_over_a_long_prompt_writes_no_weight_out(format: str) -> None:
     """31B's down projection of 2,048 tokens. In 16 bits the weight would have 231 MB."""
     rows, inputs, outputs = 2048, 21504, 5376
     weight = jax.ShapeDtypeStruct((inputs, outputs), jnp.bfloat16)
-    weight = jax.eval_shape(functools.partial(quantise, format=format, summed=(0,)), weight)
+    weight = jax.eval_shape(
+        functools.partial(quantise, format=format, contracting_axes=(0,)), weight
+    )
     x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
     compiled = H200.compile(lambda x, w: w.multiply(x, x.dtype), x, weight)
     assert compiled.memory_analysis().temp_size_in_bytes < 100 << 20  # parts of sums
@@ -405,7 +407,7 @@ def test_dynamic_products_multiply_8_bit_floats(rows: int) -> None:
     shapes = {"gate_up": (width, 2 * inner), "down": (inner, width)}
     weights = {
         name: jax.eval_shape(
-            functools.partial(quantise, format="fp8-dynamic", summed=(0,)),
+            functools.partial(quantise, format="fp8-dynamic", contracting_axes=(0,)),
             jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         )
         for name, shape in shapes.items()
@@ -535,7 +537,7 @@ def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     H200.compile(attend, *args)
     spilled = re.findall(r"(\d+) bytes spill stores", "".join(capfd.readouterr()))
-    # Some addresses are; what is summed takes 512 bytes of each thread.
+    # Some addresses are; what is contracting_axes takes 512 bytes of each thread.
     assert spilled
     assert max(map(int, spilled)) <= 64
 
@@ -544,7 +546,7 @@ def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
 def test_quantising_takes_little_memory_beside_a_weight_and_its_codes(format):
     """At once, 26B-A4B's experts would take 0.5 GB more as int4, and 1.5 GB as mxfp4."""
     experts = jax.ShapeDtypeStruct((128, 2816, 2, 704), jnp.bfloat16)
-    run = functools.partial(quantise_in_slices, format=format, summed=(1,))
+    run = functools.partial(quantise_in_slices, format=format, contracting_axes=(1,))
     analysis = H200.compile(run, experts).memory_analysis()
     assert analysis is not None
     assert analysis.temp_size_in_bytes < 200e6
@@ -555,8 +557,8 @@ def test_quantising_takes_little_memory_beside_a_weight_and_its_codes(format):
 def test_a_copy_of_a_quantised_head_takes_little_memory(format: str, stored: str) -> None:
     """The table of 31B stands for 5.6 GB in float32."""
     table = jax.ShapeDtypeStruct((262_144, 5376), jnp.bfloat16)
-    table = jax.eval_shape(functools.partial(quantise, format=stored, summed=(1,)), table)
-    run = functools.partial(quantise_in_slices, format=format, summed=(1,))
+    table = jax.eval_shape(functools.partial(quantise, format=stored, contracting_axes=(1,)), table)
+    run = functools.partial(quantise_in_slices, format=format, contracting_axes=(1,))
     analysis = H200.compile(run, table).memory_analysis()
     assert analysis is not None
     assert analysis.temp_size_in_bytes < 80e6

@@ -35,7 +35,7 @@ from jaxspec.weights.bridge import from_hf_names, to_hf_names
 from jaxspec.weights.conversion import convert, to_hf
 from jaxspec.weights.loading import CheckpointError, LoadedModel, load_drafter, load_target
 from jaxspec.weights.manifest import Manifest
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh
 from tests.convert import hf_layout
 from tests.convert.hf_layout import TINY
@@ -177,8 +177,8 @@ def test_decoding_is_lossless(target: Path, drafter: Path):
     plain = [done.token_ids for done in run(None)]
     assert all(len(tokens) == NEW_TOKENS for tokens in plain)
     config = dataclasses.replace(models[1].config, recall=False)
-    graph = dataclasses.replace(models[1].graph, config=config)
-    by_table = dataclasses.replace(models[1], graph=graph, config=config)
+    model_def = dataclasses.replace(models[1].model_def, config=config)
+    by_table = dataclasses.replace(models[1], model_def=model_def, config=config)
     taus = []
     for recall, drafting in ((True, models[1]), (False, by_table)):
         done = run(drafting)
@@ -212,10 +212,10 @@ def test_costs(target: Path, drafter: Path):
 def test_an_embedding_that_is_the_head_too_is_read_whole():
     """Gemma 4's table is tied: both uses together read it once, whole."""
     config = GEMMA4_PRESETS["31b"]
-    graph = Graph(Gemma4, config, "bfloat16")
-    size = sum(a.size for a in graph.abstract_params().values())
-    assert target_cost(graph, 1, 1, 1).weight_bytes == 2 * size
-    assert not graph.declared()["embedder.table"].lookup
+    model_def = ModelDef(Gemma4, config, "bfloat16")
+    size = sum(a.size for a in model_def.abstract_params().values())
+    assert target_cost(model_def, 1, 1, 1).weight_bytes == 2 * size
+    assert not model_def.declared()["embedder.table"].lookup
 
 
 def test_conventions(target: Path, drafter: Path, tmp_path: Path):
@@ -234,9 +234,9 @@ def test_conventions(target: Path, drafter: Path, tmp_path: Path):
         assert positions.shown == "none of the target's 512"
         assert positions.origin == "the method: no key changes it"
         assert suppressed.name == "suppressed ids"
-        reading = Reading("", "", "", models[1].graph, models[1].params)
+        reading = Reading("", "", "", models[1].model_def, models[1].params)
         (other, turned), left_out = alternatives(*models, reading, 100)
-        assert other.graph.config == dataclasses.replace(models[1].config, recall=False)
+        assert other.model_def.config == dataclasses.replace(models[1].config, recall=False)
         assert other.fix == where.format(directory)
         assert turned.fix == f"transpose bigrams in the weights of {directory}"
         np.testing.assert_array_equal(turned.params["bigrams"], models[1].params["bigrams"].T)
@@ -263,12 +263,14 @@ def test_presets_are_benchmarked():
 
 
 def test_the_registry():
-    assert registry.named("toy") is registry.family_of(ToyConfig(4, 4, 1, 4, 4)) is entries.TARGET
+    assert (
+        registry.get_family("toy") is registry.family_of(ToyConfig(4, 4, 1, 4, 4)) is entries.TARGET
+    )
     assert registry.recognise(TARGET) is entries.TARGET
     assert registry.recognise(DRAFTER) is entries.DRAFTER  # its architecture comes before its type
     assert registry.families("target")[0].name == "gemma4"
     with pytest.raises(ValueError, match="'nobody' is not known; expected one of gemma4, "):
-        registry.named("nobody")
+        registry.get_family("nobody")
     with pytest.raises(ValueError, match="no family has configs of class int"):
         registry.family_of(3)
     with pytest.raises(ConfigError, match=r"model_type 'llama' .*gemma4_text.*toy.*RecallModel"):

@@ -20,7 +20,7 @@ from jaxspec.models.layers import project, project_gated, table_logits
 from jaxspec.quantised import FormatError, array
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
-from jaxspec.registry import graph_of
+from jaxspec.registry import model_def_of
 from pallas_kernels import tiles
 from pallas_kernels.dispatch import H200_PROCESSORS
 from pallas_kernels.eight_bits.cases import SHAPES
@@ -114,7 +114,7 @@ def test_no_number_moves_by_more_than_half_a_step_of_its_group(format):
     """A step of integers is their scale. Of e2m1 the widest is from 4 to 6, a third of the largest."""
     x = random((130, 3)) * jnp.asarray([1.0, 1e-3, 50.0])
     weight = quantise(x, format, (0,))
-    named = quantised.named(format)
+    named = quantised.get_format(format)
     assert isinstance(named, Grouped)
     group = named.coding.group
     padded = np.pad(np.asarray(x), ((0, -130 % group), (0, 0))).reshape(-1, group, 3)
@@ -436,12 +436,12 @@ def test_a_product_gives_the_same_bits_every_time_on_a_gpu(rows, cut):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_product_of_every_target_is_cut_evenly(preset):
-    graph = graph_of(PRESETS[preset], "bfloat16")
-    weights, declared = graph.abstract_weights(), graph.declared()
-    for name in formats_for(graph, "int4", "int4"):
-        w, summed = weights[name], declared[name].summed
-        inputs = int(np.prod([w.shape[i] for i in summed]))
-        outputs = int(np.prod([n for i, n in enumerate(w.shape) if i not in summed]))
+    model_def = model_def_of(PRESETS[preset], "bfloat16")
+    weights, declared = model_def.abstract_weights(), model_def.declared()
+    for name in formats_for(model_def, "int4", "int4"):
+        w, contracting_axes = weights[name], declared[name].contracting_axes
+        inputs = int(np.prod([w.shape[i] for i in contracting_axes]))
+        outputs = int(np.prod([n for i, n in enumerate(w.shape) if i not in contracting_axes]))
         for rows, scale_bytes in itertools.product((2, 8, 16, 32, 64, 128, 512), (1, 2)):
             cut = cut_for(rows, inputs // 64, outputs, scale_bytes)
             assert inputs % (64 * cut.splits * cut.unroll) == 0, name
@@ -487,10 +487,15 @@ def test_integers_of_a_file_keep_codes_and_scales(scales, zeros):
     s = rng.uniform(0.1, 1, (5, 12)).astype(ml_dtypes.bfloat16).astype(scales)
     z = rng.integers(-8, 8, (5, 12)).astype(np.int8) if zeros else None
     weight = from_int4(
-        as_pairs((q + 8).astype(np.uint8)), s, z, shape=shape, summed=(0, 1, 2), dtype=jnp.float32
+        as_pairs((q + 8).astype(np.uint8)),
+        s,
+        z,
+        shape=shape,
+        contracting_axes=(0, 1, 2),
+        dtype=jnp.float32,
     )
     assert weight.format == int4_name(32, scales, zeros)
-    declared = quantised.named(weight.format).parts(shape, (0, 1, 2))
+    declared = quantised.get_format(weight.format).parts(shape, (0, 1, 2))
     assert {n: (a.shape, a.dtype) for n, a in weight.parts.items()} == {
         n: (a.shape, a.dtype) for n, a in declared.items()
     }
@@ -504,7 +509,7 @@ def test_floats_of_a_file_keep_codes_scales_and_factors():
     codes = rng.integers(0, 16, (6, 128)).astype(np.uint8)
     s = rng.uniform(1, 448, (6, 8)).astype(ml_dtypes.float8_e4m3fn)
     factor = rng.uniform(0.001, 0.002, 6).astype(np.float32)
-    how: dict[str, Any] = dict(shape=(128, 2, 3), summed=(0,), dtype=jnp.float32)
+    how: dict[str, Any] = dict(shape=(128, 2, 3), contracting_axes=(0,), dtype=jnp.float32)
     weight = from_float4(as_pairs(codes), s, factor, **how)
     table = np.asarray([*E2M1, *(-x for x in E2M1)], np.float32)
     expected = table[codes] * np.repeat(s.astype(np.float32), 16, 1)
@@ -518,7 +523,7 @@ def test_floats_of_a_file_keep_codes_scales_and_factors():
 
 
 def test_files_that_do_not_fit_are_refused():
-    how: dict[str, Any] = dict(shape=(96, 4), summed=(0,), dtype=jnp.float32)
+    how: dict[str, Any] = dict(shape=(96, 4), contracting_axes=(0,), dtype=jnp.float32)
     pairs = np.zeros((4, 48), np.uint8)
     with pytest.raises(FormatError, match=r"groups of 24 .*; expected groups of 32, 16, 64, 128"):
         from_int4(pairs, np.ones((4, 4), np.float32), **how)
@@ -538,10 +543,10 @@ def test_files_that_do_not_fit_are_refused():
 def test_blocks_that_a_mesh_cannot_split_are_whole_everywhere():
     """26B-A4B's MLP has 2112 inputs of `down`: 33 blocks."""
     mesh = AbstractMesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    graph = graph_of(PRESETS["26b-a4b"], "bfloat16")
-    graph = graph.with_formats(formats_for(graph, "int4", "int4"))
-    shardings = graph.shardings(mesh)
-    for name, abstract in graph.abstract_params().items():
+    model_def = model_def_of(PRESETS["26b-a4b"], "bfloat16")
+    model_def = model_def.with_formats(formats_for(model_def, "int4", "int4"))
+    shardings = model_def.shardings(mesh)
+    for name, abstract in model_def.abstract_params().items():
         shardings[name].shard_shape(abstract.shape)  # every split divides
     assert tuple(shardings["layers.0.mlp.down.codes"].spec) == (None, None, None)
     assert tuple(shardings["layers.0.mlp.down.scales"].spec) == ("model", None)

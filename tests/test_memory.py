@@ -21,7 +21,7 @@ from jaxspec.engine import engine as engines
 from jaxspec.engine.engine import Engine
 from jaxspec.options import Drafting
 from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.registry import graph_of, presets, random_drafter
+from jaxspec.registry import model_def_of, presets, random_drafter
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import Runtime, cache_bucket, make_spec
 from jaxspec.weights import host_memory
@@ -159,7 +159,7 @@ def test_256_requests_of_the_published_trace_fit_on_an_h200(
     """26B-A4B with a drafter, in nine tenths of the memory. DFlash needs the smaller cache for it, as the docs say."""
     jobs = trace.generated(512, 7, None, 1 << 17)
     longest = max(job.prompt_tokens + job.new_tokens for job in jobs)
-    target = with_kv_dtype(graph_of(presets()["26b-a4b"], "bfloat16"), kv_dtype)
+    target = with_kv_dtype(model_def_of(presets()["26b-a4b"], "bfloat16"), kv_dtype)
     drafter = random_drafter("26b-a4b", kind, "bfloat16")[0]
     spec = make_spec(target, drafter, Drafting(drafts))
     mesh = make_mesh(devices=jax.devices()[:1])
@@ -200,13 +200,13 @@ def test_cpu_devices_share_their_machine(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_engine_counts_rows_read_ahead_and_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only `Engine.fitting` asked, and a server's store took what its rows needed. Nothing is allocated before."""
     monkeypatch.setattr(jax, "live_arrays", lambda platform: [])
-    target, graph = case("31b").target, case("31b").target.graph
+    target, model_def = case("31b").target, case("31b").target.model_def
     sizes = make_spec(target, None), 4, 1024, make_mesh(devices=jax.devices()[:1])
     store = dict(read_ahead=4, prefix_bytes=1 << 24)
     needed = memory.footprint(*sizes, **store)
     four, eight = (memory.footprint(*sizes, read_ahead=n).caches for n in (0, 4))
     assert eight == 2 * four
-    assert needed.logits == 3 * 4 * 4 * graph.config.vocab_size  # rows read ahead take no steps
+    assert needed.logits == 3 * 4 * 4 * model_def.config.vocab_size  # rows read ahead take no steps
     assert needed.total == needed.weights + eight + needed.logits + (1 << 24)
 
     def made(**options: int | None) -> Engine:

@@ -25,12 +25,12 @@ from jaxspec.models.layers import project, table_logits
 from jaxspec.options import FieldError
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.array import quantise
-from jaxspec.quantised.choice import formats_for, quantised_graph
-from jaxspec.registry import graph_of
+from jaxspec.quantised.choice import formats_for, quantised_def
+from jaxspec.registry import model_def_of
 from jaxspec.runtime import memory
 from jaxspec.weights import conversion, loading
 from jaxspec.weights.loading import CheckpointError, LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh
 from pallas_kernels.experts import Tiling, cases, experts
 from pallas_kernels.experts.triton import Block
@@ -126,10 +126,10 @@ def test_dynamic_rounds_its_sums_to_16_bits_and_no_further():
 
 def unrounded(weight: QuantisedArray) -> np.ndarray:
     """Return the numbers that codes and scales stand for, before any rounding to 16 bits."""
-    scales = np.expand_dims(np.asarray(weight.scales, np.float64), weight.summed)
+    scales = np.expand_dims(np.asarray(weight.scales, np.float64), weight.contracting_axes)
     codes = np.asarray(weight.codes.astype(jnp.float32), np.float64)
-    first = weight.ndim - len(weight.summed)
-    return np.moveaxis(codes, range(first, weight.ndim), weight.summed) * scales
+    first = weight.ndim - len(weight.contracting_axes)
+    return np.moveaxis(codes, range(first, weight.ndim), weight.contracting_axes) * scales
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -201,29 +201,31 @@ def test_experts_refuse_codes_without_factors_and_with_wrong_ones():
 
 def test_a_model_computes_with_codes_what_it_computes_with_their_numbers():
     """26B-A4B's features: experts, k = v, and a tied head that is quantised too."""
-    graph, params = tiny.target("26b-a4b")
-    packed_graph = graph.with_formats(formats_for(graph, "int8", "fp8"))
-    packed = {n: a for name, x in params.items() for n, a in packed_graph.pack(name, x).items()}
-    formats = dict(packed_graph.formats)
+    model_def, params = tiny.target("26b-a4b")
+    packed_def = model_def.with_formats(formats_for(model_def, "int8", "fp8"))
+    packed = {n: a for name, x in params.items() for n, a in packed_def.pack(name, x).items()}
+    formats = dict(packed_def.formats)
     assert formats["embedder.table"] == "fp8"
     assert formats["layers.0.experts.down"] == "int8"
     assert "layers.0.experts.router" not in formats
     assert "layers.0.pre_mlp_norm" not in formats
 
-    def logits(graph: Graph, params: Any) -> jax.Array:
+    def logits(model_def: ModelDef, params: Any) -> jax.Array:
         tokens, start = jnp.arange(6, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
-        return graph.bind(params)(tokens, start, jnp.full(1, 6, jnp.int32), None).logits
+        return model_def.bind(params)(tokens, start, jnp.full(1, 6, jnp.int32), None).logits
 
     run = jax.jit(logits, static_argnums=0)
-    numbers = packed_graph.dequantise(packed)
-    np.testing.assert_allclose(run(packed_graph, packed), run(graph, numbers), rtol=0, atol=2e-3)
+    numbers = packed_def.dequantise(packed)
+    np.testing.assert_allclose(run(packed_def, packed), run(model_def, numbers), rtol=0, atol=2e-3)
 
 
 def test_per_layer_inputs_stay():
-    graph = graph_of(PRESETS["e2b"], "bfloat16")
-    formats = formats_for(graph, "int8", "int8")
+    model_def = model_def_of(PRESETS["e2b"], "bfloat16")
+    formats = formats_for(model_def, "int8", "int8")
     assert not any("per_layer" in name for name in formats)
-    quantised_bytes = sum(a.size for name, a in graph.abstract_weights().items() if name in formats)
+    quantised_bytes = sum(
+        a.size for name, a in model_def.abstract_weights().items() if name in formats
+    )
     # Of E2B's 4.6 billion numbers the table of per-layer inputs has 2.3.
     assert quantised_bytes > 2.2e9
 
@@ -231,9 +233,9 @@ def test_per_layer_inputs_stay():
 def test_scales_lie_where_their_codes_do():
     """On a mesh an output that is split has its scales beside it; a split sum has them everywhere."""
     mesh = AbstractMesh((1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    graph = graph_of(PRESETS["26b-a4b"], "bfloat16")
-    graph = graph.with_formats(formats_for(graph, "int8", "int8"))
-    shardings = graph.shardings(mesh)
+    model_def = model_def_of(PRESETS["26b-a4b"], "bfloat16")
+    model_def = model_def.with_formats(formats_for(model_def, "int8", "int8"))
+    shardings = model_def.shardings(mesh)
     specs = {name: tuple(s.spec) for name, s in shardings.items()}
     assert specs["layers.0.attention.qkv.codes"] == ("model", None, None, None)
     assert specs["layers.0.attention.qkv.scales"] == ("model", None, None)
@@ -241,25 +243,25 @@ def test_scales_lie_where_their_codes_do():
     assert specs["layers.0.attention.out.scales"] == (None,)
     assert specs["layers.0.experts.down.scales"] == ("model", None)
     assert specs["embedder.table.scales"] == ("model",)
-    for name, array in graph.abstract_params().items():
+    for name, array in model_def.abstract_params().items():
         shardings[name].shard_shape(array.shape)  # every split divides
 
 
 def test_memory_counts_a_byte_a_number():
     """31B in bfloat16 has 61 GB; its linears in int8 leave the embedding and little else as they were."""
-    graph, mesh = graph_of(PRESETS["31b"], "bfloat16"), make_mesh(devices=jax.devices()[:1])
-    whole = memory.weight_bytes(graph, mesh)
-    linears = memory.weight_bytes(graph.with_formats(formats_for(graph, "int8")), mesh)
-    both = memory.weight_bytes(graph.with_formats(formats_for(graph, "int8", "fp8")), mesh)
+    model_def, mesh = model_def_of(PRESETS["31b"], "bfloat16"), make_mesh(devices=jax.devices()[:1])
+    whole = memory.weight_bytes(model_def, mesh)
+    linears = memory.weight_bytes(model_def.with_formats(formats_for(model_def, "int8")), mesh)
+    both = memory.weight_bytes(model_def.with_formats(formats_for(model_def, "int8", "fp8")), mesh)
     table = 2 * PRESETS["31b"].vocab_size * PRESETS["31b"].hidden_size
     assert math.isclose(linears, (whole - table) / 2 + table, rel_tol=1e-3)
     assert math.isclose(both, whole / 2, rel_tol=1e-3)
 
 
 def test_random_weights_are_the_same_numbers_quantised():
-    graph, _ = tiny.target("31b")
-    packed_graph = graph.with_formats(formats_for(graph, "int8"))
-    plain, packed = graph.random_params(3), packed_graph.random_params(3)
+    model_def, _ = tiny.target("31b")
+    packed_def = model_def.with_formats(formats_for(model_def, "int8"))
+    plain, packed = model_def.random_params(3), packed_def.random_params(3)
     name = "layers.1.mlp.down"
     expected = quantise(plain[name], "int8", (0,))
     np.testing.assert_array_equal(packed[f"{name}.codes"], expected.codes)
@@ -291,7 +293,7 @@ def test_a_saved_model_comes_back_to_the_bit_in_any_dtype(bundled, tmp_path):
     ) * 3
     back = loading.load_target(str(tmp_path / "saved"), dtype="float32")
     assert same(back.params, bundled.params)
-    assert back.graph == bundled.graph
+    assert back.model_def == bundled.model_def
     narrow = loading.load_target(str(tmp_path / "saved"), dtype="bfloat16")
     assert narrow.params["layers.0.mlp.down.scales"].dtype == jnp.float32
     assert narrow.params["final_norm"].dtype == jnp.bfloat16
@@ -325,34 +327,34 @@ def test_converting_quantises_as_loading_does(tmp_path):
 def test_loading_holds_one_weight_as_numbers_at_a_time(monkeypatch):
     """31B as numbers has 61 GB, which no 40 GB device could hold beside its codes."""
     held, before = [], sum(a.nbytes for a in jax.live_arrays())
-    pack = Graph.pack
+    pack = ModelDef.pack
 
-    def watched(graph: Graph, name: str, weight: jax.Array) -> Any:
+    def watched(model_def: ModelDef, name: str, weight: jax.Array) -> Any:
         held.append(sum(a.nbytes for a in jax.live_arrays()) - before)
-        return pack(graph, name, weight)
+        return pack(model_def, name, weight)
 
-    monkeypatch.setattr(Graph, "pack", watched)
+    monkeypatch.setattr(ModelDef, "pack", watched)
     model = loading.load_target(str(BUNDLED / "target"), dtype="float32", quantize="int8")
     codes = sum(a.nbytes for a in model.params.values())
-    largest = max(4 * w.size for w in model.graph.abstract_weights().values())
+    largest = max(4 * w.size for w in model.model_def.abstract_weights().values())
     assert held
     assert max(held) <= codes + largest
 
 
 def test_swapped_weights_may_be_quantised_arrays(bundled):
-    nested: dict[str, Any] = dict(bundled.graph.weights(bundled.params))
+    nested: dict[str, Any] = dict(bundled.model_def.weights(bundled.params))
     assert isinstance(nested["layers.0.mlp.down"], QuantisedArray)
     assert same(bundled.with_params(nested).params, bundled.params)
 
 
 def test_a_model_refuses_codes_of_another_format(bundled):
-    other = "fp8" if "int8" in bundled.graph.storage else "int8"
-    graph = bundled.graph.unquantised()
-    graph = graph.with_formats(dict.fromkeys(dict(bundled.graph.formats), other))
+    other = "fp8" if "int8" in bundled.model_def.storage else "int8"
+    model_def = bundled.model_def.unquantised()
+    model_def = model_def.with_formats(dict.fromkeys(dict(bundled.model_def.formats), other))
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down\.codes: .*, expected"):
-        graph.check(bundled.params)
+        model_def.check(bundled.params)
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down: missing"):
-        bundled.graph.unquantised().check(bundled.params)
+        bundled.model_def.unquantised().check(bundled.params)
 
 
 # --- what is refused ---------------------------------------------------------------------------------
@@ -364,7 +366,7 @@ def test_unknown_formats_are_refused_with_those_that_are_known():
     with pytest.raises(FieldError, match="quantize_drafter was given, but there is no drafter"):
         jaxspec.load(drafter="none", quantize_drafter="int8")
     with pytest.raises(quantised.FormatError, match="'q4_k' is not known"):
-        quantised.named("q4_k")
+        quantised.get_format("q4_k")
     with pytest.raises(ValueError, match=r"has no weight final_norm to quantise"):
         tiny.target("31b")[0].with_formats({"final_norm": "int8"})
 
@@ -386,11 +388,11 @@ def test_a_gpu_too_old_is_refused_with_what_works_there(monkeypatch, format, fou
 def test_a_file_that_a_gpu_is_too_old_for_is_refused_with_what_works_there(monkeypatch):
     """Nobody gave --quantize, so the message must not be about it."""
     monkeypatch.setattr("jaxspec.quantised.choice.capability", lambda: 8.0)
-    graph, _ = tiny.target("31b")
-    stored = graph.with_formats(formats_for(graph, "fp8"))
+    model_def, _ = tiny.target("31b")
+    stored = model_def.with_formats(formats_for(model_def, "fp8"))
     said = "the weights of 31b-fp8 are fp8, .* take a build in int8 or int4 or nvfp4 or mxfp4, or"
     with pytest.raises(CheckpointError, match=said):
-        quantised_graph(stored, "31b-fp8", None, None, "quantize")
+        quantised_def(stored, "31b-fp8", None, None, "quantize")
 
 
 def test_a_manifest_with_an_unknown_format_is_refused(bundled, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 from jaxspec.quantised.array import quantise, quantise_in_slices
 
-# Shapes and summed axes of all kinds of weights: experts, gate and up, an output projection, a head.
+# Shapes and contracting_axes axes of all kinds of weights: experts, gate and up, an output projection, a head.
 WEIGHTS = [((6, 64, 2, 10), (1,)), ((64, 2, 37), (0,)), ((2, 64, 21), (0, 1)), ((45, 128), (1,))]
 FORMATS = ["int8", "fp8", "int4", "int4-g128", "int4-g16-zeros", "nvfp4", "mxfp4"]
 
@@ -33,14 +33,14 @@ def test_slices_have_the_bits_of_the_whole(format):
     """No slice divides these weights: the last one reaches past the end, or starts earlier."""
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
-    def both(x, summed, numbers):
-        sliced = quantise_in_slices(x, format, summed, numbers=numbers)
-        return quantise(x, format, summed).parts, sliced
+    def both(x, contracting_axes, numbers):
+        sliced = quantise_in_slices(x, format, contracting_axes, numbers=numbers)
+        return quantise(x, format, contracting_axes).parts, sliced
 
-    for shape, summed in WEIGHTS:
+    for shape, contracting_axes in WEIGHTS:
         x = jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16)
         x = x.at[..., 0].set(0)  # groups of zeros, too
-        whole, sliced = both(x, summed, x.size // 4 + 1)
+        whole, sliced = both(x, contracting_axes, x.size // 4 + 1)
         assert_same_bits(sliced, whole)
 
 
@@ -50,17 +50,17 @@ def test_what_is_quantised_is_quantised_again_slice_by_slice(format, stored):
     """From what it stands for in float32: in bfloat16 that would be rounded once more."""
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
-    def both(weight, summed, numbers):
-        sliced = quantise_in_slices(weight, format, summed, numbers=numbers)
-        return quantise(weight, format, summed).parts, sliced
+    def both(weight, contracting_axes, numbers):
+        sliced = quantise_in_slices(weight, format, contracting_axes, numbers=numbers)
+        return quantise(weight, format, contracting_axes).parts, sliced
 
-    for shape, summed in WEIGHTS:
+    for shape, contracting_axes in WEIGHTS:
         x = jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16)
-        weight = quantise(x, stored, summed)
-        in_float32 = quantise(x, stored, summed, jnp.float32).dequantise()
+        weight = quantise(x, stored, contracting_axes)
+        in_float32 = quantise(x, stored, contracting_axes, jnp.float32).dequantise()
         assert (in_float32 != weight.dequantise().astype(jnp.float32)).any()
-        expected = jax.jit(lambda x: quantise(x, format, summed).parts)(in_float32)  # noqa: B023
-        for made in both(weight, summed, x.size // 4 + 1):
+        expected = jax.jit(lambda x: quantise(x, format, contracting_axes).parts)(in_float32)  # noqa: B023
+        for made in both(weight, contracting_axes, x.size // 4 + 1):
             assert_same_bits(made, expected)
 
 

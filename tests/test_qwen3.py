@@ -34,13 +34,13 @@ from jaxspec.configs.base import ConfigError
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.qwen3 import PRESETS
 from jaxspec.options import Drafting
-from jaxspec.registry import graph_of, random_drafter
+from jaxspec.registry import model_def_of, random_drafter
 from jaxspec.runtime import memory
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights.conversion import write_weights
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import MESH_AXES, make_mesh
 from tests import tiny, tiny_qwen3
 from tests.decode.cases import target
@@ -50,11 +50,11 @@ H200 = floor.Ceiling(bytes_per_s=3.85e12, flops_per_s=790e12)
 
 
 def spec(preset: str, *, drafter: bool = False) -> DecodeSpec:
-    graph = graph_of(PRESETS[preset], "bfloat16")
+    model_def = model_def_of(PRESETS[preset], "bfloat16")
     if not drafter:
-        return DecodeSpec(graph, None)
+        return DecodeSpec(model_def, None)
     drafts, _ = random_drafter(preset, "dflash", "bfloat16")
-    return DecodeSpec(graph, drafts, Drafting(drafts.config.block_size - 1))
+    return DecodeSpec(model_def, drafts, Drafting(drafts.config.block_size - 1))
 
 
 # --- costs and memory -----------------------------------------------------------------------------
@@ -109,7 +109,8 @@ def test_memory_is_weights_caches_and_logits() -> None:
     one_device = make_mesh(devices=jax.devices()[:1])
     need = memory.footprint(spec("qwen3-8b", drafter=True), 4, 4096, one_device)
     drafter = sum(
-        a.size for a in graph_of(DFLASH_PRESETS["qwen3-8b"], "bfloat16").abstract_params().values()
+        a.size
+        for a in model_def_of(DFLASH_PRESETS["qwen3-8b"], "bfloat16").abstract_params().values()
     )
     assert need.weights == 2 * (8_190_735_360 + drafter)
     assert need.caches == 4 * 2 * 2 * 8 * 128 * 4096 * (36 + 5)
@@ -124,19 +125,19 @@ def test_memory_is_weights_caches_and_logits() -> None:
 def test_nearly_all_of_every_released_size_is_split(preset: str, model: int) -> None:
     """Both tables, every matrix of every layer; norms are whole."""
     mesh: Any = AbstractMesh((1, model), MESH_AXES)
-    for graph in (
-        graph_of(PRESETS[preset], "bfloat16"),
+    for model_def in (
+        model_def_of(PRESETS[preset], "bfloat16"),
         random_drafter(preset, "dflash", "bfloat16")[0],
     ):
-        shardings = graph.shardings(mesh)
+        shardings = model_def.shardings(mesh)
         whole = total = 0
-        for name, a in graph.abstract_params().items():
+        for name, a in model_def.abstract_params().items():
             total += a.size
             if math.prod(shardings[name].shard_shape(a.shape)) == a.size:
                 whole += a.size
                 assert a.ndim == 1, f"{name} {a.shape} is whole"
         assert whole < 0.001 * total
-        if graph.config is PRESETS[preset]:
+        if model_def.config is PRESETS[preset]:
             assert shardings["table"].spec == PartitionSpec("model", None)
 
 
@@ -145,8 +146,8 @@ def test_nearly_all_of_every_released_size_is_split(preset: str, model: int) -> 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_gets_a_drafter_that_fits(preset: str) -> None:
-    graph, name = random_drafter(preset, "dflash", "bfloat16")
-    c: Any = graph.config
+    model_def, name = random_drafter(preset, "dflash", "bfloat16")
+    c: Any = model_def.config
     c.check_fits(PRESETS[preset])
     assert preset in name
     assert ("made up" in name) == (preset not in ("qwen3-4b", "qwen3-8b"))
@@ -156,8 +157,8 @@ def test_every_preset_gets_a_drafter_that_fits(preset: str) -> None:
         random_drafter(preset, "mtp", "bfloat16")
 
 
-def zeros(graph: Graph, *_: object) -> Params:
-    return {n: jnp.zeros(a.shape, a.dtype) for n, a in graph.abstract_params().items()}
+def zeros(model_def: ModelDef, *_: object) -> Params:
+    return {n: jnp.zeros(a.shape, a.dtype) for n, a in model_def.abstract_params().items()}
 
 
 def test_the_released_shape_of_8b_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +197,7 @@ def test_bench_measures_a_random_pair(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setitem(PRESETS, "qwen3-8b", model.config)  # type: ignore[arg-type]
     monkeypatch.setitem(DFLASH_PRESETS, "qwen3-8b", b16(model).config)  # type: ignore[arg-type]
     monkeypatch.setattr(
-        Graph, "random_params", lambda graph, seed, *_: tiny.random_params(graph, seed)
+        ModelDef, "random_params", lambda model_def, seed, *_: tiny.random_params(model_def, seed)
     )
     monkeypatch.setattr(run, "measure_ceiling", lambda *_: H200)
     file = tmp_path / "report.json"

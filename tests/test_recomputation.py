@@ -25,7 +25,7 @@ from jaxspec.models.target import TargetOutput
 from jaxspec.options import Drafting
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests.decode.cases import run
 
 NEW_TOKENS = 128
@@ -45,14 +45,14 @@ def generated(target: LoadedModel, drafter: LoadedModel, num_draft_tokens: int) 
     return run(engine, [Request(ids, NEW_TOKENS) for ids in PROMPTS])
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "feature_layers"))
+@functools.partial(jax.jit, static_argnames=("model_def", "feature_layers"))
 def whole(
-    graph: Graph, params: Params, text: Array, feature_layers: tuple[int, ...]
+    model_def: ModelDef, params: Params, text: Array, feature_layers: tuple[int, ...]
 ) -> TargetOutput:
     """Run the target over whole texts; the mask of a chain makes it return its K/V too."""
     b, s = text.shape
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((s, s), bool)), (b, s, s))
-    return graph.bind(params)(
+    return model_def.bind(params)(
         text,
         jnp.zeros(b, jnp.int32),
         jnp.full(b, s, jnp.int32),
@@ -98,13 +98,15 @@ def test_dflash_steps_equal_those_without_caches(target: LoadedModel) -> None:
     g = drafter.config.block_size - 1
     done = generated(target, drafter, g)
     text = np.asarray([p + c.token_ids for p, c in zip(PROMPTS, done, strict=True)])
-    output = whole(target.graph, target.params, jnp.asarray(text), drafter.config.feature_layers)
+    output = whole(
+        target.model_def, target.params, jnp.asarray(text), drafter.config.feature_layers
+    )
     assert_target_chose(output, text)
 
     @jax.jit
     def drafts(target_params: Params, params: Params, features: tuple, text: Array) -> Array:
-        bound = target.graph.bind(target_params)
-        model = drafter.graph.bind(params)
+        bound = target.model_def.bind(target_params)
+        model = drafter.model_def.bind(params)
         b, s = text.shape
         positions = jnp.broadcast_to(jnp.arange(s), (b, s))
         context = model.context(features)
@@ -130,16 +132,16 @@ def test_mtp_steps_equal_those_without_caches(target: LoadedModel, position: str
     """All anchors of a text are drafted from at once, each seeing the K/V before it."""
     drafter = load_drafter(str(BUNDLED / "mtp"), dtype="float32")
     config = dataclasses.replace(drafter.config, query_position=position)
-    graph = Graph(MTPDrafter, config, "float32")
-    drafter = dataclasses.replace(drafter, graph=graph, config=config)
+    model_def = ModelDef(MTPDrafter, config, "float32")
+    drafter = dataclasses.replace(drafter, model_def=model_def, config=config)
     done = generated(target, drafter, config.num_draft_tokens)
     text = np.asarray([p + c.token_ids for p, c in zip(PROMPTS, done, strict=True)])
-    output = whole(target.graph, target.params, jnp.asarray(text), ())
+    output = whole(target.model_def, target.params, jnp.asarray(text), ())
     assert_target_chose(output, text)
 
     @jax.jit
     def drafts(target_params: Params, params: Params, output: TargetOutput, text: Array) -> Array:
-        bound, model = target.graph.bind(target_params), graph.bind(params)
+        bound, model = target.model_def.bind(target_params), model_def.bind(params)
         b, s = text.shape
         segments = {}
         for kind in ("sliding", "full"):

@@ -17,19 +17,19 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxspec
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.options import Drafting, Extras, FieldError, Sampling, Tree
+from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling, Tree
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Prompts
 from jaxspec.rollout.rollout import Plan
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import make_spec
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny
 
 PROMPTS, SAMPLES, SLOTS, NEW_TOKENS = 8, 2, 3, 12
 ROWS, STOPS = PROMPTS * SAMPLES, 20
-EXTRAS = Extras(logprobs=True, penalties=True)
+EXTRAS = ProgramFeatures(logprobs=True, penalties=True)
 BAD = 7
 """A token of the first prompt alone."""
 
@@ -48,8 +48,8 @@ def target() -> LoadedModel:
     """A sliding layer and a full one, and a table of inputs that the head does not share."""
     config = tiny.config("e2b")
     config = dataclasses.replace(config, layer_types=("sliding", "full"), num_kv_shared_layers=0)
-    graph = Graph(Gemma4, config, "float32")
-    return fakes.loaded(graph, tiny.random_params(graph, 0))
+    model_def = ModelDef(Gemma4, config, "float32")
+    return fakes.loaded(model_def, tiny.random_params(model_def, 0))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def ask(target: LoadedModel, drafter: LoadedModel) -> Any:
             max_new_tokens=NEW_TOKENS,
             num_samples=SAMPLES,
             batch_size=batch_size,
-            extras=EXTRAS,
+            program_features=EXTRAS,
         )
 
     samplers = {few: sampler(SLOTS if few else None) for few in (False, True)}
@@ -119,7 +119,7 @@ def test_rows_say_what_they_say_alone(
     rng = np.random.default_rng(seed)
     some = [p[: rng.integers(1, len(p) + 1)] for p in prompts()[: rng.integers(5, PROMPTS + 1)]]
     rows = len(some) * SAMPLES  # fewer prompts are padded, to share a program
-    values = make_spec(target, None, extras=EXTRAS).sampling(
+    values = make_spec(target, None, program_features=EXTRAS).sampling(
         rows,
         temperature=rng.choice([0.0, 0.7, 1.3], rows),
         top_k=rng.choice([0, 20], rows),
@@ -202,7 +202,7 @@ def test_an_eighth_of_the_slots_is_refilled_at_a_time(target: LoadedModel) -> No
 
 def test_under_shard_map_it_has_types_that_fit(target: LoadedModel) -> None:
     """A loop's state has to vary by device from its start."""
-    sampler = Sampler(target, None, max_new_tokens=4, batch_size=3, extras=EXTRAS)
+    sampler = Sampler(target, None, max_new_tokens=4, batch_size=3, program_features=EXTRAS)
 
     def run(params: Any, prompts: Prompts, seeds: Any) -> GenerateResult:
         return sampler(params, None, prompts, Sampling(temperature=1.0), seeds)
@@ -239,7 +239,7 @@ def test_slots_are_refilled_as_soon_as_a_group_is_free(target: LoadedModel, samp
         max_new_tokens=NEW_TOKENS,
         num_samples=samples,
         batch_size=slots,
-        extras=Extras(logits_fn=count),
+        program_features=ProgramFeatures(logits_fn=count),
     )
     result = sampler(target.params, drafter.params, some, max_new_tokens=limits)
     jax.effects_barrier()
@@ -273,7 +273,14 @@ def test_every_form_of_decoding_takes_turns(target: LoadedModel, form: str) -> N
     drafter = None if kind is None else made[kind](target)
     weights: Any = (target.params, None if drafter is None else drafter.params)
     few, whole = (
-        Sampler(target, drafter, max_new_tokens=7, batch_size=n, drafting=drafting, extras=EXTRAS)
+        Sampler(
+            target,
+            drafter,
+            max_new_tokens=7,
+            batch_size=n,
+            drafting=drafting,
+            program_features=EXTRAS,
+        )
         for n in (SLOTS, None)
     )
     temperatures = [0.0, 1.0] * (PROMPTS // 2)

@@ -15,17 +15,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.options import Drafting, Extras, FieldError, Sampling
+from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling
 from jaxspec.rollout import programs
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Prompts, check_ids
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.runtime import memory, prefill
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny
 
 NEW_TOKENS = 12
-EXTRAS = Extras(logprobs=True, penalties=True)
+EXTRAS = ProgramFeatures(logprobs=True, penalties=True)
 PROMPTS = [[2, 17, 80, 33, 5, 9, 41], [2, 99], [2, 40, 40, 7], [2, 7, 8, 9, 10, 11, 12, 13, 14]]
 TEMPERATURES = [0.0, 1.0, 0.7, 1.3]
 
@@ -34,8 +34,8 @@ TEMPERATURES = [0.0, 1.0, 0.7, 1.3]
 def target() -> LoadedModel:
     """A sliding layer and a full one: the fewest that have every kind of cache."""
     config = dataclasses.replace(tiny.config("31b"), layer_types=("sliding", "full"))
-    graph = Graph(Gemma4, config, "float32")
-    return fakes.loaded(graph, tiny.random_params(graph, 0))
+    model_def = ModelDef(Gemma4, config, "float32")
+    return fakes.loaded(model_def, tiny.random_params(model_def, 0))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def drafter(target: LoadedModel) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def sampler(target: LoadedModel, drafter: LoadedModel) -> Sampler:
-    return Sampler(target, drafter, max_new_tokens=NEW_TOKENS, extras=EXTRAS)
+    return Sampler(target, drafter, max_new_tokens=NEW_TOKENS, program_features=EXTRAS)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,9 @@ def test_a_row_is_the_same_in_a_batch_of_any_size(
 def test_samples_of_one_prefill_are_those_of_many(
     target: LoadedModel, drafter: LoadedModel, sampler: Sampler, ask: Any
 ) -> None:
-    forked = Sampler(target, drafter, max_new_tokens=NEW_TOKENS, num_samples=2, extras=EXTRAS)
+    forked = Sampler(
+        target, drafter, max_new_tokens=NEW_TOKENS, num_samples=2, program_features=EXTRAS
+    )
     values = sampler.sampling(4, temperature=1.0, repetition_penalty=1.1, presence_penalty=0.3)
     prompts, seeds = PROMPTS[2:], np.arange(4)
     result = forked(target.params, drafter.params, prompts, values, seeds)
@@ -233,7 +235,7 @@ def test_a_few_programs_serve_all_calls(
     device = jax.devices()[0]
     restored = jax.device_put(target.params, device)
     assert next(iter(restored.values())).committed
-    twin = Sampler(target, drafter, max_new_tokens=NEW_TOKENS, extras=EXTRAS)
+    twin = Sampler(target, drafter, max_new_tokens=NEW_TOKENS, program_features=EXTRAS)
     result = twin(restored, drafter.params, PROMPTS, sampling(sampler), 7)
     same(result, expected)
     assert not result.tokens.committed  # or programs of the caller would compile twice
@@ -320,7 +322,7 @@ def test_logprobs_are_those_of_a_teacher_forced_pass(target: LoadedModel, ask: A
     for row, prompt in enumerate(PROMPTS):
         new = result.tokens[row].tolist()
         text = prompt + new + [0] * (9 - len(prompt))  # one length for all, and so one program
-        logits = fakes.forward(target.graph, target.params, jnp.asarray([text]))
+        logits = fakes.forward(target.model_def, target.params, jnp.asarray([text]))
         logprobs = np.asarray(jax.nn.log_softmax(logits[0], axis=-1))[len(prompt) - 1 :]
         of_tokens = logprobs[np.arange(NEW_TOKENS), new]
         np.testing.assert_allclose(result.logprobs.target[row], of_tokens, atol=1e-4)
@@ -380,7 +382,7 @@ def test_params_of_other_kinds_are_refused(sampler: Sampler, target: LoadedModel
     arrays = {name: np.asarray(a) for name, a in target.params.items()}
     for params in (arrays, [*target.params.values()], None):
         with pytest.raises(ValueError, match=r"the target's params must be jax\.Arrays by name"):
-            sampler._known.check("target", target.graph, params)
+            sampler._known.check("target", target.model_def, params)
 
 
 def test_inside_jit_anything_may_be_traced(
@@ -397,7 +399,9 @@ def test_inside_jit_anything_may_be_traced(
 
 def test_there_is_no_gradient(target: LoadedModel) -> None:
     """What to do instead is said. Tokens are numbers like others, inside of a loss too."""
-    sampler = Sampler(target, None, max_new_tokens=2, extras=Extras(logprobs=True))
+    sampler = Sampler(
+        target, None, max_new_tokens=2, program_features=ProgramFeatures(logprobs=True)
+    )
 
     def loss(params: Any, of: str) -> Any:
         result = sampler(params, None, PROMPTS)
@@ -442,7 +446,9 @@ def test_a_logits_fn_has_to_keep_the_shape(target: LoadedModel) -> None:
         ),
         (lambda logits, positions: logits.astype("bfloat16"), "returns bfloat16"),
     ):
-        sampler = Sampler(target, None, max_new_tokens=2, extras=Extras(logits_fn=wrong))
+        sampler = Sampler(
+            target, None, max_new_tokens=2, program_features=ProgramFeatures(logits_fn=wrong)
+        )
         with pytest.raises(FieldError, match=message):
             sampler(target.params, None, PROMPTS)
 
@@ -523,7 +529,9 @@ def test_options_that_cannot_be_meant_are_refused(
 
 
 def test_biases_ban_and_prefer(target: LoadedModel) -> None:
-    sampler = Sampler(target, None, max_new_tokens=6, extras=Extras(num_biases=2))
+    sampler = Sampler(
+        target, None, max_new_tokens=6, program_features=ProgramFeatures(num_biases=2)
+    )
     given = (target.params, None, PROMPTS)
     free = sampler(*given, sampler.sampling(4), range(4)).tokens.tolist()
     banned = sampler.sampling(4, bias_ids=[[r[0]] for r in free], bias_values=[[-np.inf]] * 4)

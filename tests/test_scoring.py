@@ -15,8 +15,8 @@ import jaxspec
 from jaxspec.api import BUNDLED
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.options import Extras, Sampling
-from jaxspec.registry import graph_of
+from jaxspec.options import ProgramFeatures, Sampling
+from jaxspec.registry import model_def_of
 from jaxspec.rollout.batch import GenerateResult
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.rollout.scoring import Sequences, score
@@ -24,13 +24,13 @@ from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.bridge import from_hf_names
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny, tiny_qwen3
 from tests.decode.cases import target as case_target
 
 PROMPTS = [[2, 17, 80, 33, 5, 9, 41], [2, 99], [2, 40, 40, 7], [2, 7, 8, 9, 10, 11, 12, 13, 14]]
 NEW_TOKENS = 10
-EXTRAS = Extras(logprobs=True, penalties=True, num_biases=2)
+EXTRAS = ProgramFeatures(logprobs=True, penalties=True, num_biases=2)
 # A greedy row, one of each kind of filter with penalties, and one with all filters off.
 VALUES: dict[str, Any] = dict(
     temperature=[0.0, 1.0, 0.7, 1.3],
@@ -49,16 +49,19 @@ VALUES: dict[str, Any] = dict(
 def target() -> LoadedModel:
     """A sliding layer and a full one, and suppressed tokens."""
     config = dataclasses.replace(tiny.config("31b"), layer_types=("sliding", "full"))
-    graph = Graph(Gemma4, config, "float32")
+    model_def = ModelDef(Gemma4, config, "float32")
     suppressed = GenerationDefaults(suppress_tokens=(7, 11))
-    return fakes.loaded(graph, tiny.random_params(graph, 0), suppressed)
+    return fakes.loaded(model_def, tiny.random_params(model_def, 0), suppressed)
 
 
 @pytest.fixture(scope="module")
 def generated(target: LoadedModel) -> tuple[Sampler, Any, GenerateResult]:
     """What a sampler with a drafter generated, with values of sampling of every kind."""
     sampler = Sampler(
-        target, fakes.dflash(target, block_size=4), max_new_tokens=NEW_TOKENS, extras=EXTRAS
+        target,
+        fakes.dflash(target, block_size=4),
+        max_new_tokens=NEW_TOKENS,
+        program_features=EXTRAS,
     )
     sampling = sampler.sampling(4, **VALUES)
     limits = [NEW_TOKENS, NEW_TOKENS, 3, NEW_TOKENS]
@@ -104,7 +107,7 @@ def test_a_rollout_is_scored_as_its_sampler_did(generated: Any, target: LoadedMo
 )
 def test_every_target_is_scored_as_its_sampler_did(name: str, atol: float) -> None:
     model = case_target(name)
-    sampler = Sampler(model, None, max_new_tokens=NEW_TOKENS, extras=EXTRAS)
+    sampler = Sampler(model, None, max_new_tokens=NEW_TOKENS, program_features=EXTRAS)
     sampling = sampler.sampling(4, **VALUES)
     result = sampler(model.params, None, PROMPTS, sampling, 3)
     near(score(sampler, model.params, (PROMPTS, result), sampling), result.logprobs, atol)
@@ -116,7 +119,9 @@ def test_the_bundled_target_is_scored_as_its_sampler_did() -> None:
     pair = jaxspec.load()
     held_out = json.loads((BUNDLED / "held_out.json").read_text())["prompts"]
     prompts = [p["ids"] for p in held_out]
-    sampler = Sampler(pair, max_new_tokens=64, stop_ids=(), extras=Extras(logprobs=True))
+    sampler = Sampler(
+        pair, max_new_tokens=64, stop_ids=(), program_features=ProgramFeatures(logprobs=True)
+    )
     sampling = Sampling(temperature=0.8, top_p=0.95)
     result = sampler(*(model.params for model in pair), prompts, sampling, 3)
     found = score(sampler, pair.target.params, (prompts, result), sampling)
@@ -212,12 +217,12 @@ def test_gradients_are_what_small_steps_show(
 
 def test_banned_and_filtered_tokens_give_no_nan(target: LoadedModel) -> None:
     """Scored under another distribution than they came from, tokens may be impossible: -inf, and no gradient."""
-    graph = target.graph
+    model_def = target.model_def
     new = [[5, 6, 7], [8, 8, 8], [9, 9, 9]]  # 7 is suppressed
     rows = [([2, 3], ids) for ids in new]
     tokens = jnp.asarray([prompt + ids for prompt, ids in rows])
     sequences = Sequences.padded(tokens, [2] * 3, [5] * 3)
-    sampler = Sampler(target, None, extras=Extras(num_biases=1))
+    sampler = Sampler(target, None, program_features=ProgramFeatures(num_biases=1))
     ban = dict(bias_ids=[[-1], [8], [-1]], bias_values=[[0.0], [-np.inf], [0.0]])
     ban = {name: np.asarray(value) for name, value in ban.items()}
     sampling = sampler.sampling(3, temperature=[1.0, 1.0, 0.0], top_k=[1, 0, 0], **ban)
@@ -232,7 +237,7 @@ def test_banned_and_filtered_tokens_give_no_nan(target: LoadedModel) -> None:
     assert (found.sampled[2] == 0).all()
     assert np.isfinite(found.target).all()
     assert all(np.isfinite(g).all() for g in gradients.values())
-    assert graph.abstract_params().keys() == gradients.keys()
+    assert model_def.abstract_params().keys() == gradients.keys()
 
 
 def test_a_function_of_the_user_is_told_where_tokens_stand(target: LoadedModel) -> None:
@@ -242,9 +247,11 @@ def test_a_function_of_the_user_is_told_where_tokens_stand(target: LoadedModel) 
         ids = jnp.arange(logits.shape[-1])
         return jnp.where(ids == positions[..., None], logits, -jnp.inf)
 
-    extras = Extras(logits_fn=only_the_position)
+    program_features = ProgramFeatures(logits_fn=only_the_position)
     packed = Sequences.pack([([9, 9], [2, 3]), ([9, 9, 9], [3, 9])], 9)
-    found = score(target, target.params, packed, Sampling(temperature=1.0), extras=extras).sampled
+    found = score(
+        target, target.params, packed, Sampling(temperature=1.0), program_features=program_features
+    ).sampled
     np.testing.assert_array_equal(found[0], [0, 0, 0, 0, 0, 0, 0, 0, -np.inf][:9])
 
 
@@ -280,7 +287,7 @@ def test_gradients_equal_those_of_transformers(name: str) -> None:
 
     def loss(params: Params) -> tuple[Array, Logprobs]:
         sequences = Sequences.padded(tokens, prompt_lengths, lengths)
-        found = score(graph_of(config, "float32"), params, sequences)
+        found = score(model_def_of(config, "float32"), params, sequences)
         return jnp.sum(jnp.sin(found.target)), found
 
     gradients, found = jax.jit(jax.grad(loss, has_aux=True))(params)
@@ -303,16 +310,16 @@ def temp_bytes(target: LoadedModel, vocab: int, layers: int, **options: Any) -> 
     config = dataclasses.replace(
         target.config, vocab_size=vocab, layer_types=("sliding",) * (layers - 1) + ("full",)
     )
-    graph = Graph(Gemma4, config, "float32")
+    model_def = ModelDef(Gemma4, config, "float32")
     tokens = jnp.zeros((4, 64), jnp.int32)
     sequences = Sequences.padded(tokens, [1] * 4, [64] * 4)
 
     def loss(params: Params) -> Array:
         return jnp.sum(
-            score(graph, params, sequences, Sampling(temperature=0.5), **options).sampled
+            score(model_def, params, sequences, Sampling(temperature=0.5), **options).sampled
         )
 
-    memory = jax.jit(jax.grad(loss)).lower(graph.abstract_params()).compile().memory_analysis()
+    memory = jax.jit(jax.grad(loss)).lower(model_def.abstract_params()).compile().memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes
 
@@ -332,13 +339,13 @@ def kept_bytes(target: LoadedModel, layers: int, *, remat: bool) -> int:
     barriers that say when.
     """
     config = dataclasses.replace(target.config, layer_types=("sliding",) * (layers - 1) + ("full",))
-    graph = Graph(Gemma4, config, "float32")
+    model_def = ModelDef(Gemma4, config, "float32")
     sequences = Sequences.padded(jnp.zeros((4, 256), jnp.int32), [1] * 4, [256] * 4)
 
     def kept(params: Params) -> Any:
-        return jax.vjp(lambda p: score(graph, p, sequences, remat=remat).target, params)[1]
+        return jax.vjp(lambda p: score(model_def, p, sequences, remat=remat).target, params)[1]
 
-    shapes = jax.tree.leaves(jax.eval_shape(kept, graph.abstract_params()))
+    shapes = jax.tree.leaves(jax.eval_shape(kept, model_def.abstract_params()))
     return sum(x.size * x.dtype.itemsize for x in shapes)
 
 
@@ -357,7 +364,10 @@ def test_remat_keeps_what_lies_between_layers_and_not_what_is_in_them(target: Lo
         ("prompt_lengths has shape", dict(sequences=([[2, 9]], [1, 1], [2]))),
         ("tokens is float64", dict(sequences=(np.ones((1, 2)), [1], [2]))),
         ("sampling has 4 rows; expected one for each of 1", dict(sampling=4)),
-        ("made for other extras", dict(sampling=1, extras=Extras(penalties=True))),
+        (
+            "made for other program_features",
+            dict(sampling=1, program_features=ProgramFeatures(penalties=True)),
+        ),
         ("final_norm: missing", dict(params={})),
     ],
 )

@@ -19,7 +19,7 @@ from jaxspec.commands.bench.pair import check_rows
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.registry import random_drafter
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import CACHE_AXES, MESH_AXES, make_mesh, parse_mesh, partition, place
 from tests.conftest import FAST_COMPILE
 from tests.decode.cases import slow
@@ -63,16 +63,16 @@ def test_one_axis_of_an_array_is_split(axes, shape, model, expected):
 def test_nearly_all_of_every_released_size_is_split(preset, model):
     """What is whole on every device is at most 2% of a target; and every matrix that is much is split."""
     drafters = [random_drafter(preset, kind, "bfloat16")[0] for kind in ("dflash", "mtp")]
-    for graph in (Graph(Gemma4, TARGET_PRESETS[preset], "bfloat16"), *drafters):
-        shardings = graph.shardings(abstract(1, model))
+    for model_def in (ModelDef(Gemma4, TARGET_PRESETS[preset], "bfloat16"), *drafters):
+        shardings = model_def.shardings(abstract(1, model))
         whole = total = 0
-        for name, a in graph.abstract_params().items():
+        for name, a in model_def.abstract_params().items():
             total += a.size
             if math.prod(shardings[name].shard_shape(a.shape)) == a.size:
                 whole += a.size
                 with_centroids = name == "head"  # only some of its rows are read
                 assert a.size < 30e6 or with_centroids, f"{name} {a.shape} is whole"
-        if graph.module is Gemma4:
+        if model_def.module is Gemma4:
             assert whole < 0.02 * total
 
 
@@ -226,7 +226,7 @@ def test_weights_on_meshes_of_training_programs():
     found = result("training_meshes")
     refused = found.pop("refused")
     assert "is on a mesh with axes data, fsdp, model; expected data and model" in refused
-    assert "jaxspec.weights.sharding.place_params(target_params, target.graph, mesh)" in refused
+    assert "jaxspec.weights.sharding.place_params(target_params, target.model_def, mesh)" in refused
     assert found == {name: [True, True] for name in ("explicit", "an axis of 1", "fsdp")}
 
 

@@ -23,7 +23,7 @@ from jaxspec.weights.bridge import checkpoint_prefix, from_hf_names, to_hf_names
 from jaxspec.weights.conversion import convert, write_weights
 from jaxspec.weights.given_params import accept_params
 from jaxspec.weights.loading import CheckpointError, LoadedModel, load_drafter, load_target
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.trees import flat_params
 from tests import fakes, tiny
 from tests.convert.hf_layout import TINY_DRAFTER, drafter_shapes, write
@@ -32,8 +32,8 @@ from tests.convert.hf_layout import TINY_DRAFTER, drafter_shapes, write
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     config = dataclasses.replace(tiny.config("31b"), layer_types=("sliding", "full"))
-    graph = Graph(Gemma4, config, "float32")
-    return fakes.loaded(graph, tiny.random_params(graph, 0))
+    model_def = ModelDef(Gemma4, config, "float32")
+    return fakes.loaded(model_def, tiny.random_params(model_def, 0))
 
 
 def nested(params: Params) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_trees_are_flattened(tree: Any, model: LoadedModel):
 
 
 def test_a_state_and_a_module_of_nnx_are_flattened(model: LoadedModel):
-    module = model.graph.bind(model.params)
+    module = model.model_def.bind(model.params)
     same(flat_params(module), model.params)
     same(flat_params(nnx.state(module)), model.params)
     same(flat_params(nnx.to_pure_dict(nnx.state(module))), model.params)
@@ -101,14 +101,14 @@ def test_models_and_engines_take_trees(model: LoadedModel):
 
 
 def test_weights_are_cast_where_they_are_floats(model: LoadedModel):
-    """Token ids stay what they are, and so does what the graph does not know, for its check to name."""
-    graph = model.graph.of_dtype("bfloat16")
+    """Token ids stay what they are, and so does what the model definition does not know, for its check to name."""
+    model_def = model.model_def.of_dtype("bfloat16")
     given = model.params | {"unknown": jnp.ones(2)}
-    found = accept_params(graph, nested(given), cast=True)
+    found = accept_params(model_def, nested(given), cast=True)
     assert found is not None
     assert found.pop("unknown").dtype == "float32"
     same(found, {name: x.astype("bfloat16") for name, x in model.params.items()})
-    same(accept_params(graph, nested(given), cast=False) or {}, given)
+    same(accept_params(model_def, nested(given), cast=False) or {}, given)
     with pytest.raises(ValueError, match="dtype must be float32 or bfloat16, not 'int8'"):
         jaxspec.Sampler(model, None, dtype="int8")
 
@@ -117,7 +117,11 @@ def test_weights_are_cast_where_they_are_floats(model: LoadedModel):
 def test_samplers_take_trees_and_cast_them(model: LoadedModel):
     """Rollouts in bfloat16 of float32 weights; their scores are near, and gradients come in float32."""
     sampler = jaxspec.Sampler(
-        model, None, max_new_tokens=6, extras=jaxspec.Extras(logprobs=True), dtype="bfloat16"
+        model,
+        None,
+        max_new_tokens=6,
+        program_features=jaxspec.ProgramFeatures(logprobs=True),
+        dtype="bfloat16",
     )
     cast = {name: x.astype("bfloat16") for name, x in model.params.items()}
     prompts = jnp.asarray([[2, 17, 80, 33], [2, 99, 4, 7]])
@@ -160,8 +164,10 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A checkpoint of Hugging Face under one prefix or another, loaded."""
     config = tiny.hf_config("12b") | {"dtype": "bfloat16"}
     directory = tmp_path_factory.mktemp("source")
-    graph = Graph(Gemma4, tiny.config("12b"), "bfloat16")
-    write_weights(tiny.config("12b"), tiny.random_params(graph, 1), directory, prefix=request.param)
+    model_def = ModelDef(Gemma4, tiny.config("12b"), "bfloat16")
+    write_weights(
+        tiny.config("12b"), tiny.random_params(model_def, 1), directory, prefix=request.param
+    )
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps({"suppress_tokens": [7, 11]}))
     (directory / "tokenizer_config.json").write_text("{}")
@@ -271,7 +277,7 @@ def test_transformers_takes_the_names(name: str, tmp_path: Path):
     tokens = np.random.default_rng(0).integers(3, tiny.VOCAB_SIZE, (2, 9))
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens)).logits.numpy()
-    found = fakes.forward(loaded.graph, trained, jnp.asarray(tokens, jnp.int32))
+    found = fakes.forward(loaded.model_def, trained, jnp.asarray(tokens, jnp.int32))
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspec.options import Drafting, Extras, Sampling, Tree
+from jaxspec.options import Drafting, ProgramFeatures, Sampling, Tree
 from jaxspec.rollout.batch import Prompts
 from jaxspec.rollout.sampler import Sampler
 from tests import fakes, x64
@@ -70,7 +70,7 @@ def test_no_number_has_64_bits(
     draft = fakes.dflash(model, block_size=5)
     if drafter == "mtp":
         draft = fakes.mtp(model, centroids=name == "e2b")
-    extras = Extras(logprobs=True, penalties=True, num_biases=2, top_logprobs=3)
+    program_features = ProgramFeatures(logprobs=True, penalties=True, num_biases=2, top_logprobs=3)
     ask = Sampler(
         model,
         draft,
@@ -78,7 +78,7 @@ def test_no_number_has_64_bits(
         num_samples=2,
         batch_size=slots,
         drafting=drafting,
-        extras=extras,
+        program_features=program_features,
     )
     prompts = Prompts.padded([[2] * 5, [3] * 600])
     sampling = Sampling(temperature=1.0, top_k=5, top_p=0.9)

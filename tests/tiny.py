@@ -21,7 +21,7 @@ import numpy as np
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.shapes import Params
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 
 FEATURE_SETS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 VOCAB_SIZE = 160
@@ -135,14 +135,14 @@ def config(name: str) -> Gemma4Config:
     return Gemma4Config.from_hf(hf_config(name))
 
 
-def target(name: str, *, seed: int = 0) -> tuple[Graph, Params]:
+def target(name: str, *, seed: int = 0) -> tuple[ModelDef, Params]:
     """Return a float32 target of a feature set with random weights."""
-    graph = Graph(Gemma4, config(name), "float32")
-    return graph, random_params(graph, seed)
+    model_def = ModelDef(Gemma4, config(name), "float32")
+    return model_def, random_params(model_def, seed)
 
 
-def random_params(graph: Graph, seed: int) -> Params:
-    """Return random weights for tests; unlike `graph.random_params` they compile nothing."""
+def random_params(model_def: ModelDef, seed: int) -> Params:
+    """Return random weights for tests; unlike `model_def.random_params` they compile nothing."""
     rng = np.random.default_rng(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -162,7 +162,7 @@ def random_params(graph: Graph, seed: int) -> Params:
 
     return {
         name: jnp.asarray(draw(name, spec.shape), spec.dtype)
-        for name, spec in sorted(graph.abstract_params().items())
+        for name, spec in sorted(model_def.abstract_params().items())
     }
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec.configs.qwen3 import Qwen3Config
-from jaxspec.registry import graph_of
+from jaxspec.registry import model_def_of
 from jaxspec.shapes import Params
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests.tiny import VOCAB_SIZE, random_params
 
 _COMMON: dict[str, Any] = dict(
@@ -71,12 +71,12 @@ def config(name: str) -> Qwen3Config:
     return Qwen3Config.from_hf(hf_config(name))
 
 
-def target(name: str) -> tuple[Graph, Params]:
+def target(name: str) -> tuple[ModelDef, Params]:
     """Return a float32 target of a feature set with random weights."""
-    graph = graph_of(config(name), "float32")
-    params = random_params(graph, _SEEDS[name][0])
+    model_def = model_def_of(config(name), "float32")
+    params = random_params(model_def, _SEEDS[name][0])
     params["table"] *= _EMBEDDING
-    return graph, params
+    return model_def, params
 
 
 def transformers_model(name: str) -> Any:

@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxspec.api import Pair
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.options import Extras, Sampling
+from jaxspec.options import ProgramFeatures, Sampling
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny
 
 PROMPTS = [[2, 17, 80, 33, 5], [2, 99]]
@@ -22,8 +22,8 @@ SAMPLING = Sampling(temperature=1.0, top_k=50, top_p=0.9)
 
 def pair() -> Pair:
     config = dataclasses.replace(tiny.config("31b"), layer_types=("sliding", "full"))
-    graph = Graph(Gemma4, config, "float32")
-    target: LoadedModel = fakes.loaded(graph, tiny.random_params(graph, 0))
+    model_def = ModelDef(Gemma4, config, "float32")
+    target: LoadedModel = fakes.loaded(model_def, tiny.random_params(model_def, 0))
     return Pair(target, fakes.dflash(target, block_size=4))
 
 
@@ -31,7 +31,7 @@ def said() -> dict[str, Any]:
     """Return the tokens and log-probabilities of a sampler, and the tokens of `generate`: of an engine."""
     models = pair()
     weights = [model.params for model in models]
-    ask = Sampler(models, max_new_tokens=5, extras=Extras(logprobs=True))
+    ask = Sampler(models, max_new_tokens=5, program_features=ProgramFeatures(logprobs=True))
     result = ask(*weights, PROMPTS, SAMPLING, np.arange(2), stop_ids=[[1]] * 2)
     assert result.logprobs is not None
     generated = models.plain().generate(

@@ -23,7 +23,7 @@ from jaxspec.commands.models import Quantized
 from jaxspec.commands.options import UsageError, command, explained
 from jaxspec.commands.progress import ticking
 from jaxspec.options import option
-from jaxspec.registry import named
+from jaxspec.registry import get_family
 
 if TYPE_CHECKING:
     from jaxspec.weights.conversion import Report
@@ -145,7 +145,7 @@ def convert_command(
 
 
 def _summarise(console: Console, report: Report) -> None:
-    _, _, title = named(report.kind).title.partition(" ")  # without its article
+    _, _, title = get_family(report.kind).title.partition(" ")  # without its article
     lines = [
         f"{title} -> {report.destination}",
         f"{report.tensors} tensors, {report.parameters} parameters, {decimal(report.nbytes)} "

@@ -64,7 +64,7 @@ class DFlashDrafter(Drafter[DFlashState]):
         self.config = config
         self.mask_token_id: int | Array = config.mask_token_id
         self.softcap: float | Array | None = config.final_logit_softcap
-        self.fuse = param(c, d, dtype=dtype, fan_in=c, axes=("inputs", None), summed=(0,))
+        self.fuse = param(c, d, dtype=dtype, fan_in=c, axes=("inputs", None), contracting_axes=(0,))
         self.context_norm = param(d, dtype=dtype)
         self.layers = nnx.List(
             [DFlashLayer(config, i, dtype=dtype) for i in range(config.num_layers)]
@@ -200,7 +200,7 @@ class DFlashWithHead(DFlashDrafter):
         super().__init__(config, dtype=dtype)
         v, d = config.vocab_size, config.hidden_size
         axes = ("vocab", None)
-        self.head = param(v, d, dtype=dtype, fan_in=d, axes=axes, summed=(1,), table=True)
+        self.head = param(v, d, dtype=dtype, fan_in=d, axes=axes, contracting_axes=(1,), table=True)
 
     def head_logits(self, x: Float[Array, "B G D"], target: Target) -> Float[Array, "B G V"]:
         del target
@@ -216,11 +216,15 @@ class DFlashLayer(nnx.Module):
         self.input_norm = param(d, dtype=dtype)
         # The context needs keys and values but no queries, so queries have a matrix of their own.
         # A slice of one fused matrix would be copied in every step.
-        self.q = param(d, k, g, h, dtype=dtype, fan_in=d, axes=Q_WEIGHT_AXES, summed=(0,))
-        self.kv = param(d, k, 2, h, dtype=dtype, fan_in=d, axes=KV_WEIGHT_AXES, summed=(0,))
+        self.q = param(d, k, g, h, dtype=dtype, fan_in=d, axes=Q_WEIGHT_AXES, contracting_axes=(0,))
+        self.kv = param(
+            d, k, 2, h, dtype=dtype, fan_in=d, axes=KV_WEIGHT_AXES, contracting_axes=(0,)
+        )
         self.q_norm = param(h, dtype=dtype)
         self.k_norm = param(h, dtype=dtype)
-        into: dict[str, Any] = dict(fan_in=k * g * h, axes=OUT_WEIGHT_AXES, summed=(0, 1, 2))
+        into: dict[str, Any] = dict(
+            fan_in=k * g * h, axes=OUT_WEIGHT_AXES, contracting_axes=(0, 1, 2)
+        )
         self.out = param(k, g, h, d, dtype=dtype, **into)
         self.mlp_norm = param(d, dtype=dtype)
         self.mlp = GatedMLP(d, config.intermediate_size, activation="silu", dtype=dtype)

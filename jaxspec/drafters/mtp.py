@@ -98,14 +98,16 @@ class MTPDrafter(Drafter[MTPState]):
         d, backbone, vocab = config.hidden_size, config.backbone_hidden_size, config.vocab_size
         self.config = config
         both = 2 * backbone
-        self.pre_projection = param(both, d, dtype=dtype, fan_in=both, summed=(0,))
+        self.pre_projection = param(both, d, dtype=dtype, fan_in=both, contracting_axes=(0,))
         self.layers = nnx.List([MTPLayer(config, kind, dtype=dtype) for kind in config.layer_types])
         self.final_norm = param(d, dtype=dtype)
-        self.post_projection = param(d, backbone, dtype=dtype, fan_in=d, summed=(0,))
+        self.post_projection = param(d, backbone, dtype=dtype, fan_in=d, contracting_axes=(0,))
         # With centroids a step reads few rows of the head. A sum over devices would cost more than
         # these reads, so the head is not split.
         head_axes = () if config.num_centroids else ("vocab", None)
-        self.head = param(vocab, d, dtype=dtype, fan_in=d, axes=head_axes, summed=(1,), table=True)
+        self.head = param(
+            vocab, d, dtype=dtype, fan_in=d, axes=head_axes, contracting_axes=(1,), table=True
+        )
         if config.num_centroids:
             self.centroids = param(d, config.num_centroids, dtype=dtype, fan_in=d)
             self.token_ordering = param(vocab, dtype=jnp.dtype(jnp.int32))
@@ -364,9 +366,13 @@ class FrozenAttention(nnx.Module):
         k = config.num_kv_heads if sliding else config.full_num_kv_heads
         h = config.head_dim if sliding else config.full_head_dim
         g = config.num_heads // k
-        self.qkv = param(d, k, g, h, dtype=dtype, fan_in=d, axes=Q_WEIGHT_AXES, summed=(0,))
+        self.qkv = param(
+            d, k, g, h, dtype=dtype, fan_in=d, axes=Q_WEIGHT_AXES, contracting_axes=(0,)
+        )
         self.q_norm = param(h, dtype=dtype)
-        into: dict[str, Any] = dict(fan_in=k * g * h, axes=OUT_WEIGHT_AXES, summed=(0, 1, 2))
+        into: dict[str, Any] = dict(
+            fan_in=k * g * h, axes=OUT_WEIGHT_AXES, contracting_axes=(0, 1, 2)
+        )
         self.out = param(k, g, h, d, dtype=dtype, **into)
         self.window = config.num_window_keys if sliding else None
         self.theta: float | Array = config.rope_theta if sliding else config.full_rope_theta

@@ -17,7 +17,7 @@ from jaxspec.drafters.base import Draft
 from jaxspec.models.xla import materialize
 from jaxspec.options import Drafting, FieldError, Tree
 from jaxspec.shapes import Array, Bool, Float, Int
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 
 CarryT = TypeVar("CarryT")
 
@@ -142,7 +142,7 @@ def _take(x: Array, index: Array) -> Array:
     return jnp.take_along_axis(x, index, axis=1)
 
 
-def settle_num_draft_tokens(drafter: Graph, drafting: Drafting) -> int:
+def settle_num_draft_tokens(drafter: ModelDef, drafting: Drafting) -> int:
     """Return how many tokens to draft a step: as asked, or the drafter's own number.
 
     Raises:

@@ -34,7 +34,7 @@ from jaxspec.engine.request import (
     refused,
 )
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.options import ChooseLength, Drafting, Extras, FieldError, Range, at_least
+from jaxspec.options import ChooseLength, Drafting, FieldError, ProgramFeatures, Range, at_least
 from jaxspec.runtime import memory
 from jaxspec.runtime.prefill import bucket, rows_ahead, rows_bucket
 from jaxspec.runtime.runtime import Programs, Runtime, Timings, cache_bucket, make_spec
@@ -56,7 +56,7 @@ class Engine:
     Args:
       drafter: None for plain decoding.
       drafting: how to draft and to judge drafts.
-      extras: what requests may ask for beyond the least, such as penalties and log-probabilities.
+      program_features: what requests may ask for beyond the least, such as penalties and log-probabilities.
       batch_size: slots; rounded up to a power of two, times the mesh's data axis.
       cache_length: positions a slot holds; prompt, new tokens and one step's tokens must fit.
       num_stop_ids: most stop ids of a request; rounded up to a power of two, at least 4.
@@ -85,7 +85,7 @@ class Engine:
         drafter: LoadedModel | None,
         *,
         drafting: Drafting = Drafting(),
-        extras: Extras = Extras(),
+        program_features: ProgramFeatures = ProgramFeatures(),
         batch_size: int = 1,
         cache_length: int = 1024,
         num_stop_ids: int = STOP_IDS,
@@ -122,11 +122,14 @@ class Engine:
         self.target, self.drafter = target, drafter
         weights = target.params, drafter.params if drafter else None
         mesh = mesh_of(target=weights[0], drafter=weights[1])
-        if extras.grammars and mesh.size > 1:
+        if program_features.grammars and mesh.size > 1:
             raise FieldError(
                 "grammar", f"needs one device, and this mesh has {mesh.size}; leave one of them out"
             )
-        spec, slots = make_spec(target, drafter, drafting, extras), rows_bucket(batch_size, mesh)
+        spec, slots = (
+            make_spec(target, drafter, drafting, program_features),
+            rows_bucket(batch_size, mesh),
+        )
         check_room(spec, cache_length)
         sizes = spec, slots, cache_length, mesh
         if read_ahead is None:
@@ -170,7 +173,7 @@ class Engine:
         requests: Sequence[Request],
         *,
         drafting: Drafting = Drafting(),
-        extras: Extras | None = None,
+        program_features: ProgramFeatures | None = None,
         batch_size: int = 1,
         cache_length: int | None = None,
         read_ahead: int | None = None,
@@ -181,7 +184,7 @@ class Engine:
         Requests that the model itself cannot take have no say in lengths; `check` refuses them later.
 
         Args:
-          extras: None for what these requests ask for. A program without extras is quicker.
+          program_features: None for what these requests ask for. A program without program_features is quicker.
           cache_length: None for as many positions as the longest request needs, in buckets.
           read_ahead: None for what an engine takes by default, where there are more requests than slots.
           options: of the engine, such as `steps_per_return` and `invariant`.
@@ -190,12 +193,12 @@ class Engine:
           DeviceMemoryError: the devices cannot hold so many rows of that length.
           FieldError: the caches would have more positions than the model.
         """
-        if extras is None:
-            extras = Extras.wanted_by(
+        if program_features is None:
+            program_features = ProgramFeatures.wanted_by(
                 [r.sampling for r in requests],
                 grammars=any(r.grammar is not None for r in requests),
             )
-        spec = make_spec(target, drafter, drafting, extras)
+        spec = make_spec(target, drafter, drafting, program_features)
         if cache_length is None:
             needed = [positions(spec, r) for r in requests if refusal(spec, r) is None]
             cache_length = cache_bucket(max(needed, default=1))
@@ -208,7 +211,7 @@ class Engine:
             target,
             drafter,
             drafting=drafting,
-            extras=extras,
+            program_features=program_features,
             batch_size=batch_size,
             cache_length=cache_length,
             num_stop_ids=max((r.num_stop_ids for r in requests), default=1),

@@ -254,7 +254,7 @@ def ids_refusal(ids: Iterable[Any], vocab_size: int) -> str | None:
 
 def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
     """Say why programs of this spec cannot decode a request, whatever their shapes; None when they can."""
-    config, sampling, extras = spec.target.config, request.sampling, spec.extras
+    config, sampling, program_features = spec.target.config, request.sampling, spec.program_features
     count, most, size = len(request.prompt_ids), request.max_new_tokens, config.vocab_size
     if count == 0:
         return FieldError("prompt_ids", lambda _: "the prompt is empty; give at least one token")
@@ -272,7 +272,7 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
     ):
         if wrong := allowed.refusal(value):
             return FieldError(name, wrong)
-    if sampling.penalties and not extras.penalties:
+    if sampling.penalties and not program_features.penalties:
         name = sampling.penalties[0]
         return FieldError(
             name, f"is {getattr(sampling, name):g}, but the engine was made without penalties=True"
@@ -282,21 +282,21 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
             return FieldError(
                 "logit_bias", f"{token} is outside the vocabulary; expected 0 to {size - 1}"
             )
-    if (biases := len(sampling.logit_bias)) > extras.num_biases:
+    if (biases := len(sampling.logit_bias)) > program_features.num_biases:
         return FieldError(
             "logit_bias",
-            f"names {biases} tokens, but the engine was made for {extras.num_biases}; pass "
+            f"names {biases} tokens, but the engine was made for {program_features.num_biases}; pass "
             f"num_biases={biases}",
         )
-    if sampling.logprobs and not extras.logprobs:
+    if sampling.logprobs and not program_features.logprobs:
         return FieldError("logprobs", "is on, but the engine was made without logprobs=True")
-    if sampling.top_logprobs > extras.top_logprobs:
+    if sampling.top_logprobs > program_features.top_logprobs:
         return FieldError(
             "top_logprobs",
-            f"is {sampling.top_logprobs}, but the engine was made for {extras.top_logprobs}",
+            f"is {sampling.top_logprobs}, but the engine was made for {program_features.top_logprobs}",
         )
     if (grammar := request.grammar) is not None:
-        if not extras.grammars:
+        if not program_features.grammars:
             return FieldError("grammar", "was given, but the engine was made without grammars=True")
         if grammar.tokens.vocab_size != size:
             return FieldError(
@@ -322,7 +322,7 @@ def sampling_values(spec: DecodeSpec, rows: Sequence[Sampling]) -> dict[str, np.
     }
     most = spec.target.config.vocab_size
     values["top_k"] = np.asarray([min(r.top_k, most) for r in rows], np.int32)
-    ids = np.full((len(rows), spec.extras.num_biases), -1, np.int32)
+    ids = np.full((len(rows), spec.program_features.num_biases), -1, np.int32)
     biases = np.zeros(ids.shape, np.float32)
     for row, asked in enumerate(rows):
         count = len(asked.logit_bias)

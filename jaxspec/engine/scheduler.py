@@ -106,7 +106,7 @@ class Scheduler:
         few = row_subset.counts(
             runtime.spec, running.count, runtime.mesh, invariant=runtime.invariant
         )
-        kinds = (True, False) if runtime.spec.extras.grammars else (False,)
+        kinds = (True, False) if runtime.spec.program_features.grammars else (False,)
         with runtime.compiling_aside():
             for guided in kinds:  # which take longest
                 runtime.decoding(running.state, of_running, 1, guided=guided)

@@ -71,11 +71,15 @@ class Attention(nnx.Module):
         g = spec.num_heads // k
         extra = (1 if values_are_keys else 2) if owns_kv else 0
         axes = KV_WEIGHT_AXES if owns_kv else Q_WEIGHT_AXES
-        self.qkv = param(width, k, g + extra, h, dtype=dtype, fan_in=width, axes=axes, summed=(0,))
+        self.qkv = param(
+            width, k, g + extra, h, dtype=dtype, fan_in=width, axes=axes, contracting_axes=(0,)
+        )
         self.q_norm = param(h, dtype=dtype)
         if owns_kv:
             self.k_norm = param(h, dtype=dtype)
-        into: dict[str, Any] = dict(fan_in=k * g * h, axes=OUT_WEIGHT_AXES, summed=(0, 1, 2))
+        into: dict[str, Any] = dict(
+            fan_in=k * g * h, axes=OUT_WEIGHT_AXES, contracting_axes=(0, 1, 2)
+        )
         self.out = param(k, g, h, width, dtype=dtype, **into)
         self.owns_kv, self.lends_kv, self.norm_values = owns_kv, lends_kv, norm_values
         self.stored: KVStorage | None = None  # as they are computed; see `store_kv`

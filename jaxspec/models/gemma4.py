@@ -139,7 +139,9 @@ class Embedder(nnx.Module):
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype):
         v, d = config.vocab_size, config.hidden_size
         axes = ("vocab", None)
-        self.table = param(v, d, dtype=dtype, fan_in=d, axes=axes, summed=(1,), table=True)
+        self.table = param(
+            v, d, dtype=dtype, fan_in=d, axes=axes, contracting_axes=(1,), table=True
+        )
 
     def embed(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
         """Look tokens up; scaled by sqrt(D) rounded to the weight dtype (31B in bfloat16: 73.5)."""

@@ -202,9 +202,11 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, width: int, hidden: int, *, activation: Activation, dtype: jnp.dtype):
         axes = ("inputs", None, "mlp")
-        self.gate_up = param(width, 2, hidden, dtype=dtype, fan_in=width, axes=axes, summed=(0,))
+        self.gate_up = param(
+            width, 2, hidden, dtype=dtype, fan_in=width, axes=axes, contracting_axes=(0,)
+        )
         self.down = param(
-            hidden, width, dtype=dtype, fan_in=hidden, axes=("mlp", None), summed=(0,)
+            hidden, width, dtype=dtype, fan_in=hidden, axes=("mlp", None), contracting_axes=(0,)
         )
         self.activation: Activation = activation
 

@@ -27,8 +27,10 @@ class Experts(nnx.Module):
         self.router = param(d, e, dtype=dtype, fan_in=d)
         self.router_scale = param(d, dtype=dtype)
         self.expert_scale = param(e, dtype=dtype)
-        self.gate_up = param(e, d, 2, f, dtype=dtype, fan_in=d, axes=("experts",), summed=(1,))
-        self.down = param(e, f, d, dtype=dtype, fan_in=f, axes=("experts",), summed=(1,))
+        self.gate_up = param(
+            e, d, 2, f, dtype=dtype, fan_in=d, axes=("experts",), contracting_axes=(1,)
+        )
+        self.down = param(e, f, d, dtype=dtype, fan_in=f, axes=("experts",), contracting_axes=(1,))
         self.top_k = config.num_experts_per_token
         self.eps = config.rms_norm_eps
 

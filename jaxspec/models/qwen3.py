@@ -38,7 +38,7 @@ class Qwen3(Target):
         v, d = config.vocab_size, config.hidden_size
         tied = config.tied_head
         of_table: dict[str, Any] = dict(
-            dtype=dtype, fan_in=d, axes=("vocab", None), summed=(1,), table=True
+            dtype=dtype, fan_in=d, axes=("vocab", None), contracting_axes=(1,), table=True
         )
         self.config = config
         self.table = param(v, d, lookup=not tied, **of_table)

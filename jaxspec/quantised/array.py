@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxspec.quantised.formats import named
+from jaxspec.quantised.formats import get_format
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.elementary import Activation, gated
 from pallas_kernels.grouped import Codes, Coding
@@ -26,9 +26,9 @@ class QuantisedArray:
 
     Attributes:
       parts: the arrays by name: "codes", "scales", and what else the format has.
-      format: the name of the format, see `formats.named`.
+      format: the name of the format, see `formats.get_format`.
       shape, dtype: of the weight that it stands for.
-      summed: the axes of `shape` that a product sums over.
+      contracting_axes: the axes of `shape` that a product sums over.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class QuantisedArray:
         format: str,
         shape: tuple[int, ...],
         dtype: Any,
-        summed: tuple[int, ...],
+        contracting_axes: tuple[int, ...],
     ):
         """Keep the arrays as they are. `quantise` makes them."""
         self.parts = dict(parts)
         self.format = format
         self.shape = tuple(shape)
         self.dtype = jnp.dtype(dtype)
-        self.summed = summed
+        self.contracting_axes = contracting_axes
 
     @property
     def codes(self) -> Array:
@@ -76,31 +76,31 @@ class QuantisedArray:
         at = self.codes.sharding
         if not isinstance(at, NamedSharding):
             return at
-        axes = named(self.format).axes("codes", self.ndim, self.summed)
+        axes = get_format(self.format).axes("codes", self.ndim, self.contracting_axes)
         split = dict(zip(axes, at.spec, strict=False))
         return NamedSharding(at.mesh, PartitionSpec(*(split.get(i) for i in range(self.ndim))))
 
     @property
     def rounds_activations(self) -> bool:
         """Whether a product rounds what it multiplies. Those of tables, whose logits feel it most, and of experts do not."""
-        return 0 in self.summed and named(self.format).rounds_activations
+        return 0 in self.contracting_axes and get_format(self.format).rounds_activations
 
     def dequantise(self) -> Float[Array, "..."]:
         """Return the weight that it stands for: the plain reference of every product."""
-        return named(self.format).dequantise(self)
+        return get_format(self.format).dequantise(self)
 
     def multiply(
         self, rows: Float[Array, "R *in"], dtype: Any, *, rounding: bool = False
     ) -> Float[Array, "R *out"]:
-        """Multiply rows by the weight. The axes of rows after the first meet the summed axes.
+        """Multiply rows by the weight. The axes of rows after the first meet the contracting_axes axes.
 
         Args:
           dtype: of the result. Sums and scales are float32.
           rounding: whether rows are rounded where the format does that, for a table too.
         """
-        if self.rounds_activations or (rounding and named(self.format).rounds_activations):
+        if self.rounds_activations or (rounding and get_format(self.format).rounds_activations):
             return self.multiply_rounded(rows, dtype).values(dtype)
-        return named(self.format).multiply(rows, self, dtype)
+        return get_format(self.format).multiply(rows, self, dtype)
 
     def multiply_gated(
         self, rows: Float[Array, "R D"], activation: Activation, dtype: Any
@@ -112,7 +112,7 @@ class QuantisedArray:
         """
         if self.rounds_activations:
             return gated(self.multiply(rows, dtype), activation)
-        return named(self.format).multiply_gated(rows, self, activation, dtype)
+        return get_format(self.format).multiply_gated(rows, self, activation, dtype)
 
     def multiply_rounded(self, rows: Float[Array, "R *in"] | Rounded, dtype: Any) -> Sums:
         """Multiply rows that are rounded as the format says, at the latest here.
@@ -123,11 +123,11 @@ class QuantisedArray:
         if not isinstance(rows, Rounded):
             codes, scales = round_rows(rows.reshape(rows.shape[0], -1))
             rows = Rounded(codes.reshape(rows.shape), scales)
-        return named(self.format).multiply_rounded(rows, self, dtype)
+        return get_format(self.format).multiply_rounded(rows, self, dtype)
 
     def codes_of_experts(self) -> tuple[Codes, Coding | None]:
         """Return the arrays as `pallas_kernels.experts` takes them."""
-        return named(self.format).codes_of_experts(self)
+        return get_format(self.format).codes_of_experts(self)
 
     def __getitem__(self, index: Any) -> Any:
         """Return itself for `...`, and for token ids the rows of a table, as numbers."""
@@ -137,23 +137,27 @@ class QuantisedArray:
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
         """Look rows of a table up, as numbers."""
-        return named(self.format).rows(self, ids)
+        return get_format(self.format).rows(self, ids)
 
     def with_parts(self, parts: Mapping[str, Any]) -> QuantisedArray:
         """Return a weight of the same format and shape with other arrays."""
-        about: dict[str, Any] = dict(shape=self.shape, dtype=self.dtype, summed=self.summed)
+        about: dict[str, Any] = dict(
+            shape=self.shape, dtype=self.dtype, contracting_axes=self.contracting_axes
+        )
         return QuantisedArray(parts, format=self.format, **about)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
         names = tuple(sorted(self.parts))
-        about = (names, self.format, self.shape, self.dtype, self.summed)
+        about = (names, self.format, self.shape, self.dtype, self.contracting_axes)
         return tuple(self.parts[name] for name in names), about
 
     @classmethod
     def tree_unflatten(cls, about: Any, leaves: Any) -> QuantisedArray:
-        names, format, shape, dtype, summed = about
+        names, format, shape, dtype, contracting_axes = about
         parts = dict(zip(names, leaves, strict=True))
-        return cls(parts, format=format, shape=shape, dtype=dtype, summed=summed)
+        return cls(
+            parts, format=format, shape=shape, dtype=dtype, contracting_axes=contracting_axes
+        )
 
     def __repr__(self) -> str:
         """Return one line, without numbers."""
@@ -163,19 +167,23 @@ class QuantisedArray:
 def quantise(
     x: Float[Array, "..."] | QuantisedArray,
     format: str,
-    summed: tuple[int, ...],
+    contracting_axes: tuple[int, ...],
     dtype: Any = None,
 ) -> QuantisedArray:
     """Return a weight in a format.
 
     Args:
       x: the weight. One that is quantised is quantised again, from what it stands for in float32.
-      summed: the axes of x that a product sums over.
+      contracting_axes: the axes of x that a product sums over.
       dtype: what `QuantisedArray.dtype` says; None for that of x.
     """
-    parts = named(format).quantise(_numbers(x), summed)
+    parts = get_format(format).quantise(_numbers(x), contracting_axes)
     return QuantisedArray(
-        parts, format=format, shape=x.shape, dtype=dtype or x.dtype, summed=summed
+        parts,
+        format=format,
+        shape=x.shape,
+        dtype=dtype or x.dtype,
+        contracting_axes=contracting_axes,
     )
 
 
@@ -183,7 +191,9 @@ def _numbers(x: Float[Array, "..."] | QuantisedArray) -> Float[Array, "..."]:
     """Return a weight as it is, or what a quantised one stands for, in float32."""
     if not isinstance(x, QuantisedArray):
         return x
-    about: dict[str, Any] = dict(format=x.format, shape=x.shape, summed=x.summed)
+    about: dict[str, Any] = dict(
+        format=x.format, shape=x.shape, contracting_axes=x.contracting_axes
+    )
     return QuantisedArray(x.parts, dtype=jnp.float32, **about).dequantise()
 
 
@@ -194,7 +204,7 @@ SLICE_NUMBERS = 16 << 20
 def quantise_in_slices(
     x: Float[Array, "..."] | QuantisedArray,
     format: str,
-    summed: tuple[int, ...],
+    contracting_axes: tuple[int, ...],
     *,
     along: tuple[int, ...] | None = None,
     numbers: int | None = None,
@@ -206,14 +216,14 @@ def quantise_in_slices(
 
     Args:
       x: as in `quantise`.
-      summed: the axes of x that a product sums over.
+      contracting_axes: the axes of x that a product sums over.
       along: the axes that may be cut: those that no mesh splits. None for all.
       numbers: of a slice, unless one output has more; None for `SLICE_NUMBERS`.
     """
-    kept = [i for i in (range(x.ndim) if along is None else along) if i not in summed]
+    kept = [i for i in (range(x.ndim) if along is None else along) if i not in contracting_axes]
     numbers = numbers or SLICE_NUMBERS
     if x.size <= numbers or not kept:
-        return quantise(x, format, summed).parts
+        return quantise(x, format, contracting_axes).parts
     axis = max(kept, key=lambda i: x.shape[i])
     step = min(x.shape[axis], max(1, numbers * x.shape[axis] // x.size))
     # As whole numbers: on a CPU a slice of bfloat16 makes XLA widen all of the weight.
@@ -222,7 +232,7 @@ def quantise_in_slices(
     def fill(index: Array, parts: dict[str, Array]) -> dict[str, Array]:
         # The last slice may reach past the end. It then starts earlier, here and below.
         piece = _outputs(bits, x, index * step, step, axis)
-        made = quantise(piece, format, summed).parts
+        made = quantise(piece, format, contracting_axes).parts
         return {
             name: lax.dynamic_update_slice_in_dim(
                 part, _in_order(made[name]), index * step, axes[name].index(axis)
@@ -230,8 +240,8 @@ def quantise_in_slices(
             for name, part in parts.items()
         }
 
-    about = named(format).parts(x.shape, summed)
-    axes = {name: named(format).axes(name, x.ndim, summed) for name in about}
+    about = get_format(format).parts(x.shape, contracting_axes)
+    axes = {name: get_format(format).axes(name, x.ndim, contracting_axes) for name in about}
     empty = {name: jnp.zeros(part.shape, part.dtype) for name, part in about.items()}
     return lax.fori_loop(0, -(-x.shape[axis] // step), fill, empty)
 
@@ -243,15 +253,21 @@ def _bits(x: Array) -> Array:
 def _outputs(bits: Any, like: Any, start: Array, count: int, axis: int) -> Any:
     """Return some outputs of a weight, given its bits and itself, of which only dtypes are read."""
     if isinstance(like, QuantisedArray):
-        axes = named(like.format).axes
+        axes = get_format(like.format).axes
         parts = {
             name: _outputs(
-                bits.parts[name], part, start, count, axes(name, like.ndim, like.summed).index(axis)
+                bits.parts[name],
+                part,
+                start,
+                count,
+                axes(name, like.ndim, like.contracting_axes).index(axis),
             )
             for name, part in like.parts.items()
         }
         shape = (*like.shape[:axis], count, *like.shape[axis + 1 :])
-        about: dict[str, Any] = dict(format=like.format, dtype=like.dtype, summed=like.summed)
+        about: dict[str, Any] = dict(
+            format=like.format, dtype=like.dtype, contracting_axes=like.contracting_axes
+        )
         return QuantisedArray(parts, shape=shape, **about)
     piece = lax.dynamic_slice_in_dim(bits, start, count, axis)
     return _in_order(lax.bitcast_convert_type(piece, like.dtype))
@@ -265,7 +281,7 @@ def _in_order(piece: Array) -> Array:
 @functools.cache
 def quantiser(
     format: str,
-    summed: tuple[int, ...],
+    contracting_axes: tuple[int, ...],
     shardings: tuple[tuple[str, NamedSharding], ...] | None,
     along: tuple[int, ...] | None,
 ) -> Callable[[Array | QuantisedArray], dict[str, Array]]:
@@ -277,6 +293,6 @@ def quantiser(
     """
 
     def run(weight: Array | QuantisedArray) -> dict[str, Array]:
-        return quantise_in_slices(weight, format, summed, along=along)
+        return quantise_in_slices(weight, format, contracting_axes, along=along)
 
     return jax.jit(run, out_shardings=None if shardings is None else dict(shardings))

@@ -9,15 +9,15 @@ import jax
 from checkpoints_convert.errors import CheckpointError
 from jaxspec.options import FieldError, shown
 from jaxspec.quantised.array import QuantisedArray
-from jaxspec.quantised.formats import named, names
+from jaxspec.quantised.formats import get_format, names
 from pallas_kernels.dispatch import capability
 
 if TYPE_CHECKING:
-    from jaxspec.weights.model_def import Graph
+    from jaxspec.weights.model_def import ModelDef
 
 
 def formats_for(
-    graph: Graph, linears: str | None = None, tables: str | None = None
+    model_def: ModelDef, linears: str | None = None, tables: str | None = None
 ) -> dict[str, str]:
     """Return the format of every weight that is to be quantised, by name.
 
@@ -30,23 +30,23 @@ def formats_for(
         rounded on the way in and on the way out.
     """
     found = {}
-    for name, about in graph.declared().items():
+    for name, about in model_def.declared().items():
         format = tables if about.table else linears
-        if about.summed and format is not None:
+        if about.contracting_axes and format is not None:
             found[name] = format
     return found
 
 
-def quantised_graph(
-    graph: Graph, source: str, quantize: str | None, quantize_head: str | None, field: str
-) -> Graph:
-    """Return the graph of a model that is to be quantised while it is loaded.
+def quantised_def(
+    model_def: ModelDef, source: str, quantize: str | None, quantize_head: str | None, field: str
+) -> ModelDef:
+    """Return the model definition of a model that is to be quantised while it is loaded.
 
     What is stored quantised stays as it is. The options are for the rest. Only a format of the same
     arrays may take the place of another: fp8-dynamic that of fp8.
 
     Args:
-      graph: of what is stored at `source`.
+      model_def: of what is stored at `source`.
       field: how the option that names the format of linears is called.
 
     Raises:
@@ -58,19 +58,19 @@ def quantised_graph(
     asked = {name: format for name, format in asked.items() if format is not None}
     for name, format in asked.items():
         check_format(name, format)
-    stored = dict(graph.formats)
+    stored = dict(model_def.formats)
     of_option = {
-        field: formats_for(graph, linears=quantize),
-        "quantize_head": formats_for(graph, tables=quantize_head),
+        field: formats_for(model_def, linears=quantize),
+        "quantize_head": formats_for(model_def, tables=quantize_head),
     }
     chosen: dict[str, str] = {}
     for name, wanted in of_option.items():
-        can = {n: f for n, f in wanted.items() if n not in stored or _same_arrays(graph, n, f)}
+        can = {n: f for n, f in wanted.items() if n not in stored or _same_arrays(model_def, n, f)}
         if wanted and not can:
             raise FieldError(
                 name,
                 lambda name: (
-                    f"{source} is quantised already, its weights are {graph.storage}: leave out "
+                    f"{source} is quantised already, its weights are {model_def.storage}: leave out "
                     f"{' and '.join(name(option) for option in asked)}, or load the model that it "
                     "was made of"
                 ),
@@ -84,14 +84,14 @@ def quantised_graph(
             raise CheckpointError(
                 f"the weights of {source} are {format}, {needs}: take {build}the bfloat16 release{later}"
             )
-    return graph.with_formats(stored | chosen)
+    return model_def.with_formats(stored | chosen)
 
 
-def _same_arrays(graph: Graph, name: str, format: str) -> bool:
+def _same_arrays(model_def: ModelDef, name: str, format: str) -> bool:
     """Tell whether the stored arrays of a quantised weight are those of another format too."""
-    weight = graph.abstract_weights()[name]
+    weight = model_def.abstract_weights()[name]
     assert isinstance(weight, QuantisedArray)
-    return weight.parts == named(format).parts(weight.shape, weight.summed)
+    return weight.parts == get_format(format).parts(weight.shape, weight.contracting_axes)
 
 
 def check_format(field: str, format: str) -> None:
@@ -123,10 +123,10 @@ def _lacking(format: str) -> tuple[str, str] | None:
 
     Of formats with variants only the first is named: int4 stands for int4-g64 too.
     """
-    least, found = named(format).least_capability, capability()
+    least, found = get_format(format).least_capability, capability()
     if found is None or found >= least:
         return None
-    works = [name for name in names(on_load=True) if named(name).least_capability <= found]
+    works = [name for name in names(on_load=True) if get_format(name).least_capability <= found]
     kind = jax.devices()[0].device_kind
     return (
         f"which needs an NVIDIA GPU of compute capability {least}; {kind} has {found}",

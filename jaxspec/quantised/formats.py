@@ -40,18 +40,24 @@ class Format(abc.ABC):
     rounds_activations: bool = False
 
     @abc.abstractmethod
-    def parts(self, shape: Shape, summed: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    def parts(
+        self, shape: Shape, contracting_axes: tuple[int, ...]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and dtypes of the arrays of a weight, by name."""
 
     @abc.abstractmethod
-    def axes(self, part: str, ndim: int, summed: tuple[int, ...]) -> tuple[int | None, ...]:
+    def axes(
+        self, part: str, ndim: int, contracting_axes: tuple[int, ...]
+    ) -> tuple[int | None, ...]:
         """Return for each axis of a part the axis of the weight that it follows.
 
         A mesh splits the part as it splits that axis. None: the axis is never split.
         """
 
     @abc.abstractmethod
-    def quantise(self, x: Float[Array, "..."], summed: tuple[int, ...]) -> dict[str, Array]:
+    def quantise(
+        self, x: Float[Array, "..."], contracting_axes: tuple[int, ...]
+    ) -> dict[str, Array]:
         """Return the arrays of a weight."""
 
     @abc.abstractmethod
@@ -113,7 +119,7 @@ def names(*, on_load: bool = False) -> tuple[str, ...]:
     return tuple(name for name, f in _FORMATS.items() if f.on_load or not on_load)
 
 
-def named(name: str) -> Format:
+def get_format(name: str) -> Format:
     """Return the format with a name.
 
     Raises:

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.quantised.array import QuantisedArray
-from jaxspec.quantised.formats import Format, FormatError, Shape, named, register
+from jaxspec.quantised.formats import Format, FormatError, Shape, get_format, register
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.eight_bits import sums
 from pallas_kernels.elementary import Activation
@@ -69,8 +69,10 @@ class Grouped(Format):
         self.coding, self.scales_dtype = coding, jnp.dtype(scales)
         self.zeros, self.factors = zeros, factors
 
-    def parts(self, shape: Shape, summed: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-        last = summed[-1]
+    def parts(
+        self, shape: Shape, contracting_axes: tuple[int, ...]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        last = contracting_axes[-1]
 
         def cut(size: int) -> list[int]:
             return [-(-n // size) if i == last else n for i, n in enumerate(shape)]
@@ -82,22 +84,26 @@ class Grouped(Format):
         if self.zeros:
             found["zeros"] = found["scales"][0], jnp.int8
         if self.factors:
-            kept = tuple(n for i, n in enumerate(shape) if i not in summed)
+            kept = tuple(n for i, n in enumerate(shape) if i not in contracting_axes)
             found["factors"] = kept, jnp.float32
         return {part: jax.ShapeDtypeStruct(*about) for part, about in found.items()}
 
-    def axes(self, part: str, ndim: int, summed: tuple[int, ...]) -> tuple[int | None, ...]:
+    def axes(
+        self, part: str, ndim: int, contracting_axes: tuple[int, ...]
+    ) -> tuple[int | None, ...]:
         if part == "factors":
-            return tuple(i for i in range(ndim) if i not in summed)
+            return tuple(i for i in range(ndim) if i not in contracting_axes)
         return (*range(ndim), None) if part == "codes" else tuple(range(ndim))
 
-    def quantise(self, x: Float[Array, "..."], summed: tuple[int, ...]) -> dict[str, Array]:
-        last, group, found = summed[-1], self.coding.group, {}
+    def quantise(
+        self, x: Float[Array, "..."], contracting_axes: tuple[int, ...]
+    ) -> dict[str, Array]:
+        last, group, found = contracting_axes[-1], self.coding.group, {}
         x = x.astype(jnp.float32)
         if self.factors:
-            factors = jnp.max(jnp.abs(x), axis=summed, keepdims=True)
+            factors = jnp.max(jnp.abs(x), axis=contracting_axes, keepdims=True)
             factors = factors / np.float32(_LARGEST_E2M1 * _LARGEST_E4M3)
-            found["factors"] = jnp.squeeze(factors, summed)
+            found["factors"] = jnp.squeeze(factors, contracting_axes)
             x = x / _divisor(factors)
         groups = jnp.moveaxis(x, last, -1)
         padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[last] % group)]
@@ -142,22 +148,22 @@ class Grouped(Format):
 
     def _numbers(self, weight: QuantisedArray) -> Float[Array, "..."]:
         """Return the weight in float32."""
-        last = weight.summed[-1]
+        last = weight.contracting_axes[-1]
         parts = dict(weight.parts)
-        if self.factors:  # they have no summed axis at all
-            parts["factors"] = jnp.expand_dims(parts["factors"], weight.summed[:-1])
+        if self.factors:  # they have no contracting_axes axis at all
+            parts["factors"] = jnp.expand_dims(parts["factors"], weight.contracting_axes[:-1])
         codes = Codes(**parts)
         return dequantise(codes, self.coding, axis=last, inputs=weight.shape[last])
 
     def multiply(
         self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
     ) -> Float[Array, "R *out"]:
-        inputs_first, several = 0 in weight.summed, len(weight.summed) > 1
+        inputs_first, several = 0 in weight.contracting_axes, len(weight.contracting_axes) > 1
         cut = max(BLOCK, self.coding.group)  # neither blocks nor groups may end within an axis
-        if several and (not inputs_first or weight.shape[weight.summed[-1]] % cut):
+        if several and (not inputs_first or weight.shape[weight.contracting_axes[-1]] % cut):
             numbers = self.dequantise(weight).astype(rows.dtype)
-            return sums(rows, numbers, weight.summed).astype(dtype)
-        kept = tuple(n for i, n in enumerate(weight.shape) if i not in weight.summed)
+            return sums(rows, numbers, weight.contracting_axes).astype(dtype)
+        kept = tuple(n for i, n in enumerate(weight.shape) if i not in weight.contracting_axes)
         outputs = math.prod(kept)
 
         def flat(part: str) -> Array | None:
@@ -190,12 +196,16 @@ class Grouped(Format):
         return gated(rows, Codes(**weight.parts), **how)
 
     def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
-        assert 0 not in weight.summed
+        assert 0 not in weight.contracting_axes
         parts = {name: array[ids] for name, array in weight.parts.items()}
         shape = (*ids.shape, *weight.shape[1:])
-        summed = tuple(i + ids.ndim - 1 for i in weight.summed)
+        contracting_axes = tuple(i + ids.ndim - 1 for i in weight.contracting_axes)
         of_ids = QuantisedArray(
-            parts, format=self.name, shape=shape, dtype=weight.dtype, summed=summed
+            parts,
+            format=self.name,
+            shape=shape,
+            dtype=weight.dtype,
+            contracting_axes=contracting_axes,
         )
         return self.dequantise(of_ids)
 
@@ -203,7 +213,13 @@ class Grouped(Format):
         return Codes(**weight.parts), self.coding
 
     def of_arrays(
-        self, pairs: Any, scales: Any, zeros: Any, factors: Any, shape: Shape, summed: Shape
+        self,
+        pairs: Any,
+        scales: Any,
+        zeros: Any,
+        factors: Any,
+        shape: Shape,
+        contracting_axes: Shape,
     ) -> dict[str, Any]:
         """Return the arrays of a weight, given those of a file. They are of JAX or of numpy, as these.
 
@@ -212,23 +228,23 @@ class Grouped(Format):
             [*outputs, inputs / 2], as files hold matrices.
           scales, zeros: [*outputs, groups].
           factors: [*outputs].
-          shape, summed: of the weight, whose summed axes make up the axis of inputs.
+          shape, contracting_axes: of the weight, whose contracting_axes axes make up the axis of inputs.
 
         Raises:
           FormatError: groups do not divide the inputs, or shapes do not fit.
         """
-        group, inputs = self.coding.group, shape[summed[-1]]
+        group, inputs = self.coding.group, shape[contracting_axes[-1]]
         if inputs % group:
             raise FormatError(
                 f"{self.name} has groups of {group}, which do not divide {inputs} inputs"
             )
-        kept = tuple(i for i in range(len(shape)) if i not in summed)
-        order = [(*kept, *summed).index(i) for i in range(len(shape))]
+        kept = tuple(i for i in range(len(shape)) if i not in contracting_axes)
+        order = [(*kept, *contracting_axes).index(i) for i in range(len(shape))]
 
         xp = np if isinstance(pairs, np.ndarray) else jnp
 
         def by_axes(name: str, array: Any, size: int) -> Any:
-            sizes = tuple(shape[i] for i in kept) + tuple(shape[i] for i in summed[:-1])
+            sizes = tuple(shape[i] for i in kept) + tuple(shape[i] for i in contracting_axes[:-1])
             expected = math.prod(sizes) * (inputs // size)
             if array.size != expected:
                 raise FormatError(f"{name} has {array.size} numbers, expected {expected}")
@@ -256,7 +272,7 @@ def from_int4(
     zeros: Any = None,
     *,
     shape: Shape,
-    summed: tuple[int, ...],
+    contracting_axes: tuple[int, ...],
     dtype: Any,
 ) -> QuantisedArray:
     """Return a weight of 4-bit integers that a file holds: w = (q - zero) * scale. Nothing is rounded.
@@ -266,13 +282,13 @@ def from_int4(
         the low half. All arrays are of JAX, or all of numpy.
       scales: float32, bfloat16 or float16, [*outputs, inputs / group].
       zeros: int8 from -8 to 7, as scales; None where all are 0.
-      shape, summed, dtype: of the weight. Its summed axes make up the axis of inputs.
+      shape, contracting_axes, dtype: of the weight. Its contracting_axes axes make up the axis of inputs.
 
     Raises:
       FormatError: there is no format for such groups or scales, or shapes do not fit.
     """
     name = int4_name(2 * pairs.shape[-1] // scales.shape[-1], scales.dtype, zeros is not None)
-    return _made(name, pairs, scales, zeros, None, shape, summed, dtype)
+    return _made(name, pairs, scales, zeros, None, shape, contracting_axes, dtype)
 
 
 def from_float4(
@@ -281,7 +297,7 @@ def from_float4(
     factor: Any = None,
     *,
     shape: Shape,
-    summed: tuple[int, ...],
+    contracting_axes: tuple[int, ...],
     dtype: Any,
 ) -> QuantisedArray:
     """Return a weight of 4-bit floats that a file holds: w = e2m1 * scale * factor. Nothing is rounded.
@@ -291,7 +307,7 @@ def from_float4(
       scales: [*outputs, inputs / group]. float8_e4m3fn and groups of 16 (NVFP4), or uint8 and groups
         of 32, where u stands for 2^(u - 127) (MXFP4).
       factor: float32 [*outputs] or a scalar, which multiplies; None for 1.
-      shape, summed, dtype: of the weight. Its summed axes make up the axis of inputs.
+      shape, contracting_axes, dtype: of the weight. Its contracting_axes axes make up the axis of inputs.
 
     Raises:
       FormatError: there is no format for such groups or scales, or shapes do not fit.
@@ -299,13 +315,13 @@ def from_float4(
     about = np.dtype(scales.dtype), 2 * pairs.shape[-1] // scales.shape[-1]
     if about == (np.dtype(ml_dtypes.float8_e4m3fn), 16):
         factors = np.ones((), np.float32) if factor is None else factor
-        return _made("nvfp4", pairs, scales, None, factors, shape, summed, dtype)
+        return _made("nvfp4", pairs, scales, None, factors, shape, contracting_axes, dtype)
     if about != (np.dtype(np.uint8), 32) or factor is not None:
         raise FormatError(
             f"4-bit floats with scales of {about[0]} and groups of {about[1]}; expected "
             "float8_e4m3fn and 16 (NVFP4), or uint8 and 32 without a factor (MXFP4)"
         )
-    return _made("mxfp4", pairs, scales, None, None, shape, summed, dtype)
+    return _made("mxfp4", pairs, scales, None, None, shape, contracting_axes, dtype)
 
 
 def int4_name(group: int, scales: Any = jnp.bfloat16, zeros: bool = False) -> str:
@@ -331,13 +347,15 @@ def _made(
     zeros: Any,
     factors: Any,
     shape: Any,
-    summed: Any,
+    contracting_axes: Any,
     dtype: Any,
 ) -> QuantisedArray:
-    format = named(name)
+    format = get_format(name)
     assert isinstance(format, Grouped)
-    parts = format.of_arrays(pairs, scales, zeros, factors, shape, summed)
-    return QuantisedArray(parts, format=name, shape=shape, dtype=dtype, summed=summed)
+    parts = format.of_arrays(pairs, scales, zeros, factors, shape, contracting_axes)
+    return QuantisedArray(
+        parts, format=name, shape=shape, dtype=dtype, contracting_axes=contracting_axes
+    )
 
 
 def _divisor(scales: Array) -> Array:

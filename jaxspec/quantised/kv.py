@@ -34,7 +34,7 @@ from pallas_kernels.dispatch import capability
 from pallas_kernels.elementary import stored_as
 
 if TYPE_CHECKING:
-    from jaxspec.weights.model_def import Graph
+    from jaxspec.weights.model_def import ModelDef
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 LARGEST = float(jnp.finfo(FP8).max)  # 448
@@ -128,9 +128,9 @@ def power_of_two_above(x: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def with_kv_dtype(
-    graph: Graph, kv_dtype: str | None, scales: tuple[tuple[float, float], ...] | None = None
-) -> Graph:
-    """Return the graph of a target that stores keys and values in a dtype.
+    model_def: ModelDef, kv_dtype: str | None, scales: tuple[tuple[float, float], ...] | None = None
+) -> ModelDef:
+    """Return the model definition of a target that stores keys and values in a dtype.
 
     Args:
       kv_dtype: one of `DTYPES`; None for the dtype that they are computed in.
@@ -140,38 +140,38 @@ def with_kv_dtype(
       FieldError: the dtype is not known, or does not suit the target or this device.
     """
     if kv_dtype is None:
-        return graph
+        return model_def
     if kv_dtype not in DTYPES:
         expected = ", ".join(DTYPES)
         raise FieldError("kv_dtype", f"is {shown(kv_dtype)}; expected one of {expected}")
-    if kv_dtype == graph.dtype:
-        return graph
-    if DTYPES[kv_dtype].itemsize > jnp.dtype(graph.dtype).itemsize:
+    if kv_dtype == model_def.dtype:
+        return model_def
+    if DTYPES[kv_dtype].itemsize > jnp.dtype(model_def.dtype).itemsize:
         raise FieldError(
             "kv_dtype",
             lambda say: (
-                f"{say('kv_dtype', kv_dtype)} holds what is computed in {graph.dtype}, so it takes "
+                f"{say('kv_dtype', kv_dtype)} holds what is computed in {model_def.dtype}, so it takes "
                 f"more bytes for the same numbers: leave it out, or give {say('dtype', kv_dtype)}"
             ),
         )
     if kv_dtype == "fp8":
-        _check_fp8(graph, scales)
+        _check_fp8(model_def, scales)
     scales = scales if kv_dtype == "fp8" else None
-    return dataclasses.replace(graph, kv=KVFormat(kv_dtype, scales))
+    return dataclasses.replace(model_def, kv=KVFormat(kv_dtype, scales))
 
 
-def _check_fp8(graph: Graph, scales: tuple[tuple[float, float], ...] | None) -> None:
-    if scales is None and not graph.config.normed_values:
+def _check_fp8(model_def: ModelDef, scales: tuple[tuple[float, float], ...] | None) -> None:
+    if scales is None and not model_def.config.normed_values:
         raise FieldError(
             "kv_dtype",
-            f"is fp8, but {graph.module.__name__} does not norm its values, so nothing bounds them but "
+            f"is fp8, but {model_def.module.__name__} does not norm its values, so nothing bounds them but "
             "the text, and this checkpoint has no scales of keys and values: use bfloat16, or a "
             "checkpoint with calibrated scales (self_attn.k_scale and v_scale)",
         )
-    if scales is not None and len(scales) != graph.config.num_layers:
+    if scales is not None and len(scales) != model_def.config.num_layers:
         raise FieldError(
             "kv_dtype",
-            f"is fp8, and the checkpoint has scales of {len(scales)} of {graph.config.num_layers} layers",
+            f"is fp8, and the checkpoint has scales of {len(scales)} of {model_def.config.num_layers} layers",
         )
     found = capability()
     if found is not None and found < LEAST_CAPABILITY:

@@ -10,7 +10,7 @@ float32 sums by the scales. `pallas_kernels.eight_bits` has kernels. Where none 
 conversion part of the product that reads the codes. So nothing is written out in 16 bits
 (`tests/test_compiled_for_gpu.py`).
 
-Codes are stored with the summed axes last, [*out, *in], as Hugging Face stores matrices. A GPU then
+Codes are stored with the contracting_axes axes last, [*out, *in], as Hugging Face stores matrices. A GPU then
 finds neighbouring codes of one sum side by side. XLA's product of 2 rows with codes of 5376 x 43008
 takes 73 us on an H200 (int8, jax 0.11.2), 108 us with codes in the order of the weight, and 131 us
 with bfloat16 weights.
@@ -36,28 +36,32 @@ from pallas_kernels.rounding import Rounded, Sums
 
 
 class PerChannel(Format):
-    """A code for each number, and a scale for each place of the axes that are not summed."""
+    """A code for each number, and a scale for each place of the axes that are not contracting_axes."""
 
     def __init__(self, name: str, title: str, codes: Any, largest: float, least_capability: float):
         """Make a format whose codes go from -`largest` to `largest`."""
         self.name, self.title, self.least_capability = name, title, least_capability
         self.codes_dtype, self.largest = jnp.dtype(codes), largest
 
-    def parts(self, shape: Shape, summed: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    def parts(
+        self, shape: Shape, contracting_axes: tuple[int, ...]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         dtypes = {"codes": self.codes_dtype, "scales": jnp.dtype(jnp.float32)}
         return {
             part: jax.ShapeDtypeStruct(
-                tuple(shape[i] for i in self.axes(part, len(shape), summed)), dtype
+                tuple(shape[i] for i in self.axes(part, len(shape), contracting_axes)), dtype
             )
             for part, dtype in dtypes.items()
         }
 
-    def axes(self, part: str, ndim: int, summed: tuple[int, ...]) -> tuple[int, ...]:
-        kept = tuple(i for i in range(ndim) if i not in summed)
-        return (*kept, *summed) if part == "codes" else kept
+    def axes(self, part: str, ndim: int, contracting_axes: tuple[int, ...]) -> tuple[int, ...]:
+        kept = tuple(i for i in range(ndim) if i not in contracting_axes)
+        return (*kept, *contracting_axes) if part == "codes" else kept
 
-    def quantise(self, x: Float[Array, "..."], summed: tuple[int, ...]) -> dict[str, Array]:
-        magnitudes = jnp.max(jnp.abs(x), axis=summed, keepdims=True).astype(jnp.float32)
+    def quantise(
+        self, x: Float[Array, "..."], contracting_axes: tuple[int, ...]
+    ) -> dict[str, Array]:
+        magnitudes = jnp.max(jnp.abs(x), axis=contracting_axes, keepdims=True).astype(jnp.float32)
         scales = magnitudes / np.float32(self.largest)
         # A channel of zeros has codes of zero, whatever it is divided by.
         codes = x.astype(jnp.float32) / jnp.where(scales > 0, scales, 1)
@@ -65,12 +69,12 @@ class PerChannel(Format):
             codes = jnp.round(codes)
         # The quotient may exceed the largest code by a rounding error, which e4m3 makes NaN.
         codes = jnp.clip(codes, -self.largest, self.largest).astype(self.codes_dtype)
-        codes = codes.transpose(self.axes("codes", x.ndim, summed))
-        return {"codes": codes, "scales": jnp.squeeze(scales, summed)}
+        codes = codes.transpose(self.axes("codes", x.ndim, contracting_axes))
+        return {"codes": codes, "scales": jnp.squeeze(scales, contracting_axes)}
 
     def dequantise(self, weight: QuantisedArray) -> Float[Array, "..."]:
-        scales = jnp.expand_dims(weight.scales, weight.summed)
-        order = self.axes("codes", weight.ndim, weight.summed)
+        scales = jnp.expand_dims(weight.scales, weight.contracting_axes)
+        order = self.axes("codes", weight.ndim, weight.contracting_axes)
         codes = weight.codes.transpose([order.index(i) for i in range(weight.ndim)])
         return (codes.astype(jnp.float32) * scales).astype(weight.dtype)
 
@@ -89,9 +93,9 @@ class PerChannel(Format):
         return gated(rows, weight.codes, weight.scales, activation=activation, dtype=dtype)
 
     def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
-        assert 0 not in weight.summed
+        assert 0 not in weight.contracting_axes
         scales = weight.scales[ids]
-        scales = scales.reshape(*scales.shape, *[1] * len(weight.summed))
+        scales = scales.reshape(*scales.shape, *[1] * len(weight.contracting_axes))
         return (weight.codes[ids].astype(jnp.float32) * scales).astype(weight.dtype)
 
     def codes_of_experts(self, weight: QuantisedArray) -> tuple[Codes, None]:

@@ -17,7 +17,7 @@ from jaxspec.registry import dflash, gemma4, mtp, qwen3
 from jaxspec.registry.base import Assumption, Change, Conventions, Family, ModelConfig, WeightChange
 
 if TYPE_CHECKING:
-    from jaxspec.weights.model_def import Graph
+    from jaxspec.weights.model_def import ModelDef
 
 __all__ = [
     "Assumption",
@@ -28,8 +28,8 @@ __all__ = [
     "WeightChange",
     "families",
     "family_of",
-    "graph_of",
-    "named",
+    "get_family",
+    "model_def_of",
     "presets",
     "random_drafter",
     "recognise",
@@ -62,7 +62,7 @@ def families(role: Literal["target", "drafter"] | None = None) -> tuple[Family, 
     return tuple(f for f in _FAMILIES.values() if role in (None, f.role))
 
 
-def named(name: str) -> Family:
+def get_family(name: str) -> Family:
     """Return the entry with a name.
 
     Raises:
@@ -108,11 +108,11 @@ def recognise(config: Mapping[str, Any]) -> Family:
     )
 
 
-def graph_of(config: ModelConfig, dtype: str) -> Graph:
-    """Return the `Graph` of the model that a config describes, with weights of `dtype`."""
-    from jaxspec.weights.model_def import Graph
+def model_def_of(config: ModelConfig, dtype: str) -> ModelDef:
+    """Return the `ModelDef` of the model that a config describes, with weights of `dtype`."""
+    from jaxspec.weights.model_def import ModelDef
 
-    return Graph(family_of(config).module(), config, dtype)
+    return ModelDef(family_of(config).module(), config, dtype)
 
 
 def presets() -> dict[str, ModelConfig]:
@@ -120,7 +120,7 @@ def presets() -> dict[str, ModelConfig]:
     return {name: config for f in families("target") for name, config in f.presets.items()}
 
 
-def random_drafter(preset: str, kind: str, dtype: str) -> tuple[Graph, str]:
+def random_drafter(preset: str, kind: str, dtype: str) -> tuple[ModelDef, str]:
     """Return a drafter for a target's preset, and a description of the drafter for messages.
 
     Args:
@@ -130,13 +130,13 @@ def random_drafter(preset: str, kind: str, dtype: str) -> tuple[Graph, str]:
     Raises:
       ValueError: there is no such preset or family, or the family has no drafter for the preset.
     """
-    family, sizes = named(kind), presets()
+    family, sizes = get_family(kind), presets()
     if preset not in sizes:
         raise ValueError(f"preset {preset!r} is not known; expected one of {', '.join(sizes)}")
     if family.drafter_for is None:
         raise ValueError(f"{family.title} is not made for presets")
     config, words = family.drafter_for(preset, sizes[preset])
-    return graph_of(config, dtype), words
+    return model_def_of(config, dtype), words
 
 
 for _family in (gemma4.FAMILY, qwen3.FAMILY, dflash.FAMILY, mtp.FAMILY):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxspec.registry.costs import StepCost
     from jaxspec.shapes import Params
     from jaxspec.state import DecodeSpec
-    from jaxspec.weights.model_def import Graph
+    from jaxspec.weights.model_def import ModelDef
 
 ModelConfig = Any
 """A family's own config, a frozen dataclass.
@@ -38,7 +38,7 @@ class Family:
       read: makes a config from the parsed config.json and generation_config.json. The latter is
         None if the checkpoint has no such file. Raises `ConfigError` if the files need a feature
         that the module does not have.
-      module: imports and returns the class that `Graph` binds.
+      module: imports and returns the class that `ModelDef` binds.
       rules: imports and returns the table of conversion rules, for a config and the names of its
         parameters.
       architectures, model_types: the values in config.json, under keys `architectures` and
@@ -160,7 +160,7 @@ class Conventions:
 
     Attributes:
       keys: the keys of config.json that may set each field. See `configs.base.find_key`.
-      in_force: returns the conventions in force. It takes the graphs of target and drafter.
+      in_force: returns the conventions in force. It takes the definitions of target and drafter.
       changes: returns other plausible values of config fields. It takes the configs of target and
         drafter, and the special ids of the target's tokenizer.
       weight_changes: returns other plausible weights. It takes the target's config and the
@@ -175,7 +175,7 @@ class Conventions:
     """
 
     keys: Mapping[str, Sequence[str]]
-    in_force: Callable[[Graph, Graph], Iterable[Assumption]]
+    in_force: Callable[[ModelDef, ModelDef], Iterable[Assumption]]
     changes: Callable[[TargetConfig, ModelConfig, Sequence[int]], Iterable[Change]]
     weight_changes: Callable[[TargetConfig, Params], Iterable[WeightChange]] = _no_weight_changes
     traced: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}

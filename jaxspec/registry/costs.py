@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.configs.base import TargetConfig
 
 if TYPE_CHECKING:
-    from jaxspec.weights.model_def import Graph
+    from jaxspec.weights.model_def import ModelDef
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StepCost:
 NOTHING = StepCost(0, 0, 0)
 
 
-def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost:
+def target_cost(model_def: ModelDef, batch: int, tokens: int, context: int) -> StepCost:
     """Return the cost of one target pass over `tokens` tokens of each row, with logits for all.
 
     The declaration of a parameter (`params.param`) says what kind it is. Of a `lookup` table a pass
@@ -70,11 +70,11 @@ def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost
       batch: the number of rows.
       context: the number of committed tokens of each row.
     """
-    config: TargetConfig = graph.config
+    config: TargetConfig = model_def.config
     rows = batch * tokens
     weight_bytes = flops = 0.0
-    declared = graph.declared()
-    for name, a in graph.abstract_weights().items():
+    declared = model_def.declared()
+    for name, a in model_def.abstract_weights().items():
         nbytes, products = stored_bytes(a), operations(a, rows)
         if declared[name].lookup:
             nbytes, products = nbytes * rows / a.shape[0], 0.0
@@ -83,7 +83,7 @@ def target_cost(graph: Graph, batch: int, tokens: int, context: int) -> StepCost
             products *= config.num_experts_per_token / config.num_experts
         weight_bytes += nbytes
         flops += products
-    kv_bytes, stored = 0.0, graph.cache_dtype.itemsize
+    kv_bytes, stored = 0.0, model_def.cache_dtype.itemsize
     for layer in config.layers:
         seen = context + tokens
         if layer.window is not None:
@@ -124,14 +124,14 @@ def stored_bytes(weight: Any) -> int:
     return weight.size * weight.dtype.itemsize if nbytes is None else nbytes
 
 
-def table_bytes(graph: Graph) -> float:
+def table_bytes(model_def: ModelDef) -> float:
     """Return the bytes of a target's head, which a drafter borrows."""
-    assert graph.head is not None
-    return stored_bytes(graph.abstract_weights()[graph.head])
+    assert model_def.head is not None
+    return stored_bytes(model_def.abstract_weights()[model_def.head])
 
 
-def itemsize(graph: Graph) -> int:
+def itemsize(model_def: ModelDef) -> int:
     """Return the size in bytes of one number in a model's dtype, as activations have it."""
     import jax.numpy as jnp
 
-    return jnp.dtype(graph.dtype).itemsize
+    return jnp.dtype(model_def.dtype).itemsize

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from checkpoints_convert.rules import RuleSet
     from jaxspec.shapes import Params
     from jaxspec.state import DecodeSpec
-    from jaxspec.weights.model_def import Graph
+    from jaxspec.weights.model_def import ModelDef
 
 
 def _read(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> DFlashConfig:
@@ -102,7 +102,7 @@ def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlashConfig, str]:
 
 def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     """Return the cost of drafting one block and of absorbing the target's features of one block."""
-    from jaxspec.quantised import named
+    from jaxspec.quantised import get_format
 
     assert spec.drafter is not None
     config: DFlashConfig = spec.drafter.config
@@ -118,7 +118,7 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
         flops += uses * operations(a, rows)
     weight_bytes += table_bytes(spec.target) if head is None else stored_bytes(head)
     # Drafts may round what a table multiplies, and products of 8-bit floats count half.
-    rounds = head is not None and named(head.format).rounds_activations
+    rounds = head is not None and get_format(head.format).rounds_activations
     products = 2.0 * config.vocab_size * config.hidden_size * batch * spec.depth
     flops += products * (0.5 if rounds else 1.0)
     for kind in config.layer_types:
@@ -130,7 +130,7 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     return StepCost(weight_bytes, kv_bytes, flops)
 
 
-def _in_force(target: Graph, drafter: Graph) -> Iterator[Assumption]:
+def _in_force(target: ModelDef, drafter: ModelDef) -> Iterator[Assumption]:
     c: DFlashConfig = drafter.config
 
     def assumption(name: str, field: str, shown: str, default: str = "none") -> Assumption:

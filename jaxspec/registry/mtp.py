@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from checkpoints_convert.rules import RuleSet
     from jaxspec.shapes import Params
     from jaxspec.state import DecodeSpec
-    from jaxspec.weights.model_def import Graph
+    from jaxspec.weights.model_def import ModelDef
 
 
 def _module() -> type[Any]:
@@ -101,7 +101,7 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     return StepCost(weight_bytes, kv_bytes, flops)
 
 
-def _in_force(target: Graph, drafter: Graph) -> Iterator[Assumption]:
+def _in_force(target: ModelDef, drafter: ModelDef) -> Iterator[Assumption]:
     config: TargetConfig = target.config
     c: MTPConfig = drafter.config
     owners = {kind: config.last_kv_owner(kind) for kind in sorted(set(c.layer_types))}

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from jaxspec.configs.base import TargetConfig
 
 if TYPE_CHECKING:
-    from jaxspec.weights.model_def import Graph
+    from jaxspec.weights.model_def import ModelDef
 
 
-def shown_scale(target: Graph, *, scaled: bool) -> str:
+def shown_scale(target: ModelDef, *, scaled: bool) -> str:
     """Describe the scale of the target's embeddings that a drafter uses.
 
     The factor is rounded to the target's dtype, as the embeddings are.

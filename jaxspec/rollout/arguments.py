@@ -195,10 +195,10 @@ def _sampling(plan: Plan, sampling: Any, rows: int, expected: str) -> SamplingPa
         return same_for_all(plan.spec, rows, sampling or Sampling())
     if sampling.temperature.shape != (rows,):
         raise FieldError("sampling", f"has {sampling.temperature.shape[0]} rows; {expected}")
-    adjusts, extras = sampling.adjustments, plan.spec.extras
-    wanted = bool(extras.penalties or extras.num_biases)
+    adjusts, program_features = sampling.adjustments, plan.spec.program_features
+    wanted = bool(program_features.penalties or program_features.num_biases)
     biases = None if adjusts is None else adjusts.bias_ids.shape
-    if (adjusts is not None) != wanted or biases not in (None, (rows, extras.num_biases)):
+    if (adjusts is not None) != wanted or biases not in (None, (rows, program_features.num_biases)):
         raise FieldError(
             "sampling",
             "was made for another sampler: penalties or num_biases differ; make it with this sampler's "

@@ -322,7 +322,7 @@ def sampling_values(spec: DecodeSpec, rows: int, values: Mapping[str, Any]) -> S
         raise FieldError(given[1], f"has shape {shapes[1]}, and bias_ids has {shapes[0]}")
     arrays = {name: jnp.asarray(value) for name, value in values.items()}
     if "bias_ids" in arrays:  # fewer than the spec allows: padded
-        pad = [(0, 0), (0, spec.extras.num_biases - arrays["bias_ids"].shape[1])]
+        pad = [(0, 0), (0, spec.program_features.num_biases - arrays["bias_ids"].shape[1])]
         arrays["bias_ids"] = jnp.pad(arrays["bias_ids"], pad, constant_values=-1)
         arrays["bias_values"] = jnp.pad(arrays["bias_values"], pad)
     return spec.sampling(rows, **arrays)
@@ -335,9 +335,9 @@ def same_for_all(spec: DecodeSpec, rows: int, sampling: Sampling) -> SamplingPar
       FieldError: it asks for something that the spec was made without.
     """
     for name in ("logprobs", "top_logprobs"):
-        if getattr(sampling, name) > getattr(spec.extras, name):
+        if getattr(sampling, name) > getattr(spec.program_features, name):
             raise FieldError(
-                name, "is asked for, but the sampler was made without it in its extras"
+                name, "is asked for, but the sampler was made without it in its program_features"
             )
     wanted = [name for name in VALUES if name not in PENALTIES or name in sampling.penalties]
     values: dict[str, Any] = {name: getattr(sampling, name) for name in wanted}
@@ -352,9 +352,9 @@ def _check_value(spec: DecodeSpec, name: str, value: Any, rows: int) -> None:
     known = (*VALUES, *biases)
     if name not in known:
         raise ValueError(f"{name} is not a sampling value; known are {', '.join(known)}")
-    if name in PENALTIES and not spec.extras.penalties:
+    if name in PENALTIES and not spec.program_features.penalties:
         raise FieldError(name, "was given, but the sampler was made without penalties=True")
-    shape, most = np.shape(value), spec.extras.num_biases
+    shape, most = np.shape(value), spec.program_features.num_biases
     if name in biases:
         if len(shape) != 2 or shape[0] != rows or shape[1] > most:
             raise FieldError(

@@ -4,7 +4,7 @@
     sampler = jaxspec.Sampler(pair, max_new_tokens=64)
     result = sampler(pair.target.params, pair.drafter.params, [[2, 17, 5]], Sampling(temperature=1.0), seeds=0)
 
-A `Sampler` holds what is static: both graphs, the number of new tokens, what sampling may do. Weights,
+A `Sampler` holds what is static: both model definitions, the number of new tokens, what sampling may do. Weights,
 prompts, sampling values and seeds are arguments: new values compile nothing. Inside a jitted function of
 your own the same call traces the same program. Stop texts and streaming need the host and are refused there.
 
@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxspec.engine.request import kept
-from jaxspec.options import Drafting, Extras, FieldError, Sampling, at_least
+from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling, at_least
 from jaxspec.rollout.arguments import is_inside_jit, is_traced, padded, read, token_ids
 from jaxspec.rollout.batch import GenerateResult, Prompts, sampling_values
 from jaxspec.rollout.programs import first_rows, inside, look, on, programs_of, retire
@@ -42,7 +42,7 @@ from jaxspec.text.grammars import Grammar
 from jaxspec.text.grammars.automaton import Automaton
 from jaxspec.weights.given_params import KnownParams, accept_params
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import fetch, mesh_of, on_decoding_mesh, partition, place, place_rows
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Sampler:
     """Generates from a target and at most one drafter.
 
     Args:
-      target: a pair, as `load` returns it. Or a loaded model, or its graph alone; a graph suppresses nothing
+      target: a pair, as `load` returns it. Or a loaded model, or its definition alone; a model definition suppresses nothing
         and has no stop ids but those given.
       drafter: likewise; None decodes plainly. A pair brings its own.
       max_new_tokens: most tokens a row; a call may set less for each row.
@@ -66,9 +66,9 @@ class Sampler:
         over, see `refill`. None: a call decodes all of its rows at a time.
       stop_ids: generation ends with (and keeps) the first of these; None for the checkpoint's own.
       drafting: how to draft and to judge drafts.
-      extras: what rows may ask for beyond the least, such as penalties and log-probabilities.
+      program_features: what rows may ask for beyond the least, such as penalties and log-probabilities.
       dtype: "float32" or "bfloat16" to decode in, whatever the dtype of the params: each call casts them
-        first, and holds the copy while it runs. None: params must have the dtype of the graphs.
+        first, and holds the copy while it runs. None: params must have the dtype of the models.
 
     Raises:
       ConfigError: the drafter does not fit the target.
@@ -77,15 +77,15 @@ class Sampler:
 
     def __init__(
         self,
-        target: Models | LoadedModel | Graph,
-        drafter: LoadedModel | Graph | None = None,
+        target: Models | LoadedModel | ModelDef,
+        drafter: LoadedModel | ModelDef | None = None,
         *,
         max_new_tokens: int = 64,
         num_samples: int = 1,
         batch_size: int | None = None,
         stop_ids: Sequence[int] | None = None,
         drafting: Drafting = Drafting(),
-        extras: Extras = Extras(),
+        program_features: ProgramFeatures = ProgramFeatures(),
         dtype: str | None = None,
     ):
         for name, value in (
@@ -95,17 +95,17 @@ class Sampler:
         ):
             if value is not None and (wrong := at_least(1).refusal(value)):
                 raise FieldError(name, wrong)
-        if extras.grammars:
+        if program_features.grammars:
             raise FieldError(
                 "grammars",
                 "need the host in every step, which a sampler's program does without; give a call tables of "
                 "jaxspec.text.grammars.tables.automaton as its grammar, or use an Engine",
             )
-        if not isinstance(target, LoadedModel | Graph):
+        if not isinstance(target, LoadedModel | ModelDef):
             if drafter is not None:
                 raise ValueError("the pair has its own drafter; give pair.target to use another")
             target, drafter = cast(tuple[LoadedModel, LoadedModel | None], tuple(target))
-        spec = make_spec(target, drafter, drafting, extras).of_dtype(dtype)
+        spec = make_spec(target, drafter, drafting, program_features).of_dtype(dtype)
         self.plan = Plan(spec, max_new_tokens, num_samples, batch_size)
         self.dtype = dtype
         if max_new_tokens >= (most := self.plan.most_positions):

@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxspec.models.target import Placement, Target
-from jaxspec.options import Extras, Sampling
+from jaxspec.options import ProgramFeatures, Sampling
 from jaxspec.rollout.arguments import is_traced
 from jaxspec.rollout.batch import GenerateResult, Prompts, check_ids, same_for_all
 from jaxspec.rollout.sampler import Models, Sampler
@@ -34,7 +34,7 @@ from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.state import DecodeSpec
 from jaxspec.weights.given_params import accept_params
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 
 CHUNK = 256
 """Tokens whose logits are in memory at once: 0.27 GB in float32, for a vocabulary of 262,144."""
@@ -184,12 +184,12 @@ class Sequences(struct.PyTreeNode):
 
 
 def score(
-    model: Sampler | Models | LoadedModel | Graph,
+    model: Sampler | Models | LoadedModel | ModelDef,
     params: Any,
     sequences: Sequences | tuple[Any, GenerateResult],
     sampling: Sampling | SamplingParams | None = None,
     *,
-    extras: Extras | None = None,
+    program_features: ProgramFeatures | None = None,
     dtype: str | None = None,
     remat: bool = True,
     chunk: int | None = CHUNK,
@@ -200,13 +200,13 @@ def score(
     yours too, and compiles once for each shape.
 
     Args:
-      model: the sampler that generated, for the same suppressed tokens and extras. Or a pair, a loaded
-        target, or a graph, which suppresses nothing.
+      model: the sampler that generated, for the same suppressed tokens and program_features. Or a pair, a loaded
+        target, or a model_def, which suppresses nothing.
       params: the target's, as `trees.flat_params` takes them.
       sequences: what to score; or the prompts and the result of a sampler's call.
       sampling: what all texts asked; or values of one row for each text, as `Sampler.sampling` returns
         them. None is greedy.
-      extras: of a model that is no sampler; None for what `sampling` needs. A `logits_fn` stands here.
+      program_features: of a model that is no sampler; None for what `sampling` needs. A `logits_fn` stands here.
       dtype: "float32" or "bfloat16" to compute in. Params are cast to it, and gradients come in the
         params' own. None is the sampler's `dtype`; without one, params must have the model's dtype.
       remat: whether a backward pass computes each layer again. That is a third more work, and the memory
@@ -215,7 +215,7 @@ def score(
 
     Returns:
       `target` and `sampled`, in the shape that the maker of `sequences` names, 0 where nothing is scored.
-      With `top_logprobs` in `extras`, `top_ids` and `top_values` have the target's best tokens in each place.
+      With `top_logprobs` in `program_features`, `top_ids` and `top_values` have the target's best tokens in each place.
       `sampled` is 0 for greedy texts, as in a sampler's result. A token that the filters leave out has -inf.
       In float32 a trained model's differ from the sampler's own by up to 3e-5, by rounding in the logits.
 
@@ -224,7 +224,7 @@ def score(
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be 1 or more, or None for all tokens at once")
-    spec = _spec_of(model, sampling, extras)
+    spec = _spec_of(model, sampling, program_features)
     if not isinstance(sequences, Sequences):
         sequences = Sequences.of(*sequences)
     rows, width = sequences.tokens.shape
@@ -244,31 +244,31 @@ def score(
     return _score(spec, remat, chunk, params, sequences, sampling)
 
 
-def _spec_of(model: Any, sampling: Any, extras: Extras | None) -> DecodeSpec:
+def _spec_of(model: Any, sampling: Any, program_features: ProgramFeatures | None) -> DecodeSpec:
     """Return what shapes the logits: the sampler's own spec, or one that was made for these values."""
     if isinstance(model, Sampler):
-        if extras is not None:
-            raise ValueError("a sampler has its own extras; leave extras out")
-        extras = dataclasses.replace(model.spec.extras, top_logprobs=0)
-        return dataclasses.replace(model.spec, extras=extras)
-    if not isinstance(model, LoadedModel | Graph):
+        if program_features is not None:
+            raise ValueError("a sampler has its own program_features; leave program_features out")
+        program_features = dataclasses.replace(model.spec.program_features, top_logprobs=0)
+        return dataclasses.replace(model.spec, program_features=program_features)
+    if not isinstance(model, LoadedModel | ModelDef):
         model, _ = cast(tuple[LoadedModel, Any], tuple(model))
-    if extras is None:
-        extras = Extras()
+    if program_features is None:
+        program_features = ProgramFeatures()
         if isinstance(sampling, Sampling):
-            extras = Extras.wanted_by([sampling])
-    return make_spec(model, None, extras=extras)
+            program_features = ProgramFeatures.wanted_by([sampling])
+    return make_spec(model, None, program_features=program_features)
 
 
 def _check_values(spec: DecodeSpec, sequences: Sequences, sampling: SamplingParams) -> None:
-    """Refuse ids and texts out of range, where they are known, and sampling for other extras."""
-    adjusts, extras = sampling.adjustments, spec.extras
-    wanted = bool(extras.penalties or extras.num_biases)
+    """Refuse ids and texts out of range, where they are known, and sampling for other program_features."""
+    adjusts, program_features = sampling.adjustments, spec.program_features
+    wanted = bool(program_features.penalties or program_features.num_biases)
     if (adjusts is not None) != wanted or (
-        adjusts is not None and adjusts.bias_ids.shape[1] != extras.num_biases
+        adjusts is not None and adjusts.bias_ids.shape[1] != program_features.num_biases
     ):
         raise ValueError(
-            "sampling was made for other extras: penalties or num_biases differ; make it with the "
+            "sampling was made for other program_features: penalties or num_biases differ; make it with the "
             "`sampling` of the sampler that is scored"
         )
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(sequences)):
@@ -369,14 +369,14 @@ def _score_places(
     adjusted = adjust(
         logits,
         sampling,
-        _counts(spec, sequences, at) if spec.extras.penalties else None,
+        _counts(spec, sequences, at) if spec.program_features.penalties else None,
         of(sequences.positions)[:, None],
         jnp.zeros((len(text), 0), jnp.int32),
         jnp.zeros((1, 1, 0), bool),
         suppress_tokens=spec.suppress_tokens,
-        extras=spec.extras,
+        program_features=spec.program_features,
     )
-    top = spec.extras.top_logprobs
+    top = spec.program_features.top_logprobs
     found = logprobs_of(tokens[:, None], logits, adjusted, sampling, top=top)
 
     def masked(x: Array) -> Array:

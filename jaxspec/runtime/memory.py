@@ -24,7 +24,7 @@ from jaxspec import state as states
 from jaxspec.cache import RING_MULTIPLE
 from jaxspec.state import DecodeSpec
 from jaxspec.weights import host_memory
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import state_shardings
 
 LOGITS_HELD = 3
@@ -100,10 +100,10 @@ def footprint(
     )
 
 
-def weight_bytes(graph: Graph, mesh: Mesh) -> int:
+def weight_bytes(model_def: ModelDef, mesh: Mesh) -> int:
     """Return the size of a model's weights on each device, in bytes."""
-    shardings = graph.shardings(mesh)
-    return _bytes((a, shardings[name]) for name, a in graph.abstract_params().items())
+    shardings = model_def.shardings(mesh)
+    return _bytes((a, shardings[name]) for name, a in model_def.abstract_params().items())
 
 
 def bytes_limit(mesh: Mesh) -> int | None:
@@ -122,7 +122,7 @@ def bytes_limit(mesh: Mesh) -> int | None:
     return (room.nbytes + held) // max(1, len(mesh.local_devices))
 
 
-def check_weights_fit(graph: Graph, mesh: Mesh, *beside: Graph) -> None:
+def check_weights_fit(model_def: ModelDef, mesh: Mesh, *beside: ModelDef) -> None:
     """Raise an error if the weights of a model alone need more memory than a device has.
 
     Args:
@@ -132,11 +132,11 @@ def check_weights_fit(graph: Graph, mesh: Mesh, *beside: Graph) -> None:
       DeviceMemoryError: the weights do not fit.
     """
     limit = bytes_limit(mesh)
-    needed = sum(weight_bytes(model, mesh) for model in (graph, *beside))
+    needed = sum(weight_bytes(model, mesh) for model in (model_def, *beside))
     if limit is not None and needed > limit:
         raise DeviceMemoryError(
-            f"the weights need {gib(needed)} GiB a device in {graph.dtype}, and {_device(mesh)} has "
-            f"{gib(limit)} GiB: {_way_out(graph.dtype, mesh)}"
+            f"the weights need {gib(needed)} GiB a device in {model_def.dtype}, and {_device(mesh)} has "
+            f"{gib(limit)} GiB: {_way_out(model_def.dtype, mesh)}"
         )
 
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxspec import decode
 from jaxspec.shapes import Array, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 
 PREFILL_CHUNK = 512
 """Longer prompts are fed in pieces of this many tokens, where a pass has several rows or runs on a CPU."""
@@ -88,7 +88,7 @@ def full_pass(mesh: Mesh, most: int | None) -> int:
     return max(SHARED_PREFILL, full)
 
 
-def reading_tokens(target: Graph) -> float:
+def reading_tokens(target: ModelDef) -> float:
     """Return for how many tokens arithmetic takes as long as reading the weights.
 
     184 for a dense model. A mixture of experts reads all experts and computes with few: 1,215 for 26B-A4B.
@@ -127,7 +127,7 @@ class Shapes:
 
     @classmethod
     def of(
-        cls, target: Graph, slots: int, mesh: Mesh, *, invariant: bool, most: int | None = None
+        cls, target: ModelDef, slots: int, mesh: Mesh, *, invariant: bool, most: int | None = None
     ) -> Shapes:
         """Return the shapes for a model on a mesh; for `most` see `full_pass`."""
         return cls(

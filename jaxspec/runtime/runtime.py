@@ -27,7 +27,7 @@ from jax.typing import ArrayLike
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.drafters.tree import settle_num_draft_tokens
-from jaxspec.options import Drafting, Extras, FieldError
+from jaxspec.options import Drafting, FieldError, ProgramFeatures
 from jaxspec.runtime.prefill import Shapes, chunks
 from jaxspec.runtime.programs import Compiler, Programs
 from jaxspec.runtime.step_output import Ask, Most, Packed
@@ -37,7 +37,7 @@ from jaxspec.text.grammars.guides import NOBODY
 from jaxspec.text.grammars.masking import words_of
 from jaxspec.text.grammars.matcher import ALL
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import mesh_of, on_decoding_mesh, place_rows
 from jaxspec.weights.trees import flat_params
 
@@ -51,10 +51,10 @@ Told = tuple[DecodeState, Packed | None]
 
 
 def make_spec(
-    target: LoadedModel | Graph,
-    drafter: LoadedModel | Graph | None,
+    target: LoadedModel | ModelDef,
+    drafter: LoadedModel | ModelDef | None,
     drafting: Drafting = Drafting(),
-    extras: Extras = Extras(),
+    program_features: ProgramFeatures = ProgramFeatures(),
 ) -> DecodeSpec:
     """Return what a pair of models is to do: the checkpoint's suppressed tokens, as many drafts as asked.
 
@@ -65,13 +65,13 @@ def make_spec(
       ConfigError: the drafter does not fit the target.
       FieldError: a number is out of range, or options do not fit the models.
     """
-    target_graph = target.graph if isinstance(target, LoadedModel) else target
-    drafter_graph = drafter.graph if isinstance(drafter, LoadedModel) else drafter
+    target_def = target.model_def if isinstance(target, LoadedModel) else target
+    drafter_def = drafter.model_def if isinstance(drafter, LoadedModel) else drafter
     generation = target.generation if isinstance(target, LoadedModel) else None
     drafts = 0
-    if drafter_graph is not None:
-        drafter_graph.config.check_fits(target_graph.config)
-        drafts = settle_num_draft_tokens(drafter_graph, drafting)
+    if drafter_def is not None:
+        drafter_def.config.check_fits(target_def.config)
+        drafts = settle_num_draft_tokens(drafter_def, drafting)
         drafting = dataclasses.replace(drafting, num_draft_tokens=drafts)
     elif drafting.num_draft_tokens or drafting.tree:
         field = "num_draft_tokens" if drafting.num_draft_tokens else "tree"
@@ -83,7 +83,7 @@ def make_spec(
             f"is {tau}; with {drafts} draft tokens it lies between 1 and {drafts + 1}",
         )
     suppress = generation.suppress_tokens if generation else ()
-    return DecodeSpec(target_graph, drafter_graph, drafting, suppress, extras)
+    return DecodeSpec(target_def, drafter_def, drafting, suppress, program_features)
 
 
 # --- shapes ------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Runtime:
           seeds: [rows, 2]: a seed, and which sample of it.
           guides: numbers of `grammars.guides`; None: no row has a grammar.
         """
-        if self.spec.extras.grammars and guides is None:
+        if self.spec.program_features.grammars and guides is None:
             guides = np.full(len(slots), NOBODY)
         return NewRows(
             slots=np.asarray(slots, np.int32),
@@ -300,7 +300,7 @@ class Runtime:
         self, state: DecodeState, chunk: PrefillChunk, ask: Ask | None = None
     ) -> Callable[[DecodeState], Told]:
         """Return the call that reads one chunk into such a state, and packs what is asked."""
-        if self.spec.extras.grammars and chunk.masks is None:
+        if self.spec.program_features.grammars and chunk.masks is None:
             words = words_of(self.spec.target.config.vocab_size)
             chunk = dataclasses.replace(chunk, masks=np.full((len(chunk.tokens), words), ALL))
         chunk = self.place(chunk)

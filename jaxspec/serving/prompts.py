@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.options import Extras
+from jaxspec.options import ProgramFeatures
 from jaxspec.rollout.scoring import Sequences, score
 from jaxspec.runtime.prefill import bucket
 from jaxspec.weights.loading import LoadedModel
@@ -61,7 +61,7 @@ class PromptScorer:
                 self._target,
                 self._target.params,
                 Sequences.padded(jnp.asarray(tokens), one, length),
-                extras=Extras(logprobs=True, top_logprobs=self._top),
+                program_features=ProgramFeatures(logprobs=True, top_logprobs=self._top),
                 remat=False,
                 chunk=CHUNK,
             )

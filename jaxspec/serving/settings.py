@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.options import Extras, FieldError, Range, at_least, option, whole
+from jaxspec.options import FieldError, ProgramFeatures, Range, at_least, option, whole
 
 SECONDS = Range("above 0", lambda x: x > 0)
 
@@ -118,9 +118,9 @@ class ProgramOptions:
     )
 
     @property
-    def extras(self) -> Extras:
+    def program_features(self) -> ProgramFeatures:
         """What the programs can do."""
-        return Extras(
+        return ProgramFeatures(
             penalties=not self.no_penalties,
             num_biases=self.max_logit_bias,
             logprobs=self.max_logprobs > 0,

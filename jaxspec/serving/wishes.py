@@ -357,15 +357,15 @@ class Served:
                 raise ApiError(400, said, param="prompt")
 
     def _check_top(self, top: int, name: str) -> None:
-        extras = self.spec.extras
-        if not extras.logprobs:
+        program_features = self.spec.program_features
+        if not program_features.logprobs:
             said = "this server was started without logprobs (--max-logprobs)"
             raise ApiError(400, said, param=name)
-        if not 0 <= top <= extras.top_logprobs:
+        if not 0 <= top <= program_features.top_logprobs:
             raise ApiError(
                 400,
                 f"{name}: {top} tokens were asked for; this server was started for at most "
-                f"{extras.top_logprobs} (--max-logprobs)",
+                f"{program_features.top_logprobs} (--max-logprobs)",
                 param=name,
             )
 
@@ -388,7 +388,7 @@ class Served:
           ApiError: the server's programs cannot do it.
           FieldError: a value is out of range.
         """
-        extras = self.spec.extras
+        program_features = self.spec.program_features
         values = {name: getattr(asked, name) for name in (*_OF_CHECKPOINT, *_OF_REQUEST)}
         values = {name: value for name, value in values.items() if value is not None}
         for name in _OF_REQUEST:
@@ -397,13 +397,13 @@ class Served:
         if values.get("top_k") == -1:  # a common way to say "off"
             values["top_k"] = 0
         for name in _OF_CHECKPOINT:
-            if name != "repetition_penalty" or extras.penalties:
+            if name != "repetition_penalty" or program_features.penalties:
                 values.setdefault(name, getattr(self.generation, name))
         biases = _biases(asked.logit_bias or {})
-        if len(biases) > extras.num_biases:
+        if len(biases) > program_features.num_biases:
             raise ApiError(
                 400,
-                f"logit_bias names {len(biases)} tokens; this server was started for {extras.num_biases} "
+                f"logit_bias names {len(biases)} tokens; this server was started for {program_features.num_biases} "
                 "(--max-logit-bias)",
                 param="logit_bias",
             )
@@ -416,7 +416,7 @@ class Served:
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
         )
-        if sampling.penalties and not extras.penalties:
+        if sampling.penalties and not program_features.penalties:
             name = sampling.penalties[0]
             raise ApiError(400, f"{name}: this server was started with --no-penalties", param=name)
         return sampling

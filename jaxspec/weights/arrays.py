@@ -25,7 +25,7 @@ from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.files import read_json
 from jaxspec.shapes import Params
 from jaxspec.weights.finite import check_on_devices, checked
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 
 # The size of a chunk of a stored array. It bounds the memory of a write beside the array itself.
 _CHUNK_BYTES = 128 << 20
@@ -92,22 +92,22 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
 
 
 def restore_params(
-    directory: Path, graph: Graph, mesh: Mesh | None = None, stored: Graph | None = None
+    directory: Path, model_def: ModelDef, mesh: Mesh | None = None, stored: ModelDef | None = None
 ) -> Params:
-    """Read the weights of a directory in jaxspec's format, cast to the graph's dtype.
+    """Read the weights of a directory in jaxspec's format, cast to the model definition's dtype.
 
     Args:
       mesh: where to place the weights; None is the default device.
-      stored: what the directory holds: the graph, with fewer formats. None: the graph itself. A
-        weight that has a format in `graph` alone is quantised as soon as it is on the devices.
+      stored: what the directory holds: the model_def, with fewer formats. None: the model definition itself. A
+        weight that has a format in `model_def` alone is quantised as soon as it is on the devices.
 
     Raises:
-      CheckpointError: names or shapes are not the graph's (they are listed), a file is damaged, or
+      CheckpointError: names or shapes are not the model definition's (they are listed), a file is damaged, or
         weights are not finite.
     """
     import orbax.checkpoint as ocp
 
-    stored = stored or graph
+    stored = stored or model_def
     expected = stored.abstract_params()
     check_tree(directory, {name: a.shape for name, a in expected.items()})
     if mesh is None:
@@ -116,7 +116,7 @@ def restore_params(
         arrays = zip(expected.items(), read_params(directory, list(expected)), strict=True)
         params: Params = {}
         for (n, a), x in arrays:
-            params |= graph.pack(n, jnp.asarray(x.astype(a.dtype, copy=False)))
+            params |= model_def.pack(n, jnp.asarray(x.astype(a.dtype, copy=False)))
         return params
     shardings = stored.shardings(mesh)
     restore_args = {
@@ -125,7 +125,7 @@ def restore_params(
     }
     params = {}
     for name, x in _restored(directory, restore_args):
-        params |= graph.pack(name, x)
+        params |= model_def.pack(name, x)
     check_on_devices(directory, params)
     return params
 

@@ -48,7 +48,7 @@ def to_hf_names(
     config = model
     if isinstance(model, LoadedModel):
         refuse_copy(model)
-        refuse_quantised(dict(model.graph.formats), model.source)
+        refuse_quantised(dict(model.model_def.formats), model.source)
         config, prefix = model.config, checkpoint_prefix(model) if prefix is None else prefix
     shapes = parameter_shapes(config)
     return bridge.to_hf_names(flat_params(params), rule_set(config, shapes), shapes, prefix=prefix)

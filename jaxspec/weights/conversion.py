@@ -25,8 +25,8 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.hf_io import CONFIG_FILES, TOKENIZER_FILES
 from checkpoints_convert.rules import Fill, TensorSpec, fills_for, find_prefix
 from jaxspec.quantised import QuantisedArray
-from jaxspec.quantised.choice import check_format, quantised_graph
-from jaxspec.registry import ModelConfig, graph_of
+from jaxspec.quantised.choice import check_format, quantised_def
+from jaxspec.registry import ModelConfig, model_def_of
 from jaxspec.runtime.memory import check_host_fits
 from jaxspec.shapes import Array
 from jaxspec.weights.acceptance import FIELD, read_acceptance, write_acceptance
@@ -34,7 +34,7 @@ from jaxspec.weights.arrays import LazyArray, check_tree, read_params, save_para
 from jaxspec.weights.atomic_dir import written_aside
 from jaxspec.weights.finite import checked
 from jaxspec.weights.manifest import MANIFEST, Manifest
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.source import open_source, parameter_shapes, rule_set
 
 Progress = Callable[[str, int, int], None]
@@ -111,9 +111,9 @@ def convert(
         fills = opened.plan.fills
         total = sum(opened.nbytes(fill) for fill in fills)
         done = 0
-        graph = graph_of(opened.config, dtype or "bfloat16")
-        stored = opened.quantised_graph(graph, quantize)
-        graph = quantised_graph(stored, str(directory), quantize, quantize_head, "quantize")
+        model_def = model_def_of(opened.config, dtype or "bfloat16")
+        stored = opened.quantised_def(model_def, quantize)
+        model_def = quantised_def(stored, str(directory), quantize, quantize_head, "quantize")
 
         def stored_as(fill: Fill) -> np.dtype:
             stored = opened.dtype_of(fill) if dtype is None else hf_io.numpy_dtype(dtype)
@@ -122,14 +122,14 @@ def convert(
         def lazily(fill: Fill) -> dict[str, LazyArray]:
             def make() -> np.ndarray | dict[str, np.ndarray]:
                 nonlocal done
-                array = opened.read(fill, graph, stored_as(fill), see)
+                array = opened.read(fill, model_def, stored_as(fill), see)
                 done += opened.nbytes(fill)
                 if progress is not None:
                     progress(fill.path, done, total)
                 return array
 
-            if fill.path in dict(graph.formats):
-                return _quantised(graph, fill.path, make)
+            if fill.path in dict(model_def.formats):
+                return _quantised(model_def, fill.path, make)
             return {fill.path: LazyArray(fill.shape, stored_as(fill), make)}  # type: ignore[arg-type]
 
         _check_memory(fills, opened.dtype_of)
@@ -155,9 +155,9 @@ def convert(
             },
             skipped=sorted(opened.skipped),
             measured_acceptance=opened.checkpoint.config.get(FIELD),
-            formats=dict(graph.formats) or None,
-            compute_dtype=compute if graph.formats else None,
-            cache_dtype=compute if graph.formats else None,
+            formats=dict(model_def.formats) or None,
+            compute_dtype=compute if model_def.formats else None,
+            cache_dtype=compute if model_def.formats else None,
             kv_scales=kv_scales,
         ).write(aside)
     return Report(
@@ -173,14 +173,14 @@ def convert(
 
 
 def _quantised(
-    graph: Graph, name: str, make: Callable[[], np.ndarray | dict[str, np.ndarray]]
+    model_def: ModelDef, name: str, make: Callable[[], np.ndarray | dict[str, np.ndarray]]
 ) -> dict[str, LazyArray]:
     """Return the arrays of a weight that is read, or quantised, when the first of them is written.
 
     The arrays are made together. What is not written yet waits in memory: that is the scales, which
     are small. The codes come first, because names are written in order.
     """
-    weight = graph.abstract_weights()[name]
+    weight = model_def.abstract_weights()[name]
     assert isinstance(weight, QuantisedArray)
     waiting: dict[str, np.ndarray] = {}
 
@@ -188,7 +188,7 @@ def _quantised(
         if part not in waiting:
             made = make()
             if not isinstance(made, dict):
-                packed = graph.pack(name, jnp.asarray(made))
+                packed = model_def.pack(name, jnp.asarray(made))
                 made = {part: np.asarray(packed[f"{name}.{part}"]) for part in weight.parts}
             waiting.update(made)
         return waiting.pop(part)

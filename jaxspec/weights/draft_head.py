@@ -13,12 +13,12 @@ import dataclasses
 
 from checkpoints_convert.errors import CheckpointError
 from jaxspec.options import FieldError
-from jaxspec.quantised import named
+from jaxspec.quantised import get_format
 from jaxspec.quantised.choice import check_format
 from jaxspec.registry import family_of
 from jaxspec.runtime.memory import check_weights_fit
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import mesh_of
 
 FIELD = "quantize_draft_head"
@@ -37,18 +37,18 @@ def with_draft_head(drafter: LoadedModel, target: LoadedModel, format: str) -> L
     Raises:
       ConfigError: the drafter does not fit the target.
       DeviceMemoryError: the devices have no room for the copy.
-      FieldError: as `graph_with_head`.
+      FieldError: as `model_def_with_head`.
     """
     drafter.config.check_fits(target.config)
-    graph = graph_with_head(drafter.graph, target.graph, format)
-    assert target.graph.head is not None
-    check_weights_fit(graph, mesh_of(target=target.params), target.graph)
-    copy = graph.pack(HEAD, target.graph.weights(target.params)[target.graph.head])
-    return dataclasses.replace(drafter, graph=graph, params={**drafter.params, **copy})
+    model_def = model_def_with_head(drafter.model_def, target.model_def, format)
+    assert target.model_def.head is not None
+    check_weights_fit(model_def, mesh_of(target=target.params), target.model_def)
+    copy = model_def.pack(HEAD, target.model_def.weights(target.params)[target.model_def.head])
+    return dataclasses.replace(drafter, model_def=model_def, params={**drafter.params, **copy})
 
 
-def graph_with_head(drafter: Graph, target: Graph, format: str) -> Graph:
-    """Return the graph of a drafter that drafts with a copy of the target's head.
+def model_def_with_head(drafter: ModelDef, target: ModelDef, format: str) -> ModelDef:
+    """Return the model definition of a drafter that drafts with a copy of the target's head.
 
     Raises:
       FieldError: as `check_borrows` and `check_differs`; or the target's head is not known.
@@ -61,11 +61,11 @@ def graph_with_head(drafter: Graph, target: Graph, format: str) -> Graph:
     check_differs(format, dict(target.formats).get(target.head))
     with_head = family_of(drafter.config).with_head
     assert with_head is not None
-    graph = dataclasses.replace(drafter, module=with_head())
-    return graph.with_formats({**dict(drafter.formats), HEAD: format})
+    model_def = dataclasses.replace(drafter, module=with_head())
+    return model_def.with_formats({**dict(drafter.formats), HEAD: format})
 
 
-def check_borrows(drafter: Graph | None, format: str) -> None:
+def check_borrows(drafter: ModelDef | None, format: str) -> None:
     """Refuse what no copy of any target's head can be made for.
 
     Args:
@@ -98,7 +98,7 @@ def check_differs(format: str, stored: str | None) -> None:
     Raises:
       FieldError: both have one format, and it rounds weights only.
     """
-    if format == stored and not named(format).rounds_activations:
+    if format == stored and not get_format(format).rounds_activations:
         raise FieldError(
             FIELD,
             f"is {format}, and the target's head is {stored} already, which the drafter borrows as it is: "
@@ -113,7 +113,7 @@ def refuse_copy(model: LoadedModel) -> None:
       CheckpointError: it has one.
     """
     with_head = family_of(model.config).with_head
-    if with_head is not None and model.graph.module is with_head():
+    if with_head is not None and model.model_def.module is with_head():
         raise CheckpointError(
             f"{model.source} was loaded with quantize_draft_head: it holds a copy of its target's head, "
             "which no checkpoint of a drafter has. Load it without that, and save it then"

@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from jaxspec.shapes import Params
-from jaxspec.weights.model_def import Graph, cast_params, listed
+from jaxspec.weights.model_def import ModelDef, cast_params, listed
 from jaxspec.weights.trees import all_arrays, flat_params
 
 
-def accept_params(graph: Graph | None, params: Any, *, cast: bool) -> Params | None:
-    """Return weights that a caller gave, flat, and in the dtypes of a graph if `cast`; None stays None."""
+def accept_params(model_def: ModelDef | None, params: Any, *, cast: bool) -> Params | None:
+    """Return weights that a caller gave, flat, and in the dtypes of a model_def if `cast`; None stays None."""
     if params is None:
         return None
     params = flat_params(params)
-    return cast_params(graph, params) if cast and graph is not None else params
+    return cast_params(model_def, params) if cast and model_def is not None else params
 
 
 class KnownParams:
@@ -27,13 +27,13 @@ class KnownParams:
         self._shardings: dict[str, Any] = {}  # by role: shardings of the last params
         self._kinds: dict[str, list[str]] = {}  # by role: names of one param per sharding
 
-    def check(self, role: str, graph: Graph, params: Any) -> Params:
+    def check(self, role: str, model_def: ModelDef, params: Any) -> Params:
         """Raise an error if params do not fit; otherwise return one param of each sharding.
 
         The result is for callers that need only the shardings.
 
         Raises:
-          ValueError: params are not jax.Arrays by name, do not fit the graph, or have other
+          ValueError: params are not jax.Arrays by name, do not fit the model_def, or have other
             shardings than in the call before.
         """
         if not (isinstance(params, dict) and all_arrays(params)):
@@ -49,7 +49,7 @@ class KnownParams:
             return {name: params[name] for name in self._kinds[role]}
         # In later calls, new shapes or dtypes make JAX trace again, and tracing checks them.
         if known is None or params.keys() != known.keys():
-            graph.check(params)
+            model_def.check(params)
             known = shardings
         wrong = [
             f"{name}: {s}, before {known[name]}"

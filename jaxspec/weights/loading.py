@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
 from jaxspec.configs.base import GenerationDefaults
-from jaxspec.quantised.choice import quantised_graph
+from jaxspec.quantised.choice import quantised_def
 from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.registry import Family, ModelConfig, families, graph_of, named
+from jaxspec.registry import Family, ModelConfig, families, get_family, model_def_of
 from jaxspec.runtime.memory import check_weights_fit
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.arrays import restore_params
 from jaxspec.weights.manifest import MANIFEST, Manifest
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh, place
 from jaxspec.weights.source import open_source, read_ahead
 from jaxspec.weights.trees import flat_params
@@ -34,9 +34,9 @@ __all__ = ["CheckpointError", "LoadedModel", "default_dtype", "load_drafter", "l
 
 @dataclass(frozen=True, repr=False)
 class LoadedModel:
-    """A model ready to run: its graph, its weights on the devices, and its origin."""
+    """A model ready to run: its model_def, its weights on the devices, and its origin."""
 
-    graph: Graph
+    model_def: ModelDef
     params: Params
     config: ModelConfig
     generation: GenerationDefaults | None  # None for drafters
@@ -45,18 +45,18 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         """Return one line. The weights are left out, because they would fill pages."""
-        size = sum(weight.size for weight in self.graph.abstract_weights().values())
-        name = f"{self.source}: {self.graph.module.__name__}"
-        return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.graph.dtypes})"
+        size = sum(weight.size for weight in self.model_def.abstract_weights().values())
+        name = f"{self.source}: {self.model_def.module.__name__}"
+        return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.model_def.dtypes})"
 
     def with_params(self, params: Any) -> LoadedModel:
         """Return the model with other weights, such as trained ones, as `trees.flat_params` takes them.
 
         Raises:
-          ValueError: they do not fit the graph; every difference is named.
+          ValueError: they do not fit the model definition; every difference is named.
         """
         params = flat_params(params)
-        self.graph.check(params)
+        self.model_def.check(params)
         return dataclasses.replace(self, params=params)
 
 
@@ -133,27 +133,31 @@ def _load(
     directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
     if (directory / MANIFEST).is_file():
         manifest = Manifest.read(directory)
-        _check_role(source, named(manifest.kind), role)
-        stored = manifest.graph(dtype)
-        graph = quantised_graph(stored, source, *formats, option)
-        graph = with_kv_dtype(graph, kv_dtype, manifest.kv_scales)
-        check_weights_fit(graph, mesh or _default_mesh())
-        params = restore_params(directory, graph, mesh, stored)
-        return LoadedModel(graph, params, manifest.config, manifest.generation, directory, source)
+        _check_role(source, get_family(manifest.kind), role)
+        stored = manifest.model_def(dtype)
+        model_def = quantised_def(stored, source, *formats, option)
+        model_def = with_kv_dtype(model_def, kv_dtype, manifest.kv_scales)
+        check_weights_fit(model_def, mesh or _default_mesh())
+        params = restore_params(directory, model_def, mesh, stored)
+        return LoadedModel(
+            model_def, params, manifest.config, manifest.generation, directory, source
+        )
     opened = open_source(directory)
     _check_role(source, opened.family, role)
-    stored = opened.quantised_graph(graph_of(opened.config, dtype), formats[0])
-    graph = quantised_graph(stored, source, *formats, option)
-    graph = with_kv_dtype(graph, kv_dtype, opened.kv_scales if kv_dtype == "fp8" else None)
-    check_weights_fit(graph, mesh or _default_mesh())
-    shardings = {} if mesh is None else {**graph.weight_shardings(mesh), **graph.shardings(mesh)}
+    stored = opened.quantised_def(model_def_of(opened.config, dtype), formats[0])
+    model_def = quantised_def(stored, source, *formats, option)
+    model_def = with_kv_dtype(model_def, kv_dtype, opened.kv_scales if kv_dtype == "fp8" else None)
+    check_weights_fit(model_def, mesh or _default_mesh())
+    shardings = (
+        {} if mesh is None else {**model_def.weight_shardings(mesh), **model_def.shardings(mesh)}
+    )
 
     def placed(name: str, array: Any) -> Array:
         return jnp.asarray(array) if mesh is None else place(array, shardings[name])
 
     there = mesh is None and _moves_fast()
     params: Params = {}
-    pieces_of_all = opened.all_pieces(graph, jnp.dtype(dtype))
+    pieces_of_all = opened.all_pieces(model_def, jnp.dtype(dtype))
     for name, recipe, pieces in read_ahead(pieces_of_all) if there else pieces_of_all:
         large = sum(x.nbytes for x in jax.tree.leaves(pieces)) >= _LARGE_BYTES
         worthwhile = there and large and recipe.moves
@@ -162,9 +166,9 @@ def _load(
         if isinstance(array, dict):  # as the file has them
             params |= {f"{name}.{part}": placed(f"{name}.{part}", x) for part, x in array.items()}
         else:
-            params |= graph.pack(name, placed(name, array))
+            params |= model_def.pack(name, placed(name, array))
         del array
-    return LoadedModel(graph, params, opened.config, opened.generation, directory, source)
+    return LoadedModel(model_def, params, opened.config, opened.generation, directory, source)
 
 
 _LARGE_BYTES = 4 << 20

@@ -17,9 +17,9 @@ from jaxspec import __version__, quantised
 from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
 from jaxspec.options import shown
 from jaxspec.quantised.kv import DTYPES as DTYPES_OF_KV
-from jaxspec.registry import ModelConfig, graph_of, named
+from jaxspec.registry import ModelConfig, get_family, model_def_of
 from jaxspec.weights.acceptance import FIELD
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 
 MANIFEST = "manifest.json"
 
@@ -63,14 +63,14 @@ class Manifest:
     cache_dtype: str | None = None
     kv_scales: tuple[tuple[float, float], ...] | None = None
 
-    def graph(self, dtype: str) -> Graph:
-        """Return the graph of what the directory holds, with weights and products of `dtype`.
+    def model_def(self, dtype: str) -> ModelDef:
+        """Return the model definition of what the directory holds, with weights and products of `dtype`.
 
         Raises:
           CheckpointError: the manifest gives formats to weights that the model does not have.
         """
         try:
-            return graph_of(self.config, dtype).with_formats(self.formats or {})
+            return model_def_of(self.config, dtype).with_formats(self.formats or {})
         except ValueError as error:
             raise CheckpointError(f"{self.source}: {MANIFEST} is corrupt: {error}") from None
 
@@ -126,7 +126,7 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise ValueError(f"tensors: {listed([name])} has the dtype {shown(dtype)}")
     kind: str = values["kind"]
-    family = named(_RENAMED.get(kind, kind))
+    family = get_family(_RENAMED.get(kind, kind))
     config, generation = _config(family.config, values, "config"), None
     if values["generation"] is not None:
         generation = _config(GenerationDefaults, values, "generation")

@@ -1,12 +1,12 @@
 """Keep modules and their weights apart.
 
-A `Graph` is static and hashable. `Params` is a flat dict of arrays. Every jitted function takes a
-`Graph` as a static argument and `Params` as an ordinary one, and calls `graph.bind(params)` inside.
+A `ModelDef` is static and hashable. `Params` is a flat dict of arrays. Every jitted function takes a
+`ModelDef` as a static argument and `Params` as an ordinary one, and calls `model_def.bind(params)` inside.
 Swapping weights therefore compiles nothing. Training code, conversion and decoding share one plain
 pytree.
 
-A quantised weight is several arrays of that dict (`jaxspec.quantised`). `Graph.formats` names such
-weights, and `Graph.bind` puts their arrays together.
+A quantised weight is several arrays of that dict (`jaxspec.quantised`). `ModelDef.formats` names such
+weights, and `ModelDef.bind` puts their arrays together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.quantised import QuantisedArray, named
+from jaxspec.quantised import QuantisedArray, get_format
 from jaxspec.quantised.array import quantiser
 from jaxspec.quantised.kv import KVFormat
 from jaxspec.shapes import Array, Params
@@ -36,7 +36,7 @@ def param(
     fan_in: int | None = None,
     axes: tuple[str | None, ...] = (),
     lookup: bool = False,
-    summed: tuple[int, ...] = (),
+    contracting_axes: tuple[int, ...] = (),
     table: bool = False,
 ) -> nnx.Param:
     """Declare a weight.
@@ -48,7 +48,7 @@ def param(
         the axis.
       lookup: whether the weight is a table of which a pass reads only the rows of its tokens. False
         for an embedding that is also the output head.
-      summed: the axes that a product sums over, for a weight that may be quantised. () marks a
+      contracting_axes: the axes that a product sums over, for a weight that may be quantised. () marks a
         weight that never is. What multiplies such a weight takes a `QuantisedArray` too.
       table: whether it holds a row for each token: an embedding, a head, or both.
     """
@@ -57,7 +57,7 @@ def param(
         fan_in=fan_in,
         axes=axes,
         lookup=lookup,
-        summed=summed,
+        contracting_axes=contracting_axes,
         table=table,
     )
 
@@ -69,12 +69,12 @@ class Declared:
     fan_in: int | None = None
     axes: tuple[str | None, ...] = ()
     lookup: bool = False
-    summed: tuple[int, ...] = ()
+    contracting_axes: tuple[int, ...] = ()
     table: bool = False
 
 
 @dataclass(frozen=True, repr=False)
-class Graph:
+class ModelDef:
     """A module class with its config and dtypes: all of a model except its weights.
 
     Attributes:
@@ -90,7 +90,7 @@ class Graph:
     formats: tuple[tuple[str, str], ...] = ()
     kv: KVFormat | None = None
 
-    def of_dtype(self, dtype: str) -> Graph:
+    def of_dtype(self, dtype: str) -> ModelDef:
         """Return the same model with weights of another dtype.
 
         Raises:
@@ -100,7 +100,7 @@ class Graph:
             raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
         return dataclasses.replace(self, dtype=dtype)
 
-    def with_formats(self, formats: Mapping[str, str]) -> Graph:
+    def with_formats(self, formats: Mapping[str, str]) -> ModelDef:
         """Return the same model with these weights quantised, and no others.
 
         Args:
@@ -112,9 +112,9 @@ class Graph:
         """
         declared = self.declared()
         for name, format in formats.items():
-            if name not in declared or not declared[name].summed:
+            if name not in declared or not declared[name].contracting_axes:
                 raise ValueError(f"{self.module.__name__} has no weight {name} to quantise")
-            named(format)
+            get_format(format)
         return dataclasses.replace(self, formats=tuple(sorted(formats.items())))
 
     @property
@@ -142,10 +142,10 @@ class Graph:
 
     def __repr__(self) -> str:
         """Return one line."""
-        return f"Graph({self.module.__name__}, {self.config}, {self.dtypes})"
+        return f"ModelDef({self.module.__name__}, {self.config}, {self.dtypes})"
 
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shape and dtype of every array of this graph's params, by name."""
+        """Return the shape and dtype of every array of this model's params, by name."""
         arrays = {}
         for name, weight in self.abstract_weights().items():
             parts = weight.parts if isinstance(weight, QuantisedArray) else None
@@ -180,9 +180,9 @@ class Graph:
         if not isinstance(weight, QuantisedArray):
             return {name: sharding}
         spec = (*sharding.spec, *[None] * (weight.ndim - len(sharding.spec)))
-        format, placed = named(weight.format), {}
+        format, placed = get_format(weight.format), {}
         for part, array in weight.parts.items():
-            follows = format.axes(part, weight.ndim, weight.summed)
+            follows = format.axes(part, weight.ndim, weight.contracting_axes)
             of_part = [None if i is None else spec[i] for i in follows]
             # Blocks of inputs may not divide where the inputs do. Such a part is whole everywhere.
             for axis, size in enumerate(array.shape):
@@ -193,7 +193,7 @@ class Graph:
             placed[part] = NamedSharding(sharding.mesh, PartitionSpec(*of_part))
         return _flat(name, placed)
 
-    def unquantised(self) -> Graph:
+    def unquantised(self) -> ModelDef:
         """Return the same model with every weight as numbers."""
         return dataclasses.replace(self, formats=()) if self.formats else self
 
@@ -214,7 +214,7 @@ class Graph:
             placed = tuple((part, at[f"{name}.{part}"]) for part in sorted(abstract.parts))
             split = {i for i, axes in enumerate(weight.sharding.spec) if axes is not None}
             along = tuple(i for i in range(weight.ndim) if i not in split)
-        make = quantiser(format, abstract.summed, placed, along)
+        make = quantiser(format, abstract.contracting_axes, placed, along)
         # Waiting bounds memory: without it weights that are not quantised yet would pile up.
         return _flat(name, jax.block_until_ready(make(weight)))
 
@@ -232,7 +232,7 @@ class Graph:
         return tables[0] if tables else None
 
     def check(self, params: Params) -> None:
-        """Raise an error if this graph cannot bind these weights.
+        """Raise an error if this model cannot bind these weights.
 
         Raises:
           ValueError: names, shapes or dtypes differ from `abstract_params`. The message lists the
@@ -276,7 +276,7 @@ class Graph:
         return weights
 
     def dequantise(self, params: Params) -> Params:
-        """Return the weights as numbers, for the graph `unquantised`. It needs memory for them."""
+        """Return the weights as numbers, for the model definition `unquantised`. It needs memory for them."""
         return {
             name: x.dequantise() if isinstance(x, QuantisedArray) else x
             for name, x in self.weights(params).items()
@@ -316,12 +316,12 @@ class Graph:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def cast_params(graph: Graph, params: Params) -> Params:
-    """Return weights in the dtypes of a graph. It is compiled, so outside of jit a call is one program.
+def cast_params(model_def: ModelDef, params: Params) -> Params:
+    """Return weights in the dtypes of a model_def. It is compiled, so outside of jit a call is one program.
 
-    Only floats are cast. What does not fit otherwise stays as it is, for `Graph.check` to find.
+    Only floats are cast. What does not fit otherwise stays as it is, for `ModelDef.check` to find.
     """
-    wanted = _wanted(graph)
+    wanted = _wanted(model_def)
 
     def cast(name: str, x: Array) -> Array:
         floats = name in wanted and jnp.issubdtype(wanted[name][1], jnp.floating)
@@ -338,38 +338,40 @@ def listed(names: list[str], most: int = 20) -> str:
     return "\n  ".join([*names[:most], *more])
 
 
-def _abstract(graph: Graph) -> tuple[Any, dict[str, Any]]:
+def _abstract(model_def: ModelDef) -> tuple[Any, dict[str, Any]]:
     """Return the module's definition and its variables, as if nothing were quantised."""
-    return _abstract_module(dataclasses.replace(graph, formats=(), kv=None))
+    return _abstract_module(dataclasses.replace(model_def, formats=(), kv=None))
 
 
 @functools.cache
-def _abstract_module(graph: Graph) -> tuple[Any, dict[str, Any]]:
-    graphdef, state = nnx.split(graph.bind_abstract())
+def _abstract_module(model_def: ModelDef) -> tuple[Any, dict[str, Any]]:
+    graphdef, state = nnx.split(model_def.bind_abstract())
     return graphdef, {".".join(map(str, path)): v for path, v in nnx.to_flat_state(state)}
 
 
 @functools.cache
-def _abstract_weights(graph: Graph) -> dict[str, jax.ShapeDtypeStruct | QuantisedArray]:
-    _, variables = _abstract(graph)
-    formats, weights = dict(graph.formats), {}
+def _abstract_weights(model_def: ModelDef) -> dict[str, jax.ShapeDtypeStruct | QuantisedArray]:
+    _, variables = _abstract(model_def)
+    formats, weights = dict(model_def.formats), {}
     for name, v in variables.items():
         weights[name] = jax.ShapeDtypeStruct(v.shape, v.dtype)
         if name in formats:
-            summed = v.get_metadata()["summed"]
-            parts = named(formats[name]).parts(v.shape, summed)
-            about: dict[str, Any] = dict(shape=v.shape, dtype=v.dtype, summed=summed)
+            contracting_axes = v.get_metadata()["contracting_axes"]
+            parts = get_format(formats[name]).parts(v.shape, contracting_axes)
+            about: dict[str, Any] = dict(
+                shape=v.shape, dtype=v.dtype, contracting_axes=contracting_axes
+            )
             weights[name] = QuantisedArray(parts, format=formats[name], **about)
     return weights
 
 
 @functools.cache
-def _wanted(graph: Graph) -> dict[str, tuple[tuple[int, ...], Any]]:
+def _wanted(model_def: ModelDef) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return the shape and dtype of each weight, by name.
 
     The result is cached, because reading it from the variables takes 10 ms for a large model.
     """
-    return {name: (v.shape, v.dtype) for name, v in graph.abstract_params().items()}
+    return {name: (v.shape, v.dtype) for name, v in model_def.abstract_params().items()}
 
 
 def _flat(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:

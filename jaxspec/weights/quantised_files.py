@@ -16,7 +16,7 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.quantised.announced import Spec
 from checkpoints_convert.quantised.sources import GroupedFloat4, GroupedInt4, PerChannel, Source
 from checkpoints_convert.rules import Shape
-from jaxspec.quantised.formats import named
+from jaxspec.quantised.formats import get_format
 from jaxspec.quantised.grouped import GROUPS, from_float4, from_int4, int4_name
 
 _OF_BLOCKS = "int8"
@@ -30,14 +30,18 @@ def is_lossless(spec: Spec) -> bool:
 
 
 def format_of(
-    spec: Spec, name: str, shape: Shape, summed: tuple[int, ...], quantize: str | None = None
+    spec: Spec,
+    name: str,
+    shape: Shape,
+    contracting_axes: tuple[int, ...],
+    quantize: str | None = None,
 ) -> str | None:
     """Return the format of a weight that a file stores in some way; None if it is read as numbers.
 
     Numbers are what the few weights become whose format no model multiplies by, such as GGUF's Q6_K.
 
     Args:
-      name, shape, summed: of the weight.
+      name, shape, contracting_axes: of the weight.
       quantize: the format that was asked for.
 
     Raises:
@@ -48,26 +52,30 @@ def format_of(
     if spec.kind in ("int8", "fp8") and spec.per in ("tensor", "channel"):
         return spec.kind
     if spec.kind in ("nvfp4", "mxfp4"):
-        _check_groups(name, spec, shape, summed)
+        _check_groups(name, spec, shape, contracting_axes)
         return spec.kind
     if spec.kind != "int4":
         return None
-    whole = math.prod(shape[i] for i in summed)
+    whole = math.prod(shape[i] for i in contracting_axes)
     return int4_name(
-        _group_of(name, spec, whole, shape, summed), _DTYPES[spec.scales], not spec.symmetric
+        _group_of(name, spec, whole, shape, contracting_axes),
+        _DTYPES[spec.scales],
+        not spec.symmetric,
     )
 
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-def _group_of(name: str, spec: Spec, whole: int, shape: Shape, summed: tuple[int, ...]) -> int:
+def _group_of(
+    name: str, spec: Spec, whole: int, shape: Shape, contracting_axes: tuple[int, ...]
+) -> int:
     """Return the group of the format that holds 4-bit integers.
 
     Other groups, and a scale for all inputs, become several groups with the same scale. They are of
     64 at most: that divides 704, so both weights of 26B-A4B's experts have one format.
     """
-    last, stored = shape[summed[-1]], spec.group or whole
+    last, stored = shape[contracting_axes[-1]], spec.group or whole
     if stored in GROUPS and last % stored == 0:
         return stored
     fitting = [group for group in GROUPS if group < 128 and not (stored % group or last % group)]
@@ -79,23 +87,25 @@ def _group_of(name: str, spec: Spec, whole: int, shape: Shape, summed: tuple[int
     return max(fitting)
 
 
-def _check_groups(name: str, spec: Spec, shape: Shape, summed: tuple[int, ...]) -> None:
-    if shape[summed[-1]] % spec.group:
+def _check_groups(name: str, spec: Spec, shape: Shape, contracting_axes: tuple[int, ...]) -> None:
+    if shape[contracting_axes[-1]] % spec.group:
         raise CheckpointError(
-            f"{name}: groups of {spec.group} do not divide its {shape[summed[-1]]} inputs"
+            f"{name}: groups of {spec.group} do not divide its {shape[contracting_axes[-1]]} inputs"
         )
 
 
-def parts_of(source: Source, format: str, shape: Shape, summed: tuple[int, ...]) -> dict[str, Any]:
+def parts_of(
+    source: Source, format: str, shape: Shape, contracting_axes: tuple[int, ...]
+) -> dict[str, Any]:
     """Return the arrays of a format that hold a weight of a file. Nothing is rounded.
 
     Args:
       source: the weight with its rows in the order of the kept axes. Its arrays are of JAX or of
         numpy, as the result is.
     """
-    about: dict[str, Any] = dict(shape=shape, summed=summed, dtype=np.float32)
+    about: dict[str, Any] = dict(shape=shape, contracting_axes=contracting_axes, dtype=np.float32)
     if isinstance(source, GroupedInt4):
-        of_ours = named(format).parts(shape, summed)["scales"].shape
+        of_ours = get_format(format).parts(shape, contracting_axes)["scales"].shape
         times = math.prod(of_ours) // math.prod(source.scales.shape)
         scales, zeros = source.scales, source.zeros
         if times > 1:
@@ -107,8 +117,8 @@ def parts_of(source: Source, format: str, shape: Shape, summed: tuple[int, ...])
         made = from_float4(source.pairs, source.scales, source.factor, **about)
     else:
         assert isinstance(source, PerChannel)
-        inputs = tuple(shape[i] for i in summed)
-        kept = tuple(n for i, n in enumerate(shape) if i not in summed)
+        inputs = tuple(shape[i] for i in contracting_axes)
+        kept = tuple(n for i, n in enumerate(shape) if i not in contracting_axes)
         codes, scales = source.codes.reshape(*kept, *inputs), source.scales.reshape(kept)
         return {"codes": codes, "scales": scales}
     assert made.format == format, (made.format, format)

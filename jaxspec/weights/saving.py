@@ -19,7 +19,7 @@ import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.rules import fills_for
-from jaxspec.registry import family_of, graph_of
+from jaxspec.registry import family_of, model_def_of
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.arrays import LazyArray, save_params
 from jaxspec.weights.atomic_dir import written_aside
@@ -28,7 +28,7 @@ from jaxspec.weights.conversion import _copy_files, refuse_quantised, write_weig
 from jaxspec.weights.draft_head import refuse_copy
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.manifest import MANIFEST, Manifest
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.source import open_source, parameter_shapes, rule_set
 from jaxspec.weights.trees import flat_params
 
@@ -65,9 +65,9 @@ def save(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
             source=model.source,
             revision=None,
             dtype=dtype,
-            formats=dict(model.graph.formats) or None,
-            compute_dtype=dtype if model.graph.formats else None,
-            cache_dtype=_cache_dtype(model.graph, dtype),
+            formats=dict(model.model_def.formats) or None,
+            compute_dtype=dtype if model.model_def.formats else None,
+            cache_dtype=_cache_dtype(model.model_def, dtype),
             kv_scales=_kv_scales(model),
             tensors={
                 name: "I64" if fill.transform.integers else _STORED[dtype]
@@ -88,7 +88,7 @@ def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> No
       CheckpointError: also if the model came without a config.json.
     """
     refuse_copy(model)
-    refuse_quantised(dict(model.graph.formats), model.source)
+    refuse_quantised(dict(model.model_def.formats), model.source)
     params, dtype = _checked(model, params)
     if not (model.directory / "config.json").is_file():
         raise CheckpointError(
@@ -107,21 +107,21 @@ def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> No
 def _checked(model: LoadedModel, params: Any) -> tuple[Params, str]:
     """Return weights that fit the model, and their dtype, which need not be the one it was loaded in."""
     params = model.params if params is None else flat_params(params)
-    quantised = dict(model.graph.formats)
+    quantised = dict(model.model_def.formats)
     plain = [
-        params[n] for n in model.graph.abstract_weights() if n in params and n not in quantised
+        params[n] for n in model.model_def.abstract_weights() if n in params and n not in quantised
     ]
     dtypes = {str(x.dtype) for x in plain if jnp.issubdtype(x.dtype, jnp.floating)}
-    dtype = dtypes.pop() if len(dtypes) == 1 else model.graph.dtype
-    graph = graph_of(model.config, dtype if dtype in _STORED else model.graph.dtype)
-    graph.with_formats(quantised).check(params)
+    dtype = dtypes.pop() if len(dtypes) == 1 else model.model_def.dtype
+    model_def = model_def_of(model.config, dtype if dtype in _STORED else model.model_def.dtype)
+    model_def.with_formats(quantised).check(params)
     return params, dtype
 
 
-def _cache_dtype(graph: Graph, dtype: str) -> str | None:
-    if graph.kv is None:
-        return dtype if graph.formats else None
-    return graph.kv.name
+def _cache_dtype(model_def: ModelDef, dtype: str) -> str | None:
+    if model_def.kv is None:
+        return dtype if model_def.formats else None
+    return model_def.kv.name
 
 
 def _kv_scales(model: LoadedModel) -> tuple[tuple[float, float], ...] | None:
@@ -134,7 +134,7 @@ def _kv_scales(model: LoadedModel) -> tuple[tuple[float, float], ...] | None:
     if (model.directory / "config.json").is_file():
         with contextlib.suppress(CheckpointError):
             return open_source(model.directory).kv_scales
-    return None if model.graph.kv is None else model.graph.kv.scales
+    return None if model.model_def.kv is None else model.model_def.kv.scales
 
 
 def _lazily(x: Array) -> LazyArray:

@@ -144,7 +144,7 @@ def constrain(x: Activation, *axes: str | None) -> Activation:
     return lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
-def constrain_params(params: Params, graph: Any) -> Params:
+def constrain_params(params: Params, model_def: Any) -> Params:
     """Tell XLA, inside a jitted function, to bring weights to where decoding wants them.
 
     What another axis than `model` splits, such as `fsdp`, is brought together once and not in every
@@ -152,7 +152,7 @@ def constrain_params(params: Params, graph: Any) -> Params:
     """
     if (mesh := _mesh_left_to_xla()) is None:
         return params
-    specs = {name: sharding.spec for name, sharding in graph.shardings(mesh).items()}
+    specs = {name: sharding.spec for name, sharding in model_def.shardings(mesh).items()}
     return lax.with_sharding_constraint(params, specs)
 
 
@@ -296,7 +296,7 @@ def decoding_mesh(mesh: Mesh) -> Mesh:
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def place_params(params: Any, graph: Any, mesh: Mesh) -> Params:
+def place_params(params: Any, model_def: Any, mesh: Mesh) -> Params:
     """Move weights from any mesh to where decoding needs them.
 
     Weights that are already in place are not copied. Weights that an axis like `fsdp` split are
@@ -304,11 +304,11 @@ def place_params(params: Any, graph: Any, mesh: Mesh) -> Params:
 
     Args:
       params: the weights, as `trees.flat_params` takes them.
-      graph: the graph of the model that the weights belong to, such as `LoadedModel.graph`.
+      model_def: the model definition of the model that the weights belong to, such as `LoadedModel.model_def`.
       mesh: any mesh of the devices, such as that of a training program; see `decoding_mesh`. Where its
         axis for parts of weights is not named `model`, pass `make_mesh(data=..., model=...)`.
     """
-    return jax.device_put(flat_params(params), graph.shardings(decoding_mesh(mesh)))
+    return jax.device_put(flat_params(params), model_def.shardings(decoding_mesh(mesh)))
 
 
 def on_decoding_mesh(params: Params) -> Params:
@@ -377,7 +377,7 @@ def mesh_of(**params: Mapping[str, Array] | None) -> Mesh:
         found = [f"{name} on {_described(mesh)}" for mesh, name in meshes.items()]
         raise ValueError(
             f"weights are not on the same devices: {'; '.join(found)}. Load all with the same mesh, or "
-            "put each model's there by jaxspec.weights.sharding.place_params(params, graph, mesh)"
+            "put each model's there by jaxspec.weights.sharding.place_params(params, model_def, mesh)"
         )
     return next(iter(meshes))
 
@@ -386,7 +386,7 @@ def _way_out(name: str) -> str:
     model = name.split()[0]
     return (
         "Put them where decoding wants them first: "
-        f"{model}_params = jaxspec.weights.sharding.place_params({model}_params, {model}.graph, mesh)"
+        f"{model}_params = jaxspec.weights.sharding.place_params({model}_params, {model}.model_def, mesh)"
     )
 
 

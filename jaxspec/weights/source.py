@@ -35,9 +35,9 @@ from checkpoints_convert.rules import (
     same,
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
-from jaxspec.registry import Family, ModelConfig, family_of, graph_of, recognise
+from jaxspec.registry import Family, ModelConfig, family_of, model_def_of, recognise
 from jaxspec.weights.finite import See, checked
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.quantised_files import format_of, is_lossless, parts_of
 
 
@@ -47,13 +47,13 @@ class Recipe:
 
     Attributes:
       transform, shape: of the parameter.
-      format, summed: of a weight whose codes and scales the file has; None of all others.
+      format, contracting_axes: of a weight whose codes and scales the file has; None of all others.
     """
 
     transform: Transform
     shape: Shape
     format: str | None = None
-    summed: tuple[int, ...] = ()
+    contracting_axes: tuple[int, ...] = ()
 
     def __call__(self, pieces: Sequence[Any]) -> Any:
         """Return an array, or the arrays of the format by name.
@@ -66,7 +66,7 @@ class Recipe:
         rows = self.transform.rows
         assert rows is not None
         joined = sources.arrange(pieces, lambda arrays: rows(arrays, self.shape))
-        return parts_of(joined, self.format, self.shape, self.summed)
+        return parts_of(joined, self.format, self.shape, self.contracting_axes)
 
     @property
     def moves(self) -> bool:
@@ -144,55 +144,57 @@ class Source:
             )
         return specs[fill.sources[0]]
 
-    def quantised_graph(self, graph: Graph, quantize: str | None = None) -> Graph:
-        """Return the graph with the formats of what the file holds quantised.
+    def quantised_def(self, model_def: ModelDef, quantize: str | None = None) -> ModelDef:
+        """Return the model definition with the formats of what the file holds quantised.
 
         Args:
-          graph: of the model, with nothing quantised.
+          model_def: of the model, with nothing quantised.
           quantize: the format of weights that have to be rounded again; None for int8.
 
         Raises:
           CheckpointError: a weight has a format that is not read, or several.
         """
-        formats, declared = {}, graph.declared()
+        formats, declared = {}, model_def.declared()
         for fill in self.plan.fills:
             spec, about = self.spec_of(fill), declared[fill.path]
-            if spec is not None and about.summed:
-                format = format_of(spec, fill.path, fill.shape, about.summed, quantize)
+            if spec is not None and about.contracting_axes:
+                format = format_of(spec, fill.path, fill.shape, about.contracting_axes, quantize)
                 formats |= {fill.path: format} if format is not None else {}
-        return graph.with_formats(formats)
+        return model_def.with_formats(formats)
 
     def read(
-        self, fill: Fill, graph: Graph, dtype: np.dtype, see: See
+        self, fill: Fill, model_def: ModelDef, dtype: np.dtype, see: See
     ) -> np.ndarray | dict[str, np.ndarray]:
         """Read a parameter: an array, or the arrays of its format as the file has them.
 
         Arguments are those of `pieces`.
         """
-        recipe, pieces = self.pieces(fill, graph, dtype, see)
+        recipe, pieces = self.pieces(fill, model_def, dtype, see)
         return recipe.on_host(pieces)
 
     def pieces(
-        self, fill: Fill, graph: Graph, dtype: np.dtype, see: See
+        self, fill: Fill, model_def: ModelDef, dtype: np.dtype, see: See
     ) -> tuple[Recipe, list[Any]]:
         """Read the tensors of a parameter, and return them with what makes the parameter of them.
 
         Args:
-          graph: as `quantised_graph` returned it, or with more formats. What it quantises beyond
+          model_def: as `quantised_def` returned it, or with more formats. What it quantises beyond
             the file is returned as numbers.
           dtype: of arrays. Numbers that are to be quantised again are float32.
         """
-        spec, format = self.spec_of(fill), dict(graph.formats).get(fill.path)
+        spec, format = self.spec_of(fill), dict(model_def.formats).get(fill.path)
         if spec is not None and format is not None:
             if is_lossless(spec):
-                summed = graph.declared()[fill.path].summed
-                recipe = Recipe(fill.transform, fill.shape, format, summed)
+                contracting_axes = model_def.declared()[fill.path].contracting_axes
+                recipe = Recipe(fill.transform, fill.shape, format, contracting_axes)
                 return recipe, [self.view.source(name, see) for name in fill.sources]
             dtype = np.dtype(np.float32)
         numbers = [self.view.numbers(name, dtype, see) for name in fill.sources]
         return Recipe(fill.transform, fill.shape), numbers
 
-    def all_pieces(self, graph: Graph, dtype: np.dtype) -> Iterator[tuple[str, Recipe, list[Any]]]:
+    def all_pieces(
+        self, model_def: ModelDef, dtype: np.dtype
+    ) -> Iterator[tuple[str, Recipe, list[Any]]]:
         """Yield every parameter by name, as `pieces` returns it.
 
         Raises:
@@ -200,7 +202,7 @@ class Source:
         """
         with checked(self.checkpoint.directory) as see:
             for fill in self.plan.fills:
-                yield fill.path, *self.pieces(fill, graph, fill.cast(dtype), see)
+                yield fill.path, *self.pieces(fill, model_def, fill.cast(dtype), see)
 
 
 def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
@@ -286,7 +288,9 @@ def _check_ordering(checkpoint: hf_io.HFCheckpoint, name: str, where: str) -> No
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return the shape of every parameter of the model that a config describes, by name."""
-    return {n: tuple(a.shape) for n, a in graph_of(config, "bfloat16").abstract_params().items()}
+    return {
+        n: tuple(a.shape) for n, a in model_def_of(config, "bfloat16").abstract_params().items()
+    }
 
 
 def rule_set(config: ModelConfig, params: Iterable[str]) -> RuleSet:

@@ -191,7 +191,7 @@ def rounded_sums(
       ValueError: shapes do not fit together.
       NotImplementedError: implementation is "mosaic" and it cannot run.
     """
-    first = codes.ndim - x.ndim + 1  # of the axes that are summed
+    first = codes.ndim - x.ndim + 1  # of the axes that are contracting_axes
     shape = codes.shape[:first]
     if codes.shape != (*shape, *x.shape[1:]):
         raise ValueError(f"rows {x.shape} and codes {codes.shape} do not have the same inputs")

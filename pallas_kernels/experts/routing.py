@@ -229,7 +229,7 @@ def route(
       expert_scale: a factor of the weight of each expert.
       real: which tokens are no padding; pairs of the others are in no tile. None: all.
       top_k: number of experts of a token.
-      dtype: the summed logits are rounded to this dtype.
+      dtype: the contracting_axes logits are rounded to this dtype.
       rows: rows of a tile.
       interpret: whether to interpret the kernels.
     """

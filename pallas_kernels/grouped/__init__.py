@@ -68,7 +68,7 @@ def linear(
     cut: Cut | FewCut | MosaicCut | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
-    """Return x @ weight, summed in float32.
+    """Return x @ weight, contracting_axes in float32.
 
     Args:
       x: rows.

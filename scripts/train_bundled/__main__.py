@@ -14,7 +14,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from jaxspec.shapes import Params
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from scripts.train_bundled import (
     assistant,
     corpus,
@@ -67,7 +67,7 @@ def corpus_stage(stdlib: Stdlib = STDLIB, work: Work = WORK) -> None:
 def target_stage(schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: Work = WORK) -> None:
     """Train the target."""
     params = target.train(
-        target.target_graph(dtype),
+        target.target_def(dtype),
         recipe.TARGET_SCHEDULES[schedule],
         _streams(work),
         console.print,
@@ -79,7 +79,7 @@ def target_stage(schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: W
 def refine_stage(schedule: Schedule = "full", dtype: Dtype = "bfloat16", work: Work = WORK) -> None:
     """Teach the target not to loop."""
     params = refine.train(
-        target.target_graph(dtype),
+        target.target_def(dtype),
         _load(work / "target.npz"),
         recipe.REFINE_SCHEDULES[schedule],
         _streams(work),
@@ -109,7 +109,7 @@ def assistant_stage(
 ) -> None:
     """Train the MTP assistant on the target's own text."""
     params = assistant.train(
-        (target.target_graph(dtype), assistant.assistant_graph(dtype)),
+        (target.target_def(dtype), assistant.assistant_def(dtype)),
         _load(work / "refined.npz"),
         recipe.ASSISTANT_SCHEDULES[schedule],
         _streams(work),
@@ -133,17 +133,17 @@ def export_stage(work: Work = WORK, destination: Path = recipe.BUNDLED) -> None:
 def evaluate_stage(stdlib: Stdlib = STDLIB, dtype: Dtype = "float32", work: Work = WORK) -> None:
     """Measure the target and its drafters, weights rounded to bfloat16, on the held-out modules."""
     texts = corpus.read_held_out(stdlib)
-    graphs = {
-        "target": target.target_graph(dtype),
-        "dflash": drafter.dflash_graph(dtype),
-        "mtp": assistant.assistant_graph(dtype),
+    model_defs = {
+        "target": target.target_def(dtype),
+        "dflash": drafter.dflash_def(dtype),
+        "mtp": assistant.assistant_def(dtype),
     }
     models = {
         name: (
-            graph,
+            model_def,
             target.rounded(target.rounded(_load(work / WEIGHTS[name]), "bfloat16"), dtype),
         )
-        for name, graph in graphs.items()
+        for name, model_def in model_defs.items()
     }
     result = evaluate.evaluate(models, _tokenizer(work), texts)
     (work / "evaluation.json").write_text(json.dumps(result, indent=1))
@@ -156,8 +156,8 @@ def evaluate_stage(stdlib: Stdlib = STDLIB, dtype: Dtype = "float32", work: Work
     console.print(result["bits_per_byte"])
 
 
-def _graphs(dtype: str) -> tuple[Graph, Graph]:
-    return target.target_graph(dtype), drafter.dflash_graph(dtype)
+def _graphs(dtype: str) -> tuple[ModelDef, ModelDef]:
+    return target.target_def(dtype), drafter.dflash_def(dtype)
 
 
 def _streams(work: Path) -> dict[str, np.ndarray]:

@@ -18,39 +18,41 @@ import optax
 
 from jaxspec.drafters.mtp import FrozenKV, MTPDrafter
 from jaxspec.shapes import Array, Float, Int, Params
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from scripts.train_bundled import recipe
 from scripts.train_bundled.drafter import write_text
 from scripts.train_bundled.recipe import AssistantSchedule
 from scripts.train_bundled.target import Report, cross_entropy, make_optimizer, rounded
 
 
-def assistant_graph(dtype: str) -> Graph:
-    return Graph(MTPDrafter, recipe.MTP, dtype)
+def assistant_def(dtype: str) -> ModelDef:
+    return ModelDef(MTPDrafter, recipe.MTP, dtype)
 
 
-def initial_params(graph: Graph, target_params: Params, seed: int) -> Params:
+def initial_params(model_def: ModelDef, target_params: Params, seed: int) -> Params:
     """Return float32 weights that start training well.
 
     Norms begin as the target's do. The head begins as the directions in which the target's embeddings differ
     most, so that likely tokens are near each other from the start.
     """
-    num_sublayers = 2 * graph.config.num_layers
+    num_sublayers = 2 * model_def.config.num_layers
     params = {}
-    for name, value in Graph(graph.module, graph.config, "float32").random_params(seed).items():
+    for name, value in (
+        ModelDef(model_def.module, model_def.config, "float32").random_params(seed).items()
+    ):
         if name.endswith("q_norm"):
             value = value * value.shape[0] ** -0.25
         elif name.endswith(("post_attention_norm", "post_mlp_norm")):
             value = value * num_sublayers**-0.5
         params[name] = value
     table = np.asarray(target_params["embedder.table"], np.float32)
-    directions = np.linalg.svd(table, full_matrices=False)[0][:, : graph.config.hidden_size]
-    spread = np.sqrt(len(table) / graph.config.hidden_size)
+    directions = np.linalg.svd(table, full_matrices=False)[0][:, : model_def.config.hidden_size]
+    spread = np.sqrt(len(table) / model_def.config.hidden_size)
     return params | {"head": jnp.asarray(directions * spread)}
 
 
 def chain_logits(
-    graphs: tuple[Graph, Graph],
+    model_defs: tuple[ModelDef, ModelDef],
     target_params: Params,
     params: Params,
     text: Int[Array, "B S"],
@@ -58,8 +60,8 @@ def chain_logits(
     num_drafts: int,
 ) -> Float[Array, "G B A V"]:
     """Return the draft logits of chains whose anchors are these positions, fed with the text's own tokens."""
-    target = graphs[0].bind(rounded(target_params, graphs[0].dtype))
-    drafter = graphs[1].bind(rounded(params, graphs[1].dtype))
+    target = model_defs[0].bind(rounded(target_params, model_defs[0].dtype))
+    drafter = model_defs[1].bind(rounded(params, model_defs[1].dtype))
     b, s = text.shape
     out = target(
         text,
@@ -87,7 +89,7 @@ def chain_logits(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
 def _step(
-    graphs: tuple[Graph, Graph],
+    model_defs: tuple[ModelDef, ModelDef],
     optimizer: optax.GradientTransformation,
     schedule: AssistantSchedule,
     target_params: Params,
@@ -111,7 +113,7 @@ def _step(
     weights = (schedule.step_decay ** jnp.arange(g))[:, None, None] * alive
 
     def loss_of(p: Params) -> tuple[Array, Array]:
-        logits = chain_logits(graphs, target_params, p, text, anchors, g)
+        logits = chain_logits(model_defs, target_params, p, text, anchors, g)
         loss = jnp.sum(cross_entropy(logits, tokens[1:]) * weights) / jnp.sum(weights)
         right = jnp.cumprod((jnp.argmax(logits, axis=-1) == tokens[1:]) * alive, axis=0)
         return loss, 1 + jnp.mean(jnp.sum(right, axis=0))
@@ -122,7 +124,7 @@ def _step(
 
 
 def train(
-    graphs: tuple[Graph, Graph],
+    model_defs: tuple[ModelDef, ModelDef],
     target_params: Params,
     schedule: AssistantSchedule,
     streams: dict[str, np.ndarray],
@@ -130,18 +132,18 @@ def train(
 ) -> Params:
     """Train from scratch; return float32 master weights."""
     stream = np.concatenate([streams["library"], streams["tests"][: len(streams["library"])]])
-    shipped = rounded(rounded(target_params, "bfloat16"), graphs[0].dtype)
-    texts = jnp.asarray(write_text(graphs[0], shipped, schedule, stream, report)[0])
+    shipped = rounded(rounded(target_params, "bfloat16"), model_defs[0].dtype)
+    texts = jnp.asarray(write_text(model_defs[0], shipped, schedule, stream, report)[0])
     optimizer = make_optimizer(
         schedule.peak_rate, schedule.weight_decay, schedule.warmup_steps, schedule.steps
     )
-    params = initial_params(graphs[1], shipped, recipe.SEED + 3)
+    params = initial_params(model_defs[1], shipped, recipe.SEED + 3)
     opt_state = optimizer.init(params)
     key, begin = jax.random.key(recipe.SEED + 4), time.perf_counter()
     taus: list[Any] = []
     for step in range(1, schedule.steps + 1):
         params, opt_state, loss, tau = _step(
-            graphs,
+            model_defs,
             optimizer,
             schedule,
             shipped,
@@ -160,13 +162,19 @@ def train(
     return params
 
 
-@functools.partial(jax.jit, static_argnames="graphs")
+@functools.partial(jax.jit, static_argnames="model_defs")
 def drafts(
-    graphs: tuple[Graph, Graph], target_params: Params, params: Params, text: Array, anchors: Array
+    model_defs: tuple[ModelDef, ModelDef],
+    target_params: Params,
+    params: Params,
+    text: Array,
+    anchors: Array,
 ) -> Int[Array, "B A G"]:
     """Return what is drafted at these positions of a text.
 
     Steps are fed the text's tokens: right while all drafts before them are, and then they alone count.
     """
-    logits = chain_logits(graphs, target_params, params, text, anchors, recipe.MTP.num_draft_tokens)
+    logits = chain_logits(
+        model_defs, target_params, params, text, anchors, recipe.MTP.num_draft_tokens
+    )
     return jnp.argmax(logits, axis=-1).transpose(1, 2, 0)

@@ -19,19 +19,19 @@ import optax
 from jaxspec.cache import KVSegment
 from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.shapes import Array, Float, Int, Params
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from scripts.train_bundled import recipe
 from scripts.train_bundled.recipe import AssistantSchedule, DrafterSchedule
 from scripts.train_bundled.target import Report, cross_entropy, generate, make_optimizer, rounded
 
 
-def dflash_graph(dtype: str) -> Graph:
-    return Graph(DFlashDrafter, recipe.DFLASH, dtype)
+def dflash_def(dtype: str) -> ModelDef:
+    return ModelDef(DFlashDrafter, recipe.DFLASH, dtype)
 
 
-def initial_params(graph: Graph, seed: int) -> Params:
+def initial_params(model_def: ModelDef, seed: int) -> Params:
     """Return float32 weights; what layers add to the residual stream begins small."""
-    params = Graph(graph.module, graph.config, "float32").random_params(seed)
+    params = ModelDef(model_def.module, model_def.config, "float32").random_params(seed)
     return {
         name: value * 0.5 if name.endswith((".out", ".down")) else value
         for name, value in params.items()
@@ -39,15 +39,15 @@ def initial_params(graph: Graph, seed: int) -> Params:
 
 
 def block_logits(
-    graphs: tuple[Graph, Graph],
+    model_defs: tuple[ModelDef, ModelDef],
     target_params: Params,
     params: Params,
     text: Int[Array, "B S"],
     anchors: Int[Array, "B A"],
 ) -> Float[Array, "A B G V"]:
     """Return the draft logits of the blocks whose anchors are these positions of the text."""
-    target = graphs[0].bind(rounded(target_params, graphs[0].dtype))
-    drafter = graphs[1].bind(rounded(params, graphs[1].dtype))
+    target = model_defs[0].bind(rounded(target_params, model_defs[0].dtype))
+    drafter = model_defs[1].bind(rounded(params, model_defs[1].dtype))
     b, s = text.shape
     out = target(
         text,
@@ -78,7 +78,7 @@ def block_logits(
 
 
 def write_text(
-    graph: Graph,
+    model_def: ModelDef,
     params: Params,
     schedule: DrafterSchedule | AssistantSchedule,
     stream: np.ndarray,
@@ -100,7 +100,7 @@ def write_text(
         lengths = rng.integers(shortest, longest + 1, batch).astype(np.int32)
         lengths[: batch // 2] = shortest
         text = generate(
-            graph,
+            model_def,
             params,
             jnp.asarray(np.where(np.arange(longest) < lengths[:, None], prompts, recipe.PAD)),
             jnp.asarray(lengths),
@@ -118,7 +118,7 @@ def write_text(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
 def _step(
-    graphs: tuple[Graph, Graph],
+    model_defs: tuple[ModelDef, ModelDef],
     optimizer: optax.GradientTransformation,
     schedule: DrafterSchedule,
     target_params: Params,
@@ -144,7 +144,7 @@ def _step(
     weights = jnp.exp(-jnp.arange(num_drafts) / schedule.position_decay) * alive
 
     def loss_of(p: Params) -> tuple[Array, Array]:
-        logits = block_logits(graphs, target_params, p, text, anchors)
+        logits = block_logits(model_defs, target_params, p, text, anchors)
         loss = jnp.sum(cross_entropy(logits, labels) * weights) / jnp.sum(weights)
         right = jnp.cumprod((jnp.argmax(logits, axis=-1) == labels) * alive, axis=-1)
         return loss, 1 + jnp.mean(jnp.sum(right, axis=-1))
@@ -155,7 +155,7 @@ def _step(
 
 
 def train(
-    graphs: tuple[Graph, Graph],
+    model_defs: tuple[ModelDef, ModelDef],
     target_params: Params,
     schedule: DrafterSchedule,
     streams: dict[str, np.ndarray],
@@ -163,19 +163,19 @@ def train(
 ) -> Params:
     """Train from scratch; return float32 master weights."""
     stream = np.concatenate([streams["library"], streams["tests"][: len(streams["library"])]])
-    shipped = rounded(rounded(target_params, "bfloat16"), graphs[0].dtype)
-    written = write_text(graphs[0], shipped, schedule, stream, report)
+    shipped = rounded(rounded(target_params, "bfloat16"), model_defs[0].dtype)
+    written = write_text(model_defs[0], shipped, schedule, stream, report)
     texts, lengths = jnp.asarray(written[0]), jnp.asarray(written[1])
     optimizer = make_optimizer(
         schedule.peak_rate, schedule.weight_decay, schedule.warmup_steps, schedule.steps
     )
-    params = initial_params(graphs[1], recipe.SEED + 1)
+    params = initial_params(model_defs[1], recipe.SEED + 1)
     opt_state = optimizer.init(params)
     key, begin = jax.random.key(recipe.SEED + 2), time.perf_counter()
     taus: list[Any] = []
     for step in range(1, schedule.steps + 1):
         params, opt_state, loss, tau = _step(
-            graphs,
+            model_defs,
             optimizer,
             schedule,
             shipped,
@@ -195,12 +195,16 @@ def train(
     return params
 
 
-@functools.partial(jax.jit, static_argnames="graphs")
+@functools.partial(jax.jit, static_argnames="model_defs")
 def drafts(
-    graphs: tuple[Graph, Graph], target_params: Params, params: Params, text: Array, anchors: Array
+    model_defs: tuple[ModelDef, ModelDef],
+    target_params: Params,
+    params: Params,
+    text: Array,
+    anchors: Array,
 ) -> Int[Array, "B A G"]:
     """Return what is drafted at these positions of a text."""
-    logits = block_logits(graphs, target_params, params, text, anchors)
+    logits = block_logits(model_defs, target_params, params, text, anchors)
     return jnp.argmax(logits, axis=-1).swapaxes(0, 1)
 
 

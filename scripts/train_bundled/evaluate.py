@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxspec.shapes import Params
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from scripts.train_bundled import assistant, drafter, recipe
 from scripts.train_bundled.target import cross_entropy, generate
 
@@ -25,7 +25,7 @@ WINDOW, STRIDE = (
 
 
 def bits_per_byte(
-    graph: Graph, params: Params, tokenizer: Tokenizer, texts: list[str]
+    model_def: ModelDef, params: Params, tokenizer: Tokenizer, texts: list[str]
 ) -> dict[str, float]:
     """Return the target's bits per byte over whole files, and xz's on the same text."""
     windows, counted = [], []
@@ -39,7 +39,7 @@ def bits_per_byte(
             counted.append((len(row) - 1 - new, len(row) - 1))
     nats = 0.0
     for i in range(0, len(windows), 8):
-        loss = np.asarray(_losses(graph, params, jnp.asarray(windows[i : i + 8], jnp.int32)))
+        loss = np.asarray(_losses(model_def, params, jnp.asarray(windows[i : i + 8], jnp.int32)))
         nats += sum(loss[j, a:b].sum() for j, (a, b) in enumerate(counted[i : i + 8]))
     data = [text.encode() for text in texts]
     size = sum(map(len, data))
@@ -55,10 +55,10 @@ def _xz(data: bytes) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _losses(graph: Graph, params: Params, rows: jax.Array) -> jax.Array:
+def _losses(model_def: ModelDef, params: Params, rows: jax.Array) -> jax.Array:
     b, t = rows.shape[0], rows.shape[1] - 1
     start, count = jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32)
-    out = graph.bind(params)(rows[:, :-1], start, count, None)
+    out = model_def.bind(params)(rows[:, :-1], start, count, None)
     return cross_entropy(out.logits, rows[:, 1:])
 
 
@@ -70,7 +70,7 @@ def distinct_share(rows: list[list[int]], n: int = 4) -> tuple[float, float]:
 
 
 def evaluate(
-    models: dict[str, tuple[Graph, Params]],
+    models: dict[str, tuple[ModelDef, Params]],
     tokenizer: Tokenizer,
     texts: list[str],
     *,
@@ -84,12 +84,12 @@ def evaluate(
     """
     prompts = [p["ids"] for p in json.loads(recipe.HELD_OUT.read_text())["prompts"]]
     longest = recipe.DFLASH.block_size
-    graph, params = models["target"]
+    model_def, params = models["target"]
     result: dict[str, Any] = {}
     for name, temperature in (("greedy", 0.0), ("temperature_1", 1.0)):
         b, width = len(prompts), len(prompts[0])
         text = generate(
-            graph,
+            model_def,
             params,
             jnp.asarray(prompts, jnp.int32),
             jnp.full(b, width, jnp.int32),
@@ -109,12 +109,12 @@ def evaluate(
             "rows_with_eos": sum(recipe.EOS in row for row in new),
             "samples": [tokenizer.decode(row) for row in new],
         }
-    result["bits_per_byte"] = bits_per_byte(graph, params, tokenizer, texts)
+    result["bits_per_byte"] = bits_per_byte(model_def, params, tokenizer, texts)
     return result
 
 
 def _acceptance(
-    models: dict[str, tuple[Graph, Params]],
+    models: dict[str, tuple[ModelDef, Params]],
     kind: str,
     drafts: Callable[..., jax.Array],
     text: jax.Array,
@@ -122,8 +122,8 @@ def _acceptance(
     num_tokens: int,
 ) -> dict[str, Any]:
     """Return how a drafter does on a text that the target wrote."""
-    (target, target_params), (graph, params) = models["target"], models[kind]
-    draft = functools.partial(drafts, (target, graph), target_params, params)
+    (target, target_params), (model_def, params) = models["target"], models[kind]
+    draft = functools.partial(drafts, (target, model_def), target_params, params)
     rows = drafter.acceptance_lengths(draft, text, prompt_length, num_tokens)
     steps = [length for row in rows for length in row]
     most = max(steps)

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from jaxspec.shapes import Array, Bool, Float, Int, Params
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from scripts.train_bundled import recipe
 from scripts.train_bundled.recipe import RefineSchedule
 from scripts.train_bundled.target import (
@@ -65,7 +65,7 @@ def completes_a_repeat(rows: Int[Array, "B S"]) -> Bool[Array, "B S"]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(3, 4))
 def _step(
-    graph: Graph,
+    model_def: ModelDef,
     optimizer: optax.GradientTransformation,
     schedule: RefineSchedule,
     params: Params,
@@ -85,16 +85,16 @@ def _step(
 
     greedy_key, best_key, real_key = jax.random.split(key, 3)
     prompts = crops(greedy_key, schedule.greedy_rows, schedule.prompt_length - 1)
-    greedy = write(graph, params, prompts, 0.0, key, schedule.new_tokens)
+    greedy = write(model_def, params, prompts, 0.0, key, schedule.new_tokens)
     repeats = completes_a_repeat(greedy[:, schedule.prompt_length :])
     chosen = best[jax.random.randint(best_key, (schedule.best_rows,), 0, best.shape[0])]
     real = crops(real_key, schedule.real_rows, schedule.real_length)
 
     def loss_of(p: Params) -> tuple[Array, Array]:
-        written = losses(graph, p, jnp.concatenate([greedy, chosen]))
+        written = losses(model_def, p, jnp.concatenate([greedy, chosen]))
         nats = written[:, schedule.prompt_length - 1 :]
         unlikelihood = -jnp.log1p(-jnp.exp(-jnp.maximum(nats[: len(greedy)], 1e-4)))
-        real_loss = jnp.mean(losses(graph, p, real))
+        real_loss = jnp.mean(losses(model_def, p, real))
         loss = real_loss + schedule.repeat_weight * jnp.mean(unlikelihood * repeats)
         return loss + schedule.best_weight * jnp.mean(nats[len(greedy) :]), real_loss
 
@@ -105,7 +105,7 @@ def _step(
 
 
 def write(
-    graph: Graph,
+    model_def: ModelDef,
     params: Params,
     prompts: Int[Array, "B P"],
     temperature: float,
@@ -115,8 +115,8 @@ def write(
     """Continue prompts of one length."""
     b, width = prompts.shape
     return generate(
-        graph,
-        rounded(params, graph.dtype),
+        model_def,
+        rounded(params, model_def.dtype),
         prompts,
         jnp.full(b, width, jnp.int32),
         jnp.full(b, temperature, jnp.float32),
@@ -126,7 +126,7 @@ def write(
 
 
 def train(
-    graph: Graph,
+    model_def: ModelDef,
     params: Params,
     schedule: RefineSchedule,
     streams: dict[str, np.ndarray],
@@ -150,16 +150,16 @@ def train(
             starts = (where * (library.shape[0] - width)).astype(jnp.int32)
             prompts = crop(library, starts, width - 1)
             texts = write(
-                graph, params, prompts, schedule.temperature, write_key, schedule.new_tokens
+                model_def, params, prompts, schedule.temperature, write_key, schedule.new_tokens
             )
             best = texts[best_texts(np.asarray(texts)[:, width:], schedule.common_share)]
         params, opt_state, loss, distinct = _step(
-            graph, optimizer, schedule, params, opt_state, best, library, tests, step_key
+            model_def, optimizer, schedule, params, opt_state, best, library, tests, step_key
         )
         if step % schedule.steps_a_round == 0:
-            greedy = write(graph, params, judged, 0.0, key, schedule.new_tokens)[:, width:]
+            greedy = write(model_def, params, judged, 0.0, key, schedule.new_tokens)[:, width:]
             judged_distinct = 1 - float(jnp.mean(completes_a_repeat(greedy)))
-            nats = mean_loss(graph, params, validation, length=schedule.real_length)
+            nats = mean_loss(model_def, params, validation, length=schedule.real_length)
             report(
                 f"refine step {step}/{schedule.steps} loss {float(loss):.4f} distinct 4-grams "
                 f"{float(distinct):.3f}; validation: distinct {judged_distinct:.3f}, {nats:.4f} "

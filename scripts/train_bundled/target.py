@@ -1,6 +1,6 @@
 """Train the target: next-token cross-entropy on random crops, and generate from it.
 
-Master weights are float32. Every pass rounds them to the graph's dtype first, so what is optimised is
+Master weights are float32. Every pass rounds them to the model definition's dtype first, so what is optimised is
 what ships.
 """
 
@@ -20,22 +20,24 @@ import optax
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.models.target import init_caches
 from jaxspec.shapes import Array, Float, Int, Params
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from scripts.train_bundled import recipe
 from scripts.train_bundled.recipe import TargetSchedule
 
 Report = Callable[[str], None]
 
 
-def initial_params(graph: Graph, seed: int) -> Params:
+def initial_params(model_def: ModelDef, seed: int) -> Params:
     """Return float32 weights that start training well.
 
     Norms of queries and keys begin at head_dim^-1/4, since scores are not scaled; norms after a sublayer
     begin small, so that the residual stream does not grow sixteenfold.
     """
-    num_sublayers = 2 * graph.config.num_layers
+    num_sublayers = 2 * model_def.config.num_layers
     params = {}
-    for name, value in Graph(graph.module, graph.config, "float32").random_params(seed).items():
+    for name, value in (
+        ModelDef(model_def.module, model_def.config, "float32").random_params(seed).items()
+    ):
         if name.endswith(("q_norm", "k_norm")):
             value = value * value.shape[0] ** -0.25
         elif name.endswith(("post_attention_norm", "post_mlp_norm")):
@@ -80,17 +82,17 @@ def crop(stream: Int[Array, " S"], starts: Int[Array, " B"], length: int) -> Int
     return jnp.pad(rows, ((0, 0), (1, 0)), constant_values=recipe.BOS)
 
 
-def losses(graph: Graph, params: Params, rows: Int[Array, "B T"]) -> Float[Array, "B T"]:
+def losses(model_def: ModelDef, params: Params, rows: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """Return the loss of every token of a row after its first."""
     b, t = rows.shape[0], rows.shape[1] - 1
-    model = graph.bind(rounded(params, graph.dtype))
+    model = model_def.bind(rounded(params, model_def.dtype))
     out = model(rows[:, :-1], jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32), None)
     return cross_entropy(out.logits, rows[:, 1:])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=(5, 6))
 def _step(
-    graph: Graph,
+    model_def: ModelDef,
     optimizer: optax.GradientTransformation,
     rows: int,
     length: int,
@@ -111,17 +113,17 @@ def _step(
     batch = jnp.where(
         from_library, crop(library, starts(library), length), crop(tests, starts(tests), length)
     )
-    loss, grads = jax.value_and_grad(lambda p: jnp.mean(losses(graph, p, batch)))(params)
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean(losses(model_def, p, batch)))(params)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss  # type: ignore[return-value]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _losses(graph: Graph, params: Params, rows: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    return losses(graph, params, rows)
+def _losses(model_def: ModelDef, params: Params, rows: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    return losses(model_def, params, rows)
 
 
-def mean_loss(graph: Graph, params: Params, stream: np.ndarray, *, length: int) -> float:
+def mean_loss(model_def: ModelDef, params: Params, stream: np.ndarray, *, length: int) -> float:
     """Return nats per token of a stream in crops that follow each other."""
     starts = np.arange(0, len(stream) - length, length)
     starts = starts[: max(len(starts) // 16 * 16, 1)]
@@ -129,7 +131,7 @@ def mean_loss(graph: Graph, params: Params, stream: np.ndarray, *, length: int) 
     return float(
         np.mean(
             [
-                _losses(graph, params, crop(jnp.asarray(stream), jnp.asarray(p), length))
+                _losses(model_def, params, crop(jnp.asarray(stream), jnp.asarray(p), length))
                 for p in parts
             ]
         )
@@ -137,21 +139,21 @@ def mean_loss(graph: Graph, params: Params, stream: np.ndarray, *, length: int) 
 
 
 def train(
-    graph: Graph, schedule: TargetSchedule, streams: dict[str, np.ndarray], report: Report
+    model_def: ModelDef, schedule: TargetSchedule, streams: dict[str, np.ndarray], report: Report
 ) -> Params:
     """Train from scratch; return float32 master weights."""
     steps = sum(phase.steps for phase in schedule.phases)
     optimizer = make_optimizer(
         schedule.peak_rate, schedule.weight_decay, schedule.warmup_steps, steps
     )
-    params = initial_params(graph, recipe.SEED)
+    params = initial_params(model_def, recipe.SEED)
     opt_state = optimizer.init(params)
     library, tests = jnp.asarray(streams["library"]), jnp.asarray(streams["tests"])
     key, step, begin = jax.random.key(recipe.SEED), 0, time.perf_counter()
     for phase in schedule.phases:
         for _ in range(phase.steps):
             params, opt_state, loss = _step(
-                graph,
+                model_def,
                 optimizer,
                 phase.rows,
                 phase.length,
@@ -167,16 +169,16 @@ def train(
                 line = f"target step {step}/{steps} loss {float(loss):.4f}"
                 if step % 1000 == 0 or step == steps:
                     length = min(phase.length, 512)
-                    loss = mean_loss(graph, params, streams["validation"], length=length)
+                    loss = mean_loss(model_def, params, streams["validation"], length=length)
                     line += f" validation {loss:.4f} nats/token"
                 report(f"{line} after {time.perf_counter() - begin:.0f} s")
     assert math.isfinite(float(loss)), "training diverged"
     return params
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "num_tokens"))
+@functools.partial(jax.jit, static_argnames=("model_def", "num_tokens"))
 def generate(
-    graph: Graph,
+    model_def: ModelDef,
     params: Params,
     prompts: Int[Array, "B P"],
     lengths: Int[Array, " B"],
@@ -191,11 +193,15 @@ def generate(
       lengths: how many tokens of a row are prompt; the new ones follow them directly.
       temperatures: 0 for the most likely token.
     """
-    model = graph.bind(params)
+    model = model_def.bind(params)
     b, width = prompts.shape
     rows = jnp.arange(b)
     caches = init_caches(
-        graph.config, b, cache_length=width + num_tokens, slack=1, dtype=jnp.dtype(graph.dtype)
+        model_def.config,
+        b,
+        cache_length=width + num_tokens,
+        slack=1,
+        dtype=jnp.dtype(model_def.dtype),
     )
 
     def pick(logits: Array, index: Array | int) -> Array:
@@ -220,5 +226,5 @@ def generate(
     return text
 
 
-def target_graph(dtype: str) -> Graph:
-    return Graph(Gemma4, recipe.TARGET, dtype)
+def target_def(dtype: str) -> ModelDef:
+    return ModelDef(Gemma4, recipe.TARGET, dtype)

@@ -14,7 +14,7 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import MTPConfig
-from jaxspec.registry import ModelConfig, family_of, graph_of
+from jaxspec.registry import ModelConfig, family_of, model_def_of
 from jaxspec.weights.arrays import LazyArray, save_params
 from jaxspec.weights.manifest import Manifest
 from tests.tiny import random_params
@@ -136,7 +136,7 @@ def write_assistant(directory: Path, **changes: int) -> Path:
 
 def _write(directory: Path, config: ModelConfig, *, seed: int) -> None:
     directory.mkdir()
-    params = random_params(graph_of(config, "float32"), seed)
+    params = random_params(model_def_of(config, "float32"), seed)
     arrays = {n: LazyArray(p.shape, p.dtype, lambda p=p: np.asarray(p)) for n, p in params.items()}
     save_params(directory, arrays)
     Manifest(

@@ -43,7 +43,7 @@ from jaxspec.engine.request import Completion, Request
 from jaxspec.registry.base import WeightChange
 from jaxspec.weights import acceptance, conversion
 from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import tiny
 from tests.cli.conftest import Outcome, Run
 
@@ -85,7 +85,7 @@ Only = Callable[..., None]
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Only:
-    """Try these other conventions alone. Each that changes the graph is a program to compile."""
+    """Try these other conventions alone. Each that changes the model_def is a program to compile."""
 
     def limit(*names: str) -> None:
         def some(*given: Any) -> tuple[list[Reading], list[str]]:
@@ -212,7 +212,7 @@ def test_what_is_tried(drafter: str) -> None:
     """Every convention of the registry, one change at a time; nothing is compiled for this list."""
     target, loaded = load(None, drafter, dtype="float32")
     assert loaded is not None
-    reading = Reading("", "", "", loaded.graph, loaded.params)
+    reading = Reading("", "", "", loaded.model_def, loaded.params)
     ids = texts_of.special_ids(target)
     assert ids[:5] == (0, 1, 2, 3, 4)
     readings, _ = alternatives(target, loaded, reading, 200, ids)
@@ -253,8 +253,8 @@ def test_what_is_counted_is_what_decoding_accepts() -> None:
     assert drafter is not None
     prompts = texts_of.prompts_for(target, None, 16).ids
     done = checking.decode_greedily(target, drafter, prompts, 40, batch_size=16)
-    text, drafts = replay.Text.of(prompts, done), drafter.graph.bind_abstract().max_draft_tokens
-    reading = Reading("", "", "", drafter.graph, drafter.params)
+    text, drafts = replay.Text.of(prompts, done), drafter.model_def.bind_abstract().max_draft_tokens
+    reading = Reading("", "", "", drafter.model_def, drafter.params)
     options = dict(num_draft_tokens=drafts, batch_size=16, say=lambda _: None)
     found = replay.replay_all(target, [reading], text, text.starts, **options)
     anchors, same = text.anchors(drafts), []
@@ -306,9 +306,9 @@ def test_a_given_causality_is_no_consequence_of_layer_types() -> None:
     """Where config.json names both, each is changed by itself."""
     target, drafter = load(None, "dflash", dtype="float32")
     assert drafter is not None
-    reading = Reading("", "", "", drafter.graph, drafter.params)
+    reading = Reading("", "", "", drafter.model_def, drafter.params)
     (swapped,) = (r for r in alternatives(target, drafter, reading, 99)[0] if "swapped" in r.name)
-    assert swapped.graph.config.causal == (False, True)
+    assert swapped.model_def.config.causal == (False, True)
     keys = {**KEYS, "causal": ("block_size",)}  # a key that the file has
     origins = Origins(drafter, keys)
     assert origins.says("causal")
@@ -619,7 +619,7 @@ def readings() -> list[Reading]:
     _, drafter = load(None, "dflash", dtype="float32")
     assert drafter is not None
     changes = [WeightChange(str(i), "", "", lambda params: params) for i in range(31)]
-    return [Reading(c.name, "", "", drafter.graph, drafter.params, c) for c in changes]
+    return [Reading(c.name, "", "", drafter.model_def, drafter.params, c) for c in changes]
 
 
 def test_a_sound_reading_is_seldom_called_worse_than_another(readings: list[Reading]) -> None:
@@ -716,15 +716,15 @@ def test_layer_types_are_tried_before_causality_that_they_do_not_have(tmp_path: 
     types = config(layer_types=["full_attention", "full_attention"], sliding_window=99)
     drafter = load_drafter(copy("dflash", tmp_path / "drafter", types), dtype="float32")
     assert drafter.config.sliding_window is None
-    reading = Reading("", "", "", drafter.graph, drafter.params)
+    reading = Reading("", "", "", drafter.model_def, drafter.params)
     found = [
         r for r in alternatives(target, drafter, reading, 99)[0] if r.field != "feature_layers"
     ]
     names = [r.name for r in found]
     mixed = names.index("layer types all sliding but the last")
     assert mixed < names.index("all layers causal")
-    assert found[mixed].graph.config.sliding_window == 99
-    assert found[mixed].graph.config.causal == (True, False)
+    assert found[mixed].model_def.config.sliding_window == 99
+    assert found[mixed].model_def.config.causal == (True, False)
 
 
 @needs_mtp
@@ -745,7 +745,7 @@ def test_origins_of_a_converted_pair(checkpoints: Path) -> None:
     found = {c.name: (c.value, c.origin) for c in in_force(target, drafter)}
     assert found["feature layers"] == ((0, 1), "manifest.json: config.feature_layers")
     assert found["suppressed ids"] == ([], "target's manifest.json: generation.suppress_tokens")
-    reading = Reading("", "", "", drafter.graph, drafter.params)
+    reading = Reading("", "", "", drafter.model_def, drafter.params)
     readings, left_out = alternatives(target, drafter, reading, 100)
     named = {r.name: r for r in readings}
     assert [reason.split(":")[0] for reason in left_out] == [
@@ -764,12 +764,12 @@ def test_origins_of_a_converted_pair(checkpoints: Path) -> None:
 
 
 def test_conventions_of_an_assistant(tmp_path: Path) -> None:
-    graph, params = tiny.target("26b-a4b")
+    model_def, params = tiny.target("26b-a4b")
     values = {**tiny.hf_assistant_config("26b-a4b"), "query_position": "next"}
     config = MTPConfig.from_hf(values, {"suppress_tokens": [7, 9]})
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assistant = Graph(MTPDrafter, config, "float32")
-    target = LoadedModel(graph, params, graph.config, None, tmp_path, "target")
+    assistant = ModelDef(MTPDrafter, config, "float32")
+    target = LoadedModel(model_def, params, model_def.config, None, tmp_path, "target")
     weights = assistant.random_params(0)
     drafter = LoadedModel(assistant, weights, config, None, tmp_path, "drafter")
     found = {c.name: (c.value, c.origin) for c in in_force(target, drafter)}
@@ -782,8 +782,8 @@ def test_conventions_of_an_assistant(tmp_path: Path) -> None:
     named = {r.name: r for r in readings}
     position, window = readings[:2]
     swapped = named["inputs swapped: [state, embedding]"]
-    assert position.graph.config.query_position == "last"
-    assert window.graph.config.num_window_keys == config.sliding_window + 1
+    assert position.model_def.config.query_position == "last"
+    assert window.model_def.config.num_window_keys == config.sliding_window + 1
     half = config.backbone_hidden_size
     np.testing.assert_array_equal(
         swapped.params["pre_projection"][half:], weights["pre_projection"][:half]

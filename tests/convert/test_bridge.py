@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.api import BUNDLED
-from jaxspec.registry import ModelConfig, graph_of, recognise
+from jaxspec.registry import ModelConfig, model_def_of, recognise
 from jaxspec.shapes import Params
 from jaxspec.weights.bridge import from_hf_names, to_hf_names
 from jaxspec.weights.conversion import write_weights
@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def _model(name: str) -> tuple[ModelConfig, Params]:
     config = recognise(MODELS[name]).read(MODELS[name], None)
-    return config, tiny.random_params(graph_of(config, "float32"), seed=3)
+    return config, tiny.random_params(model_def_of(config, "float32"), seed=3)
 
 
 def _assert_same(tree: Any, expected: Any) -> None:
@@ -49,7 +49,7 @@ def test_there_and_back(name: str, tmp_path: Path):
     _assert_same(tensors, load_file(tmp_path / "model.safetensors"))
     back = from_hf_names(tensors, config)
     _assert_same(back, params)
-    graph_of(config, "float32").check(back)
+    model_def_of(config, "float32").check(back)
 
 
 @pytest.mark.parametrize("name", ["target", "dflash", "mtp"])

@@ -17,7 +17,7 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import MTPConfig
-from jaxspec.registry import family_of, graph_of
+from jaxspec.registry import family_of, model_def_of
 from jaxspec.weights.conversion import Report, convert, to_hf, write_weights
 from jaxspec.weights.loading import load_drafter, load_target
 from jaxspec.weights.manifest import Manifest
@@ -101,13 +101,13 @@ def test_both_layouts_load_the_same(
     expected = GenerationDefaults(eos_token_ids=(1, 6), temperature=0.0)
     assert ours.generation == theirs.generation == expected
     assert (ours.directory / "tokenizer.json").is_file()
-    assert ours.graph == theirs.graph
+    assert ours.model_def == theirs.model_def
     _assert_same(ours.params, theirs.params)
     for params in (ours.params, theirs.params):
         assert all(isinstance(a, jax.Array) and a.dtype == dtype for a in params.values())
         # Committed to their device, they would make an optimizer's program compile twice.
         assert not any(a.committed for a in params.values())
-    ours.graph.bind(ours.params)
+    ours.model_def.bind(ours.params)
 
 
 def test_skipped_tensors_are_named(converted: dict[str, Report]):
@@ -223,7 +223,7 @@ def test_assistant_there_and_back(tmp_path: Path, size: str, dtype: str | None):
         assert ours.config == direct.config == MTPConfig.from_hf(config, generation)
         assert (ours.config.num_draft_tokens, ours.config.suppress_tokens) == (3, (7, 11))
         _assert_same(ours.params, direct.params)
-        ours.graph.bind(ours.params)
+        ours.model_def.bind(ours.params)
         if config["use_ordered_embeddings"]:
             ordering = ours.params["token_ordering"]
             assert ordering.dtype == jnp.int32
@@ -256,7 +256,7 @@ def test_assistants_weights_of_ours_are_written_under_their_names(tmp_path: Path
         name: jnp.asarray(rng.permutation(a.shape[0]), a.dtype)
         if name == "token_ordering"
         else jnp.asarray(hf_layout.random_array(rng, a.shape, a.dtype))
-        for name, a in graph_of(config, "bfloat16").abstract_params().items()
+        for name, a in model_def_of(config, "bfloat16").abstract_params().items()
     }
     (tmp_path / "config.json").write_text(json.dumps(TINY_ASSISTANTS["e4b"]))
     write_weights(config, params, tmp_path, prefix="")
@@ -338,7 +338,7 @@ def test_weights_of_ours_are_written_under_their_names(tmp_path: Path):
     rng = np.random.default_rng(3)
     params = {
         name: jnp.asarray(hf_layout.random_array(rng, a.shape, a.dtype))
-        for name, a in graph_of(config, "bfloat16").abstract_params().items()
+        for name, a in model_def_of(config, "bfloat16").abstract_params().items()
     }
     (tmp_path / "config.json").write_text(json.dumps(TINY["26b-a4b"]))
     write_weights(config, params, tmp_path, prefix="model.")

@@ -50,10 +50,10 @@ def test_scales_of_a_file_are_used_and_kept(tmp_path: Path, as_in: str) -> None:
     expected = tuple((s["k"], s.get("v", s["k"])) for s in given.values())
     source = str(tmp_path / "hf")
     target = load_target(source, dtype="float32", kv_dtype="fp8")
-    assert target.graph.kv is not None
-    assert target.graph.kv.scales == expected
-    assert target.graph.bind(target.params).stored_kv(1).v_scale == 0.75
-    assert load_target(source, dtype="float32").graph.kv is None  # nobody asked
+    assert target.model_def.kv is not None
+    assert target.model_def.kv.scales == expected
+    assert target.model_def.bind(target.params).stored_kv(1).v_scale == 0.75
+    assert load_target(source, dtype="float32").model_def.kv is None  # nobody asked
 
     convert(tmp_path / "hf", tmp_path / "ours")
     save(tmp_path / "saved", target)
@@ -62,7 +62,7 @@ def test_scales_of_a_file_are_used_and_kept(tmp_path: Path, as_in: str) -> None:
     for name in ("ours", "saved", "plain", "again"):
         assert Manifest.read(tmp_path / name).kv_scales == expected
         again = load_target(str(tmp_path / name), dtype="float32", kv_dtype="fp8")
-        assert again.graph.kv == target.graph.kv
+        assert again.model_def.kv == target.model_def.kv
     assert Manifest.read(tmp_path / "saved").cache_dtype == "fp8"
 
 
@@ -70,7 +70,7 @@ def test_layers_that_share_keys_and_values_need_no_scales(tmp_path: Path) -> Non
     config = hf_layout.TINY["e2b"]
     owners = range(len(config["layer_types"]) - config["num_kv_shared_layers"])
     checkpoint(tmp_path / "hf", "e2b", {i: {"k": 0.5, "v": 0.25} for i in owners}, "ModelOpt")
-    kv = load_target(str(tmp_path / "hf"), dtype="float32", kv_dtype="fp8").graph.kv
+    kv = load_target(str(tmp_path / "hf"), dtype="float32", kv_dtype="fp8").model_def.kv
     assert kv is not None
     assert kv.scales is not None
     assert kv.scales[0] == (0.5, 0.25)

@@ -20,11 +20,11 @@ import pytest
 from checkpoints_convert.quantised.announced import read_announced
 from jaxspec.options import FieldError
 from jaxspec.quantised import QuantisedArray
-from jaxspec.registry import graph_of
+from jaxspec.registry import model_def_of
 from jaxspec.weights.bridge import from_hf_names
 from jaxspec.weights.conversion import convert
 from jaxspec.weights.loading import CheckpointError, LoadedModel, load_target
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh
 from jaxspec.weights.source import Recipe, Source, open_source, read_ahead
 from tests.convert import quantised_layout as layout
@@ -94,7 +94,7 @@ def load(directory: Path, **options: Any) -> LoadedModel:
 def check_numbers(model: LoadedModel, numbers: dict[str, np.ndarray], rtol: float = 0) -> None:
     """Compare a loaded model with the numbers that its file stands for, weight by weight."""
     expected = from_hf_names(numbers, model)
-    found = model.graph.dequantise(model.params)
+    found = model.model_def.dequantise(model.params)
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         scale = np.abs(array).max()
@@ -119,11 +119,11 @@ def test_a_file_of_each_format_is_loaded_as_the_numbers_that_it_stands_for(name,
     numbers, _ = layout.write(tmp_path / "hf", "26b-a4b", writer, config)
     opened = open_source(tmp_path / "hf")
     check_read(opened, numbers)
-    formats = dict(opened.quantised_graph(graph_of(opened.config, "float32")).formats)
+    formats = dict(opened.quantised_def(model_def_of(opened.config, "float32")).formats)
     if name in LOADED:
         model = load(tmp_path / "hf")
         check_numbers(model, numbers)
-        assert dict(model.graph.formats) == formats
+        assert dict(model.model_def.formats) == formats
     # Everything that the file holds quantised stays so, the weight of k = v layers too.
     assert {n.partition(".")[2].partition(".")[2] for n in formats} == {
         "attention.qkv",
@@ -186,10 +186,10 @@ def test_blocks_are_rounded_again_with_a_scale_a_channel(name, tmp_path):
     writer, config = BLOCKS[name]
     numbers, _ = layout.write(tmp_path / "hf", "26b-a4b", writer, config)
     model = load(tmp_path / "hf")
-    assert model.graph.storage == "int8 and float32"
+    assert model.model_def.storage == "int8 and float32"
     check_numbers(model, numbers, rtol=0.5 / 127 * 1.001)
     opened = open_source(tmp_path / "hf")
-    asked = opened.quantised_graph(graph_of(opened.config, "float32"), "fp8")
+    asked = opened.quantised_def(model_def_of(opened.config, "float32"), "fp8")
     assert asked.storage == "fp8 and float32"
 
 
@@ -229,7 +229,7 @@ def test_what_the_file_leaves_may_be_quantised_and_the_rest_may_not(tmp_path):
     mlp = {r".*\.(mlp\.\w+_proj\.weight|experts\..+)": FORMATS["fp8 channel"][0]}
     config = ct(OF_FP8, ignore=[*IGNORED, "re:.*self_attn.*"])
     layout.write(tmp_path / "hf", "26b-a4b", mlp, config)
-    formats = dict(load(tmp_path / "hf", quantize="int8", quantize_head="int8").graph.formats)
+    formats = dict(load(tmp_path / "hf", quantize="int8", quantize_head="int8").model_def.formats)
     assert formats["layers.0.mlp.down"] == "fp8"
     assert formats["layers.0.attention.qkv"] == formats["embedder.table"] == "int8"
     layout.write(tmp_path / "all", "26b-a4b", *FORMATS["fp8 channel"])
@@ -237,7 +237,7 @@ def test_what_the_file_leaves_may_be_quantised_and_the_rest_may_not(tmp_path):
         load(tmp_path / "all", quantize="int8")
     # The same codes and scales, with activations rounded too.
     dynamic = load(tmp_path / "all", quantize="fp8-dynamic")
-    assert dynamic.graph.storage == "fp8-dynamic and float32"
+    assert dynamic.model_def.storage == "fp8-dynamic and float32"
 
 
 @pytest.mark.parametrize("name", ["fp8 channel", "int4 g32 zeros", "nvfp4 modelopt", "mxfp4"])
@@ -248,7 +248,7 @@ def test_a_round_trip_through_convert_keeps_codes_and_scales_to_the_bit(name, tm
     direct = load(tmp_path / "hf")
     mesh = make_mesh(devices=jax.devices()[:1])
     for again in (load(tmp_path / "ours"), load(tmp_path / "hf", mesh=mesh)):
-        assert again.graph == direct.graph
+        assert again.model_def == direct.model_def
         for param, array in direct.params.items():
             assert array.dtype == again.params[param].dtype, param
             bits = [np.asarray(x).tobytes() for x in (array, again.params[param])]
@@ -268,8 +268,8 @@ def test_gguf_files_are_read_beside_a_config(name, tmp_path):
     if name == "e2b":
         return
     model = load(tmp_path / "hf")
-    assert dict(model.graph.formats)["layers.0.experts.down"] == "int4-float16"
-    assert "embedder.table" not in dict(model.graph.formats)  # Q8_0 becomes numbers
+    assert dict(model.model_def.formats)["layers.0.experts.down"] == "int4-float16"
+    assert "embedder.table" not in dict(model.model_def.formats)  # Q8_0 becomes numbers
     check_numbers(model, numbers)
 
 
@@ -296,8 +296,8 @@ def test_a_device_arranges_weights_as_the_host_does(name, tmp_path):
     writer, config = FORMATS.get(name, ({}, None))
     layout.write(tmp_path / "hf", "26b-a4b", writer, config)
     opened = open_source(tmp_path / "hf")
-    graph = opened.quantised_graph(graph_of(opened.config, "bfloat16"))
-    everything = opened.all_pieces(graph, np.dtype(ml_dtypes.bfloat16))
+    model_def = opened.quantised_def(model_def_of(opened.config, "bfloat16"))
+    everything = opened.all_pieces(model_def, np.dtype(ml_dtypes.bfloat16))
     for path, recipe, pieces in read_ahead(everything):
         expected, found = recipe.on_host(pieces), recipe.on_device(pieces)
         assert jax.tree.structure(found) == jax.tree.structure(expected)
@@ -315,11 +315,11 @@ def test_a_scale_for_a_whole_channel_is_repeated_for_its_groups(tmp_path):
     numbers, _ = layout.write(tmp_path / "hf", "26b-a4b", write, config)
     opened = open_source(tmp_path / "hf")
     check_read(opened, numbers)
-    graph = opened.quantised_graph(graph_of(opened.config, "float32"))
+    model_def = opened.quantised_def(model_def_of(opened.config, "float32"))
     fill = next(f for f in opened.plan.fills if f.path == "layers.0.experts.down")
-    parts = opened.read(fill, graph, np.dtype(np.float32), lambda name, array: None)
+    parts = opened.read(fill, model_def, np.dtype(np.float32), lambda name, array: None)
     assert isinstance(parts, dict)
-    abstract = graph.abstract_weights()[fill.path]
+    abstract = model_def.abstract_weights()[fill.path]
     assert isinstance(abstract, QuantisedArray)
     made_of = [numbers[name] for name in fill.sources]
     expected = Recipe(fill.transform, fill.shape).on_host(made_of)
@@ -344,7 +344,7 @@ def test_what_no_model_multiplies_in_codes_becomes_numbers(tmp_path):
     opened = open_source(tmp_path / "hf")
     check_read(opened, numbers)
     assert opened.skipped["lm_head.weight_scale"] == "tied head"
-    formats = dict(opened.quantised_graph(graph_of(opened.config, "float32")).formats)
+    formats = dict(opened.quantised_def(model_def_of(opened.config, "float32")).formats)
     assert "layers.0.mlp.down" in formats
     assert not any("per_layer" in name for name in formats)
 
@@ -353,13 +353,13 @@ def test_a_model_computes_with_the_codes_of_a_file_what_it_computes_with_their_n
     layout.write(tmp_path / "hf", "26b-a4b", *FORMATS["nvfp4 ct"])
     model = load(tmp_path / "hf")
 
-    def logits(graph: Graph, params: Any) -> jax.Array:
+    def logits(model_def: ModelDef, params: Any) -> jax.Array:
         tokens, start = jnp.arange(6, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
-        return graph.bind(params)(tokens, start, jnp.full(1, 6, jnp.int32), None).logits
+        return model_def.bind(params)(tokens, start, jnp.full(1, 6, jnp.int32), None).logits
 
     run = jax.jit(logits, static_argnums=0)
-    found = run(model.graph, model.params)
-    expected = run(model.graph.unquantised(), model.graph.dequantise(model.params))
+    found = run(model.model_def, model.params)
+    expected = run(model.model_def.unquantised(), model.model_def.dequantise(model.params))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
 
 

@@ -257,7 +257,7 @@ def test_there_and_back(name: str, source: Path, tmp_path: Path):
         assert set(ours.params) == set(theirs.params)
         for path, array in ours.params.items():
             np.testing.assert_array_equal(np.asarray(array), np.asarray(theirs.params[path]), path)
-        ours.graph.bind(ours.params)
+        ours.model_def.bind(ours.params)
 
 
 def test_weights_land_where_the_forward_pass_reads_them(name: str, source: Path):

@@ -18,11 +18,11 @@ from jaxspec.configs.base import GenerationDefaults, LayerType
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.options import Drafting, Extras, Sampling
+from jaxspec.options import Drafting, ProgramFeatures, Sampling
 from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.runtime.runtime import Programs
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny, tiny_qwen3
 
 PROGRAMS = Programs()
@@ -108,13 +108,13 @@ def target(name: str) -> LoadedModel:
         num_kv_shared_layers=2 if config.num_kv_shared_layers else 0,
         max_positions=1024,
     )
-    graph = with_kv_dtype(Graph(Gemma4, config, "float32"), kv_dtype or None)
+    model_def = with_kv_dtype(ModelDef(Gemma4, config, "float32"), kv_dtype or None)
     suppress = tiny.SUPPRESS_TOKENS.get(name, ())
-    params = tiny.random_params(graph, seed=0)
+    params = tiny.random_params(model_def, seed=0)
     if suppress:  # unless suppressed they win
         table = params["embedder.table"]
         params["embedder.table"] = table.at[np.asarray(suppress)].multiply(4.0)
-    return fakes.loaded(graph, params, GenerationDefaults(suppress_tokens=suppress))
+    return fakes.loaded(model_def, params, GenerationDefaults(suppress_tokens=suppress))
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def resampled(request: Request, **values: Any) -> Request:
 def by_record(**options: Any) -> dict[str, Any]:
     """Sort options into the records that they belong to; what is in no record stays an option."""
     found: dict[str, Any] = {}
-    for name, record in (("drafting", Drafting), ("extras", Extras)):
+    for name, record in (("drafting", Drafting), ("program_features", ProgramFeatures)):
         of = {f.name for f in dataclasses.fields(record)} & options.keys()
         found[name] = record(**{option: options.pop(option) for option in of})
     return options | found

@@ -19,7 +19,7 @@ import pytest
 
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.options import Drafting, Extras, Tree
+from jaxspec.options import Drafting, ProgramFeatures, Tree
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array
 from jaxspec.state import Admission, DecodeSpec, DecodeState
@@ -94,7 +94,7 @@ def naive() -> tuple[list[list[int]], np.ndarray]:
         padded = np.zeros((len(greedy), max(PROMPT_LENGTHS) + NEW_TOKENS), np.int32)
         for row, text in zip(padded, texts, strict=True):
             row[: len(text)] = text
-        logits = fakes.forward(target().graph, target().params, jnp.asarray(padded))
+        logits = fakes.forward(target().model_def, target().params, jnp.asarray(padded))
         for i, text in enumerate(texts):
             row = adjusted(ROWS[greedy[i]], np.asarray(logits[i, len(text) - 1]), text, lengths[i])
             best = np.sort(row)
@@ -120,10 +120,10 @@ def spec_of(form: str) -> tuple[DecodeSpec, LoadedModel | None]:
     }[form.split()[0]]()
     options = {"num_draft_tokens": 3 if drafter else None, **FORMS[form]}
     spec = DecodeSpec(
-        target().graph,
-        None if drafter is None else drafter.graph,
+        target().model_def,
+        None if drafter is None else drafter.model_def,
         Drafting(**options),
-        extras=Extras(True, NUM_BIASES, True, TOP, odd_positions),
+        program_features=ProgramFeatures(True, NUM_BIASES, True, TOP, odd_positions),
     )
     return spec, drafter
 
@@ -180,7 +180,7 @@ def test_logprobs_equal_a_teacher_forced_pass(form: str) -> None:
     padded = np.zeros((len(ROWS), max(PROMPT_LENGTHS) + NEW_TOKENS), np.int32)
     for row, text in zip(padded, got.texts, strict=True):
         row[: len(text)] = text
-    logits = fakes.forward(target().graph, target().params, jnp.asarray(padded))
+    logits = fakes.forward(target().model_def, target().params, jnp.asarray(padded))
     logits = np.asarray(logits)
     for i, (settings, text, n) in enumerate(zip(ROWS, got.texts, lengths, strict=True)):
         for j in range(NEW_TOKENS):
@@ -257,14 +257,14 @@ def test_a_new_request_starts_from_nothing() -> None:
 @pytest.mark.parametrize("options", [dict(penalties=True), dict(num_biases=2)])
 def test_penalties_and_biases_go_alone(options: dict[str, Any]) -> None:
     """What a spec leaves out is not carried: no counts without penalties."""
-    spec = DecodeSpec(target().graph, None, extras=Extras(**options))
+    spec = DecodeSpec(target().model_def, None, program_features=ProgramFeatures(**options))
     weights = spec.target.abstract_params(), None
     state = jax.eval_shape(
         lambda: states.init_state(
             spec, 2, cache_length=8, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
         )
     )
-    assert (state.counts is not None) == spec.extras.penalties
+    assert (state.counts is not None) == spec.program_features.penalties
     after = jax.eval_shape(
         functools.partial(decode.decode_loop, spec), *weights, state, jnp.int32(1)
     )
@@ -290,7 +290,7 @@ def test_values_are_one_for_all_or_one_a_row() -> None:
 def test_drafters_that_cannot_draw_are_refused() -> None:
     text = [[3, 0, 5, 1, *range(VOCAB)]]
     drafter = fakes.lookup(target(), text, block_size=4)
-    spec = DecodeSpec(target().graph, drafter.graph, Drafting(3, draft_sampling=True))
+    spec = DecodeSpec(target().model_def, drafter.model_def, Drafting(3, draft_sampling=True))
     state = jax.eval_shape(
         lambda: states.init_state(
             spec, 1, cache_length=9, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
@@ -319,7 +319,7 @@ def test_drafters_that_cannot_draw_are_refused() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
-    drafter = fakes.dflash(target(), block_size=4).graph
+    drafter = fakes.dflash(target(), block_size=4).model_def
     given = {"drafter": drafter, "num_draft_tokens": 3, **options}
     with pytest.raises(ValueError, match=message):
-        DecodeSpec(target().graph, **by_record(**given))
+        DecodeSpec(target().model_def, **by_record(**given))

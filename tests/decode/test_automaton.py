@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("llguidance")
 pytest.importorskip("outlines_core")
 
-from jaxspec.options import Drafting, Extras, FieldError, Sampling, Tree
+from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling, Tree
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Prompts
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.sampling import suppress
@@ -67,7 +67,9 @@ def masked_greedy(row: int) -> tuple[int, ...]:
     text, padded = list(prompt), np.zeros((1, len(prompt) + NEW), np.int32)
     while len(text) < padded.size and EOS not in text[len(prompt) :]:
         padded[0, : len(text)] = text
-        logits = fakes.forward(target.graph, target.params, jnp.asarray(padded))[0, len(text) - 1]
+        logits = fakes.forward(target.model_def, target.params, jnp.asarray(padded))[
+            0, len(text) - 1
+        ]
         assert target.generation is not None
         logits = np.array(suppress(logits, target.generation.suppress_tokens))
         if matcher is not None:
@@ -83,9 +85,14 @@ def masked_greedy(row: int) -> tuple[int, ...]:
 def sampler(drafter: str | None, **options: Any) -> Sampler:
     drafting = Drafting(**options.pop("drafting", {}))
     pair = (case().target, None if drafter is None else case().drafter(drafter))
-    extras = Extras(**options.pop("extras", {}))
+    program_features = ProgramFeatures(**options.pop("program_features", {}))
     return Sampler(
-        pair, max_new_tokens=NEW, stop_ids=(EOS,), drafting=drafting, extras=extras, **options
+        pair,
+        max_new_tokens=NEW,
+        stop_ids=(EOS,),
+        drafting=drafting,
+        program_features=program_features,
+        **options,
     )
 
 
@@ -148,8 +155,8 @@ def test_sampled_rows_keep_to_their_grammar_with_everything_on() -> None:
         tokens(), "json_schema", {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     )
     drafting = dict(draft_sampling=True, verification="block")
-    extras = dict(penalties=True, num_biases=1, logprobs=True, top_logprobs=2)
-    run = sampler("mtp", num_samples=3, drafting=drafting, extras=extras)
+    program_features = dict(penalties=True, num_biases=1, logprobs=True, top_logprobs=2)
+    run = sampler("mtp", num_samples=3, drafting=drafting, program_features=program_features)
     asked = Sampling(temperature=1.5, top_p=0.95, presence_penalty=0.5, logit_bias={40: 2.0})
     result = run(*weights("mtp"), prompts(), asked, seeds=3, grammar=small)
     texts = [ascii_tokenizer().decode(row) for row in said(result) if row[-1] == EOS]
@@ -222,4 +229,4 @@ def test_what_a_sampler_cannot_follow_is_refused() -> None:
     with pytest.raises(FieldError, match="leave one out"):
         many(*weights("mixed"), prompts(), grammar=table())
     with pytest.raises(FieldError, match=r"tables\.automaton"):
-        sampler(None, extras=dict(grammars=True))
+        sampler(None, program_features=dict(grammars=True))

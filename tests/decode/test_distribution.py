@@ -33,7 +33,7 @@ from jaxspec.runtime import prefill
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
 from jaxspec.verify import Verdict
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny, words
 from tests.decode import cases
 from tests.decode.cases import engine_of, request, run
@@ -68,10 +68,10 @@ def target() -> LoadedModel:
         max_positions=1024,
         final_logit_softcap=None,
     )
-    graph = Graph(Gemma4, config, "float32")
-    params = tiny.random_params(graph, 0)
+    model_def = ModelDef(Gemma4, config, "float32")
+    params = tiny.random_params(model_def, 0)
     params["final_norm"] /= 4  # no token is nearly certain, none nearly impossible
-    return fakes.loaded(graph, params)
+    return fakes.loaded(model_def, params)
 
 
 TEXTS = ["a", "b", "c", "d", "ab", "cc"]
@@ -104,7 +104,7 @@ def exact(filters: str, *, in_language: bool = False) -> np.ndarray:
     continuations = np.asarray(list(itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1)))
     prompts = np.broadcast_to(PROMPT, (len(continuations), len(PROMPT)))
     tokens = jnp.asarray(np.concatenate([prompts, continuations], axis=1), jnp.int32)
-    logits = fakes.forward(target().graph, target().params, tokens)
+    logits = fakes.forward(target().model_def, target().params, tokens)
     logits = logits[:, len(PROMPT) - 1 :]
     b = len(tokens)
     if in_language:

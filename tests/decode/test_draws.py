@@ -39,7 +39,7 @@ def drafted(name: str, drafter: str) -> tuple[Draft, Draft]:
         model = fakes.dflash(loaded, block_size=DRAFTS + 1)
     else:
         model = fakes.mtp(loaded, centroids=name == "e2b")
-    spec = DecodeSpec(loaded.graph, model.graph, Drafting(DRAFTS, draft_sampling=True))
+    spec = DecodeSpec(loaded.model_def, model.model_def, Drafting(DRAFTS, draft_sampling=True))
     state = states.init_state(
         spec, ROWS, cache_length=16, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
     )

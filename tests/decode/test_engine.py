@@ -185,11 +185,11 @@ def test_an_engine_that_fits_has_what_requests_ask_for_and_no_more():
     c = case(NAME)
     plain = request(c.prompts[0], 4, temperature=1.0, min_p=0.1)
     spec = Engine.fitting(c.target, None, [plain]).spec
-    assert (spec.extras.penalties, spec.extras.num_biases) == (False, 0)
+    assert (spec.program_features.penalties, spec.program_features.num_biases) == (False, 0)
     biased = resampled(plain, logit_bias={1: 1.0, 2: 2.0, 3: 3.0})
     penalized = resampled(plain, presence_penalty=0.1)
     spec = Engine.fitting(c.target, None, [plain, biased, penalized]).spec
-    assert (spec.extras.penalties, spec.extras.num_biases) == (True, 4)
+    assert (spec.program_features.penalties, spec.program_features.num_biases) == (True, 4)
 
 
 def test_seeds_and_indices_make_the_draws(engine):

@@ -60,7 +60,7 @@ def exact(name: str) -> np.ndarray:
     continuations = np.asarray(list(itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1)))
     prompts = np.broadcast_to(PROMPT, (len(continuations), len(PROMPT)))
     tokens = jnp.asarray(np.concatenate([prompts, continuations], axis=1), jnp.int32)
-    logits = fakes.forward(target().graph, target().params, tokens)
+    logits = fakes.forward(target().model_def, target().params, tokens)
     logits = np.asarray(logits[:, len(PROMPT) - 1 :])
     joint = np.ones(())
     for i in range(NEW_TOKENS):
@@ -79,9 +79,9 @@ def sampled(drafter: str | None, seed: int = 1, **options: Any) -> tuple[np.ndar
     model = None if drafter is None else drafters()[drafter]
     if model is not None:
         options = {"num_draft_tokens": DRAFTS, **options}
-    graph = None if model is None else model.graph
+    model_def = None if model is None else model.model_def
     options |= dict(penalties=True, num_biases=NUM_BIASES)
-    spec = DecodeSpec(target().graph, graph, **by_record(**options))
+    spec = DecodeSpec(target().model_def, model_def, **by_record(**options))
     rows = [settings for settings in FILTERS.values() for _ in range(ROWS)]
     state = rollout(
         spec,

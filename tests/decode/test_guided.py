@@ -71,7 +71,9 @@ def masked_greedy(row: int, name: str) -> tuple[int, ...]:
     padded = np.zeros((1, len(prompt) + NEW), np.int32)
     while len(text) < padded.size and EOS not in text[len(prompt) :]:
         padded[0, : len(text)] = text
-        logits = fakes.forward(target.graph, target.params, jnp.asarray(padded))[0, len(text) - 1]
+        logits = fakes.forward(target.model_def, target.params, jnp.asarray(padded))[
+            0, len(text) - 1
+        ]
         assert target.generation is not None
         logits = np.array(suppress(logits, target.generation.suppress_tokens))
         bits = np.unpackbits(matcher.mask()[0].view(np.uint8), bitorder="little")

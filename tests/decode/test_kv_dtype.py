@@ -23,7 +23,7 @@ from jaxspec.quantised import kv
 from jaxspec.quantised.kv import FP8, KVFormat, KVStorage
 from jaxspec.shapes import Array
 from jaxspec.state import DecodeSpec, init_state
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from pallas_kernels.elementary import rms_norm, rotate
 from tests import tiny, tiny_qwen3
 from tests.decode.cases import NEW_TOKENS, Request, case, run, slow
@@ -222,5 +222,5 @@ def test_graphs_say_how_they_store_keys_and_values() -> None:
     assert (gemma.dtypes, narrow.dtypes) == ("float32", "float32, K/V fp8")
     assert "float32, K/V fp8" in repr(narrow)
     assert "K/V" not in repr(gemma)
-    assert isinstance(DecodeSpec(narrow, None).of_dtype("bfloat16").target, Graph)
+    assert isinstance(DecodeSpec(narrow, None).of_dtype("bfloat16").target, ModelDef)
     assert DecodeSpec(narrow, None).of_dtype("bfloat16").target.cache_dtype == FP8

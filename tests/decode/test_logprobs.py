@@ -34,7 +34,7 @@ def teacher_forced(c: Case, request: Request, done: Completion) -> tuple[np.ndar
     begin, count = len(request.prompt_ids), len(done.token_ids)
     text = np.zeros((1, max(PROMPT_LENGTHS) + NEW_TOKENS), np.int32)
     text[0, : begin + count] = request.prompt_ids + done.token_ids
-    logits = fakes.forward(c.target.graph, c.target.params, jnp.asarray(text))
+    logits = fakes.forward(c.target.model_def, c.target.params, jnp.asarray(text))
     logits = jnp.asarray(np.asarray(logits)[:, begin - 1 : begin - 1 + count])
     new = np.asarray(done.token_ids)[:, None]
     plain = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits))[0], new, axis=-1)[:, 0]

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxspec.commands.bench import trace
 from jaxspec.engine.engine import Completion, Engine, Request, Update
-from jaxspec.registry import graph_of, presets
+from jaxspec.registry import model_def_of, presets
 from jaxspec.runtime import prefill
 from jaxspec.runtime.prefill import Shapes, chunks
 from tests.decode.cases import NEW_TOKENS, case
@@ -35,8 +35,8 @@ def chunks_as_shipped(tight: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("preset", "tokens"), [("26b-a4b", 1215), ("31b", 184), ("e4b", 184)])
 def test_what_reading_the_weights_costs(preset: str, tokens: int) -> None:
     """A mixture of experts reads all experts and computes with few of them."""
-    graph = graph_of(presets()[preset], "bfloat16")
-    assert round(prefill.reading_tokens(graph)) == tokens
+    model_def = model_def_of(presets()[preset], "bfloat16")
+    assert round(prefill.reading_tokens(model_def)) == tokens
 
 
 def test_a_shared_pass_has_no_more_tokens_than_rows_may_wait_for() -> None:

@@ -194,7 +194,7 @@ def test_other_weights_empty_the_store() -> None:
     """Also of what rows that began with the old ones were going to store."""
     hot, c = engine(**PLENTY), case(NAME)
     one(hot, BASE)
-    other = tiny.random_params(target(NAME).graph, seed=7)
+    other = tiny.random_params(target(NAME).model_def, seed=7)
     expected = one(engine_with(other), BASE)
     hot.target_params = other
     done = one(hot, BASE)

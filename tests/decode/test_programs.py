@@ -19,7 +19,7 @@ from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.engine.engine import Engine, Request
 from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS
-from jaxspec.options import Drafting, Extras, Tree
+from jaxspec.options import Drafting, ProgramFeatures, Tree
 from jaxspec.runtime.programs import Compiler, Programs, options_of_loops
 from jaxspec.state import DecodeSpec
 from jaxspec.weights.sharding import make_mesh
@@ -59,7 +59,7 @@ def test_the_loop_of_steps_has_its_own_options(monkeypatch):
     assert {name for name, options in asked.items() if options == COMPILER_OPTIONS} >= {"prefill"}
     assert LOOP_OPTIONS not in asked.values()
     assert options_of_loops(make_mesh(data=1, model=1)) is LOOP_OPTIONS
-    # A loop that asks the host what grammars allow cannot be one graph.
+    # A loop that asks the host what grammars allow cannot be one model_def.
     engine.runtime.decoding(engine.runtime.init_state(1), None, 1, guided=True)
     assert asked["decode_loop"] == COMPILER_OPTIONS
 
@@ -229,10 +229,12 @@ def test_counts_alias_and_are_not_copied_in_the_loop():
     loaded = target("31b")
     drafter = case("31b").drafter("dflash")
     spec = DecodeSpec(
-        loaded.graph,
-        drafter.graph,
+        loaded.model_def,
+        drafter.model_def,
         Drafting(4, draft_sampling=True, verification="block"),
-        extras=Extras(penalties=True, num_biases=2, logprobs=True, top_logprobs=2),
+        program_features=ProgramFeatures(
+            penalties=True, num_biases=2, logprobs=True, top_logprobs=2
+        ),
     )
     state = states.init_state(
         spec, 16, cache_length=61, num_stop_ids=4, cache_dtype=jnp.dtype("float32")
@@ -251,7 +253,7 @@ def test_counts_alias_and_are_not_copied_in_the_loop():
 def test_a_plain_step_of_one_row_copies_no_cache():
     """XLA's CPU backend copied every cache three times a step: a scatter of one update is not one to it."""
     loaded = target("31b")
-    spec = DecodeSpec(loaded.graph, None)
+    spec = DecodeSpec(loaded.model_def, None)
     state = states.init_state(
         spec, 1, cache_length=61, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
     )

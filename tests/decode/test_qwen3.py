@@ -9,7 +9,7 @@ import pytest
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.engine.engine import Request
 from jaxspec.options import Tree
-from jaxspec.registry import graph_of
+from jaxspec.registry import model_def_of
 from jaxspec.weights.loading import LoadedModel
 from tests import fakes, tiny, tiny_qwen3
 from tests.decode import cases
@@ -42,8 +42,8 @@ def b16(target: LoadedModel) -> LoadedModel:
         max_positions=c.max_positions,
         rope_theta=c.rope_theta,
     )
-    graph = graph_of(config, "float32")
-    return fakes.loaded(graph, tiny.random_params(graph, 3))
+    model_def = model_def_of(config, "float32")
+    return fakes.loaded(model_def, tiny.random_params(model_def, 3))
 
 
 @functools.cache

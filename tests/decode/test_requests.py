@@ -10,11 +10,11 @@ import pytest
 
 from jaxspec.engine.request import Request, kind_refusal, refusal
 from jaxspec.options import FieldError, Sampling
-from jaxspec.registry import graph_of
+from jaxspec.registry import model_def_of
 from jaxspec.runtime.runtime import make_spec
 from tests.tiny_qwen3 import config
 
-SPEC = make_spec(graph_of(config("qwen3-tied"), "float32"), None)  # 160 tokens
+SPEC = make_spec(model_def_of(config("qwen3-tied"), "float32"), None)  # 160 tokens
 
 
 def _refusal(**changes: Any) -> FieldError | None:

@@ -86,9 +86,11 @@ def test_few_rows_get_the_same_tokens(
 def test_draws_and_what_rows_carry_stay_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds, penalties, biases and log-probabilities, in an engine that computes few rows and in one that does not."""
     c = case("31b")
-    extras = dict(penalties=True, num_biases=1, logprobs=True, top_logprobs=2)
+    program_features = dict(penalties=True, num_biases=1, logprobs=True, top_logprobs=2)
     engines = [
-        c.engine("dflash", batch_size=4, steps_per_return=2, choose_length="never", **extras)
+        c.engine(
+            "dflash", batch_size=4, steps_per_return=2, choose_length="never", **program_features
+        )
         for _ in range(2)
     ]
     engines[0].warm_up()

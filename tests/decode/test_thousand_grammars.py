@@ -14,7 +14,7 @@ pytest.importorskip("llguidance")
 import jaxspec
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
-from jaxspec.options import Extras, Sampling
+from jaxspec.options import ProgramFeatures, Sampling
 from jaxspec.text.grammars import masking
 from tests.test_grammars import schema
 
@@ -55,7 +55,7 @@ def test_a_thousand_schemas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         made = Engine(
             pair.target,
             drafter,  # type: ignore[arg-type]
-            extras=Extras(grammars=True),
+            program_features=ProgramFeatures(grammars=True),
             batch_size=32,
             cache_length=256,
             read_ahead=8,

@@ -18,7 +18,7 @@ from jaxspec.models.target import TargetOutput, init_caches, keep_rows
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Params
 from jaxspec.verify import greedy_verify, tree_verify
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import tiny
 from tests.decode.cases import BLOCK, NEW_TOKENS, SOME_FEATURE_SETS, case, run, slow, target
 
@@ -112,9 +112,9 @@ def test_a_chain_as_a_tree_is_judged_alike():
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def target_pass(graph: Graph, params: Params, *args: Any) -> TargetOutput:
+def target_pass(model_def: ModelDef, params: Params, *args: Any) -> TargetOutput:
     *args, mask = args
-    return graph.bind(params)(*args, feature_layers=(0,), ancestors=mask)
+    return model_def.bind(params)(*args, feature_layers=(0,), ancestors=mask)
 
 
 @pytest.mark.parametrize("name", SOME_FEATURE_SETS)
@@ -128,7 +128,7 @@ def test_a_tree_pass_gives_what_each_path_alone_gives(name: str):
 
     def feed(block: Array, start: int, count: int, mask: Array | None = None) -> TargetOutput:
         where = (jnp.asarray([start]), jnp.asarray([count]))
-        return target_pass(loaded.graph, loaded.params, block, *where, caches, mask)
+        return target_pass(loaded.model_def, loaded.params, block, *where, caches, mask)
 
     for begin in range(0, length, 7):
         caches = feed(tokens[:, begin : begin + 7], begin, 7).caches

@@ -12,7 +12,7 @@ import pytest
 import jaxspec
 from jaxspec.commands.bench.trace import compilations
 from jaxspec.engine.engine import Completion, Engine, Request
-from jaxspec.options import Drafting, Extras, Sampling, Tree
+from jaxspec.options import Drafting, ProgramFeatures, Sampling, Tree
 from jaxspec.runtime.programs import Compiler
 from jaxspec.text import grammars
 from tests.decode.cases import case, request
@@ -42,7 +42,7 @@ def live(engine: Engine, requests: list[Request]) -> list[Completion]:
 def test_a_warm_engine_that_can_do_all_compiles_nothing() -> None:
     """Reading ahead, stored prefixes in two tiers, penalties, biases, log-probabilities, stops, cancelled requests."""
     c = case("31b")
-    extras = dict(penalties=True, num_biases=2, logprobs=True, top_logprobs=2)
+    program_features = dict(penalties=True, num_biases=2, logprobs=True, top_logprobs=2)
     engine = c.engine(
         "dflash",
         batch_size=2,
@@ -52,7 +52,7 @@ def test_a_warm_engine_that_can_do_all_compiles_nothing() -> None:
         steps_per_return=3,
         prefix_bytes=2**22,
         prefix_host_bytes=2**22,
-        **extras,
+        **program_features,
     )
     engine.warm_up()
     asked = [
@@ -103,15 +103,21 @@ MODES: dict[str, tuple[str | None, dict[str, Any], dict[str, Any]]] = {
     "invariant": ("dflash", dict(invariant=True), {}),
     "logprobs": (
         "dflash",
-        dict(extras=Extras(logprobs=True, top_logprobs=3), choose_length="never"),
+        dict(
+            program_features=ProgramFeatures(logprobs=True, top_logprobs=3), choose_length="never"
+        ),
         dict(logprobs=True, top_logprobs=2),
     ),
     "penalties": (
         "dflash",
-        dict(extras=Extras(penalties=True, num_biases=2), choose_length="never"),
+        dict(program_features=ProgramFeatures(penalties=True, num_biases=2), choose_length="never"),
         dict(repetition_penalty=1.2, temperature=0.7, logit_bias={5: 1.0}),
     ),
-    "grammars": ("dflash", dict(extras=Extras(grammars=True), choose_length="never"), {}),
+    "grammars": (
+        "dflash",
+        dict(program_features=ProgramFeatures(grammars=True), choose_length="never"),
+        {},
+    ),
 }
 
 
@@ -124,7 +130,7 @@ def test_a_warm_engine_compiles_nothing(mode: str) -> None:
     engine = Engine(*models, batch_size=4, cache_length=1024, **options)
     engine.warm_up()
     allowed: list[Any] = [None]
-    if engine.spec.extras.grammars:
+    if engine.spec.program_features.grammars:
         tokens = grammars.GrammarTokens.of_model(pair.target, pair.tokenizer)
         allowed.append(tokens.compile("regex", "[0-9]{3,9}"))
     rng, size = np.random.default_rng(0), pair.target.config.vocab_size

@@ -15,7 +15,7 @@ from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.drafters.base import Kept, TargetView
 from jaxspec.drafters.dflash import DFlashDrafter, DFlashState
 from jaxspec.shapes import Array, Params
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import tiny
 
 MIXED = DFlashConfig(  # z-lab's Gemma 4 drafters, small
@@ -112,7 +112,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def absorb(
-    graph: Graph,
+    model_def: ModelDef,
     params: Params,
     state: DFlashState,
     features: tuple[Array, ...],
@@ -123,13 +123,13 @@ def absorb(
     b, t, d = features[0].shape
     tokens = jnp.zeros((b, t), jnp.int32)
     kept = Kept(tokens, jnp.zeros((b, t, d)), features, start, count, slots)
-    return graph.bind(params).absorb(state, kept)
+    return model_def.bind(params).absorb(state, kept)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="drafts")
 def draft(
-    graph: Graph,
-    target_graph: Graph,
+    model_def: ModelDef,
+    target_def: ModelDef,
     params: Params,
     target_params: Params,
     state: DFlashState,
@@ -139,8 +139,8 @@ def draft(
     drafts: int,
 ) -> tuple[Array, Array]:
     """Return block logits and the draft made of them."""
-    drafter = graph.bind(params)
-    target = target_graph.bind(target_params)
+    drafter = model_def.bind(params)
+    target = target_def.bind(target_params)
     view = TargetView(target, (), suppress_tokens=(7, 11))
     context = tuple(kv.view(cache, lengths) for cache in state)
     logits = drafter.block_logits(context, target, anchors, lengths, num_draft_tokens=drafts)
@@ -152,15 +152,15 @@ class Setting:
 
     def __init__(self, config: DFlashConfig, seed: int = 0):
         self.config, self.rng = config, np.random.default_rng(seed)
-        self.graph = Graph(DFlashDrafter, config, "float32")
-        self.params = tiny.random_params(self.graph, seed)
-        self.target_graph, self.target_params = tiny.target("31b")
+        self.model_def = ModelDef(DFlashDrafter, config, "float32")
+        self.params = tiny.random_params(self.model_def, seed)
+        self.target_def, self.target_params = tiny.target("31b")
         width = config.hidden_size * len(config.feature_layers)
         self.features = [self.rng.normal(size=(n, width)) for n in LENGTHS]
         self.anchors = self.rng.integers(0, config.vocab_size, len(LENGTHS))
 
     def empty(self, batch: int = len(LENGTHS)) -> DFlashState:
-        drafter = self.graph.bind(self.params)
+        drafter = self.model_def.bind(self.params)
         return drafter.init_state(batch, cache_length=CACHE_LENGTH, dtype=jnp.float32)
 
     def absorb(
@@ -172,7 +172,7 @@ class Setting:
             feed[row, : count[row]] = features[start[row] : start[row] + count[row]]
         split = jnp.split(jnp.asarray(feed), len(self.config.feature_layers), axis=-1)
         start, count = jnp.asarray(start, jnp.int32), jnp.asarray(count, jnp.int32)
-        return absorb(self.graph, self.params, state, tuple(split), start, count)
+        return absorb(self.model_def, self.params, state, tuple(split), start, count)
 
     def whole(self) -> DFlashState:
         count = np.array(LENGTHS)
@@ -180,7 +180,7 @@ class Setting:
 
     def draft(self, state: DFlashState, drafts: int) -> tuple[np.ndarray, np.ndarray]:
         anchors, lengths = jnp.asarray(self.anchors, jnp.int32), jnp.asarray(LENGTHS, jnp.int32)
-        models = self.graph, self.target_graph, self.params, self.target_params
+        models = self.model_def, self.target_def, self.params, self.target_params
         return jax.device_get(draft(*models, state, anchors, lengths, drafts=drafts))
 
     def expected(self, drafts: int) -> np.ndarray:
@@ -247,9 +247,9 @@ def test_absorb_into_slots_touches_no_other_slot() -> None:
     start, count = jnp.zeros(3, jnp.int32), jnp.asarray([8, 5, 8], jnp.int32)
     busy = jax.tree.map(lambda x: x + 7, setting.empty())
     state = absorb(
-        setting.graph, setting.params, busy, features, start, count, jnp.asarray([3, 1, 4])
+        setting.model_def, setting.params, busy, features, start, count, jnp.asarray([3, 1, 4])
     )
-    direct = absorb(setting.graph, setting.params, setting.empty(3), features, start, count)
+    direct = absorb(setting.model_def, setting.params, setting.empty(3), features, start, count)
     for scattered, plain in zip(jax.tree.leaves(state), jax.tree.leaves(direct), strict=True):
         np.testing.assert_allclose(scattered[3, :, :8], plain[0, :, :8], rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(scattered[1, :, :5], plain[1, :, :5], rtol=1e-6, atol=1e-6)

@@ -26,14 +26,14 @@ from jaxspec.options import Drafting, FieldError
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.array import quantise
 from jaxspec.quantised.choice import formats_for
-from jaxspec.registry import graph_of
+from jaxspec.registry import model_def_of
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import make_spec
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.bridge import from_hf_names, to_hf_names
-from jaxspec.weights.draft_head import graph_with_head, with_draft_head
+from jaxspec.weights.draft_head import model_def_with_head, with_draft_head
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh
 from tests import fakes, tiny, tiny_qwen3
 from tests.toy.target import Toy, ToyConfig
@@ -87,13 +87,13 @@ def block_logits(drafter: LoadedModel, target: LoadedModel) -> np.ndarray:
     """Return the logits of two blocks without context."""
 
     def run(params: Params, target_params: Params) -> Array:
-        module = drafter.graph.bind(params)
+        module = drafter.model_def.bind(params)
         lengths = jnp.zeros(2, jnp.int32)
         state = module.init_state(2, cache_length=64, dtype=jnp.float32)
         context = tuple(kv.view(cache, lengths) for cache in state)
         return module.block_logits(
             context,
-            target.graph.bind(target_params),
+            target.model_def.bind(target_params),
             jnp.asarray([5, 9], jnp.int32),
             lengths,
             num_draft_tokens=3,
@@ -116,7 +116,7 @@ def test_logits_differ_by_the_rounding_of_the_format(
 
 
 @pytest.mark.parametrize(
-    ("graph", "params", "name"),
+    ("model_def", "params", "name"),
     [
         pytest.param(*tiny.target("31b"), "embedder.table", id="gemma4"),
         pytest.param(*tiny.target("e2b"), "embedder.table", id="gemma4-per-layer"),
@@ -124,25 +124,25 @@ def test_logits_differ_by_the_rounding_of_the_format(
         pytest.param(*tiny_qwen3.target("qwen3-untied"), "head_table", id="qwen3-untied"),
     ],
 )
-def test_the_copy_is_of_the_head(graph: Graph, params: Params, name: str) -> None:
+def test_the_copy_is_of_the_head(model_def: ModelDef, params: Params, name: str) -> None:
     """It is the table whose product with a row is `Target.head`, and it leaves that table alone."""
-    target = fakes.loaded(graph, params)
+    target = fakes.loaded(model_def, params)
     drafter = fakes.dflash(target, block_size=4)
     with_copy = with_draft_head(drafter, target, "int8")
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(1, 3, graph.config.hidden_size)), jnp.float32)
-    logits = np.asarray(graph.bind(params).head(x), np.float64)
+    x = jnp.asarray(rng.normal(size=(1, 3, model_def.config.hidden_size)), jnp.float32)
+    logits = np.asarray(model_def.bind(params).head(x), np.float64)
     table = np.asarray(params[name], np.float64)
     np.testing.assert_allclose(logits, np.asarray(x, np.float64) @ table.T, rtol=1e-4, atol=1e-4)
 
-    head = with_copy.graph.weights(with_copy.params)["head"]
+    head = with_copy.model_def.weights(with_copy.params)["head"]
     assert isinstance(head, QuantisedArray)
     expected = quantise(params[name], "int8", (1,))
     for part, array in expected.parts.items():
         np.testing.assert_array_equal(head.parts[part], array)
     assert target.params[name] is params[name]
     assert not params[name].is_deleted()
-    assert with_copy.graph.module is DFlashWithHead
+    assert with_copy.model_def.module is DFlashWithHead
     assert with_copy.config is drafter.config
     assert all(with_copy.params[n] is x for n, x in drafter.params.items())
 
@@ -160,9 +160,9 @@ def test_a_copy_of_a_quantised_head(stored: str, format: str) -> None:
     options: dict[str, Any] = dict(dtype="float32", quantize_head=stored)
     small = jaxspec.load(**options, quantize_draft_head=format)
     assert small.drafter is not None
-    assert small.target.graph.head is not None
-    table = small.target.graph.weights(small.target.params)[small.target.graph.head]
-    copy = small.drafter.graph.weights(small.drafter.params)["head"]
+    assert small.target.model_def.head is not None
+    table = small.target.model_def.weights(small.target.params)[small.target.model_def.head]
+    copy = small.drafter.model_def.weights(small.drafter.params)["head"]
     assert isinstance(table, QuantisedArray)
     assert isinstance(copy, QuantisedArray)
     assert (table.format, copy.format) == (stored, format)
@@ -181,10 +181,10 @@ def test_a_copy_of_a_quantised_head(stored: str, format: str) -> None:
 def test_the_rest_of_the_drafter_has_a_format_of_its_own() -> None:
     both = jaxspec.load(dtype="float32", quantize_drafter="int8", quantize_draft_head="int4")
     assert both.drafter is not None
-    formats = dict(both.drafter.graph.formats)
+    formats = dict(both.drafter.model_def.formats)
     assert formats.pop("head") == "int4"
     assert set(formats.values()) == {"int8"}
-    assert both.drafter.graph.storage == "int8 and float32, head int4"
+    assert both.drafter.model_def.storage == "int8 and float32, head int4"
 
 
 # --- refusals ----------------------------------------------------------------------------------------
@@ -226,22 +226,22 @@ def test_a_format_that_the_gpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_copy_that_makes_the_same_drafts_is_refused() -> None:
-    graph, _ = tiny.target("31b")
-    drafter = graph_of(DFLASH_PRESETS["31b"], "float32")
+    model_def, _ = tiny.target("31b")
+    drafter = model_def_of(DFLASH_PRESETS["31b"], "float32")
 
-    def stored(format: str) -> Graph:
-        return graph.with_formats(formats_for(graph, tables=format))
+    def stored(format: str) -> ModelDef:
+        return model_def.with_formats(formats_for(model_def, tables=format))
 
     with pytest.raises(FieldError, match="is int4, and the target's head is int4 already"):
-        graph_with_head(drafter, stored("int4"), "int4")
+        model_def_with_head(drafter, stored("int4"), "int4")
     # This one rounds what it multiplies, which the target's own head does not.
-    graph_with_head(drafter, stored("fp8-dynamic"), "fp8-dynamic")
+    model_def_with_head(drafter, stored("fp8-dynamic"), "fp8-dynamic")
 
 
 def test_a_target_that_names_no_head_is_refused() -> None:
-    toy = Graph(Toy, ToyConfig(16, 16, 1, 16, 16), "float32")
+    toy = ModelDef(Toy, ToyConfig(16, 16, 1, 16, 16), "float32")
     with pytest.raises(FieldError, match="Toy names no table as its head"):
-        graph_with_head(graph_of(DFLASH_PRESETS["31b"], "float32"), toy, "int8")
+        model_def_with_head(model_def_of(DFLASH_PRESETS["31b"], "float32"), toy, "int8")
 
 
 def test_a_target_of_another_size_is_refused() -> None:
@@ -255,7 +255,7 @@ def test_a_target_of_another_size_is_refused() -> None:
 def test_a_copy_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = fakes.loaded(*tiny.target("31b"))
     drafter, mesh = fakes.dflash(target, block_size=4), make_mesh(devices=jax.devices()[:1])
-    room = sum(memory.weight_bytes(m.graph, mesh) for m in (target, drafter))
+    room = sum(memory.weight_bytes(m.model_def, mesh) for m in (target, drafter))
     monkeypatch.setattr(memory, "bytes_limit", lambda mesh: room)
     with pytest.raises(memory.DeviceMemoryError, match="the weights need"):
         with_draft_head(drafter, target, "int8")
@@ -282,31 +282,31 @@ def test_a_copy_is_never_saved(copied: tuple[str, Pair], bundled: Pair, tmp_path
 
 
 def test_a_step_reads_the_copy_in_place_of_the_head() -> None:
-    target = Graph(tiny.target("31b")[0].module, PRESETS["31b"], "bfloat16")
-    drafter = graph_of(DFLASH_PRESETS["31b"], "bfloat16")
+    target = ModelDef(tiny.target("31b")[0].module, PRESETS["31b"], "bfloat16")
+    drafter = model_def_of(DFLASH_PRESETS["31b"], "bfloat16")
     numbers = PRESETS["31b"].vocab_size * PRESETS["31b"].hidden_size
 
-    def cost(drafter: Graph) -> floor.StepCost:
+    def cost(drafter: ModelDef) -> floor.StepCost:
         return floor.step_costs(make_spec(target, drafter), batch=2, context=256)[1]
 
-    whole, small = cost(drafter), cost(graph_with_head(drafter, target, "int8"))
+    whole, small = cost(drafter), cost(model_def_with_head(drafter, target, "int8"))
     assert whole.weight_bytes - small.weight_bytes == pytest.approx(numbers, rel=1e-3)
     assert whole.flops == small.flops
     assert whole.kv_bytes == small.kv_bytes
-    rounded = cost(graph_with_head(drafter, target, "fp8-dynamic"))
+    rounded = cost(model_def_with_head(drafter, target, "fp8-dynamic"))
     assert rounded.weight_bytes == small.weight_bytes
     assert small.flops - rounded.flops == pytest.approx(numbers * 2 * 15)  # 2 rows of 15 drafts
 
 
 def test_memory_counts_the_copy_beside_the_head() -> None:
     target, _ = tiny.target("31b")
-    drafter = fakes.dflash(fakes.loaded(target, {}), block_size=4).graph
+    drafter = fakes.dflash(fakes.loaded(target, {}), block_size=4).model_def
     mesh = make_mesh(devices=jax.devices()[:1])
 
-    def weights(drafter: Graph) -> int:
+    def weights(drafter: ModelDef) -> int:
         return memory.footprint(make_spec(target, drafter), 2, 64, mesh).weights
 
-    copy = weights(graph_with_head(drafter, target, "int8")) - weights(drafter)
+    copy = weights(model_def_with_head(drafter, target, "int8")) - weights(drafter)
     rows, width = target.config.vocab_size, target.config.hidden_size
     assert copy == rows * width + 4 * rows  # codes, and a scale a row
 
@@ -338,7 +338,7 @@ def test_rows_of_other_formats_are_other_rows(bundled: Pair) -> None:
 
     def digest(pair: Pair) -> str:
         assert pair.drafter is not None
-        spec = make_spec(pair.target, pair.drafter.graph, Drafting())
+        spec = make_spec(pair.target, pair.drafter.model_def, Drafting())
         return models_digest(spec, pair.target, pair.drafter)
 
     options: tuple[dict[str, Any], ...] = (
@@ -352,7 +352,7 @@ def test_rows_of_other_formats_are_other_rows(bundled: Pair) -> None:
     )
     pairs = [bundled, *(jaxspec.load(dtype="float32", **given) for given in options)]
     assert len({digest(pair) for pair in pairs}) == len(pairs)
-    words = [pair.target.graph.storage for pair in pairs[:5]]
+    words = [pair.target.model_def.storage for pair in pairs[:5]]
     assert words == [
         "float32",
         "int8 and float32",

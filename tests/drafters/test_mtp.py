@@ -31,7 +31,7 @@ from jaxspec.models.target import Caches, TargetOutput, init_caches
 from jaxspec.shapes import Array, Params
 from jaxspec.weights import loading
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import tiny
 
 LENGTHS = (5, 23, 61)  # the window is 8: below it, past it, and past its ring
@@ -42,24 +42,26 @@ TOLERANCE = 1e-4
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def feed(graph: Graph, params: Params, tokens: Any, start: Any, count: Any, caches: Caches) -> Any:
-    return graph.bind(params)(tokens, start, count, caches)
+def feed(
+    model_def: ModelDef, params: Params, tokens: Any, start: Any, count: Any, caches: Caches
+) -> Any:
+    return model_def.bind(params)(tokens, start, count, caches)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def whole(graph: Graph, params: Params, tokens: Array) -> TargetOutput:
+def whole(model_def: ModelDef, params: Params, tokens: Array) -> TargetOutput:
     """Run the target over padded prompts without caches; the mask of a chain makes it return its K/V."""
     b, n = tokens.shape
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((n, n), bool)), (b, n, n))
-    return graph.bind(params)(
+    return model_def.bind(params)(
         tokens, jnp.zeros(b, jnp.int32), jnp.full(b, n), None, ancestors=causal
     )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def step(
-    graph: Graph,
-    target_graph: Graph,
+    model_def: ModelDef,
+    target_def: ModelDef,
     params: Params,
     target_params: Params,
     caches: Caches,
@@ -68,7 +70,7 @@ def step(
     states: Array,
 ) -> tuple[Array, Array]:
     """Return the logits over the whole vocabulary (-inf where not looked at) and the next states."""
-    target, drafter = target_graph.bind(target_params), graph.bind(params)
+    target, drafter = target_def.bind(target_params), model_def.bind(params)
     view = TargetView(target, caches)
     segments: dict[LayerType, kv.KVSegment] = {
         kind: kv.view(view.last_kv(kind), lengths) for kind in ("sliding", "full")
@@ -110,7 +112,7 @@ class Pair:
         """
         torch = pytest.importorskip("torch")
         target, n = self.target, len(self.prompts[row])
-        bound = target.graph.bind(target.params)
+        bound = target.model_def.bind(target.params)
         embedding = np.asarray(bound.embed(jnp.asarray([[token]])))[0, 0]
         shared = {}
         for kind in ("sliding", "full"):
@@ -150,7 +152,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         tokens = np.zeros((len(prompts), max(PIECES)), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : count[row]] = prompt[start[row] : start[row] + count[row]]
-        caches = feed(target.graph, target.params, tokens, start, count, caches).caches
+        caches = feed(target.model_def, target.params, tokens, start, count, caches).caches
         start, i = start + count, i + 1
     padded = np.zeros((len(prompts), max(LENGTHS)), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
@@ -161,7 +163,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         loading.load_drafter(str(directory / "assistant"), dtype="float32"),
         prompts,
         caches,
-        whole(target.graph, target.params, jnp.asarray(padded)),
+        whole(target.model_def, target.params, jnp.asarray(padded)),
     )
 
 
@@ -177,15 +179,15 @@ def test_steps_equal_transformers(pair: Pair, position: Any, extra_key: int) -> 
     config = dataclasses.replace(
         pair.assistant.config, query_position=position, num_window_keys=window
     )
-    graph = Graph(MTPDrafter, config, "float32")
+    model_def = ModelDef(MTPDrafter, config, "float32")
     tokens = np.asarray([7, 90, 33], np.int32)
     states = pair.states
     worst = 0.0
     for _ in range(STEPS):
         logits, new_states = jax.device_get(
             step(
-                graph,
-                pair.target.graph,
+                model_def,
+                pair.target.model_def,
                 pair.assistant.params,
                 pair.target.params,
                 pair.caches,
@@ -231,9 +233,9 @@ def test_drafts_are_the_best_of_each_step(pair: Pair) -> None:
 
     @functools.partial(jax.jit, static_argnums=3)
     def draft(params: Params, target_params: Params, states: Array, tree: Tree | None) -> Any:
-        model = target.graph.bind(target_params)
+        model = target.model_def.bind(target_params)
         view = TargetView(model, pair.caches, suppressed)
-        return assistant.graph.bind(params).draft(
+        return assistant.model_def.bind(params).draft(
             states,
             view,
             jnp.asarray([7, 90, 33]),
@@ -248,8 +250,8 @@ def test_drafts_are_the_best_of_each_step(pair: Pair) -> None:
     tokens = jnp.asarray([7, 90, 33])
     for i in range(STEPS):
         logits, states = step(
-            assistant.graph,
-            target.graph,
+            assistant.model_def,
+            target.model_def,
             assistant.params,
             target.params,
             pair.caches,
@@ -276,9 +278,9 @@ def test_centroids_keep_the_vocabulary_out_of_a_chain(size: str) -> None:
     target_config, batch = TARGET_PRESETS[size], 2
 
     def largest(config: MTPConfig) -> int:
-        graph, target = (
-            Graph(MTPDrafter, config, "bfloat16"),
-            Graph(Gemma4, target_config, "bfloat16"),
+        model_def, target = (
+            ModelDef(MTPDrafter, config, "bfloat16"),
+            ModelDef(Gemma4, target_config, "bfloat16"),
         )
         caches = jax.eval_shape(
             lambda: init_caches(
@@ -289,10 +291,12 @@ def test_centroids_keep_the_vocabulary_out_of_a_chain(size: str) -> None:
         def draft(params: Params, target_params: Params, caches: Caches, states: Array) -> Array:
             view = TargetView(target.bind(target_params), caches, (3,))
             ids = jnp.zeros(batch, jnp.int32)
-            return graph.bind(params).draft(states, view, ids, ids + 9, num_draft_tokens=2).tokens
+            return (
+                model_def.bind(params).draft(states, view, ids, ids + 9, num_draft_tokens=2).tokens
+            )
 
         states = jax.ShapeDtypeStruct((batch, target_config.hidden_size), jnp.bfloat16)
-        shapes = graph.abstract_params(), target.abstract_params(), caches, states
+        shapes = model_def.abstract_params(), target.abstract_params(), caches, states
         return max(d for shape in made_by(jax.make_jaxpr(draft)(*shapes).jaxpr) for d in shape)
 
     config = MTP_PRESETS[size]
@@ -327,7 +331,7 @@ def test_presets_have_the_released_parameter_counts() -> None:
     """Millions, the token ordering not counted. Source: the model cards."""
     millions = {"e2b": 77.7, "e4b": 78.5, "12b": 422.9, "26b-a4b": 419.7, "31b": 469.5}
     for name, config in MTP_PRESETS.items():
-        shapes = Graph(MTPDrafter, config, "bfloat16").abstract_params()
+        shapes = ModelDef(MTPDrafter, config, "bfloat16").abstract_params()
         count = sum(a.size for key, a in shapes.items() if key != "token_ordering")
         assert count / 1e6 == pytest.approx(millions[name], abs=0.06)
 
@@ -362,4 +366,4 @@ def test_generation_config_says_how_many_to_draft_and_what_never() -> None:
     assert MTPConfig.from_hf(config).num_draft_tokens == 5
     # A file may ask for more than there is room for; only what a user asks for is refused.
     many = MTPConfig.from_hf(config, dict(num_assistant_tokens=20))
-    assert Graph(MTPDrafter, many, "float32").bind_abstract().default_draft_tokens == 15
+    assert ModelDef(MTPDrafter, many, "float32").bind_abstract().default_draft_tokens == 15

@@ -15,7 +15,7 @@ import pytest
 
 from jaxspec.configs.gemma4 import PRESETS
 from jaxspec.quantised.choice import formats_for
-from jaxspec.registry import graph_of
+from jaxspec.registry import model_def_of
 from pallas_kernels.dispatch import H200_PROCESSORS
 from pallas_kernels.eight_bits import Cut, decode, gated, linear, rounded_sums
 from pallas_kernels.eight_bits.cases import SHAPES
@@ -156,13 +156,13 @@ def test_the_kernel_refuses_what_it_cannot_cut():
 @pytest.mark.parametrize("preset", ["e2b", "e4b", "12b", "26b-a4b", "31b"])
 def test_every_product_of_every_target_is_cut_evenly(preset):
     """And has a name in `cases`, under which scripts measure it."""
-    graph = graph_of(PRESETS[preset], "bfloat16")
-    graph = graph.with_formats(formats_for(graph, "int8", None))
+    model_def = model_def_of(PRESETS[preset], "bfloat16")
+    model_def = model_def.with_formats(formats_for(model_def, "int8", None))
     found = set()
-    for name, codes in graph.abstract_params().items():
+    for name, codes in model_def.abstract_params().items():
         if not name.endswith(".codes") or "experts" in name:
             continue
-        outputs = math.prod(graph.abstract_params()[name[:-5] + "scales"].shape)
+        outputs = math.prod(model_def.abstract_params()[name[:-5] + "scales"].shape)
         found.add((codes.size // outputs, outputs))
     assert found == {size for name, size in SHAPES.items() if name.startswith(preset + " ")}
     for inputs, outputs in found:

@@ -177,9 +177,12 @@ def test_the_tables_for_codes_cut_the_experts_of_26b_evenly(bits: int) -> None:
     e, d, f = (getattr(GEMMA4_26B_A4B, name) for name in ("experts", "width", "hidden"))
     for tokens in (1, 8, 16, 32, 128, 512, 2048):
         tiling = tiling_for(tokens * GEMMA4_26B_A4B.top_k / e, bits)
-        for cut, outputs, summed in ((tiling.gate_up, f, d), (tiling.down, d, f)):
+        for cut, outputs, contracting_axes in ((tiling.gate_up, f, d), (tiling.down, d, f)):
             if isinstance(cut, Cut):
-                assert cut.dividing(outputs, summed // 64, last_may_reach_past=bits == 8) == cut
+                assert (
+                    cut.dividing(outputs, contracting_axes // 64, last_may_reach_past=bits == 8)
+                    == cut
+                )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jaxspec import cache as kv
 from jaxspec.cache import KVCache, KVSegment
 from jaxspec.models.target import Caches, TargetOutput, init_caches
 from jaxspec.shapes import Array, Params
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from pallas_kernels.qkv import write_kv
 from tests import tiny
 
@@ -147,7 +147,7 @@ def check_close(got: Array, expected: np.ndarray) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(
-    graph: Graph,
+    model_def: ModelDef,
     params: Params,
     tokens: Array,
     start: Array,
@@ -155,15 +155,17 @@ def forward(
     caches: Caches | None,
     slots: Array | None = None,
 ) -> TargetOutput:
-    features = (graph.config.num_layers - 2,)
-    return graph.bind(params)(tokens, start, count, caches, slots=slots, feature_layers=features)
+    features = (model_def.config.num_layers - 2,)
+    return model_def.bind(params)(
+        tokens, start, count, caches, slots=slots, feature_layers=features
+    )
 
 
 class Setting:
     """A target, token sequences, and its outputs for them in one pass without caches."""
 
     def __init__(self, name: str):
-        self.graph, self.params = tiny.target(name)
+        self.model_def, self.params = tiny.target(name)
         self.rng = np.random.default_rng(3)
         self.tokens = self.rng.integers(0, tiny.VOCAB_SIZE, (B, LENGTH)).astype(np.int32)
         zeros = np.zeros(B, np.int32)
@@ -171,11 +173,11 @@ class Setting:
 
     def run(self, tokens: np.ndarray, start: np.ndarray, count: np.ndarray, *rest: object):
         arrays = (jnp.asarray(x, jnp.int32) for x in (tokens, start, count))
-        return forward(self.graph, self.params, *arrays, *rest)
+        return forward(self.model_def, self.params, *arrays, *rest)
 
     def caches(self, batch: int = B) -> Caches:
         return init_caches(
-            self.graph.config, batch, cache_length=64, slack=SLACK, dtype=jnp.float32
+            self.model_def.config, batch, cache_length=64, slack=SLACK, dtype=jnp.float32
         )
 
     def feed(self, caches: Caches, start: np.ndarray, count: np.ndarray, width: int) -> Caches:

@@ -24,7 +24,7 @@ from jaxspec.models.layers import (
 from jaxspec.models.residual import Residual
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.shapes import Array
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from pallas_kernels.norms import Branch, router_norm
 from tests import tiny
 
@@ -109,7 +109,7 @@ def test_embedding_scale_is_rounded_to_the_weights_dtype(name: str, scale: float
     config = dataclasses.replace(tiny.config(name), vocab_size=3, hidden_size=width)
 
     def encode(dtype: str, *, scaled: bool) -> Array:
-        embedder = Graph(Embedder, config, dtype).bind({"table": jnp.ones((3, width), dtype)})
+        embedder = ModelDef(Embedder, config, dtype).bind({"table": jnp.ones((3, width), dtype)})
         return embedder.embed(jnp.asarray([[2, 0]]), scaled=scaled).astype(jnp.float32)
 
     np.testing.assert_array_equal(encode("bfloat16", scaled=True), np.full((1, 2, width), scale))
@@ -119,18 +119,18 @@ def test_embedding_scale_is_rounded_to_the_weights_dtype(name: str, scale: float
 
 def test_per_layer_inputs_of_ids_past_their_table_read_row_0() -> None:
     """Placeholders of other modalities have ids there."""
-    graph, params = tiny.target("e2b")
+    model_def, params = tiny.target("e2b")
     short = {**params, "per_layer.table": params["per_layer.table"][:100]}
-    config = dataclasses.replace(graph.config, per_layer_vocab_size=100)
-    target = Graph(graph.module, config, "float32").bind(short)
+    config = dataclasses.replace(model_def.config, per_layer_vocab_size=100)
+    target = ModelDef(model_def.module, config, "float32").bind(short)
     tokens, like_0 = jnp.asarray([[5, 120]]), jnp.asarray([[5, 0]])
     x = target.embedder.embed(tokens)
     np.testing.assert_array_equal(target.per_layer(tokens, x), target.per_layer(like_0, x))
 
 
 def test_experts_equal_a_loop_over_tokens() -> None:
-    graph, params = tiny.target("26b-a4b")
-    experts = graph.bind(params).layers[0].experts
+    model_def, params = tiny.target("26b-a4b")
+    experts = model_def.bind(params).layers[0].experts
     x, residual = normal(2, 5, 48), normal(2, 5, 48, seed=1)
     chosen, weights = jax.device_get(experts.route(residual))
     gate_up, down = np.asarray(experts.gate_up[...]), np.asarray(experts.down[...])
@@ -140,7 +140,7 @@ def test_experts_equal_a_loop_over_tokens() -> None:
             gate, up = np.tensordot(np.asarray(x)[b, t], gate_up[e], 1)
             hidden = np.asarray(jax.nn.gelu(gate, approximate=True)) * up
             expected[b, t] += weight * (hidden @ down[e])
-    to_router = router_norm(residual, experts.router_scale[...], graph.config.rms_norm_eps)
+    to_router = router_norm(residual, experts.router_scale[...], model_def.config.rms_norm_eps)
     np.testing.assert_allclose(experts(x, to_router), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -182,8 +182,8 @@ def test_a_query_that_sees_nothing_is_finite() -> None:
 
 
 def test_logits_are_capped_smoothly() -> None:
-    graph, params = tiny.target("31b")
-    target = graph.bind(params)
+    model_def, params = tiny.target("31b")
+    target = model_def.bind(params)
     x = 40 * normal(1, 3, 48)
     raw = target.head(x)
     assert np.abs(raw).max() > 30
@@ -192,7 +192,7 @@ def test_logits_are_capped_smoothly() -> None:
 
 @pytest.mark.parametrize("rows", [8, 16, 24, 40])
 def test_a_row_of_a_norm_has_the_same_bits_in_every_place(rows: int) -> None:
-    """The counts that docs/numerics.md names. Of 17 rows the last one is summed in another order."""
+    """The counts that docs/numerics.md names. Of 17 rows the last one is contracting_axes in another order."""
     row = np.random.default_rng(1).normal(size=(8, 192)).astype(np.float32)
     norm = jax.jit(lambda x: rms_norm(x, None, 1e-6), compiler_options=COMPILER_OPTIONS)
     out = np.asarray(norm(np.tile(row, (rows, 1, 1))))

@@ -25,7 +25,7 @@ from jaxspec.models.target import Caches, TargetOutput, init_caches
 from jaxspec.shapes import Array, Params
 from jaxspec.weights import loading
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import tiny
 
 torch = pytest.importorskip(
@@ -75,10 +75,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
 def forward(
-    graph: Graph, params: Params, tokens: Array, start: Array, count: Array, caches: Caches
+    model_def: ModelDef, params: Params, tokens: Array, start: Array, count: Array, caches: Caches
 ) -> TargetOutput:
-    every_layer = tuple(range(graph.config.num_layers))
-    return graph.bind(params)(tokens, start, count, caches, feature_layers=every_layer)
+    every_layer = tuple(range(model_def.config.num_layers))
+    return model_def.bind(params)(tokens, start, count, caches, feature_layers=every_layer)
 
 
 def forward_in_chunks(
@@ -98,7 +98,7 @@ def forward_in_chunks(
         tokens = np.full((b, width), 3, np.int32)  # padding is not 0, which might be special
         for row, prompt in enumerate(prompts):
             tokens[row, : count[row]] = prompt[start[row] : start[row] + count[row]]
-        out = forward(model.graph, model.params, tokens, start, count, caches)
+        out = forward(model.model_def, model.params, tokens, start, count, caches)
         caches = out.caches
         out = jax.device_get(out.replace(caches=None))
         for row, n in enumerate(count):
@@ -243,7 +243,7 @@ def test_per_layer_inputs_equal_transformers(pair: Pair) -> None:
     """Each layer norms what its per-layer input adds, which hides the input's scale of 2^-0.5."""
     if not pair.model.config.per_layer_input_size:
         pytest.skip("this size has no per-layer inputs")
-    ours = pair.model.graph.bind(pair.model.params)
+    ours = pair.model.model_def.bind(pair.model.params)
     tokens = np.random.default_rng(1).integers(0, tiny.VOCAB_SIZE, (2, 7)).astype(np.int32)
     got = ours.per_layer(jnp.asarray(tokens), ours.embedder.embed(jnp.asarray(tokens)))
     text = pair.oracle.model
@@ -260,7 +260,7 @@ def test_routing_equals_transformers(pair: Pair) -> None:
     if not pair.model.config.num_experts:
         pytest.skip("this size has no experts")
     x, x_torch = inputs(pair)
-    bound = pair.model.graph.bind(pair.model.params)
+    bound = pair.model.model_def.bind(pair.model.params)
     for ours, theirs in zip(bound.layers, pair.oracle.model.layers, strict=True):
         chosen, weights = jax.device_get(ours.experts.route(x))
         with torch.no_grad():

@@ -101,7 +101,7 @@ def test_logits_and_features_equal_transformers(pair: Pair, chunks: Any, width: 
 
 
 def test_a_pass_without_caches_equals_transformers(pair: Pair) -> None:
-    logits = forward(pair.model.graph, pair.model.params, jnp.asarray(pair.prompts[1])[None])
+    logits = forward(pair.model.model_def, pair.model.params, jnp.asarray(pair.prompts[1])[None])
     assert relative_error(np.asarray(logits[0]), pair.logits[1]) < TOLERANCE
 
 

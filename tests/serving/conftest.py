@@ -19,7 +19,7 @@ import jaxspec
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
-from jaxspec.options import Extras
+from jaxspec.options import ProgramFeatures
 from jaxspec.runtime.runtime import Programs
 from jaxspec.serving.app import make_app
 from jaxspec.serving.metrics import Metrics
@@ -35,7 +35,9 @@ from tests.serving.fake_engine import FakeEngine
 from tests.serving.scripted import CHAT_TEMPLATE, ScriptedEngine
 
 GRAMMARS = importlib.util.find_spec("llguidance") is not None
-EXTRAS = Extras(penalties=True, num_biases=4, logprobs=True, top_logprobs=3, grammars=GRAMMARS)
+EXTRAS = ProgramFeatures(
+    penalties=True, num_biases=4, logprobs=True, top_logprobs=3, grammars=GRAMMARS
+)
 SLOTS, CACHE_LENGTH = 4, 128
 
 
@@ -110,7 +112,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[jaxspec.Pair, Token
 @pytest.fixture(scope="session")
 def served(model: tuple[jaxspec.Pair, Tokenizer]) -> Served:
     pair, tokenizer = model
-    engine = Engine(*pair, extras=EXTRAS, cache_length=CACHE_LENGTH)
+    engine = Engine(*pair, program_features=EXTRAS, cache_length=CACHE_LENGTH)
     return Served(
         names=("tiny", "alias"),
         tokenizer=tokenizer,
@@ -127,7 +129,7 @@ def live(model: tuple[jaxspec.Pair, Tokenizer], served: Served) -> Iterator[Live
     """The tiny pair, and an engine of the same programs beside it."""
     pair, _ = model
     shared: dict[str, Any] = dict(
-        extras=EXTRAS,
+        program_features=EXTRAS,
         batch_size=SLOTS,
         cache_length=CACHE_LENGTH,
         steps_per_return=2,

@@ -17,14 +17,14 @@ import pytest
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.options import Extras, Sampling
+from jaxspec.options import ProgramFeatures, Sampling
 from jaxspec.serving.choices import ChatChoice, TextChoice
 from jaxspec.serving.wishes import Wish
 from jaxspec.shapes import Array
 from jaxspec.text.chat import ToolChoice
 from jaxspec.tokenizer import stop_at_text
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny
 from tests.chat.models import GEMMA, QWEN, Family, corpus
 
@@ -89,8 +89,8 @@ def models() -> tuple[LoadedModel, LoadedModel]:
     config = dataclasses.replace(
         tiny.config("31b"), vocab_size=VOCAB_SIZE, layer_types=("sliding", "full")
     )
-    graph = Graph(Gemma4, config, "float32")
-    target = fakes.loaded(graph, tiny.random_params(graph, 0))
+    model_def = ModelDef(Gemma4, config, "float32")
+    target = fakes.loaded(model_def, tiny.random_params(model_def, 0))
     rng = random.Random(0)
     known = [
         [text, 0, *(i if rng.random() < 0.8 else 3 for i in reply), 0, 0, 0]
@@ -150,7 +150,7 @@ def test_clients_cannot_tell_whether_tokens_were_drafted(
 ) -> None:
     target, drafter = models
     shared: dict[str, Any] = dict(
-        extras=Extras(num_biases=1, logits_fn=write_down),
+        program_features=ProgramFeatures(num_biases=1, logits_fn=write_down),
         batch_size=32,
         cache_length=512,
         choose_length="never",

@@ -22,7 +22,7 @@ from jaxspec.api import BUNDLED
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
-from jaxspec.options import Extras
+from jaxspec.options import ProgramFeatures
 from jaxspec.rollout.scoring import Sequences, score
 from jaxspec.serving.prompts import PromptScorer
 from jaxspec.serving.settings import Settings
@@ -39,14 +39,14 @@ pytestmark = [
         reason="needs lm-eval[api], or JAXSPEC_LM_EVAL=/path/to/a/python that has it",
     ),
 ]
-EXTRAS = Extras(logprobs=True, top_logprobs=1)
+EXTRAS = ProgramFeatures(logprobs=True, top_logprobs=1)
 NEW_TOKENS = 32  # as in held_out_text.yaml
 
 
 @pytest.fixture(scope="module")
 def bundled() -> Iterator[Live]:
     pair = jaxspec.load()
-    engine = Engine(*pair, batch_size=4, cache_length=256, num_stop_ids=4, extras=EXTRAS)
+    engine = Engine(*pair, batch_size=4, cache_length=256, num_stop_ids=4, program_features=EXTRAS)
     served = Served(
         names=("bundled",),
         tokenizer=pair.tokenizer,
@@ -122,7 +122,7 @@ def scored_by_us(documents: list[dict[str, Any]]) -> list[list[tuple[float, bool
         for row, ids in enumerate(texts):
             tokens[row, : len(ids)] = ids
         sequences = Sequences.padded(tokens, [len(prompt)] * len(texts), [*map(len, texts)])
-        given = score(pair.target, pair.target.params, sequences, extras=EXTRAS)
+        given = score(pair.target, pair.target.params, sequences, program_features=EXTRAS)
         is_best = np.asarray(given.top_ids)[..., 0] == tokens  # pyright: ignore[reportArgumentType]
         total = np.asarray(given.target).sum(axis=1)
         rows = enumerate(texts)

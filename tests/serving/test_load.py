@@ -101,7 +101,7 @@ def test_many_clients_get_their_own_tokens(read_ahead: int, prefix_mib: int) -> 
     programs = ProgramOptions(slots=32, cache_length=cache_length)
     pair = jaxspec.load()
     shared: dict[str, Any] = dict(
-        extras=programs.extras,
+        program_features=programs.program_features,
         batch_size=programs.slots,
         cache_length=cache_length,
         num_stop_ids=programs.max_stop_ids,

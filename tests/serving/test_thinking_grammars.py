@@ -19,11 +19,11 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.engine.engine import Engine
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.options import Extras
+from jaxspec.options import ProgramFeatures
 from jaxspec.serving.settings import Settings
 from jaxspec.serving.wishes import Served
 from jaxspec.tokenizer import Tokenizer
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny
 from tests.chat.models import GEMMA, QWEN, Family
 from tests.serving.conftest import Live, no_scores, run_server
@@ -80,12 +80,14 @@ def started(family: Family) -> Iterator[Live]:
         sliding_window=8,
         max_positions=512,
     )
-    graph = Graph(Gemma4, config, "float32")
+    model_def = ModelDef(Gemma4, config, "float32")
     generation = GenerationDefaults(eos_token_ids=(end,))
-    target = fakes.loaded(graph, tiny.random_params(graph, 0), generation)
-    extras = Extras(num_biases=4, grammars=True)
+    target = fakes.loaded(model_def, tiny.random_params(model_def, 0), generation)
+    program_features = ProgramFeatures(num_biases=4, grammars=True)
     drafter = fakes.dflash(target, block_size=3)
-    engine = Engine(target, drafter, extras=extras, batch_size=3, cache_length=LENGTH)
+    engine = Engine(
+        target, drafter, program_features=program_features, batch_size=3, cache_length=LENGTH
+    )
     served = Served(
         names=("thinking",),
         tokenizer=tokenizer,

@@ -9,7 +9,7 @@ from jaxspec.registry import Assumption, Change, Conventions, Family, WeightChan
 from jaxspec.registry.costs import StepCost, itemsize
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from tests.toy import rules
 from tests.toy.drafter import KEYS, RecallConfig, RecallDrafter
 from tests.toy.target import Toy, ToyConfig
@@ -36,7 +36,7 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     return StepCost(batch * spec.num_draft_tokens * row, 0, 0)
 
 
-def _in_force(target: Graph, drafter: Graph) -> Iterator[Assumption]:
+def _in_force(target: ModelDef, drafter: ModelDef) -> Iterator[Assumption]:
     c: RecallConfig = drafter.config
     shown = "what followed a token" if c.recall else "the table alone"
     yield Assumption("recall", c.recall, shown, "recall", "on")

@@ -54,7 +54,7 @@ def measure_ceiling(dtype: str, nbytes: float) -> Ceiling:
     place as to sum them), and no step could read at the sum of both rates.
 
     Args:
-      nbytes: what a step reads; as much is summed (up to 2 GiB), so that a model which fits a cache is
+      nbytes: what a step reads; as much is contracting_axes (up to 2 GiB), so that a model which fits a cache is
         held against that cache.
     """
     size = int(min(max(nbytes, 1 << 20), 1 << 31)) // 4

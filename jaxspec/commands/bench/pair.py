@@ -20,17 +20,17 @@ from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import load_models, mesh_for
 from jaxspec.configs.base import GenerationDefaults
-from jaxspec.options import Drafting, Extras, Sampling
-from jaxspec.quantised.choice import quantised_graph
+from jaxspec.options import Drafting, ProgramFeatures, Sampling
+from jaxspec.quantised.choice import quantised_def
 from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.registry import families, family_of, graph_of, presets, random_drafter
+from jaxspec.registry import families, family_of, model_def_of, presets, random_drafter
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import make_spec
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
-from jaxspec.weights.draft_head import check_borrows, graph_with_head
+from jaxspec.weights.draft_head import check_borrows, model_def_with_head
 from jaxspec.weights.loading import LoadedModel, default_dtype
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh, mesh_of
 
 
@@ -154,50 +154,50 @@ def make_pair(
     mesh = mesh_for(models)
     dtype = models.dtype or default_dtype()
     held_out: tuple[tuple[int, ...], ...] = ()
-    model, target_params, drafter_graph, drafter_params, drafter_name = (None,) * 5
+    model, target_params, drafter_def, drafter_params, drafter_name = (None,) * 5
     if preset is not None:
-        target_graph = quantised_graph(
-            graph_of(presets()[preset], dtype),
+        target_def = quantised_def(
+            model_def_of(presets()[preset], dtype),
             preset,
             models.quantize,
             models.quantize_head,
             "quantize",
         )
-        target_graph = with_kv_dtype(target_graph, models.kv_dtype)
+        target_def = with_kv_dtype(target_def, models.kv_dtype)
         target_name = f"{preset}, random weights{models.quantized}"
-        kind = models.drafter or family_of(target_graph.config).usual_drafter or "none"
+        kind = models.drafter or family_of(target_def.config).usual_drafter or "none"
         if kind != "none":
-            drafter_graph, drafter_name = random_drafter(preset, kind, dtype)
+            drafter_def, drafter_name = random_drafter(preset, kind, dtype)
             format = models.quantize_drafter
-            given = (drafter_graph, drafter_name, format, format, "quantize_drafter")
-            drafter_graph = quantised_graph(*given)
+            given = (drafter_def, drafter_name, format, format, "quantize_drafter")
+            drafter_def = quantised_def(*given)
         if (head := models.quantize_draft_head) is not None:
-            check_borrows(drafter_graph, head)
-            assert drafter_graph is not None
-            drafter_graph = graph_with_head(drafter_graph, target_graph, head)
+            check_borrows(drafter_def, head)
+            assert drafter_def is not None
+            drafter_def = model_def_with_head(drafter_def, target_def, head)
     else:
         model, drafter_model = load_models(models)
-        target_graph, target_params = model.graph, model.params
+        target_def, target_params = model.model_def, model.params
         target_name = f"{models.target or 'bundled'}{models.quantized}"
         if models.target is None:
             values = json.loads((BUNDLED / "held_out.json").read_text())
             held_out = tuple(tuple(p["ids"]) for p in values["prompts"])
         if drafter_model is not None:
-            drafter_graph, drafter_params = drafter_model.graph, drafter_model.params
+            drafter_def, drafter_params = drafter_model.model_def, drafter_model.params
             drafter_name = models.drafter or "dflash"
-    extras = Extras.wanted_by([sampling])
-    spec = make_spec(model or target_graph, drafter_graph, drafting, extras)
-    if positions > target_graph.config.max_positions:
+    program_features = ProgramFeatures.wanted_by([sampling])
+    spec = make_spec(model or target_def, drafter_def, drafting, program_features)
+    if positions > target_def.config.max_positions:
         raise UsageError(
             f"prompt or context and --new-tokens need {positions} positions; {target_name} has "
-            f"{target_graph.config.max_positions}"
+            f"{target_def.config.max_positions}"
         )
     devices = mesh or make_mesh(devices=jax.devices()[:1])
     memory.check_fits(spec, rows, bench_cache_length(spec, positions), devices)
     if target_params is None:
-        target_params = _random_params(target_graph, seed, mesh)
-        if drafter_graph is not None:
-            drafter_params = _random_params(drafter_graph, seed + 1, mesh)
+        target_params = _random_params(target_def, seed, mesh)
+        if drafter_def is not None:
+            drafter_params = _random_params(drafter_def, seed + 1, mesh)
     names = target_name, drafter_name
     return Pair(spec, target_params, drafter_params, *names, held_out, sampling)
 
@@ -211,11 +211,13 @@ def check_rows(batch_sizes: Sequence[int], data: int) -> None:
         )
 
 
-def _random_params(graph: Graph, seed: int, mesh: Mesh | None) -> Params:
+def _random_params(model_def: ModelDef, seed: int, mesh: Mesh | None) -> Params:
     """Return random weights, which behave as real ones do where that takes more than numbers."""
-    params = graph.random_params(seed, None if mesh is None else graph.weight_shardings(mesh))
-    return family_of(graph.config).randomise(params, seed)
+    params = model_def.random_params(
+        seed, None if mesh is None else model_def.weight_shardings(mesh)
+    )
+    return family_of(model_def.config).randomise(params, seed)
 
 
-def _loaded(graph: Graph, params: Params, name: str) -> LoadedModel:
-    return LoadedModel(graph, params, graph.config, None, Path(), name)
+def _loaded(model_def: ModelDef, params: Params, name: str) -> LoadedModel:
+    return LoadedModel(model_def, params, model_def.config, None, Path(), name)

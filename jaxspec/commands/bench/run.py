@@ -192,7 +192,7 @@ def run_trace(
     engine = Engine(
         *pair.loaded,
         drafting=drafting,
-        extras=pair.spec.extras,
+        program_features=pair.spec.program_features,
         batch_size=options.slots,
         cache_length=cache_bucket(most + pair.spec.step_tokens),
         steps_per_return=options.steps_per_return,

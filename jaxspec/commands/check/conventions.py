@@ -18,7 +18,7 @@ from jaxspec.registry import Assumption, Conventions, WeightChange, family_of
 from jaxspec.shapes import Params
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.manifest import MANIFEST, read_json
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Reading:
     name: str
     field: str
     fix: str
-    graph: Graph
+    model_def: ModelDef
     loaded: Params
     change: WeightChange | None = None
     num_draft_tokens: int = 0
@@ -58,9 +58,9 @@ class Reading:
         return self.loaded if self.change is None else self.change.apply(self.loaded)
 
     @property
-    def key(self) -> tuple[Graph, str]:
+    def key(self) -> tuple[ModelDef, str]:
         """What tells it from others of one drafter."""
-        return self.graph, "" if self.change is None else self.change.name
+        return self.model_def, "" if self.change is None else self.change.name
 
 
 class Origins:
@@ -116,7 +116,7 @@ def in_force(target: LoadedModel, drafter: LoadedModel) -> list[Convention]:
     found = []
     if conventions is not None:
         origins = Origins(drafter, conventions.keys)
-        assumptions = conventions.in_force(target.graph, drafter.graph)
+        assumptions = conventions.in_force(target.model_def, drafter.model_def)
         found = [Convention(a.name, a.value, a.shown, origins.behind(a)) for a in assumptions]
     return [*found, _suppressed(target)]
 
@@ -140,7 +140,7 @@ def alternatives(
     conventions = _of(drafter)
     if conventions is None:
         return [], []
-    config, origins = reading.graph.config, Origins(drafter, conventions.keys)
+    config, origins = reading.model_def.config, Origins(drafter, conventions.keys)
     readings, left_out = [], []
     for change in conventions.changes(target.config, config, special_ids):
         if longest_row <= change.needs_tokens:
@@ -170,7 +170,7 @@ def alternatives(
                 name=change.name,
                 field=change.field,
                 fix=origins.fix(shown),
-                graph=dataclasses.replace(reading.graph, config=changed),
+                model_def=dataclasses.replace(reading.model_def, config=changed),
                 num_draft_tokens=change.num_draft_tokens,
             )
         )
@@ -183,13 +183,13 @@ def alternatives(
     return readings, left_out
 
 
-def traced_values(reading: Reading) -> tuple[Graph, dict[str, float]]:
+def traced_values(reading: Reading) -> tuple[ModelDef, dict[str, float]]:
     """Tell what of a reading shapes its program, and what the program takes as numbers.
 
     Returns:
-      The reading's graph with fixed values of all traced fields, and the reading's own numbers.
+      The reading's model definition with fixed values of all traced fields, and the reading's own numbers.
     """
-    config = reading.graph.config
+    config = reading.model_def.config
     conventions = family_of(config).conventions
     fixed = {} if conventions is None else conventions.traced(config)
     own = {field: getattr(config, field) for field in fixed}
@@ -199,7 +199,7 @@ def traced_values(reading: Reading) -> tuple[Graph, dict[str, float]]:
         if value is None or isinstance(value, int | float)
     }
     shared = dataclasses.replace(config, **fixed)
-    return dataclasses.replace(reading.graph, config=shared), numbers
+    return dataclasses.replace(reading.model_def, config=shared), numbers
 
 
 def _of(drafter: LoadedModel) -> Conventions | None:

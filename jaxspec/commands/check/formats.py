@@ -27,7 +27,7 @@ from jaxspec.runtime.programs import jit
 from jaxspec.shapes import Array, Float, Int, Params
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def compared(
         lengths = [n for c in done for n in c.acceptance_lengths]
         nbytes = sum(x.nbytes for x in target.params.values())
         read = _read(target, prompts)
-        seen.append(_Seen(target.graph.dtypes, nbytes, read, float(np.mean(lengths))))
+        seen.append(_Seen(target.model_def.dtypes, nbytes, read, float(np.mean(lengths))))
         del target, drafter  # one of them fits where both may not
     whole, small = seen
     pairs = list(zip(whole.log_probs, small.log_probs, strict=True))
@@ -156,13 +156,13 @@ def _read(target: LoadedModel, prompts: Sequence[tuple[int, ...]]) -> list[np.nd
         padded = np.zeros((1, longest), np.int32)
         padded[0, : len(ids)] = ids
         count = jnp.full(1, len(ids), jnp.int32)
-        out = program(target.graph, target.params, jnp.asarray(padded), count)
+        out = program(target.model_def, target.params, jnp.asarray(padded), count)
         found.append(np.asarray(out)[0, : len(ids) - 1])
     return found
 
 
 def _log_probs(
-    graph: Graph, params: Params, tokens: Int[Array, "1 T"], count: Int[Array, " 1"]
+    model_def: ModelDef, params: Params, tokens: Int[Array, "1 T"], count: Int[Array, " 1"]
 ) -> Float[Array, "1 T V"]:
     start = jnp.zeros(1, jnp.int32)
-    return jax.nn.log_softmax(graph.bind(params)(tokens, start, count, None).logits, axis=-1)
+    return jax.nn.log_softmax(model_def.bind(params)(tokens, start, count, None).logits, axis=-1)

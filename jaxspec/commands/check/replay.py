@@ -27,7 +27,7 @@ from jaxspec.models.target import Target, TargetOutput, init_caches
 from jaxspec.runtime.programs import jit
 from jaxspec.shapes import Array, Int, Params
 from jaxspec.weights.loading import LoadedModel
-from jaxspec.weights.model_def import Graph
+from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import fetch, mesh_of, place_rows
 
 HOPELESS = 0.5
@@ -61,7 +61,7 @@ class Text:
 
 @functools.partial(jit, static_argnums=(0, 1))
 def read(
-    target: Graph,
+    target: ModelDef,
     feature_layers: tuple[int, ...],
     params: Params,
     tokens: Int[Array, "B T"],
@@ -85,8 +85,8 @@ def read(
     static_argnames=("anchors", "num_draft_tokens", "suppress_tokens"),
 )
 def replay(
-    target: Graph,
-    drafter: Graph,
+    target: ModelDef,
+    drafter: ModelDef,
     target_params: Params,
     drafter_params: Params,
     values: Mapping[str, Array],
@@ -180,7 +180,7 @@ def replay_all(
     mesh = mesh_of(target=target.params, drafter=readings[0].loaded)
     data, going = mesh.shape["data"], list(range(len(readings)))
     batch_size = -(-batch_size // data) * data
-    layers_of = [reading.graph.bind_abstract().feature_layers for reading in readings]
+    layers_of = [reading.model_def.bind_abstract().feature_layers for reading in readings]
     union = tuple(sorted({layer for layers in layers_of for layer in layers}))
     anchors = text.anchors(num_draft_tokens).shape[1]
     suppress_tokens = target.generation.suppress_tokens if target.generation else ()
@@ -195,17 +195,17 @@ def replay_all(
         say(f"reading rows {begin + 1} to {begin + kept} of {count}")
         with _on(mesh):
             tokens, starts, at = _placed(given, mesh)
-            output = read(target.graph, union, target.params, tokens, at)
+            output = read(target.model_def, union, target.params, tokens, at)
             logits.append(fetch(output.logits)[:kept, 0])
             nbytes = cache_bytes(output)
             for i in going:
                 reading = readings[i]
                 say(f"rows {begin + 1} to {begin + kept} of {count}: {reading.name}")
                 features = tuple(output.features[union.index(layer)] for layer in layers_of[i])
-                graph, values = traced_values(reading)
+                model_def, values = traced_values(reading)
                 drafts = replay(
-                    target.graph,
-                    graph,
+                    target.model_def,
+                    model_def,
                     target.params,
                     reading.params,
                     {name: jnp.asarray(value) for name, value in values.items()},

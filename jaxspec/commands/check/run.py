@@ -85,7 +85,7 @@ def run(
     speculative = decode_greedily(target, drafter, *given, drafting=drafting, **shared)
     say("the same, without")
     plain = decode_greedily(target, None, *given, **shared)
-    drafts = num_draft_tokens or drafter.graph.bind_abstract().default_draft_tokens
+    drafts = num_draft_tokens or drafter.model_def.bind_abstract().default_draft_tokens
     enough = _long_enough(plain, drafts)
     differences = first_differences(plain, speculative)
     kept = [*enough, *(i for i in differences if i not in enough)]
@@ -178,7 +178,7 @@ def _fallen(
 def _models(target: LoadedModel, drafter: LoadedModel, looks: Looks) -> dict[str, Any]:
     """Return what a record says of the models, and of where they ran."""
     return dict(
-        dtype=target.graph.dtype,
+        dtype=target.model_def.dtype,
         device=jax.devices()[0].device_kind,
         target=shorten(target.source),
         target_config=plain_config(target.config),
@@ -212,7 +212,7 @@ def _differing(
             int(text.starts[n]) + (at := differences[i]),
             (done[0][i].token_ids[at], done[1][i].token_ids[at]),
             found.replayed.logits[n],
-            target.graph.dtype,
+            target.model_def.dtype,
         )
         for n, i in enumerate(kept)
         if i in differences

@@ -170,7 +170,7 @@ def search(
       reference: what the drafter's maker measured; of readings that are as good, the one is taken whose config is
         nearest to that one's.
     """
-    in_force = reading = Reading("as configured", "", "", drafter.graph, drafter.params)
+    in_force = reading = Reading("as configured", "", "", drafter.model_def, drafter.params)
     rounds: list[Round] = []
     changes: dict[str, Comparison] = {}  # a later change of a field takes the place of an earlier
     while len(rounds) < MOST_ROUNDS:
@@ -212,5 +212,5 @@ def _changed_since(reference: Reference | None, reading: Reading) -> int:
     """Count the fields of a reading's config that differ from those of a record."""
     if reference is None:
         return 0
-    then, now = reference.drafter_config, plain_config(reading.graph.config)
+    then, now = reference.drafter_config, plain_config(reading.model_def.config)
     return sum(name in now and now[name] != value for name, value in then.items())

@@ -69,7 +69,7 @@ def measure(
     sizes: Any = dict(batch_size=batch, cache_length=length)
     weights = engine.target_params
     fast = Runtime(spec, weights, engine.drafter_params, **sizes, programs=engine.runtime.programs)
-    plain_spec = make_spec(engine.target, None, extras=spec.extras)
+    plain_spec = make_spec(engine.target, None, program_features=spec.program_features)
     plain = Runtime(plain_spec, weights, None, **sizes, programs=engine.runtime.programs)
     rows = list(itertools.islice(itertools.cycle(requests), batch))
     with own_context(engine.mesh):

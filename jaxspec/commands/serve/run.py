@@ -28,7 +28,7 @@ from jaxspec.commands.startup import (
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import check_cache_length
-from jaxspec.options import Drafting, Extras, FieldError
+from jaxspec.options import Drafting, FieldError, ProgramFeatures
 from jaxspec.runtime import memory
 from jaxspec.runtime.memory import DeviceMemoryError
 from jaxspec.runtime.runtime import cache_length_for, make_spec
@@ -80,8 +80,10 @@ def run(
             target, drafter = load_models(models)
         tokenizer = Tokenizer.load(target.directory)
         grammars, no_grammars = grammars_of(target, tokenizer, programs, drafting)
-        extras = dataclasses.replace(programs.extras, grammars=grammars is not None)
-        engine = make_engine(target, drafter, programs, extras, drafting)
+        program_features = dataclasses.replace(
+            programs.program_features, grammars=grammars is not None
+        )
+        engine = make_engine(target, drafter, programs, program_features, drafting)
         served = Served(
             names=settings.served_model_name or (name_of(target),),
             tokenizer=tokenizer,
@@ -185,7 +187,7 @@ def make_engine(
     target: LoadedModel,
     drafter: LoadedModel | None,
     programs: ProgramOptions,
-    extras: Extras,
+    program_features: ProgramFeatures,
     drafting: Drafting,
 ) -> Engine:
     """Make the engine, of shapes that stay.
@@ -196,14 +198,14 @@ def make_engine(
     """
     shared: dict[str, Any] = dict(
         drafting=drafting,
-        extras=extras,
+        program_features=program_features,
         batch_size=programs.slots,
         num_stop_ids=programs.max_stop_ids,
         steps_per_return=programs.steps_per_return,
         max_prefill_tokens=programs.max_prefill_tokens,
         invariant=programs.invariant,
     )
-    spec = make_spec(target, drafter, drafting, extras)
+    spec = make_spec(target, drafter, drafting, program_features)
     length = programs.cache_length
     if length is None:
         length = min(CACHE_LENGTH, cache_length_for(spec, spec.target.config.max_positions))
