@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from jaxspec.rollout.sampler import Sampler
     from jaxspec.rollout.scoring import Sequences, score
     from jaxspec.runtime.runtime import Programs
-    from jaxspec.serving.handles import Handle
+    from jaxspec.serving.handle import Handle
     from jaxspec.serving.open_engine import OpenEngine
     from jaxspec.weights.saving import save, save_hf
     from jaxspec.weights.sharding import make_mesh, place_params

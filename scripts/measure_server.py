@@ -54,7 +54,7 @@ from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.open_engine import OpenEngine
 from jaxspec.serving.server import bind
 from jaxspec.serving.settings import ProgramOptions, Settings
-from jaxspec.serving.wishes import Served
+from jaxspec.serving.parse_request import Served
 from jaxspec.tokenizer import Tokenizer
 
 CLIENT = "--client"

@@ -18,12 +18,12 @@ from starlette.routing import Route
 import jaxspec
 from jaxspec.engine.request import ids_refusal
 from jaxspec.options import FieldError, shown
-from jaxspec.serving import generating, pages
-from jaxspec.serving.door import Door, told_of
+from jaxspec.serving import completions, chat_page
+from jaxspec.serving.middleware import Door, told_of
 from jaxspec.serving.errors import ApiError, wrong_value
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.open_engine import OpenEngine
-from jaxspec.serving.prompts import Scores
+from jaxspec.serving.prompt_logprobs import Scores
 from jaxspec.serving.protocol import (
     AskedT,
     ChatAsked,
@@ -34,8 +34,8 @@ from jaxspec.serving.protocol import (
     read,
 )
 from jaxspec.serving.responses import ResponsesAsked, ResponsesReply, wish_of
-from jaxspec.serving.streaming import ClientGone, EventStream, unless_gone
-from jaxspec.serving.wishes import Served, Wish
+from jaxspec.serving.event_stream import ClientGone, EventStream, unless_gone
+from jaxspec.serving.parse_request import Served, Wish
 from jaxspec.text import chat
 
 Scorer = Callable[[tuple[int, ...]], Scores]
@@ -69,7 +69,7 @@ def make_app(served: Served, opened: OpenEngine, scorer: Scorer, metrics: Metric
             Route("/health", routes.health),
             Route("/version", routes.version),
             Route("/metrics", routes.metrics),
-            *([] if served.settings.no_page else pages.routes()),
+            *([] if served.settings.no_page else chat_page.routes()),
         ],
         middleware=[*([cors] if origins else []), Middleware(Door, settings=served.settings)],
         exception_handlers={
@@ -127,12 +127,12 @@ class _Routes:
         asked = await self._read(request, CompletionAsked)
         # A long prompt takes a while to become tokens; streams go on meanwhile.
         wish = await asyncio.to_thread(self._served.completion, asked)
-        return await self._generate(request, generating.TEXT, asked, wish)
+        return await self._generate(request, completions.TEXT, asked, wish)
 
     async def chat(self, request: Request) -> Any:
         asked = await self._read(request, ChatAsked)
         wish = await asyncio.to_thread(self._served.chat, asked)
-        return await self._generate(request, generating.CHAT, asked, wish)
+        return await self._generate(request, completions.CHAT, asked, wish)
 
     async def responses(self, request: Request) -> Any:
         asked = await self._read(request, ResponsesAsked)
@@ -141,13 +141,13 @@ class _Routes:
         return await self._send(request, reply, asked, wish)
 
     async def _generate(
-        self, request: Request, kind: generating.Kind, asked: Any, wish: Wish
+        self, request: Request, kind: completions.Kind, asked: Any, wish: Wish
     ) -> Any:
-        reply = generating.Reply(kind, self._served, self._opened, self._scorer, asked, wish)
+        reply = completions.Reply(kind, self._served, self._opened, self._scorer, asked, wish)
         return await self._send(request, reply, asked, wish)
 
     async def _send(
-        self, request: Request, reply: generating.Reply, asked: Generating, wish: Wish
+        self, request: Request, reply: completions.Reply, asked: Generating, wish: Wish
     ) -> Any:
         settings = self._served.settings
         log = told_of(request)

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from jaxspec.engine.request import Completion, Request, refused
 from jaxspec.options import FieldError
-from jaxspec.serving.handles import Event, Handle, Waiter, wake
+from jaxspec.serving.handle import Event, Handle, Waiter, wake
 
 LOG = logging.getLogger("jaxspec.serving")
 WAITING = 1024

@@ -15,14 +15,14 @@ from typing import Any
 
 from jaxspec.engine.request import Completion
 from jaxspec.options import shown
-from jaxspec.serving import streaming
-from jaxspec.serving.choices import ChatChoice, TextLogprobs, finish_reason
+from jaxspec.serving import event_stream
+from jaxspec.serving.reply_format import ChatChoice, TextLogprobs, finish_reason
 from jaxspec.serving.errors import ApiError
-from jaxspec.serving.generating import Kind, Reply, internal_error
+from jaxspec.serving.completions import Kind, Reply, internal_error
 from jaxspec.serving.open_engine import OpenEngine
-from jaxspec.serving.prompts import Scores
+from jaxspec.serving.prompt_logprobs import Scores
 from jaxspec.serving.protocol import ChatAsked, Generating
-from jaxspec.serving.wishes import Served, Wish
+from jaxspec.serving.parse_request import Served, Wish
 from jaxspec.text import chat
 
 LOG = logging.getLogger("jaxspec.serving")
@@ -370,7 +370,7 @@ class ResponsesReply(Reply):
     def _numbered(self, event: Event) -> bytes:
         value = {**event, "sequence_number": self._number}
         self._number += 1
-        return streaming.event(value, event["type"])
+        return event_stream.event(value, event["type"])
 
     def _response(self, status: str) -> dict[str, Any]:
         asked, usage, sampling = self._said, self.usage, self._wish.requests[0].sampling

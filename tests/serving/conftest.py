@@ -24,10 +24,10 @@ from jaxspec.runtime.runtime import Programs
 from jaxspec.serving.app import make_app
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.open_engine import OpenEngine, Steps
-from jaxspec.serving.prompts import PromptScorer, Scores
+from jaxspec.serving.prompt_logprobs import PromptScorer, Scores
 from jaxspec.serving.server import bind
 from jaxspec.serving.settings import Settings
-from jaxspec.serving.wishes import Served
+from jaxspec.serving.parse_request import Served
 from jaxspec.tokenizer import Tokenizer
 from tests.chat.models import QWEN
 from tests.cli import pair as tiny

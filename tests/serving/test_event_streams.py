@@ -18,8 +18,8 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import ProgramFeatures, Sampling
-from jaxspec.serving.choices import ChatChoice, TextChoice
-from jaxspec.serving.wishes import Wish
+from jaxspec.serving.reply_format import ChatChoice, TextChoice
+from jaxspec.serving.parse_request import Wish
 from jaxspec.shapes import Array
 from jaxspec.text.chat import ToolChoice
 from jaxspec.tokenizer import stop_at_text

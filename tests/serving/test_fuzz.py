@@ -17,7 +17,7 @@ import pytest
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.protocol import Asked, ChatAsked, CompletionAsked, read
 from jaxspec.serving.responses import ResponsesAsked, wish_of
-from jaxspec.serving.wishes import Served
+from jaxspec.serving.parse_request import Served
 from tests.serving.conftest import Live, connect
 
 SECONDS = float(os.environ.get("JAXSPEC_FUZZ_S", "3"))

@@ -21,7 +21,7 @@ import uvicorn
 from jaxspec.serving.app import make_app
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.server import Server, bind
-from jaxspec.serving.streaming import EventStream
+from jaxspec.serving.event_stream import EventStream
 from tests.serving.conftest import Live, connect, no_scores
 from tests.serving.fake_engine import FakeEngine
 

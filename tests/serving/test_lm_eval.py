@@ -24,9 +24,9 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import ProgramFeatures
 from jaxspec.rollout.scoring import Sequences, score
-from jaxspec.serving.prompts import PromptScorer
+from jaxspec.serving.prompt_logprobs import PromptScorer
 from jaxspec.serving.settings import Settings
-from jaxspec.serving.wishes import Served
+from jaxspec.serving.parse_request import Served
 from jaxspec.tokenizer import completed_text, stop_at_text
 from tests.serving.conftest import Live, run_server
 

@@ -26,9 +26,9 @@ from jaxspec.engine.prefix_cache.store import LEAST_TOKENS
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import Sampling
 from jaxspec.runtime.runtime import Programs
-from jaxspec.serving.prompts import PromptScorer
+from jaxspec.serving.prompt_logprobs import PromptScorer
 from jaxspec.serving.settings import ProgramOptions, Settings
-from jaxspec.serving.wishes import Served
+from jaxspec.serving.parse_request import Served
 from tests.serving.conftest import run_server
 
 CLIENTS, JOBS = int(os.environ.get("JAXSPEC_LOAD_CLIENTS", "200")), 60

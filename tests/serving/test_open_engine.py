@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxspec.engine.request import Completion, Request, Update
 from jaxspec.options import FieldError
-from jaxspec.serving.handles import Handle
+from jaxspec.serving.handle import Handle
 from jaxspec.serving.open_engine import Closing, OpenEngine, QueueFull
 from tests.serving.fake_engine import FakeEngine, answer
 

@@ -16,7 +16,7 @@ import pytest
 
 from jaxspec.engine.request import Request
 from jaxspec.options import Sampling
-from jaxspec.serving.choices import Logprobs
+from jaxspec.serving.reply_format import Logprobs
 from jaxspec.tokenizer import completed_text, stop_at_text
 from tests.chat.models import GEMMA, QWEN, Family
 from tests.cli import pair as tiny

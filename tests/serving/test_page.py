@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from jaxspec.engine.request import Completion, Request, Update
-from jaxspec.serving.choices import Usage
-from jaxspec.serving.pages import FILES, FOLDER
-from jaxspec.serving.steps import Steps, StepSplit
-from jaxspec.serving.wishes import Served
+from jaxspec.serving.reply_format import Usage
+from jaxspec.serving.chat_page import FILES, FOLDER
+from jaxspec.serving.verify_steps import Steps, StepSplit
+from jaxspec.serving.parse_request import Served
 from tests.cli import pair as tiny
 from tests.serving.conftest import Live
 from tests.serving.test_server import WORDS, events, of_choice

@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from jaxspec.engine.request import Request, Update
-from jaxspec.serving.choices import TextLogprobs
+from jaxspec.serving.reply_format import TextLogprobs
 from jaxspec.serving.responses import LOGPROBS, Output, messages_of
-from jaxspec.serving.wishes import Wish
+from jaxspec.serving.parse_request import Wish
 from jaxspec.text import chat
 from tests.chat.models import GEMMA, QWEN, Family, corpus
 from tests.serving.conftest import Live

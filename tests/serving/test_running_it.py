@@ -15,7 +15,7 @@ import typer.main
 
 from jaxspec.commands.cli import app
 from jaxspec.commands.serve.command import NetworkOptions
-from jaxspec.serving.door import OPEN_PATHS
+from jaxspec.serving.middleware import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "serve"

@@ -21,7 +21,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import ProgramFeatures
 from jaxspec.serving.settings import Settings
-from jaxspec.serving.wishes import Served
+from jaxspec.serving.parse_request import Served
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny

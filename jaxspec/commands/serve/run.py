@@ -34,12 +34,12 @@ from jaxspec.runtime.memory import DeviceMemoryError
 from jaxspec.runtime.runtime import cache_length_for, make_spec
 from jaxspec.serving import server
 from jaxspec.serving.app import make_app
-from jaxspec.serving.door import JsonLines
+from jaxspec.serving.middleware import JsonLines
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.open_engine import OpenEngine
-from jaxspec.serving.prompts import PromptScorer
+from jaxspec.serving.prompt_logprobs import PromptScorer
 from jaxspec.serving.settings import ProgramOptions, Settings
-from jaxspec.serving.wishes import Served
+from jaxspec.serving.parse_request import Served
 from jaxspec.text.grammars import GrammarTokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from jaxspec.weights.loading import CheckpointError, LoadedModel

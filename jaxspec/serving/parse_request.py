@@ -18,7 +18,7 @@ from jaxspec.engine.request import Request, ids_refusal
 from jaxspec.options import FieldError, Range, Sampling
 from jaxspec.runtime.runtime import cache_length_for
 from jaxspec.serving.errors import ApiError, wrong_value
-from jaxspec.serving.grammars import GrammarAsked, asked_grammar, compiled
+from jaxspec.serving.structured_outputs import GrammarAsked, asked_grammar, compiled
 from jaxspec.serving.protocol import NOT_SUPPORTED, ChatAsked, CompletionAsked, Generating
 from jaxspec.serving.settings import Settings
 from jaxspec.state import DecodeSpec

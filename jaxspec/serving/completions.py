@@ -18,8 +18,8 @@ from typing import Any
 
 from jaxspec.engine.request import Completion
 from jaxspec.options import FieldError
-from jaxspec.serving import streaming
-from jaxspec.serving.choices import (
+from jaxspec.serving import event_stream
+from jaxspec.serving.reply_format import (
     ChatChoice,
     Logprobs,
     Piece,
@@ -29,12 +29,12 @@ from jaxspec.serving.choices import (
     stop_reason,
 )
 from jaxspec.serving.errors import ApiError, not_accepted, wrong_value
-from jaxspec.serving.handles import Event, Handle
+from jaxspec.serving.handle import Event, Handle
 from jaxspec.serving.open_engine import NotAccepted, OpenEngine
-from jaxspec.serving.prompts import Scores
+from jaxspec.serving.prompt_logprobs import Scores
 from jaxspec.serving.protocol import Generating
-from jaxspec.serving.steps import Steps
-from jaxspec.serving.wishes import Served, Wish
+from jaxspec.serving.verify_steps import Steps
+from jaxspec.serving.parse_request import Served, Wish
 
 LOG = logging.getLogger("jaxspec.serving")
 
@@ -169,20 +169,20 @@ class Reply:
             if self._kind.choice is ChatChoice:
                 for index in range(self._wish.num_choices):
                     first = self._chunk(index, {"role": "assistant", "content": ""}, None)
-                    yield streaming.event({**head, "choices": [first], **more})
+                    yield event_stream.event({**head, "choices": [first], **more})
             sources = [self._pieces(index) for index in range(self._wish.num_choices)]
-            async for chunk in streaming.merged(sources):
-                yield streaming.event({**head, "choices": [chunk], **more})
+            async for chunk in event_stream.merged(sources):
+                yield event_stream.event({**head, "choices": [chunk], **more})
             if wants_usage:
-                yield streaming.event({**head, "choices": [], "usage": self.usage.to_json()})
+                yield event_stream.event({**head, "choices": [], "usage": self.usage.to_json()})
         except ApiError as error:
-            yield streaming.event(error.to_json())
+            yield event_stream.event(error.to_json())
         except Exception:
             LOG.exception("a stream failed")
-            yield streaming.event(internal_error().to_json())
+            yield event_stream.event(internal_error().to_json())
         finally:
             self.cancel()
-        yield streaming.DONE
+        yield event_stream.DONE
 
     async def _pieces(self, index: int) -> AsyncIterator[dict[str, Any]]:
         choice = self._kind.choice(self._served.tokenizer, self._wish, index)

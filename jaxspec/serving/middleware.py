@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxspec.serving.errors import ApiError
-from jaxspec.serving.generating import internal_error
-from jaxspec.serving.pages import FILES
+from jaxspec.serving.completions import internal_error
+from jaxspec.serving.chat_page import FILES
 from jaxspec.serving.settings import Settings
 
 LOG = logging.getLogger("jaxspec.serving")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspec.engine.request import Completion, Update
-from jaxspec.serving.prompts import Best, Scores
-from jaxspec.serving.steps import StepSplit
-from jaxspec.serving.wishes import Wish
+from jaxspec.serving.prompt_logprobs import Best, Scores
+from jaxspec.serving.verify_steps import StepSplit
+from jaxspec.serving.parse_request import Wish
 from jaxspec.text import chat
 from jaxspec.tokenizer import TextStream, Tokenizer
 
