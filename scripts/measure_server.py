@@ -52,9 +52,9 @@ from jaxspec.runtime.runtime import cache_bucket
 from jaxspec.serving.app import make_app
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.open_engine import OpenEngine
+from jaxspec.serving.parse_request import ServingModel
 from jaxspec.serving.server import bind
 from jaxspec.serving.settings import ProgramOptions, Settings
-from jaxspec.serving.parse_request import Served
 from jaxspec.tokenizer import Tokenizer
 
 CLIENT = "--client"
@@ -126,7 +126,7 @@ def served(
 ) -> dict[str, float]:
     """Run the whole server."""
     settings = Settings(max_waiting=len(requests))
-    what = Served(
+    what = ServingModel(
         ("m",), tokenizer, engine.spec, GenerationDefaults(), engine.cache_length, settings
     )
     metrics = Metrics("m")

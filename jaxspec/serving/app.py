@@ -18,30 +18,32 @@ from starlette.routing import Route
 import jaxspec
 from jaxspec.engine.request import ids_refusal
 from jaxspec.options import FieldError, shown
-from jaxspec.serving import completions, chat_page
-from jaxspec.serving.middleware import Door, told_of
+from jaxspec.serving import chat_page, completions
 from jaxspec.serving.errors import ApiError, wrong_value
+from jaxspec.serving.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
 from jaxspec.serving.metrics import Metrics
+from jaxspec.serving.middleware import Door, log_fields
 from jaxspec.serving.open_engine import OpenEngine
-from jaxspec.serving.prompt_logprobs import Scores
+from jaxspec.serving.parse_request import ParsedRequest, ServingModel
+from jaxspec.serving.prompt_logprobs import PromptScores
 from jaxspec.serving.protocol import (
-    AskedT,
-    ChatAsked,
-    CompletionAsked,
-    DetokenizeAsked,
-    Generating,
-    TokenizeAsked,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    RequestT,
+    TokenizeRequest,
     read,
 )
-from jaxspec.serving.responses import ResponsesAsked, ResponsesReply, wish_of
-from jaxspec.serving.event_stream import ClientGone, EventStream, unless_gone
-from jaxspec.serving.parse_request import Served, Wish
+from jaxspec.serving.responses import ResponsesReply, ResponsesRequest, parse_responses
 from jaxspec.text import chat
 
-Scorer = Callable[[tuple[int, ...]], Scores]
+Scorer = Callable[[tuple[int, ...]], PromptScores]
 
 
-def make_app(served: Served, opened: OpenEngine, scorer: Scorer, metrics: Metrics) -> Starlette:
+def make_app(
+    served: ServingModel, opened: OpenEngine, scorer: Scorer, metrics: Metrics
+) -> Starlette:
     """Return the application that serves a model.
 
     Args:
@@ -75,13 +77,13 @@ def make_app(served: Served, opened: OpenEngine, scorer: Scorer, metrics: Metric
         exception_handlers={
             ApiError: _refuse,
             HTTPException: _refuse_http,
-            ClientGone: _nobody_there,
+            ClientDisconnected: _nobody_there,
         },
     )
 
 
 class _Routes:
-    def __init__(self, served: Served, opened: OpenEngine, scorer: Scorer, metrics: Metrics):
+    def __init__(self, served: ServingModel, opened: OpenEngine, scorer: Scorer, metrics: Metrics):
         self._served, self._opened, self._metrics = served, opened, metrics
         self._scorer = scorer
         self._created = int(time.time())
@@ -124,33 +126,37 @@ class _Routes:
     # --- generating ------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Any:
-        asked = await self._read(request, CompletionAsked)
+        asked = await self._read(request, CompletionRequest)
         # A long prompt takes a while to become tokens; streams go on meanwhile.
         wish = await asyncio.to_thread(self._served.completion, asked)
         return await self._generate(request, completions.TEXT, asked, wish)
 
     async def chat(self, request: Request) -> Any:
-        asked = await self._read(request, ChatAsked)
+        asked = await self._read(request, ChatCompletionRequest)
         wish = await asyncio.to_thread(self._served.chat, asked)
         return await self._generate(request, completions.CHAT, asked, wish)
 
     async def responses(self, request: Request) -> Any:
-        asked = await self._read(request, ResponsesAsked)
-        wish = await asyncio.to_thread(wish_of, self._served, asked)
+        asked = await self._read(request, ResponsesRequest)
+        wish = await asyncio.to_thread(parse_responses, self._served, asked)
         reply = ResponsesReply(self._served, self._opened, self._scorer, asked, wish)
         return await self._send(request, reply, asked, wish)
 
     async def _generate(
-        self, request: Request, kind: completions.Kind, asked: Any, wish: Wish
+        self, request: Request, kind: completions.Kind, asked: Any, wish: ParsedRequest
     ) -> Any:
         reply = completions.Reply(kind, self._served, self._opened, self._scorer, asked, wish)
         return await self._send(request, reply, asked, wish)
 
     async def _send(
-        self, request: Request, reply: completions.Reply, asked: Generating, wish: Wish
+        self,
+        request: Request,
+        reply: completions.Reply,
+        asked: GenerationRequest,
+        wish: ParsedRequest,
     ) -> Any:
         settings = self._served.settings
-        log = told_of(request)
+        log = log_fields(request)
         log["usage"] = reply.usage
         if settings.log_prompts:
             log["prompts"] = [self._served.tokenizer.decode(p) for p in wish.prompts]
@@ -158,15 +164,15 @@ class _Routes:
         if asked.stream:
             timeout_s = settings.client_timeout
             return EventStream(reply.events(), timeout_s=timeout_s, end=reply.cancel)
-        return JSONResponse(await unless_gone(request, reply.whole()))
+        return JSONResponse(await cancel_on_disconnect(request, reply.whole()))
 
     # --- tokens ----------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._read(request, TokenizeAsked)
+        asked = await self._read(request, TokenizeRequest)
         return JSONResponse(await asyncio.to_thread(self._tokens, asked))
 
-    def _tokens(self, asked: TokenizeAsked) -> dict[str, Any]:
+    def _tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
         """Return the reply of /tokenize.
 
         Raises:
@@ -197,14 +203,14 @@ class _Routes:
         return made
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._read(request, DetokenizeAsked)
+        asked = await self._read(request, DetokenizeRequest)
         if wrong := ids_refusal(asked.tokens, self._served.spec.target.config.vocab_size):
             raise ApiError(400, f"tokens {wrong}", param="tokens")
         return JSONResponse({"prompt": self._served.tokenizer.decode(asked.tokens)})
 
     # --- reading ---------------------------------------------------------------------------------
 
-    async def _read(self, request: Request, kind: type[AskedT]) -> AskedT:
+    async def _read(self, request: Request, kind: type[RequestT]) -> RequestT:
         """Return a request's body.
 
         Raises:
@@ -221,7 +227,7 @@ class _Routes:
                         said = f"the body has more than {settings.max_body_mib} MiB"
                         raise ApiError(413, said, headers={"Connection": "close"})
         except ClientDisconnect:
-            raise ClientGone from None
+            raise ClientDisconnected from None
         except TimeoutError:
             said = f"the body did not come in {settings.client_timeout:g} s"
             raise ApiError(408, said, headers={"Connection": "close"}) from None
@@ -245,7 +251,7 @@ class _Routes:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    log = told_of(request)
+    log = log_fields(request)
     log["error"] = error.message
     log |= {k: v for k, v in (("param", error.param), ("code", error.code)) if v is not None}
     return JSONResponse(error.to_json(), error.status, headers=error.headers)

@@ -19,22 +19,22 @@ from typing import Any
 from jaxspec.engine.request import Completion
 from jaxspec.options import FieldError
 from jaxspec.serving import event_stream
+from jaxspec.serving.errors import ApiError, not_accepted, wrong_value
+from jaxspec.serving.handle import Event, Handle
+from jaxspec.serving.open_engine import NotAccepted, OpenEngine
+from jaxspec.serving.parse_request import ParsedRequest, ServingModel
+from jaxspec.serving.prompt_logprobs import PromptScores
+from jaxspec.serving.protocol import GenerationRequest
 from jaxspec.serving.reply_format import (
     ChatChoice,
+    Delta,
     Logprobs,
-    Piece,
     TextChoice,
     Usage,
     joined,
     stop_reason,
 )
-from jaxspec.serving.errors import ApiError, not_accepted, wrong_value
-from jaxspec.serving.handle import Event, Handle
-from jaxspec.serving.open_engine import NotAccepted, OpenEngine
-from jaxspec.serving.prompt_logprobs import Scores
-from jaxspec.serving.protocol import Generating
 from jaxspec.serving.verify_steps import Steps
-from jaxspec.serving.parse_request import Served, Wish
 
 LOG = logging.getLogger("jaxspec.serving")
 
@@ -63,11 +63,11 @@ class Reply:
     def __init__(
         self,
         kind: Kind,
-        served: Served,
+        served: ServingModel,
         opened: OpenEngine,
-        scorer: Callable[[tuple[int, ...]], Scores],
-        asked: Generating,
-        wish: Wish,
+        scorer: Callable[[tuple[int, ...]], PromptScores],
+        asked: GenerationRequest,
+        wish: ParsedRequest,
     ):
         """Submit the requests.
 
@@ -75,7 +75,7 @@ class Reply:
           ApiError: the engine does not take them.
         """
         self._kind, self._served, self._asked, self._wish = kind, served, asked, wish
-        self._scores: list[Future[Scores]] = []
+        self._scores: list[Future[PromptScores]] = []
         self._handles: list[Handle] = []
         try:
             for prompt in wish.prompts if wish.needs_scores else ():
@@ -128,7 +128,9 @@ class Reply:
                 return event
         raise AssertionError("a handle ends with a completion")
 
-    def _whole_choice(self, index: int, done: Completion, scores: Scores | None) -> dict[str, Any]:
+    def _whole_choice(
+        self, index: int, done: Completion, scores: PromptScores | None
+    ) -> dict[str, Any]:
         choice = self._kind.choice(self._served.tokenizer, self._wish, index)
         if isinstance(choice, ChatChoice):
             message, piece = choice.message(done)
@@ -213,7 +215,7 @@ class Reply:
             yield chunk
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], piece: Piece | None, stop: int | str | None = None
+        self, index: int, delta: dict[str, Any], piece: Delta | None, stop: int | str | None = None
     ) -> dict[str, Any]:
         is_chat = self._kind.choice is ChatChoice
         chunk: dict[str, Any] = {"index": index}
@@ -224,7 +226,7 @@ class Reply:
             chunk["stop_reason"] = stop
         return chunk
 
-    async def _scored(self, prompt: int) -> Scores | None:
+    async def _scored(self, prompt: int) -> PromptScores | None:
         """Return the scores of a prompt, or None where nobody asks."""
         if not self._scores:
             return None

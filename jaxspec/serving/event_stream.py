@@ -16,7 +16,7 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client has closed the connection."""
 
 
@@ -28,18 +28,18 @@ def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
     return f"{head}data: {text}\n\n".encode("utf-8", "replace")
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Wait for something, as long as the client is there. The request's body must have been read.
 
     Raises:
-      ClientGone: the client left; the work was cancelled.
+      ClientDisconnected: the client left; the work was cancelled.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnected
         return working.result()
     finally:
         await _end(working, leaving)

@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxspec.serving.errors import ApiError
-from jaxspec.serving.completions import internal_error
 from jaxspec.serving.chat_page import FILES
+from jaxspec.serving.completions import internal_error
+from jaxspec.serving.errors import ApiError
 from jaxspec.serving.settings import Settings
 
 LOG = logging.getLogger("jaxspec.serving")
@@ -31,7 +31,7 @@ MOST_OF_PATH = 200
 _ID = re.compile(r"[\w.:-]{1,128}")
 
 
-def told_of(request: Request) -> dict[str, Any]:
+def log_fields(request: Request) -> dict[str, Any]:
     """Return what the log will say of a request beside the usual; add to it."""
     return request.scope.setdefault("jaxspec.log", {})
 

@@ -1,6 +1,6 @@
 """From what a client asks to what the engine is asked: `Request`s with every limit and default in its place.
 
-Read `Served.requests`. Whatever a server cannot do is refused here, by the name that the protocol has for it.
+Read `ServingModel.requests`. Whatever a server cannot do is refused here, by the name that the protocol has for it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from jaxspec.engine.request import Request, ids_refusal
 from jaxspec.options import FieldError, Range, Sampling
 from jaxspec.runtime.runtime import cache_length_for
 from jaxspec.serving.errors import ApiError, wrong_value
-from jaxspec.serving.structured_outputs import GrammarAsked, asked_grammar, compiled
-from jaxspec.serving.protocol import NOT_SUPPORTED, ChatAsked, CompletionAsked, Generating
+from jaxspec.serving.protocol import (
+    NOT_SUPPORTED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from jaxspec.serving.settings import Settings
+from jaxspec.serving.structured_outputs import StructuredOutput, compiled, find_structured_output
 from jaxspec.state import DecodeSpec
 from jaxspec.text import chat
 from jaxspec.text.chat import rules
@@ -40,7 +45,7 @@ _BIASES = Range("from -100 to 100", lambda x: abs(x) <= 100)
 
 
 @dataclass(frozen=True)
-class Wish:
+class ParsedRequest:
     """A request, understood.
 
     Attributes:
@@ -80,7 +85,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServingModel:
     """The model that is served, as far as requests have to fit it.
 
     Attributes:
@@ -104,7 +109,7 @@ class Served:
         spare = cache_length_for(self.spec, 0)
         return min(self.spec.target.config.max_positions, self.cache_length - spare)
 
-    def completion(self, asked: CompletionAsked) -> Wish:
+    def completion(self, asked: CompletionRequest) -> ParsedRequest:
         """Understand a request to /v1/completions.
 
         Raises:
@@ -122,7 +127,7 @@ class Served:
             asked.logprobs,
             "max_tokens",
             least=0 if echo or asked.prompt_logprobs is not None else 1,
-            grammar=self._grammar(asked_grammar(asked)),
+            grammar=self._grammar(find_structured_output(asked)),
         )
         if (top := asked.prompt_logprobs) is not None:
             if asked.stream:
@@ -133,7 +138,7 @@ class Served:
             self._check_ids(prompts)
         return dataclasses.replace(wish, echo=echo, prompt_logprobs=top)
 
-    def chat(self, asked: ChatAsked) -> Wish:
+    def chat(self, asked: ChatCompletionRequest) -> ParsedRequest:
         """Understand a request to /v1/chat/completions.
 
         Raises:
@@ -173,14 +178,14 @@ class Served:
         return self._wish(asked, [tuple(prompt)], [most], top, name, tools, grammar=grammar)
 
     def _grammar_of_chat(
-        self, asked: ChatAsked, prompt: Sequence[int], tools: chat.ToolChoice
+        self, asked: ChatCompletionRequest, prompt: Sequence[int], tools: chat.ToolChoice
     ) -> Grammar | None:
         """Return what a reply of a chat may be: its reasoning first, then what is asked for.
 
         Raises:
           ApiError: there is no such grammar, or tools are to be called besides.
         """
-        wanted = asked_grammar(asked)
+        wanted = find_structured_output(asked)
         if wanted is not None and tools.tools:
             said = f"{wanted.field} and tools: the reply would be one of them; leave one out"
             raise ApiError(400, said, param=wanted.field)
@@ -191,7 +196,7 @@ class Served:
             rule = rules.calls(self.tokenizer, prompt, may, one=one, required=bool(tools.required))
             if rule is not None:
                 kind, source, frame = rule
-                of_calls = GrammarAsked("tools", kind, source)
+                of_calls = StructuredOutput("tools", kind, source)
                 return compiled(self.grammars, of_calls, frame=frame, lenient=not strict)
             if tools.required:
                 said = "this model's tokenizer has no markers of calls"
@@ -200,7 +205,7 @@ class Served:
             return None
         return self._grammar(wanted, rules.frame(self.tokenizer, prompt))
 
-    def _grammar(self, wanted: GrammarAsked | None, frame: str | None = None) -> Grammar | None:
+    def _grammar(self, wanted: StructuredOutput | None, frame: str | None = None) -> Grammar | None:
         """Return a grammar as the engine takes it.
 
         Raises:
@@ -252,7 +257,7 @@ class Served:
         except TokenizerError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
 
-    def _prompts(self, asked: CompletionAsked) -> list[tuple[int, ...]]:
+    def _prompts(self, asked: CompletionRequest) -> list[tuple[int, ...]]:
         given: Any = asked.prompt
         if given is None or given == []:
             raise ApiError(400, "prompt is missing; give a text or token ids", param="prompt")
@@ -263,7 +268,7 @@ class Served:
 
     def _wish(
         self,
-        asked: Generating,
+        asked: GenerationRequest,
         prompts: Sequence[tuple[int, ...]],
         most: Sequence[int],
         top_logprobs: int | None,
@@ -272,7 +277,7 @@ class Served:
         *,
         least: int = 1,
         grammar: Grammar | None = None,
-    ) -> Wish:
+    ) -> ParsedRequest:
         """Put together what all requests have in common.
 
         Args:
@@ -326,7 +331,7 @@ class Served:
             raise wrong_value(error) from None
         for prompt, count in zip(prompts, most, strict=True):
             self._check_room(len(prompt), count, limit, least)
-        return Wish(
+        return ParsedRequest(
             tuple(prompts),
             tuple(requests),
             n,
@@ -381,7 +386,7 @@ class Served:
                 code="context_length_exceeded",
             )
 
-    def _sampling(self, asked: Generating, top_logprobs: int | None) -> Sampling:
+    def _sampling(self, asked: GenerationRequest, top_logprobs: int | None) -> Sampling:
         """Return what a request asks of sampling; where it says nothing, what the checkpoint says.
 
         Raises:
@@ -408,7 +413,7 @@ class Served:
                 param="logit_bias",
             )
         if top_logprobs is not None:
-            name = "top_logprobs" if isinstance(asked, ChatAsked) else "logprobs"
+            name = "top_logprobs" if isinstance(asked, ChatCompletionRequest) else "logprobs"
             self._check_top(top_logprobs, name)
         sampling = Sampling(
             **values,
@@ -422,7 +427,7 @@ class Served:
         return sampling
 
 
-def _refuse_unsupported(asked: Generating) -> None:
+def _refuse_unsupported(asked: GenerationRequest) -> None:
     """Refuse what would be served wrongly if it were ignored."""
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")

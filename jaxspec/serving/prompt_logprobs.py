@@ -23,7 +23,7 @@ Best = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
-class Scores:
+class PromptScores:
     """What the target thinks of a prompt. Nothing comes before the first token, so that one has none.
 
     Attributes:
@@ -47,10 +47,10 @@ class PromptScorer:
         self._target, self._top = target, top
         self._mesh = mesh_of(target=target.params)
 
-    def __call__(self, ids: tuple[int, ...]) -> Scores:
+    def __call__(self, ids: tuple[int, ...]) -> PromptScores:
         """Score a prompt. This takes the device."""
         if len(ids) == 1:
-            return Scores(ids, (), ())
+            return PromptScores(ids, (), ())
         most = self._target.config.max_positions
         width = min(bucket(len(ids), smallest=NARROWEST), most)
         tokens = np.zeros((1, width), np.int32)
@@ -70,4 +70,4 @@ class PromptScorer:
         if self._top:
             pairs = zip(found.top_ids, found.top_values, strict=True)
             best = tuple(tuple(zip(*row, strict=True)) for row in pairs)
-        return Scores(ids, tuple(found.target), best)
+        return PromptScores(ids, tuple(found.target), best)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from jaxspec.serving.errors import ApiError
 
 
-class Asked(BaseModel):
+class ApiRequest(BaseModel):
     """Any request. None is what leaving the field out is."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
@@ -25,7 +25,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class Generating(Asked):
+class GenerationRequest(ApiRequest):
     """What all requests have in common that want new tokens."""
 
     temperature: float | None = None
@@ -67,7 +67,7 @@ class Generating(Asked):
     logits_processors: Any = None
 
 
-class CompletionAsked(Generating):
+class CompletionRequest(GenerationRequest):
     """A request to /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]] | None = None
@@ -80,7 +80,7 @@ class CompletionAsked(Generating):
     prompt_embeds: Any = None
 
 
-class ChatAsked(Generating):
+class ChatCompletionRequest(GenerationRequest):
     """A request to /v1/chat/completions. `jaxspec.text.chat` reads messages and tools."""
 
     messages: list[dict[str, Any]]
@@ -128,7 +128,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 """Fields that would be served wrongly if they were ignored, with the values beside null that ask for nothing."""
 
 
-class TokenizeAsked(Asked):
+class TokenizeRequest(ApiRequest):
     """A request to /tokenize: a text, or a conversation."""
 
     prompt: str | None = None
@@ -140,16 +140,16 @@ class TokenizeAsked(Asked):
     return_token_strs: bool | None = None
 
 
-class DetokenizeAsked(Asked):
+class DetokenizeRequest(ApiRequest):
     """A request to /detokenize."""
 
     tokens: list[int]
 
 
-AskedT = TypeVar("AskedT", bound=Asked)
+RequestT = TypeVar("AskedT", bound=ApiRequest)
 
 
-def read(kind: type[AskedT], body: bytes) -> AskedT:
+def read(kind: type[RequestT], body: bytes) -> RequestT:
     """Read a request's body.
 
     Raises:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspec.engine.request import Completion, Update
-from jaxspec.serving.prompt_logprobs import Best, Scores
-from jaxspec.serving.verify_steps import StepSplit
-from jaxspec.serving.parse_request import Wish
+from jaxspec.serving.parse_request import ParsedRequest
+from jaxspec.serving.prompt_logprobs import Best, PromptScores
+from jaxspec.serving.verify_steps import StepSplitter
 from jaxspec.text import chat
 from jaxspec.tokenizer import TextStream, Tokenizer
 
@@ -35,7 +35,7 @@ class Usage:
 
     def add(self, done: Completion, reasoning_tokens: int) -> None:
         """Count a completion. Of accepted drafts, only those count that the reply shows."""
-        split = StepSplit().push(len(done.token_ids), done.acceptance_lengths)
+        split = StepSplitter().push(len(done.token_ids), done.acceptance_lengths)
         self.reasoning_tokens += reasoning_tokens
         self.completion_tokens += len(done.token_ids)
         self.cached_tokens += done.cached_tokens
@@ -68,7 +68,7 @@ def finish_reason(done: Completion) -> str:
 
 
 def stop_reason(
-    done: Completion, tokenizer: Tokenizer, wish: Wish, asked_ids: Sequence[int]
+    done: Completion, tokenizer: Tokenizer, wish: ParsedRequest, asked_ids: Sequence[int]
 ) -> int | str | None:
     """Return which of the request's own stops ended a completion: an id, a text, or None."""
     if done.finish_reason != "stop":
@@ -130,7 +130,7 @@ class Logprobs:
         one = self._entry(event.token_ids[place], (event.logprobs or ())[place])
         return {**one, "top_logprobs": [self._entry(i, x) for i, x in best]}
 
-    def of_prompt(self, scores: Scores) -> list[dict[str, Any] | None]:
+    def of_prompt(self, scores: PromptScores) -> list[dict[str, Any] | None]:
         """Return those of a prompt as `prompt_logprobs` has them, by token id: its own, and the best."""
         shown: list[dict[str, Any] | None] = [None]
         best = scores.top_logprobs or ((),) * len(scores.logprobs)
@@ -167,7 +167,7 @@ def _number(logprob: float) -> float:
 class TextLogprobs:
     """Finds the log-probabilities of the tokens of the text, among those of reasoning and of calls."""
 
-    def __init__(self, tokenizer: Tokenizer, wish: Wish):
+    def __init__(self, tokenizer: Tokenizer, wish: ParsedRequest):
         """Begin with a reply."""
         self._logprobs = Logprobs(tokenizer, wish.top_logprobs or 0)
         self._stop_ids = wish.requests[0].all_stop_ids
@@ -198,7 +198,7 @@ class TextLogprobs:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Delta:
     """What is new of a choice.
 
     Attributes:
@@ -227,7 +227,7 @@ class Piece:
 class TextChoice:
     """A choice of /v1/completions: plain text."""
 
-    def __init__(self, tokenizer: Tokenizer, wish: Wish, index: int):
+    def __init__(self, tokenizer: Tokenizer, wish: ParsedRequest, index: int):
         self.index = index
         self._prompt = wish.prompt_of(index) if wish.echo else None
         self._tokenizer = tokenizer
@@ -242,7 +242,7 @@ class TextChoice:
         """Tokens of reasoning; a text has none."""
         return 0
 
-    def echo(self, scores: Scores | None) -> Piece | None:
+    def echo(self, scores: PromptScores | None) -> Delta | None:
         """Return the prompt, which comes before all else; None where it is not shown."""
         if self._prompt is None:
             return None
@@ -251,9 +251,9 @@ class TextChoice:
             best = (None, *scores.top_logprobs)
             logprobs = self._logprobs.text_form(scores.ids, (None, *scores.logprobs), best, 0)
             self._characters = sum(map(len, logprobs["tokens"]))
-        return Piece({"text": self._tokenizer.decode(self._prompt)}, (), logprobs)
+        return Delta({"text": self._tokenizer.decode(self._prompt)}, (), logprobs)
 
-    def push(self, event: Update | Completion) -> Piece:
+    def push(self, event: Update | Completion) -> Delta:
         """Take all tokens so far, and return what is new."""
         is_done = isinstance(event, Completion)
         ids, begin, self._seen = event.token_ids, self._seen, len(event.token_ids)
@@ -271,7 +271,7 @@ class TextChoice:
                 self._characters,
             )
             self._characters += sum(map(len, logprobs["tokens"]))
-        return Piece(
+        return Delta(
             {"text": text} if text else {},
             ids[begin:],
             logprobs,
@@ -281,7 +281,7 @@ class TextChoice:
         )
 
 
-def joined(first: Piece | None, then: Piece) -> Piece:
+def joined(first: Delta | None, then: Delta) -> Delta:
     """Return two pieces of a text as one."""
     if first is None:
         return then
@@ -290,13 +290,13 @@ def joined(first: Piece | None, then: Piece) -> Piece:
     if logprobs is not None and then.logprobs is not None:
         more = then.logprobs
         logprobs = {k: v if v is None else [*v, *more[k]] for k, v in logprobs.items()}
-    return Piece({"text": text}, then.token_ids, logprobs, then.reason)
+    return Delta({"text": text}, then.token_ids, logprobs, then.reason)
 
 
 class ChatChoice:
     """A choice of /v1/chat/completions: text, reasoning and tool calls, told apart by token id."""
 
-    def __init__(self, tokenizer: Tokenizer, wish: Wish, index: int):
+    def __init__(self, tokenizer: Tokenizer, wish: ParsedRequest, index: int):
         self.index = index
         self._parser = chat.parser_for(
             tokenizer, wish.prompt_of(index), calls=wish.tools.calls, stop_texts=wish.stops
@@ -311,7 +311,7 @@ class ChatChoice:
         """Tokens of reasoning so far."""
         return self._parser.reasoning_tokens
 
-    def push(self, event: Update | Completion) -> Piece:
+    def push(self, event: Update | Completion) -> Delta:
         """Take all tokens so far, and return what is new."""
         begin, self._seen = self._seen, len(event.token_ids)
         new = event.token_ids[begin:]
@@ -329,14 +329,14 @@ class ChatChoice:
             logprobs = self._logprobs.chat_form(event, begin)
         delta = _delta([*itertools.chain(*told), *rest])
         of_tokens = tuple(map(_delta, told))
-        return Piece(delta, event.token_ids[begin:], logprobs, reason, of_tokens, _delta(rest))
+        return Delta(delta, event.token_ids[begin:], logprobs, reason, of_tokens, _delta(rest))
 
-    def message(self, event: Completion) -> tuple[dict[str, Any], Piece]:
+    def message(self, event: Completion) -> tuple[dict[str, Any], Delta]:
         """Take a whole reply, and return its message and the rest."""
         events = [*self._parser.push(event.token_ids)]
         events += self._parser.finish(finish_reason(event))
         logprobs = None if self._logprobs is None else self._logprobs.chat_form(event, 0)
-        piece = Piece({}, event.token_ids, logprobs, self._parser.finish_reason)
+        piece = Delta({}, event.token_ids, logprobs, self._parser.finish_reason)
         return chat.message_of(events), piece
 
 

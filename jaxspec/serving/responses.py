@@ -16,13 +16,13 @@ from typing import Any
 from jaxspec.engine.request import Completion
 from jaxspec.options import shown
 from jaxspec.serving import event_stream
-from jaxspec.serving.reply_format import ChatChoice, TextLogprobs, finish_reason
-from jaxspec.serving.errors import ApiError
 from jaxspec.serving.completions import Kind, Reply, internal_error
+from jaxspec.serving.errors import ApiError
 from jaxspec.serving.open_engine import OpenEngine
-from jaxspec.serving.prompt_logprobs import Scores
-from jaxspec.serving.protocol import ChatAsked, Generating
-from jaxspec.serving.parse_request import Served, Wish
+from jaxspec.serving.parse_request import ParsedRequest, ServingModel
+from jaxspec.serving.prompt_logprobs import PromptScores
+from jaxspec.serving.protocol import ChatCompletionRequest, GenerationRequest
+from jaxspec.serving.reply_format import ChatChoice, TextLogprobs, finish_reason
 from jaxspec.text import chat
 
 LOG = logging.getLogger("jaxspec.serving")
@@ -37,7 +37,7 @@ _PARAMS = {
 }
 
 
-class ResponsesAsked(Generating):
+class ResponsesRequest(GenerationRequest):
     """A request to /v1/responses."""
 
     input: str | list[dict[str, Any]]
@@ -58,7 +58,7 @@ class ResponsesAsked(Generating):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def wish_of(served: Served, asked: ResponsesAsked) -> Wish:
+def parse_responses(served: ServingModel, asked: ResponsesRequest) -> ParsedRequest:
     """Understand a request.
 
     Raises:
@@ -86,10 +86,12 @@ def wish_of(served: Served, asked: ResponsesAsked) -> Wish:
         raise ApiError(400, f"{name} is {shown(effort)}; expected a word", param=name)
     top = asked.top_logprobs
     wants_logprobs = bool(top) or LOGPROBS in (asked.include or ())
-    same = {name: getattr(asked, name) for name in Generating.model_fields if name != "stream"}
+    same = {
+        name: getattr(asked, name) for name in GenerationRequest.model_fields if name != "stream"
+    }
     try:
         return served.chat(
-            ChatAsked(
+            ChatCompletionRequest(
                 **same | {"stream_options": None, "response_format": _format(asked)},
                 messages=messages_of(asked.input, asked.instructions),
                 max_completion_tokens=asked.max_output_tokens,
@@ -111,7 +113,7 @@ def wish_of(served: Served, asked: ResponsesAsked) -> Wish:
         raise
 
 
-def _format(asked: ResponsesAsked) -> dict[str, Any] | None:
+def _format(asked: ResponsesRequest) -> dict[str, Any] | None:
     """Return what the reply has to be, as /v1/chat/completions has it."""
     found = (asked.text or {}).get("format")
     if found is not None and not isinstance(found, dict):
@@ -290,11 +292,11 @@ class ResponsesReply(Reply):
 
     def __init__(
         self,
-        served: Served,
+        served: ServingModel,
         opened: OpenEngine,
-        scorer: Callable[[tuple[int, ...]], Scores],
-        asked: ResponsesAsked,
-        wish: Wish,
+        scorer: Callable[[tuple[int, ...]], PromptScores],
+        asked: ResponsesRequest,
+        wish: ParsedRequest,
     ):
         """Submit the request; errors are as in `Reply`."""
         super().__init__(KIND, served, opened, scorer, asked, wish)

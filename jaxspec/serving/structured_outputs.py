@@ -1,6 +1,6 @@
 """What a request says of grammars, under the names that the protocol and other servers have for it.
 
-Read `asked_grammar`. All say one of four kinds; a request may have one.
+Read `find_structured_output`. All say one of four kinds; a request may have one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from jaxspec.options import FieldError, shown
 from jaxspec.serving.errors import ApiError
-from jaxspec.serving.protocol import Generating
+from jaxspec.serving.protocol import GenerationRequest
 from jaxspec.text.grammars import Grammar, GrammarTokens, Kind
 
 
 @dataclass(frozen=True)
-class GrammarAsked:
+class StructuredOutput:
     """A grammar that is asked for.
 
     Attributes:
@@ -31,7 +31,7 @@ class GrammarAsked:
     source: Any = None
 
 
-def asked_grammar(asked: Generating) -> GrammarAsked | None:
+def find_structured_output(asked: GenerationRequest) -> StructuredOutput | None:
     """Return the grammar that a request asks for; None for none.
 
     Raises:
@@ -57,11 +57,11 @@ def asked_grammar(asked: Generating) -> GrammarAsked | None:
     return found[0] if found else None
 
 
-def _of_format(field: str, given: Mapping[str, Any] | None) -> list[GrammarAsked]:
+def _of_format(field: str, given: Mapping[str, Any] | None) -> list[StructuredOutput]:
     if given is None or (kind := given.get("type")) == "text":
         return []
     if kind == "json_object":
-        return [GrammarAsked(field, "json_object")]
+        return [StructuredOutput(field, "json_object")]
     if kind != "json_schema":
         said = f'{field}.type is {shown(kind)}; it is "text", "json_object" or "json_schema"'
         raise ApiError(400, said, param=field)
@@ -70,26 +70,26 @@ def _of_format(field: str, given: Mapping[str, Any] | None) -> list[GrammarAsked
     if not isinstance(schema, Mapping):
         said = f"{field}.json_schema.schema is {shown(schema)}; expected a JSON schema"
         raise ApiError(400, said, param=field)
-    return [GrammarAsked(field, "json_schema", schema)]
+    return [StructuredOutput(field, "json_schema", schema)]
 
 
-def _kind(kind: Kind) -> Callable[[str, Any], GrammarAsked]:
-    return lambda field, value: GrammarAsked(field, kind, value)
+def _kind(kind: Kind) -> Callable[[str, Any], StructuredOutput]:
+    return lambda field, value: StructuredOutput(field, kind, value)
 
 
-def _choice(field: str, value: Any) -> GrammarAsked:
+def _choice(field: str, value: Any) -> StructuredOutput:
     """Return the grammar of one of some texts."""
     if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
         raise ApiError(400, f"{field} is {shown(value)}; expected a list of texts", param=field)
     # JSON's strings are those of Lark.
-    return GrammarAsked(
+    return StructuredOutput(
         field,
         "lark",
         "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value),
     )
 
 
-_FIELDS: dict[str, Callable[[str, Any], GrammarAsked]] = {
+_FIELDS: dict[str, Callable[[str, Any], StructuredOutput]] = {
     "regex": _kind("regex"),
     "lark": _kind("lark"),
     "guided_json": _kind("json_schema"),
@@ -97,7 +97,7 @@ _FIELDS: dict[str, Callable[[str, Any], GrammarAsked]] = {
     "guided_choice": _choice,
     "guided_grammar": _kind("lark"),
 }
-_STRUCTURED: dict[str, Callable[[str, Any], GrammarAsked]] = {
+_STRUCTURED: dict[str, Callable[[str, Any], StructuredOutput]] = {
     "json": _kind("json_schema"),
     "json_object": _kind("json_object"),
     "regex": _kind("regex"),
@@ -108,7 +108,11 @@ _STRUCTURED: dict[str, Callable[[str, Any], GrammarAsked]] = {
 
 
 def compiled(
-    tokens: GrammarTokens, asked: GrammarAsked, *, frame: str | None = None, lenient: bool = False
+    tokens: GrammarTokens,
+    asked: StructuredOutput,
+    *,
+    frame: str | None = None,
+    lenient: bool = False,
 ) -> Grammar:
     """Return a grammar as the engine takes it. What was compiled lately is not compiled again.
 

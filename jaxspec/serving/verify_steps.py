@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec.engine.request import Completion, Update
 
 
-class StepSplit:
+class StepSplitter:
     """Splits the tokens of a reply into those of each step, while they come."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Steps:
     """
 
     def __init__(self, depth: int):
-        self._depth, self._split = depth, StepSplit()
+        self._depth, self._split = depth, StepSplitter()
         self._told = self._steps = 0
 
     def push(

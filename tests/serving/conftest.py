@@ -24,10 +24,10 @@ from jaxspec.runtime.runtime import Programs
 from jaxspec.serving.app import make_app
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.open_engine import OpenEngine, Steps
-from jaxspec.serving.prompt_logprobs import PromptScorer, Scores
+from jaxspec.serving.parse_request import ServingModel
+from jaxspec.serving.prompt_logprobs import PromptScorer, PromptScores
 from jaxspec.serving.server import bind
 from jaxspec.serving.settings import Settings
-from jaxspec.serving.parse_request import Served
 from jaxspec.tokenizer import Tokenizer
 from tests.chat.models import QWEN
 from tests.cli import pair as tiny
@@ -47,7 +47,7 @@ class Live:
 
     client: httpx.Client
     opened: OpenEngine
-    served: Served
+    served: ServingModel
     engine: Any
     offline: Engine | None = None
 
@@ -68,12 +68,14 @@ class Live:
         return [done[i] for i in range(len(requests))]
 
 
-def no_scores(ids: tuple[int, ...]) -> Scores:
+def no_scores(ids: tuple[int, ...]) -> PromptScores:
     """Says that every token was as likely as its place."""
-    return Scores(ids, tuple(-float(i) for i in range(1, len(ids))), ())
+    return PromptScores(ids, tuple(-float(i) for i in range(1, len(ids))), ())
 
 
-def run_server(served: Served, engine: Steps, scorer: Any = None, **options: Any) -> Iterator[Live]:
+def run_server(
+    served: ServingModel, engine: Steps, scorer: Any = None, **options: Any
+) -> Iterator[Live]:
     metrics = Metrics(served.names[0])
     opened = OpenEngine(
         engine, observer=metrics, max_waiting=served.settings.max_waiting, **options
@@ -110,10 +112,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[jaxspec.Pair, Token
 
 
 @pytest.fixture(scope="session")
-def served(model: tuple[jaxspec.Pair, Tokenizer]) -> Served:
+def served(model: tuple[jaxspec.Pair, Tokenizer]) -> ServingModel:
     pair, tokenizer = model
     engine = Engine(*pair, program_features=EXTRAS, cache_length=CACHE_LENGTH)
-    return Served(
+    return ServingModel(
         names=("tiny", "alias"),
         tokenizer=tokenizer,
         spec=engine.spec,
@@ -125,7 +127,7 @@ def served(model: tuple[jaxspec.Pair, Tokenizer]) -> Served:
 
 
 @pytest.fixture(scope="session")
-def live(model: tuple[jaxspec.Pair, Tokenizer], served: Served) -> Iterator[Live]:
+def live(model: tuple[jaxspec.Pair, Tokenizer], served: ServingModel) -> Iterator[Live]:
     """The tiny pair, and an engine of the same programs beside it."""
     pair, _ = model
     shared: dict[str, Any] = dict(
@@ -142,7 +144,7 @@ def live(model: tuple[jaxspec.Pair, Tokenizer], served: Served) -> Iterator[Live
 
 
 @pytest.fixture
-def fake(served: Served) -> Iterator[Callable[..., Live]]:
+def fake(served: ServingModel) -> Iterator[Callable[..., Live]]:
     """Starts a server over an engine without a model; arguments are settings."""
     running: list[Iterator[Live]] = []
 
@@ -158,7 +160,7 @@ def fake(served: Served) -> Iterator[Callable[..., Live]]:
 
 
 @pytest.fixture
-def scripted(served: Served) -> Iterator[Callable[..., tuple[Live, ScriptedEngine]]]:
+def scripted(served: ServingModel) -> Iterator[Callable[..., tuple[Live, ScriptedEngine]]]:
     """Starts a server that chats in Qwen3's form and gives these replies; the rest are settings."""
     tokenizer = Tokenizer(QWEN.tokenizer.backend, chat_template=CHAT_TEMPLATE)
     running: list[Iterator[Live]] = []

@@ -18,8 +18,8 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import ProgramFeatures, Sampling
+from jaxspec.serving.parse_request import ParsedRequest
 from jaxspec.serving.reply_format import ChatChoice, TextChoice
-from jaxspec.serving.parse_request import Wish
 from jaxspec.shapes import Array
 from jaxspec.text.chat import ToolChoice
 from jaxspec.tokenizer import stop_at_text
@@ -102,7 +102,7 @@ def models() -> tuple[LoadedModel, LoadedModel]:
 def told(case: Case, events: list[Any]) -> tuple[list[dict[str, Any]], str, list[str | None]]:
     """Return what a chat's stream says and what a completion's does, and why they ended."""
     prompt = (3, 3)
-    wish = Wish((prompt,), (), 1, case.stops, None, tools=ToolChoice(calls=True))
+    wish = ParsedRequest((prompt,), (), 1, case.stops, None, tools=ToolChoice(calls=True))
     tokenizer = case.family.tokenizer
     chat, text = ChatChoice(tokenizer, wish, 0), TextChoice(tokenizer, wish, 0)
     pieces = [chat.push(event) for event in events]

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from jaxspec.serving.errors import ApiError
-from jaxspec.serving.protocol import Asked, ChatAsked, CompletionAsked, read
-from jaxspec.serving.responses import ResponsesAsked, wish_of
-from jaxspec.serving.parse_request import Served
+from jaxspec.serving.parse_request import ServingModel
+from jaxspec.serving.protocol import ApiRequest, ChatCompletionRequest, CompletionRequest, read
+from jaxspec.serving.responses import ResponsesRequest, parse_responses
 from tests.serving.conftest import Live, connect
 
 SECONDS = float(os.environ.get("JAXSPEC_FUZZ_S", "3"))
@@ -102,12 +102,12 @@ def mutated(value: Any, rng: random.Random) -> Any:
     return value
 
 
-def test_a_body_is_understood_or_refused(served: Served) -> None:
+def test_a_body_is_understood_or_refused(served: ServingModel) -> None:
     """Without a server, so many more are tried in a second."""
-    understand: list[tuple[type[Asked], Callable[..., Any]]] = [
-        (CompletionAsked, served.completion),
-        (ChatAsked, served.chat),
-        (ResponsesAsked, functools.partial(wish_of, served)),
+    understand: list[tuple[type[ApiRequest], Callable[..., Any]]] = [
+        (CompletionRequest, served.completion),
+        (ChatCompletionRequest, served.chat),
+        (ResponsesRequest, functools.partial(parse_responses, served)),
     ]
     rng = random.Random(SEED)
     understood = refused = 0

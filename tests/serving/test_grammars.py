@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxspec.serving.errors import ApiError
-from jaxspec.serving.protocol import CompletionAsked
+from jaxspec.serving.protocol import CompletionRequest
 from tests.serving.conftest import Live
 
 pytest.importorskip("llguidance")
@@ -116,4 +116,4 @@ def test_tools_and_a_format_exclude_each_other(live: Live) -> None:
 def test_a_server_without_grammars_says_why(live: Live) -> None:
     bare = dataclasses.replace(live.served, grammars=None, no_grammars="none here")
     with pytest.raises(ApiError, match="regex: none here"):
-        bare.completion(CompletionAsked(prompt="a", regex="a"))
+        bare.completion(CompletionRequest(prompt="a", regex="a"))

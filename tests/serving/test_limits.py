@@ -19,9 +19,9 @@ import pytest
 import uvicorn
 
 from jaxspec.serving.app import make_app
+from jaxspec.serving.event_stream import EventStream
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.server import Server, bind
-from jaxspec.serving.event_stream import EventStream
 from tests.serving.conftest import Live, connect, no_scores
 from tests.serving.fake_engine import FakeEngine
 

@@ -24,9 +24,9 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import ProgramFeatures
 from jaxspec.rollout.scoring import Sequences, score
+from jaxspec.serving.parse_request import ServingModel
 from jaxspec.serving.prompt_logprobs import PromptScorer
 from jaxspec.serving.settings import Settings
-from jaxspec.serving.parse_request import Served
 from jaxspec.tokenizer import completed_text, stop_at_text
 from tests.serving.conftest import Live, run_server
 
@@ -47,7 +47,7 @@ NEW_TOKENS = 32  # as in held_out_text.yaml
 def bundled() -> Iterator[Live]:
     pair = jaxspec.load()
     engine = Engine(*pair, batch_size=4, cache_length=256, num_stop_ids=4, program_features=EXTRAS)
-    served = Served(
+    served = ServingModel(
         names=("bundled",),
         tokenizer=pair.tokenizer,
         spec=engine.spec,

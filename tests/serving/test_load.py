@@ -26,9 +26,9 @@ from jaxspec.engine.prefix_cache.store import LEAST_TOKENS
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import Sampling
 from jaxspec.runtime.runtime import Programs
+from jaxspec.serving.parse_request import ServingModel
 from jaxspec.serving.prompt_logprobs import PromptScorer
 from jaxspec.serving.settings import ProgramOptions, Settings
-from jaxspec.serving.parse_request import Served
 from tests.serving.conftest import run_server
 
 CLIENTS, JOBS = int(os.environ.get("JAXSPEC_LOAD_CLIENTS", "200")), 60
@@ -149,7 +149,7 @@ def test_many_clients_get_their_own_tokens(read_ahead: int, prefix_mib: int) -> 
         ).encode()
         for r in requests
     ]
-    served = Served(
+    served = ServingModel(
         names=("bundled",),
         tokenizer=pair.tokenizer,
         spec=engine.spec,

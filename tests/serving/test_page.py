@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from jaxspec.engine.request import Completion, Request, Update
-from jaxspec.serving.reply_format import Usage
 from jaxspec.serving.chat_page import FILES, FOLDER
-from jaxspec.serving.verify_steps import Steps, StepSplit
-from jaxspec.serving.parse_request import Served
+from jaxspec.serving.parse_request import ServingModel
+from jaxspec.serving.reply_format import Usage
+from jaxspec.serving.verify_steps import Steps, StepSplitter
 from tests.cli import pair as tiny
 from tests.serving.conftest import Live
 from tests.serving.test_server import WORDS, events, of_choice
@@ -67,14 +67,14 @@ def test_tokens_are_split_into_steps_however_they_come() -> None:
     """The first token is the prompt's; a cut ends inside a step, and drafts beyond it do not count."""
     lengths = (3, 1, 4, 2)
     whole = [(1, 0), (3, 2), (1, 0), (4, 3), (2, 1)]
-    assert StepSplit().push(11, lengths) == whole
-    split = StepSplit()
+    assert StepSplitter().push(11, lengths) == whole
+    split = StepSplitter()
     assert (
         split.push(4, lengths[:1]) + split.push(5, lengths[:2]) + split.push(11, lengths) == whole
     )
-    assert StepSplit().push(8, lengths) == [(1, 0), (3, 2), (1, 0), (3, 3)]
-    assert StepSplit().push(0, lengths) == []
-    assert StepSplit().push(3, ()) == [(1, 0)] * 3
+    assert StepSplitter().push(8, lengths) == [(1, 0), (3, 2), (1, 0), (3, 3)]
+    assert StepSplitter().push(0, lengths) == []
+    assert StepSplitter().push(3, ()) == [(1, 0)] * 3
     usage = Usage()
     done = Completion(0, (7,) * 8, "stop", lengths, verify_lengths=(3, 0, 3, 2))
     usage.add(done, reasoning_tokens=2)
@@ -149,7 +149,7 @@ def test_a_stream_says_which_tokens_came_in_one_step(live: Live, path: str) -> N
     assert details["accepted_prediction_tokens"] == sum(step["accepted"] for step in steps)
 
 
-def test_the_page_may_say_all_that_it_says(served: Served, live: Live) -> None:
+def test_the_page_may_say_all_that_it_says(served: ServingModel, live: Live) -> None:
     """Its defaults fit a model of any size: half of the room at most, so that a prompt fits beside it."""
     body = {
         "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],

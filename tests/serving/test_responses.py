@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from jaxspec.engine.request import Request, Update
+from jaxspec.serving.parse_request import ParsedRequest
 from jaxspec.serving.reply_format import TextLogprobs
 from jaxspec.serving.responses import LOGPROBS, Output, messages_of
-from jaxspec.serving.parse_request import Wish
 from jaxspec.text import chat
 from tests.chat.models import GEMMA, QWEN, Family, corpus
 from tests.serving.conftest import Live
@@ -109,7 +109,7 @@ def test_log_probabilities_are_those_of_the_text(family: Family) -> None:
     for name, reply in corpus(family).items():
         ids = tuple(family.encode(reply))
         event = Update(0, ids, logprobs=tuple(-float(i) for i in range(len(ids))))
-        wish = Wish(((1,),), (Request((1,), 99, stop_ids=ids[-1:]),), 1, (), 0)
+        wish = ParsedRequest(((1,),), (Request((1,), 99, stop_ids=ids[-1:]),), 1, (), 0)
         found, parser = TextLogprobs(family.tokenizer, wish), chat.parser_for(family.tokenizer)
         told = list(found.read(parser, event, 0))
         told.append((parser.finish("stop"), found.rest()))

@@ -20,8 +20,8 @@ from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.engine.engine import Engine
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import ProgramFeatures
+from jaxspec.serving.parse_request import ServingModel
 from jaxspec.serving.settings import Settings
-from jaxspec.serving.parse_request import Served
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny
@@ -88,7 +88,7 @@ def started(family: Family) -> Iterator[Live]:
     engine = Engine(
         target, drafter, program_features=program_features, batch_size=3, cache_length=LENGTH
     )
-    served = Served(
+    served = ServingModel(
         names=("thinking",),
         tokenizer=tokenizer,
         spec=engine.spec,

@@ -34,12 +34,12 @@ from jaxspec.runtime.memory import DeviceMemoryError
 from jaxspec.runtime.runtime import cache_length_for, make_spec
 from jaxspec.serving import server
 from jaxspec.serving.app import make_app
-from jaxspec.serving.middleware import JsonLines
 from jaxspec.serving.metrics import Metrics
+from jaxspec.serving.middleware import JsonLines
 from jaxspec.serving.open_engine import OpenEngine
+from jaxspec.serving.parse_request import ServingModel
 from jaxspec.serving.prompt_logprobs import PromptScorer
 from jaxspec.serving.settings import ProgramOptions, Settings
-from jaxspec.serving.parse_request import Served
 from jaxspec.text.grammars import GrammarTokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from jaxspec.weights.loading import CheckpointError, LoadedModel
@@ -84,7 +84,7 @@ def run(
             programs.program_features, grammars=grammars is not None
         )
         engine = make_engine(target, drafter, programs, program_features, drafting)
-        served = Served(
+        served = ServingModel(
             names=settings.served_model_name or (name_of(target),),
             tokenizer=tokenizer,
             grammars=grammars,
