@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxspec import _deprecated
+
 __version__ = "0.1.0"
 _HOMES = {
     "api": ("Generation", "Pair", "generate", "load"),
@@ -71,9 +73,12 @@ def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"jaxspec.{module}"), name)
-    raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
+    return _deprecated.forward(__name__, name)
 
 
 def __dir__() -> list[str]:
     """Show the public names, which are imported when they are used."""
     return [*__all__, "__version__"]
+
+
+_deprecated.install()

@@ -1,0 +1,156 @@
+"""Old names of public modules and of what is in them. They work for one release, with a warning.
+
+`MODULES` maps old modules to new ones, and `NAMES` old names in a module to new ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
+from typing import Any
+
+MODULES = {
+    "jaxspec.chat": "jaxspec.text.chat",
+    "jaxspec.families": "jaxspec.registry",
+    "jaxspec.grammars": "jaxspec.text.grammars",
+    "jaxspec.loading": "jaxspec.weights.loading",
+    "jaxspec.params": "jaxspec.weights.model_def",
+    "jaxspec.programs": "jaxspec.runtime.programs",
+    "jaxspec.records": "jaxspec.options",
+    "jaxspec.requests": "jaxspec.engine.request",
+    "jaxspec.rows": "jaxspec.rollout.batch",
+    "jaxspec.sampler": "jaxspec.rollout.sampler",
+    "jaxspec.scoring": "jaxspec.rollout.scoring",
+    "jaxspec.sharding": "jaxspec.weights.sharding",
+    "jaxspec.storage": "jaxspec.weights",
+    "jaxspec.trees": "jaxspec.weights.trees",
+}
+"""Submodules follow their package."""
+
+NAMES = {
+    "jaxspec": {"Extras": "jaxspec.options.ProgramFeatures"},
+    "jaxspec.engine": {
+        "Completion": "jaxspec.engine.request.Completion",
+        "Engine": "jaxspec.engine.engine.Engine",
+        "Request": "jaxspec.engine.request.Request",
+        "Update": "jaxspec.engine.request.Update",
+    },
+    "jaxspec.families": {"named": "jaxspec.registry.get_family"},
+    "jaxspec.params": {"Graph": "jaxspec.weights.model_def.ModelDef"},
+    "jaxspec.records": {"Extras": "jaxspec.options.ProgramFeatures"},
+    "jaxspec.rollout": {
+        "Given": "jaxspec.rollout.rollout.Given",
+        "Plan": "jaxspec.rollout.rollout.Plan",
+    },
+    "jaxspec.runtime": {
+        "Programs": "jaxspec.runtime.runtime.Programs",
+        "Runtime": "jaxspec.runtime.runtime.Runtime",
+    },
+}
+"""By the module where the name was. The values say where it is now."""
+
+
+def forward(module: str, name: str) -> Any:
+    """Return what an old name of a module stands for, and warn.
+
+    Raises:
+      AttributeError: the module never had such a name.
+    """
+    new = NAMES.get(module, {}).get(name)
+    if new is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    _warn(f"{module}.{name}", new)
+    home, _, attribute = new.rpartition(".")
+    return getattr(importlib.import_module(home), attribute)
+
+
+def renamed(old: str, new: str, value: Any, default: Any, old_value: Any) -> Any:
+    """Return the value of a keyword argument that has a new name, and warn if it came by the old one.
+
+    Args:
+      old_value: what came by the old name. None: nothing.
+
+    Raises:
+      TypeError: both were passed.
+    """
+    if old_value is None:
+        return value
+    if value is not default:
+        raise TypeError(f"{old} is the old name of {new}; pass {new} alone")
+    _warn(f"{old}=", f"{new}=")
+    return old_value
+
+
+def new_name(module: str) -> str | None:
+    """Return the new name of an old module, or None for any other."""
+    package, dot, rest = module, "", ""
+    while package:
+        if package in MODULES:
+            return MODULES[package] + dot + rest
+        package, _, last = package.rpartition(".")
+        dot, rest = ".", f"{last}{dot}{rest}"
+    return None
+
+
+class Finder:
+    """Find old modules. It is asked last, after all other finders."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to load an old module, or None for any other."""
+        del path, target
+        new = new_name(name)
+        return None if new is None else ModuleSpec(name, _Loader(new), is_package=True)
+
+
+class _Loader:
+    """Load a module that has nothing of its own, and looks up every name in another one."""
+
+    def __init__(self, new: str):
+        self.new = new
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        del spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = importlib.import_module(self.new)
+        _warn(module.__name__, self.new)
+
+        def __getattr__(name: str) -> Any:
+            is_renamed = name in NAMES.get(module.__name__, {})
+            return forward(module.__name__, name) if is_renamed else getattr(new, name)
+
+        module.__doc__ = new.__doc__
+        module.__dict__["__getattr__"] = __getattr__
+
+
+def _warn(old: str, new: str) -> None:
+    message = f"{old} is now {new}; the old name goes in the next release"
+    # The warning names the caller's line, past this package and what checks its types. Python itself
+    # leaves the import system out of the count.
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_between(frame):
+        level += "importlib" not in frame.f_code.co_filename
+        frame = frame.f_back
+    warnings.warn(message, DeprecationWarning, stacklevel=level)
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Return whether a frame is between a warning and the caller that it is for."""
+    module = frame.f_globals.get("__name__", "")
+    return bool(re.match(r"(jaxspec|importlib|beartype|jaxtyping)\b", module)) or (
+        frame.f_code.co_filename.startswith("<")
+    )
+
+
+def install() -> None:
+    """Let old modules be imported."""
+    if Finder not in sys.meta_path:
+        sys.meta_path.append(Finder)

@@ -1,0 +1,79 @@
+"""Old names work for one release, with a warning that says the new one."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+import jaxspec
+from jaxspec import _deprecated
+
+OLD_MODULES = [
+    *_deprecated.MODULES,
+    "jaxspec.families.base",
+    "jaxspec.storage.saving",
+    "jaxspec.storage.bridge",
+    "jaxspec.storage.conversion",
+    "jaxspec.grammars.tables",
+    "jaxspec.chat.template",
+]
+
+
+@pytest.mark.parametrize("module", OLD_MODULES)
+def test_an_old_module_has_the_names_of_the_new_one(module: str) -> None:
+    new = _deprecated.new_name(module)
+    assert new is not None
+    for name in [n for n in sys.modules if n == module]:
+        del sys.modules[name]
+    with pytest.warns(DeprecationWarning, match=f"{module} is now {new};"):
+        old = importlib.import_module(module)
+    of_new = importlib.import_module(new)
+    public = [name for name in vars(of_new) if not name.startswith("_")]
+    assert public
+    for name in public:
+        assert getattr(old, name) is getattr(of_new, name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(module, name) for module, names in _deprecated.NAMES.items() for name in names],
+)
+def test_an_old_name_is_the_new_one(module: str, name: str) -> None:
+    home, _, attribute = _deprecated.NAMES[module][name].rpartition(".")
+    expected = getattr(importlib.import_module(home), attribute)
+    with pytest.warns(DeprecationWarning, match=f"{module}.{name} is now "):
+        assert getattr(importlib.import_module(module), name) is expected
+
+
+def test_the_warning_points_at_the_line_that_uses_the_old_name() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _ = jaxspec.Extras  # pyright: ignore[reportAttributeAccessIssue]
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_name_that_never_was_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="module 'jaxspec' has no attribute 'nothing'"):
+        _ = jaxspec.nothing  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'jaxspec\.nothing'"):
+        importlib.import_module("jaxspec.nothing")
+
+
+def test_old_imports_work_in_a_program() -> None:
+    program = (
+        "from jaxspec.records import Sampling, FieldError\n"
+        "from jaxspec.storage.saving import save\n"
+        "from jaxspec.engine import Engine\n"
+        "from jaxspec import trees, Extras\n"
+        "import jaxspec\n"
+        "assert Sampling is jaxspec.Sampling and Engine is jaxspec.Engine and save is jaxspec.save\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "always", "-c", program], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("DeprecationWarning") >= 5
