@@ -15,9 +15,10 @@ import math
 import numbers
 import reprlib
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 Verification = Literal["standard", "block"]
 
@@ -30,15 +31,14 @@ ChooseLength = Literal["exact", "always", "never"]
     never    all drafts are verified
 """
 CHOOSE_LENGTH_HELP = (
-    "Verify as many drafts a step as is quickest, down to none: where that changes no text, which is for greedy rows "
+    "Verify as many drafts a step as is quickest, down to none: where that changes no text, which "
+    "is for greedy rows "
     "in float32; always, so that a text may depend on the machine's speed; or never."
 )
 
 
-class Naming(Protocol):
-    """How a message names a field, alone or with the value to give it."""
-
-    def __call__(self, field: str, value: object = None, /) -> str: ...
+FormatField = Callable[..., str]
+"""Formats a field in a message, alone or with the value to give it: `in_python` is one."""
 
 
 def in_python(field: str, value: object = None) -> str:
@@ -53,16 +53,28 @@ class FieldError(ValueError):
 
     Attributes:
       field: the field that is wrong.
-      say: the message, as a function of how fields are named.
     """
 
-    def __init__(self, field: str, say: str | Callable[[Naming], str]):
-        """Make an error about `field`; a `say` that is text follows the field's name."""
-        self.field = field
-        self.say: Callable[[Naming], str] = (
-            say if callable(say) else lambda name: f"{name(field)} {say}"
-        )
-        super().__init__(self.say(in_python))
+    def __init__(self, field: str, message: str | Callable[[FormatField], str]):
+        """Make an error about `field`.
+
+        Args:
+          message: a text that follows the field's name, or a function that returns the whole text.
+        """
+        self.field, self._message = field, message
+        super().__init__(self.format_message(in_python))
+
+    def format_message(self, format_field: FormatField) -> str:
+        """Return the message with its fields formatted by a function such as `in_python`."""
+        if callable(self._message):
+            return self._message(format_field)
+        return f"{format_field(self.field)} {self._message}"
+
+    @property
+    def say(self) -> Callable[[FormatField], str]:
+        """The former name of `format_message`."""
+        warnings.warn("FieldError.say is now format_message", DeprecationWarning, stacklevel=2)
+        return self.format_message
 
 
 Kind = Literal["a number", "a whole number", "true or false", "a word"]
@@ -223,7 +235,8 @@ class Sampling:
     )
     repetition_penalty: float = option(
         1.0,
-        "Divide the positive logits of tokens of prompt and output by this, and multiply the negative "
+        "Divide the positive logits of tokens of prompt and output by this, and multiply the "
+        "negative "
         "ones; 1: off.",
         range=Range("from 1e-6 to 1e6; 1: off", lambda x: (x >= 1 / MOST) & (x <= MOST)),
     )
@@ -244,7 +257,8 @@ class Sampling:
     )
     logprobs: bool = option(
         False,
-        "Keep the log-probability of every token, under the target as it is and under what was sampled "
+        "Keep the log-probability of every token, under the target as it is and under what was "
+        "sampled "
         "from.",
     )
     top_logprobs: int = option(
@@ -315,12 +329,14 @@ class Drafting:
     )
     verification: Verification = option(
         "standard",
-        "When sampling, judge drafts one by one (standard), or a block at a time, which accepts more "
+        "When sampling, judge drafts one by one (standard), or a block at a time, which accepts "
+        "more "
         "(block).",
     )
     synthetic_acceptance: float | None = option(
         None,
-        "For benchmarks: commit this many tokens a step on average, whatever the target thinks of the "
+        "For benchmarks: commit this many tokens a step on average, whatever the target thinks of "
+        "the "
         "drafts. Only the decision is replaced: all work is done. The text is meaningless.",
         range=Range("1 or more", lambda x: (x >= 1) & (x < math.inf)),
         metavar="TAU",
@@ -343,17 +359,18 @@ class Drafting:
             if self.tree is not None:
                 raise FieldError(
                     name,
-                    lambda say, shown=shown: (
-                        f"{say(*shown)} is for chains, and a tree follows the target's own choices; leave "
+                    lambda format_field, shown=shown: (
+                        f"{format_field(*shown)} is for chains, and a tree follows the target's "
+                        "own choices; leave "
                         "one out"
                     ),
                 )
             if self.synthetic_acceptance is not None:
                 raise FieldError(
                     name,
-                    lambda say, shown=shown: (
-                        f"{say(*shown)} changes how drafts are accepted, which "
-                        f"{say('synthetic_acceptance')} decides by chance; leave one out"
+                    lambda format_field, shown=shown: (
+                        f"{format_field(*shown)} changes how drafts are accepted, which "
+                        f"{format_field('synthetic_acceptance')} decides by chance; leave one out"
                     ),
                 )
 
@@ -400,8 +417,9 @@ class ProgramFeatures:
         if self.top_logprobs and not self.logprobs:
             raise FieldError(
                 "top_logprobs",
-                lambda name: (
-                    f"{name('top_logprobs')} is {self.top_logprobs}, but {name('logprobs')} are off"
+                lambda format_field: (
+                    f"{format_field('top_logprobs')} is {self.top_logprobs}, but "
+                    f"{format_field('logprobs')} are off"
                 ),
             )
 

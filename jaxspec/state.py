@@ -74,8 +74,8 @@ class DecodeSpec:
             for name, shown in self.drafting.changes_acceptance:
                 raise FieldError(
                     name,
-                    lambda say, shown=shown: (
-                        f"{say(*shown)} was given, but there is no drafter: leave it out"
+                    lambda format_field, shown=shown: (
+                        f"{format_field(*shown)} was given, but there is no drafter: leave it out"
                     ),
                 )
         elif self.drafting.num_draft_tokens is None:
@@ -92,9 +92,9 @@ class DecodeSpec:
             if self.drafting.synthetic_acceptance is not None:
                 raise FieldError(
                     "grammar",
-                    lambda say: (
-                        f"{say('grammar')} says which tokens may follow, and "
-                        f"{say('synthetic_acceptance')} takes any; leave one out"
+                    lambda format_field: (
+                        f"{format_field('grammar')} says which tokens may follow, and "
+                        f"{format_field('synthetic_acceptance')} takes any; leave one out"
                     ),
                 )
 
@@ -163,8 +163,10 @@ class DecodeSpec:
         slack = [c.ring_slack for c in state.caches if c is not None and c.ring_slack is not None]
         if self.tree is None and slack and self.step_tokens > min(slack):
             raise ValueError(
-                f"num_draft_tokens is {self.num_draft_tokens}, a step of {self.step_tokens} tokens, but the "
-                f"sliding caches were made for {min(slack)}: pass at most num_draft_tokens={min(slack) - 1}, "
+                f"num_draft_tokens is {self.num_draft_tokens}, a step of {self.step_tokens} "
+                "tokens, but the "
+                f"sliding caches were made for {min(slack)}: pass at most "
+                f"num_draft_tokens={min(slack) - 1}, "
                 "or make the state with this spec"
             )
 

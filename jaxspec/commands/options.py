@@ -312,7 +312,7 @@ def as_flag(field: str, value: object = None) -> str:
 
 def told(error: Exception | str) -> str:
     """Return the message of an error, with flags for fields."""
-    return error.say(as_flag) if isinstance(error, FieldError) else str(error)
+    return error.format_message(as_flag) if isinstance(error, FieldError) else str(error)
 
 
 @contextlib.contextmanager

@@ -39,16 +39,18 @@ def prefix_bytes(engine: Engine, gib: float | None) -> int:
     if nbytes < least:
         raise FieldError(
             "prefix_gib",
-            lambda say: (
-                f"{say('prefix_gib', gib)} holds no prefix of a whole slot, which takes {least / GIB:.3f} GiB; "
-                f"give as much, or {say('prefix_gib', 0)} for none"
+            lambda format_field: (
+                f"{format_field('prefix_gib', gib)} holds no prefix of a whole slot, which takes "
+                f"{least / GIB:.3f} GiB; "
+                f"give as much, or {format_field('prefix_gib', 0)} for none"
             ),
         )
     if left is not None and nbytes > left:
         raise FieldError(
             "prefix_gib",
-            lambda say: (
-                f"{say('prefix_gib', gib)}: weights, caches and logits leave {left / GIB:.3f} GiB of each device; "
+            lambda format_field: (
+                f"{format_field('prefix_gib', gib)}: weights, caches and logits leave "
+                f"{left / GIB:.3f} GiB of each device; "
                 "give less, or fewer slots"
             ),
         )

@@ -115,25 +115,28 @@ def check_tree(tree: Tree, num_draft_tokens: int, max_depth: int) -> None:
     if depth > max_depth:
         raise FieldError(
             "tree",
-            lambda name: (
-                f"{name('tree depth')} {depth}: this drafter drafts at most {max_depth} tokens in a row"
+            lambda format_field: (
+                f"{format_field('tree depth')} {depth}: this drafter drafts at most {max_depth} "
+                "tokens in a row"
             ),
         )
     if num_draft_tokens < max(k, depth):
         raise FieldError(
             "num_draft_tokens",
-            lambda name: (
-                f"a tree of topk {k} and depth {depth} needs at least {max(k, depth)} draft tokens, got "
-                f"{num_draft_tokens}: raise {name('num_draft_tokens')} or narrow the tree"
+            lambda format_field: (
+                f"a tree of topk {k} and depth {depth} needs at least {max(k, depth)} draft "
+                "tokens, got "
+                f"{num_draft_tokens}: raise {format_field('num_draft_tokens')} or narrow the tree"
             ),
         )
     nodes = k + (depth - 1) * k * k
     if num_draft_tokens > nodes:
         raise FieldError(
             "num_draft_tokens",
-            lambda name: (
-                f"a tree of topk {k} and depth {depth} has {nodes} nodes, fewer than {num_draft_tokens} "
-                f"draft tokens: lower {name('num_draft_tokens')} or widen the tree"
+            lambda format_field: (
+                f"a tree of topk {k} and depth {depth} has {nodes} nodes, fewer than "
+                f"{num_draft_tokens} "
+                f"draft tokens: lower {format_field('num_draft_tokens')} or widen the tree"
             ),
         )
 
@@ -155,8 +158,9 @@ def settle_num_draft_tokens(drafter: ModelDef, drafting: Drafting) -> int:
         if asked is None:
             raise FieldError(
                 "num_draft_tokens",
-                lambda say: (
-                    f"a tree needs {say('num_draft_tokens')}: how many of its nodes to verify"
+                lambda format_field: (
+                    f"a tree needs {format_field('num_draft_tokens')}: how many of its nodes to "
+                    "verify"
                 ),
             )
         check_tree(drafting.tree, asked, most)

@@ -55,9 +55,10 @@ class ChosenLength:
         if choose == "always" and invariant:
             raise FieldError(
                 "choose_length",
-                lambda say: (
-                    f"{say('choose_length', choose)} lets a row depend on its neighbours, which "
-                    f"{say('invariant')} rules out; leave one out"
+                lambda format_field: (
+                    f"{format_field('choose_length', choose)} lets a row depend on its neighbours, "
+                    "which "
+                    f"{format_field('invariant')} rules out; leave one out"
                 ),
             )
         self.runtime, self.choose = runtime, choose

@@ -117,7 +117,9 @@ class Engine:
         if prefix_host_bytes and not prefix_bytes:
             raise FieldError(
                 "prefix_host_bytes",
-                lambda say: f"needs {say('prefix_bytes')}: prefixes are made on the device",
+                lambda format_field: (
+                    f"needs {format_field('prefix_bytes')}: prefixes are made on the device"
+                ),
             )
         self.target, self.drafter = target, drafter
         weights = target.params, drafter.params if drafter else None
@@ -300,11 +302,12 @@ class Engine:
         if needed > self.cache_length:
             return FieldError(
                 "cache_length",
-                lambda say: (
+                lambda format_field: (
                     f"cache holds {self.cache_length} positions, but prompt "
-                    f"({len(request.prompt_ids)} tokens) + {say('max_new_tokens')} "
-                    f"({request.max_new_tokens}) + one step ({self.spec.step_tokens}) needs {needed}; "
-                    f"pass {say('cache_length', needed)}"
+                    f"({len(request.prompt_ids)} tokens) + {format_field('max_new_tokens')} "
+                    f"({request.max_new_tokens}) + one step ({self.spec.step_tokens}) needs "
+                    f"{needed}; "
+                    f"pass {format_field('cache_length', needed)}"
                 ),
             )
         if request.num_stop_ids > self.num_stop_ids:

@@ -193,8 +193,10 @@ def grammar_failed(
 def failed(request: Request, token_ids: tuple[int, ...], **logprobs: Any) -> Completion:
     """Return the completion of a row whose logits after these tokens were not sound."""
     error = (
-        f"the target's logits at position {len(request.prompt_ids) + len(token_ids)} are not finite (NaN, "
-        "+inf, or no token is possible): weights are damaged, a number overflowed, or biases, bans, "
+        f"the target's logits at position {len(request.prompt_ids) + len(token_ids)} are not "
+        "finite (NaN, "
+        "+inf, or no token is possible): weights are damaged, a number overflowed, or biases, "
+        "bans, "
         "logits_fn or a grammar leave no token"
     )
     return Completion(request.id, token_ids, "error", error=error, **logprobs)
@@ -210,8 +212,9 @@ def check_room(spec: DecodeSpec, cache_length: int) -> None:
     if cache_length < least:
         raise FieldError(
             "cache_length",
-            lambda say: (
-                f"{say('cache_length', cache_length)}: a prompt of one token with a new one takes "
+            lambda format_field: (
+                f"{format_field('cache_length', cache_length)}: a prompt of one token with a new "
+                "one takes "
                 f"{least}, one step counted; pass more"
             ),
         )
@@ -227,8 +230,9 @@ def check_cache_length(spec: DecodeSpec, cache_length: int) -> None:
     if cache_length > most:
         raise FieldError(
             "cache_length",
-            lambda say: (
-                f"{say('cache_length', cache_length)}: the target has {spec.target.config.max_positions} "
+            lambda format_field: (
+                f"{format_field('cache_length', cache_length)}: the target has "
+                f"{spec.target.config.max_positions} "
                 f"positions, and one step takes {spec.step_tokens} more; pass at most {most}"
             ),
         )
@@ -285,7 +289,8 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
     if (biases := len(sampling.logit_bias)) > program_features.num_biases:
         return FieldError(
             "logit_bias",
-            f"names {biases} tokens, but the engine was made for {program_features.num_biases}; pass "
+            f"names {biases} tokens, but the engine was made for {program_features.num_biases}; "
+            "pass "
             f"num_biases={biases}",
         )
     if sampling.logprobs and not program_features.logprobs:
@@ -293,7 +298,8 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
     if sampling.top_logprobs > program_features.top_logprobs:
         return FieldError(
             "top_logprobs",
-            f"is {sampling.top_logprobs}, but the engine was made for {program_features.top_logprobs}",
+            f"is {sampling.top_logprobs}, but the engine was made for "
+            f"{program_features.top_logprobs}",
         )
     if (grammar := request.grammar) is not None:
         if not program_features.grammars:
@@ -301,14 +307,16 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
         if grammar.tokens.vocab_size != size:
             return FieldError(
                 "grammar",
-                f"was made for {grammar.tokens.vocab_size} tokens; the target has {size}: make it with "
+                f"was made for {grammar.tokens.vocab_size} tokens; the target has {size}: make it "
+                "with "
                 f"GrammarTokens(tokenizer, {size}, stop_ids)",
             )
     if count + most > config.max_positions:
         return FieldError(
             "max_new_tokens",
-            lambda say: (
-                f"prompt ({count} tokens) + {say('max_new_tokens')} ({most}) needs {count + most} "
+            lambda format_field: (
+                f"prompt ({count} tokens) + {format_field('max_new_tokens')} ({most}) needs "
+                f"{count + most} "
                 f"positions; the model has {config.max_positions}"
             ),
         )

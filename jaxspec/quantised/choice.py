@@ -69,9 +69,11 @@ def quantised_def(
         if wanted and not can:
             raise FieldError(
                 name,
-                lambda name: (
-                    f"{source} is quantised already, its weights are {model_def.storage}: leave out "
-                    f"{' and '.join(name(option) for option in asked)}, or load the model that it "
+                lambda format_field: (
+                    f"{source} is quantised already, its weights are {model_def.storage}: leave "
+                    "out "
+                    f"{' and '.join(format_field(option) for option in asked)}, or load the model "
+                    "that it "
                     "was made of"
                 ),
             )
@@ -82,7 +84,8 @@ def quantised_def(
             build = f"a build in {works}, or " if works else ""
             later = " with --quantize int8" if works else ""
             raise CheckpointError(
-                f"the weights of {source} are {format}, {needs}: take {build}the bfloat16 release{later}"
+                f"the weights of {source} are {format}, {needs}: take {build}the bfloat16 "
+                f"release{later}"
             )
     return model_def.with_formats(stored | chosen)
 

@@ -149,9 +149,11 @@ def with_kv_dtype(
     if DTYPES[kv_dtype].itemsize > jnp.dtype(model_def.dtype).itemsize:
         raise FieldError(
             "kv_dtype",
-            lambda say: (
-                f"{say('kv_dtype', kv_dtype)} holds what is computed in {model_def.dtype}, so it takes "
-                f"more bytes for the same numbers: leave it out, or give {say('dtype', kv_dtype)}"
+            lambda format_field: (
+                f"{format_field('kv_dtype', kv_dtype)} holds what is computed in "
+                f"{model_def.dtype}, so it takes "
+                "more bytes for the same numbers: leave it out, or give "
+                f"{format_field('dtype', kv_dtype)}"
             ),
         )
     if kv_dtype == "fp8":
@@ -164,20 +166,23 @@ def _check_fp8(model_def: ModelDef, scales: tuple[tuple[float, float], ...] | No
     if scales is None and not model_def.config.normed_values:
         raise FieldError(
             "kv_dtype",
-            f"is fp8, but {model_def.module.__name__} does not norm its values, so nothing bounds them but "
+            f"is fp8, but {model_def.module.__name__} does not norm its values, so nothing bounds "
+            "them but "
             "the text, and this checkpoint has no scales of keys and values: use bfloat16, or a "
             "checkpoint with calibrated scales (self_attn.k_scale and v_scale)",
         )
     if scales is not None and len(scales) != model_def.config.num_layers:
         raise FieldError(
             "kv_dtype",
-            f"is fp8, and the checkpoint has scales of {len(scales)} of {model_def.config.num_layers} layers",
+            f"is fp8, and the checkpoint has scales of {len(scales)} of "
+            f"{model_def.config.num_layers} layers",
         )
     found = capability()
     if found is not None and found < LEAST_CAPABILITY:
         kind = jax.devices()[0].device_kind
         raise FieldError(
             "kv_dtype",
-            f"is fp8, which needs an NVIDIA GPU of compute capability {LEAST_CAPABILITY}; {kind} has "
+            f"is fp8, which needs an NVIDIA GPU of compute capability {LEAST_CAPABILITY}; {kind} "
+            "has "
             f"{found}: use bfloat16",
         )

@@ -159,7 +159,8 @@ def _prompts(plan: Plan, prompts: Any) -> Prompts:
         if bad.any():
             raise FieldError(
                 "prompts",
-                f"have ids {ids[bad][:5].tolist()} outside the vocabulary; expected 0 to {size - 1}",
+                f"have ids {ids[bad][:5].tolist()} outside the vocabulary; expected 0 to "
+                f"{size - 1}",
             )
     return dataclasses.replace(prompts, tokens=_int32(tokens), lengths=_int32(lengths))
 
@@ -175,7 +176,8 @@ def _check_positions(plan: Plan, prompts: Prompts, limits: Any) -> None:
             raise FieldError(
                 "prompts",
                 f"are {width} wide, and with max_new_tokens ({plan.max_new_tokens}) need "
-                f"{width + plan.max_new_tokens} positions; the model has {most}. Lengths that are traced "
+                f"{width + plan.max_new_tokens} positions; the model has {most}. Lengths that are "
+                "traced "
                 f"may be as long as the width: cut it to {most - plan.max_new_tokens}",
             )
         return
@@ -201,7 +203,8 @@ def _sampling(plan: Plan, sampling: Any, rows: int, expected: str) -> SamplingPa
     if (adjusts is not None) != wanted or biases not in (None, (rows, program_features.num_biases)):
         raise FieldError(
             "sampling",
-            "was made for another sampler: penalties or num_biases differ; make it with this sampler's "
+            "was made for another sampler: penalties or num_biases differ; make it with this "
+            "sampler's "
             "`sampling`",
         )
     return sampling
@@ -217,7 +220,8 @@ def _seeds(seeds: Any, rows: int, expected: str) -> Any:
     elif dtype == np.uint32 and len(shape) and shape[-1] == 2 and shape != (rows,):
         raise FieldError(
             "seeds",
-            f"have shape {shape} of uint32, as keys of jax.random.PRNGKey have; make typed keys of them "
+            f"have shape {shape} of uint32, as keys of jax.random.PRNGKey have; make typed keys of "
+            "them "
             "with jax.random.wrap_key_data",
         )
     elif is_traced(seeds):
@@ -278,15 +282,16 @@ def _starts(plan: Plan, grammar: Any, rows: int, prompts: int) -> Any:
     if not isinstance(grammar, Automaton):
         raise FieldError(
             "grammar",
-            f"is {shown(grammar)}; a sampler's program takes tables, without the host: make them with "
+            f"is {shown(grammar)}; a sampler's program takes tables, without the host: make them "
+            "with "
             "jaxspec.text.grammars.tables.automaton, or use an Engine for what they cannot follow",
         )
     if plan.spec.drafting.synthetic_acceptance is not None:
         raise FieldError(
             "grammar",
-            lambda say: (
-                f"{say('grammar')} says which tokens may follow, and "
-                f"{say('synthetic_acceptance')} takes any; leave one out"
+            lambda format_field: (
+                f"{format_field('grammar')} says which tokens may follow, and "
+                f"{format_field('synthetic_acceptance')} takes any; leave one out"
             ),
         )
     size = plan.spec.target.config.vocab_size
@@ -315,8 +320,9 @@ def _whole(name: str, value: Any, low: int, high: int, dtype: Any, more: str) ->
         first = numbers[wrong].tolist()[0]
         raise FieldError(
             name,
-            lambda say: (
-                f"{say(name)}: got {first!r}; expected whole numbers from {low} to {high}; {more}"
+            lambda format_field: (
+                f"{format_field(name)}: got {first!r}; expected whole numbers from {low} to "
+                f"{high}; {more}"
             ),
         )
     return numbers.astype(dtype)

@@ -63,7 +63,7 @@ def wrong_value(error: FieldError) -> ApiError:
         shown = _PARAMS.get(field, field)
         return shown if value is None else f"{shown} {value}"
 
-    return ApiError(400, error.say(name), param=_PARAMS.get(error.field, error.field))
+    return ApiError(400, error.format_message(name), param=_PARAMS.get(error.field, error.field))
 
 
 def not_accepted(error: NotAccepted) -> ApiError:

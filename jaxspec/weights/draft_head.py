@@ -82,9 +82,11 @@ def check_borrows(drafter: ModelDef | None, format: str) -> None:
     if family.with_head is None:
         raise FieldError(
             FIELD,
-            lambda name: (
-                f"{name(FIELD)} is for drafters that borrow the target's head, and {family.title} does "
-                f"not: leave it out; {name('quantize_drafter')} quantises a head of the drafter's own"
+            lambda format_field: (
+                f"{format_field(FIELD)} is for drafters that borrow the target's head, and "
+                f"{family.title} does "
+                f"not: leave it out; {format_field('quantize_drafter')} quantises a head of the "
+                "drafter's own"
             ),
         )
 
@@ -101,7 +103,8 @@ def check_differs(format: str, stored: str | None) -> None:
     if format == stored and not get_format(format).rounds_activations:
         raise FieldError(
             FIELD,
-            f"is {format}, and the target's head is {stored} already, which the drafter borrows as it is: "
+            f"is {format}, and the target's head is {stored} already, which the drafter borrows as "
+            "it is: "
             "leave this out, or choose another format",
         )
 
@@ -115,6 +118,7 @@ def refuse_copy(model: LoadedModel) -> None:
     with_head = family_of(model.config).with_head
     if with_head is not None and model.model_def.module is with_head():
         raise CheckpointError(
-            f"{model.source} was loaded with quantize_draft_head: it holds a copy of its target's head, "
+            f"{model.source} was loaded with quantize_draft_head: it holds a copy of its target's "
+            "head, "
             "which no checkpoint of a drafter has. Load it without that, and save it then"
         )

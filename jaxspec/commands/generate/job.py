@@ -202,7 +202,8 @@ def sampling_of(target: LoadedModel) -> dict[str, Any]:
         Sampling(**own)
     except FieldError as error:
         raise UsageError(
-            f"--sampling model: in {target.source}'s generation config {error}; give the values as flags "
+            f"--sampling model: in {target.source}'s generation config {error}; give the values as "
+            "flags "
             "instead"
         ) from None
     return own
@@ -231,7 +232,7 @@ def _told(error: FieldError | str, prompt: Prompt) -> str:
         *prompt.sampling,
         *(n for n in ("seed", "max_new_tokens") if getattr(prompt, n) is not None),
     }
-    return error.say(
+    return error.format_message(
         lambda field, value=None: (in_python if field in own else as_flag)(field, value)
     )
 

@@ -200,8 +200,9 @@ class Pool:
         if nbytes < self.least_bytes:
             raise FieldError(
                 "prefix_bytes",
-                lambda say: (
-                    f"{say('prefix_bytes', nbytes)} holds no prefix of a whole slot, which takes "
+                lambda format_field: (
+                    f"{format_field('prefix_bytes', nbytes)} holds no prefix of a whole slot, "
+                    "which takes "
                     f"{self.least_bytes:,} bytes; give as many, or 0 for no store"
                 ),
             )
