@@ -29,9 +29,10 @@ from rich.live import Live
 from rich.table import Table
 
 from jaxspec.commands.output import json_lines, write_line
-from pallas_kernels import eight_bits, elementary, grouped
-from pallas_kernels.eight_bits.cases import SHAPES
-from pallas_kernels.grouped import Codes, Coding
+from pallas_kernels import int4_matmul, int8_matmul
+from pallas_kernels.common import reference_ops
+from pallas_kernels.int4_matmul import Codes, Coding
+from pallas_kernels.int8_matmul.cases import SHAPES
 from pallas_kernels.rounding import round_rows
 
 FORMATS = ("bfloat16", "int8", "fp8", "fp8-dynamic", "int4", "int4-g64", "int4-g128")
@@ -78,13 +79,13 @@ def activated(format: str, implementation: Any, dtype: Any) -> Run:
     both = product(format, implementation, dtype)
     how: Any = dict(dtype=dtype, implementation=implementation, activation="gelu_tanh")
     if format == "bfloat16" or implementation not in ("auto", "reference"):
-        return lambda x, *w: elementary.gated(both(x, *w).reshape(len(x), 2, -1), "gelu_tanh")
+        return lambda x, *w: reference_ops.gated(both(x, *w).reshape(len(x), 2, -1), "gelu_tanh")
     if not format.startswith("int4"):
-        return lambda x, codes, scales: eight_bits.gated(
+        return lambda x, codes, scales: int8_matmul.gated(
             x, codes.reshape(2, -1, codes.shape[1]), scales.reshape(2, -1), **how
         )
     coding = Coding("int4", _group(format))
-    return lambda x, codes, scales: grouped.gated(
+    return lambda x, codes, scales: int4_matmul.gated(
         x,
         Codes(codes.reshape(len(codes), 2, -1, 32), scales.reshape(len(scales), 2, -1)),
         coding=coding,
@@ -101,11 +102,13 @@ def product(format: str, implementation: Any, dtype: Any) -> Run:
     if format == "bfloat16":
         return lambda x, w: jnp.einsum("rk,nk->rn", x, w, preferred_element_type=dtype)
     if format == "fp8-dynamic":  # scales are multiplied where sums are read
-        return lambda x, codes, scales: eight_bits.rounded_sums(x, codes, **how)
+        return lambda x, codes, scales: int8_matmul.rounded_sums(x, codes, **how)
     if not format.startswith("int4"):
-        return functools.partial(eight_bits.linear, **how)
+        return functools.partial(int8_matmul.linear, **how)
     coding = Coding("int4", _group(format))
-    return lambda x, codes, scales: grouped.linear(x, Codes(codes, scales), coding=coding, **how)
+    return lambda x, codes, scales: int4_matmul.linear(
+        x, Codes(codes, scales), coding=coding, **how
+    )
 
 
 def _group(format: str) -> int:
@@ -189,7 +192,7 @@ def measure(
 def main(
     size: Annotated[
         list[str],
-        typer.Option(help="A name of pallas_kernels/eight_bits/cases.py, or its beginning."),
+        typer.Option(help="A name of pallas_kernels/int8_matmul/cases.py, or its beginning."),
     ] = ["31b down"],  # noqa: B006
     format: Annotated[list[str], typer.Option(help=", ".join(FORMATS) + ".")] = ["int4"],  # noqa: B006
     rows: Annotated[list[int], typer.Option(min=1)] = [1, 8, 16, 32, 64, 128],  # noqa: B006

@@ -39,16 +39,16 @@ from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.state import DecodeSpec, PrefillChunk
 from jaxspec.weights.draft_head import model_def_with_head
 from jaxspec.weights.model_def import ModelDef
-from pallas_kernels import eight_bits
+from pallas_kernels import int8_matmul
 from pallas_kernels.attention import KVSegment, attention
 from pallas_kernels.attention.tuning import tiling_at_once
-from pallas_kernels.eight_bits.cases import SHAPES
 from pallas_kernels.experts import MmaCut, experts
 from pallas_kernels.experts.cases import GEMMA4_26B_A4B, abstract_codes, abstract_inputs
 from pallas_kernels.experts.coded import multiply_gate_up
 from pallas_kernels.experts.routing import route
 from pallas_kernels.experts.tuning import mosaic_tiling_for, tiling_for
-from pallas_kernels.grouped import Codes, Coding, Cut, linear
+from pallas_kernels.int4_matmul import Codes, Coding, Cut, linear
+from pallas_kernels.int8_matmul.cases import SHAPES
 from tests.chips import H200, OTHERS, Chip, has_cuda_wheels
 
 # Any copy of a weight of these shapes is larger (but the router's, 0.7 MB), any activation of one row smaller.
@@ -665,7 +665,7 @@ def compiled_eight_bits(rows: int, kind: Any, how: Any, options: Any = None) -> 
         jax.ShapeDtypeStruct((outputs, inputs), kind),
         jax.ShapeDtypeStruct((outputs,), jnp.float32),
     )
-    product = functools.partial(eight_bits.linear, dtype=jnp.bfloat16, implementation=how)
+    product = functools.partial(int8_matmul.linear, dtype=jnp.bfloat16, implementation=how)
     H200.compile(product, *args, compiler_options=options)
 
 
@@ -807,7 +807,7 @@ def test_rounded_rows_are_multiplied_without_a_conversion(
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     inputs, outputs = SHAPES[size]
     args = (jax.ShapeDtypeStruct((n, inputs), jnp.float8_e4m3fn) for n in (rows, outputs))
-    product = functools.partial(eight_bits.rounded_sums, dtype=jnp.bfloat16)
+    product = functools.partial(int8_matmul.rounded_sums, dtype=jnp.bfloat16)
     H200.compile(functools.partial(product, implementation="mosaic"), *args)
     said = "".join(capfd.readouterr())
     assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
@@ -887,7 +887,7 @@ ON_OTHERS = pytest.mark.parametrize("chip", OTHERS, ids=lambda chip: chip.name)
 @pytest.fixture
 def found(chip: Chip, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the choice of kernels see the GPU that is compiled for."""
-    for module in ("dispatch", "attention", "eight_bits", "experts", "grouped"):
+    for module in ("dispatch", "attention", "int8_matmul", "experts", "int4_matmul"):
         where = "pallas_kernels" + f".{module}.capability"
         monkeypatch.setattr(where, lambda: float(chip.capability))
 

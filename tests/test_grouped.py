@@ -21,14 +21,15 @@ from jaxspec.quantised import FormatError, array
 from jaxspec.quantised.choice import formats_for
 from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
 from jaxspec.registry import model_def_of
-from pallas_kernels import tiles
+from pallas_kernels.common import tiles
+from pallas_kernels.common.reference_ops import Activation
+from pallas_kernels.common.tile_schedule import place_of, shares_of
+from pallas_kernels.common.tiles import SHARED_BYTES, FewCut, padded, results_are_apart
 from pallas_kernels.dispatch import H200_PROCESSORS
-from pallas_kernels.eight_bits.cases import SHAPES
-from pallas_kernels.elementary import Activation
 from pallas_kernels.experts import Tiling, cases, experts
-from pallas_kernels.grouped import Codes, Coding, Cut, gated, linear
-from pallas_kernels.grouped.coding import E2M1, numbers, pack, pack_pairs, unpack
-from pallas_kernels.grouped.tuning import (
+from pallas_kernels.int4_matmul import Codes, Coding, Cut, gated, linear
+from pallas_kernels.int4_matmul.coding import E2M1, numbers, pack, pack_pairs, unpack
+from pallas_kernels.int4_matmul.tuning import (
     ROWS,
     TABLE,
     MmaCut,
@@ -38,8 +39,7 @@ from pallas_kernels.grouped.tuning import (
     mosaic_cut_for,
     mosaic_is_faster,
 )
-from pallas_kernels.shares import place_of, shares_of
-from pallas_kernels.tiles import SHARED_BYTES, FewCut, padded, results_are_apart
+from pallas_kernels.int8_matmul.cases import SHAPES
 
 FORMATS = ("int4", "int4-g64-zeros", "nvfp4", "mxfp4")
 

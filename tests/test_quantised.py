@@ -34,7 +34,7 @@ from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh
 from pallas_kernels.experts import Tiling, cases, experts
 from pallas_kernels.experts.triton import Block
-from pallas_kernels.grouped import Codes, Cut
+from pallas_kernels.int4_matmul import Codes, Cut
 from tests import tiny
 
 FORMATS = ("int8", "fp8")

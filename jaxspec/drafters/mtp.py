@@ -48,7 +48,7 @@ from jaxspec.sampling import argmax, draw_drafts
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.weights.model_def import param
 from jaxspec.weights.sharding import whole_rows
-from pallas_kernels.lone_row import twice_if_alone
+from pallas_kernels.common.single_row import twice_if_alone
 from pallas_kernels.norms import NextNorm
 from pallas_kernels.rounding import Rounded, Sums
 

@@ -303,7 +303,7 @@ def run_layer(
 
 
 def _two_at_least(rows: Int[Array, "B R"]) -> Int[Array, "B _"]:
-    """Repeat a single row, for the reason that `pallas_kernels.lone_row` gives."""
+    """Repeat a single row, for the reason that `pallas_kernels.common.single_row` gives."""
     return jnp.repeat(rows, 2, axis=1) if rows.size == 1 else rows
 
 

@@ -4,7 +4,7 @@ The weight of a linear meets an activation in `project`, gate and up in `project
 `table_logits`, those of experts in `moe.Experts`. All take a `QuantisedArray` in place of an array. What else is
 multiplied by a weight is small: a router, and an assistant's centroids with the rows they choose.
 
-The arithmetic of norm and rotary embedding is in `pallas_kernels.elementary`, and not here: the
+The arithmetic of norm and rotary embedding is in `pallas_kernels.common.reference_ops`, and not here: the
 references of the kernels need it to the last bit, and `pallas_kernels` imports nothing of ours.
 """
 
@@ -22,8 +22,8 @@ from jaxspec.quantised import QuantisedArray
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.weights.model_def import param
 from jaxspec.weights.sharding import whole_rows
-from pallas_kernels import elementary
-from pallas_kernels.elementary import Activation, contract, gated, gelu_tanh, precision_of
+from pallas_kernels.common import reference_ops
+from pallas_kernels.common.reference_ops import Activation, contract, gated, gelu_tanh, precision_of
 from pallas_kernels.norms import RoundedNorm
 from pallas_kernels.rounding import Rounded, Sums, values_of
 
@@ -157,7 +157,7 @@ def rms_norm(
     Args:
       scale: the weight, used as it is (no 1 + scale); None to leave it out.
     """
-    return elementary.rms_norm(x, scale, eps)
+    return reference_ops.rms_norm(x, scale, eps)
 
 
 def rope(
@@ -169,7 +169,7 @@ def rope(
 
     `attention.project_qkv` does the same, in one kernel with the norms of queries and keys.
     """
-    return elementary.rotate(x, *rope_cos_sin(positions, frequencies))
+    return reference_ops.rotate(x, *rope_cos_sin(positions, frequencies))
 
 
 def rope_frequencies(

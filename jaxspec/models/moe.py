@@ -11,7 +11,7 @@ from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.weights.model_def import param
 from jaxspec.weights.sharding import whole_rows
 from pallas_kernels.experts import add_up, choose, experts, router_logits
-from pallas_kernels.grouped import Codes, Coding
+from pallas_kernels.int4_matmul import Codes, Coding
 from pallas_kernels.norms import router_norm
 
 

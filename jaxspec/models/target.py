@@ -21,7 +21,7 @@ from jaxspec.configs.base import TargetConfig
 from jaxspec.models.xla import materialize
 from jaxspec.quantised.kv import KVFormat, KVStorage
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
-from pallas_kernels.lone_row import twice_if_alone
+from pallas_kernels.common.single_row import twice_if_alone
 
 Caches = tuple[KVCache | None, ...]
 """One entry a layer; None where the layer reads another layer's K/V."""

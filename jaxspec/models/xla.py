@@ -5,7 +5,7 @@ decode loop with `LOOP_OPTIONS`. Models use these:
 
 - `multiply_rows`: compute a product of one row with two rows. `target.Target` and
   `mtp.MTPDrafter.step` do the same for a whole pass over one token. References of kernels do too.
-  `pallas_kernels.lone_row` gives the reason for all of them.
+  `pallas_kernels.common.single_row` gives the reason for all of them.
 - `table_left_on_cpu`: choose whether the vocabulary's table is the left or the right operand.
 - `materialize`: compute a value once, where XLA would repeat it in each reader or take it apart.
 - `in_order`: let what reads a value wait for another value.
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.shapes import Array, Float
-from pallas_kernels.lone_row import twice_if_alone
+from pallas_kernels.common.single_row import twice_if_alone
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -68,7 +68,7 @@ def multiply_rows(
 ) -> Float[Array, "R *F"]:
     """Apply a product with weights to rows. On NVIDIA GPUs a single row is computed as two rows.
 
-    `pallas_kernels.lone_row` gives the reason.
+    `pallas_kernels.common.single_row` gives the reason.
     """
     return twice_if_alone(
         product,

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxspec.quantised.formats import get_format
 from jaxspec.shapes import Array, Float, Int
-from pallas_kernels.elementary import Activation, gated
-from pallas_kernels.grouped import Codes, Coding
+from pallas_kernels.common.reference_ops import Activation, gated
+from pallas_kernels.int4_matmul import Codes, Coding
 from pallas_kernels.rounding import Rounded, Sums, round_rows
 
 

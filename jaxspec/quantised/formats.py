@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxspec.shapes import Array, Float, Int
-from pallas_kernels.elementary import Activation
-from pallas_kernels.grouped import Codes, Coding
+from pallas_kernels.common.reference_ops import Activation
+from pallas_kernels.int4_matmul import Codes, Coding
 from pallas_kernels.rounding import Rounded, Sums
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ their bits.
 Files may have scales of another dtype, and a group size of their own. Each such combination is a
 format: "int4-g128-float16-zeros". `from_source` makes weights of what files hold.
 
-`pallas_kernels.grouped` multiplies. `pallas_kernels.grouped.coding` says how codes are packed.
+`pallas_kernels.int4_matmul` multiplies. `pallas_kernels.int4_matmul.coding` says how codes are packed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import numpy as np
 from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import Format, FormatError, Shape, get_format, register
 from jaxspec.shapes import Array, Float, Int
-from pallas_kernels.eight_bits import sums
-from pallas_kernels.elementary import Activation
-from pallas_kernels.grouped import Codes, Coding, gated, linear
-from pallas_kernels.grouped.coding import BLOCK, dequantise, pack, pack_pairs, scale_numbers
+from pallas_kernels.common.reference_ops import Activation
+from pallas_kernels.int4_matmul import Codes, Coding, gated, linear
+from pallas_kernels.int4_matmul.coding import BLOCK, dequantise, pack, pack_pairs, scale_numbers
+from pallas_kernels.int8_matmul import sums
 
 GROUPS = (32, 16, 64, 128)
 """Sizes of groups of integers. The first is that of `int4`."""

@@ -30,8 +30,8 @@ from jax import lax
 
 from jaxspec.options import FieldError, shown
 from jaxspec.shapes import Array, Float
+from pallas_kernels.common.reference_ops import stored_as
 from pallas_kernels.dispatch import capability
-from pallas_kernels.elementary import stored_as
 
 if TYPE_CHECKING:
     from jaxspec.weights.model_def import ModelDef

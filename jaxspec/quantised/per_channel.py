@@ -6,7 +6,7 @@ The scale is the largest magnitude of a channel over the largest code, so no cod
     fp8     code = e4m3(w / scale),     scale = max |w| / 448     four significant bits
 
 A product reads the codes, converts them to the dtype of the rows, which is exact, and multiplies the
-float32 sums by the scales. `pallas_kernels.eight_bits` has kernels. Where none is used, XLA makes the
+float32 sums by the scales. `pallas_kernels.int8_matmul` has kernels. Where none is used, XLA makes the
 conversion part of the product that reads the codes. So nothing is written out in 16 bits
 (`tests/test_compiled_for_gpu.py`).
 
@@ -29,9 +29,9 @@ import numpy as np
 from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.formats import Format, Shape, register
 from jaxspec.shapes import Array, Float, Int
-from pallas_kernels.eight_bits import gated, linear, rounded_sums
-from pallas_kernels.elementary import Activation
-from pallas_kernels.grouped import Codes
+from pallas_kernels.common.reference_ops import Activation
+from pallas_kernels.int4_matmul import Codes
+from pallas_kernels.int8_matmul import gated, linear, rounded_sums
 from pallas_kernels.rounding import Rounded, Sums
 
 

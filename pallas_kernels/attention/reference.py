@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.elementary import contract
+from pallas_kernels.common.reference_ops import contract
 
 
 class KVSegment(NamedTuple):

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.reference import KVSegment
 from pallas_kernels.attention.spans import UNSEEN, position_range, visible_span
-from pallas_kernels.triton import below, dot, load, store
+from pallas_kernels.common.triton import below, dot, load, store
 
 # A program that averages splits makes so many numbers, and loads so many splits at once.
 COMBINED = 512

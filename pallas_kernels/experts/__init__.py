@@ -23,12 +23,12 @@ from pallas_kernels.dispatch import (
     shared_bytes,
     why_not_triton,
 )
-from pallas_kernels.experts.cuts import MmaCut, MosaicCut
 from pallas_kernels.experts.launch import Tiling, experts_mosaic, experts_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
+from pallas_kernels.experts.tile_config import MmaCut, MosaicCut
 from pallas_kernels.experts.tuning import mosaic_tiling_for, tiling_for
-from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
-from pallas_kernels.grouped.triton import Cut
+from pallas_kernels.int4_matmul.coding import BLOCK, Codes, Coding
+from pallas_kernels.int4_matmul.triton import Cut
 
 # The dtypes of codes of 8 bits that the kernels read.
 CODES = ("int8", "float8_e4m3fn")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels.grouped.coding import BLOCK, HALF, Codes, Coding
+from pallas_kernels.int4_matmul.coding import BLOCK, HALF, Codes, Coding
 
 
 @dataclasses.dataclass(frozen=True)

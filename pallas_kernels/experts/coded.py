@@ -1,7 +1,7 @@
 """The products of experts whose weights are codes, of 8 bits or of 4 with groups, in Pallas Triton.
 
 They read the tiles that `routing.route` makes, as the products of that module do. The operands lie
-the other way round: `pallas_kernels.grouped.operand` says why.
+the other way round: `pallas_kernels.int4_matmul.operand` says why.
 
 Codes of 4 bits always go through them. `tuning.py` says for how many tokens codes of 8 bits do; the
 other products of these are in `triton.py`.
@@ -24,11 +24,11 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.common.triton import load, store
 from pallas_kernels.experts.routing import Routed
-from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
-from pallas_kernels.grouped.operand import EightBits, FourBits, multiply_blocks
-from pallas_kernels.grouped.triton import Cut
-from pallas_kernels.triton import load, store
+from pallas_kernels.int4_matmul.coding import BLOCK, Codes, Coding
+from pallas_kernels.int4_matmul.operand import EightBits, FourBits, multiply_blocks
+from pallas_kernels.int4_matmul.triton import Cut
 
 
 def _parts(refs: tuple[Any, ...], weight: Codes) -> Codes:

@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.experts import coded, rows, triton
-from pallas_kernels.experts.cuts import MmaCut, MosaicCut
+from pallas_kernels.experts import coded, permute, triton
 from pallas_kernels.experts.routing import ALIGN, num_tiles, route, route_together
+from pallas_kernels.experts.tile_config import MmaCut, MosaicCut
 from pallas_kernels.experts.triton import Block
-from pallas_kernels.grouped.coding import Codes, Coding
-from pallas_kernels.grouped.triton import Cut
+from pallas_kernels.int4_matmul.coding import Codes, Coding
+from pallas_kernels.int4_matmul.triton import Cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def experts_mosaic(
         given = jnp.pad(x, ((0, ALIGN - tokens), (0, 0)))
     else:
         padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)
-        given = rows.spread(x, placed, ones, padded, in_order=few)
+        given = permute.spread(x, placed, ones, padded, in_order=few)
     if few:
         assert isinstance(second, MmaCut)
         out = mma.multiply(placed, given, gate_up, down, (first, second), same_rows=same_rows)
@@ -114,4 +114,4 @@ def experts_mosaic(
         assert isinstance(first, MosaicCut)
         assert isinstance(second, MosaicCut)
         out = mosaic.multiply(placed, given, gate_up, down, (first, second))
-    return rows.add_up(out, placed, ones)
+    return permute.add_up(out, placed, ones)

@@ -2,7 +2,7 @@
 
 A block of threads multiplies tile after tile, each by some outputs of its expert. One of its warpgroups lets
 TMA load codes, scales and rows into a ring in shared memory, several steps ahead, those of the next tile
-too. So a block waits for its first step only. The others multiply: `pallas_kernels/mma.py` says how. Where
+too. So a block waits for its first step only. The others multiply: `pallas_kernels/common/mma.py` says how. Where
 the warps of a warpgroup share inputs, they add up what each has in shared memory. No part of a sum is
 written to the memory of the GPU.
 
@@ -22,14 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.common.mma import Weight, add_steps, write
+from pallas_kernels.common.mosaic import activated
 from pallas_kernels.dispatch import processors
-from pallas_kernels.eight_bits.mma import EightBits
-from pallas_kernels.experts.cuts import MmaCut
 from pallas_kernels.experts.routing import ALIGN, Placed
-from pallas_kernels.grouped.coding import Codes
-from pallas_kernels.grouped.mma import FourBits
-from pallas_kernels.mma import Weight, add_steps, write
-from pallas_kernels.mosaic import activated
+from pallas_kernels.experts.tile_config import MmaCut
+from pallas_kernels.int4_matmul.coding import Codes
+from pallas_kernels.int4_matmul.mma import FourBits
+from pallas_kernels.int8_matmul.mma import EightBits
 
 GROUP = 32  # inputs of a scale
 

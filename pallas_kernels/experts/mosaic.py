@@ -30,14 +30,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float
 
-from pallas_kernels.eight_bits.decode import assembly, factor
-from pallas_kernels.experts.cuts import MosaicCut
+from pallas_kernels.common.mosaic import BY_OUTPUT, LEFT, activated, load_as, swizzled
+from pallas_kernels.common.registers import words
 from pallas_kernels.experts.routing import ALIGN, Placed
-from pallas_kernels.grouped import scaled
-from pallas_kernels.grouped.coding import BLOCK, Codes
-from pallas_kernels.grouped.decode import SHIFT
-from pallas_kernels.mosaic import BY_OUTPUT, LEFT, activated, load_as, swizzled
-from pallas_kernels.registers import words
+from pallas_kernels.experts.tile_config import MosaicCut
+from pallas_kernels.int4_matmul import dequantise_mosaic
+from pallas_kernels.int4_matmul.coding import BLOCK, Codes
+from pallas_kernels.int4_matmul.dequantise import SHIFT
+from pallas_kernels.int8_matmul.dequantise import assembly, factor
 
 STEP = 128  # inputs of a step
 LINE = 64  # inputs of a row of 128 bytes, as wgmma reads it
@@ -88,12 +88,17 @@ def _of_four_bits(codes_ref: Any, scale_refs: list[Any]) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(_CODES, BY_OUTPUT, BY_OUTPUT), return_type=_LEFT_TYPE)
     def convert(_: Any, codes: Any, *scales: Any) -> Any:
-        halves = scaled.halves()
-        factors = [scaled.of_outputs(s, half) for s, half in zip(scales, halves, strict=True)]
+        halves = dequantise_mosaic.halves()
+        factors = [
+            dequantise_mosaic.of_outputs(s, half) for s, half in zip(scales, halves, strict=True)
+        ]
 
         def numbers(at: Any, register: Any) -> list[tuple[int, Any]]:
             return [
-                (2 * i + at[1], scaled.numbers(register, half, factors[i][at[4]], effects=True))
+                (
+                    2 * i + at[1],
+                    dequantise_mosaic.numbers(register, half, factors[i][at[4]], effects=True),
+                )
                 for i, half in enumerate(halves)
             ]
 

@@ -8,9 +8,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.elementary import contract, gelu_tanh
-from pallas_kernels.grouped.coding import Codes, Coding, dequantise
-from pallas_kernels.lone_row import twice_if_alone
+from pallas_kernels.common.reference_ops import contract, gelu_tanh
+from pallas_kernels.common.single_row import twice_if_alone
+from pallas_kernels.int4_matmul.coding import Codes, Coding, dequantise
 
 PART_INPUTS = 256  # inputs of the router that each part sums
 MOST_IN_PARTS = 512  # most tokens whose logits are computed in parts

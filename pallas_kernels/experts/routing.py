@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.triton import load, store
+from pallas_kernels.common.triton import load, store
 
 # Most tokens of a program that routes. Some dozens of tokens have more programs, of fewer tokens: 128
 # on an H200 take 5.0 us, instead of 6.6. Every program reads what all counted, so that thousands do not.

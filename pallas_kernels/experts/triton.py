@@ -28,8 +28,8 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
+from pallas_kernels.common.triton import below, dot, load, store
 from pallas_kernels.experts.routing import Routed
-from pallas_kernels.triton import below, dot, load, store
 
 
 @dataclasses.dataclass(frozen=True)

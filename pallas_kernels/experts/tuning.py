@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pallas_kernels.dispatch import HOPPER_SHARED_BYTES
-from pallas_kernels.experts.cuts import MmaCut, MosaicCut
 from pallas_kernels.experts.launch import Tiling
+from pallas_kernels.experts.tile_config import MmaCut, MosaicCut
 from pallas_kernels.experts.triton import Block
-from pallas_kernels.grouped.triton import Cut
+from pallas_kernels.int4_matmul.triton import Cut
 
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16) with the experts of 26B-A4B: 2816 x 704, and 8
 # of 128 per token. The kernels of one layer take:

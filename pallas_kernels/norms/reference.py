@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.elementary import rms_norm
+from pallas_kernels.common.reference_ops import rms_norm
 from pallas_kernels.rounding.reference import Rounded, Sums, values_of
 from pallas_kernels.rounding.reference import reference as rounded
 

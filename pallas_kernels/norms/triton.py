@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.common.triton import below, load, store
 from pallas_kernels.norms.reference import (
     Branch,
     NextNorm,
@@ -31,7 +32,6 @@ from pallas_kernels.norms.reference import (
     branches_of,
 )
 from pallas_kernels.rounding.reference import LARGEST, Rounded, Sums, factor_of
-from pallas_kernels.triton import below, load, store
 
 MAX_WIDTH = 8192  # a program holds its row in registers
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.elementary import rms_norm, rotate, stored_as
-from pallas_kernels.lone_row import twice_if_alone
+from pallas_kernels.common.reference_ops import rms_norm, rotate, stored_as
+from pallas_kernels.common.single_row import twice_if_alone
 from pallas_kernels.rounding.reference import Sums, values_of
 
 

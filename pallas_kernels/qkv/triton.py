@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.elementary import stored_as
+from pallas_kernels.common.reference_ops import stored_as
+from pallas_kernels.common.triton import load, store
 from pallas_kernels.qkv.reference import QKV, Destination
 from pallas_kernels.rounding.reference import Sums
-from pallas_kernels.triton import load, store
 
 Halves = tuple[Array, Array]
 NUMBERS_OF_A_WARP = 512  # how many numbers of the queries a warp handles

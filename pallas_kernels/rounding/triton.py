@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.common.triton import below, load, store
 from pallas_kernels.rounding.reference import LARGEST, Rounded, factor_of
-from pallas_kernels.triton import below, load, store
 
 MAX_WIDTH = 32768  # a program holds its row in registers
 

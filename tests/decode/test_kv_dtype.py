@@ -24,7 +24,7 @@ from jaxspec.quantised.kv import FP8, KVFormat, KVStorage
 from jaxspec.shapes import Array
 from jaxspec.state import DecodeSpec, init_state
 from jaxspec.weights.model_def import ModelDef
-from pallas_kernels.elementary import rms_norm, rotate
+from pallas_kernels.common.reference_ops import rms_norm, rotate
 from tests import tiny, tiny_qwen3
 from tests.decode.cases import NEW_TOKENS, Request, case, run, slow
 from tests.tiny import FEATURE_SETS

@@ -16,7 +16,7 @@ from pallas_kernels.attention.cases import Shape, cached, fresh, in_rows, querie
 from pallas_kernels.attention.spans import masked_span, visible_span
 from pallas_kernels.attention.triton import Tiling
 from pallas_kernels.attention.tuning import TABLE, splits_for, tiling_at_once, tiling_for
-from pallas_kernels.elementary import stored_as
+from pallas_kernels.common.reference_ops import stored_as
 
 SLIDING = Shape(4, 2, 32, window=24)
 FULL = Shape(6, 2, 64)

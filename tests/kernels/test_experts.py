@@ -26,7 +26,7 @@ from pallas_kernels.experts.launch import Tiling
 from pallas_kernels.experts.routing import Routed, num_tiles, route
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.experts.tuning import TABLE, tiling_for
-from pallas_kernels.grouped.triton import Cut
+from pallas_kernels.int4_matmul.triton import Cut
 from tests.decode.cases import slow
 
 # Blocks that cut NARROW and SMALL into several, with and without a rest.

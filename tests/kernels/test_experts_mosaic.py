@@ -20,8 +20,8 @@ from pallas_kernels.experts.cases import (
     abstract_inputs,
     inputs,
 )
+from pallas_kernels.experts.permute import add_up, places, spread
 from pallas_kernels.experts.routing import ALIGN, Placed, num_tiles, route_together
-from pallas_kernels.experts.rows import add_up, places, spread
 from pallas_kernels.experts.tuning import mosaic_tiling_for
 from tests.kernels.layouts import owned
 

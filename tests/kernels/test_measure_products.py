@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pallas_kernels.eight_bits.cases import SHAPES
+from pallas_kernels.int8_matmul.cases import SHAPES
 from scripts import measure_products
 
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped import coding
+from pallas_kernels.int4_matmul import coding
 from tests.kernels.layouts import owned
 
 pytest.importorskip("jax.experimental.mosaic.gpu.utils")
-mma: Any = pytest.importorskip("pallas_kernels.mma")
-grouped: Any = pytest.importorskip("pallas_kernels.grouped.mma")
-eight_bits: Any = pytest.importorskip("pallas_kernels.eight_bits.mma")
+mma: Any = pytest.importorskip("pallas_kernels.common.mma")
+int4_mma: Any = pytest.importorskip("pallas_kernels.int4_matmul.mma")
+int8_mma: Any = pytest.importorskip("pallas_kernels.int8_matmul.mma")
 
 BF16 = np.dtype(jnp.bfloat16)
 ARITHMETIC = types.SimpleNamespace(
@@ -59,7 +59,7 @@ def signed(word: np.ndarray) -> list[list[float]]:
 def on_integers(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Let these modules compute with integers. `thread` of the result is the thread that does."""
     machine = types.SimpleNamespace(thread=0)
-    for module in (mma, grouped, eight_bits):
+    for module in (mma, int4_mma, int8_mma):
         monkeypatch.setattr(module, "arith", ARITHMETIC)
         monkeypatch.setattr(module, "word", int)
         monkeypatch.setattr(module, "four_words", words_at)
@@ -70,15 +70,15 @@ def on_integers(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         factors=lambda scale, high, effects: scale,
         numbers=lambda word, high, scale, effects: numbers_of(word, high, scale),
     )
-    monkeypatch.setattr(grouped, "scaled", scaled)
-    monkeypatch.setattr(grouped, "words", lambda code, results, word, effects: [word])
-    monkeypatch.setattr(grouped, "i32", lambda: None)
-    monkeypatch.setattr(grouped, "at", lambda memory, offset: memory[offset : offset + 2])
+    monkeypatch.setattr(int4_mma, "dequantise_mosaic", scaled)
+    monkeypatch.setattr(int4_mma, "words", lambda code, results, word, effects: [word])
+    monkeypatch.setattr(int4_mma, "i32", lambda: None)
+    monkeypatch.setattr(int4_mma, "at", lambda memory, offset: memory[offset : offset + 2])
     load = types.SimpleNamespace(load=lambda kind, two: float(two.view(BF16)[0]))
-    monkeypatch.setattr(grouped, "llvm", load)
-    monkeypatch.setattr(eight_bits, "words", lambda code, results, word, effects: signed(word))
+    monkeypatch.setattr(int4_mma, "llvm", load)
+    monkeypatch.setattr(int8_mma, "words", lambda code, results, word, effects: signed(word))
     integers = types.SimpleNamespace(get_signless=lambda bits: bits)
-    monkeypatch.setattr(grouped, "ir", types.SimpleNamespace(IntegerType=integers))
+    monkeypatch.setattr(int4_mma, "ir", types.SimpleNamespace(IntegerType=integers))
     return machine
 
 
@@ -111,11 +111,11 @@ def check_step(
         codes = rng.integers(0, 16, (inputs, outputs)).astype(np.uint8)
         scales = rng.integers(1, 9, (inputs // group, outputs)).astype(BF16)
         w = (codes.astype(float) - 8) * np.repeat(scales.astype(float), group, axis=0)
-        memory, make = (coding.pack(codes, 0), scales), grouped.numbers_of
+        memory, make = (coding.pack(codes, 0), scales), int4_mma.numbers_of
         how |= dict(group=group, outputs=outputs)
     else:
         w = rng.integers(-128, 128, (inputs, outputs)).astype(np.int8)
-        memory, make = (w.T,), eight_bits.numbers_of
+        memory, make = (w.T,), int8_mma.numbers_of
         how |= dict(kind=jnp.int8, inputs=inputs)
     memory = [np.ascontiguousarray(array).view(np.uint8).reshape(-1) for array in memory]
     if rows < 8:  # they lie as they are, and the last one is taken for the others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.grouped.coding import BLOCK
+from pallas_kernels.int4_matmul.coding import BLOCK
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from pallas_kernels.dispatch import processors
-from pallas_kernels.grouped.coding import BLOCK, HALF
-from pallas_kernels.grouped.triton import Cut
-from pallas_kernels.tiles import (
+from pallas_kernels.common.tiles import (
     FEW_ROWS,
     MANY_GROUPS,
     MMA_OUTPUTS,
@@ -22,6 +19,9 @@ from pallas_kernels.tiles import (
     shares_of_many,
     with_stages,
 )
+from pallas_kernels.dispatch import processors
+from pallas_kernels.int4_matmul.coding import BLOCK, HALF
+from pallas_kernels.int4_matmul.triton import Cut
 
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with the sum
 # of parts, and for 5376 x 43008 with joining the first tiles with the last ones:
@@ -134,8 +134,8 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
 ROWS = 8  # the Mosaic kernel pads rows to a multiple of it
 MOST_FEW_ROWS = 16
 MOST_MMA_ROWS = 32
-LARGE_FOR_FEW_ROWS = 100e6  # for `few.py`: see `tiles.few_is_faster`
-NUMBERS_OF_TWO_GROUPS = 60e6  # of a weight: from there on two warpgroups share rows in `few.py`
+LARGE_FOR_FEW_ROWS = 100e6  # for `small_m.py`: see `tiles.few_is_faster`
+NUMBERS_OF_TWO_GROUPS = 60e6  # of a weight: from there on two warpgroups share rows in `small_m.py`
 LARGE_NUMBERS = 30e6  # of a weight; smaller ones have smaller tiles
 
 

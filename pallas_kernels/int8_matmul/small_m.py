@@ -1,4 +1,4 @@
-"""Products of very few rows with codes of 8 bits, and gate and up with the activation, by `pallas_kernels/few.py`."""
+"""Products of very few rows with codes of 8 bits, and gate and up with the activation, by `pallas_kernels/common/small_m.py`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.eight_bits.mma import EightBits
-from pallas_kernels.elementary import Activation
-from pallas_kernels.few import multiply
-from pallas_kernels.tiles import FewCut
+from pallas_kernels.common.reference_ops import Activation
+from pallas_kernels.common.small_m import multiply
+from pallas_kernels.common.tiles import FewCut
+from pallas_kernels.int8_matmul.mma import EightBits
 
 
 def linear_few(
@@ -24,7 +24,7 @@ def linear_few(
     cut: FewCut,
     activation: Activation | None = None,
 ) -> Float[Array, "R *result"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.eight_bits`, whose functions check them.
+    """Launch the kernel. Arguments as in `pallas_kernels.int8_matmul`, whose functions check them.
 
     Args:
       activation: None for `linear`.

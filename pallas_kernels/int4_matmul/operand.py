@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.eight_bits.decode import factor, numbers
-from pallas_kernels.grouped import decode
-from pallas_kernels.grouped.coding import BLOCK, HALF, Coding, scale_numbers
-from pallas_kernels.triton import below, dot, load
+from pallas_kernels.common.triton import below, dot, load
+from pallas_kernels.int4_matmul import dequantise
+from pallas_kernels.int4_matmul.coding import BLOCK, HALF, Coding, scale_numbers
+from pallas_kernels.int8_matmul.dequantise import factor, numbers
 
 Scales = list[tuple[Any, ...]]  # arrays, or None
 
@@ -68,7 +68,7 @@ class FourBits:
     @property
     def factor(self) -> float:
         """How many times sums are too small."""
-        return 2.0**decode.SHIFT if self._at_once else 1.0
+        return 2.0**dequantise.SHIFT if self._at_once else 1.0
 
     def load_scales(self, block: Array | int, count: int, *, ahead: bool) -> Scales:
         """Load what belongs to `count` blocks: for each product, its scales, and zeros if any.
@@ -115,17 +115,17 @@ class FourBits:
                 rows = x(start, size)
                 if self._at_once:
                     scale = scale_numbers(scale).astype(rows.dtype)
-                    total = total + dot(decode.scaled_numbers(codes, scale, half), rows)
+                    total = total + dot(dequantise.scaled_numbers(codes, scale, half), rows)
                     continue
                 scale = scale_numbers(scale)[:, None]
-                w = decode.half_numbers(codes, self.coding.kind, half, rows.dtype, **how)
+                w = dequantise.half_numbers(codes, self.coding.kind, half, rows.dtype, **how)
                 if zero:
-                    w = decode.subtract(w, zero[0].astype(rows.dtype)[:, None], **how)
+                    w = dequantise.subtract(w, zero[0].astype(rows.dtype)[:, None], **how)
                 if self.early:
-                    w = decode.multiply(w, scale.astype(rows.dtype), **how)
+                    w = dequantise.multiply(w, scale.astype(rows.dtype), **how)
                     total = total + dot(w, rows)
                 else:
-                    total = decode.multiply_add(dot(w, rows), scale, total, **how)
+                    total = dequantise.multiply_add(dot(w, rows), scale, total, **how)
         return total
 
 

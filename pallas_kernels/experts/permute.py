@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.common.triton import load, store
 from pallas_kernels.experts.routing import Placed
-from pallas_kernels.triton import load, store
 
 COLUMNS = 1024  # of a program
 

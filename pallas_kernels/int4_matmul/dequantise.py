@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.grouped.coding import numbers
+from pallas_kernels.int4_matmul.coding import numbers
 
 _LOW = "and.b32 x, $2, 0x0f0f0f0f;"
 _HIGH = "shr.u32 x, $2, 4; and.b32 x, x, 0x0f0f0f0f;"

@@ -1,7 +1,7 @@
 """A product of rows with a weight of four-bit codes and a scale for each group of inputs.
 
-`coding.py` says what is stored. `reference.py` shows what is computed. `decode.py` shows how a GPU
-makes numbers of codes. `triton.py` multiplies rows by them and runs on most GPUs. On Hopper `few.py`
+`coding.py` says what is stored. `reference.py` shows what is computed. `dequantise.py` shows how a GPU
+makes numbers of codes. `triton.py` multiplies rows by them and runs on most GPUs. On Hopper `small_m.py`
 multiplies very few rows, also by gate and up with the activation, `mma.py` few, and `mosaic.py` many.
 `tuning.py` has tile sizes.
 """
@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import elementary
+from pallas_kernels.common import reference_ops
+from pallas_kernels.common.reference_ops import Activation
+from pallas_kernels.common.tiles import FewCut, why_not_gated
 from pallas_kernels.dispatch import (
     Candidate,
     capability,
@@ -24,11 +26,10 @@ from pallas_kernels.dispatch import (
     too_many_rows,
     why_not_triton,
 )
-from pallas_kernels.elementary import Activation
-from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
-from pallas_kernels.grouped.reference import reference
-from pallas_kernels.grouped.triton import Cut, linear_triton
-from pallas_kernels.grouped.tuning import (
+from pallas_kernels.int4_matmul.coding import BLOCK, Codes, Coding
+from pallas_kernels.int4_matmul.reference import reference
+from pallas_kernels.int4_matmul.triton import Cut, linear_triton
+from pallas_kernels.int4_matmul.tuning import (
     MmaCut,
     MosaicCut,
     cut_for,
@@ -36,7 +37,6 @@ from pallas_kernels.grouped.tuning import (
     mosaic_cut_for,
     mosaic_is_faster,
 )
-from pallas_kernels.tiles import FewCut, why_not_gated
 
 # Of Triton's kernel. With more, writing the weight out in 16 bits costs little beside the product.
 MOST_ROWS = 512
@@ -79,7 +79,7 @@ def linear(
         64, outputs that are a multiple of 16, and an NVIDIA GPU of compute capability 8.0 or newer
         (or `interpret`). "mosaic" needs bfloat16 rows, a GPU of compute capability 9.0, int4 in
         groups of 32, 64 or 128 with bfloat16 scales and without zeros, inputs first, and outputs
-        that are a multiple of 128, or of 16 where `few.py` takes them. "auto" takes Mosaic where
+        that are a multiple of 128, or of 16 where `small_m.py` takes them. "auto" takes Mosaic where
         `tuning.mosaic_is_faster`, else Triton, where they can run, and takes "reference" elsewhere.
       cut: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
@@ -102,9 +102,9 @@ def linear(
 
     def mosaic(x: Array, weight: Codes) -> Array:
         # not in every jax
-        from pallas_kernels.grouped.few import linear_few
-        from pallas_kernels.grouped.mma import linear_mma
-        from pallas_kernels.grouped.mosaic import linear_mosaic
+        from pallas_kernels.int4_matmul.mma import linear_mma
+        from pallas_kernels.int4_matmul.mosaic import linear_mosaic
+        from pallas_kernels.int4_matmul.small_m import linear_few
 
         how: Any = dict(group=coding.group, dtype=dtype)
         if isinstance(own, FewCut):
@@ -162,7 +162,7 @@ def gated(
     own = cut or gated_cut_for(rows, outputs)
 
     def mosaic(x: Array, weight: Codes) -> Array:
-        from pallas_kernels.grouped.few import linear_few  # not in every jax
+        from pallas_kernels.int4_matmul.small_m import linear_few  # not in every jax
 
         assert own is not None
         how: Any = dict(group=coding.group, dtype=dtype, cut=own, activation=activation)
@@ -171,7 +171,7 @@ def gated(
     def plain(x: Array, weight: Codes) -> Array:
         how: Any = dict(implementation="reference" if implementation == "reference" else "auto")
         both = linear(x, _side_by_side(weight), coding=coding, dtype=dtype, **how)
-        return elementary.gated(both.reshape(rows, 2, outputs), activation)
+        return reference_ops.gated(both.reshape(rows, 2, outputs), activation)
 
     _check(x, jax.eval_shape(_side_by_side, weight), coding, True)
     reason = why_not_triton(x, interpret=False, dtypes=(jnp.bfloat16,))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.lone_row import twice_if_alone
+from pallas_kernels.common.single_row import twice_if_alone
 
 
 def product(rows: jax.Array) -> jax.Array:

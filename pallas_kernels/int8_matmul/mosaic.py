@@ -32,11 +32,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.eight_bits.decode import factor, pair
-from pallas_kernels.eight_bits.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import BY_OUTPUT, Steps, Sums, load_as, multiply_tiles, swizzled
-from pallas_kernels.registers import i32, words
-from pallas_kernels.tiles import TILE
+from pallas_kernels.common.mosaic import BY_OUTPUT, Steps, Sums, load_as, multiply_tiles, swizzled
+from pallas_kernels.common.registers import i32, words
+from pallas_kernels.common.tiles import TILE
+from pallas_kernels.int8_matmul.dequantise import factor, pair
+from pallas_kernels.int8_matmul.tuning import ROWS, MosaicCut
 
 SWIZZLED_BYTES = 128  # the most of a line
 
@@ -116,7 +116,7 @@ def linear_mosaic(
     dtype: DTypeLike,
     cut: MosaicCut,
 ) -> Float[Array, "R *out"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
+    """Launch the kernel. Arguments as in `pallas_kernels.int8_matmul.linear`, which checks them."""
     rows, flat = x.reshape(x.shape[0], -1), codes.reshape(scales.size, -1)
     args = rows, flat, scales.reshape(scales.size)
     out = _launch("eight_bit_linear", _codes_converted, *args, dtype=dtype, cut=cut)
@@ -126,7 +126,7 @@ def linear_mosaic(
 def sums_mosaic(
     x: Float[Array, "R K"], codes: Float[Array, "N K"], *, dtype: DTypeLike, cut: MosaicCut
 ) -> Float[Array, "R N"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.rounded_sums`, which checks them."""
+    """Launch the kernel. Arguments as in `pallas_kernels.int8_matmul.rounded_sums`, which checks them."""
     how: Any = dict(dtype=dtype, cut=cut, sums="apart")
     return _launch("eight_bit_sums", _codes_as_they_are, x, codes, **how)
 

@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.common.reference_ops import Activation
+from pallas_kernels.common.tile_schedule import Share, Shares, place_of, shares_of, whole_tiles
+from pallas_kernels.common.tiles import PIECE, TILE, padded, results_are_apart
 from pallas_kernels.dispatch import processors
-from pallas_kernels.elementary import Activation
-from pallas_kernels.shares import Share, Shares, place_of, shares_of, whole_tiles
-from pallas_kernels.tiles import PIECE, TILE, padded, results_are_apart
 
 LEFT = plgpu.Layout.WGMMA
 """How wgmma takes its left operand from registers, and how it leaves sums there."""
@@ -110,7 +110,7 @@ def multiply_tiles(
       args: arrays, of which the first one is the rows.
       steps: of a tile.
       cut: has `groups`, `outputs`, `row_tiles`, `splits`, `stages` and `whole`, as in
-        `eight_bits.tuning.MosaicCut`.
+        `int8_matmul.tuning.MosaicCut`.
       multiple: of rows that a tile has. Rows are padded to it.
       dtype: of the result. Parts are float32.
       rings: from the rows of a tile, shared memory with `cut.stages` places.

@@ -18,8 +18,8 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.eight_bits.decode import factor, numbers
-from pallas_kernels.triton import below, dot, load, store
+from pallas_kernels.common.triton import below, dot, load, store
+from pallas_kernels.int8_matmul.dequantise import factor, numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ def linear_triton(
     cut: Cut,
     interpret: bool = False,
 ) -> Float[Array, "R *out"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.eight_bits.linear`, which checks them."""
+    """Launch the kernel. Arguments as in `pallas_kernels.int8_matmul.linear`, which checks them."""
     rows, outputs, shape = x.shape[0], scales.size, scales.shape
     x, codes, scales = x.reshape(rows, -1), codes.reshape(outputs, -1), scales.reshape(outputs)
     parts = pl.pallas_call(

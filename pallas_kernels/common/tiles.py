@@ -1,6 +1,6 @@
 """How Mosaic kernels cut products of rows with codes: tiles of outputs, shares of inputs, pieces of rows.
 
-`eight_bits` and `grouped` have such kernels. `pallas_kernels.mosaic` has what their programs share.
+`int8_matmul` and `int4_matmul` have such kernels. `pallas_kernels.common.mosaic` has what their programs share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MANY_GROUPS = 2  # warpgroups of a block, where there are more
 
 @dataclasses.dataclass(frozen=True)
 class FewCut:
-    """How the kernel of very few rows cuts a product, in `pallas_kernels/few.py`.
+    """How the kernel of very few rows cuts a product, in `pallas_kernels/common/small_m.py`.
 
     Attributes:
       groups: warpgroups of a block that multiply, 16 outputs each. One more loads.
@@ -60,7 +60,7 @@ class FewCut:
 
 
 def few_is_faster(inputs: int, outputs: int, most: float) -> bool:
-    """Tell whether to take the kernel of `pallas_kernels/few.py`, where rows are few enough.
+    """Tell whether to take the kernel of `pallas_kernels/common/small_m.py`, where rows are few enough.
 
     It was timed on an H100, whose memory is slower than an H200's. So large weights stay with the kernels that
     were timed on an H200. If outputs leave some processors two tiles and most of them one, then the former

@@ -1,4 +1,4 @@
-"""Codes of int4 times their scales, in registers of Mosaic kernels. `decode.py` says how."""
+"""Codes of int4 times their scales, in registers of Mosaic kernels. `dequantise.py` says how."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.grouped.decode import DOWN, UP, scaled, times
-from pallas_kernels.registers import twice, word, words
+from pallas_kernels.common.registers import twice, word, words
+from pallas_kernels.int4_matmul.dequantise import DOWN, UP, scaled, times
 
 _SCALED = scaled("$3", "$4", "$4", "$5", "$5")
 

@@ -7,14 +7,14 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.elementary import precision_of
-from pallas_kernels.grouped.coding import Codes, Coding, dequantise
+from pallas_kernels.common.reference_ops import precision_of
+from pallas_kernels.int4_matmul.coding import Codes, Coding, dequantise
 
 
 def reference(
     x: Float[Array, "R K"], weight: Codes, *, coding: Coding, inputs_first: bool, dtype: DTypeLike
 ) -> Float[Array, "R N"]:
-    """Multiply rows by a weight. Arguments as in `pallas_kernels.grouped.linear`."""
+    """Multiply rows by a weight. Arguments as in `pallas_kernels.int4_matmul.linear`."""
     axis = 0 if inputs_first else 1
     w = dequantise(weight, coding, axis=axis, inputs=x.shape[1]).astype(x.dtype)
     meet = ((1,), (axis,)), ((), ())

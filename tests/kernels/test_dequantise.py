@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped import coding, decode
+from pallas_kernels.int4_matmul import coding, dequantise
 
 
 def of_bits(bits: int) -> np.ndarray:
@@ -66,7 +66,7 @@ def of_every_byte(code: str, **registers: int) -> np.ndarray:
 def test_every_code_of_4_bits(kind: str, half: int) -> None:
     codes = BYTES >> 4 if half else BYTES & 15
     expected = coding.numbers(jnp.asarray(codes), kind)
-    found = of_every_byte(decode._DECODE[kind, half])
+    found = of_every_byte(dequantise._DECODE[kind, half])
     np.testing.assert_array_equal(found, expected)
 
 
@@ -76,14 +76,14 @@ def test_every_int4_times_a_scale_is_rounded_once(scale: float, half: int) -> No
     """They are the numbers of a product in bfloat16, shifted, also for scales that are hardly usual."""
     by = jnp.bfloat16(scale)
     registers = {
-        "up": twice(by * jnp.bfloat16(decode.UP[half])),
-        "down": twice(by * jnp.bfloat16(decode.DOWN)),
+        "up": twice(by * jnp.bfloat16(dequantise.UP[half])),
+        "down": twice(by * jnp.bfloat16(dequantise.DOWN)),
     }
-    code = decode.scaled(("0x0f0f0f0f", "0xf0f0f0f0")[half], "up", "up", "down", "down")
+    code = dequantise.scaled(("0x0f0f0f0f", "0xf0f0f0f0")[half], "up", "up", "down", "down")
     found = of_every_byte(code, **registers)
     codes = BYTES >> 4 if half else BYTES & 15
     expected = np.asarray(coding.numbers(jnp.asarray(codes), "int4").astype(jnp.bfloat16) * by)
-    np.testing.assert_array_equal(found * 2.0**decode.SHIFT, expected.astype(np.float32))
+    np.testing.assert_array_equal(found * 2.0**dequantise.SHIFT, expected.astype(np.float32))
 
 
 def twice(number: Any) -> int:

@@ -33,11 +33,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Float
 
-from pallas_kernels.grouped import scaled
-from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
-from pallas_kernels.grouped.decode import SHIFT
-from pallas_kernels.grouped.tuning import ROWS, MosaicCut
-from pallas_kernels.mosaic import (
+from pallas_kernels.common.mosaic import (
     BY_OUTPUT,
     LEFT,
     Steps,
@@ -46,8 +42,12 @@ from pallas_kernels.mosaic import (
     multiply_tiles,
     swizzled,
 )
-from pallas_kernels.registers import at, i32, word, words
-from pallas_kernels.tiles import TILE
+from pallas_kernels.common.registers import at, i32, word, words
+from pallas_kernels.common.tiles import TILE
+from pallas_kernels.int4_matmul import dequantise_mosaic
+from pallas_kernels.int4_matmul.coding import BLOCK, HALF, Codes
+from pallas_kernels.int4_matmul.dequantise import SHIFT
+from pallas_kernels.int4_matmul.tuning import ROWS, MosaicCut
 
 EXCHANGE = "prmt.b32 $0, $1, $2, $3;"
 LINE = 128  # bytes that TMA loads side by side: it is slow with fewer
@@ -113,8 +113,10 @@ def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
         byte = arith.addi(byte, arith.muli(odd, word(8)))
         start = arith.addi(arith.muli(output, word(HALF)), byte)
         memory = utils.memref_ptr(codes)
-        halves = scaled.halves()
-        factors = [scaled.of_outputs(s, half) for s, half in zip(scales, halves, strict=True)]
+        halves = dequantise_mosaic.halves()
+        factors = [
+            dequantise_mosaic.of_outputs(s, half) for s, half in zip(scales, halves, strict=True)
+        ]
         made = np.empty(layout.registers_shape((TILE, BLOCK)), dtype=object)
         rest = (0,) * (made.ndim - 5)
         for below, group in np.ndindex(2, 2):  # 8 outputs below; 16 bytes further
@@ -124,7 +126,9 @@ def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
             (eight,) = words(EXCHANGE, 1, eight, other, exchanged)
             for half in range(2):
                 by = factors[half][below]
-                for i, two in enumerate(scaled.numbers(eight, halves[half], by, effects=True)):
+                for i, two in enumerate(
+                    dequantise_mosaic.numbers(eight, halves[half], by, effects=True)
+                ):
                     column = 2 * (2 * half + group) + i
                     made[(0, column, 0, 0, below, *rest)] = utils.bitcast(two, pair)
         return FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
@@ -152,7 +156,7 @@ def loading(
 def linear_mosaic(
     x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, cut: MosaicCut
 ) -> Float[Array, "R N"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them."""
+    """Launch the kernel. Arguments as in `pallas_kernels.int4_matmul.linear`, which checks them."""
 
     def x_ring(rows: int) -> Any:
         return swizzled(cut.stages, cut.blocks, rows, BLOCK, dtype=x.dtype)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.elementary import precision_of
+from pallas_kernels.common.reference_ops import precision_of
 
 
 def reference(
@@ -20,7 +20,7 @@ def reference(
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "R *out"]:
-    """Multiply rows by a weight. Arguments as in `pallas_kernels.eight_bits.linear`.
+    """Multiply rows by a weight. Arguments as in `pallas_kernels.int8_matmul.linear`.
 
     The weight keeps its axes, because a mesh may split one of them.
     """

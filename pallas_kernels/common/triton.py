@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.elementary import precision_of
+from pallas_kernels.common.reference_ops import precision_of
 
 
 def load(ref: Any, *index: Any, mask: Array | None = None) -> Array:

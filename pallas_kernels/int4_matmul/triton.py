@@ -18,9 +18,9 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.grouped.coding import BLOCK, Codes, Coding
-from pallas_kernels.grouped.operand import FourBits, multiply_blocks
-from pallas_kernels.triton import below, load, store
+from pallas_kernels.common.triton import below, load, store
+from pallas_kernels.int4_matmul.coding import BLOCK, Codes, Coding
+from pallas_kernels.int4_matmul.operand import FourBits, multiply_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def linear_triton(
     cut: Cut,
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them."""
+    """Launch the kernel. Arguments as in `pallas_kernels.int4_matmul.linear`, which checks them."""
     outputs = weight.codes.shape[1 if inputs_first else 0]
     given = [array for array in weight if array is not None]
     parts = pl.pallas_call(

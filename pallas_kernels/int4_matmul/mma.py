@@ -1,6 +1,6 @@
 """A product of few rows with four-bit codes in Pallas Mosaic, for Hopper: TMA loads, mma.sync multiplies.
 
-`pallas_kernels/mma.py` says how it multiplies, and `decode.py` how codes become numbers. Of the 32 bytes
+`pallas_kernels/common/mma.py` says how it multiplies, and `dequantise.py` how codes become numbers. Of the 32 bytes
 of a block two threads take the low halves of 16 each, and two others the high halves. So all codes that
 a thread has of an output have one scale.
 """
@@ -18,15 +18,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Float
 
-from pallas_kernels.grouped import scaled
-from pallas_kernels.grouped.coding import BLOCK, HALF, Codes
-from pallas_kernels.grouped.decode import SHIFT
-from pallas_kernels.grouped.mosaic import LINE, launch, loading
-from pallas_kernels.grouped.tuning import ROWS, MmaCut
-from pallas_kernels.mma import Lane, Numbers, Refs, Weight, add_products, rows_ring, write
-from pallas_kernels.mosaic import Steps
-from pallas_kernels.registers import at, four_words, i32, word, words
-from pallas_kernels.tiles import TILE
+from pallas_kernels.common.mma import Lane, Numbers, Refs, Weight, add_products, rows_ring, write
+from pallas_kernels.common.mosaic import Steps
+from pallas_kernels.common.registers import at, four_words, i32, word, words
+from pallas_kernels.common.tiles import TILE
+from pallas_kernels.int4_matmul import dequantise_mosaic
+from pallas_kernels.int4_matmul.coding import BLOCK, HALF, Codes
+from pallas_kernels.int4_matmul.dequantise import SHIFT
+from pallas_kernels.int4_matmul.mosaic import LINE, launch, loading
+from pallas_kernels.int4_matmul.tuning import ROWS, MmaCut
 
 _TWICE = "prmt.b32 $0, $1, 0, 0x1010;"
 
@@ -76,7 +76,9 @@ def numbers_of(
     """
     half, high = arith.andi(lane.part, word(1)), arith.shrui(lane.part, word(1))
     is_high = arith.cmpi(arith.CmpIPredicate.ne, high, word(0))
-    own = scaled.Half(*(arith.select(is_high, b, a) for a, b in zip(*scaled.halves(), strict=True)))
+    own = dequantise_mosaic.Half(
+        *(arith.select(is_high, b, a) for a, b in zip(*dequantise_mosaic.halves(), strict=True))
+    )
     first = arith.addi(lane.first, lane.output)
     of_codes = arith.addi(arith.muli(first, word(HALF)), arith.muli(half, word(HALF // 2)))
     of_codes = arith.addi(of_codes, arith.muli(lane.block, word(outputs * HALF)))
@@ -93,8 +95,10 @@ def numbers_of(
         where = at(scales, arith.addi(arith.addi(of_scales, second), start))
         bits = llvm.load(ir.IntegerType.get_signless(16), where)
         (scale,) = words(_TWICE, 1, arith.extui(i32(), bits), effects=False)
-        by = scaled.factors(scale, own, effects=False)
-        return [scaled.numbers(eight, own, by, effects=False) for eight in codes_of_thread]
+        by = dequantise_mosaic.factors(scale, own, effects=False)
+        return [
+            dequantise_mosaic.numbers(eight, own, by, effects=False) for eight in codes_of_thread
+        ]
 
     return numbers
 
@@ -163,7 +167,7 @@ class FourBits(Weight):
 def linear_mma(
     x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, cut: MmaCut
 ) -> Float[Array, "R N"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.grouped.linear`, which checks them."""
+    """Launch the kernel. Arguments as in `pallas_kernels.int4_matmul.linear`, which checks them."""
 
     def x_ring(rows: int) -> Any:
         return rows_ring(cut.stages, rows, cut.inputs)

@@ -7,7 +7,7 @@ Four threads share the inputs of an output. Of 64 inputs thread t of them has th
 weights and in rows alike: which inputs meet in one instruction does not matter. So it loads them 16 bytes
 at a time, and they become numbers where they lie.
 
-`multiply_tiles` of `pallas_kernels.mosaic` carries the sums from step to step. `grouped/mma.py` has weights.
+`multiply_tiles` of `pallas_kernels.common.mosaic` carries the sums from step to step. `int4_matmul/mma.py` has weights.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from jaxtyping import Array
 
-from pallas_kernels.mosaic import LEFT, swizzle, swizzled
-from pallas_kernels.registers import at, four_words, word
-from pallas_kernels.tiles import BLOCK, MMA_OUTPUTS, MMA_ROWS, TILE
+from pallas_kernels.common.mosaic import LEFT, swizzle, swizzled
+from pallas_kernels.common.registers import at, four_words, word
+from pallas_kernels.common.tiles import BLOCK, MMA_OUTPUTS, MMA_ROWS, TILE
 
 _ROW = 2 * BLOCK  # bytes of a block of a row
 WARPS = 4  # of a warpgroup

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.dispatch import processors
-from pallas_kernels.eight_bits.triton import Cut
-from pallas_kernels.tiles import (
+from pallas_kernels.common.tiles import (
     BYTES_A_NS,
     FEW_ROWS,
     MANY_GROUPS,
@@ -20,9 +18,11 @@ from pallas_kernels.tiles import (
     shares_of_many,
     with_stages,
 )
+from pallas_kernels.dispatch import processors
+from pallas_kernels.int8_matmul.triton import Cut
 
 MOST_ROWS = 256  # of Triton's kernel
-MOST_FEW_ROWS = 8  # of `few.py`
+MOST_FEW_ROWS = 8  # of `small_m.py`
 
 # Measured on an NVIDIA H200 (jax 0.11.2), microseconds with the sum of parts, and for 5376 x 43008
 # with joining the first tiles with the last ones. XLA chooses tiles by timing them, and its choices
@@ -138,7 +138,7 @@ LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
 LEAST_NUMBERS_OF_MANY = 10e6
 LEAST_NUMBERS_OF_SUMS = 40e6  # for smaller ones both take about as long
 LARGE_NUMBERS = 80e6
-LARGE_INT8, LARGE_FP8 = 60e6, 30e6  # for `few.py`: see `tiles.few_is_faster`
+LARGE_INT8, LARGE_FP8 = 60e6, 30e6  # for `small_m.py`: see `tiles.few_is_faster`
 # Large products for which Triton's kernel is faster with up to 8 rows.
 LARGE = ((21504, 5376), (5376, 16384), (8192, 5376), (5376, 18432))
 # Codes that TMA loads side by side. With few rows it is slow with fewer than 128 bytes.

@@ -1,4 +1,4 @@
-"""Products of very few rows with four-bit codes, and gate and up with the activation, by `pallas_kernels/few.py`."""
+"""Products of very few rows with four-bit codes, and gate and up with the activation, by `pallas_kernels/common/small_m.py`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.elementary import Activation
-from pallas_kernels.few import multiply
-from pallas_kernels.grouped.coding import Codes
-from pallas_kernels.grouped.mma import FourBits
-from pallas_kernels.tiles import FewCut
+from pallas_kernels.common.reference_ops import Activation
+from pallas_kernels.common.small_m import multiply
+from pallas_kernels.common.tiles import FewCut
+from pallas_kernels.int4_matmul.coding import Codes
+from pallas_kernels.int4_matmul.mma import FourBits
 
 
 def linear_few(
@@ -24,7 +24,7 @@ def linear_few(
     cut: FewCut,
     activation: Activation | None = None,
 ) -> Float[Array, "R N"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.grouped`, whose functions check them.
+    """Launch the kernel. Arguments as in `pallas_kernels.int4_matmul`, whose functions check them.
 
     Args:
       activation: None for `linear`.

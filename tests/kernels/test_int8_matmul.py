@@ -16,10 +16,12 @@ import pytest
 from jaxspec.configs.gemma4 import PRESETS
 from jaxspec.quantised.choice import formats_for
 from jaxspec.registry import model_def_of
+from pallas_kernels.common.reference_ops import Activation
+from pallas_kernels.common.tiles import SHARED_BYTES, FewCut, padded, results_are_apart, shares
 from pallas_kernels.dispatch import H200_PROCESSORS
-from pallas_kernels.eight_bits import Cut, decode, gated, linear, rounded_sums
-from pallas_kernels.eight_bits.cases import SHAPES
-from pallas_kernels.eight_bits.tuning import (
+from pallas_kernels.int8_matmul import Cut, dequantise, gated, linear, rounded_sums
+from pallas_kernels.int8_matmul.cases import SHAPES
+from pallas_kernels.int8_matmul.tuning import (
     LINE,
     MOST_ROWS,
     ROWS,
@@ -34,9 +36,7 @@ from pallas_kernels.eight_bits.tuning import (
     sums_cut_for,
     triton_is_faster,
 )
-from pallas_kernels.elementary import Activation
 from pallas_kernels.rounding import round_rows
-from pallas_kernels.tiles import SHARED_BYTES, FewCut, padded, results_are_apart, shares
 
 KINDS = (jnp.int8, jnp.float8_e4m3fn)
 
@@ -135,10 +135,10 @@ def test_the_assembly_converts_every_code_exactly(kind):
     bits = bits[: len(bits) // 4 * 4].reshape(-1, 4)
     for four in bits:
         word = int(four.view(np.uint32)[0])
-        exact = four.view(kind).astype(np.float32) / decode.factor(kind)
+        exact = four.view(kind).astype(np.float32) / dequantise.factor(kind)
         expected = exact.astype(jnp.bfloat16).view(np.uint32).tolist()
-        assert run_assembly(decode.assembly(kind), word) == expected
-        assert run_assembly(decode.pair(kind), word & 0xFFFF) == expected[:1]
+        assert run_assembly(dequantise.assembly(kind), word) == expected
+        assert run_assembly(dequantise.pair(kind), word & 0xFFFF) == expected[:1]
 
 
 def test_the_kernel_refuses_what_it_cannot_cut():

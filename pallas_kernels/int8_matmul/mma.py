@@ -11,11 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 from jaxtyping import Array
 
-from pallas_kernels.eight_bits.decode import assembly, factor
-from pallas_kernels.mma import Lane, Numbers, Refs, Weight, of_outputs
-from pallas_kernels.mosaic import BY_OUTPUT, load_as
-from pallas_kernels.registers import four_words, word, words
-from pallas_kernels.tiles import BLOCK, TILE
+from pallas_kernels.common.mma import Lane, Numbers, Refs, Weight, of_outputs
+from pallas_kernels.common.mosaic import BY_OUTPUT, load_as
+from pallas_kernels.common.registers import four_words, word, words
+from pallas_kernels.common.tiles import BLOCK, TILE
+from pallas_kernels.int8_matmul.dequantise import assembly, factor
 
 
 def numbers_of(lane: Lane, codes: Any, *, kind: Any, inputs: int, piece: int) -> Numbers:

@@ -22,11 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.common.mma import Weight, add_steps, write
+from pallas_kernels.common.mosaic import activated
+from pallas_kernels.common.reference_ops import Activation
+from pallas_kernels.common.tiles import BLOCK, MMA_ROWS, FewCut, padded
 from pallas_kernels.dispatch import processors
-from pallas_kernels.elementary import Activation
-from pallas_kernels.mma import Weight, add_steps, write
-from pallas_kernels.mosaic import activated
-from pallas_kernels.tiles import BLOCK, MMA_ROWS, FewCut, padded
 
 
 def multiply(

@@ -1,7 +1,7 @@
 """A product of rows with a weight of 8-bit codes and a scale for each output.
 
-`reference.py` shows what is computed. `decode.py` shows how a GPU makes numbers of codes. `triton.py`
-multiplies few rows by them. On Hopper `few.py` multiplies up to 8, also by gate and up with the activation.
+`reference.py` shows what is computed. `dequantise.py` shows how a GPU makes numbers of codes. `triton.py`
+multiplies few rows by them. On Hopper `small_m.py` multiplies up to 8, also by gate and up with the activation.
 `mosaic.py` multiplies many, and rows that are 8-bit floats too. `tuning.py` has tile sizes, and says which
 is faster.
 """
@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels import elementary
+from pallas_kernels.common import reference_ops
+from pallas_kernels.common.reference_ops import Activation
+from pallas_kernels.common.tiles import FewCut, why_not_gated
 from pallas_kernels.dispatch import (
     Candidate,
     capability,
@@ -25,9 +27,9 @@ from pallas_kernels.dispatch import (
     too_many_rows,
     why_not_triton,
 )
-from pallas_kernels.eight_bits.reference import reference, sums
-from pallas_kernels.eight_bits.triton import Cut, linear_triton
-from pallas_kernels.eight_bits.tuning import (
+from pallas_kernels.int8_matmul.reference import reference, sums
+from pallas_kernels.int8_matmul.triton import Cut, linear_triton
+from pallas_kernels.int8_matmul.tuning import (
     MOST_ROWS,
     MosaicCut,
     cut_for,
@@ -39,8 +41,6 @@ from pallas_kernels.eight_bits.tuning import (
     sums_cut_for,
     triton_is_faster,
 )
-from pallas_kernels.elementary import Activation
-from pallas_kernels.tiles import FewCut, why_not_gated
 
 LEAST = 64  # inputs and outputs are multiples of it
 FLOATS = (jnp.float8_e4m3fn,)
@@ -92,8 +92,8 @@ def linear(
 
     def mosaic(*args: Array) -> Array:
         # not in every jax
-        from pallas_kernels.eight_bits.few import linear_few
-        from pallas_kernels.eight_bits.mosaic import linear_mosaic
+        from pallas_kernels.int8_matmul.mosaic import linear_mosaic
+        from pallas_kernels.int8_matmul.small_m import linear_few
 
         if isinstance(own, FewCut):
             return linear_few(*args, dtype=dtype, cut=own)
@@ -153,14 +153,14 @@ def gated(
     own = cut or gated_cut_for(rows, outputs)
 
     def mosaic(*args: Array) -> Array:
-        from pallas_kernels.eight_bits.few import linear_few  # not in every jax
+        from pallas_kernels.int8_matmul.small_m import linear_few  # not in every jax
 
         assert own is not None
         return linear_few(*args, dtype=dtype, cut=own, activation=activation)
 
     def plain(*args: Array) -> Array:
         how: Any = dict(implementation="reference" if implementation == "reference" else "auto")
-        return elementary.gated(linear(*args, dtype=dtype, **how), activation)
+        return reference_ops.gated(linear(*args, dtype=dtype, **how), activation)
 
     reason = _why_not_mosaic(x, codes, own, False) or _why_not_cut(inputs, outputs)
     if own is None:
@@ -199,7 +199,7 @@ def rounded_sums(
     own = cut or sums_cut_for(*sizes, jnp.dtype(dtype).itemsize)
 
     def mosaic(x: Array, codes: Array) -> Array:
-        from pallas_kernels.eight_bits.mosaic import sums_mosaic  # not in every jax
+        from pallas_kernels.int8_matmul.mosaic import sums_mosaic  # not in every jax
 
         assert own is not None
         flat, codes = x.reshape(x.shape[0], -1), codes.reshape(sizes[2], -1)
