@@ -44,6 +44,7 @@ from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import Runtime
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
+from jaxspec.weights import memory as weight_memory
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import MESH_AXES, make_mesh
 from tests import tiny
@@ -234,7 +235,7 @@ def test_a_run_larger_than_the_device_is_refused_with_what_fits(
 ) -> None:
     pair, mesh = DecodeSpec(ModelDef(Gemma4, tiny.config("31b"), "float32"), None), make_mesh()
     limit = memory.footprint(pair, 5, 1024, mesh).total
-    monkeypatch.setattr(memory, "bytes_limit", lambda mesh: limit)
+    monkeypatch.setattr("jaxspec.weights.memory.bytes_limit", lambda mesh: limit)
     memory.check_fits(pair, 5, 1024, mesh)
     with pytest.raises(memory.DeviceMemoryError) as refused:
         memory.check_fits(pair, 8, 1088, mesh)
@@ -248,7 +249,7 @@ def test_a_run_larger_than_the_device_is_refused_with_what_fits(
     with pytest.raises(memory.DeviceMemoryError, match="not one row fits; bfloat16 halves this"):
         memory.check_fits(pair, 1, 256, mesh)
     with pytest.raises(memory.DeviceMemoryError, match="the weights need"):
-        memory.check_weights_fit(pair.target, mesh)
+        weight_memory.check_weights_fit(pair.target, mesh)
 
 
 def tiny_target() -> tuple[ModelDef, Params]:
@@ -546,7 +547,7 @@ def test_released_shapes_can_be_measured(
 def test_a_run_larger_than_the_device_is_refused_before_its_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "bytes_limit", lambda mesh: 12 << 20)
+    monkeypatch.setattr("jaxspec.weights.memory.bytes_limit", lambda mesh: 12 << 20)
 
     def never(*_: object) -> Params:
         raise AssertionError("weights were made")
@@ -557,7 +558,7 @@ def test_a_run_larger_than_the_device_is_refused_before_its_weights(
         make_pair(plain, Drafting(), "e4b", rows=8, positions=100)
     with pytest.raises(memory.DeviceMemoryError, match="the weights need 0"):
         jaxspec.load(drafter="none", dtype="float32")
-    monkeypatch.setattr(memory, "bytes_limit", lambda mesh: 14 << 20)
+    monkeypatch.setattr("jaxspec.weights.memory.bytes_limit", lambda mesh: 14 << 20)
     alone = jaxspec.load(drafter="none", dtype="float32")
     with pytest.raises(memory.DeviceMemoryError, match=r"8 rows .*: \d rows of this length fit"):
         jaxspec.generate(alone, [[2, 5]], max_new_tokens=500, batch_size=8)

@@ -24,9 +24,9 @@ from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.registry import model_def_of, presets, random_drafter
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import Runtime, cache_bucket, make_spec
-from jaxspec.weights import host_memory
+from jaxspec.weights import memory as weight_memory
 from jaxspec.weights.conversion import convert, to_hf
-from jaxspec.weights.host_memory import Room, room
+from jaxspec.weights.host_memory import AvailableMemory, available_memory
 from jaxspec.weights.sharding import MESH_AXES, make_mesh
 from tests.convert import hf_layout
 from tests.decode.cases import case
@@ -45,14 +45,14 @@ def machine(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_a_machine_has_what_is_free_its_page_cache_and_its_swap(tmp_path: Path) -> None:
-    found = room(machine(tmp_path, {}))
+    found = available_memory(machine(tmp_path, {}))
     assert found is not None
     assert found.nbytes == 18 * GIB
     assert found.where.startswith("this machine (page cache and swap counted as free)")
 
 
 def test_of_other_systems_nothing_is_known(tmp_path: Path) -> None:
-    assert room(tmp_path) is None
+    assert available_memory(tmp_path) is None
 
 
 def test_a_control_group_of_version_2(tmp_path: Path) -> None:
@@ -67,17 +67,17 @@ def test_a_control_group_of_version_2(tmp_path: Path) -> None:
         f"{group}/memory.swap.max": "0\n",
         f"{group}/memory.swap.current": "0\n",
     }
-    found = room(machine(tmp_path, files))
+    found = available_memory(machine(tmp_path, files))
     assert found is not None
     assert found.nbytes == 6 * GIB
     assert "control group" in found.where
     assert "container" in found.way_out
     (tmp_path / group / "memory.swap.max").write_text("max\n")
-    found = room(tmp_path)
+    found = available_memory(tmp_path)
     assert found is not None
     assert found.nbytes == 8 * GIB  # and the machine's swap
     (tmp_path / group / "memory.max").write_text("max\n")
-    found = room(tmp_path)
+    found = available_memory(tmp_path)
     assert found is not None
     assert found.nbytes == 18 * GIB
 
@@ -91,7 +91,7 @@ def test_the_groups_above_limit_too(tmp_path: Path) -> None:
         "sys/fs/cgroup/job/step/memory.max": "max\n",
         "sys/fs/cgroup/job/step/memory.current": f"{GIB}\n",
     }
-    found = room(machine(tmp_path, above | {"proc/self/cgroup": "0::/job/step\n"}))
+    found = available_memory(machine(tmp_path, above | {"proc/self/cgroup": "0::/job/step\n"}))
     assert found is not None
     assert found.nbytes == 3 * GIB
     namespaced = {
@@ -100,7 +100,7 @@ def test_the_groups_above_limit_too(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory.current": f"{GIB}\n",
         "sys/fs/cgroup/memory.swap.max": "0\n",
     }
-    found = room(machine(tmp_path, namespaced))
+    found = available_memory(machine(tmp_path, namespaced))
     assert found is not None
     assert found.nbytes == GIB
 
@@ -115,15 +115,15 @@ def test_a_control_group_of_version_1(tmp_path: Path) -> None:
         f"{group}/memory.memsw.limit_in_bytes": f"{6 * GIB}\n",
         f"{group}/memory.stat": f"total_active_file {GIB}\ntotal_inactive_file {GIB}\ntotal_swap 0\n",
     }
-    found = room(machine(tmp_path, files))
+    found = available_memory(machine(tmp_path, files))
     assert found is not None
     assert found.nbytes == 3 * GIB
     (tmp_path / group / "memory.memsw.limit_in_bytes").write_text(f"{7 * GIB}\n")
-    found = room(tmp_path)
+    found = available_memory(tmp_path)
     assert found is not None
     assert found.nbytes == 4 * GIB  # of the machine's swap it may use one
     (tmp_path / group / "memory.limit_in_bytes").write_text(f"{NO_LIMIT}\n")
-    found = room(tmp_path)
+    found = available_memory(tmp_path)
     assert found is not None
     assert found.nbytes == 18 * GIB
 
@@ -139,7 +139,7 @@ def test_limits_of_the_shell(
         resource, "getrlimit", lambda kind: (limits.get(kind, resource.RLIM_INFINITY), -1)
     )
     status = f"Name:\tpython\nVmSize:\t{2 << 20} kB\nVmData:\t{2 << 20} kB\n"
-    found = room(machine(tmp_path, {"proc/self/status": status}))
+    found = available_memory(machine(tmp_path, {"proc/self/status": status}))
     assert found is not None
     assert found.nbytes == GIB
     assert f"ulimit {flag}" in found.where
@@ -174,16 +174,19 @@ def test_256_requests_of_the_published_trace_fit_on_an_h200(
 
 def has(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """Let this machine have so much left."""
-    monkeypatch.setattr(host_memory, "room", lambda: Room(nbytes, "this machine", "get another"))
+    monkeypatch.setattr(
+        "jaxspec.weights.memory.available_memory",
+        lambda: AvailableMemory(nbytes, "this machine", "get another"),
+    )
 
 
 def test_arrays_that_are_there_have_their_memory_already(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are loaded before the caches are made: they are no longer free, and count as room all the same."""
     has(monkeypatch, 1000)
     one = make_mesh(devices=jax.devices()[:1])
-    before = memory.bytes_limit(one)
+    before = weight_memory.bytes_limit(one)
     weights = jnp.zeros((1000,), jnp.float32)
-    after = memory.bytes_limit(one)
+    after = weight_memory.bytes_limit(one)
     assert before is not None
     assert after is not None
     assert after - before == weights.nbytes
@@ -193,8 +196,8 @@ def test_cpu_devices_share_their_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(jax, "live_arrays", lambda platform: [])
     has(monkeypatch, 1000)
     four = Mesh(np.array([jax.devices()[:1] * 4]), MESH_AXES)
-    assert memory.bytes_limit(make_mesh(devices=jax.devices()[:1])) == 1000
-    assert memory.bytes_limit(four) == 1000 // len(four.local_devices)
+    assert weight_memory.bytes_limit(make_mesh(devices=jax.devices()[:1])) == 1000
+    assert weight_memory.bytes_limit(four) == 1000 // len(four.local_devices)
 
 
 def test_an_engine_counts_rows_read_ahead_and_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +269,8 @@ def test_a_checkpoint_that_cannot_fit_is_refused_before_it_is_read(
     done = CliRunner().invoke(app, ["generate", "--target", source, "--prompt-ids", "2,5"])
     assert done.exit_code == 2
     assert done.stderr.splitlines()[-1] == (
-        "error: the weights need 17.2 GiB a device in float32, and this machine has 8.0 GiB: bfloat16 halves this; "
+        "error: the weights need 17.2 GiB a device in float32, and this machine has 8.0 GiB: "
+        "bfloat16 halves this; "
         "get another"
     )
     with pytest.raises(memory.DeviceMemoryError, match=r"in bfloat16, and this machine has 8\.0"):

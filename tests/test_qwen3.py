@@ -164,7 +164,7 @@ def zeros(model_def: ModelDef, *_: object) -> Params:
 def test_the_released_shape_of_8b_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced, not run: no weights of that size are made, whatever room there is."""
     monkeypatch.setattr(pairs, "_random_params", zeros)
-    monkeypatch.setattr(memory, "bytes_limit", lambda mesh: None)
+    monkeypatch.setattr("jaxspec.weights.memory.bytes_limit", lambda mesh: None)
 
     def traced() -> list[Any]:
         models, drafting = ModelOptions(dtype="bfloat16"), Drafting(synthetic_acceptance=6.0)

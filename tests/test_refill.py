@@ -21,7 +21,6 @@ from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling, Tre
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Prompts
 from jaxspec.rollout.rollout import Plan
 from jaxspec.rollout.sampler import Sampler
-from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import make_spec
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
@@ -181,7 +180,7 @@ def test_fewer_rows_than_slots_are_one_batch(ask: Any, target: LoadedModel) -> N
 def test_memory_is_asked_for_slots_and_not_for_rows(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "bytes_limit", lambda mesh: 1 << 20)
+    monkeypatch.setattr("jaxspec.weights.memory.bytes_limit", lambda mesh: 1 << 20)
     few = Sampler(target, None, max_new_tokens=4, num_samples=1000, batch_size=2000)
     with pytest.raises(ValueError, match=r"2000 rows .* GiB a device"):
         few(target.params, None, prompts())

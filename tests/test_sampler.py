@@ -19,7 +19,7 @@ from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling
 from jaxspec.rollout import programs
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Prompts, check_ids
 from jaxspec.rollout.sampler import Sampler
-from jaxspec.runtime import memory, prefill
+from jaxspec.runtime import prefill
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny
@@ -522,7 +522,7 @@ def test_options_that_cannot_be_meant_are_refused(
         with pytest.raises(ValueError, match=message):
             Sampler(target, drafter, **options)
     sampler = Sampler(target, None, max_new_tokens=4, num_samples=1000)
-    monkeypatch.setattr(memory, "bytes_limit", lambda mesh: 1 << 20)
+    monkeypatch.setattr("jaxspec.weights.memory.bytes_limit", lambda mesh: 1 << 20)
     given = (target.params, None, PROMPTS, sampler.sampling(4000), np.zeros(4000, int))
     with pytest.raises(ValueError, match=r"4000 rows .* GiB a device .* caches, .* has 0\.0 GiB: "):
         sampler(*given)

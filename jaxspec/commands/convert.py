@@ -92,10 +92,10 @@ def convert_command(
       jaxspec convert ./e2b ./e2b-hf --to-hf
     """
     from jaxspec.configs.base import ConfigError
-    from jaxspec.runtime.memory import DeviceMemoryError
     from jaxspec.weights.atomic_dir import abandon, partial
     from jaxspec.weights.conversion import convert, to_hf
     from jaxspec.weights.loading import CheckpointError
+    from jaxspec.weights.memory import DeviceMemoryError
 
     def left() -> str:
         if destination.exists():

@@ -7,6 +7,7 @@ from jaxspec.engine.prefix_cache.pool import least_bytes
 from jaxspec.options import FieldError
 from jaxspec.runtime import memory
 from jaxspec.runtime.prefill import on_cpu
+from jaxspec.weights import memory as weight_memory
 
 GIB = 1 << 30
 
@@ -22,7 +23,7 @@ def prefix_bytes(engine: Engine, gib: float | None) -> int:
       FieldError: what is asked does not fit, holds no whole slot, or slots are split over devices.
     """
     mesh = engine.mesh
-    limit, is_split = memory.bytes_limit(mesh), mesh.shape["data"] > 1
+    limit, is_split = weight_memory.bytes_limit(mesh), mesh.shape["data"] > 1
     if gib == 0 or (gib is None and (limit is None or is_split)):
         return 0
     if is_split:

@@ -27,13 +27,13 @@ from checkpoints_convert.rules import Fill, TensorSpec, fills_for, find_prefix
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.choice import check_format, quantised_def
 from jaxspec.registry import ModelConfig, model_def_of
-from jaxspec.runtime.memory import check_host_fits
 from jaxspec.shapes import Array
 from jaxspec.weights.acceptance import FIELD, read_acceptance, write_acceptance
 from jaxspec.weights.arrays import LazyArray, check_tree, read_params, save_params, stored_arrays
 from jaxspec.weights.atomic_dir import written_aside
 from jaxspec.weights.finite import checked
 from jaxspec.weights.manifest import MANIFEST, Manifest
+from jaxspec.weights.memory import check_host_fits
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.source import open_source, parameter_shapes, rule_set
 
@@ -230,8 +230,10 @@ def to_hf(
     fills = fills_for(rules, shapes, find_prefix(rules, manifest.tensors))
     if {name for fill in fills for name in fill.sources} != set(manifest.tensors):
         raise CheckpointError(
-            f"{directory} was made of tensors in another layout, such as experts one by one or GGUF, which "
-            "is not written back: take the checkpoint that it was converted from, or write the layout of "
+            f"{directory} was made of tensors in another layout, such as experts one by one or "
+            "GGUF, which "
+            "is not written back: take the checkpoint that it was converted from, or write the "
+            "layout of "
             "the releases with save_hf"
         )
     stored = stored_arrays(directory)
@@ -268,7 +270,8 @@ def refuse_quantised(formats: Mapping[str, str], where: str) -> None:
     """
     if formats:
         raise CheckpointError(
-            f"{where} holds {len(formats)} quantised weights ({', '.join(sorted({*formats.values()}))}). "
+            f"{where} holds {len(formats)} quantised weights "
+            f"({', '.join(sorted({*formats.values()}))}). "
             "Hugging Face tensors are made of the original numbers: use the checkpoint that it was "
             "converted from"
         )

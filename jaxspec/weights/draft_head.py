@@ -16,8 +16,8 @@ from jaxspec.options import FieldError
 from jaxspec.quantised import get_format
 from jaxspec.quantised.choice import check_format
 from jaxspec.registry import family_of
-from jaxspec.runtime.memory import check_weights_fit
 from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.memory import check_weights_fit
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import mesh_of
 

@@ -1,4 +1,4 @@
-"""How much memory this process can still take from its machine. Read `room`.
+"""The memory that this process can still take from its machine. Read `available_memory`.
 
 Three things limit it, and the least of them counts:
 
@@ -20,11 +20,11 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Room:
-    """Memory that this process can still take, in bytes, and what leaves it no more.
+class AvailableMemory:
+    """Memory that this process can still take, in bytes, and the limit that it comes from.
 
     Attributes:
-      where: who has this memory, as the subject of a sentence.
+      where: the owner of this memory, as the subject of a sentence.
       way_out: how to get more.
     """
 
@@ -33,28 +33,28 @@ class Room:
     way_out: str
 
 
-def room(root: Path = Path("/")) -> Room | None:
+def available_memory(root: Path = Path("/")) -> AvailableMemory | None:
     """Return the least of what limits this process, or None where the system does not tell.
 
     Args:
       root: the directory with `proc` and `sys`.
     """
-    found = [*_of_machine(root), *_of_control_groups(root), *_of_limits(root)]
-    return min(found, key=lambda room: room.nbytes, default=None)
+    limits = [*_of_machine(root), *_of_control_groups(root), *_of_limits(root)]
+    return min(limits, key=lambda limit: limit.nbytes, default=None)
 
 
-def _of_machine(root: Path) -> Iterator[Room]:
+def _of_machine(root: Path) -> Iterator[AvailableMemory]:
     info = _sizes(root / "proc/meminfo")
     if "MemAvailable" in info:
-        yield Room(
+        yield AvailableMemory(
             info["MemAvailable"] + info.get("SwapFree", 0),
             "this machine (page cache and swap counted as free)",
             "take a machine with more memory",
         )
 
 
-def _of_control_groups(root: Path) -> Iterator[Room]:
-    """Yield what every memory control group of this process leaves, from its own to the root of the tree."""
+def _of_control_groups(root: Path) -> Iterator[AvailableMemory]:
+    """Yield the memory that each control group of this process leaves, from its own to the root of the tree."""
     swap_free = _sizes(root / "proc/meminfo").get("SwapFree", 0)
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -69,7 +69,7 @@ def _of_control_groups(root: Path) -> Iterator[Room]:
         for group in (own, *own.parents):
             nbytes = left(group, swap_free)
             if nbytes is not None:
-                yield Room(
+                yield AvailableMemory(
                     max(0, nbytes),
                     "this process's control group (page cache counted as free)",
                     "raise the memory limit of the container or job",
@@ -105,7 +105,7 @@ def _left_v1(group: Path, swap_free: int) -> int | None:
     return limit - used + sum(stat.get(name, 0) for name in reclaimable) + swap_free
 
 
-def _of_limits(root: Path) -> Iterator[Room]:
+def _of_limits(root: Path) -> Iterator[AvailableMemory]:
     with contextlib.suppress(ImportError):  # Windows
         import resource
 
@@ -116,7 +116,7 @@ def _of_limits(root: Path) -> Iterator[Room]:
         ):
             limit = resource.getrlimit(kind)[0]
             if limit != resource.RLIM_INFINITY and field in status:
-                yield Room(
+                yield AvailableMemory(
                     max(0, limit - status[field]),
                     f"this process under its ulimit {flag}",
                     f"raise the limit: ulimit {flag} unlimited",
@@ -125,12 +125,12 @@ def _of_limits(root: Path) -> Iterator[Room]:
 
 def _sizes(file: Path) -> Mapping[str, int]:
     """Read lines of a name, a number and perhaps "kB"; return bytes by name."""
-    found = {}
+    sizes = {}
     for line in _text(file).splitlines():
         name, *value = line.replace(":", " ").split()
         if value and value[0].isdecimal():
-            found[name] = int(value[0]) * (1024 if value[-1] == "kB" else 1)
-    return found
+            sizes[name] = int(value[0]) * (1024 if value[-1] == "kB" else 1)
+    return sizes
 
 
 def _number(file: Path) -> int | None:

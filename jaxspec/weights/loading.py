@@ -20,10 +20,10 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.quantised.choice import quantised_def
 from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.registry import Family, ModelConfig, families, get_family, model_def_of
-from jaxspec.runtime.memory import check_weights_fit
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.arrays import restore_params
 from jaxspec.weights.manifest import MANIFEST, Manifest
+from jaxspec.weights.memory import check_weights_fit
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh, place
 from jaxspec.weights.source import open_source, read_ahead

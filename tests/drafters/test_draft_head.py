@@ -256,7 +256,7 @@ def test_a_copy_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     target = fakes.loaded(*tiny.target("31b"))
     drafter, mesh = fakes.dflash(target, block_size=4), make_mesh(devices=jax.devices()[:1])
     room = sum(memory.weight_bytes(m.model_def, mesh) for m in (target, drafter))
-    monkeypatch.setattr(memory, "bytes_limit", lambda mesh: room)
+    monkeypatch.setattr("jaxspec.weights.memory.bytes_limit", lambda mesh: room)
     with pytest.raises(memory.DeviceMemoryError, match="the weights need"):
         with_draft_head(drafter, target, "int8")
 

@@ -55,9 +55,9 @@ from jaxspec.commands.startup import (
 from jaxspec.configs.base import ConfigError
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request, Update
-from jaxspec.runtime.memory import DeviceMemoryError
 from jaxspec.tokenizer import TextStream, TokenizerError
 from jaxspec.weights.loading import CheckpointError, LoadedModel
+from jaxspec.weights.memory import DeviceMemoryError
 
 STREAMING_STEPS = 4  # steps between returns for one prompt: each return is a piece of text
 BATCH_STEPS = 16

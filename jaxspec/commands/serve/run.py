@@ -29,8 +29,6 @@ from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import check_cache_length
 from jaxspec.options import Drafting, FieldError, ProgramFeatures
-from jaxspec.runtime import memory
-from jaxspec.runtime.memory import DeviceMemoryError
 from jaxspec.runtime.runtime import cache_length_for, make_spec
 from jaxspec.serving import server
 from jaxspec.serving.app import make_app
@@ -43,6 +41,7 @@ from jaxspec.serving.settings import ProgramOptions, Settings
 from jaxspec.text.grammars import GrammarTokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from jaxspec.weights.loading import CheckpointError, LoadedModel
+from jaxspec.weights.memory import DeviceMemoryError, format_gib
 from jaxspec.weights.sharding import mesh_of
 
 USER_ERRORS = (CheckpointError, ConfigError, DeviceMemoryError, TokenizerError)
@@ -108,9 +107,10 @@ def run(
         host, port = bound.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
         stats = engine.prefix_stats
-        prefixes = f", {memory.gib(stats.pool_bytes)} GiB for prefixes" if stats else ""
+        prefixes = f", {format_gib(stats.pool_bytes)} GiB for prefixes" if stats else ""
         console.print(
-            f"serving {served.names[0]} on {scheme}://{address}:{port}/v1, {engine.batch_size} slots of "
+            f"serving {served.names[0]} on {scheme}://{address}:{port}/v1, {engine.batch_size} "
+            "slots of "
             f"{engine.cache_length} positions{prefixes}",
             markup=False,
             soft_wrap=True,
@@ -162,7 +162,8 @@ def check_tls(network: NetworkOptions) -> None:
         server.check_tls(network.tls_cert, network.tls_key)
     except OSError as error:  # ssl.SSLError is one
         raise UsageError(
-            f"--tls-cert {network.tls_cert} --tls-key {network.tls_key}: {error}; expected PEM files, the "
+            f"--tls-cert {network.tls_cert} --tls-key {network.tls_key}: {error}; expected PEM "
+            "files, the "
             "certificate's own key, and no password"
         ) from None
 
