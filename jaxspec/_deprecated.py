@@ -9,7 +9,6 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
@@ -102,7 +101,7 @@ class Finder:
 
     @staticmethod
     def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        name: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return how to load an old module, or None for any other."""
         del path, target
