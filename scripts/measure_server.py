@@ -126,7 +126,7 @@ def served(
 ) -> dict[str, float]:
     """Run the whole server."""
     settings = Settings(max_waiting=len(requests))
-    what = ServingModel(
+    model = ServingModel(
         ("m",), tokenizer, engine.spec, GenerationDefaults(), engine.cache_length, settings
     )
     metrics = Metrics("m")
@@ -145,7 +145,7 @@ def served(
     ]
     with OpenEngine(engine, max_waiting=len(requests), observer=metrics) as running:
         bound = bind("127.0.0.1", 0)
-        app = make_app(what, running, lambda ids: None, metrics)  # type: ignore[arg-type, return-value]
+        app = make_app(model, running, lambda ids: None, metrics)  # type: ignore[arg-type, return-value]
         config = uvicorn.Config(
             app,
             log_config=None,

@@ -1,7 +1,6 @@
-"""The page at /: a chat in which one sees which tokens were drafted. Its files are in `page/`.
+"""The chat page at /. It colours the tokens that were drafted. Its files are in `page/`.
 
-It needs nothing from elsewhere. It asks this server only, in the protocol that all clients speak, so it knows nothing
-that they could not know.
+The page loads nothing from other servers. It uses this server's public routes only.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ FILES = {
     "/": "index.html",
     **{f"/page/{name}": name for name in ("page.css", "page.js", "reply.js", "api.js", "live.js")},
 }
-_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
-    # No inline script or style runs, nothing is loaded from elsewhere, and no other page may frame this one.
+    # No inline script or style runs, nothing is loaded from other servers, and no other page may frame this one.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -32,7 +31,7 @@ _HEADERS = {
 
 
 def routes() -> list[Route]:
-    """Return the routes of the page. Files are read once."""
+    """Return the routes of the page. The files are read here, not at each request."""
     return [_route(path, FOLDER / name) for path, name in FILES.items()]
 
 
@@ -44,6 +43,6 @@ def _route(path: str, file: Path) -> Route:
     async def send(request: Request) -> Response:
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)
-        return Response(body, headers=headers, media_type=_KINDS[file.suffix])
+        return Response(body, headers=headers, media_type=_MEDIA_TYPES[file.suffix])
 
     return Route(path, send)

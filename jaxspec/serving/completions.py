@@ -1,6 +1,7 @@
-"""The two routes that generate: a reply in one piece, or a stream of events.
+"""Replies of the generating routes, in one piece or as a stream of events.
 
-Read `Reply`. A route has a kind: how its objects are called, and which choices make them. All else is the same.
+Read `Reply`: `__init__` submits to the engine, `whole` and `events` make the reply. A `ReplyFormat` has all that
+distinguishes the routes. /v1/responses has a subclass of `Reply` in `responses`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 
 from jaxspec.engine.request import Completion
 from jaxspec.options import FieldError
-from jaxspec.serving import event_stream
-from jaxspec.serving.errors import ApiError, not_accepted, wrong_value
-from jaxspec.serving.handle import Event, Handle
+from jaxspec.serving.errors import ApiError, internal_error, invalid_value, not_accepted
+from jaxspec.serving.event_stream import DONE, encode_event, merge
+from jaxspec.serving.handle import Handle, RequestOutput
 from jaxspec.serving.open_engine import NotAccepted, OpenEngine
 from jaxspec.serving.parse_request import ParsedRequest, ServingModel
 from jaxspec.serving.prompt_logprobs import PromptScores
@@ -28,76 +29,85 @@ from jaxspec.serving.protocol import GenerationRequest
 from jaxspec.serving.reply_format import (
     ChatChoice,
     Delta,
-    Logprobs,
+    LogprobsFormatter,
     TextChoice,
     Usage,
-    joined,
+    join,
     stop_reason,
 )
-from jaxspec.serving.verify_steps import Steps
+from jaxspec.serving.verify_steps import StepFormatter
 
 LOG = logging.getLogger("jaxspec.serving")
+Scorer = Callable[[tuple[int, ...]], PromptScores]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What distinguishes the two routes."""
+class ReplyFormat:
+    """Names and choices of a route's replies.
 
-    prefix: str
-    whole: str
-    chunk: str
+    Attributes:
+      id_prefix: beginning of the reply's id.
+      whole_object: `object` of a reply in one piece.
+      chunk_object: `object` of a stream's event.
+    """
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
     choice: type[TextChoice] | type[ChatChoice]
 
 
-TEXT = Kind("cmpl-", "text_completion", "text_completion", TextChoice)
-CHAT = Kind("chatcmpl-", "chat.completion", "chat.completion.chunk", ChatChoice)
+COMPLETION = ReplyFormat("cmpl-", "text_completion", "text_completion", TextChoice)
+CHAT_COMPLETION = ReplyFormat("chatcmpl-", "chat.completion", "chat.completion.chunk", ChatChoice)
 
 
 class Reply:
-    """A reply that is being made: its requests are with the engine from the beginning.
+    """A reply in progress. The engine has its requests from the beginning.
 
     Attributes:
-      usage: of the choices that are done.
+      usage: counts over the choices that are done.
+      texts: texts of the reply, for the log.
     """
 
     def __init__(
         self,
-        kind: Kind,
-        served: ServingModel,
-        opened: OpenEngine,
-        scorer: Callable[[tuple[int, ...]], PromptScores],
-        asked: GenerationRequest,
-        wish: ParsedRequest,
+        reply_format: ReplyFormat,
+        model: ServingModel,
+        engine: OpenEngine,
+        scorer: Scorer,
+        request: GenerationRequest,
+        parsed: ParsedRequest,
     ):
-        """Submit the requests.
+        """Submit the requests to the engine.
 
         Raises:
           ApiError: the engine does not take them.
         """
-        self._kind, self._served, self._asked, self._wish = kind, served, asked, wish
+        self._format, self._model = reply_format, model
+        self._request, self._parsed = request, parsed
         self._scores: list[Future[PromptScores]] = []
         self._handles: list[Handle] = []
         try:
-            for prompt in wish.prompts if wish.needs_scores else ():
-                self._scores.append(opened.call(partial(scorer, prompt)))
-            self._handles += opened.submit_all(wish.requests)
+            for prompt in parsed.prompts if parsed.needs_prompt_scores else ():
+                self._scores.append(engine.call(partial(scorer, prompt)))
+            self._handles += engine.submit_all(parsed.engine_requests)
         except (FieldError, NotAccepted) as error:
-            self.cancel()  # nobody will read the scores
+            self.cancel()  # the scores have no reader
             if isinstance(error, FieldError):
-                raise wrong_value(error) from None
+                raise invalid_value(error) from None
             raise not_accepted(error) from None
-        self._end_s = time.monotonic() + served.settings.timeout
+        self._end_s = time.monotonic() + model.settings.timeout
         self._head = {
-            "id": kind.prefix + uuid.uuid4().hex,
-            "object": kind.whole,
+            "id": reply_format.id_prefix + uuid.uuid4().hex,
+            "object": reply_format.whole_object,
             "created": int(time.time()),
-            "model": asked.model or served.names[0],
+            "model": request.model or model.names[0],
         }
-        self.usage = Usage(prompt_tokens=sum(map(len, wish.prompts)))
-        self.texts: list[str] = []  # of the reply, for a log that wants them
+        self.usage = Usage(prompt_tokens=sum(map(len, parsed.prompts)))
+        self.texts: list[str] = []
 
     def cancel(self) -> None:
-        """Give the slots back; what is done stays done."""
+        """Cancel the engine's requests, which frees their slots. Requests that are done stay as they are."""
         for handle in self._handles:
             handle.cancel()
         for future in self._scores:
@@ -109,190 +119,183 @@ class Reply:
         """Wait for all choices, and return the reply.
 
         Raises:
-          ApiError: the engine failed, or there was no time left.
+          ApiError: the engine failed, or the request's time is over.
         """
         try:
-            scores = [await self._scored(i) for i in range(len(self._wish.prompts))]
-            done = [await self._completion(i) for i in range(self._wish.num_choices)]
+            scores = [await self._prompt_scores(i) for i in range(len(self._parsed.prompts))]
+            completions = [await self._completion(i) for i in range(self._parsed.num_choices)]
         finally:
             self.cancel()
         choices = [
-            self._whole_choice(i, completion, scores[i // self._wish.n])
-            for i, completion in enumerate(done)
+            self._whole_choice(i, completion, scores[i // self._parsed.n])
+            for i, completion in enumerate(completions)
         ]
         return {**self._head, "choices": choices, "usage": self.usage.to_json()}
 
     async def _completion(self, index: int) -> Completion:
-        async for event in self._events(index):
-            if isinstance(event, Completion):
-                return event
+        async for output in self._outputs(index):
+            if isinstance(output, Completion):
+                return output
         raise AssertionError("a handle ends with a completion")
 
     def _whole_choice(
-        self, index: int, done: Completion, scores: PromptScores | None
+        self, index: int, completion: Completion, scores: PromptScores | None
     ) -> dict[str, Any]:
-        choice = self._kind.choice(self._served.tokenizer, self._wish, index)
+        choice = self._format.choice(self._model.tokenizer, self._parsed, index)
         if isinstance(choice, ChatChoice):
-            message, piece = choice.message(done)
+            message, delta = choice.message(completion)
             self.texts.append(message.get("content") or "")
-            shown: dict[str, Any] = {"message": message}
+            content: dict[str, Any] = {"message": message}
         else:
-            piece = joined(choice.echo(scores), choice.push(done))
-            text = piece.delta.get("text", "")
+            delta = join(choice.echo(scores), choice.push(completion))
+            text = delta.fields.get("text", "")
             self.texts.append(text)
-            shown = {"text": text}
-        self._count(done, choice.reasoning_tokens)
+            content = {"text": text}
+        self.usage.add(completion, choice.reasoning_tokens)
         made = {
             "index": index,
-            **shown,
-            "logprobs": piece.logprobs,
-            "finish_reason": piece.reason,
-            "stop_reason": self._stop_reason(done),
+            **content,
+            "logprobs": delta.logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": self._stop_reason(completion),
         }
-        if (top := self._wish.prompt_logprobs) is not None and scores is not None:
-            logprobs = Logprobs(self._served.tokenizer, top)
-            made["prompt_logprobs"] = logprobs.of_prompt(scores)
-        if self._asked.return_token_ids:
+        if (top := self._parsed.prompt_logprobs) is not None and scores is not None:
+            formatter = LogprobsFormatter(self._model.tokenizer, top)
+            made["prompt_logprobs"] = formatter.prompt_logprobs(scores)
+        if self._request.return_token_ids:
             made |= {
-                "token_ids": done.token_ids,
-                "prompt_token_ids": self._wish.prompt_of(index),
+                "token_ids": completion.token_ids,
+                "prompt_token_ids": self._parsed.prompt_of(index),
             }
         return made
 
     # --- as a stream -----------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events of a stream. However it is left, the slots are given back."""
-        options = self._asked.stream_options
+        """Yield the events of a stream. Frees the slots, even if the stream is closed early."""
+        options = self._request.stream_options
         wants_usage = bool(options and options.include_usage)
         more: dict[str, Any] = {"usage": None} if wants_usage else {}
-        head = {**self._head, "object": self._kind.chunk}
+        head = {**self._head, "object": self._format.chunk_object}
         try:
-            if self._kind.choice is ChatChoice:
-                for index in range(self._wish.num_choices):
-                    first = self._chunk(index, {"role": "assistant", "content": ""}, None)
-                    yield event_stream.event({**head, "choices": [first], **more})
-            sources = [self._pieces(index) for index in range(self._wish.num_choices)]
-            async for chunk in event_stream.merged(sources):
-                yield event_stream.event({**head, "choices": [chunk], **more})
+            if self._format.choice is ChatChoice:
+                for index in range(self._parsed.num_choices):
+                    first = self._chunk(index, Delta({"role": "assistant", "content": ""}, ()))
+                    yield encode_event({**head, "choices": [first], **more})
+            choices = [self._chunks(index) for index in range(self._parsed.num_choices)]
+            async for chunk in merge(choices):
+                yield encode_event({**head, "choices": [chunk], **more})
             if wants_usage:
-                yield event_stream.event({**head, "choices": [], "usage": self.usage.to_json()})
+                yield encode_event({**head, "choices": [], "usage": self.usage.to_json()})
         except ApiError as error:
-            yield event_stream.event(error.to_json())
+            yield encode_event(error.to_json())
         except Exception:
             LOG.exception("a stream failed")
-            yield event_stream.event(internal_error().to_json())
+            yield encode_event(internal_error().to_json())
         finally:
             self.cancel()
-        yield event_stream.DONE
+        yield DONE
 
-    async def _pieces(self, index: int) -> AsyncIterator[dict[str, Any]]:
-        choice = self._kind.choice(self._served.tokenizer, self._wish, index)
+    async def _chunks(self, index: int) -> AsyncIterator[dict[str, Any]]:
+        """Yield one choice of a stream, a chunk at a time."""
+        choice = self._format.choice(self._model.tokenizer, self._parsed, index)
         if isinstance(choice, TextChoice):
-            scores = await self._scored(index // self._wish.n)
-            if (piece := choice.echo(scores)) is not None:
-                yield self._chunk(index, piece.delta, piece)
-        place = len(self.texts)
+            scores = await self._prompt_scores(index // self._parsed.n)
+            if (delta := choice.echo(scores)) is not None:
+                yield self._chunk(index, delta)
+        text_index = len(self.texts)
         self.texts.append("")
-        ids: tuple[int, ...] = ()  # that came without anything to show
-        steps = Steps(self._served.spec.depth)
-        async for event in self._events(index):
-            piece = choice.push(event)
-            ids += piece.token_ids
-            self.texts[place] += piece.delta.get("content", "") + piece.delta.get("text", "")
-            stop = None
-            if isinstance(event, Completion):
-                self._count(event, choice.reasoning_tokens)
-                stop = self._stop_reason(event)
-            if piece.is_empty:
+        unsent_ids: tuple[int, ...] = ()  # of tokens that have nothing to show yet
+        steps = StepFormatter(self._model.spec.depth)
+        async for output in self._outputs(index):
+            delta = choice.push(output)
+            unsent_ids += delta.token_ids
+            self.texts[text_index] += delta.fields.get("content", "") + delta.fields.get("text", "")
+            reason = None
+            if isinstance(output, Completion):
+                self.usage.add(output, choice.reasoning_tokens)
+                reason = self._stop_reason(output)
+            if delta.is_empty:
                 continue
-            chunk = self._chunk(index, piece.delta, piece, stop)
-            if self._asked.return_token_ids:
-                chunk["token_ids"] = ids
-            if self._wish.steps:
-                chunk["jaxspec"] = steps.push(event, piece.of_tokens, piece.rest)
-            ids = ()
+            chunk = self._chunk(index, delta, reason)
+            if self._request.return_token_ids:
+                chunk["token_ids"] = unsent_ids
+            if self._parsed.return_steps:
+                chunk["jaxspec"] = steps.push(output, delta.token_deltas, delta.rest)
+            unsent_ids = ()
             yield chunk
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], piece: Delta | None, stop: int | str | None = None
+        self, index: int, delta: Delta, stop_reason: int | str | None = None
     ) -> dict[str, Any]:
-        is_chat = self._kind.choice is ChatChoice
+        is_chat = self._format.choice is ChatChoice
         chunk: dict[str, Any] = {"index": index}
-        chunk |= {"delta": delta} if is_chat else {"text": delta.get("text", "")}
-        chunk["logprobs"] = piece.logprobs if piece else None
-        chunk["finish_reason"] = piece.reason if piece else None
-        if stop is not None:
-            chunk["stop_reason"] = stop
+        chunk |= {"delta": delta.fields} if is_chat else {"text": delta.fields.get("text", "")}
+        chunk["logprobs"] = delta.logprobs
+        chunk["finish_reason"] = delta.finish_reason
+        if stop_reason is not None:
+            chunk["stop_reason"] = stop_reason
         return chunk
 
-    async def _scored(self, prompt: int) -> PromptScores | None:
-        """Return the scores of a prompt, or None where nobody asks."""
+    # --- both ------------------------------------------------------------------------------------
+
+    async def _prompt_scores(self, index: int) -> PromptScores | None:
+        """Return the scores of a prompt, or None if the request needs none."""
         if not self._scores:
             return None
         try:
             async with asyncio.timeout(self._left_s):
-                return await asyncio.wrap_future(self._scores[prompt])
+                return await asyncio.wrap_future(self._scores[index])
         except TimeoutError:
-            raise self._too_late() from None
+            raise self._timeout_error() from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and not task.cancelling():  # the engine has ended
                 raise ApiError(503, "the server ended the request", code="cancelled") from None
             raise
 
-    # --- both ------------------------------------------------------------------------------------
-
-    async def _events(self, index: int) -> AsyncIterator[Event]:
-        """Yield the events of a choice while there is time.
+    async def _outputs(self, index: int) -> AsyncIterator[RequestOutput]:
+        """Yield the engine's outputs for a choice.
 
         Raises:
-          ApiError: there is none left, or the engine failed.
+          ApiError: the engine failed, or the request's time is over.
         """
-        if not self._handles:  # only the prompts were asked for
+        if not self._handles:  # `max_tokens` is 0
             yield Completion(None)
             return
-        events = aiter(self._handles[index])
-        event: Event | None = None
-        while not isinstance(event, Completion):
+        outputs = aiter(self._handles[index])
+        output: RequestOutput | None = None
+        while not isinstance(output, Completion):
             try:
                 async with asyncio.timeout(self._left_s):
-                    event = await anext(events)
+                    output = await anext(outputs)
             except TimeoutError:
-                raise self._too_late() from None
-            if isinstance(event, Completion):
-                _refuse_failed(event)
-                # The choices of a prompt share it: its first one says what was there.
-                if index % self._wish.n:
-                    event = dataclasses.replace(event, cached_tokens=0)
-            yield event
+                raise self._timeout_error() from None
+            if isinstance(output, Completion):
+                _raise_if_failed(output)
+                # The choices of a prompt share it, so only the first one counts its cached tokens.
+                if index % self._parsed.n:
+                    output = dataclasses.replace(output, cached_tokens=0)
+            yield output
 
     @property
     def _left_s(self) -> float:
         return max(0.0, self._end_s - time.monotonic())
 
-    def _too_late(self) -> ApiError:
-        said = f"the request took longer than {self._served.settings.timeout:g} s"
-        return ApiError(504, said, code="timeout")
+    def _timeout_error(self) -> ApiError:
+        message = f"the request took longer than {self._model.settings.timeout:g} s"
+        return ApiError(504, message, code="timeout")
 
-    def _stop_reason(self, done: Completion) -> int | str | None:
-        ids = self._asked.stop_token_ids or ()
-        return stop_reason(done, self._served.tokenizer, self._wish, ids)
-
-    def _count(self, done: Completion, reasoning_tokens: int) -> None:
-        self.usage.add(done, reasoning_tokens)
+    def _stop_reason(self, completion: Completion) -> int | str | None:
+        ids = self._request.stop_token_ids or ()
+        return stop_reason(completion, self._model.tokenizer, self._parsed, ids)
 
 
-def internal_error() -> ApiError:
-    """Return the reply for a mistake of the server's own. It says nothing of what it was."""
-    return ApiError(500, "internal error; the server's log says more", code="internal_error")
-
-
-def _refuse_failed(done: Completion) -> None:
-    if done.finish_reason == "error" and done.field is not None:
-        raise ApiError(400, done.error or "", param=done.field)
-    if done.finish_reason == "error":
-        LOG.error("a request failed: %s", done.error)
+def _raise_if_failed(completion: Completion) -> None:
+    if completion.finish_reason == "error" and completion.field is not None:
+        raise ApiError(400, completion.error or "", param=completion.field)
+    if completion.finish_reason == "error":
+        LOG.error("a request failed: %s", completion.error)
         raise internal_error()
-    if done.finish_reason == "cancelled":
+    if completion.finish_reason == "cancelled":
         raise ApiError(503, "the server ended the request", code="cancelled")

@@ -1,4 +1,4 @@
-"""Refusals in the protocol's own form: {"error": {"message", "type", "param", "code"}}."""
+"""Error replies in the protocol's form: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ _PARAMS = {
     "prompt_ids": "prompt",
     "stop_ids": "stop_token_ids",
 }
-"""Fields of ours, by what the protocol calls them."""
-
-RETRY_S = 1
+"""The protocol's names for fields of `engine.request.Request`."""
+RETRY_AFTER_S = 1
 
 
 class ApiError(Exception):
-    """A reply that is an error.
+    """An error reply.
 
     Attributes:
-      status: of HTTP.
-      param: the field of the request that is wrong.
-      code: a word that programs may look for.
+      status: HTTP status.
+      param: the wrong field of the request.
+      code: name of the error, for programs.
     """
 
     def __init__(
@@ -41,23 +40,23 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the body of the reply."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(
+        """Return the reply's body."""
+        types = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        error_type = types.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
         return {
             "error": {
                 "message": self.message,
-                "type": kind,
+                "type": error_type,
                 "param": self.param,
                 "code": self.code,
             }
         }
 
 
-def wrong_value(error: FieldError) -> ApiError:
-    """Return the reply for a value that cannot be used."""
+def invalid_value(error: FieldError) -> ApiError:
+    """Return the reply for a field whose value cannot be used."""
 
     def name(field: str, value: object = None, /) -> str:
         shown = _PARAMS.get(field, field)
@@ -67,9 +66,14 @@ def wrong_value(error: FieldError) -> ApiError:
 
 
 def not_accepted(error: NotAccepted) -> ApiError:
-    """Return the reply for a request that may come again later."""
-    headers = {"Retry-After": str(RETRY_S)}
+    """Return the reply for a request that the engine does not take now."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
     if isinstance(error, QueueFull):
         message = "too many requests are waiting; try again later"
         return ApiError(429, message, code="queue_full", headers=headers)
     return ApiError(503, str(error), code="unavailable", headers=headers)
+
+
+def internal_error() -> ApiError:
+    """Return the reply for a failure of the server. It does not reveal the cause."""
+    return ApiError(500, "internal error; the server's log says more", code="internal_error")

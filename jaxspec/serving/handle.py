@@ -1,7 +1,4 @@
-"""A request that others decode: where its reader finds what is new, in whatever thread or event loop that is.
-
-Read `Handle`. A handle holds the newest state of its request only.
-"""
+"""Handles of submitted requests, for readers in any thread or event loop. Read `Handle`."""
 
 from __future__ import annotations
 
@@ -13,21 +10,24 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from jaxspec.engine.request import Completion, Request, Update
 
-Event = Update | Completion
+RequestOutput = Update | Completion
 Waiter = threading.Event | asyncio.Future[None]
 
 
 class Handle:
-    """A request that was submitted. Iterate over it, with `for` or `async for`.
+    """A submitted request. Iterate over it, with `for` or `async for`.
 
-    What comes are `Update`s with all tokens so far and, last, the `Completion`. A reader that is slower than the engine
-    skips updates. It loses no token by that. Several readers may iterate, each from the beginning.
+    Iteration yields `Update`s, each with all tokens so far, and ends with the `Completion`. A handle keeps the newest
+    output only. A reader that is slower than the engine skips updates, and loses no token. Several readers may
+    iterate, each from the beginning.
 
     Attributes:
-      request: with the id that the engine knows it by.
-      submitted_s, last_s: `time.monotonic()` when it was submitted, and when its newest tokens came.
-      first_token_s: from its submission to its first token; None before that.
-      newest: what was told last. `was_retried` says that it runs for the second time. Both are the engine's.
+      request: the request, with the id that the engine knows it by.
+      submitted_s: `time.monotonic()` at submission.
+      last_s: `time.monotonic()` at the arrival of the newest tokens.
+      first_token_s: seconds from submission to the first token; None before it.
+      newest: the newest output. Only the engine sets it.
+      was_retried: whether the request runs for the second time. Only the engine sets it.
     """
 
     def __init__(self, request: Request, cancel: Callable[[Handle], None]):
@@ -36,73 +36,73 @@ class Handle:
         self.first_token_s: float | None = None
         self._cancel = cancel
         self._lock = threading.Lock()
-        self.newest: Event | None = None
+        self.newest: RequestOutput | None = None
         self._waiters: list[Waiter] = []
         self.was_retried = False
 
     @property
     def completion(self) -> Completion | None:
-        """How it ended; None before."""
+        """Completion of the request; None while it runs."""
         newest = self.newest
         return newest if isinstance(newest, Completion) else None
 
     def cancel(self) -> None:
-        """End the request at the next return of the device. Its completion says "cancelled".
+        """End the request when the device next returns. Its completion has the reason "cancelled".
 
-        A request that is done is left as it is.
+        A request that is done stays as it is.
         """
         self._cancel(self)
 
     def result(self, timeout_s: float | None = None) -> Completion:
-        """Wait for the completion.
+        """Wait for the completion, and return it.
 
         Raises:
-          TimeoutError: it did not come in time; the request goes on.
+          TimeoutError: the completion did not come in time; the request goes on.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while self.completion is None:
             waiter = threading.Event()
-            if self.look(None, waiter) is None:
+            if self.poll(None, waiter) is None:
                 left = None if end is None else max(0.0, end - time.monotonic())
                 if not waiter.wait(left):
-                    with self._lock:  # else one is left behind by each call
+                    with self._lock:  # else each call leaves a waiter behind
                         self._waiters = [other for other in self._waiters if other is not waiter]
                     raise TimeoutError(f"request {self.request.id!r} was not done in {timeout_s} s")
         return self.completion
 
-    def __iter__(self) -> Iterator[Event]:
-        """Yield what comes; wait for it."""
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """Yield outputs as they come."""
         seen = 0
         while True:
             waiter = threading.Event()
-            event = self.look(seen, waiter)
-            if event is None:
+            output = self.poll(seen, waiter)
+            if output is None:
                 waiter.wait()
                 continue
-            yield event
-            if isinstance(event, Completion):
+            yield output
+            if isinstance(output, Completion):
                 return
-            seen = len(event.token_ids)
+            seen = len(output.token_ids)
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yield what comes, to a coroutine."""
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        """Yield outputs as they come, to a coroutine."""
         seen = 0
         while True:
             waiter = asyncio.get_running_loop().create_future()
-            event = self.look(seen, waiter)
-            if event is None:
+            output = self.poll(seen, waiter)
+            if output is None:
                 await waiter
                 continue
-            yield event
-            if isinstance(event, Completion):
+            yield output
+            if isinstance(output, Completion):
                 return
-            seen = len(event.token_ids)
+            seen = len(output.token_ids)
 
-    def look(self, seen: int | None, waiter: Waiter) -> Event | None:
-        """Return what is newer than so many tokens; else let something wait, and return None.
+    def poll(self, seen: int | None, waiter: Waiter) -> RequestOutput | None:
+        """Return an output with more than `seen` tokens; if there is none, register `waiter` and return None.
 
         Args:
-          seen: None: nothing but the completion is new.
+          seen: None: only the completion counts as new.
         """
         with self._lock:
             newest = self.newest
@@ -113,24 +113,24 @@ class Handle:
             self._waiters.append(waiter)
             return None
 
-    def tell(self, event: Event) -> list[Waiter]:
-        """Take what is new, and return who waits."""
+    def update(self, output: RequestOutput) -> list[Waiter]:
+        """Set the newest output, and return the waiters to wake."""
         with self._lock:
-            self.newest = event
+            self.newest = output
             waiters, self._waiters = self._waiters, []
         return waiters
 
 
 def wake(waiters: Iterable[Waiter]) -> None:
-    """Wake threads, and coroutines with one call for each of their loops."""
-    of_loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    """Wake threads and coroutines. Each event loop gets one call."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for waiter in waiters:
         if isinstance(waiter, threading.Event):
             waiter.set()
         else:
-            of_loops.setdefault(waiter.get_loop(), []).append(waiter)
-    for loop, futures in of_loops.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
+            by_loop.setdefault(waiter.get_loop(), []).append(waiter)
+    for loop, futures in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # a closed loop has no coroutines to wake
             loop.call_soon_threadsafe(_resolve, futures)
 
 

@@ -1,4 +1,4 @@
-"""What a server counts, under vLLM's names, so that dashboards and load generators made for those read it."""
+"""Metrics of a server, under vLLM's names. Dashboards and load generators made for vLLM read them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LONG_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
-class Repeated(Collector):
-    """A histogram that takes a value many times at once. That of prometheus_client takes it one by one.
+class RepeatedHistogram(Collector):
+    """A histogram that counts a value many times at once. That of prometheus_client takes a call for each.
 
-    It is for one writing thread.
+    Only one thread may write to it.
     """
 
     def __init__(self, name: str, help: str, model: str, buckets: tuple[float, ...]):
@@ -37,12 +37,12 @@ class Repeated(Collector):
         self._sum = 0.0
 
     def observe(self, value: float, times: int) -> None:
-        """Count a value."""
+        """Count a value `times` times."""
         self._counts[bisect_left(self._buckets, value)] += times
         self._sum += value * times
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yield it as a registry wants it."""
+        """Yield the histogram for a registry."""
         rows, total = [], 0
         for edge, count in zip((*self._buckets, float("inf")), self._counts, strict=True):
             total += count
@@ -53,7 +53,7 @@ class Repeated(Collector):
 
 
 class Metrics:
-    """Counts what an open engine tells it."""
+    """Observer of an `OpenEngine` that counts tokens and requests."""
 
     def __init__(self, model: str):
         self._registry = CollectorRegistry()
@@ -68,7 +68,7 @@ class Metrics:
         self.waiting = make(Gauge, "num_requests_waiting", "Requests that wait for a slot.")
         self.cache_usage = make(Gauge, "kv_cache_usage_perc", "Slots in use, 1 for all.")
         self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens read.")
-        self.new_tokens = make(Counter, "generation_tokens", "New tokens.")
+        self.generation_tokens = make(Counter, "generation_tokens", "New tokens.")
         self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up.")
         self.hits = make(Counter, "prefix_cache_hits", "Prompt tokens found in the cache.")
         self.done_by = make(
@@ -89,7 +89,7 @@ class Metrics:
             "From submission to the first token.",
             buckets=(*_SHORT_S, 20, 40, 80),
         )
-        self.inter_token = Repeated(
+        self.inter_token = RepeatedHistogram(
             "vllm:inter_token_latency_seconds",
             "Between two tokens; those that come together share their time.",
             model,
@@ -109,11 +109,11 @@ class Metrics:
             Histogram, "request_generation_tokens", "New tokens of a request.", buckets=_TOKENS
         )
 
-    def told(self, handle: Handle, new_tokens: int, since_s: float | None) -> None:
+    def new_tokens(self, handle: Handle, count: int, since_s: float | None) -> None:
         """Count new tokens of a request."""
-        self.new_tokens.inc(new_tokens)
+        self.generation_tokens.inc(count)
         if since_s is not None:
-            self.inter_token.observe(since_s / new_tokens, new_tokens)
+            self.inter_token.observe(since_s / count, count)
 
     def done(self, handle: Handle, completion: Completion) -> None:
         """Count a request that is done."""

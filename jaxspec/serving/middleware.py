@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out: its id, the API key, the log, and a last catch of errors."""
+"""Middleware of all requests: request ids, API keys, the request log, and replies to unexpected errors."""
 
 from __future__ import annotations
 
@@ -19,93 +19,93 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxspec.serving.chat_page import FILES
-from jaxspec.serving.completions import internal_error
-from jaxspec.serving.errors import ApiError
+from jaxspec.serving.errors import ApiError, internal_error
 from jaxspec.serving.settings import Settings
 
 LOG = logging.getLogger("jaxspec.serving")
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics", *FILES})
-"""What needs no key: those who watch servers ask for some of these, and the page asks its reader for the key."""
-MOST_OF_PATH = 200
-"""Characters of a path in the log."""
+"""Paths without a key: those that monitoring reads, and the chat page, which asks its reader for the key."""
+MAX_LOGGED_PATH = 200
+"""Largest number of characters of a path in the log."""
 _ID = re.compile(r"[\w.:-]{1,128}")
 
 
 def log_fields(request: Request) -> dict[str, Any]:
-    """Return what the log will say of a request beside the usual; add to it."""
+    """Return the dict of further fields that the log shows of a request. Add fields to it."""
     return request.scope.setdefault("jaxspec.log", {})
 
 
-class Door:
-    """The middleware."""
+class Middleware:
+    """Request ids, API keys, the request log, and replies to unexpected errors."""
 
     def __init__(self, app: ASGIApp, settings: Settings):
         self._app = app
         self._keys = [_digest(key) for key in settings.api_key]
-        self._may_tell = settings.log_prompts
+        self._logs_values = settings.log_prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, and write a line about it when it is over."""
+        """Pass on a request that has a key, and log it when it is over."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        if not _ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
         log: dict[str, Any] = {}
         scope["jaxspec.log"] = log
         begin, status = time.monotonic(), 0
 
-        async def tell(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
             if self._is_allowed(scope, headers):
-                await self._app(scope, receive, tell)
+                await self._app(scope, receive, send_with_id)
             else:
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
                 challenge = {"WWW-Authenticate": "Bearer"}
                 reply = JSONResponse(error.to_json(), 401, headers=challenge)
-                await reply(scope, receive, tell)
+                await reply(scope, receive, send_with_id)
         except asyncio.CancelledError:  # a second signal ends the server at once
             log["error"] = "the server ended"
             if not status:
                 error = ApiError(503, "the server ended the request", code="cancelled")
-                await JSONResponse(error.to_json(), 503)(scope, receive, tell)
+                await JSONResponse(error.to_json(), 503)(scope, receive, send_with_id)
         except TimeoutError:
             log["error"] = "the client did not read"
         except LocalProtocolError:
             log["error"] = "the client broke HTTP, and the connection is over"
         except Exception:
-            LOG.exception("request %s failed", name)
+            LOG.exception("request %s failed", request_id)
             if not status:
-                await JSONResponse(internal_error().to_json(), 500)(scope, receive, tell)
+                await JSONResponse(internal_error().to_json(), 500)(scope, receive, send_with_id)
         finally:
-            self._write(scope, name, status, time.monotonic() - begin, log)
+            self._log(scope, request_id, status, time.monotonic() - begin, log)
 
     def _is_allowed(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         digest = _digest(key.strip().decode("latin-1"))
-        # All are compared, and each in the same time, so that the time tells nothing.
+        # All keys are compared, each in constant time, so that the time reveals nothing.
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
         return kind.lower() == b"bearer" and any(matches)
 
-    def _write(
-        self, scope: Scope, name: str, status: int, seconds: float, log: dict[str, Any]
+    def _log(
+        self, scope: Scope, request_id: str, status: int, seconds: float, log: dict[str, Any]
     ) -> None:
         usage = log.pop("usage", None)
-        if "param" in log and not self._may_tell:
-            log["error"] = "refused"  # what is said of a value may quote it
+        if "param" in log and not self._logs_values:
+            log["error"] = "refused"  # the message may quote a value
         line = {
-            "request_id": name,
+            "request_id": request_id,
             "method": scope["method"],
-            "path": scope["path"][:MOST_OF_PATH],
+            "path": scope["path"][:MAX_LOGGED_PATH],
             "status": status,
             "ms": round(seconds * 1e3, 1),
             **(dataclasses.asdict(usage) if usage is not None else {}),
@@ -120,10 +120,10 @@ def _digest(key: str) -> bytes:
 
 
 class JsonLines(logging.Formatter):
-    """Writes a record of the log as a line of JSON."""
+    """Formats records of the log as lines of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return a record as a line of JSON."""
         line: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
             "level": record.levelname.lower(),

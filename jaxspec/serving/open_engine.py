@@ -1,13 +1,13 @@
-"""An engine that is open: requests join and leave at any time, from any thread or event loop.
+"""Open engine: requests join and leave at any time, from any thread or event loop.
 
-    with OpenEngine(engine) as opened:
-        handle = opened.submit(Request(ids, max_new_tokens=64))
-        for event in handle:              # or `async for`
-            print(len(event.token_ids))
+    with OpenEngine(engine) as open_engine:
+        handle = open_engine.submit(Request(ids, max_new_tokens=64))
+        for output in handle:              # or `async for`
+            print(len(output.token_ids))
 
-Read `OpenEngine._turn`. `engine.Engine` knows one thread. Here that is a worker's, and nobody else touches the engine.
-Other threads leave requests and cancellations where the worker finds them when the device returns. A handle holds the
-newest state of its request only, so a reader that is slow or gone costs no memory and holds up nobody.
+Read `OpenEngine._turn`. `engine.Engine` is for one thread, so only a worker thread uses it. Other threads queue
+requests and cancellations, and the worker takes them when the device returns. A handle holds the newest output of its
+request only, so a slow reader costs no memory and delays no other request.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import itertools
 import logging
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from concurrent.futures import Future
@@ -25,19 +26,19 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from jaxspec.engine.request import Completion, Request, refused
 from jaxspec.options import FieldError
-from jaxspec.serving.handle import Event, Handle, Waiter, wake
+from jaxspec.serving.handle import Handle, RequestOutput, Waiter, wake
 
 LOG = logging.getLogger("jaxspec.serving")
 WAITING = 1024
-"""Requests that may wait for a slot, unless asked otherwise."""
+"""Default number of requests that may wait for a slot."""
 
 T = TypeVar("T")
 State = Literal["loading", "ready", "draining", "closed", "failed"]
 
 
 @runtime_checkable
-class Steps(Protocol):
-    """What is used of `engine.Engine`."""
+class EngineProtocol(Protocol):
+    """Members of `engine.Engine` that an `OpenEngine` uses."""
 
     @property
     def batch_size(self) -> int: ...
@@ -48,30 +49,30 @@ class Steps(Protocol):
     def check(self, request: Request) -> FieldError | None: ...
     def add(self, request: Request) -> Hashable: ...
     def cancel(self, id: Hashable) -> None: ...
-    def step(self) -> list[Event]: ...
+    def step(self) -> list[RequestOutput]: ...
     def warm_up(self) -> None: ...
     def reset(self) -> None: ...
 
 
 @runtime_checkable
 class Observer(Protocol):
-    """Is told what comes, in the worker's thread. It must be quick."""
+    """Observer of an engine's outputs. Its methods run in the worker's thread, so they must be quick."""
 
-    def told(self, handle: Handle, new_tokens: int, since_s: float | None) -> None:
-        """A request has more tokens, so many seconds after the last ones; None: they are its first."""
+    def new_tokens(self, handle: Handle, count: int, since_s: float | None) -> None:
+        """Observe new tokens, `since_s` seconds after the last ones; None: they are the request's first."""
         ...
 
     def done(self, handle: Handle, completion: Completion) -> None:
-        """A request is done."""
+        """Observe the end of a request."""
         ...
 
 
 class NotAccepted(RuntimeError):
-    """A request cannot be taken now. It may be sent again later, or elsewhere."""
+    """The engine does not take a request now. A later try, or another engine, may succeed."""
 
 
 class QueueFull(NotAccepted):
-    """As many requests wait as may."""
+    """`max_waiting` requests wait already."""
 
 
 class Closing(NotAccepted):
@@ -79,24 +80,25 @@ class Closing(NotAccepted):
 
 
 class OpenEngine:
-    """Runs an engine in a thread of its own, and takes requests from any other.
+    """Runs an engine in a worker thread, and takes requests from all threads.
 
-    Requests wait by `Request.priority`, then in the order of their submission. One that comes while the device works
-    joins when it returns. The engine's `steps_per_return` bounds that wait: give it few, such as 4.
+    Requests wait by `Request.priority`, then in the order of their submission. A request that comes while the device
+    works joins when the device returns. The engine's `steps_per_return` bounds that wait: choose a small number, such
+    as 4.
 
-    An exception in a model step ends the requests that have tokens with their error. The engine starts afresh, and those
-    without a token get one second try.
+    An exception in a model step ends requests that have tokens with an error. The engine is reset, and requests
+    without a token get a second try.
 
     Args:
-      engine: nobody else may use it from now on.
+      engine: an engine that nothing else uses.
       max_waiting: requests beyond the engine's slots that may wait; more are refused.
       warm_up: compile every program first. Requests that come meanwhile wait.
-      observer: is told what comes.
+      observer: its methods are called with all outputs.
     """
 
     def __init__(
         self,
-        engine: Steps,
+        engine: EngineProtocol,
         *,
         max_waiting: int = WAITING,
         warm_up: bool = False,
@@ -104,16 +106,20 @@ class OpenEngine:
     ):
         self.engine = engine
         self.max_waiting = max_waiting
+        if observer is not None and not hasattr(observer, "new_tokens"):
+            message = "Observer.told is now Observer.new_tokens; rename it"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            observer.new_tokens = observer.told  # type: ignore[attr-defined]
         self._observer = observer
         self._warm_up = warm_up
         self._state: State = "loading"
-        self._changed = threading.Condition()  # guards all below; told when any of it changes
-        self._live: dict[Hashable, Handle] = {}  # submitted, not done
-        self._arrived: deque[Handle] = deque()  # the engine does not know them yet
+        self._changed = threading.Condition()  # guards all below; notified of each change
+        self._live: dict[Hashable, Handle] = {}  # submitted and not done
+        self._arrived: deque[Handle] = deque()  # not yet added to the engine
         self._leaving: dict[Hashable, Handle] = {}
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._calling = False  # whether one of them is being run
-        self._names = itertools.count()
+        self._calling = False  # whether one of them runs
+        self._ids = itertools.count()
         self._running = 0  # requests with a slot, when the device last returned
         self._thread = threading.Thread(target=self._work, name="jaxspec-engine", daemon=True)
         self._thread.start()
@@ -121,75 +127,80 @@ class OpenEngine:
     # --- for any thread ------------------------------------------------------------------------------
 
     def __enter__(self) -> OpenEngine:
-        """Return itself; the end of the block closes it."""
+        """Return the engine. The end of the block closes it."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Cancel what runs, and end the worker."""
+        """Cancel all requests, and end the worker."""
         self.close()
 
     @property
     def state(self) -> State:
-        """What it does.
+        """State of the engine.
 
-        "loading": programs are being compiled, and requests wait. "draining": it takes no more requests. "closed": its
-        worker has ended, or is about to. "failed": it ended by itself, because the engine could not be started afresh.
+        | State | Meaning |
+        |---|---|
+        | "loading" | programs are being compiled, and requests wait |
+        | "ready" | requests run |
+        | "draining" | no more requests are taken |
+        | "closed" | the worker has ended, or is about to end |
+        | "failed" | the worker has ended, because the engine could not be reset |
         """
         return self._state
 
     @property
     def num_live(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return len(self._live)
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot."""
+        """Number of requests that have a slot."""
         return min(self._running, len(self._live))
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have none yet."""
+        """Number of requests that wait for a slot."""
         return max(0, len(self._live) - self._running)
 
     def submit(self, request: Request) -> Handle:
-        """Let a request join.
+        """Submit a request.
 
         Raises:
           FieldError: the engine cannot run it, or its id belongs to a request that is not done.
-          QueueFull: too many wait.
-          Closing: no more are taken.
+          QueueFull: too many requests wait.
+          Closing: the engine takes no more requests.
         """
         (handle,) = self.submit_all([request])
         return handle
 
     def submit_all(self, requests: Iterable[Request]) -> list[Handle]:
-        """Let several requests join, or none of them; arguments and errors are as in `submit`."""
-        given = list(requests)
-        for request in given:
+        """Submit several requests, all or none; errors are as in `submit`."""
+        requests = list(requests)
+        for request in requests:
             if error := self.engine.check(request):
                 raise error
         with self._changed:
             if self._state not in ("loading", "ready"):
                 raise Closing(f"the engine takes no more requests: it is {self._state}")
-            most = self.engine.batch_size + self.max_waiting
-            if len(self._live) + len(given) > most:
+            limit = self.engine.batch_size + self.max_waiting
+            if len(self._live) + len(requests) > limit:
                 raise QueueFull(
-                    f"the queue is full: {len(self._live)} requests run or wait, and at most {most} may; "
+                    f"the queue is full: {len(self._live)} requests run or wait, and at most {limit} may; "
                     "try again later, or pass a larger max_waiting"
                 )
-            handles = [Handle(request, self._cancel) for request in self._named(given)]
+            handles = [Handle(request, self._cancel) for request in self._with_ids(requests)]
             self._live.update({handle.request.id: handle for handle in handles})
             self._arrived.extend(handles)
             self._changed.notify_all()
         return handles
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function in the worker's thread, between two steps; for what needs the device to itself.
+        """Run a function in the worker's thread, between two steps, for work that needs the device to itself.
 
         Raises:
-          QueueFull: too many wait.
-          Closing: no more is taken.
+          QueueFull: too many functions wait.
+          Closing: the engine takes no more work.
         """
         future: Future[T] = Future()
         with self._changed:
@@ -204,7 +215,7 @@ class OpenEngine:
         return future
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no more requests, and wait until those there are done, or it is closed; tell whether they are."""
+        """Take no more requests, and wait until all are done or the engine is closed. Return whether all are done."""
         with self._changed:
             if self._state in ("loading", "ready"):
                 self._state = "draining"
@@ -215,7 +226,7 @@ class OpenEngine:
             return is_done()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancel all requests, and end the worker. It ends when the device has returned."""
+        """Cancel all requests, and end the worker when the device has returned."""
         with self._changed:
             if self._state != "failed":
                 self._state = "closed"
@@ -224,21 +235,21 @@ class OpenEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
-    def _named(self, requests: Sequence[Request]) -> list[Request]:
-        """Return requests with an id each.
+    def _with_ids(self, requests: Sequence[Request]) -> list[Request]:
+        """Return the requests, each with an id.
 
         Raises:
-          FieldError: an id belongs to a request that is not done, or two of them have it.
+          FieldError: an id belongs to a request that is not done, or to two of these.
         """
         taken = set(self._live)
-        for name in (request.id for request in requests if request.id is not None):
-            if name in taken:
-                said = f"{name!r} belongs to a request that is not done; give another"
-                raise FieldError("id", said)
-            taken.add(name)
-        free = (name for name in self._names if name not in taken)
-        names = (next(free) if request.id is None else request.id for request in requests)
-        return [dataclasses.replace(r, id=name) for r, name in zip(requests, names, strict=True)]
+        for id in (request.id for request in requests if request.id is not None):
+            if id in taken:
+                message = f"{id!r} belongs to a request that is not done; give another"
+                raise FieldError("id", message)
+            taken.add(id)
+        free = (id for id in self._ids if id not in taken)
+        ids = (next(free) if request.id is None else request.id for request in requests)
+        return [dataclasses.replace(r, id=id) for r, id in zip(requests, ids, strict=True)]
 
     def _cancel(self, handle: Handle) -> None:
         with self._changed:
@@ -249,7 +260,7 @@ class OpenEngine:
     # --- the worker ----------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Step until it is closed."""
+        """Step until the engine is closed."""
         error: BaseException | None = None
         try:
             if self._warm_up:
@@ -267,13 +278,13 @@ class OpenEngine:
             calls, self._calls = self._calls, deque()
         for _, future in calls:
             future.cancel()
-        self._tell(
-            Completion(name, finish_reason="error", error=f"the engine has failed: {error}")
-            for name in list(self._live)
+        self._publish(
+            Completion(id, finish_reason="error", error=f"the engine has failed: {error}")
+            for id in list(self._live)
         )
 
     def _has_work(self) -> bool:
-        """Wait for something to do; False: it is closed, and all is told."""
+        """Wait for work. Return False if the engine is closed and all requests are done."""
         with self._changed:
             while not (self._arrived or self._leaving or self._calls or not self.engine.is_idle):
                 if self._state == "closed" and not self._live:
@@ -282,95 +293,98 @@ class OpenEngine:
             return True
 
     def _turn(self) -> None:
-        """Let requests in and out, then let the device work, and tell what came."""
+        """Add and cancel requests, run a step, and publish its outputs."""
         with self._changed:
             arrived, self._arrived = self._arrived, deque()
             leaving, self._leaving = self._leaving, {}
             call = self._calls.popleft() if self._calls else None
             self._calling = call is not None
-        if call is not None:  # one a turn, so that rows decode on between two
-            _run(*call)
+        if call is not None:  # one in each turn, so that rows decode between two of them
+            _run_call(*call)
             with self._changed:
                 self._calling = False
                 self._changed.notify_all()
         for handle in arrived:
-            name = handle.request.id
-            if leaving.pop(name, None):
-                self._tell([Completion(name, finish_reason="cancelled")])
+            id = handle.request.id
+            if leaving.pop(id, None):
+                self._publish([Completion(id, finish_reason="cancelled")])
             else:
                 self._add(handle)
         try:
-            for name in leaving:
-                with contextlib.suppress(FieldError):  # it is done
-                    self.engine.cancel(name)
-            events = [] if self.engine.is_idle else self.engine.step()
+            for id in leaving:
+                with contextlib.suppress(FieldError):  # the request is done
+                    self.engine.cancel(id)
+            outputs = [] if self.engine.is_idle else self.engine.step()
         except Exception as error:
             LOG.exception("a model step failed; the engine starts afresh")
-            self._start_afresh(error, leaving)
+            self._reset(error, leaving)
         else:
             self._running = self.engine.num_running
-            self._tell(events)
+            self._publish(outputs)
 
     def _add(self, handle: Handle) -> None:
         try:
             self.engine.add(handle.request)
         except FieldError as error:
-            self._tell([refused(handle.request, error)])
+            self._publish([refused(handle.request, error)])
 
-    def _start_afresh(self, error: Exception, leaving: Container[Hashable]) -> None:
-        """End what ran with an error, and let what had no token yet try once more."""
+    def _reset(self, error: Exception, leaving: Container[Hashable]) -> None:
+        """Reset the engine. Requests with tokens end with an error; the others are tried once more."""
         self.engine.reset()
         self._running = 0
         with self._changed:
             unknown = {handle.request.id for handle in self._arrived}
-            known = [h for name, h in self._live.items() if name not in unknown]
-        said = f"the model step failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            known = [h for id, h in self._live.items() if id not in unknown]
+        first_line = str(error).partition("\n")[0]
+        message = f"the model step failed: {type(error).__name__}: {first_line}"
         for handle in known:
-            name, newest = handle.request.id, handle.newest
+            id, newest = handle.request.id, handle.newest
             tokens = newest.token_ids if newest else ()
-            if name in leaving:
-                self._tell([Completion(name, tokens, "cancelled")])
+            if id in leaving:
+                self._publish([Completion(id, tokens, "cancelled")])
             elif newest is None and not handle.was_retried:
                 handle.was_retried = True
                 self._add(handle)
             else:
-                self._tell([Completion(name, tokens, "error", error=said)])
+                self._publish([Completion(id, tokens, "error", error=message)])
 
-    def _tell(self, events: Iterable[Event]) -> None:
-        """Hand events to their handles, and wake who waits."""
+    def _publish(self, outputs: Iterable[RequestOutput]) -> None:
+        """Give outputs to their handles, wake the readers, and call the observer."""
         waiters: list[Waiter] = []
         now = time.monotonic()
-        for event in events:
-            handle = self._live[event.id]
+        for output in outputs:
+            handle = self._live[output.id]
             before = handle.newest
-            new = len(event.token_ids) - (len(before.token_ids) if before else 0)
+            new = len(output.token_ids) - (len(before.token_ids) if before else 0)
             since_s = None if before is None else now - handle.last_s
             if new > 0:
                 handle.last_s = now
                 if before is None:
                     handle.first_token_s = now - handle.submitted_s
-            if isinstance(event, Completion):
+            if isinstance(output, Completion):
                 with self._changed:
-                    del self._live[event.id]
-                    self._leaving.pop(event.id, None)
+                    del self._live[output.id]
+                    self._leaving.pop(output.id, None)
                     self._changed.notify_all()
-            waiters += handle.tell(event)
-            self._observe(handle, event, max(new, 0), since_s)
+            waiters += handle.update(output)
+            self._observe(handle, output, max(new, 0), since_s)
         wake(waiters)
 
-    def _observe(self, handle: Handle, event: Event, new: int, since_s: float | None) -> None:
+    def _observe(
+        self, handle: Handle, output: RequestOutput, new: int, since_s: float | None
+    ) -> None:
         if self._observer is None:
             return
         try:
             if new:
-                self._observer.told(handle, new, since_s)
-            if isinstance(event, Completion):
-                self._observer.done(handle, event)
+                self._observer.new_tokens(handle, new, since_s)
+            if isinstance(output, Completion):
+                self._observer.done(handle, output)
         except Exception:
             LOG.exception("an observer of the engine failed")
 
 
-def _run(function: Callable[[], Any], future: Future[Any]) -> None:
+def _run_call(function: Callable[[], Any], future: Future[Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:

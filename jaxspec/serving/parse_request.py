@@ -1,6 +1,7 @@
-"""From what a client asks to what the engine is asked: `Request`s with every limit and default in its place.
+"""A request's body to requests of the engine, with all limits and defaults applied.
 
-Read `ServingModel.requests`. Whatever a server cannot do is refused here, by the name that the protocol has for it.
+Read `ServingModel.parse_chat`, for /v1/chat/completions, then `parse_completion`. `responses.parse_responses` turns a
+request to /v1/responses into one for `parse_chat`. Refusals name the protocol's field.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxspec.engine.engine import STOP_IDS
 from jaxspec.engine.request import Request, ids_refusal
 from jaxspec.options import FieldError, Range, Sampling
 from jaxspec.runtime.runtime import cache_length_for
-from jaxspec.serving.errors import ApiError, wrong_value
+from jaxspec.serving.errors import ApiError, invalid_value
 from jaxspec.serving.protocol import (
     NOT_SUPPORTED,
     ChatCompletionRequest,
@@ -25,7 +26,11 @@ from jaxspec.serving.protocol import (
     GenerationRequest,
 )
 from jaxspec.serving.settings import Settings
-from jaxspec.serving.structured_outputs import StructuredOutput, compiled, find_structured_output
+from jaxspec.serving.structured_outputs import (
+    StructuredOutput,
+    compile_grammar,
+    find_structured_output,
+)
 from jaxspec.state import DecodeSpec
 from jaxspec.text import chat
 from jaxspec.text.chat import rules
@@ -34,8 +39,8 @@ from jaxspec.text.grammars import Grammar, GrammarTokens
 from jaxspec.tokenizer import Tokenizer, TokenizerError, stop_at_text
 
 COMPLETION_TOKENS = 16
-"""New tokens of /v1/completions, where a request says nothing; the protocol's own number."""
-MOST_STOPS = 16
+"""Default `max_tokens` of /v1/completions; the protocol's own number."""
+MAX_STOPS = 16
 StopAt = Callable[[Sequence[int]], int | None]
 _OF_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _OF_REQUEST = ("presence_penalty", "frequency_penalty")
@@ -46,51 +51,52 @@ _BIASES = Range("from -100 to 100", lambda x: abs(x) <= 100)
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, understood.
+    """A checked request to one of the generating routes.
 
     Attributes:
-      prompts: token ids; each has `n` requests, one after the other.
-      requests: for the engine.
+      prompts: token ids of each prompt.
+      engine_requests: `n` for each prompt, in the prompts' order; none if `max_tokens` is 0.
       stops: stop texts.
-      top_logprobs: best tokens to show beside each; None: no log-probabilities.
+      top_logprobs: best tokens to show beside each token; None: no log-probabilities.
       echo: whether replies begin with the prompt.
-      prompt_logprobs: best tokens to show beside each of the prompt's; None: none of them.
-      tools: what the request says of tools.
-      steps: whether a stream says which tokens came in one step.
+      prompt_logprobs: best tokens to show beside each prompt token; None: no prompt log-probabilities.
+      tools: the declared tools, and the choice among them.
+      return_steps: whether stream events name the verify step of each token.
     """
 
     prompts: tuple[tuple[int, ...], ...]
-    requests: tuple[Request, ...]
+    engine_requests: tuple[Request, ...]
     n: int
     stops: tuple[str, ...]
     top_logprobs: int | None
     echo: bool = False
     prompt_logprobs: int | None = None
     tools: chat.ToolChoice = field(default_factory=chat.ToolChoice)
-    steps: bool = False
+    return_steps: bool = False
 
     def prompt_of(self, choice: int) -> tuple[int, ...]:
-        """Return the prompt that a choice continues."""
+        """Return the token ids of the prompt that a choice continues."""
         return self.prompts[choice // self.n]
 
     @property
     def num_choices(self) -> int:
-        """Choices of the reply."""
+        """Number of choices in the reply."""
         return len(self.prompts) * self.n
 
     @property
-    def needs_scores(self) -> bool:
-        """Whether the prompts' own log-probabilities are shown."""
+    def needs_prompt_scores(self) -> bool:
+        """True if the reply shows log-probabilities of the prompts."""
         return self.prompt_logprobs is not None or (self.echo and self.top_logprobs is not None)
 
 
 @dataclass(frozen=True)
 class ServingModel:
-    """The model that is served, as far as requests have to fit it.
+    """The served model, and the limits that requests must keep.
 
     Attributes:
-      num_stop_ids: most stop ids of a request.
-      grammars: the tokenizer as grammars see it; None where requests may have none, for the reason `no_grammars`.
+      names: the names that requests may give; replies have the first.
+      num_stop_ids: largest number of stop ids in a request.
+      grammars: the tokenizer's side of grammars; None: grammars are refused with the message `no_grammars`.
     """
 
     names: tuple[str, ...]
@@ -105,119 +111,125 @@ class ServingModel:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt and its reply together."""
+        """Largest number of tokens in a prompt and its reply together."""
         spare = cache_length_for(self.spec, 0)
         return min(self.spec.target.config.max_positions, self.cache_length - spare)
 
-    def completion(self, asked: CompletionRequest) -> ParsedRequest:
-        """Understand a request to /v1/completions.
+    def parse_completion(self, request: CompletionRequest) -> ParsedRequest:
+        """Parse a request to /v1/completions.
 
         Raises:
-          ApiError: it cannot be served; says which field is wrong.
+          ApiError: the server cannot serve it; names the field.
         """
-        if asked.best_of is not None and asked.best_of != (asked.n or 1):
+        if request.best_of is not None and request.best_of != (request.n or 1):
             raise ApiError(400, "best_of is not supported beyond n", param="best_of")
-        prompts = self._prompts(asked)
-        most = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
-        echo = bool(asked.echo)
-        wish = self._wish(
-            asked,
+        prompts = self._prompts(request)
+        max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        echo = bool(request.echo)
+        top = request.prompt_logprobs
+        parsed = self._parse(
+            request,
             prompts,
-            [most] * len(prompts),
-            asked.logprobs,
+            max_tokens,
+            request.logprobs,
             "max_tokens",
-            least=0 if echo or asked.prompt_logprobs is not None else 1,
-            grammar=self._grammar(find_structured_output(asked)),
+            min_tokens=0 if echo or top is not None else 1,
+            grammar=self._grammar(find_structured_output(request)),
         )
-        if (top := asked.prompt_logprobs) is not None:
-            if asked.stream:
-                said = "prompt_logprobs is for replies in one piece, without stream"
-                raise ApiError(400, said, param="prompt_logprobs")
-            self._check_top(top, "prompt_logprobs")
-        if wish.needs_scores or most == 0:  # no engine looks at these prompts before
+        if top is not None:
+            if request.stream:
+                message = "prompt_logprobs is for replies in one piece, without stream"
+                raise ApiError(400, message, param="prompt_logprobs")
+            self._check_top_logprobs(top, "prompt_logprobs")
+        parsed = dataclasses.replace(parsed, echo=echo, prompt_logprobs=top)
+        if parsed.needs_prompt_scores or max_tokens == 0:  # else the engine checks them
             self._check_ids(prompts)
-        return dataclasses.replace(wish, echo=echo, prompt_logprobs=top)
+        return parsed
 
-    def chat(self, asked: ChatCompletionRequest) -> ParsedRequest:
-        """Understand a request to /v1/chat/completions.
+    def parse_chat(self, request: ChatCompletionRequest) -> ParsedRequest:
+        """Parse a request to /v1/chat/completions.
 
         Raises:
-          ApiError: it cannot be served; says which field is wrong.
+          ApiError: the server cannot serve it; names the field.
         """
         for name in ("echo", "prompt_logprobs"):
-            if getattr(asked, name) not in (None, False):
+            if getattr(request, name) not in (None, False):
                 raise ApiError(400, f"{name} is for /v1/completions", param=name)
-        kwargs = asked.chat_template_kwargs or {}
-        if asked.reasoning_effort is not None:
-            kwargs = {"enable_thinking": asked.reasoning_effort != "none", **kwargs}
+        kwargs = request.chat_template_kwargs or {}
+        if request.reasoning_effort is not None:
+            kwargs = {"enable_thinking": request.reasoning_effort != "none", **kwargs}
         try:
-            can = self.grammars is not None
-            tools = chat.choose(asked.tools, asked.tool_choice, grammars=can)
-            if asked.parallel_tool_calls is False:
+            has_grammars = self.grammars is not None
+            tools = chat.choose(request.tools, request.tool_choice, grammars=has_grammars)
+            if request.parallel_tool_calls is False:
                 tools = dataclasses.replace(tools, parallel=False)
-            prompt = self.conversation(
-                asked.messages,
+            prompt = self.render_chat(
+                request.messages,
                 tools.tools,
                 kwargs,
-                asked.add_generation_prompt is not False,
+                request.add_generation_prompt is not False,
             )
-            grammar = self._grammar_of_chat(asked, prompt, tools)
+            grammar = self._chat_grammar(request, prompt, tools)
             if tools.forced and grammar is None:
                 prompt = force(self.tokenizer, prompt, tools.forced)
         except FieldError as error:
-            raise wrong_value(error) from None
-        name = "max_completion_tokens"
-        most = asked.max_completion_tokens
-        if most is None:
-            name, most = "max_tokens", asked.max_tokens
-        if most is None:
-            most = max(1, self.max_model_len - len(prompt))
-        top = (asked.top_logprobs or 0) if asked.logprobs else None
-        if asked.top_logprobs and not asked.logprobs:
+            raise invalid_value(error) from None
+        limit_field, max_tokens = "max_completion_tokens", request.max_completion_tokens
+        if max_tokens is None:
+            limit_field, max_tokens = "max_tokens", request.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self.max_model_len - len(prompt))
+        top = (request.top_logprobs or 0) if request.logprobs else None
+        if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        return self._wish(asked, [tuple(prompt)], [most], top, name, tools, grammar=grammar)
+        return self._parse(
+            request, [tuple(prompt)], max_tokens, top, limit_field, tools, grammar=grammar
+        )
 
-    def _grammar_of_chat(
-        self, asked: ChatCompletionRequest, prompt: Sequence[int], tools: chat.ToolChoice
+    def _chat_grammar(
+        self, request: ChatCompletionRequest, prompt: Sequence[int], tools: chat.ToolChoice
     ) -> Grammar | None:
-        """Return what a reply of a chat may be: its reasoning first, then what is asked for.
+        """Return the grammar of a chat's reply: its reasoning first, then the requested output.
 
         Raises:
-          ApiError: there is no such grammar, or tools are to be called besides.
+          ApiError: the grammar cannot be used, or the request has a grammar and tools.
+          FieldError: a call is required, and the tokenizer has no markers of calls.
         """
-        wanted = find_structured_output(asked)
-        if wanted is not None and tools.tools:
-            said = f"{wanted.field} and tools: the reply would be one of them; leave one out"
-            raise ApiError(400, said, param=wanted.field)
+        output = find_structured_output(request)
+        if output is not None and tools.tools:
+            message = f"{output.field} and tools: the reply would be one of them; leave one out"
+            raise ApiError(400, message, param=output.field)
         strict = any(tool["function"].get("strict") is True for tool in tools.tools)
         if (tools.required or strict) and self.grammars is not None:
-            one = tools.forced is not None and asked.tool_choice != "required"
-            may = tools.callable if tools.required else tools.tools
-            rule = rules.calls(self.tokenizer, prompt, may, one=one, required=bool(tools.required))
+            one = tools.forced is not None and request.tool_choice != "required"
+            callable_tools = tools.callable if tools.required else tools.tools
+            rule = rules.calls(
+                self.tokenizer, prompt, callable_tools, one=one, required=bool(tools.required)
+            )
             if rule is not None:
                 kind, source, frame = rule
-                of_calls = StructuredOutput("tools", kind, source)
-                return compiled(self.grammars, of_calls, frame=frame, lenient=not strict)
+                calls = StructuredOutput("tools", kind, source)
+                return compile_grammar(self.grammars, calls, frame=frame, lenient=not strict)
             if tools.required:
-                said = "this model's tokenizer has no markers of calls"
-                raise FieldError("tool_choice", f"asks for a call, and {said}")
-        if wanted is None:
+                message = "asks for a call, and this model's tokenizer has no markers of calls"
+                raise FieldError("tool_choice", message)
+        if output is None:
             return None
-        return self._grammar(wanted, rules.frame(self.tokenizer, prompt))
+        return self._grammar(output, rules.frame(self.tokenizer, prompt))
 
-    def _grammar(self, wanted: StructuredOutput | None, frame: str | None = None) -> Grammar | None:
-        """Return a grammar as the engine takes it.
+    def _grammar(self, output: StructuredOutput | None, frame: str | None = None) -> Grammar | None:
+        """Return the compiled grammar of a structured output, or None for none.
 
         Raises:
-          ApiError: the server follows none, or it cannot be used.
+          ApiError: the server follows no grammars, or the grammar cannot be used.
         """
-        if wanted is None:
+        if output is None:
             return None
         if self.grammars is None:
-            raise ApiError(400, f"{wanted.field}: {self.no_grammars}", param=wanted.field)
-        return compiled(self.grammars, wanted, frame=frame)
+            raise ApiError(400, f"{output.field}: {self.no_grammars}", param=output.field)
+        return compile_grammar(self.grammars, output, frame=frame)
 
-    def conversation(
+    def render_chat(
         self,
         messages: Sequence[Any],
         tools: Sequence[Any],
@@ -226,11 +238,15 @@ class ServingModel:
     ) -> list[int]:
         """Return the token ids of a conversation.
 
+        Args:
+          kwargs: values for the chat template; they override the server's.
+
         Raises:
-          ApiError, FieldError: it cannot be read, or the template refuses it.
+          ApiError: the template refuses the conversation.
+          FieldError: a message, a tool or a value is of a wrong form.
         """
-        given = {**(self.settings.chat_template_kwargs or {}), **(kwargs or {})}
-        if (name := "add_generation_prompt") in given:
+        kwargs = {**(self.settings.chat_template_kwargs or {}), **(kwargs or {})}
+        if (name := "add_generation_prompt") in kwargs:
             raise FieldError("chat_template_kwargs", f"has {name}, which is a field of its own")
         try:
             return chat.render(
@@ -238,16 +254,16 @@ class ServingModel:
                 messages,
                 list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
-                **given,
+                **kwargs,
             )
         except TokenizerError as error:
             raise ApiError(400, str(error), param="messages") from None
 
     def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> tuple[int, ...]:
-        """Return the token ids of a text.
+        """Return the token ids of a text; with `special`, the tokenizer adds BOS where the model has one.
 
         Raises:
-          ApiError: it is empty, or no text.
+          ApiError: the text is empty, or cannot be encoded.
         """
         if not text:
             raise ApiError(400, f"{param} is empty; give at least one character", param=param)
@@ -257,35 +273,37 @@ class ServingModel:
         except TokenizerError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
 
-    def _prompts(self, asked: CompletionRequest) -> list[tuple[int, ...]]:
-        given: Any = asked.prompt
-        if given is None or given == []:
+    def _prompts(self, request: CompletionRequest) -> list[tuple[int, ...]]:
+        prompts: Any = request.prompt
+        if prompts is None or prompts == []:
             raise ApiError(400, "prompt is missing; give a text or token ids", param="prompt")
-        if isinstance(given, str) or isinstance(given[0], int):
-            given = [given]
-        special = asked.add_special_tokens is not False
-        return [self.encode(p, special=special) if isinstance(p, str) else tuple(p) for p in given]
+        if isinstance(prompts, str) or isinstance(prompts[0], int):
+            prompts = [prompts]
+        special = request.add_special_tokens is not False
+        return [
+            self.encode(p, special=special) if isinstance(p, str) else tuple(p) for p in prompts
+        ]
 
-    def _wish(
+    def _parse(
         self,
-        asked: GenerationRequest,
+        request: GenerationRequest,
         prompts: Sequence[tuple[int, ...]],
-        most: Sequence[int],
+        max_tokens: int,
         top_logprobs: int | None,
-        limit: str,
+        limit_field: str,
         tools: chat.ToolChoice | None = None,
         *,
-        least: int = 1,
+        min_tokens: int = 1,
         grammar: Grammar | None = None,
     ) -> ParsedRequest:
-        """Put together what all requests have in common.
+        """Parse the fields that all routes have in common.
 
         Args:
-          most: new tokens of each prompt, and `least` the least that may be asked for.
-          limit: what the request calls them.
+          max_tokens: largest number of new tokens; at least `min_tokens`.
+          limit_field: the field that `max_tokens` comes from.
         """
-        _refuse_unsupported(asked)
-        n = 1 if asked.n is None else asked.n
+        _refuse_unsupported(request)
+        n = 1 if request.n is None else request.n
         if n < 1 or n * len(prompts) > self.settings.max_n:
             raise ApiError(
                 400,
@@ -293,79 +311,79 @@ class ServingModel:
                 f"{self.settings.max_n} completions of one request",
                 param="n",
             )
-        stops = _stops(asked.stop)
+        stops = _stops(request.stop)
         tools = tools or chat.ToolChoice()
-        seed = secrets.randbits(32) if asked.seed is None else asked.seed
-        eos = () if asked.ignore_eos else self.generation.eos_token_ids
-        stop_ids = {*eos, *(asked.stop_token_ids or ())}
+        seed = secrets.randbits(32) if request.seed is None else request.seed
+        eos = () if request.ignore_eos else self.generation.eos_token_ids
+        stop_ids = {*eos, *(request.stop_token_ids or ())}
         if len(stop_ids) > self.num_stop_ids:
             raise ApiError(
                 400,
-                f"stop_token_ids: {len(stop_ids)} ids, the checkpoint's own included; this server was started "
-                f"for at most {self.num_stop_ids} (--max-stop-ids)",
+                f"stop_token_ids: {len(stop_ids)} ids, the checkpoint's own included; this server was "
+                f"started for at most {self.num_stop_ids} (--max-stop-ids)",
                 param="stop_token_ids",
             )
         try:
             shared: dict[str, Any] = dict(
-                sampling=self._sampling(asked, top_logprobs),
+                sampling=self._sampling(request, top_logprobs),
                 stop_ids=tuple(sorted(stop_ids)),
                 # The protocol allows 64 bits with a sign, and clients draw seeds from them all.
                 seed=seed % 2**32 if -(2**63) <= seed < 2**64 else seed,
-                priority=asked.priority or 0,
+                priority=request.priority or 0,
                 grammar=grammar,
             )
-            requests = [
+            engine_requests = [
                 Request(
                     prompt,
-                    count,
-                    # Without a seed of the request's own, the same prompt twice gives two replies, too.
-                    sample=sample + (place * n if asked.seed is None else 0),
+                    max_tokens,
+                    # Without a seed in the request, equal prompts give different replies.
+                    sample=sample + (index * n if request.seed is None else 0),
                     stop_at=self._stop_at(prompt, stops, tools),
                     **shared,
                 )
-                for place, (prompt, count) in enumerate(zip(prompts, most, strict=True))
+                for index, prompt in enumerate(prompts)
                 for sample in range(n)
-                if count
+                if max_tokens
             ]
         except FieldError as error:
-            raise wrong_value(error) from None
-        for prompt, count in zip(prompts, most, strict=True):
-            self._check_room(len(prompt), count, limit, least)
+            raise invalid_value(error) from None
+        for prompt in prompts:
+            self._check_length(len(prompt), max_tokens, limit_field, min_tokens)
         return ParsedRequest(
             tuple(prompts),
-            tuple(requests),
+            tuple(engine_requests),
             n,
             stops,
             top_logprobs,
             tools=tools,
-            steps=bool(asked.return_steps and asked.stream),
+            return_steps=bool(request.return_steps and request.stream),
         )
 
     def _stop_at(
         self, prompt: tuple[int, ...], stops: tuple[str, ...], tools: chat.ToolChoice
     ) -> StopAt | None:
-        """Return what ends a reply beside stop ids: a stop text, or its first call if it may have one only."""
-        found: list[StopAt] = []
+        """Return the function that ends a reply at a stop text, or behind its only allowed call."""
+        functions: list[StopAt] = []
         if stops:
-            found.append(stop_at_text(self.tokenizer, stops))
+            functions.append(stop_at_text(self.tokenizer, stops))
         if tools.calls and not tools.parallel:
-            found.append(chat.FirstCall(self.tokenizer, prompt))
-        if len(found) < 2:
-            return found[0] if found else None
-        return lambda ids: min((n for f in found if (n := f(ids)) is not None), default=None)
+            functions.append(chat.FirstCall(self.tokenizer, prompt))
+        if len(functions) < 2:
+            return functions[0] if functions else None
+        return lambda ids: min((n for f in functions if (n := f(ids)) is not None), default=None)
 
     def _check_ids(self, prompts: Sequence[tuple[int, ...]]) -> None:
         for prompt in prompts:
             wrong = ids_refusal(prompt, self.spec.target.config.vocab_size)
             if wrong or not prompt:
-                said = f"prompt ids {wrong}" if wrong else "the prompt is empty"
-                raise ApiError(400, said, param="prompt")
+                message = f"prompt ids {wrong}" if wrong else "the prompt is empty"
+                raise ApiError(400, message, param="prompt")
 
-    def _check_top(self, top: int, name: str) -> None:
+    def _check_top_logprobs(self, top: int, name: str) -> None:
         program_features = self.spec.program_features
         if not program_features.logprobs:
-            said = "this server was started without logprobs (--max-logprobs)"
-            raise ApiError(400, said, param=name)
+            message = "this server was started without logprobs (--max-logprobs)"
+            raise ApiError(400, message, param=name)
         if not 0 <= top <= program_features.top_logprobs:
             raise ApiError(
                 400,
@@ -374,37 +392,40 @@ class ServingModel:
                 param=name,
             )
 
-    def _check_room(self, prompt: int, new: int, limit: str, least: int) -> None:
-        if new < least:
-            raise ApiError(400, f"{limit} is {new}; expected {least} or more", param=limit)
-        if prompt + new > self.max_model_len:
+    def _check_length(
+        self, prompt_tokens: int, max_tokens: int, limit_field: str, min_tokens: int
+    ) -> None:
+        if max_tokens < min_tokens:
+            message = f"{limit_field} is {max_tokens}; expected {min_tokens} or more"
+            raise ApiError(400, message, param=limit_field)
+        if prompt_tokens + max_tokens > self.max_model_len:
             raise ApiError(
                 400,
-                f"this model has room for {self.max_model_len} tokens, but the prompt has {prompt} and "
-                f"{limit} is {new}; shorten one of them",
-                param=limit if prompt < self.max_model_len else "prompt",
+                f"this model has room for {self.max_model_len} tokens, but the prompt has "
+                f"{prompt_tokens} and {limit_field} is {max_tokens}; shorten one of them",
+                param=limit_field if prompt_tokens < self.max_model_len else "prompt",
                 code="context_length_exceeded",
             )
 
-    def _sampling(self, asked: GenerationRequest, top_logprobs: int | None) -> Sampling:
-        """Return what a request asks of sampling; where it says nothing, what the checkpoint says.
+    def _sampling(self, request: GenerationRequest, top_logprobs: int | None) -> Sampling:
+        """Return the sampling parameters of a request. Defaults are the checkpoint's.
 
         Raises:
-          ApiError: the server's programs cannot do it.
+          ApiError: the server's programs lack a feature.
           FieldError: a value is out of range.
         """
         program_features = self.spec.program_features
-        values = {name: getattr(asked, name) for name in (*_OF_CHECKPOINT, *_OF_REQUEST)}
+        values = {name: getattr(request, name) for name in (*_OF_CHECKPOINT, *_OF_REQUEST)}
         values = {name: value for name, value in values.items() if value is not None}
         for name in _OF_REQUEST:
             if wrong := _PENALTIES.refusal(values.get(name, 0)):
                 raise FieldError(name, wrong)
-        if values.get("top_k") == -1:  # a common way to say "off"
+        if values.get("top_k") == -1:  # a common spelling of "off"
             values["top_k"] = 0
         for name in _OF_CHECKPOINT:
             if name != "repetition_penalty" or program_features.penalties:
                 values.setdefault(name, getattr(self.generation, name))
-        biases = _biases(asked.logit_bias or {})
+        biases = _biases(request.logit_bias or {})
         if len(biases) > program_features.num_biases:
             raise ApiError(
                 400,
@@ -413,8 +434,8 @@ class ServingModel:
                 param="logit_bias",
             )
         if top_logprobs is not None:
-            name = "top_logprobs" if isinstance(asked, ChatCompletionRequest) else "logprobs"
-            self._check_top(top_logprobs, name)
+            name = "top_logprobs" if isinstance(request, ChatCompletionRequest) else "logprobs"
+            self._check_top_logprobs(top_logprobs, name)
         sampling = Sampling(
             **values,
             logit_bias=biases,
@@ -427,31 +448,31 @@ class ServingModel:
         return sampling
 
 
-def _refuse_unsupported(asked: GenerationRequest) -> None:
-    """Refuse what would be served wrongly if it were ignored."""
-    if asked.stream_options is not None and not asked.stream:
+def _refuse_unsupported(request: GenerationRequest) -> None:
+    """Raise an error for a field that would be served wrongly if it were ignored."""
+    if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     for name, harmless in NOT_SUPPORTED.items():
-        if getattr(asked, name, None) not in (None, *harmless):
+        if getattr(request, name, None) not in (None, *harmless):
             raise ApiError(400, f"{name} is not supported", param=name)
 
 
-def _stops(given: str | list[str] | None) -> tuple[str, ...]:
-    stops = (given,) if isinstance(given, str) else tuple(given or ())
-    if "" in stops or len(stops) > MOST_STOPS:
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if "" in stops or len(stops) > MAX_STOPS:
         raise ApiError(
-            400, f"stop: expected at most {MOST_STOPS} texts, none of them empty", param="stop"
+            400, f"stop: expected at most {MAX_STOPS} texts, none of them empty", param="stop"
         )
     return stops
 
 
-def _biases(given: dict[str, float]) -> dict[int, float]:
-    if not all(_TOKEN_ID.fullmatch(token) for token in given):
+def _biases(logit_bias: dict[str, float]) -> dict[int, float]:
+    if not all(_TOKEN_ID.fullmatch(token) for token in logit_bias):
         raise ApiError(400, "logit_bias: expected token ids as keys", param="logit_bias")
-    for token, bias in given.items():
+    for token, bias in logit_bias.items():
         if wrong := _BIASES.refusal(bias):
             raise ApiError(400, f"logit_bias of token {token} {wrong}", param="logit_bias")
-    biases = {int(token): bias for token, bias in given.items()}
-    if len(biases) < len(given):
+    biases = {int(token): bias for token, bias in logit_bias.items()}
+    if len(biases) < len(logit_bias):
         raise ApiError(400, "logit_bias names a token twice", param="logit_bias")
     return biases

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, which evaluations ask for: `echo` and `prompt_logprobs`."""
+"""Log-probabilities of a prompt's tokens, for the fields `echo` and `prompt_logprobs`. Evaluations use them."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from jaxspec.runtime.prefill import bucket
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.sharding import fetch, mesh_of, own_context
 
-NARROWEST = 64
+MIN_WIDTH = 64
 CHUNK = 256
 """Tokens whose logits are in memory at once."""
 
-Best = tuple[tuple[int, float], ...]
+TopLogprobs = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What the target thinks of a prompt. Nothing comes before the first token, so that one has none.
+    """Log-probabilities of a prompt's tokens under the target. The first token has none.
 
     Attributes:
-      logprobs: of each token after the first.
-      top_logprobs: the best tokens in each one's place, best first.
+      logprobs: one for each token after the first.
+      top_logprobs: the best tokens at each of these positions, best first; empty if none are kept.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    top_logprobs: tuple[Best, ...]
+    top_logprobs: tuple[TopLogprobs, ...]
 
 
 class PromptScorer:
     """Scores prompts, each by one pass of the target. Prompts of similar length share a program.
 
     Args:
-      top: best tokens to tell of in each place.
+      top: number of best tokens to keep at each position.
     """
 
     def __init__(self, target: LoadedModel, top: int):
@@ -48,16 +48,15 @@ class PromptScorer:
         self._mesh = mesh_of(target=target.params)
 
     def __call__(self, ids: tuple[int, ...]) -> PromptScores:
-        """Score a prompt. This takes the device."""
+        """Return the log-probabilities of a prompt's tokens. Runs on the device."""
         if len(ids) == 1:
             return PromptScores(ids, (), ())
-        most = self._target.config.max_positions
-        width = min(bucket(len(ids), smallest=NARROWEST), most)
+        width = min(bucket(len(ids), smallest=MIN_WIDTH), self._target.config.max_positions)
         tokens = np.zeros((1, width), np.int32)
         tokens[0, : len(ids)] = ids
         one, length = np.ones(1, np.int32), np.full(1, len(ids), np.int32)
         with own_context(self._mesh):
-            found: Any = score(
+            scores: Any = score(
                 self._target,
                 self._target.params,
                 Sequences.padded(jnp.asarray(tokens), one, length),
@@ -65,9 +64,9 @@ class PromptScorer:
                 remat=False,
                 chunk=CHUNK,
             )
-            found = jax.tree.map(lambda x: x[0, 1 : len(ids)].tolist(), fetch(found))
-        best: tuple[Best, ...] = ()
+            scores = jax.tree.map(lambda x: x[0, 1 : len(ids)].tolist(), fetch(scores))
+        best: tuple[TopLogprobs, ...] = ()
         if self._top:
-            pairs = zip(found.top_ids, found.top_values, strict=True)
+            pairs = zip(scores.top_ids, scores.top_values, strict=True)
             best = tuple(tuple(zip(*row, strict=True)) for row in pairs)
-        return PromptScores(ids, tuple(found.target), best)
+        return PromptScores(ids, tuple(scores.target), best)

@@ -1,4 +1,4 @@
-"""What requests may say, and of which types. Unknown fields are ignored; what is known must be right."""
+"""Bodies of requests, as pydantic models. Unknown fields are ignored; known fields are checked strictly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxspec.serving.errors import ApiError
 
 
 class ApiRequest(BaseModel):
-    """Any request. None is what leaving the field out is."""
+    """Base of all requests. Null and a missing field mean the same."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -18,7 +18,7 @@ class ApiRequest(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream shows beside the text."""
+    """Contents of a stream beside the text."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -26,7 +26,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(ApiRequest):
-    """What all requests have in common that want new tokens."""
+    """Fields that all generating routes have in common."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -47,7 +47,7 @@ class GenerationRequest(ApiRequest):
     return_token_ids: bool | None = None
     return_steps: bool | None = None
     prompt_logprobs: int | None = None
-    # What the reply may be: `grammars` reads them.
+    # Read by `structured_outputs`.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     regex: str | None = None
@@ -81,7 +81,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """A request to /v1/chat/completions. `jaxspec.text.chat` reads messages and tools."""
+    """A request to /v1/chat/completions. `jaxspec.text.chat` checks messages and tools."""
 
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
@@ -105,6 +105,27 @@ class ChatCompletionRequest(GenerationRequest):
     documents: Any = None
 
 
+class ResponsesRequest(GenerationRequest):
+    """A request to /v1/responses."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "skip_special_tokens": (True,),
@@ -125,11 +146,11 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": ([],),
 }
-"""Fields that would be served wrongly if they were ignored, with the values beside null that ask for nothing."""
+"""Refused fields, which would be served wrongly if they were ignored, and the values allowed beside null."""
 
 
 class TokenizeRequest(ApiRequest):
-    """A request to /tokenize: a text, or a conversation."""
+    """A request to /tokenize, with a text or a conversation."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -146,32 +167,32 @@ class DetokenizeRequest(ApiRequest):
     tokens: list[int]
 
 
-RequestT = TypeVar("AskedT", bound=ApiRequest)
+RequestT = TypeVar("RequestT", bound=ApiRequest)
 
 
-def read(kind: type[RequestT], body: bytes) -> RequestT:
-    """Read a request's body.
+def parse_body(model: type[RequestT], body: bytes) -> RequestT:
+    """Parse a request's JSON body.
 
     Raises:
-      ApiError: it is no JSON, or a value is of a wrong type.
+      ApiError: the body is no JSON, or a value is of a wrong type.
     """
     try:
-        return kind.model_validate_json(body)
+        return model.model_validate_json(body)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        raise _refusal(found) from None
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        raise _validation_error(errors) from None
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is no JSON object in UTF-8", code="invalid_json") from None
 
 
-def _refusal(found: list[Any]) -> ApiError:
-    first = found[0]
+def _validation_error(errors: list[Any]) -> ApiError:
+    first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first['msg']}", code="invalid_json")
-    place = first["loc"]
-    if not place:
+    path = first["loc"]
+    if not path:
         return ApiError(400, "the body is no JSON object", code="invalid_json")
-    param = str(place[0])
-    # Of a field that may be several things, each has its own complaint.
-    said = list(dict.fromkeys(e["msg"] for e in found if e["loc"][:1] == place[:1]))
-    return ApiError(400, f"{param}: {'; or '.join(said[:3])}", param=param)
+    param = str(path[0])
+    # A field with several types has an error for each of them.
+    messages = list(dict.fromkeys(e["msg"] for e in errors if e["loc"][:1] == path[:1]))
+    return ApiError(400, f"{param}: {'; or '.join(messages[:3])}", param=param)

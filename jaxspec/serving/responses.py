@@ -1,8 +1,8 @@
-"""`/v1/responses`: the same engine, asked and answered in the form of the Responses protocol.
+"""/v1/responses: requests as chats, and replies in the form of the Responses protocol.
 
-Read `ResponsesReply`. Items of the input become messages of a chat (`messages_of`). What the model writes becomes
-items of the output (`Output`), told event by event. A reply in one piece is the end of the same story. Nothing is
-stored, so a conversation is sent whole each time.
+Read `parse_responses`, then `ResponsesReply`. `messages_of` makes messages of a chat from the input's items. `Output`
+makes items and stream events from the model's tokens. A reply in one piece is the stream's last event. Nothing is
+stored, so each request has the whole conversation.
 """
 
 from __future__ import annotations
@@ -10,26 +10,29 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxspec.engine.request import Completion
 from jaxspec.options import shown
-from jaxspec.serving import event_stream
-from jaxspec.serving.completions import Kind, Reply, internal_error
-from jaxspec.serving.errors import ApiError
+from jaxspec.serving.completions import Reply, ReplyFormat, Scorer
+from jaxspec.serving.errors import ApiError, internal_error
+from jaxspec.serving.event_stream import encode_event
 from jaxspec.serving.open_engine import OpenEngine
 from jaxspec.serving.parse_request import ParsedRequest, ServingModel
-from jaxspec.serving.prompt_logprobs import PromptScores
-from jaxspec.serving.protocol import ChatCompletionRequest, GenerationRequest
+from jaxspec.serving.protocol import (
+    ChatCompletionRequest,
+    GenerationRequest,
+    ResponsesRequest,
+)
 from jaxspec.serving.reply_format import ChatChoice, TextLogprobs, finish_reason
 from jaxspec.text import chat
 
 LOG = logging.getLogger("jaxspec.serving")
-KIND = Kind("resp_", "response", "response", ChatChoice)
-Event = dict[str, Any]
+FORMAT = ReplyFormat("resp_", "response", "response", ChatChoice)
+StreamEvent = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` has where log-probabilities are asked for."""
+"""Element of `include` that asks for log-probabilities."""
 _PARAMS = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -37,113 +40,91 @@ _PARAMS = {
 }
 
 
-class ResponsesRequest(GenerationRequest):
-    """A request to /v1/responses."""
-
-    input: str | list[dict[str, Any]]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    reasoning: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    include: list[str] | None = None
-    top_logprobs: int | None = None
-    previous_response_id: str | None = None
-    background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-def parse_responses(served: ServingModel, asked: ResponsesRequest) -> ParsedRequest:
-    """Understand a request.
+def parse_responses(model: ServingModel, request: ResponsesRequest) -> ParsedRequest:
+    """Parse a request to /v1/responses, as a chat.
 
     Raises:
-      ApiError: it cannot be served; says which field is wrong.
+      ApiError: the server cannot serve it; names the field.
     """
-    wrong = {
-        "previous_response_id": asked.previous_response_id is not None,
-        "background": bool(asked.background),
-        "conversation": asked.conversation is not None,
-        "prompt": asked.prompt is not None,
-        "n": asked.n not in (None, 1),
+    unsupported = {
+        "previous_response_id": request.previous_response_id is not None,
+        "background": bool(request.background),
+        "conversation": request.conversation is not None,
+        "prompt": request.prompt is not None,
+        "n": request.n not in (None, 1),
     }
-    for name, is_wrong in wrong.items():
-        if is_wrong:
+    for name, is_set in unsupported.items():
+        if is_set:
             raise ApiError(400, f"{name} is not supported", param=name)
     for name in ("metadata", "tools", "tool_choice", "reasoning", "text"):  # the reply repeats them
         try:
-            json.dumps(getattr(asked, name), allow_nan=False)
+            json.dumps(getattr(request, name), allow_nan=False)
         except ValueError:
-            said = f"{name} has a number that is none of JSON"
-            raise ApiError(400, said, param=name) from None
-    effort = (asked.reasoning or {}).get("effort")
+            message = f"{name} has a number that is none of JSON"
+            raise ApiError(400, message, param=name) from None
+    effort = (request.reasoning or {}).get("effort")
     if not isinstance(effort, str | None):
         name = "reasoning.effort"
         raise ApiError(400, f"{name} is {shown(effort)}; expected a word", param=name)
-    top = asked.top_logprobs
-    wants_logprobs = bool(top) or LOGPROBS in (asked.include or ())
-    same = {
-        name: getattr(asked, name) for name in GenerationRequest.model_fields if name != "stream"
+    top = request.top_logprobs
+    wants_logprobs = bool(top) or LOGPROBS in (request.include or ())
+    shared = {
+        name: getattr(request, name) for name in GenerationRequest.model_fields if name != "stream"
     }
     try:
-        return served.chat(
+        return model.parse_chat(
             ChatCompletionRequest(
-                **same | {"stream_options": None, "response_format": _format(asked)},
-                messages=messages_of(asked.input, asked.instructions),
-                max_completion_tokens=asked.max_output_tokens,
-                tools=asked.tools,
-                tool_choice=asked.tool_choice,
-                parallel_tool_calls=asked.parallel_tool_calls,
+                **shared | {"stream_options": None, "response_format": _response_format(request)},
+                messages=messages_of(request.input, request.instructions),
+                max_completion_tokens=request.max_output_tokens,
+                tools=request.tools,
+                tool_choice=request.tool_choice,
+                parallel_tool_calls=request.parallel_tool_calls,
                 reasoning_effort=effort,
-                chat_template_kwargs=asked.chat_template_kwargs,
+                chat_template_kwargs=request.chat_template_kwargs,
                 logprobs=wants_logprobs,
                 top_logprobs=top if wants_logprobs else None,
             )
         )
     except ApiError as error:
-        first = (error.param or "").partition("[")[0]
-        if first in _PARAMS:
-            message = error.message.replace(first, _PARAMS[first], 1)
-            param = _PARAMS[first] + (error.param or "")[len(first) :]
+        field = (error.param or "").partition("[")[0]
+        if field in _PARAMS:
+            message = error.message.replace(field, _PARAMS[field], 1)
+            param = _PARAMS[field] + (error.param or "")[len(field) :]
             raise ApiError(error.status, message, param=param, code=error.code) from None
         raise
 
 
-def _format(asked: ResponsesRequest) -> dict[str, Any] | None:
-    """Return what the reply has to be, as /v1/chat/completions has it."""
-    found = (asked.text or {}).get("format")
-    if found is not None and not isinstance(found, dict):
-        raise ApiError(
-            400, f"text.format is {shown(found)}; expected an object", param="text.format"
-        )
-    return found
+def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+    """Return `text.format` as the `response_format` of /v1/chat/completions."""
+    value = (request.text or {}).get("format")
+    if value is not None and not isinstance(value, dict):
+        message = f"text.format is {shown(value)}; expected an object"
+        raise ApiError(400, message, param="text.format")
+    return value
 
 
 # --- the input ---------------------------------------------------------------------------------------
 
 
-def messages_of(given: str | Sequence[Any], instructions: str | None) -> list[dict[str, Any]]:
-    """Return the messages of a chat that the items of an input make.
+def messages_of(items: str | Sequence[Any], instructions: str | None) -> list[dict[str, Any]]:
+    """Return the input's items as messages of a chat.
 
     Raises:
-      ApiError: an item cannot be used.
+      ApiError: an item is of a type that is not supported.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    for place, item in enumerate(given):
-        _add(messages, f"input[{place}]", item)
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    for index, item in enumerate(items):
+        _add(messages, f"input[{index}]", item)
     return messages
 
 
 def _add(messages: list[dict[str, Any]], field: str, item: Mapping[str, Any]) -> None:
-    """Add an item to messages. What one turn of the model said is one message."""
+    """Add an item to messages. Items of one turn of the model become one message."""
     kind = item.get("type", "message")
     if kind == "message":
         message = {"role": item.get("role"), "content": item.get("content")}
@@ -155,24 +136,27 @@ def _add(messages: list[dict[str, Any]], field: str, item: Mapping[str, Any]) ->
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        _own(messages).setdefault("tool_calls", []).append(call)
+        _last_reply(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = item.get("output")
         text = output if isinstance(output, str | list) else json.dumps(output)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
     elif kind == "reasoning":
-        given = item.get("content"), item.get("summary")
-        parts = [part for parts in given if isinstance(parts, list) for part in parts]
+        lists = item.get("content"), item.get("summary")
+        parts = [part for parts in lists if isinstance(parts, list) for part in parts]
         text = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
         if text:
             messages.append({"role": "assistant", "content": None, "reasoning": text})
     else:
-        said = f"{field}.type is {shown(kind)}; this server reads messages, reasoning and function calls"
-        raise ApiError(400, said, param=f"{field}.type")
+        raise ApiError(
+            400,
+            f"{field}.type is {shown(kind)}; this server reads messages, reasoning and function calls",
+            param=f"{field}.type",
+        )
 
 
-def _own(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the model's message that a call belongs to."""
+def _last_reply(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the model's message that a call belongs to. Adds one if the last message is not the model's."""
     if not messages or messages[-1].get("role") != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
@@ -182,28 +166,28 @@ def _own(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Output:
-    """The items of a reply while they are written, and the events that tell of them.
+    """Items of a growing reply, and their stream events.
 
     Attributes:
-      items: as the reply shows them.
+      items: the items as in the reply's `output`.
     """
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._open = False  # whether the last item goes on
+        self._open = False  # whether the last item is unfinished
 
-    def take(
+    def push(
         self, events: Sequence[chat.Event], logprobs: Sequence[dict[str, Any]] | None = None
-    ) -> Iterator[Event]:
-        """Tell of what the model wrote.
+    ) -> Iterator[StreamEvent]:
+        """Add the parser's events to the items; yield stream events.
 
         Args:
-          logprobs: of the tokens of its text; None where nobody asks.
+          logprobs: entries of the text's tokens; None if the request has no log-probabilities.
         """
         for event in events:
             if isinstance(event, chat.Text):
                 yield from self._text("message", event.text, logprobs)
-                logprobs = None if logprobs is None else ()  # told once, with the first piece
+                logprobs = None if logprobs is None else ()  # sent once, with the first text
             elif isinstance(event, chat.Reasoning):
                 yield from self._text("reasoning", event.text)
             elif isinstance(event, chat.ToolCallStart):
@@ -226,8 +210,8 @@ class Output:
             else:
                 yield from self.end("incomplete")
 
-    def end(self, status: str = "completed") -> Iterator[Event]:
-        """End the item that goes on."""
+    def end(self, status: str = "completed") -> Iterator[StreamEvent]:
+        """End the last item, if it is unfinished."""
         if not self._open:
             return
         self._open = False
@@ -239,29 +223,29 @@ class Output:
         else:
             (part,) = item["content"]
             kind = part["type"]
-            said = {"content_index": 0, "text": part["text"]}
+            fields = {"content_index": 0, "text": part["text"]}
             if kind == "output_text":
-                said["logprobs"] = part.get("logprobs", [])
-            yield self._event(f"response.{kind}.done", said)
+                fields["logprobs"] = part.get("logprobs", [])
+            yield self._event(f"response.{kind}.done", fields)
             yield self._event("response.content_part.done", {"content_index": 0, "part": part})
         yield self._event("response.output_item.done", {"item": item})
 
     def _text(
         self, kind: str, text: str, logprobs: Sequence[dict[str, Any]] | None = None
-    ) -> Iterator[Event]:
-        """Tell of a piece of text, of an item of that kind."""
+    ) -> Iterator[StreamEvent]:
+        """Add text to an item of this type, and begin one if the last item is of another type."""
         if not self._open or self.items[-1]["type"] != kind:
             yield from self._begin_text(kind)
         (part,) = self.items[-1]["content"]
         part["text"] += text
-        said = {"content_index": 0, "delta": text}
+        fields = {"content_index": 0, "delta": text}
         if part["type"] == "output_text":
-            said["logprobs"] = [*(logprobs or ())]
+            fields["logprobs"] = [*(logprobs or ())]
         if logprobs is not None:
             part.setdefault("logprobs", []).extend(logprobs)
-        yield self._event(f"response.{part['type']}.delta", said)
+        yield self._event(f"response.{part['type']}.delta", fields)
 
-    def _begin_text(self, kind: str) -> Iterator[Event]:
+    def _begin_text(self, kind: str) -> Iterator[StreamEvent]:
         if kind == "message":
             start: dict[str, Any] = {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
@@ -274,108 +258,112 @@ class Output:
         item["content"] = [part]
         yield added
 
-    def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
+    def _begin(self, item: dict[str, Any]) -> Iterator[StreamEvent]:
         yield from self.end()
         self.items.append(item)
         self._open = True
         yield self._event("response.output_item.added", {"item": {**item}})
 
-    def _event(self, kind: str, more: dict[str, Any]) -> Event:
-        place = {"output_index": len(self.items) - 1}
-        if "item" not in more:
-            place["item_id"] = self.items[-1]["id"]
-        return {"type": kind, **place, **more}
+    def _event(self, kind: str, fields: dict[str, Any]) -> StreamEvent:
+        position = {"output_index": len(self.items) - 1}
+        if "item" not in fields:
+            position["item_id"] = self.items[-1]["id"]
+        return {"type": kind, **position, **fields}
 
 
 class ResponsesReply(Reply):
-    """A reply of /v1/responses that is being made."""
+    """A reply of /v1/responses in progress."""
 
     def __init__(
         self,
-        served: ServingModel,
-        opened: OpenEngine,
-        scorer: Callable[[tuple[int, ...]], PromptScores],
-        asked: ResponsesRequest,
-        wish: ParsedRequest,
+        model: ServingModel,
+        engine: OpenEngine,
+        scorer: Scorer,
+        request: ResponsesRequest,
+        parsed: ParsedRequest,
     ):
         """Submit the request; errors are as in `Reply`."""
-        super().__init__(KIND, served, opened, scorer, asked, wish)
-        self._items = Output()
-        self._said = asked
-        self._number = 0
+        super().__init__(FORMAT, model, engine, scorer, request, parsed)
+        self._output = Output()
+        self._responses_request = request
+        self._sequence_number = 0
 
     async def whole(self) -> dict[str, Any]:
         """Wait for the end, and return the reply.
 
         Raises:
-          ApiError: the engine failed, or there was no time left.
+          ApiError: the engine failed, or the request's time is over.
         """
-        last: Event = {}
+        last: StreamEvent = {}
         try:
-            async for event in self._told():
+            async for event in self._stream_events():
                 last = event
         finally:
             self.cancel()
         return last["response"]
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events of a stream. However it is left, the slot is given back."""
+        """Yield the events of a stream. Frees the slot, even if the stream is closed early."""
         try:
-            async for event in self._told():
-                yield self._numbered(event)
+            async for event in self._stream_events():
+                yield self._encode(event)
         except ApiError as error:
-            yield self._numbered(self._failed(error))
+            yield self._encode(self._failed(error))
         except Exception:
             LOG.exception("a stream failed")
-            yield self._numbered(self._failed(internal_error()))
+            yield self._encode(self._failed(internal_error()))
         finally:
             self.cancel()
 
-    async def _told(self) -> AsyncIterator[Event]:
-        """Yield what happens; the last event has the whole reply."""
+    async def _stream_events(self) -> AsyncIterator[StreamEvent]:
+        """Yield the events of a stream; the last one has the whole reply."""
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response("in_progress")}
-        wish = self._wish
+        parsed, tokenizer = self._parsed, self._model.tokenizer
         parser = chat.parser_for(
-            self._served.tokenizer,
-            wish.prompt_of(0),
-            calls=wish.tools.calls,
-            stop_texts=wish.stops,
+            tokenizer,
+            parsed.prompt_of(0),
+            calls=parsed.tools.calls,
+            stop_texts=parsed.stops,
         )
         seen = 0
         status = "completed"
-        text = None if wish.top_logprobs is None else TextLogprobs(self._served.tokenizer, wish)
-        async for event in self._events(0):
+        text = None if parsed.top_logprobs is None else TextLogprobs(tokenizer, parsed)
+        async for output in self._outputs(0):
             if text is not None:
-                for events, logprobs in text.read(parser, event, seen):
-                    for made in self._items.take(events, logprobs):
-                        yield made
+                for events, logprobs in text.push(parser, output, seen):
+                    for event in self._output.push(events, logprobs):
+                        yield event
             else:
-                for made in self._items.take(parser.push(event.token_ids[seen:])):
-                    yield made
-            seen = len(event.token_ids)
-            if isinstance(event, Completion):
-                self._count(event, parser.reasoning_tokens)
-                events = parser.finish(finish_reason(event))
-                for made in self._items.take(events, text and text.rest()):
-                    yield made
-                status = "completed" if event.finish_reason == "stop" else "incomplete"
-        for made in self._items.end(status):
-            yield made
-        self.texts += [i["content"][0]["text"] for i in self._items.items if i["type"] == "message"]
+                for event in self._output.push(parser.push(output.token_ids[seen:])):
+                    yield event
+            seen = len(output.token_ids)
+            if isinstance(output, Completion):
+                self.usage.add(output, parser.reasoning_tokens)
+                events = parser.finish(finish_reason(output))
+                for event in self._output.push(events, text and text.rest()):
+                    yield event
+                status = "completed" if output.finish_reason == "stop" else "incomplete"
+        for event in self._output.end(status):
+            yield event
+        items = self._output.items
+        self.texts += [i["content"][0]["text"] for i in items if i["type"] == "message"]
         yield {"type": f"response.{status}", "response": self._response(status)}
 
-    def _failed(self, error: ApiError) -> Event:
-        said = {"code": error.code or "server_error", "message": error.message}
-        return {"type": "response.failed", "response": {**self._response("failed"), "error": said}}
+    def _failed(self, error: ApiError) -> StreamEvent:
+        value = {"code": error.code or "server_error", "message": error.message}
+        return {"type": "response.failed", "response": {**self._response("failed"), "error": value}}
 
-    def _numbered(self, event: Event) -> bytes:
-        value = {**event, "sequence_number": self._number}
-        self._number += 1
-        return event_stream.event(value, event["type"])
+    def _encode(self, event: StreamEvent) -> bytes:
+        """Return an event with the stream's next sequence number."""
+        event = {**event, "sequence_number": self._sequence_number}
+        self._sequence_number += 1
+        return encode_event(event, event["type"])
 
     def _response(self, status: str) -> dict[str, Any]:
-        asked, usage, sampling = self._said, self.usage, self._wish.requests[0].sampling
+        """Return the reply's `response` object. Only a finished one has output and usage."""
+        request, usage = self._responses_request, self.usage
+        sampling = self._parsed.engine_requests[0].sampling
         is_over = status not in ("in_progress", "failed")
         return {
             "id": self._head["id"],
@@ -387,21 +375,21 @@ class ResponsesReply(Reply):
             "incomplete_details": {"reason": "max_output_tokens"}
             if status == "incomplete"
             else None,
-            "output": self._items.items if is_over else [],
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
+            "output": self._output.items if is_over else [],
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "tools": asked.tools or [],
-            "tool_choice": asked.tool_choice or "auto",
-            "parallel_tool_calls": self._wish.tools.parallel,
-            "top_logprobs": self._wish.top_logprobs or 0,
-            "reasoning": asked.reasoning or {"effort": None, "summary": None},
-            "text": {"format": _format(asked) or {"type": "text"}},
+            "tools": request.tools or [],
+            "tool_choice": request.tool_choice or "auto",
+            "parallel_tool_calls": self._parsed.tools.parallel,
+            "top_logprobs": self._parsed.top_logprobs or 0,
+            "reasoning": request.reasoning or {"effort": None, "summary": None},
+            "text": {"format": _response_format(request) or {"type": "text"}},
             "truncation": "disabled",
             "store": False,
             "previous_response_id": None,
-            "metadata": asked.metadata or {},
+            "metadata": request.metadata or {},
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens},

@@ -1,4 +1,4 @@
-"""What a server allows, and what it tells of itself. Needs no JAX: the command line makes its options of this."""
+"""Settings of a server. The command line makes its options from them, without JAX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = Range("above 0", lambda x: x > 0)
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server allows its clients."""
+    """Limits and settings for clients."""
 
     served_model_name: tuple[str, ...] = option(
         (),
@@ -54,10 +54,10 @@ class Settings:
     log_prompts: bool = option(False, "Write prompts and replies to the log, too.")
 
     def __post_init__(self) -> None:
-        """Refuse an empty key.
+        """Check the keys.
 
         Raises:
-          FieldError: there is one.
+          FieldError: a key is empty.
         """
         if "" in self.api_key:
             raise FieldError("api_key", "is empty: most likely a variable was not set")
@@ -65,7 +65,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class ProgramOptions:
-    """What the engine's programs are compiled for. What they cannot do is refused by name."""
+    """Shapes and features that the engine's programs are compiled for."""
 
     slots: int = option(
         8, "Requests decoded together, rounded up to a power of two.", range=at_least(1)
@@ -119,7 +119,7 @@ class ProgramOptions:
 
     @property
     def program_features(self) -> ProgramFeatures:
-        """What the programs can do."""
+        """Features that the programs have."""
         return ProgramFeatures(
             penalties=not self.no_penalties,
             num_biases=self.max_logit_bias,

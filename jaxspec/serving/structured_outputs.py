@@ -1,6 +1,6 @@
-"""What a request says of grammars, under the names that the protocol and other servers have for it.
+"""Structured outputs: the fields of a request that constrain its reply by a grammar.
 
-Read `find_structured_output`. All say one of four kinds; a request may have one.
+Read `find_structured_output`. The fields are those of OpenAI and of vLLM. A request may have one of them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from jaxspec.text.grammars import Grammar, GrammarTokens, Kind
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """A grammar that is asked for.
+    """A grammar that a request names.
 
     Attributes:
-      field: of the request.
+      field: the field of the request.
+      source: a JSON schema, or the text of a regex or of a Lark grammar; None for any JSON object.
     """
 
     field: str
@@ -31,57 +32,57 @@ class StructuredOutput:
     source: Any = None
 
 
-def find_structured_output(asked: GenerationRequest) -> StructuredOutput | None:
-    """Return the grammar that a request asks for; None for none.
+def find_structured_output(request: GenerationRequest) -> StructuredOutput | None:
+    """Return the structured output of a request, or None if it has none.
 
     Raises:
-      ApiError: it asks for two, or for one that is not supported.
+      ApiError: the request has two, or one that is not supported.
     """
-    found = _of_format("response_format", asked.response_format)
-    for name, read in _FIELDS.items():
-        if (value := getattr(asked, name)) is not None:
-            found.append(read(name, value))
-    for name, value in (asked.structured_outputs or {}).items():
+    outputs = _from_response_format("response_format", request.response_format)
+    for name, parse in _FIELDS.items():
+        if (value := getattr(request, name)) is not None:
+            outputs.append(parse(name, value))
+    for name, value in (request.structured_outputs or {}).items():
         if value is None or value is False:
             continue
         field = f"structured_outputs.{name}"
-        if name in _STRUCTURED:
-            found.append(_STRUCTURED[name](field, value))
+        if name in _STRUCTURED_OUTPUTS:
+            outputs.append(_STRUCTURED_OUTPUTS[name](field, value))
         elif name in ("structural_tag", "whitespace_pattern"):
             raise ApiError(400, f"{field} is not supported", param=field)
-    if len(found) > 1:
-        names = " and ".join(one.field for one in found)
+    if len(outputs) > 1:
+        names = " and ".join(output.field for output in outputs)
         raise ApiError(
-            400, f"{names} both say what the reply may be; give one", param=found[1].field
+            400, f"{names} both say what the reply may be; give one", param=outputs[1].field
         )
-    return found[0] if found else None
+    return outputs[0] if outputs else None
 
 
-def _of_format(field: str, given: Mapping[str, Any] | None) -> list[StructuredOutput]:
-    if given is None or (kind := given.get("type")) == "text":
+def _from_response_format(field: str, value: Mapping[str, Any] | None) -> list[StructuredOutput]:
+    if value is None or (kind := value.get("type")) == "text":
         return []
     if kind == "json_object":
         return [StructuredOutput(field, "json_object")]
     if kind != "json_schema":
-        said = f'{field}.type is {shown(kind)}; it is "text", "json_object" or "json_schema"'
-        raise ApiError(400, said, param=field)
-    inner = given.get("json_schema", given)  # /v1/responses has the schema beside the type
+        message = f'{field}.type is {shown(kind)}; it is "text", "json_object" or "json_schema"'
+        raise ApiError(400, message, param=field)
+    inner = value.get("json_schema", value)  # /v1/responses has the schema beside the type
     schema = inner.get("schema") if isinstance(inner, Mapping) else None
     if not isinstance(schema, Mapping):
-        said = f"{field}.json_schema.schema is {shown(schema)}; expected a JSON schema"
-        raise ApiError(400, said, param=field)
+        message = f"{field}.json_schema.schema is {shown(schema)}; expected a JSON schema"
+        raise ApiError(400, message, param=field)
     return [StructuredOutput(field, "json_schema", schema)]
 
 
-def _kind(kind: Kind) -> Callable[[str, Any], StructuredOutput]:
+def _of_kind(kind: Kind) -> Callable[[str, Any], StructuredOutput]:
     return lambda field, value: StructuredOutput(field, kind, value)
 
 
 def _choice(field: str, value: Any) -> StructuredOutput:
-    """Return the grammar of one of some texts."""
+    """Return the structured output of a choice between texts."""
     if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
         raise ApiError(400, f"{field} is {shown(value)}; expected a list of texts", param=field)
-    # JSON's strings are those of Lark.
+    # JSON and Lark write strings in the same way.
     return StructuredOutput(
         field,
         "lark",
@@ -90,47 +91,51 @@ def _choice(field: str, value: Any) -> StructuredOutput:
 
 
 _FIELDS: dict[str, Callable[[str, Any], StructuredOutput]] = {
-    "regex": _kind("regex"),
-    "lark": _kind("lark"),
-    "guided_json": _kind("json_schema"),
-    "guided_regex": _kind("regex"),
+    "regex": _of_kind("regex"),
+    "lark": _of_kind("lark"),
+    "guided_json": _of_kind("json_schema"),
+    "guided_regex": _of_kind("regex"),
     "guided_choice": _choice,
-    "guided_grammar": _kind("lark"),
+    "guided_grammar": _of_kind("lark"),
 }
-_STRUCTURED: dict[str, Callable[[str, Any], StructuredOutput]] = {
-    "json": _kind("json_schema"),
-    "json_object": _kind("json_object"),
-    "regex": _kind("regex"),
+_STRUCTURED_OUTPUTS: dict[str, Callable[[str, Any], StructuredOutput]] = {
+    "json": _of_kind("json_schema"),
+    "json_object": _of_kind("json_object"),
+    "regex": _of_kind("regex"),
     "choice": _choice,
-    "grammar": _kind("lark"),
-    "lark": _kind("lark"),
+    "grammar": _of_kind("lark"),
+    "lark": _of_kind("lark"),
 }
 
 
-def compiled(
+def compile_grammar(
     tokens: GrammarTokens,
-    asked: StructuredOutput,
+    output: StructuredOutput,
     *,
     frame: str | None = None,
     lenient: bool = False,
 ) -> Grammar:
-    """Return a grammar as the engine takes it. What was compiled lately is not compiled again.
+    """Compile the grammar of a structured output for the engine. The newest 64 are cached.
+
+    Args:
+      frame: rule that the grammar stands in, as `text.chat.rules.frame` returns it.
+      lenient: as for `GrammarTokens.compile`.
 
     Raises:
-      ApiError: it cannot be used.
+      ApiError: the grammar cannot be used.
     """
     try:
-        source = json.dumps(asked.source)
-        return _compiled(tokens, asked.kind, source, frame, lenient)
+        source = json.dumps(output.source)
+        return _compile(tokens, output.kind, source, frame, lenient)
     except (FieldError, ValueError, RecursionError) as error:
-        said = str(error)
+        message = str(error)
         if isinstance(error, FieldError):
-            said = re.sub(f"^{asked.kind}", asked.field, said)
-        raise ApiError(400, said, param=asked.field) from None
+            message = re.sub(f"^{output.kind}", output.field, message)
+        raise ApiError(400, message, param=output.field) from None
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(
+def _compile(
     tokens: GrammarTokens, kind: Kind, source: str, frame: str | None, lenient: bool
 ) -> Grammar:
     return tokens.compile(kind, json.loads(source), frame=frame, lenient=lenient)

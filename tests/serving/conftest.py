@@ -23,7 +23,7 @@ from jaxspec.options import ProgramFeatures
 from jaxspec.runtime.runtime import Programs
 from jaxspec.serving.app import make_app
 from jaxspec.serving.metrics import Metrics
-from jaxspec.serving.open_engine import OpenEngine, Steps
+from jaxspec.serving.open_engine import EngineProtocol, OpenEngine
 from jaxspec.serving.parse_request import ServingModel
 from jaxspec.serving.prompt_logprobs import PromptScorer, PromptScores
 from jaxspec.serving.server import bind
@@ -46,8 +46,8 @@ class Live:
     """A server that runs."""
 
     client: httpx.Client
-    opened: OpenEngine
-    served: ServingModel
+    open_engine: OpenEngine
+    serving_model: ServingModel
     engine: Any
     offline: Engine | None = None
 
@@ -57,7 +57,7 @@ class Live:
     def settle(self) -> None:
         """Wait until no request is left."""
         end = time.monotonic() + 20
-        while self.opened.num_live:
+        while self.open_engine.num_live:
             assert time.monotonic() < end, "requests are left"
             time.sleep(0.01)
 
@@ -74,15 +74,15 @@ def no_scores(ids: tuple[int, ...]) -> PromptScores:
 
 
 def run_server(
-    served: ServingModel, engine: Steps, scorer: Any = None, **options: Any
+    serving_model: ServingModel, engine: EngineProtocol, scorer: Any = None, **options: Any
 ) -> Iterator[Live]:
-    metrics = Metrics(served.names[0])
-    opened = OpenEngine(
-        engine, observer=metrics, max_waiting=served.settings.max_waiting, **options
+    metrics = Metrics(serving_model.names[0])
+    open_engine = OpenEngine(
+        engine, observer=metrics, max_waiting=serving_model.settings.max_waiting, **options
     )
     bound = bind("127.0.0.1", 0)
     config = uvicorn.Config(
-        make_app(served, opened, scorer or no_scores, metrics),
+        make_app(serving_model, open_engine, scorer or no_scores, metrics),
         log_config=None,
         lifespan="off",
         ws="none",
@@ -93,10 +93,10 @@ def run_server(
     thread.start()
     host, port = bound.getsockname()[:2]
     with httpx.Client(base_url=f"http://{host}:{port}", timeout=30) as client:
-        yield Live(client, opened, served, engine)
+        yield Live(client, open_engine, serving_model, engine)
         if isinstance(engine, FakeEngine):
             engine.gate.set()
-        opened.close(20)
+        open_engine.close(20)
     server.should_exit = True
     thread.join(20)
     assert not thread.is_alive()
@@ -112,7 +112,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[jaxspec.Pair, Token
 
 
 @pytest.fixture(scope="session")
-def served(model: tuple[jaxspec.Pair, Tokenizer]) -> ServingModel:
+def serving_model(model: tuple[jaxspec.Pair, Tokenizer]) -> ServingModel:
     pair, tokenizer = model
     engine = Engine(*pair, program_features=EXTRAS, cache_length=CACHE_LENGTH)
     return ServingModel(
@@ -127,7 +127,7 @@ def served(model: tuple[jaxspec.Pair, Tokenizer]) -> ServingModel:
 
 
 @pytest.fixture(scope="session")
-def live(model: tuple[jaxspec.Pair, Tokenizer], served: ServingModel) -> Iterator[Live]:
+def live(model: tuple[jaxspec.Pair, Tokenizer], serving_model: ServingModel) -> Iterator[Live]:
     """The tiny pair, and an engine of the same programs beside it."""
     pair, _ = model
     shared: dict[str, Any] = dict(
@@ -139,17 +139,17 @@ def live(model: tuple[jaxspec.Pair, Tokenizer], served: ServingModel) -> Iterato
     )
     offline = Engine(*pair, **shared)
     scorer = PromptScorer(pair.target, EXTRAS.top_logprobs)
-    for started in run_server(served, Engine(*pair, **shared), scorer):
+    for started in run_server(serving_model, Engine(*pair, **shared), scorer):
         yield dataclasses.replace(started, offline=offline)
 
 
 @pytest.fixture
-def fake(served: ServingModel) -> Iterator[Callable[..., Live]]:
+def fake(serving_model: ServingModel) -> Iterator[Callable[..., Live]]:
     """Starts a server over an engine without a model; arguments are settings."""
     running: list[Iterator[Live]] = []
 
     def start(engine: FakeEngine | None = None, **settings: Any) -> Live:
-        changed = dataclasses.replace(served, settings=Settings(**settings))
+        changed = dataclasses.replace(serving_model, settings=Settings(**settings))
         running.append(run_server(changed, engine or FakeEngine()))
         return next(running[-1])
 
@@ -160,7 +160,7 @@ def fake(served: ServingModel) -> Iterator[Callable[..., Live]]:
 
 
 @pytest.fixture
-def scripted(served: ServingModel) -> Iterator[Callable[..., tuple[Live, ScriptedEngine]]]:
+def scripted(serving_model: ServingModel) -> Iterator[Callable[..., tuple[Live, ScriptedEngine]]]:
     """Starts a server that chats in Qwen3's form and gives these replies; the rest are settings."""
     tokenizer = Tokenizer(QWEN.tokenizer.backend, chat_template=CHAT_TEMPLATE)
     running: list[Iterator[Live]] = []
@@ -168,7 +168,7 @@ def scripted(served: ServingModel) -> Iterator[Callable[..., tuple[Live, Scripte
     def start(*replies: str, **settings: Any) -> tuple[Live, ScriptedEngine]:
         engine = ScriptedEngine(map(QWEN.encode, replies))
         changed = dataclasses.replace(
-            served,
+            serving_model,
             names=("scripted", "tiny"),
             tokenizer=tokenizer,
             grammars=None,  # which are of the other tokenizer

@@ -1,4 +1,4 @@
-"""What clients are told is the same with speculation on and off, greedy, in float32.
+"""Clients get the same streams with speculation on and off, greedy, in float32.
 
 A real engine decodes. Its target writes what a test wrote down, the corpus of `tests.chat.models`: a bias of each request
 says which text. Its drafter knows the texts, but for some tokens, so that steps commit groups of all sizes.
@@ -99,16 +99,17 @@ def models() -> tuple[LoadedModel, LoadedModel]:
     return target, fakes.lookup(target, known, block_size=5)
 
 
-def told(case: Case, events: list[Any]) -> tuple[list[dict[str, Any]], str, list[str | None]]:
-    """Return what a chat's stream says and what a completion's does, and why they ended."""
+def replies(case: Case, events: list[Any]) -> tuple[list[dict[str, Any]], str, list[str | None]]:
+    """Return the deltas of a chat's stream, the text of a completion's, and their finish reasons."""
     prompt = (3, 3)
-    wish = ParsedRequest((prompt,), (), 1, case.stops, None, tools=ToolChoice(calls=True))
+    parsed = ParsedRequest((prompt,), (), 1, case.stops, None, tools=ToolChoice(calls=True))
     tokenizer = case.family.tokenizer
-    chat, text = ChatChoice(tokenizer, wish, 0), TextChoice(tokenizer, wish, 0)
-    pieces = [chat.push(event) for event in events]
+    chat, text = ChatChoice(tokenizer, parsed, 0), TextChoice(tokenizer, parsed, 0)
+    deltas = [chat.push(event) for event in events]
     texts = [text.push(event) for event in events]
-    said = "".join(piece.delta.get("text", "") for piece in texts)
-    return _joined([p.delta for p in pieces]), said, [pieces[-1].reason, texts[-1].reason]
+    reply = "".join(delta.fields.get("text", "") for delta in texts)
+    reasons = [deltas[-1].finish_reason, texts[-1].finish_reason]
+    return _joined([delta.fields for delta in deltas]), reply, reasons
 
 
 def _joined(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -166,7 +167,7 @@ def test_clients_cannot_tell_whether_tokens_were_drafted(
         about = NAMES[case.text], case
         assert one[-1].token_ids == other[-1].token_ids, about
         assert isinstance(one[-1], Completion)
-        (parts, text, why), (parts_, text_, why_) = told(case, one), told(case, other)
+        (parts, text, why), (parts_, text_, why_) = replies(case, one), replies(case, other)
         assert by_kind(parts) == by_kind(parts_), about
         assert (text, why) == (text_, why_), about
         reasons.update(why)

@@ -116,6 +116,8 @@ def test_no_memory_while_prompts_are_read(
     assert "RESOURCE_EXHAUSTED" in caplog.text
     live.settle()
     left[0] = 0
-    (alone,) = live.alone(Request(tuple(prompt), 6, stop_ids=live.served.generation.eos_token_ids))
+    (alone,) = live.alone(
+        Request(tuple(prompt), 6, stop_ids=live.serving_model.generation.eos_token_ids)
+    )
     reply = live.post("/v1/completions", **body)
     assert tuple(reply.json()["choices"][0]["token_ids"]) == alone.token_ids

@@ -16,8 +16,14 @@ import pytest
 
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.parse_request import ServingModel
-from jaxspec.serving.protocol import ApiRequest, ChatCompletionRequest, CompletionRequest, read
-from jaxspec.serving.responses import ResponsesRequest, parse_responses
+from jaxspec.serving.protocol import (
+    ApiRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    parse_body,
+)
+from jaxspec.serving.responses import parse_responses
 from tests.serving.conftest import Live, connect
 
 SECONDS = float(os.environ.get("JAXSPEC_FUZZ_S", "3"))
@@ -102,12 +108,12 @@ def mutated(value: Any, rng: random.Random) -> Any:
     return value
 
 
-def test_a_body_is_understood_or_refused(served: ServingModel) -> None:
+def test_a_body_is_understood_or_refused(serving_model: ServingModel) -> None:
     """Without a server, so many more are tried in a second."""
     understand: list[tuple[type[ApiRequest], Callable[..., Any]]] = [
-        (CompletionRequest, served.completion),
-        (ChatCompletionRequest, served.chat),
-        (ResponsesRequest, functools.partial(parse_responses, served)),
+        (CompletionRequest, serving_model.parse_completion),
+        (ChatCompletionRequest, serving_model.parse_chat),
+        (ResponsesRequest, functools.partial(parse_responses, serving_model)),
     ]
     rng = random.Random(SEED)
     understood = refused = 0
@@ -116,9 +122,9 @@ def test_a_body_is_understood_or_refused(served: ServingModel) -> None:
     while time.monotonic() < end or (tries < 1000 and min(understood, refused) <= 20):
         tries += 1
         body = json.dumps(mutated(rng.choice(BODIES), rng)).encode()
-        for kind, wish in understand:
+        for kind, parse in understand:
             try:
-                wish(read(kind, body))
+                parse(parse_body(kind, body))
                 understood += 1
             except ApiError:
                 refused += 1

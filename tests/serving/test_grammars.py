@@ -114,6 +114,6 @@ def test_tools_and_a_format_exclude_each_other(live: Live) -> None:
 
 
 def test_a_server_without_grammars_says_why(live: Live) -> None:
-    bare = dataclasses.replace(live.served, grammars=None, no_grammars="none here")
+    bare = dataclasses.replace(live.serving_model, grammars=None, no_grammars="none here")
     with pytest.raises(ApiError, match="regex: none here"):
-        bare.completion(CompletionRequest(prompt="a", regex="a"))
+        bare.parse_completion(CompletionRequest(prompt="a", regex="a"))

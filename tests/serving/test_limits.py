@@ -61,7 +61,7 @@ def test_a_client_that_leaves_frees_its_row(fake: Start, stream: bool) -> None:
         ends_soon(engine.in_step.is_set)  # so what leaves now is seen only when the gate opens
         if stream:
             assert connection.recv(12) == b"HTTP/1.1 200"
-    ends_soon(lambda: len(live.opened._leaving) == 2)
+    ends_soon(lambda: len(live.open_engine._leaving) == 2)
     engine.gate.set()
     live.settle()
     assert live.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
@@ -95,7 +95,7 @@ def test_a_client_that_leaves_before_the_first_event() -> None:
     async def send(message: Any) -> None:
         await asyncio.sleep(60)
 
-    stream = EventStream(events(), timeout_s=60, end=lambda: ended.append("end"))
+    stream = EventStream(events(), timeout_s=60, on_close=lambda: ended.append("end"))
     asyncio.run(stream({"type": "http"}, receive, send))
     assert ended == ["end"]
 
@@ -148,7 +148,7 @@ def test_a_refused_request_leaves_no_work(fake: Start) -> None:
     with live.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}):
         ends_soon(engine.in_step.is_set)
         assert live.post("/v1/completions", **LONG, echo=True, logprobs=0).status_code == 429
-        ((_, future),) = live.opened._calls
+        ((_, future),) = live.open_engine._calls
         assert future.cancelled()
         engine.gate.set()
     live.settle()
@@ -178,9 +178,9 @@ def test_draining(fake: Start) -> None:
     live = fake(engine)
     engine.gate.clear()
     with live.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as reply:
-        drained = threading.Thread(target=live.opened.drain)
+        drained = threading.Thread(target=live.open_engine.drain)
         drained.start()
-        ends_soon(lambda: live.opened.state == "draining")
+        ends_soon(lambda: live.open_engine.state == "draining")
         health = live.client.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "draining"})
         refused = live.post("/v1/completions", **LONG)
@@ -197,9 +197,9 @@ class Running:
     def __init__(self, live: Live, drain_s: float):
         bound = bind("127.0.0.1", 0)
         self.address = bound.getsockname()[:2]
-        app = make_app(live.served, live.opened, no_scores, Metrics("m"))
+        app = make_app(live.serving_model, live.open_engine, no_scores, Metrics("m"))
         config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5)
-        self.server = Server(config, live.opened, drain_s)
+        self.server = Server(config, live.open_engine, drain_s)
         self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
         run = self.server.run
         self.thread = threading.Thread(target=run, kwargs={"sockets": [bound]}, daemon=True)
@@ -221,7 +221,7 @@ def test_what_does_not_end_in_time_is_told_so(fake: Start, stream: bool) -> None
         reply = pool.submit(running.post, **LONG, stream=stream)
         ends_soon(engine.in_step.is_set)
         running.server.handle_exit(signal.SIGTERM, None)
-        ends_soon(lambda: live.opened.state == "closed")
+        ends_soon(lambda: live.open_engine.state == "closed")
         engine.gate.set()
         text = reply.result(20).text
     assert '"code":"cancelled"' in text
@@ -246,7 +246,7 @@ def test_an_engine_that_is_beyond_repair_ends_the_server(fake: Start) -> None:
     assert running.post(**LONG).status_code == 500
     running.thread.join(20)
     assert not running.thread.is_alive()
-    assert live.opened.state == "failed"
+    assert live.open_engine.state == "failed"
 
 
 def test_a_second_signal_ends_requests_in_the_protocol_s_form(fake: Start) -> None:
@@ -256,9 +256,9 @@ def test_a_second_signal_ends_requests_in_the_protocol_s_form(fake: Start) -> No
     running = Running(live, drain_s=60)
     with ThreadPoolExecutor() as pool:
         reply = pool.submit(running.post, **LONG)
-        ends_soon(lambda: live.opened.num_live == 1)
+        ends_soon(lambda: live.open_engine.num_live == 1)
         running.server.handle_exit(signal.SIGTERM, None)
-        ends_soon(lambda: live.opened.state == "draining")
+        ends_soon(lambda: live.open_engine.state == "draining")
         running.server.handle_exit(signal.SIGTERM, None)
         found = reply.result(20)
     assert (found.status_code, found.json()["error"]["code"]) == (503, "cancelled")
@@ -293,7 +293,7 @@ def test_a_mistake_of_the_server_is_no_traceback(
     fake: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     live = fake()
-    monkeypatch.setattr(type(live.served), "completion", lambda self, asked: 1 // 0)
+    monkeypatch.setattr(type(live.serving_model), "parse_completion", lambda self, request: 1 // 0)
     reply = live.post("/v1/completions", **LONG)
     assert reply.status_code == 500
     assert reply.json()["error"]["code"] == "internal_error"

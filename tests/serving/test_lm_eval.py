@@ -47,7 +47,7 @@ NEW_TOKENS = 32  # as in held_out_text.yaml
 def bundled() -> Iterator[Live]:
     pair = jaxspec.load()
     engine = Engine(*pair, batch_size=4, cache_length=256, num_stop_ids=4, program_features=EXTRAS)
-    served = ServingModel(
+    serving_model = ServingModel(
         names=("bundled",),
         tokenizer=pair.tokenizer,
         spec=engine.spec,
@@ -55,7 +55,7 @@ def bundled() -> Iterator[Live]:
         cache_length=256,
         settings=Settings(),
     )
-    yield from run_server(served, engine, PromptScorer(pair.target, 1))
+    yield from run_server(serving_model, engine, PromptScorer(pair.target, 1))
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_generated_texts_are_our_own(bundled: Live, data: Path) -> None:
     numbers, samples = lm_eval(
         bundled, data, "local-completions", "completions", "held_out_text", num_concurrent=3
     )
-    tokenizer = bundled.served.tokenizer
+    tokenizer = bundled.serving_model.tokenizer
     ours = continued_by_us([tokenizer.encode(s["doc"]["before"]) for s in samples])
     assert [s["filtered_resps"][0] for s in samples] == ours
     right = [
@@ -189,7 +189,7 @@ def test_replies_in_a_conversation_are_our_own(bundled: Live, data: Path) -> Non
         "--apply_chat_template",
         num_concurrent=3,
     )
-    tokenizer = bundled.served.tokenizer
+    tokenizer = bundled.serving_model.tokenizer
     chats = [[{"role": "user", "content": s["doc"]["before"]}] for s in samples]
     ours = continued_by_us([tokenizer.apply_chat(c) for c in chats])
     assert [s["filtered_resps"][0] for s in samples] == ours

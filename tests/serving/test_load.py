@@ -149,7 +149,7 @@ def test_many_clients_get_their_own_tokens(read_ahead: int, prefix_mib: int) -> 
         ).encode()
         for r in requests
     ]
-    served = ServingModel(
+    serving_model = ServingModel(
         names=("bundled",),
         tokenizer=pair.tokenizer,
         spec=engine.spec,
@@ -157,7 +157,7 @@ def test_many_clients_get_their_own_tokens(read_ahead: int, prefix_mib: int) -> 
         cache_length=cache_length,
         settings=Settings(max_waiting=CLIENTS),
     )
-    server = run_server(served, engine, PromptScorer(pair.target, 1))
+    server = run_server(serving_model, engine, PromptScorer(pair.target, 1))
     live = next(server)
     url = live.client.base_url
     address = url.host, url.port or 0
@@ -199,7 +199,7 @@ def test_many_clients_get_their_own_tokens(read_ahead: int, prefix_mib: int) -> 
     assert not seen.wrong, seen.wrong[:3]
     assert seen.whole > CLIENTS
     assert seen.left
-    assert live.opened.num_live == engine.num_running == 0
+    assert live.open_engine.num_live == engine.num_running == 0
     assert after[1] <= before[1] + 2
     assert after[2] <= before[2] + 2
     assert after[0] <= before[0] + 100

@@ -27,9 +27,9 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def opened(engine: FakeEngine) -> Iterator[OpenEngine]:
-    with OpenEngine(engine, max_waiting=3) as opened:
-        yield opened
+def open_engine(engine: FakeEngine) -> Iterator[OpenEngine]:
+    with OpenEngine(engine, max_waiting=3) as running:
+        yield running
         engine.gate.set()
 
 
@@ -37,16 +37,16 @@ def request(prompt: int = 1, count: int = 7, **more: Any) -> Request:
     return Request((prompt,), count, **more)
 
 
-def working(engine: FakeEngine, opened: OpenEngine) -> Handle:
+def working(engine: FakeEngine, open_engine: OpenEngine) -> Handle:
     """Return a request that the device is at work on until the gate opens."""
     engine.gate.clear()
-    handle = opened.submit(request(99))
+    handle = open_engine.submit(request(99))
     assert engine.in_step.wait(WAIT_S)
     return handle
 
 
-def test_events_come_to_threads(opened: OpenEngine) -> None:
-    handle = opened.submit(request())
+def test_events_come_to_threads(open_engine: OpenEngine) -> None:
+    handle = open_engine.submit(request())
     *updates, done = handle
     assert all(isinstance(update, Update) for update in updates)
     counts = [len(event.token_ids) for event in updates]
@@ -58,10 +58,10 @@ def test_events_come_to_threads(opened: OpenEngine) -> None:
     assert list(handle) == [done]  # later readers get what there is
 
 
-def test_events_come_to_coroutines(opened: OpenEngine) -> None:
+def test_events_come_to_coroutines(open_engine: OpenEngine) -> None:
     async def read(prompt: int) -> tuple[int, ...]:
         tokens: tuple[int, ...] = ()
-        async for event in opened.submit(request(prompt, 20)):
+        async for event in open_engine.submit(request(prompt, 20)):
             assert event.token_ids[: len(tokens)] == tokens
             tokens = event.token_ids
         return tokens
@@ -73,68 +73,70 @@ def test_events_come_to_coroutines(opened: OpenEngine) -> None:
 
 
 def test_a_request_that_comes_while_the_device_works_joins_when_it_returns(
-    engine: FakeEngine, opened: OpenEngine
+    engine: FakeEngine, open_engine: OpenEngine
 ) -> None:
-    first = working(engine, opened)
-    late = opened.submit(request(2))
+    first = working(engine, open_engine)
+    late = open_engine.submit(request(2))
     engine.gate.set()
     assert late.result(WAIT_S).token_ids == answer(request(2))
     assert first.result(WAIT_S).token_ids == answer(request(99))
 
 
-def test_a_full_queue_refuses_by_name(engine: FakeEngine, opened: OpenEngine) -> None:
+def test_a_full_queue_refuses_by_name(engine: FakeEngine, open_engine: OpenEngine) -> None:
     """Two slots and three places in the queue are five. Several join together, or none of them."""
-    working(engine, opened)
-    opened.submit_all([request(i) for i in range(3)])
+    working(engine, open_engine)
+    open_engine.submit_all([request(i) for i in range(3)])
     with pytest.raises(QueueFull, match="4 requests run or wait, and at most 5 may"):
-        opened.submit_all([request(), request()])
-    last = opened.submit(request())
+        open_engine.submit_all([request(), request()])
+    last = open_engine.submit(request())
     with pytest.raises(QueueFull, match="5 requests run or wait"):
-        opened.submit(request())
+        open_engine.submit(request())
     engine.gate.set()
     last.result(WAIT_S)
-    assert opened.submit(request()).result(WAIT_S).finish_reason == "length"
+    assert open_engine.submit(request()).result(WAIT_S).finish_reason == "length"
 
 
-def test_what_the_engine_cannot_run_is_refused_at_once(opened: OpenEngine) -> None:
+def test_what_the_engine_cannot_run_is_refused_at_once(open_engine: OpenEngine) -> None:
     with pytest.raises(FieldError, match="prompt_ids is empty"):
-        opened.submit(Request((), 3))
+        open_engine.submit(Request((), 3))
 
 
-def test_an_id_may_be_used_again_when_it_is_done(engine: FakeEngine, opened: OpenEngine) -> None:
+def test_an_id_may_be_used_again_when_it_is_done(
+    engine: FakeEngine, open_engine: OpenEngine
+) -> None:
     engine.gate.clear()
-    handle = opened.submit(request(id="mine"))
+    handle = open_engine.submit(request(id="mine"))
     with pytest.raises(FieldError, match="'mine' belongs to a request that is not done"):
-        opened.submit(request(id="mine"))
+        open_engine.submit(request(id="mine"))
     engine.gate.set()
     handle.result(WAIT_S)
-    assert opened.submit(request(id="mine")).result(WAIT_S).id == "mine"
+    assert open_engine.submit(request(id="mine")).result(WAIT_S).id == "mine"
 
 
-def test_priorities_come_first_then_arrival(engine: FakeEngine, opened: OpenEngine) -> None:
+def test_priorities_come_first_then_arrival(engine: FakeEngine, open_engine: OpenEngine) -> None:
     engine.batch_size = 1
-    working(engine, opened)
+    working(engine, open_engine)
     names = {"low": 5, "first": 0, "urgent": -1}
-    handles = [opened.submit(request(id=name, priority=p)) for name, p in names.items()]
+    handles = [open_engine.submit(request(id=name, priority=p)) for name, p in names.items()]
     engine.gate.set()
     for handle in handles:
         handle.result(WAIT_S)
     assert engine.admitted[1:] == ["urgent", "first", "low"]
 
 
-def test_several_are_taken_or_none(opened: OpenEngine) -> None:
+def test_several_are_taken_or_none(open_engine: OpenEngine) -> None:
     with pytest.raises(FieldError, match="'a' belongs to a request that is not done"):
-        opened.submit_all([request(id="a"), request(id="a")])
-    assert opened.num_live == 0
-    unnamed, named = opened.submit_all([request(), request(id=0)])
+        open_engine.submit_all([request(id="a"), request(id="a")])
+    assert open_engine.num_live == 0
+    unnamed, named = open_engine.submit_all([request(), request(id=0)])
     assert (unnamed.request.id, named.request.id) == (1, 0)
-    assert opened.drain(WAIT_S)
+    assert open_engine.drain(WAIT_S)
 
 
 def test_a_wait_that_was_in_vain_leaves_nobody_waiting(
-    engine: FakeEngine, opened: OpenEngine
+    engine: FakeEngine, open_engine: OpenEngine
 ) -> None:
-    handle = working(engine, opened)
+    handle = working(engine, open_engine)
     for _ in range(3):
         with pytest.raises(TimeoutError):
             handle.result(0.001)
@@ -143,10 +145,10 @@ def test_a_wait_that_was_in_vain_leaves_nobody_waiting(
     handle.result(WAIT_S)
 
 
-def test_cancelling(engine: FakeEngine, opened: OpenEngine) -> None:
+def test_cancelling(engine: FakeEngine, open_engine: OpenEngine) -> None:
     """One that runs, one that the engine does not know yet, and one that is done."""
-    running = working(engine, opened)
-    unknown = opened.submit(request(2))
+    running = working(engine, open_engine)
+    unknown = open_engine.submit(request(2))
     running.cancel()
     unknown.cancel()
     engine.gate.set()
@@ -156,14 +158,14 @@ def test_cancelling(engine: FakeEngine, opened: OpenEngine) -> None:
     assert done.token_ids == answer(request(99))[: len(done.token_ids)]
     running.cancel()
     assert running.result(WAIT_S) is done
-    assert opened.num_live == 0
+    assert open_engine.num_live == 0
 
 
-def test_a_callback_that_raises_ends_its_request_only(opened: OpenEngine) -> None:
+def test_a_callback_that_raises_ends_its_request_only(open_engine: OpenEngine) -> None:
     def raises(tokens: Any) -> int | None:
         raise KeyError("a mistake of the caller's")
 
-    bad, good = opened.submit_all([request(stop_at=raises), request(2)])
+    bad, good = open_engine.submit_all([request(stop_at=raises), request(2)])
     done = bad.result(WAIT_S)
     assert done.finish_reason == "error"
     assert "stop_at raised KeyError" in str(done.error)
@@ -171,7 +173,7 @@ def test_a_callback_that_raises_ends_its_request_only(opened: OpenEngine) -> Non
 
 
 def test_a_step_that_raises_ends_what_ran_and_the_engine_goes_on(
-    engine: FakeEngine, opened: OpenEngine, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What had tokens fails. What had none runs after all."""
     engine.batch_size = 1
@@ -183,18 +185,18 @@ def test_a_step_that_raises_ends_what_ran_and_the_engine_goes_on(
             raise RuntimeError("RESOURCE_EXHAUSTED: no memory\nand a long trace")
 
     engine.failure = once
-    ran, waited = opened.submit_all([request(1), request(2)])
+    ran, waited = open_engine.submit_all([request(1), request(2)])
     done = ran.result(WAIT_S)
     assert done.finish_reason == "error"
     assert done.error == "the model step failed: RuntimeError: RESOURCE_EXHAUSTED: no memory"
     assert done.token_ids == answer(request(1), 2)
     assert waited.result(WAIT_S).token_ids == answer(request(2))
-    assert opened.state == "ready"
+    assert open_engine.state == "ready"
     assert "a model step failed" in caplog.text
 
 
 def test_a_prompt_that_always_fails_is_tried_twice(
-    engine: FakeEngine, opened: OpenEngine, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries = []
 
@@ -204,40 +206,40 @@ def test_a_prompt_that_always_fails_is_tried_twice(
             raise MemoryError("no memory for this prompt")
 
     engine.failure = always
-    done = opened.submit(request(13)).result(WAIT_S)
+    done = open_engine.submit(request(13)).result(WAIT_S)
     assert done.error == "the model step failed: MemoryError: no memory for this prompt"
     assert len(tries) == 2
-    assert opened.submit(request(2)).result(WAIT_S).finish_reason == "length"
+    assert open_engine.submit(request(2)).result(WAIT_S).finish_reason == "length"
 
 
 def test_an_engine_that_cannot_start_afresh_fails_all(
-    engine: FakeEngine, opened: OpenEngine, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("the device is gone")
 
     engine.failure = engine.reset = fails  # type: ignore[method-assign]
-    done = opened.submit(request()).result(WAIT_S)
+    done = open_engine.submit(request()).result(WAIT_S)
     assert "the engine has failed: the device is gone" in str(done.error)
     with pytest.raises(Closing, match="it is failed"):
-        opened.submit(request())
-    assert opened.state == "failed"
+        open_engine.submit(request())
+    assert open_engine.state == "failed"
 
 
 def test_draining_refuses_the_new_and_finishes_the_old(
-    engine: FakeEngine, opened: OpenEngine
+    engine: FakeEngine, open_engine: OpenEngine
 ) -> None:
-    handle = working(engine, opened)
-    assert not opened.drain(0.01)
-    assert opened.state == "draining"
+    handle = working(engine, open_engine)
+    assert not open_engine.drain(0.01)
+    assert open_engine.state == "draining"
     with pytest.raises(Closing, match="it is draining"):
-        opened.submit(request())
+        open_engine.submit(request())
     engine.gate.set()
-    assert opened.drain(WAIT_S)
+    assert open_engine.drain(WAIT_S)
     assert handle.result(0).token_ids == answer(request(99))
 
 
-def test_draining_waits_for_calls_too(opened: OpenEngine) -> None:
+def test_draining_waits_for_calls_too(open_engine: OpenEngine) -> None:
     """Scores of prompts are calls, and a request may want nothing else."""
     started, gate = threading.Event(), threading.Event()
 
@@ -246,42 +248,42 @@ def test_draining_waits_for_calls_too(opened: OpenEngine) -> None:
         assert gate.wait(WAIT_S)
         return "scores"
 
-    running, waiting = opened.call(slow), opened.call(lambda: "more scores")
+    running, waiting = open_engine.call(slow), open_engine.call(lambda: "more scores")
     assert started.wait(WAIT_S)
-    assert not opened.drain(0.01)
+    assert not open_engine.drain(0.01)
     gate.set()
-    assert opened.drain(WAIT_S)
+    assert open_engine.drain(WAIT_S)
     assert (running.result(0), waiting.result(0)) == ("scores", "more scores")
 
 
 def test_closing_cancels_what_there_is(engine: FakeEngine) -> None:
-    opened = OpenEngine(engine)
-    handle = working(engine, opened)
-    waiting = opened.submit(request(2))
-    opened.close(0)  # the device is at work still
+    open_engine = OpenEngine(engine)
+    handle = working(engine, open_engine)
+    waiting = open_engine.submit(request(2))
+    open_engine.close(0)  # the device is at work still
     assert handle.completion is None
     engine.gate.set()
-    opened.close(WAIT_S)
+    open_engine.close(WAIT_S)
     assert handle.result(0).finish_reason == waiting.result(0).finish_reason == "cancelled"
-    assert opened.state == "closed"
-    opened.close()
+    assert open_engine.state == "closed"
+    open_engine.close()
 
 
 def test_requests_wait_while_programs_are_compiled(engine: FakeEngine) -> None:
     engine.gate.clear()
-    with OpenEngine(engine, warm_up=True) as opened:
-        assert opened.state == "loading"
-        handle = opened.submit(request())
+    with OpenEngine(engine, warm_up=True) as open_engine:
+        assert open_engine.state == "loading"
+        handle = open_engine.submit(request())
         engine.gate.set()
         assert handle.result(WAIT_S).finish_reason == "length"
         assert engine.warmed_up
-        assert opened.state == "ready"
+        assert open_engine.state == "ready"
 
 
-def test_functions_run_between_steps(engine: FakeEngine, opened: OpenEngine) -> None:
-    working(engine, opened)
-    thread = opened.call(threading.get_ident)
-    wrong = opened.call(lambda: 1 // 0)
+def test_functions_run_between_steps(engine: FakeEngine, open_engine: OpenEngine) -> None:
+    working(engine, open_engine)
+    thread = open_engine.call(threading.get_ident)
+    wrong = open_engine.call(lambda: 1 // 0)
     assert not thread.done()
     engine.gate.set()
     assert thread.result(WAIT_S) == engine.thread
@@ -289,16 +291,16 @@ def test_functions_run_between_steps(engine: FakeEngine, opened: OpenEngine) -> 
         wrong.result(WAIT_S)
 
 
-def test_a_reader_that_stops_holds_up_nobody(opened: OpenEngine) -> None:
-    slow = opened.submit(request(1, 200))
+def test_a_reader_that_stops_holds_up_nobody(open_engine: OpenEngine) -> None:
+    slow = open_engine.submit(request(1, 200))
     next(iter(slow))
-    assert opened.submit(request(2)).result(WAIT_S).token_ids == answer(request(2))
+    assert open_engine.submit(request(2)).result(WAIT_S).token_ids == answer(request(2))
     assert slow.result(WAIT_S).token_ids == answer(request(1, 200))
     assert len(list(slow)) == 1  # updates that nobody read are not kept
 
 
-def test_a_result_that_does_not_come_in_time(engine: FakeEngine, opened: OpenEngine) -> None:
-    handle = working(engine, opened)
+def test_a_result_that_does_not_come_in_time(engine: FakeEngine, open_engine: OpenEngine) -> None:
+    handle = working(engine, open_engine)
     with pytest.raises(TimeoutError, match=r"was not done in 0\.01 s"):
         handle.result(0.01)
     assert handle.completion is None
@@ -334,13 +336,15 @@ def test_no_token_is_lost_or_told_twice_whatever_happens(operations: list[tuple[
         counts = [len(event.token_ids) for event in handle]
         read[handle.request.id] = counts
 
-    with OpenEngine(engine, max_waiting=10) as opened:
+    with OpenEngine(engine, max_waiting=10) as open_engine:
         for name, number in operations:
             if name == "submit":
                 try:
-                    handles.append(opened.submit(request(number, 1 + number, priority=number % 3)))
+                    handles.append(
+                        open_engine.submit(request(number, 1 + number, priority=number % 3))
+                    )
                 except QueueFull:
-                    assert opened.num_live <= 13
+                    assert open_engine.num_live <= 13
             elif name == "fail":
                 raising.set()
             elif name == "pause":
@@ -352,12 +356,12 @@ def test_no_token_is_lost_or_told_twice_whatever_happens(operations: list[tuple[
                 else:
                     readers.append(threading.Thread(target=follow, args=(handle,)))
                     readers[-1].start()
-        assert opened.drain(WAIT_S)
+        assert open_engine.drain(WAIT_S)
         for reader in readers:
             reader.join(WAIT_S)
             assert not reader.is_alive()
         assert engine.is_idle
-        assert opened.num_live == opened.num_waiting == 0
+        assert open_engine.num_live == open_engine.num_waiting == 0
     for handle in handles:
         done = handle.result(0)
         whole = answer(handle.request)

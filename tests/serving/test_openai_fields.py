@@ -16,7 +16,7 @@ import pytest
 
 from jaxspec.engine.request import Request
 from jaxspec.options import Sampling
-from jaxspec.serving.reply_format import Logprobs
+from jaxspec.serving.reply_format import LogprobsFormatter
 from jaxspec.tokenizer import completed_text, stop_at_text
 from tests.chat.models import GEMMA, QWEN, Family
 from tests.cli import pair as tiny
@@ -94,7 +94,7 @@ STOPS = [" the", " b"]
 
 
 def stopped(request: Request, live: Live) -> Request:
-    return replace(request, stop_at=stop_at_text(live.served.tokenizer, STOPS))
+    return replace(request, stop_at=stop_at_text(live.serving_model.tokenizer, STOPS))
 
 
 EOS_TOO = {**{k: v for k, v in WORDS.items() if k != 266}, tiny.EOS: 61}
@@ -133,7 +133,9 @@ def alone(live: Live) -> dict[str, dict[str, str]]:
         plain = Request(ids_of(live, kind), COUNT, PLAIN, (tiny.EOS,), seed=3, sample=0)
         asked = {"plain": plain} | {n: case.means(plain, live) for n, case in CASES.items()}
         found[kind] = {
-            name: completed_text(live.served.tokenizer, done.token_ids, STOPS * (name == "stop"))
+            name: completed_text(
+                live.serving_model.tokenizer, done.token_ids, STOPS * (name == "stop")
+            )
             for name, done in zip(asked, live.alone(*asked.values()), strict=True)
         }
     return {**found, "responses": found["chat"]}
@@ -238,11 +240,11 @@ def test_log_probabilities_of_a_chat_whole_and_streamed(client: Any) -> None:
 def test_parts_of_characters_are_told_apart(family: Family) -> None:
     """All read as U+FFFD. Chats have their bytes; of several with one text, completions tell the best."""
     tokenizer = family.tokenizer
-    told = Logprobs(tokenizer, top=2)
+    told = LogprobsFormatter(tokenizer, top=2)
     ids = [i for i in family.encode("😀") if "\ufffd" in told._token(i)]
     assert len(ids) >= 2
     assert bytes(b for i in ids for b in told._entry(i, -1.0)["bytes"]).decode() == "😀"
-    form = told.text_form(ids[:1], [-0.5], [((ids[0], -0.5), (ids[1], -3.0))], 0)
+    form = told.completion_logprobs(ids[:1], [-0.5], [((ids[0], -0.5), (ids[1], -3.0))], 0)
     assert form["top_logprobs"] == [{"\ufffd": -0.5}]
     whole = told._entry(tokenizer.encode("a")[-1], -1.0)
     assert bytes(whole["bytes"]).decode() == whole["token"]
@@ -304,7 +306,7 @@ def test_usage_whole_and_streamed(client: Any, live: Live, route: str) -> None:
     assert told == whole or cached == 0  # a store of prefixes may have known the second prompt
     assert told.total_tokens == whole.total_tokens == sum(counts)
     ids = ids_of(live, route)
-    generation = live.served.generation
+    generation = live.serving_model.generation
     sampling = Sampling(repetition_penalty=generation.repetition_penalty)
     (alone,) = live.alone(Request(ids, 20, sampling))
     assert counts == (len(ids), 20)
@@ -484,7 +486,7 @@ def test_results_of_tools_go_back_in(written: Any, route: str) -> None:
             *({"type": "function_call_output", "call_id": i, "output": f"wet {i}"} for i in ids),
         ]
         assert ask(client, route, history, tools=tools).output_text == "Rain at noon."
-    prompt = live.served.tokenizer.decode(engine.asked[-1].prompt_ids)
+    prompt = live.serving_model.tokenizer.decode(engine.asked[-1].prompt_ids)
     assert all(f"wet {i}" in prompt for i in ids)
     assert "Let me see." in prompt
 
@@ -509,7 +511,7 @@ def test_tool_choice(written: Any, route: str, stream: bool) -> None:
     for choice, declared, _, wanted in cases:
         found = ask(client, route, tools=declared, tool_choice=choice, stream=stream)
         assert names_of(found, route, stream) == wanted, choice
-        prompt = live.served.tokenizer.decode(engine.asked[-1].prompt_ids)
+        prompt = live.serving_model.tokenizer.decode(engine.asked[-1].prompt_ids)
         assert ("tools" in prompt) == (choice != "none")
 
 
@@ -539,7 +541,7 @@ def test_thinking_is_switched(written: Any, stream: bool) -> None:
         ),
     ):
         list(reply)
-    prompts = [live.served.tokenizer.decode(request.prompt_ids) for request in engine.asked]
+    prompts = [live.serving_model.tokenizer.decode(request.prompt_ids) for request in engine.asked]
     assert ["thinking False" in prompt for prompt in prompts] == [True] * 3
 
 

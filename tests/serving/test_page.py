@@ -14,7 +14,7 @@ from jaxspec.engine.request import Completion, Request, Update
 from jaxspec.serving.chat_page import FILES, FOLDER
 from jaxspec.serving.parse_request import ServingModel
 from jaxspec.serving.reply_format import Usage
-from jaxspec.serving.verify_steps import Steps, StepSplitter
+from jaxspec.serving.verify_steps import StepFormatter, StepSplitter
 from tests.cli import pair as tiny
 from tests.serving.conftest import Live
 from tests.serving.test_server import WORDS, events, of_choice
@@ -104,14 +104,14 @@ def test_updates_know_the_steps_so_far(live: Live) -> None:
 def test_a_step_says_how_many_drafts_it_verified() -> None:
     """Where an engine chooses to verify fewer, or none, the others were not refused."""
     done = Completion(0, (1, 2, 3, 4, 5), "length", (1, 2, 9), verify_lengths=(0, 1, 8))
-    told = Steps(depth=7).push(done, [{}] * 5, {})["steps"]
+    told = StepFormatter(depth=7).push(done, [{}] * 5, {})["steps"]
     assert [(step["drafted"], step["accepted"]) for step in told] == [
         (0, 0),
         (0, 0),
         (1, 1),
         (7, 1),
     ]
-    two = Steps(depth=7)
+    two = StepFormatter(depth=7)
     first = dataclasses.replace(done, token_ids=(1, 2), acceptance_lengths=(1,))
     apart = two.push(first, [{}] * 2, {})["steps"] + two.push(done, [{}] * 3, {})["steps"]
     assert apart == told
@@ -139,7 +139,7 @@ def test_a_stream_says_which_tokens_came_in_one_step(live: Live, path: str) -> N
     of_steps = "".join(map(text, tokens)) + "".join(text(told.get("rest", {})) for told in shown)
     assert of_steps == "".join(text(piece.get("delta", piece)) for piece in plain) != ""
     assert (steps[0]["drafted"], steps[0]["accepted"], len(steps[0]["tokens"])) == (0, 0, 1)
-    depth = live.served.spec.depth
+    depth = live.serving_model.spec.depth
     for step in steps[1:-1]:
         assert step["drafted"] == depth
         assert step["accepted"] == len(step["tokens"]) - 1
@@ -149,11 +149,11 @@ def test_a_stream_says_which_tokens_came_in_one_step(live: Live, path: str) -> N
     assert details["accepted_prediction_tokens"] == sum(step["accepted"] for step in steps)
 
 
-def test_the_page_may_say_all_that_it_says(served: ServingModel, live: Live) -> None:
+def test_the_page_may_say_all_that_it_says(serving_model: ServingModel, live: Live) -> None:
     """Its defaults fit a model of any size: half of the room at most, so that a prompt fits beside it."""
     body = {
         "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
-        "max_completion_tokens": min(512, served.max_model_len // 2),
+        "max_completion_tokens": min(512, serving_model.max_model_len // 2),
         "temperature": 0.5,
         "seed": 2**32 - 1,
         "chat_template_kwargs": {"enable_thinking": False},

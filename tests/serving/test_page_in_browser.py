@@ -153,7 +153,7 @@ def test_thinking_is_folded_and_a_tool_s_answer_goes_back(scripted: Any, look: O
     page.get_by_label("What weather says").fill("wet")
     page.get_by_role("button", name="Send results").click()
     expect(page.locator(".model .text").last).to_have_text("Rain.")
-    decode = live.served.tokenizer.decode
+    decode = live.serving_model.tokenizer.decode
     first, second = (decode(request.prompt_ids) for request in engine.asked)
     assert "1 tools" in first
     assert "wet" in second
@@ -185,7 +185,7 @@ def test_a_reply_is_stopped(scripted: Any, look: Open) -> None:
     assert page.locator("article").count() == 0
     ask(page, "b")
     done(page)
-    prompt = live.served.tokenizer.decode(engine.asked[-1].prompt_ids)
+    prompt = live.serving_model.tokenizer.decode(engine.asked[-1].prompt_ids)
     assert prompt.startswith("user\nb")  # nothing is left of what was before
 
 
@@ -204,13 +204,13 @@ def test_settings_reach_the_engine(scripted: Any, look: Open) -> None:
     done(page)
     (request,) = engine.asked
     assert (request.sampling.temperature, request.max_new_tokens, request.seed) == (0.25, 7, 11)
-    prompt = live.served.tokenizer.decode(request.prompt_ids)
+    prompt = live.serving_model.tokenizer.decode(request.prompt_ids)
     assert "system\nbe brief" in prompt
     assert "thinking False" in prompt
     page.get_by_label("Continue a text").check()
     ask(page, "the ")
     done(page)
-    assert live.served.tokenizer.decode(engine.asked[1].prompt_ids) == "the "
+    assert live.serving_model.tokenizer.decode(engine.asked[1].prompt_ids) == "the "
 
 
 def test_it_asks_for_the_key(scripted: Any, look: Open) -> None:
@@ -236,7 +236,7 @@ def test_an_error_is_shown_and_the_prompt_kept(scripted: Any, look: Open) -> Non
     assert page.get_by_label("Message", exact=True).input_value() == "word " * 200
     ask(page, "a")
     done(page)
-    assert "word" not in live.served.tokenizer.decode(engine.asked[0].prompt_ids)
+    assert "word" not in live.serving_model.tokenizer.decode(engine.asked[0].prompt_ids)
 
 
 def test_on_a_phone_and_by_keyboard(scripted: Any, look: Open) -> None:

@@ -67,7 +67,7 @@ def test_events_become_items() -> None:
         chat.ToolCallBroken(1, "generation ended inside the call"),
     ]
     output = Output()
-    told = [made for event in events for made in output.take([event])]
+    told = [made for event in events for made in output.push([event])]
     told += output.end()
     assert [(item["type"], item["status"]) for item in output.items] == [
         ("reasoning", "completed"),
@@ -98,7 +98,7 @@ def test_log_probabilities_are_told_once() -> None:
     events = parser.finish("length")
     assert len(events) == 2
     output, entry = Output(), {"token": "b\n", "logprob": -1.0}
-    told = [*output.take(events, [entry])]
+    told = [*output.push(events, [entry])]
     assert output.items[0]["content"][0]["logprobs"] == [entry]
     assert [e for made in told for e in made.get("logprobs", ())] == [entry]
 
@@ -109,9 +109,9 @@ def test_log_probabilities_are_those_of_the_text(family: Family) -> None:
     for name, reply in corpus(family).items():
         ids = tuple(family.encode(reply))
         event = Update(0, ids, logprobs=tuple(-float(i) for i in range(len(ids))))
-        wish = ParsedRequest(((1,),), (Request((1,), 99, stop_ids=ids[-1:]),), 1, (), 0)
-        found, parser = TextLogprobs(family.tokenizer, wish), chat.parser_for(family.tokenizer)
-        told = list(found.read(parser, event, 0))
+        parsed = ParsedRequest(((1,),), (Request((1,), 99, stop_ids=ids[-1:]),), 1, (), 0)
+        found, parser = TextLogprobs(family.tokenizer, parsed), chat.parser_for(family.tokenizer)
+        told = list(found.push(parser, event, 0))
         told.append((parser.finish("stop"), found.rest()))
         text = "".join(e.text for events, _ in told for e in events if isinstance(e, chat.Text))
         entries = [entry for _, entries in told for entry in entries]

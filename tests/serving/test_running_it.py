@@ -14,7 +14,7 @@ import pytest
 import typer.main
 
 from jaxspec.commands.cli import app
-from jaxspec.commands.serve.command import NetworkOptions
+from jaxspec.commands.serve.network_options import NetworkOptions
 from jaxspec.serving.middleware import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]

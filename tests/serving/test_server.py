@@ -214,7 +214,7 @@ def test_stop_texts(live: Live) -> None:
     assert "".join(piece["text"] for piece in pieces) == choice["text"]
     assert pieces[-1]["stop_reason"] == stop
     whole = free["choices"][0]["token_ids"]
-    stop_at = stop_at_text(live.served.tokenizer, [stop])
+    stop_at = stop_at_text(live.serving_model.tokenizer, [stop])
     assert choice["token_ids"] == whole[: stop_at(whole)]
 
 
@@ -263,7 +263,7 @@ def test_echo_has_the_log_probabilities_of_the_prompt(live: Live, max_tokens: in
     assert found["token_logprobs"][2:11] == pytest.approx(
         new["logprobs"]["token_logprobs"], abs=1e-4
     )
-    assert choice["text"].startswith(live.served.tokenizer.decode(ids))
+    assert choice["text"].startswith(live.serving_model.tokenizer.decode(ids))
     assert "".join(found["tokens"]) == "<bos>" + choice["text"]
     assert whole["usage"]["completion_tokens"] == max_tokens
     pieces = of_choice(events(live, "/v1/completions", **body))
@@ -296,7 +296,7 @@ def test_tokens_and_back(live: Live) -> None:
     made = live.post("/tokenize", prompt="ab é", return_token_strs=True).json()
     assert made["tokens"][0] == tiny.BOS
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
-    assert made["max_model_len"] == live.served.max_model_len
+    assert made["max_model_len"] == live.serving_model.max_model_len
     assert live.post("/detokenize", tokens=made["tokens"]).json() == {"prompt": "ab é"}
     for wrong in ([-1], [10**9], [2**70], [True], ["a"], 5):
         refused = live.post("/detokenize", tokens=wrong)

@@ -88,7 +88,7 @@ def started(family: Family) -> Iterator[Live]:
     engine = Engine(
         target, drafter, program_features=program_features, batch_size=3, cache_length=LENGTH
     )
-    served = ServingModel(
+    serving_model = ServingModel(
         names=("thinking",),
         tokenizer=tokenizer,
         spec=engine.spec,
@@ -97,7 +97,7 @@ def started(family: Family) -> Iterator[Live]:
         settings=Settings(max_n=8),
         grammars=GrammarTokens(tokenizer, size, [end]),
     )
-    yield from run_server(served, engine, no_scores)
+    yield from run_server(serving_model, engine, no_scores)
 
 
 @pytest.fixture(

@@ -1,4 +1,4 @@
-"""One run of `jaxspec serve`: bind, load, serve, drain. Read `run`."""
+"""Run of `jaxspec serve`: bind, load, serve, drain. Read `run`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxspec.commands import interruption
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError, note
 from jaxspec.commands.prefixes import GIB, prefix_bytes
-from jaxspec.commands.serve.command import NetworkOptions
+from jaxspec.commands.serve.network_options import NetworkOptions
 from jaxspec.commands.startup import (
     load_models,
     out_of_memory_explained,
@@ -60,7 +60,7 @@ def run(
     """Serve until a signal ends it.
 
     Raises:
-      USER_ERRORS, UsageError: it cannot begin.
+      USER_ERRORS, UsageError: the server cannot start.
     """
     if not settings.api_key and (key := os.environ.get(API_KEY)) is not None:
         if not key:
@@ -83,7 +83,7 @@ def run(
             programs.program_features, grammars=grammars is not None
         )
         engine = make_engine(target, drafter, programs, program_features, drafting)
-        served = ServingModel(
+        model = ServingModel(
             names=settings.served_model_name or (name_of(target),),
             tokenizer=tokenizer,
             grammars=grammars,
@@ -94,10 +94,10 @@ def run(
             settings=settings,
             num_stop_ids=engine.num_stop_ids,
         )
-        metrics = Metrics(served.names[0])
+        metrics = Metrics(model.names[0])
         scorer = PromptScorer(target, programs.max_logprobs)
         log_to_stderr()
-        opened = OpenEngine(
+        open_engine = OpenEngine(
             engine,
             max_waiting=settings.max_waiting,
             warm_up=not network.no_warm_up,
@@ -109,7 +109,7 @@ def run(
         stats = engine.prefix_stats
         prefixes = f", {format_gib(stats.pool_bytes)} GiB for prefixes" if stats else ""
         console.print(
-            f"serving {served.names[0]} on {scheme}://{address}:{port}/v1, {engine.batch_size} "
+            f"serving {model.names[0]} on {scheme}://{address}:{port}/v1, {engine.batch_size} "
             "slots of "
             f"{engine.cache_length} positions{prefixes}",
             markup=False,
@@ -117,36 +117,36 @@ def run(
         )
         interruption.hand_over()
         server.run(
-            make_app(served, opened, scorer, metrics),
-            opened,
+            make_app(model, open_engine, scorer, metrics),
+            open_engine,
             bound,
             drain_s=network.drain_timeout,
             tls_cert=network.tls_cert,
             tls_key=network.tls_key,
         )
-        opened.close(server.CLOSE_S)
-    if opened.state == "failed":
+        open_engine.close(server.CLOSE_S)
+    if open_engine.state == "failed":
         raise UsageError("the engine has failed; the log says why")
 
 
 def bind(network: NetworkOptions) -> Any:
-    """Return a socket that is bound where the server is to listen.
+    """Return a socket that is bound to the server's address.
 
     Raises:
-      UsageError: the address cannot be had.
+      UsageError: the address is in use, or not this machine's.
     """
     try:
         return server.bind(network.host, network.port)
     except OSError as error:
-        of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        is_port_error = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise UsageError(
             f"--host {network.host} --port {network.port}: {error.strerror or error}; give another "
-            f"{'--port' if of_port else '--host'}"
+            f"{'--port' if is_port_error else '--host'}"
         ) from None
 
 
 def check_tls(network: NetworkOptions) -> None:
-    """Refuse what HTTPS cannot begin with.
+    """Check the TLS files.
 
     Raises:
       UsageError: the certificate or its key cannot be used.
@@ -171,7 +171,7 @@ def check_tls(network: NetworkOptions) -> None:
 def grammars_of(
     target: LoadedModel, tokenizer: Tokenizer, programs: ProgramOptions, drafting: Drafting
 ) -> tuple[GrammarTokens | None, str]:
-    """Return the tokenizer as grammars see it; or None, and why no request can have one."""
+    """Return the tokenizer's side of grammars; or None, and the message that refuses grammars."""
     if programs.no_grammars:
         return None, "this server was started with --no-grammars"
     if drafting.tree is not None:
@@ -191,11 +191,11 @@ def make_engine(
     program_features: ProgramFeatures,
     drafting: Drafting,
 ) -> Engine:
-    """Make the engine, of shapes that stay.
+    """Make the engine.
 
     Raises:
-      DeviceMemoryError: so many slots of that length do not fit.
-      FieldError: slots are longer than the model allows.
+      DeviceMemoryError: the slots do not fit on the device.
+      FieldError: `cache_length` is larger than the model allows, or an option of prefixes is wrong.
     """
     shared: dict[str, Any] = dict(
         drafting=drafting,
@@ -225,12 +225,12 @@ def make_engine(
 
 
 def name_of(target: LoadedModel) -> str:
-    """Return what clients call a target that was given no name."""
+    """Return the default of `served_model_name`."""
     return shorten(target.source).replace(f"bundled {BUNDLED.name}", "bundled").replace(" ", "-")
 
 
 def log_to_stderr() -> None:
-    """Write the log as lines of JSON."""
+    """Write the log to standard error, as lines of JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name, level in (("jaxspec.serving", logging.INFO), ("uvicorn", logging.WARNING)):
