@@ -3,7 +3,7 @@
 #
 #   make test PYTHON=python3.12 VENV=.venv312                    another interpreter, beside the first
 #   make test PYTHON=python3.12 VENV=.venv312 JAX='jax==0.11.2'  an older jax than pip would choose
-#   make test ARGS='tests/test_cache.py -k ring'                 some of the tests
+#   make test ARGS='tests/models/test_cache.py -k ring'          some of the tests
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -100,6 +100,20 @@ def all_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_length_policy, "LEAST_S", math.inf)
 
 
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use rings without a slot to spare, and prefill prompts beyond 16 tokens in pieces.
+
+    Short sequences then reach what long ones do. `cases.target` has a number of positions of its own, so that
+    no state made with other rings is reused.
+    """
+    from jaxspec import cache
+    from jaxspec.runtime import prefill
+
+    monkeypatch.setattr(cache, "RING_MULTIPLE", 1)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs() -> Iterator[None]:
     """Drop compiled programs between files.
@@ -109,7 +123,7 @@ def forget_programs() -> Iterator[None]:
     """
     yield
     from jaxspec.rollout import programs
-    from tests.decode import cases
+    from tests import cases
 
     programs.programs_of.cache_clear()
     cases.PROGRAMS.compiled.clear()

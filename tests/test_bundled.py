@@ -23,7 +23,7 @@ from jaxspec.engine.engine import Completion, Request
 from jaxspec.options import Tree
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
-from tests.decode.cases import engine_of, run
+from tests.cases import engine_of, run
 
 ROOT = Path(__file__).parents[1]
 HELD_OUT = json.loads((BUNDLED / "held_out.json").read_text())

@@ -5,7 +5,7 @@ at their shapes and dtypes, and says what they hold. `read` returns the numbers 
 `sources.py`. Source matrices are [out, in], or [E, out, in] where experts are stacked.
 
 Sources of the formulas: compressed-tensors 0.20, nvidia-modelopt 0.47, vLLM's `auto_awq.py` and
-`auto_gptq.py`, and llama.cpp's `ggml-quants.c`. `tests/convert/test_golden_vectors.py` compares with
+`auto_gptq.py`, and llama.cpp's `ggml-quants.c`. `tests/checkpoints_convert/test_golden_vectors.py` compares with
 numbers that these made.
 """
 

@@ -8,7 +8,7 @@ The scale is the largest magnitude of a channel over the largest code, so no cod
 A product reads the codes, converts them to the dtype of the rows, which is exact, and multiplies the
 float32 sums by the scales. `pallas_kernels.int8_matmul` has kernels. Where none is used, XLA makes the
 conversion part of the product that reads the codes. So nothing is written out in 16 bits
-(`tests/test_compiled_for_gpu.py`).
+(`tests/runtime/test_compiled_for_gpu.py`).
 
 Codes are stored with the contracting_axes axes last, [*out, *in], as Hugging Face stores matrices. A GPU then
 finds neighbouring codes of one sum side by side. XLA's product of 2 rows with codes of 5376 x 43008

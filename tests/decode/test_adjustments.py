@@ -25,7 +25,7 @@ from jaxspec.shapes import Array
 from jaxspec.state import Admission, DecodeSpec, DecodeState
 from jaxspec.weights.loading import LoadedModel
 from tests import fakes
-from tests.decode.cases import by_record, slow
+from tests.cases import by_record, slow
 from tests.decode.plain import Settings, columns, log_softmax
 from tests.decode.rollout import num_programs, rollout
 from tests.decode.test_distribution import VOCAB, target

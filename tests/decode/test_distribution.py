@@ -34,9 +34,8 @@ from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_lo
 from jaxspec.verify import Verdict
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
-from tests import fakes, tiny, words
-from tests.decode import cases
-from tests.decode.cases import engine_of, request, run
+from tests import cases, fakes, tiny, words
+from tests.cases import engine_of, request, run
 
 VOCAB = 7
 NEW_TOKENS = 5

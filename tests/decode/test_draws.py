@@ -17,7 +17,7 @@ from jaxspec.options import Drafting
 from jaxspec.shapes import Array, Params
 from jaxspec.state import DecodeSpec, DecodeState
 from tests import fakes, tiny
-from tests.decode.cases import target
+from tests.cases import target
 
 ROWS = 512
 DRAFTS = 4

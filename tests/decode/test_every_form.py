@@ -22,7 +22,7 @@ from jaxspec import sampling
 from jaxspec.options import Tree
 from jaxspec.state import DecodeSpec
 from tests import fakes
-from tests.decode.cases import by_record
+from tests.cases import by_record
 from tests.decode.plain import Settings, columns, log_softmax
 from tests.decode.rollout import rollout
 from tests.decode.test_distribution import (

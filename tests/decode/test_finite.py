@@ -23,7 +23,7 @@ from jaxspec.rollout.sampler import Sampler
 from jaxspec.sampling import NO_TOKEN, SamplingParams, argmax, choose, suppress
 from jaxspec.verify import Verdict, block_verify, rejection_verify, tree_verify, verify
 from jaxspec.weights.loading import LoadedModel
-from tests.decode.cases import NEW_TOKENS, SLOTS, case, run
+from tests.cases import NEW_TOKENS, SLOTS, case, run
 
 NAN, INF = float("nan"), float("inf")
 NAME = "e2b"  # its table of per-layer inputs poisons one token, and the head of no other

@@ -26,7 +26,7 @@ from jaxspec.state import DecodeSpec, init_state
 from jaxspec.weights.model_def import ModelDef
 from pallas_kernels.common.reference_ops import rms_norm, rotate
 from tests import tiny, tiny_qwen3
-from tests.decode.cases import NEW_TOKENS, Request, case, run, slow
+from tests.cases import NEW_TOKENS, Request, case, run, slow
 from tests.tiny import FEATURE_SETS
 
 

@@ -13,7 +13,7 @@ from jaxspec.engine.engine import Completion, Request
 from jaxspec.options import Sampling, Tree
 from jaxspec.sampling import SamplingParams, shape_logits, suppress
 from tests import fakes
-from tests.decode.cases import NEW_TOKENS, PROMPT_LENGTHS, Case, case, run
+from tests.cases import NEW_TOKENS, PROMPT_LENGTHS, Case, case, run
 
 FILTERS: dict[str, dict[str, float]] = {
     "greedy": {},

@@ -13,7 +13,7 @@ from jaxspec.engine.engine import Request
 from jaxspec.runtime import prefill
 from jaxspec.weights.loading import load_drafter, load_target
 from tests import fakes
-from tests.decode.cases import (
+from tests.cases import (
     BLOCK,
     CACHE_LENGTH,
     NEW_TOKENS,
@@ -145,7 +145,7 @@ def test_prefill_chunk_does_not_matter(chunk, monkeypatch):
     assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
 
 
-@pytest.mark.slow  # `jaxspec check` on the bundled pair shows it too, in `tests/cli`
+@pytest.mark.slow  # `jaxspec check` on the bundled pair shows it too, in `tests/commands`
 def test_bundled_dflash_equals_plain():
     if not (BUNDLED / "dflash" / "config.json").exists():
         pytest.skip("the bundled pair is not in this tree")

@@ -11,9 +11,8 @@ from jaxspec.engine.engine import Request
 from jaxspec.options import Tree
 from jaxspec.registry import model_def_of
 from jaxspec.weights.loading import LoadedModel
-from tests import fakes, tiny, tiny_qwen3
-from tests.decode import cases
-from tests.decode.cases import BLOCK, NEW_TOKENS, Case, run
+from tests import cases, fakes, tiny, tiny_qwen3
+from tests.cases import BLOCK, NEW_TOKENS, Case, run
 
 
 class QwenCase(Case):

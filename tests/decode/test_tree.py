@@ -20,7 +20,7 @@ from jaxspec.shapes import Array, Params
 from jaxspec.verify import greedy_verify, tree_verify
 from jaxspec.weights.model_def import ModelDef
 from tests import tiny
-from tests.decode.cases import BLOCK, NEW_TOKENS, SOME_FEATURE_SETS, case, run, slow, target
+from tests.cases import BLOCK, NEW_TOKENS, SOME_FEATURE_SETS, case, run, slow, target
 
 TREES = {"3 wide": (Tree(3, 4), 9), "5 wide": (Tree(5, 4), 12)}
 DEPTH = BLOCK - 1

@@ -29,10 +29,10 @@ from jaxspec.serving.prompt_logprobs import PromptScorer, PromptScores
 from jaxspec.serving.server import bind
 from jaxspec.serving.settings import Settings
 from jaxspec.tokenizer import Tokenizer
-from tests.chat.models import QWEN
-from tests.cli import pair as tiny
+from tests import tiny_pair as tiny
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.scripted import CHAT_TEMPLATE, ScriptedEngine
+from tests.text.chat.models import QWEN
 
 GRAMMARS = importlib.util.find_spec("llguidance") is not None
 EXTRAS = ProgramFeatures(

@@ -16,8 +16,8 @@ import pytest
 
 from jaxspec.options import FieldError
 from jaxspec.serving.settings import Settings
-from tests.cli import pair as tiny
-from tests.cli.conftest import Run, checkpoints, invoke  # noqa: F401
+from tests import tiny_pair as tiny
+from tests.commands.conftest import Run, checkpoints, invoke  # noqa: F401
 
 
 def test_a_port_in_use_is_known_before_models_are_loaded(invoke: Run) -> None:  # noqa: F811

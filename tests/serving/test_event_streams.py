@@ -1,7 +1,7 @@
 """Clients get the same streams with speculation on and off, greedy, in float32.
 
-A real engine decodes. Its target writes what a test wrote down, the corpus of `tests.chat.models`: a bias of each request
-says which text. Its drafter knows the texts, but for some tokens, so that steps commit groups of all sizes.
+A real engine decodes. Its target writes what a test wrote down, the corpus of `tests.text.chat.models`: a bias of
+each request says which text. Its drafter knows the texts, but for some tokens, so that steps commit groups of all sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxspec.tokenizer import stop_at_text
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny
-from tests.chat.models import GEMMA, QWEN, Family, corpus
+from tests.text.chat.models import GEMMA, QWEN, Family, corpus
 
 FAMILIES = (GEMMA, QWEN)
 NAMES, TEXTS = [

@@ -18,10 +18,10 @@ from jaxspec.engine.request import Request
 from jaxspec.options import Sampling
 from jaxspec.serving.reply_format import LogprobsFormatter
 from jaxspec.tokenizer import completed_text, stop_at_text
-from tests.chat.models import GEMMA, QWEN, Family
-from tests.cli import pair as tiny
+from tests import tiny_pair as tiny
 from tests.serving.conftest import Live
 from tests.serving.scripted import LENGTHS
+from tests.text.chat.models import GEMMA, QWEN, Family
 
 openai = pytest.importorskip("openai")
 

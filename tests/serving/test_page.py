@@ -15,7 +15,7 @@ from jaxspec.serving.chat_page import FILES, FOLDER
 from jaxspec.serving.parse_request import ServingModel
 from jaxspec.serving.reply_format import Usage
 from jaxspec.serving.verify_steps import StepFormatter, StepSplitter
-from tests.cli import pair as tiny
+from tests import tiny_pair as tiny
 from tests.serving.conftest import Live
 from tests.serving.test_server import WORDS, events, of_choice
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.chat.models import QWEN
 from tests.serving.conftest import Live
 from tests.serving.scripted import LENGTHS
+from tests.text.chat.models import QWEN
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect

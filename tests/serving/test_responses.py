@@ -12,8 +12,8 @@ from jaxspec.serving.parse_request import ParsedRequest
 from jaxspec.serving.reply_format import TextLogprobs
 from jaxspec.serving.responses import LOGPROBS, Output, messages_of
 from jaxspec.text import chat
-from tests.chat.models import GEMMA, QWEN, Family, corpus
 from tests.serving.conftest import Live
+from tests.text.chat.models import GEMMA, QWEN, Family, corpus
 
 
 def test_items_become_messages() -> None:

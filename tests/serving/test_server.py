@@ -14,7 +14,7 @@ import pytest
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import Sampling
 from jaxspec.tokenizer import stop_at_text
-from tests.cli import pair as tiny
+from tests import tiny_pair as tiny
 from tests.serving.conftest import Live
 from tests.serving.fake_engine import FakeEngine
 

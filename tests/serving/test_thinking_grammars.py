@@ -25,8 +25,8 @@ from jaxspec.serving.settings import Settings
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny
-from tests.chat.models import GEMMA, QWEN, Family
 from tests.serving.conftest import Live, no_scores, run_server
+from tests.text.chat.models import GEMMA, QWEN, Family
 
 pytest.importorskip("llguidance")
 from jaxspec.text.grammars import GrammarTokens
@@ -40,7 +40,7 @@ SCHEMA: dict[str, Any] = {
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
 LENGTH = 160
-pytestmark = pytest.mark.slow  # engines of its own; the rules alone are in tests/chat
+pytestmark = pytest.mark.slow  # engines of its own; the rules alone are in tests/text/chat
 
 
 @dataclasses.dataclass(frozen=True)

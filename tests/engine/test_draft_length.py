@@ -1,0 +1,383 @@
+"""How many drafts are verified changes nothing but speed: not greedy tokens, not distributions, not programs.
+
+The rule that chooses is tried on made-up machines and texts, where the best fixed choice is known. What it does in an
+engine is tried with lengths that change at every call. The distribution is in `test_distribution`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import decode
+from jaxspec.drafters.base import Draft
+from jaxspec.engine import draft_length_policy
+from jaxspec.engine.draft_length import ChosenLength
+from jaxspec.engine.draft_length_policy import Acceptance, Choice, Chooser, Costs, ladder
+from jaxspec.engine.request import Request, admission
+from jaxspec.options import FieldError, Tree
+from jaxspec.runtime.runtime import Runtime
+from jaxspec.state import DecodeState
+from jaxspec.weights.sharding import own_context
+from tests.cases import NEW_TOKENS, case, request, run
+
+NAME = "31b"
+
+
+# --- the rule ----------------------------------------------------------------------------------------
+
+
+def test_ladders_are_short_and_hold_both_ends() -> None:
+    assert ladder(1) == (0, 1)
+    assert ladder(4) == (0, 1, 3, 4)
+    assert ladder(7) == (0, 1, 3, 7)
+    assert ladder(15) == (0, 1, 3, 7, 15)
+    assert ladder(31) == (0, 3, 7, 15, 31)
+    for drafts in range(1, 64):
+        lengths = ladder(drafts)
+        assert lengths[0] == 0
+        assert lengths[-1] == drafts
+        assert len(lengths) <= draft_length_policy.MOST_PROGRAMS
+        assert sorted(set(lengths)) == list(lengths)
+
+
+def test_acceptance_beyond_what_was_verified_goes_on_at_the_last_rate() -> None:
+    seen = Acceptance(4)
+    seen.add(2, {0: 100, 1: 200, 2: 700}, steps=50, rows=20)
+    first, second, third, fourth = seen.rates()
+    assert first == pytest.approx(0.9, abs=0.01)
+    assert second == pytest.approx(7 / 9, abs=0.01)
+    assert third == fourth == pytest.approx(second)
+    assert seen.tokens(0) == 1
+    assert seen.tokens(2) == pytest.approx(1 + 0.9 + 0.7, abs=0.01)
+    for _ in range(1000):  # plain steps: what is known is old, but not forgotten
+        seen.add(0, {0: 20}, steps=1, rows=20)
+    assert seen.rates()[0] == pytest.approx(0.8, abs=0.1)
+    seen.add(2, {0: 32}, steps=2, rows=16)
+    assert seen.rates()[0] < 0.2  # and a little that is new counts more
+
+
+def test_costs_are_compared_at_one_time_and_for_like_batches() -> None:
+    costs = Costs()
+    for length, seconds in ((0, 1.0), (3, 1.5), (7, 3.0)):
+        costs.add(length, 32, seconds)
+    for _ in range(20):  # something else runs: all lengths are slower, not this one alone
+        costs.add(7, 32, 6.0, in_use=True)
+    assert costs.of(0, 32) == pytest.approx(2.0)
+    costs.add(7, 3, 1.5)
+    assert costs.of(7, 3) == pytest.approx(1.5)
+    assert costs.of(0, 3) == pytest.approx(0.5)  # few rows take a quarter, as far as known
+    assert costs.of(1, 32) is None
+    assert costs.between(1, 32) == pytest.approx(2.0 + 1 / 3)
+
+
+def test_rows_that_one_program_computes_cost_the_same() -> None:
+    """Two rows of 32 take the program for eight, not that for one. A call is filed by the rows that it began with."""
+    chooser = Chooser((0, 3))
+    costs = chooser.costs
+    costs.few = (1, 8)
+    for rows, seconds in ((1, 1.0), (8, 2.0), (32, 6.0)):
+        costs.add(3, rows, seconds)
+    assert [costs.of(3, rows) for rows in (1, 2, 3, 8, 20, 32)] == [1.0, 2.0, 2.0, 2.0, 6.0, 6.0]
+    chooser.learn(3, 5.0, 4, 24.0, {3: 20}, begun=20)  # most of its 20 rows soon ended
+    assert costs.of(3, 5) == 2.0
+    assert costs.of(3, 20) == 6.0
+
+
+@dataclasses.dataclass
+class Machine:
+    """What steps cost, and how often drafts are right: in stretches of so many tokens a row."""
+
+    drafts: int
+    rows: int
+    seconds: dict[int, float]
+    texts: list[tuple[list[float], int]]
+    warm: bool
+
+    @classmethod
+    def drawn(cls, rng: np.random.Generator) -> Machine:
+        drafts, rows = int(rng.choice([1, 3, 5, 7, 15])), int(rng.choice([1, 4, 32, 128]))
+        drafting, slope, curve = (
+            rng.uniform(0, 0.3),
+            rng.choice([0.05, 0.3, 1, 3]),
+            rng.uniform(0.5, 1.5),
+        )
+        seconds = {
+            v: 0.01 * (1 + (drafting + slope * (v / drafts) ** curve if v else 0.0))
+            for v in ladder(drafts)
+        }
+        texts, count = [], int(rng.choice([1, 1, 2, 4]))
+        for _ in range(count):
+            rate = rng.uniform(*[(0, 0.2), (0.2, 0.7), (0.7, 0.98)][rng.integers(3)])
+            texts.append(([rate * 0.97**i for i in range(drafts)], 6000 // count))
+        return cls(drafts, rows, seconds, texts, bool(rng.random() < 0.5))
+
+    def tokens(self, length: int, rates: Sequence[float]) -> float:
+        return 1 + float(np.sum(np.cumprod(rates[:length])))
+
+    def decode(
+        self, rng: np.random.Generator, log: list[list[tuple[int, int]]] | None = None
+    ) -> tuple[float, float, Chooser]:
+        """Return the seconds with chosen lengths, and of the better fixed length for the same tokens.
+
+        Args:
+          log: gets a list for each text: steps and length of each call.
+        """
+        chooser, took, plain, full = Chooser(ladder(self.drafts)), 0.0, 0.0, 0.0
+        log = [] if log is None else log
+        for length in chooser.lengths if self.warm else ():
+            for _ in range(3):  # as `ChosenLength.measure` does
+                chooser.costs.add(length, self.rows, self.seconds[length] * rng.lognormal(0, 0.02))
+        for rates, tokens in self.texts:
+            left = float(tokens)
+            log.append([])
+            while left > 0:
+                steps, length = chooser.next(self.rows, 16)
+                log[-1].append((steps, length))
+                right = rng.random((steps, self.rows, length)) < np.asarray(rates[:length])
+                accepted = np.cumprod(right, axis=-1).sum(axis=-1)
+                seconds = self.seconds[length] * steps
+                timed = seconds * rng.lognormal(0, 0.03) * (3 if rng.random() < 0.01 else 1)
+                counts = collections.Counter(accepted.flatten().tolist())
+                chooser.learn(length, self.rows, steps, timed, counts)
+                done = steps * self.tokens(length, rates)
+                took, left = took + seconds, left - done
+                plain += done * self.seconds[0]
+                full += done / self.tokens(self.drafts, rates) * self.seconds[self.drafts]
+        return took, min(plain, full), chooser
+
+
+def test_the_choice_is_never_slower_than_the_better_fixed_one_by_more_than_3_percent() -> None:
+    """Made-up machines with noisy clocks, where a program that ran beside it tripled one time of a hundred."""
+    rng = np.random.default_rng(14)
+    regrets = []
+    for _ in range(30):
+        took, best, _ = Machine.drawn(rng).decode(rng)
+        regrets.append(took / best - 1)
+    assert max(regrets) < 0.03
+    assert np.mean(regrets) < -0.01  # lengths in between are better than both ends
+
+
+H200 = {
+    32: {0: 0.0163, 1: 0.0190, 3: 0.0202, 7: 0.0204, 15: 0.0253},
+    1: {0: 0.0028, 1: 0.0050, 3: 0.0060, 7: 0.0075, 15: 0.0092},
+}
+"""Seconds of a step of 26B-A4B with DFlash, by rows and by drafts verified. Of one row only the ends were measured."""
+
+
+@pytest.mark.parametrize("rows", H200)
+def test_on_an_h200_no_acceptance_makes_it_slower_than_the_better_of_plain_and_all_drafts(
+    rows: int,
+) -> None:
+    """With what first looks and later tries cost, over 2,000 tokens a row, three times."""
+    for rate in (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95):
+        machine, regrets = Machine(15, rows, H200[rows], [([rate] * 15, 2000)], True), []
+        for seed in range(3):
+            took, better, _ = machine.decode(np.random.default_rng(seed))
+            regrets.append(took / better - 1)
+        assert np.mean(regrets) < 0.03, rate
+
+
+@pytest.mark.parametrize(("rows", "most"), [(32, 250), (1, 3000)])
+@pytest.mark.parametrize("rates", [(0.05, 0.9), (0.9, 0.05), (0.5, 0.95), (0.95, 0.5)])
+def test_on_an_h200_it_follows_a_text_that_changes(
+    rows: int, most: int, rates: tuple[float, float]
+) -> None:
+    """A row that was alone went on plainly for 4,000 steps when its text became easy: a look took 16 steps."""
+    seconds, log = H200[rows], []
+    texts = [([rate] * 15, tokens) for rate, tokens in zip(rates, (2000, 4000), strict=True)]
+    machine = Machine(15, rows, seconds, texts, True)
+    took, better, _ = machine.decode(np.random.default_rng(2), log)
+    assert took / better < 1.03
+    speeds = {v: machine.tokens(v, texts[1][0]) / seconds[v] for v in seconds}
+    good = {v for v in speeds if speeds[v] > 0.95 * max(speeds.values())}
+    taken, in_a_row = 0, 0
+    for steps, length in log[1]:
+        in_a_row = in_a_row + 1 if length in good else 0
+        if in_a_row == 3:
+            break
+        taken += steps
+    assert in_a_row == 3
+    assert taken < most
+
+
+def test_one_time_that_was_tripled_is_not_believed() -> None:
+    """A program that ran beside the first plain steps made plain decoding look slow, for thousands of steps."""
+    seconds, chooser = {0: 0.010, 3: 0.018}, Chooser((0, 3))
+    chosen = []
+    for _ in range(60):
+        steps, length = chooser.next(4, 16)
+        is_first = length == 0 and 0 not in chosen
+        chosen.append(length)
+        chooser.learn(
+            length, 4, steps, steps * seconds[length] * (3 if is_first else 1), {0: 4 * steps}
+        )
+    assert chosen.count(0) > 40
+    assert chooser.current == 0
+
+
+def test_a_text_that_becomes_easy_to_draft_is_found_again() -> None:
+    seconds = {0: 0.010, 1: 0.013, 3: 0.014, 7: 0.016}
+    hard, easy = [0.05] * 7, [0.9] * 7
+    rng = np.random.default_rng(3)
+    *_, chooser = Machine(7, 8, seconds, [(hard, 4000)], True).decode(rng)
+    assert chooser.current == 0
+    assert chooser.steps[0] > 0.95 * sum(chooser.steps.values())
+    *_, chooser = Machine(7, 8, seconds, [(hard, 4000), (easy, 16000)], True).decode(rng)
+    assert chooser.current == 7
+
+
+def test_lengths_that_are_not_compiled_wait_until_they_pay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a table, decoding begins with all drafts. Plain decoding comes first, and others only if they promise."""
+    monkeypatch.setattr(draft_length_policy, "LEAST_S", 2.0)
+    chooser = Chooser(ladder(7), compiled=[7])
+    seconds, chosen = {0: 0.01, 1: 0.012, 3: 0.02, 7: 0.05}, []
+    for _ in range(2000):
+        steps, length = chooser.next(8, 16, compile_s=5.0)
+        chosen.append(length)
+        timed = None if chosen.count(length) == 1 else steps * seconds[length]
+        chooser.learn(length, 8.0, steps, timed, {0: 8 * steps})
+    assert set(chosen) == {7, 0}
+    first = chosen.index(0)
+    assert 10.0 < first * 16 * seconds[7] < 13.0  # after twice the compilation
+    assert chosen[first + 10 :].count(0) > 0.95 * len(chosen[first + 10 :])
+
+
+# --- an engine ---------------------------------------------------------------------------------------
+
+
+def switched(monkeypatch: pytest.MonkeyPatch, seed: int, lengths: Sequence[int]) -> list[int]:
+    """Let lengths and steps of every call be drawn; return a list that lengths are added to."""
+    rng, used = np.random.default_rng(seed), []
+
+    def next(self: ChosenLength, running: Any, most_steps: int) -> Choice:
+        used.append(int(rng.choice(lengths)))
+        return Choice(int(rng.integers(1, most_steps + 1)), used[-1])
+
+    monkeypatch.setattr(ChosenLength, "next", next)
+    return used
+
+
+@pytest.mark.parametrize(
+    ("drafter", "lengths"),
+    [
+        ("mixed", (0, 1, 4)),
+        pytest.param("mixed", (0, 1, 2, 3, 4), marks=pytest.mark.slow),
+        pytest.param("dflash", (0, 1, 4), marks=pytest.mark.slow),
+        pytest.param("mtp", (0, 1, 3, 5), marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_tokens_are_those_of_plain_decoding_whatever_is_verified(
+    drafter: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call has another length. Nothing is compiled twice, and no step commits more than it verified."""
+    c = case(NAME)
+    engine = c.engine(drafter, steps_per_return=3)
+    asked = [Request(p, NEW_TOKENS) for p in c.prompts]
+    known = set()
+    for seed in range(3):
+        used = switched(monkeypatch, seed, lengths)
+        done = run(engine, asked)
+        assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+        assert set(used) == set(lengths)
+        most = max(tau for d in done for tau in d.acceptance_lengths)
+        assert most == max(lengths) + 1 if drafter == "mixed" else most <= max(lengths) + 1
+        known.add(engine.num_compilations)
+    assert len(known) == 1
+
+
+@pytest.mark.parametrize("drafter", ["dflash", "mtp"])
+def test_a_drafter_goes_on_after_plain_steps(drafter: str) -> None:
+    """Plain steps feed its state as prefill does. The first drafts do not depend on how many are verified."""
+    c = case(NAME)
+    prompt, steps = c.prompts[1], 6
+    runtime = c.engine(drafter, batch_size=1).runtime
+    spec = runtime.spec
+
+    def drafts(prompt: tuple[int, ...], steps: int, length: int) -> list[int]:
+        state = runtime.init_state(4)
+        state = runtime.admit(
+            state, admission(runtime, {0: Request(prompt, NEW_TOKENS)}, {}, rows=1, num_stop_ids=4)
+        )
+        state = runtime.decode(runtime.prefill(state, {0: prompt}), steps, 0, 0)
+
+        @jax.jit
+        def propose(target_params: Any, drafter_params: Any, state: DecodeState) -> Draft:
+            target, model = spec.bind(target_params, drafter_params)
+            assert model is not None
+            return decode.propose(target, model, spec.verifying(length), state)
+
+        with own_context(runtime.mesh):
+            draft = propose(runtime.target_params, runtime.drafter_params, state)
+        return np.asarray(draft.tokens)[0].tolist()
+
+    full = drafts(prompt, steps, spec.num_draft_tokens)
+    assert len(full) == spec.num_draft_tokens
+    assert drafts(prompt + c.continuation(1, steps), 0, spec.num_draft_tokens) == full
+    assert drafts(prompt, steps, 2) == full[:2]
+    assert drafts(prompt, 0, spec.num_draft_tokens) != full
+
+
+def test_a_warm_engine_knows_all_costs_and_chooses_among_what_is_compiled() -> None:
+    c = case(NAME)
+    engine = c.engine("hostile")
+    assert engine.chosen_length.used == dict.fromkeys((0, 1, 3, 4), (0, None))
+    engine.warm_up()
+    known = engine.num_compilations
+    assert all(use.steps == 0 and use.step_s for use in engine.chosen_length.used.values())
+    chooser = engine.chosen_length.chooser
+    assert chooser is not None
+    for length, seconds in (
+        (0, 1.0),
+        (1, 1.5),
+        (3, 2.5),
+        (4, 3.0),
+    ):  # as of a machine that is alone
+        chooser.costs.table[length, 4] = seconds
+    done = run(engine, [Request(p, NEW_TOKENS) for p in c.prompts])
+    assert [d.token_ids for d in done] == [c.continuation(row) for row in range(len(done))]
+    assert chooser.acceptance.rates()[0] < 0.1  # a hostile drafter is never right
+    assert chooser.current == 0
+    assert chooser.steps[0] > 0
+    assert engine.num_compilations == known
+
+
+def test_where_no_length_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled rows keep their text for a seed unless "always" is asked for; `invariant` rows depend on nothing."""
+    c = case(NAME)
+    fixed: list[dict[str, Any]] = [
+        dict(invariant=True),
+        dict(choose_length="never"),
+        dict(tree=Tree(2, 3), num_draft_tokens=4),
+    ]
+    for options in fixed:
+        assert c.engine("mixed", **options).chosen_length.used == {}
+    assert c.engine(None).chosen_length.used == {}
+    halved = mock.Mock(spec=Runtime)
+    halved.batch_size, halved.spec = 4, c.engine("mixed").runtime.spec.of_dtype("bfloat16")
+    assert ChosenLength(halved, "exact", invariant=False).used == {}
+    assert ChosenLength(halved, "always", invariant=False).used.keys() == {0, 1, 3, 4}
+    for word, invariant, message in (
+        ("sometimes", False, 'is \'sometimes\'; it is "exact", "always" or "never"'),
+        ("always", True, "lets a row depend on its neighbours, which invariant rules out"),
+    ):
+        with pytest.raises(FieldError, match=message) as error:
+            ChosenLength(c.engine("mixed").runtime, word, invariant=invariant)
+        assert error.value.field == "choose_length"
+    plainly = Choice(3, 0)
+    monkeypatch.setattr(Chooser, "next", lambda self, rows, most_steps, compile_s: plainly)
+    asked = request(c.prompts[0], 4, temperature=1.0)
+    full = Choice(16, 4)
+    for choose, sampled in (("exact", full), ("always", plainly)):
+        chosen = c.engine("mixed", choose_length=choose).chosen_length
+        assert chosen.next([Request(c.prompts[0], 4)], 16) == plainly
+        assert chosen.next([Request(c.prompts[0], 4), asked], 16) == sampled

@@ -1,0 +1,213 @@
+"""Random chains of requests over a store of prefixes, against an engine without one.
+
+Each chain branches, shortens and extends earlier prompts by a few tokens, within the slack of the rings and beyond
+it. Requests end, run beside each other or are cancelled. The store is so small that most entries are evicted or move
+to host memory. Every completion has to have the tokens, the acceptance lengths and the log-probabilities of an engine
+that reads every prompt from its first token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxspec.engine.engine import Completion, Engine, Request
+from jaxspec.engine.prefix_cache import pool, store
+from tests import tiny
+from tests.cases import case, request, run
+
+CACHE = 96
+NEW = 8
+SLOTS = 2
+TEMPERATURES = st.sampled_from([0.0, 5.0])
+LONGEST = CACHE - NEW - 8
+ENTRIES_ON_DEVICE, ENTRIES_IN_HOST_MEMORY = 4, 3
+TOLERANCE = 1e-3
+"""Of log-probabilities. Passes of other shapes move them by 1e-5, a key that is not the position's own by 0.01."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "BLOCK", 4)
+    monkeypatch.setattr(store, "LEAST_TOKENS", 4)
+
+
+@functools.cache
+def engines(name: str, drafter: str, read_ahead: int) -> tuple[Engine, Engine]:
+    """Return an engine with a store, and one without."""
+    options: dict[str, Any] = dict(cache_length=CACHE, draft_sampling=True, logprobs=True)
+    options |= dict(choose_length="never", steps_per_return=2)
+    cold = case(name).engine(drafter, batch_size=1, **options)
+    of_slot = pool.least_bytes(cold.runtime)
+    hot = case(name).engine(
+        drafter,
+        batch_size=SLOTS,
+        read_ahead=read_ahead,
+        prefix_bytes=ENTRIES_ON_DEVICE * of_slot,
+        prefix_host_bytes=ENTRIES_IN_HOST_MEMORY * of_slot,
+        **options,
+    )
+    return hot, cold
+
+
+@functools.cache
+def cold_completion(name: str, drafter: str, asked: Request) -> Completion:
+    return run(engines(name, drafter, 0)[1], [asked])[0]
+
+
+def ids(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(20, tiny.VOCAB_SIZE, count).tolist())
+
+
+class Chains(RuleBasedStateMachine):
+    """Chains of prompts on one engine with a store.
+
+    Args:
+      pair: names of the target's feature set and of the drafter.
+      read_ahead: rows beside the slots.
+    """
+
+    prompts = Bundle("prompts")
+    running = Bundle("running")
+
+    def __init__(self, pair: tuple[str, str], read_ahead: int):
+        super().__init__()
+        self.pair = pair
+        self.hot, _ = engines(*pair, read_ahead)
+        self.hot.reset()
+        self.hot.target_params = self.hot.target_params  # empties the store
+        self.asked: dict[Hashable, Request] = {}
+        self.cancelled: set[Hashable] = set()
+        self.count = 0
+
+    @rule(target=prompts, length=st.integers(1, LONGEST), seed=st.integers(0, 3))
+    def new(self, length: int, seed: int) -> tuple[int, ...]:
+        """A prompt that may begin as an earlier one of the same seed."""
+        return ids(LONGEST, seed)[:length]
+
+    @rule(
+        target=prompts,
+        prompt=prompts,
+        cuts=st.lists(st.integers(3, 5), min_size=2, max_size=4)
+        | st.lists(st.integers(0, 60), min_size=1, max_size=2),
+        tail=st.integers(1, 2) | st.integers(3, 30),
+        seed=st.integers(10, 12),
+        temperature=TEMPERATURES,
+    )
+    def branch(
+        self, prompt: tuple[int, ...], cuts: list[int], tail: int, seed: int, temperature: float
+    ) -> tuple[int, ...]:
+        """Part from a prompt before its end, and from that one, and so on; decode each to its end."""
+        for step, cut in enumerate(cuts):
+            kept = prompt[: max(1, len(prompt) - cut)]
+            prompt = (kept + ids(tail, seed + 3 * step))[:LONGEST]
+            self.add(prompt, 1, temperature)
+            self.finish()
+        return prompt
+
+    @rule(prompt=prompts, temperature=TEMPERATURES)
+    def ask(self, prompt: tuple[int, ...], temperature: float) -> None:
+        """Decode a prompt to the end."""
+        self.add(prompt, 1, temperature)
+        self.finish()
+
+    @rule(
+        target=running,
+        prompt=prompts,
+        samples=st.integers(1, 3),
+        temperature=TEMPERATURES,
+    )
+    def add(self, prompt: tuple[int, ...], samples: int, temperature: float) -> Hashable:
+        """Add some samples of a prompt; return the id of the last one."""
+        for sample in range(samples):
+            self.count += 1
+            asked = request(prompt, NEW, temperature=temperature, logprobs=True, sample=sample)
+            self.asked[self.hot.add(dataclasses.replace(asked, id=self.count))] = asked
+        return self.count
+
+    @rule(steps=st.integers(1, 3))
+    def step(self, steps: int) -> None:
+        """Let the engine go on."""
+        for _ in range(steps):
+            for event in self.hot.step():
+                if isinstance(event, Completion):
+                    self.check(event)
+
+    @rule(id=consumes(running))
+    def cancel(self, id: Hashable) -> None:
+        """Cancel a request, wherever it is."""
+        if id in self.asked:
+            self.hot.cancel(id)
+            self.cancelled.add(id)
+
+    @rule()
+    def finish(self) -> None:
+        """Let all requests end."""
+        for _ in range(200):
+            if self.hot.is_idle:
+                break
+            self.step(1)
+        assert not self.asked
+
+    def check(self, done: Completion) -> None:
+        """Compare with an engine that has no store."""
+        asked = self.asked.pop(done.id)
+        if done.id in self.cancelled:
+            return
+        cold = cold_completion(*self.pair, asked)
+        assert done.token_ids == cold.token_ids
+        assert done.acceptance_lengths == cold.acceptance_lengths
+        assert done.sampled_logprobs is not None
+        np.testing.assert_allclose(done.sampled_logprobs, cold.sampled_logprobs, atol=TOLERANCE)
+
+    def teardown(self) -> None:
+        if not self.hot.is_idle:
+            self.finish()
+
+
+EVERY_PAIR = [(name, drafter) for name in tiny.FEATURE_SETS for drafter in ("dflash", "mtp")]
+EVERY_PAIR.append(("qwen3-tied", "dflash"))  # here the drafter alone has a ring
+QUICK = [("31b", "dflash"), ("e2b", "mtp")]
+CHAINS, MANY_CHAINS = 12, 60
+"""By default of each quick pair, and as a slow test of every pair. Hypothesis draws the same ones each time."""
+
+
+def run_chains(pair: tuple[str, str], read_ahead: int, chains: int) -> None:
+    """Run so many random chains of up to 20 operations, each on an empty store."""
+    run_state_machine_as_test(
+        lambda: Chains(pair, read_ahead),
+        settings=settings(
+            max_examples=chains,
+            stateful_step_count=20,
+            deadline=None,
+            derandomize=True,
+            phases=[Phase.generate],  # to shrink a chain takes minutes
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize(("pair", "read_ahead"), [(QUICK[0], 0), (QUICK[1], 2)])
+def test_random_chains(pair: tuple[str, str], read_ahead: int) -> None:
+    run_chains(pair, read_ahead, CHAINS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("read_ahead", [0, 2])
+@pytest.mark.parametrize("pair", EVERY_PAIR)
+def test_many_random_chains(pair: tuple[str, str], read_ahead: int) -> None:
+    run_chains(pair, read_ahead, MANY_CHAINS)

@@ -1,5 +1,0 @@
-"""Seeded mutations of the files that users bring, and what must come of each.
-
-`python -m tests.fuzz` prints the counts of all three kinds: configs, safetensors headers and JSON lines. Read
-`outcomes` first, then `mutate`.
-"""

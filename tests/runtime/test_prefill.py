@@ -1,0 +1,228 @@
+"""Which passes read prompts: every token once and in order, few shapes, and rows that decode between them."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+
+from jaxspec.commands.bench import trace
+from jaxspec.engine.engine import Completion, Engine, Request, Update
+from jaxspec.registry import model_def_of, presets
+from jaxspec.runtime import prefill
+from jaxspec.runtime.prefill import Shapes, chunks
+from tests.cases import NEW_TOKENS, case
+
+pytestmark = pytest.mark.usefixtures("tight")
+
+NAME = "31b"
+
+
+def mesh_of(platform: str) -> Mesh:
+    """Return what `Shapes` asks of a mesh of one device."""
+    device = mock.Mock(platform=platform)
+    return mock.Mock(spec=Mesh, devices=np.array([device]), shape={"data": 1, "model": 1})
+
+
+@pytest.fixture(autouse=True)
+def chunks_as_shipped(tight: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 512)
+
+
+@pytest.mark.parametrize(("preset", "tokens"), [("26b-a4b", 1215), ("31b", 184), ("e4b", 184)])
+def test_what_reading_the_weights_costs(preset: str, tokens: int) -> None:
+    """A mixture of experts reads all experts and computes with few of them."""
+    model_def = model_def_of(presets()[preset], "bfloat16")
+    assert round(prefill.reading_tokens(model_def)) == tokens
+
+
+def test_a_shared_pass_has_no_more_tokens_than_rows_may_wait_for() -> None:
+    gpu, cpu = mesh_of("gpu"), mesh_of("cpu")
+    found = [prefill.full_pass(gpu, most) for most in (None, 5000, 2048, 2047, 700, 100)]
+    assert found == [2048, 2048, 2048, 1024, 512, 256]
+    assert prefill.full_pass(cpu, None) == prefill.SHARED_PREFILL
+
+
+lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=lengths, slots=st.sampled_from([1, 4, 32]), full=st.sampled_from([256, 512, 2048]))
+def test_every_token_is_read_once_and_in_order(lengths: list[int], slots: int, full: int) -> None:
+    shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192, reading=1215.0)
+    prompts = {slot: np.arange(length) for slot, length in enumerate(lengths[:slots])}
+    read = dict.fromkeys(prompts, 0)
+    known = shapes.all()
+    for chunk in chunks(prompts, shapes):
+        assert chunk.tokens.shape in known
+        rows = zip(
+            *map(np.asarray, (chunk.slots, chunk.tokens, chunk.start, chunk.count)), strict=True
+        )
+        for row, (slot, tokens, start, count) in enumerate(rows):
+            if slot == slots:
+                assert count == 0
+                continue
+            assert start == read[slot]
+            np.testing.assert_array_equal(tokens[:count], np.arange(start, start + count))
+            read[slot] += count
+            assert chunk.is_last[row] == (read[slot] == len(prompts[slot]))
+    assert read == {slot: len(prompt) for slot, prompt in prompts.items()}
+
+
+@settings(max_examples=15, deadline=None)
+@given(lengths=lengths)
+def test_small_passes_follow_from_a_prompts_own_length(lengths: list[int]) -> None:
+    """What `invariant` promises: the same shapes in the same places, whoever waits."""
+    shapes = Shapes(64, mesh_of("gpu"), full=prefill.SHARED_PREFILL, longest=8192, reading=1215.0)
+
+    def passes_of(prompts: dict[int, np.ndarray]) -> dict[int, list[tuple[Any, ...]]]:
+        found: dict[int, list[tuple[Any, ...]]] = {slot: [] for slot in prompts}
+        for chunk in chunks(prompts, shapes):
+            for slot, start in zip(chunk.slots.tolist(), chunk.start.tolist(), strict=True):
+                if slot < 64:
+                    found[slot].append((*chunk.tokens.shape, start))
+        return found
+
+    prompts = {slot: np.zeros(length, int) for slot, length in enumerate(lengths)}
+    together = passes_of(prompts)
+    alone = {slot: passes_of({slot: prompt})[slot] for slot, prompt in prompts.items()}
+    assert together == alone
+
+
+def test_prompts_that_wait_together_share_a_pass() -> None:
+    """Of 26B-A4B: six prompts in one pass, where each by itself would take half as long as all."""
+    shapes = Shapes(32, mesh_of("gpu"), full=2048, longest=8192, reading=1215.0)
+    waiting = {slot: np.zeros(length, int) for slot, length in enumerate((300, 400, 60, 200))}
+    assert [chunk.tokens.shape for chunk in chunks(waiting, shapes)] == [(4, 512)]
+    alone = [chunk.tokens.shape for chunk in chunks({0: waiting[0]}, shapes)]
+    assert alone == [(1, 512)]
+    long = [chunk.tokens.shape for chunk in chunks({0: np.zeros(5000, int)}, shapes)]
+    assert long == [(1, 2048), (1, 2048), (1, 2048)]
+
+
+@pytest.mark.parametrize(("full", "slots", "most_padding"), [(2048, 32, 0.15), (512, 8, 0.12)])
+def test_little_of_the_passes_over_a_stream_is_padding(
+    full: int, slots: int, most_padding: float
+) -> None:
+    """Rows are refilled as prompts end, as an engine that reads ahead does."""
+    shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192, reading=1215.0)
+    coming = [job.prompt_tokens for job in trace.generated(192, 7, None, 4096)]
+    left: dict[int, int] = {}
+    read = computed = number = 0
+    while coming or left:
+        while coming and len(left) < slots:
+            left[number], number = coming.pop(0), number + 1
+        rows, width, taken = shapes.next_pass(left)
+        computed += rows * width
+        for slot in taken:
+            read += min(left[slot], width)
+            left[slot] -= width
+            if left[slot] <= 0:
+                del left[slot]
+    assert read == 64_153
+    assert computed - read < most_padding * computed
+
+
+def test_decoding_stops_for_as_many_prompts_as_fill_a_pass() -> None:
+    shapes = Shapes(64, mesh_of("gpu"), full=2048, longest=8192, reading=1215.0)
+    assert shapes.worth_reading([]) == 0
+    assert shapes.worth_reading([100]) == 1
+    assert shapes.worth_reading([300] * 20) == 4
+    assert shapes.worth_reading([20] * 20) == 8  # never more than an eighth of the slots
+    few = Shapes(8, mesh_of("gpu"), full=2048, longest=8192, reading=1215.0)
+    assert few.worth_reading([300] * 20) == 1
+
+
+# --- turns -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Make an engine that reads one pass of 16 tokens, and then lets the others decode."""
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
+    return case(NAME).engine("mixed", batch_size=2, steps_per_return=1, max_prefill_tokens=1)
+
+
+def test_a_long_prompt_lets_others_decode_between_its_chunks(engine: Engine) -> None:
+    c = case(NAME)
+    long = max(c.prompts, key=len)
+    assert len(long) > 32  # three chunks or more
+    first = engine.add(Request(c.prompts[0], NEW_TOKENS))
+    engine.step()
+    late = engine.add(Request(long, 3))
+    told: list[list[Any]] = []
+    done: dict[Any, Completion] = {}
+    while not engine.is_idle:
+        events = engine.step()
+        told.append([e.id for e in events if isinstance(e, Update)])
+        done |= {e.id: e for e in events if isinstance(e, Completion)}
+    began = next(i for i, ids in enumerate(told) if late in ids)
+    assert sum(first in ids for ids in told[:began]) >= 2
+    assert done[first].token_ids == c.continuation(0)
+    assert done[late].token_ids == c.continuation(c.prompts.index(long), 3)
+
+
+def test_rows_that_decode_wait_for_no_more_tokens_than_they_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four rows of 16 tokens make a pass: two passes are within the bound, and three are not."""
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
+    c = case(NAME)
+    long = max(c.prompts, key=len)
+    bounded = c.engine("mixed", batch_size=4, steps_per_return=1, max_prefill_tokens=130)
+    read: list[int] = [0]
+    feeding, decoding = bounded.runtime.feeding, bounded.runtime.decoding
+
+    def feed(state: Any, chunk: Any, *rest: Any) -> Any:
+        read[-1] += chunk.tokens.size
+        return feeding(state, chunk, *rest)
+
+    def decode(*given: Any) -> Any:
+        read.append(0)
+        return decoding(*given)
+
+    monkeypatch.setattr(bounded.runtime, "feeding", feed)
+    monkeypatch.setattr(bounded.runtime, "decoding", decode)
+    bounded.add(Request(c.prompts[0], NEW_TOKENS))
+    bounded.step()
+    for _ in range(3):
+        bounded.add(Request(long, 3))
+    while not bounded.is_idle:
+        bounded.step()
+    assert max(read[1:]) == 128
+
+
+def test_a_prompt_that_is_cancelled_while_it_is_read_leaves_nothing(engine: Engine) -> None:
+    c = case(NAME)
+    long = max(c.prompts, key=len)
+    first = engine.add(Request(c.prompts[0], NEW_TOKENS))
+    engine.step()
+    late = engine.add(Request(long, 3))
+    engine.step()  # one chunk of it
+    engine.cancel(late)
+    after = engine.add(Request(c.prompts[1], 4))
+    done: dict[Any, Completion] = {}
+    while not engine.is_idle:
+        done |= {e.id: e for e in engine.step() if isinstance(e, Completion)}
+    assert (done[late].finish_reason, done[late].token_ids) == ("cancelled", ())
+    assert done[first].token_ids == c.continuation(0)
+    assert done[after].token_ids == c.continuation(1, 4)
+
+
+def test_a_warm_engine_compiles_nothing(engine: Engine) -> None:
+    engine.warm_up()
+    known = engine.num_compilations
+    for prompt in case(NAME).prompts:
+        engine.add(Request(prompt, 3, stop_at=lambda ids: 1))
+    with pytest.raises(ValueError, match="warm_up needs an idle engine"):
+        engine.warm_up()
+    done = 0
+    while not engine.is_idle:
+        done += sum(isinstance(e, Completion) for e in engine.step())
+    assert done == len(case(NAME).prompts)
+    assert engine.num_compilations == known

@@ -1,0 +1,305 @@
+"""Conversations become prompts, by templates that do what those of Gemma 4 and Qwen3 are known to do."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+
+from jaxspec.options import FieldError
+from jaxspec.text.chat import FirstCall, choose, force, merged, message_of, parser_for, render
+from jaxspec.tokenizer import Tokenizer, TokenizerError
+from tests.text.chat.models import GEMMA, QWEN, Family, corpus, parse
+
+# What matters of the two templates, and no more: BOS; how turns, thoughts, calls and results are written;
+# that arguments must be values; that reasoning before the user's last message is left out.
+GEMMA_TEMPLATE = """
+{%- macro value(v) -%}
+{%- if v is none -%}null{%- elif v is string -%}<|"|>{{ v }}<|"|>{%- elif v is boolean -%}{{ 'true' if v else 'false' }}
+{%- elif v is mapping -%}{ {%- for k, x in v | dictsort %}{{ k }}:{{ value(x) }}{{ ',' if not loop.last }}{% endfor -%} }
+{%- elif v is sequence -%}[{%- for x in v %}{{ value(x) }}{{ ',' if not loop.last }}{% endfor -%}]
+{%- else -%}{{ v }}{%- endif -%}
+{%- endmacro -%}
+<bos>{% if tools or enable_thinking -%}<|turn>system
+{{ '<|think|>' if enable_thinking }}{% for t in tools or [] %}[{{ t.function.name }}:{{ t.function.description }}]{% endfor %}<turn|>
+{% endif -%}
+{% set last = namespace(user=-1, role='') -%}
+{% for m in messages if m.role == 'user' %}{% set last.user = messages.index(m) %}{% endfor -%}
+{% for m in messages -%}
+  {% if m.role == 'tool' -%}
+    <|tool_response>response:{{ m.name or 'unknown' }}{value:{{ value(m.content) }}}<tool_response|>
+  {%- else -%}
+    {% if not (m.role == 'assistant' and last.role == 'tool') -%}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}
+{% endif -%}
+    {% if m.reasoning and loop.index0 > last.user %}<|channel>thought
+{{ m.reasoning }}
+<channel|>{% endif -%}
+    {% for c in m.tool_calls or [] -%}
+      {% if c.function.arguments is not mapping %}{{ raise_exception('arguments must be a mapping') }}{% endif -%}
+      <|tool_call>call:{{ c.function.name }}{{ value(c.function.arguments) }}<tool_call|>
+    {%- endfor -%}
+    {{ m.content | trim }}{% if not m.tool_calls %}<turn|>
+{% endif -%}
+  {% endif -%}
+  {% set last.role = m.role -%}
+{% endfor -%}
+{% if add_generation_prompt and last.role != 'tool' -%}<|turn>model
+{% if not enable_thinking %}<|channel>thought
+<channel|>{% endif %}{% elif add_generation_prompt and enable_thinking -%}<|channel>thought
+{% endif -%}
+"""
+QWEN_TEMPLATE = """
+{%- for t in tools or [] %}{{ t | tojson }}
+{% endfor -%}
+{% for m in messages -%}
+  {% if m.role in ('user', 'system', 'assistant', 'tool') -%}
+    <|im_start|>{{ m.role }}
+{{ m.content }}
+    {%- for c in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endif -%}
+{% endfor -%}
+{% if add_generation_prompt -%}<|im_start|>assistant
+{% if enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif -%}
+"""
+
+
+def tokenizer_of(family: Family) -> Tokenizer:
+    template = GEMMA_TEMPLATE if family is GEMMA else QWEN_TEMPLATE
+    return Tokenizer(family.tokenizer.backend, chat_template=template)
+
+
+def text_of(family: Family, messages: list[Any], tools: Any = None, **options: Any) -> str:
+    ids = render(tokenizer_of(family), messages, tools, **options)
+    return family.tokenizer.backend.decode(ids, skip_special_tokens=False)
+
+
+USER = {"role": "user", "content": "a"}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+TIME = {"type": "function", "function": {"name": "time", "description": "The time."}}
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+
+
+def test_arguments_are_decoded_before_the_template_sees_them() -> None:
+    """The protocol has JSON text. Gemma's template raises on it, and Qwen's would quote it again."""
+    history = [USER, called('{"city": "Oslo", "days": [1, null]}')]
+    assert 'call:weather{city:<|"|>Oslo<|"|>,days:[1,null]}<tool_call|>' in text_of(GEMMA, history)
+    assert '"arguments": {"city": "Oslo", "days": [1, null]}}' in text_of(QWEN, history)
+    assert "call:weather{}" in text_of(GEMMA, [USER, called("")])
+    assert "call:weather{a:1}" in text_of(GEMMA, [USER, called({"a": 1})])
+
+
+def test_content_parts_are_joined_and_developer_is_system() -> None:
+    """Qwen's template leaves a developer's message out without a word."""
+    parts = [{"type": "text", "text": "a b"}, {"type": "input_text", "text": "c"}]
+    messages = [{"role": "developer", "content": "ab"}, {"role": "user", "content": parts}]
+    assert text_of(QWEN, messages) == (
+        "<|im_start|>system\nab<|im_end|>\n<|im_start|>user\na b\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert "<|im_start|>assistant" not in text_of(QWEN, messages, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("family", [GEMMA, QWEN], ids=lambda f: f.format.name)
+def test_a_reply_goes_back_into_the_conversation(family: Family) -> None:
+    """What was parsed, rendered and parsed again is the same calls."""
+    events, _ = parse(family, family.encode(corpus(family)["parallel calls"]), [])
+    reply = message_of(events)
+    results = [
+        {"role": "tool", "tool_call_id": c["id"], "name": c["function"]["name"], "content": "ab"}
+        for c in reply["tool_calls"]
+    ]
+    rendered = render(tokenizer_of(family), [USER, reply, *results], add_generation_prompt=False)
+    again = message_of(parse(family, rendered, [])[0])["tool_calls"]
+    decoded = [json.loads(c["function"]["arguments"]) for c in again]
+    assert decoded == [json.loads(c["function"]["arguments"]) for c in reply["tool_calls"]]
+
+
+def test_thinking_is_switched_by_the_template() -> None:
+    """After a tool's result Gemma's prompt leaves the thought open: the reply begins inside it."""
+    history = [USER, called("{}"), {"role": "tool", "name": "weather", "content": "b"}]
+    tokenizer = tokenizer_of(GEMMA)
+    for thinking, wanted in (
+        (True, {"reasoning": "so", "content": "yes"}),
+        (False, {"content": "soyes"}),
+    ):
+        prompt = render(tokenizer, history, [WEATHER], enable_thinking=thinking)
+        parser = parser_for(tokenizer, prompt)
+        events = parser.push(GEMMA.encode("so<channel|>yes")) + parser.finish("stop")
+        assert message_of(events) == {"role": "assistant", **wanted}
+    assert "<think>\n\n</think>" in text_of(QWEN, [USER], enable_thinking=False)
+    assert "<think>" not in text_of(QWEN, [USER], enable_thinking=True)
+
+
+def test_earlier_reasoning_reaches_the_template() -> None:
+    thought = {**called("{}"), "reasoning_content": "b c"}
+    assert "<|channel>thought\nb c\n<channel|>" in text_of(GEMMA, [USER, thought])
+    assert "b c" not in text_of(GEMMA, [thought, USER])
+
+
+@pytest.mark.parametrize(
+    ("messages", "field", "say"),
+    [
+        ([], "messages", "expected a list"),
+        ("hi", "messages", "expected a list"),
+        (["hi"], "messages[0]", "expected an object"),
+        ([{"role": "robot", "content": "x"}], "messages[0].role", "expected one of system"),
+        ([USER, {"role": "user"}], "messages[1].content", "is missing"),
+        ([{"role": "user", "content": 3}], "messages[0].content", "expected text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "messages[0].content[0].type",
+            "this server reads text only",
+        ),
+        ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0]", "with type"),
+        ([USER, called("{")], "messages[1].tool_calls[0].function.arguments", "no valid JSON"),
+        ([USER, called('{"a": NaN}')], "messages[1].tool_calls[0].function.arguments", "NaN"),
+        ([USER, called("[1]")], "messages[1].tool_calls[0].function.arguments", "an object"),
+        ([USER, called("[" * 100_000)], "messages[1].tool_calls[0].function.arguments", "JSON"),
+        ([{**called("{}"), "tool_calls": [{}]}], "messages[0].tool_calls[0]", "with function"),
+    ],
+)
+def test_a_message_that_cannot_be_used_is_named(messages: Any, field: str, say: str) -> None:
+    with pytest.raises(FieldError, match=say) as caught:
+        render(tokenizer_of(GEMMA), messages)
+    assert caught.value.field == field
+
+
+def test_template_arguments_cannot_replace_the_template() -> None:
+    """A request that sets `chat_template` would run a program of its own on the server."""
+    for name in (
+        "chat_template",
+        "tokenize",
+        "tools",
+        "messages",
+        "self",
+        "continue_final_message",
+    ):
+        # Under test, types are checked by Python 3.11's `inspect`, which takes `tools` for an argument
+        # by position.
+        with pytest.raises(FieldError, match=name):
+            inspect.unwrap(render)(tokenizer_of(QWEN), [USER], **{name: "x"})
+    with pytest.raises(FieldError, match="no chat template"):
+        render(QWEN.tokenizer, [USER])
+    refusing = Tokenizer(QWEN.tokenizer.backend, chat_template="{{ raise_exception('no') }}")
+    with pytest.raises(TokenizerError, match="refuses"):
+        render(refusing, [USER])
+
+
+def test_a_template_that_fails_on_what_a_client_sent_refuses_it() -> None:
+    """Values nested so deeply that it recurses too far, and a schema that is none."""
+    deep = "{" + '"a":[{' * 400 + "}]" * 400 + "}"
+    with pytest.raises(TokenizerError, match="refuses these messages"):
+        render(tokenizer_of(GEMMA), [USER, called(deep)])
+    odd = Tokenizer(GEMMA.tokenizer.backend, chat_template="{{ tools[0].function.x.items() }}")
+    with pytest.raises(TokenizerError, match="refuses these messages"):
+        render(odd, [USER], [{"function": {"x": 1}}])
+
+
+def test_tool_choice_says_who_hears_of_the_tools() -> None:
+    both = [WEATHER, TIME]
+    auto, none = choose(both), choose(both, "none")
+    assert (auto.calls, auto.forced, len(auto.tools)) == (True, None, 2)
+    assert (none.calls, none.forced, none.tools) == (False, None, ())
+    assert choose(None, "auto") == choose(None) == choose([], "none")
+    assert choose([TIME], "required").forced == "time"
+    named = {"type": "function", "function": {"name": "time"}}
+    flat = {"type": "function", "name": "time"}  # as /v1/responses has it
+    assert choose(both, named).forced == choose(both, flat).forced == "time"
+    assert choose([{"type": "function", "name": "f"}]).tools[0]["function"]["name"] == "f"
+    # Gemma's template writes the description whether there is one or not.
+    assert "[weather:]" in text_of(GEMMA, [USER], tools=auto.tools)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "field", "say"),
+    [
+        ([WEATHER, TIME], "required", "tool_choice", "weather, time.*needs a grammar"),
+        (None, "required", "tool_choice", "no tools are declared"),
+        (
+            [TIME],
+            {"type": "function", "function": {"name": "f"}},
+            "tool_choice",
+            "declared tools are time",
+        ),
+        ([TIME], "any", "tool_choice", 'expected "auto"'),
+        ([{"type": "web_search"}], None, "tools[0]", "expected"),
+        (
+            [{"type": "function", "function": {"name": 'a"b'}}],
+            None,
+            "tools[0].function.name",
+            "letters",
+        ),
+        ({}, None, "tools", "expected a list"),
+    ],
+)
+def test_a_choice_that_cannot_be_kept_is_refused(
+    tools: Any, choice: Any, field: str, say: str
+) -> None:
+    with pytest.raises(FieldError, match=say) as caught:
+        choose(tools, choice)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("family", [GEMMA, QWEN], ids=lambda f: f.format.name)
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_forced_call_begins_in_the_prompt(family: Family, thinking: bool) -> None:
+    """The model only writes the arguments. Events come as if it had written the whole call."""
+    tokenizer = tokenizer_of(family)
+    history = [USER, called("{}"), {"role": "tool", "name": "weather", "content": "b"}]
+    for messages in ([USER], history):
+        prompt = render(tokenizer, messages, [WEATHER], enable_thinking=thinking)
+        forced = force(tokenizer, prompt, "weather")
+        assert forced[: len(prompt)] == prompt
+        whole = family.call("weather", {"city": "Oslo"})
+        written = whole[whole.index("{" if family is QWEN else "city") :]
+        written = written[written.index('{"city') :] if family is QWEN else written
+        parser = parser_for(tokenizer, forced, call_id=lambda i: f"call-{i}")
+        events = parser.push(family.encode(written)) + parser.finish("stop")
+        assert merged(events) == merged(parse(family, family.encode(whole), [])[0])
+        assert parser.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("family", [GEMMA, QWEN], ids=lambda f: f.format.name)
+def test_a_reply_may_end_behind_its_first_call(family: Family) -> None:
+    """However its tokens come, and if an engine begins anew."""
+    for name, reply in corpus(family).items():
+        ids = family.encode(reply)
+        found = []
+        for size in (1, 3, 50):
+            stop_at = FirstCall(family.tokenizer, ())
+            stop_at(ids[:2])
+            stops = [stop_at(ids[:count]) for count in range(1, len(ids) + size, size)]
+            found.append(next((stop for stop in stops if stop is not None), None))
+        assert len(set(found)) == 1, name
+        whole = message_of(parse(family, ids, [])[0]).get("tool_calls", [])
+        events, reason = parse(family, ids[: found[0]], [])
+        calls = message_of(events).get("tool_calls", [])
+        assert calls == whole[:1], name
+        if calls and name != "a call in a call":
+            assert reason == "tool_calls", name
+
+
+def test_nothing_can_be_forced_without_markers() -> None:
+    from tests.text.chat.models import BUNDLED
+
+    with pytest.raises(FieldError, match="no markers"):
+        force(Tokenizer.load(BUNDLED.parent), [1], "weather")

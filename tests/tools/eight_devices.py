@@ -1,0 +1,535 @@
+"""What runs on eight devices of the host, in a process of its own: JAX counts devices only once.
+
+`python -m tests.tools.eight_devices CASE...` prints a line of JSON a case; `test_sharding` says what it has to be,
+and sets the number of devices.
+
+    split:NAME:DRAFTER:DATA:MODEL   decode a feature set on a mesh, and on one device
+    load                            place weights: random, of an Orbax directory, of Hugging Face's
+    check                           `check` with and without --mesh
+    cli                             the command with and without --mesh, and its errors
+    errors                          weights that are not on one mesh
+    sampler                         the in-process sampler on a mesh
+    inside                          the sampler inside jitted functions, on meshes and under shard_map
+    turns                           rows that take turns, on a mesh and inside jitted functions
+    training_meshes                 weights on meshes as training programs make them
+    moved                           weights from a training mesh to one for decoding
+    control                         a product that has to gather its weight
+    two:PORT:PROCESS:DATA:MODEL     decode on two processes with four devices each
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxspec import cache
+from jaxspec.api import BUNDLED
+from jaxspec.engine.engine import Engine, Request
+from jaxspec.models.layers import project
+from jaxspec.options import Drafting, ProgramFeatures, Sampling
+from jaxspec.quantised.choice import formats_for
+from jaxspec.rollout.batch import GenerateResult, Prompts
+from jaxspec.rollout.sampler import Sampler
+from jaxspec.runtime import prefill
+from jaxspec.shapes import Array, Params
+from jaxspec.weights.draft_head import with_draft_head
+from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
+from jaxspec.weights.sharding import make_mesh, place, place_params, state_shardings
+from tests import tiny_pair
+from tests.cases import PROMPT_LENGTHS, Case, case, engine_of, target
+from tests.cases import run as run_all
+from tests.tiny import VOCAB_SIZE
+
+ROWS, DRAFTS, NEW_TOKENS = 8, 4, 12
+
+
+def on_mesh(model: LoadedModel, mesh: Mesh) -> LoadedModel:
+    shardings = model.model_def.shardings(mesh)
+    params = {name: place(x, shardings[name]) for name, x in model.params.items()}
+    return dataclasses.replace(model, params=params)
+
+
+def engine_on(mesh: Mesh, c: Case, drafter: str) -> Engine:
+    made = None if drafter == "plain" else on_mesh(c.drafter(drafter), mesh)
+    drafts = None if made is None else DRAFTS
+    target = on_mesh(c.target, mesh)
+    return engine_of(target, made, batch_size=ROWS, cache_length=64, num_draft_tokens=drafts)
+
+
+def requests(c: Case, sampled: bool = False) -> list[Request]:
+    values: dict[str, Any] = dict(temperature=1.2, top_k=40, top_p=0.95) if sampled else {}
+    return [Request(prompt, NEW_TOKENS, Sampling(**values)) for prompt in c.prompts]
+
+
+def decoded(engine: Engine, asked: list[Request]) -> list[Any]:
+    return [[list(x.token_ids), list(x.acceptance_lengths)] for x in run_all(engine, asked)]
+
+
+def split_sizes(engine: Engine) -> dict[int, str]:
+    """Return how many numbers the weights have that are split, with a name for each."""
+    weights = {**engine.target_params, **(engine.drafter_params or {})}
+    return {x.size: name for name, x in weights.items() if not x.sharding.is_fully_replicated}
+
+
+def weight_gathers(hlo: str, sizes: dict[int, str]) -> list[str]:
+    """List instructions that bring together as many numbers as a split weight has, in whatever shape."""
+    found = []
+    for dims in re.findall(
+        r"= \(?b?f\d+\[([\d,]+)\]\S* (?:all-gather|all-to-all)(?:-start)?\(", hlo
+    ):
+        size = int(np.prod([int(d) for d in dims.split(",")]))
+        if size in sizes:
+            found.append(f"[{dims}] like {sizes[size]}")
+    return found
+
+
+def collectives(hlo: str) -> dict[str, int]:
+    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    return {kind: len(re.findall(rf" {kind}(?:-start)?\(", hlo)) for kind in kinds}
+
+
+def misplaced(engine: Engine) -> list[str]:
+    """List arrays of the state that some program returns in another place than is declared."""
+    whole = jax.eval_shape(lambda: engine.runtime.init_state(4))
+    wrong = []
+    for key, program in engine.runtime.used.items():
+        state = whole.small if key[0] in ("admit", "retire") else whole
+        declared = jax.tree_util.tree_leaves_with_path(state_shardings(state, engine.mesh))
+        shapes = jax.tree.leaves(state)
+        found = jax.tree.leaves(program.output_shardings)[: len(declared)]  # news come behind
+        for (path, sharding), x, out in zip(declared, shapes, found, strict=True):
+            if not out.is_equivalent_to(sharding, x.ndim):
+                wrong.append(f"{key[0]}: {jax.tree_util.keystr(path)} by {out}")
+    return wrong
+
+
+def split(name: str, drafter: str, data: str, model: str) -> dict[str, Any]:
+    """Decode on one device and on a mesh, greedily and not."""
+    c = a_case(name, drafter)
+    engine = engine_on(make_mesh(data=int(data), model=int(model)), c, drafter)
+    result, sampled = decoded(engine, requests(c)), decoded(engine, requests(c, sampled=True))
+    programs = {key[0]: program.as_text() for key, program in engine.runtime.used.items()}
+    return {
+        "equal": result == decoded(alone(name, drafter), requests(c)),
+        "equal_sampled": sampled == decoded(alone(name, drafter), requests(c, sampled=True)),
+        "most_accepted": max(max(lengths) for _, lengths in result),
+        "misplaced": misplaced(engine),
+        "gathers": [
+            g for hlo in programs.values() for g in weight_gathers(hlo, split_sizes(engine))
+        ],
+        "collectives": collectives(programs["decode"]),
+    }
+
+
+def a_case(name: str, drafter: str) -> Case:
+    c = case(name) if drafter == "mixed" else Case(target(name), prompts_of(name), [])
+    return dataclasses.replace(c, prompts=[prompt[:16] for prompt in c.prompts])
+
+
+def prompts_of(name: str) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(1)
+    return [tuple(rng.integers(20, VOCAB_SIZE, n).tolist()) for n in PROMPT_LENGTHS]
+
+
+@functools.cache
+def alone(name: str, drafter: str) -> Engine:
+    """Return an engine on one device."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    return engine_on(mesh, a_case(name, drafter), drafter)
+
+
+def load() -> dict[str, Any]:
+    """Place weights in three ways; tell which differ from those on one device, or stand elsewhere."""
+    mesh = make_mesh(data=2, model=4)
+    model_def = target("26b-a4b").model_def
+    pairs = {
+        "random": (
+            model_def,
+            model_def.random_params(3, model_def.shardings(mesh)),
+            model_def.random_params(3),
+        )
+    }
+    with mock.patch("jaxspec.quantised.array.SLICE_NUMBERS", 5000):  # several slices a weight
+        for format in ("int8", "int4"):
+            packed = model_def.with_formats(formats_for(model_def, format))
+            split = packed.random_params(3, packed.weight_shardings(mesh))
+            pairs[format] = packed, split, packed.random_params(3)
+    with tempfile.TemporaryDirectory() as directory:
+        ours = str(tiny_pair.write_target(Path(directory) / "target"))
+        for name, source, read in (
+            ("ours", ours, load_target),
+            ("theirs", str(BUNDLED / "target"), load_target),
+            ("dflash", str(BUNDLED / "dflash"), load_drafter),
+            ("mtp", str(BUNDLED / "mtp"), load_drafter),
+        ):
+            split, whole = read(source, dtype="float32", mesh=mesh), read(source, dtype="float32")
+            pairs[name] = split.model_def, split.params, whole.params
+            if name == "theirs":
+                targets = split, whole
+            if name == "dflash":
+                theirs = str(BUNDLED / "target")
+                with_int8 = [
+                    load_target(theirs, dtype="float32", quantize_head="int8", mesh=where)
+                    for where in (mesh, None)
+                ]
+                for kind, of in (("draft head", targets), ("of an int8 head", with_int8)):
+                    with mock.patch("jaxspec.quantised.array.SLICE_NUMBERS", 5000):
+                        parted, one = (
+                            with_draft_head(drafter, target, "int4-g64")
+                            for drafter, target in zip((split, whole), of, strict=True)
+                        )
+                    pairs[kind] = parted.model_def, parted.params, one.params
+                    assert not parted.params["head.codes"].sharding.is_fully_replicated
+    wrong = []
+    for kind, (model_def, params, expected) in pairs.items():
+        shardings = model_def.shardings(mesh)
+        assert any(not s.is_fully_replicated for s in shardings.values())
+        for name, x in params.items():
+            shards = {shard.data.shape for shard in x.addressable_shards}
+            if x.sharding != shardings[name] or shards != {shardings[name].shard_shape(x.shape)}:
+                wrong.append(f"{kind}: {name} by {x.sharding}")
+            if len(expected[name].sharding.device_set) != 1:
+                wrong.append(f"{kind}: {name} is not on one device without a mesh")
+            if not np.array_equal(x, expected[name]):
+                wrong.append(f"{kind}: {name} has other numbers")
+    return {"wrong": wrong}
+
+
+def cli() -> dict[str, Any]:
+    """Run the command in this process."""
+    from typer.testing import CliRunner
+
+    from jaxspec.commands.cli import app
+
+    with tempfile.TemporaryDirectory() as directory:
+        models = [
+            *("--target", str(tiny_pair.write_target(Path(directory) / "target"))),
+            *("--drafter", str(tiny_pair.write_drafter(Path(directory) / "drafter"))),
+        ]
+
+        def run(*options: str) -> tuple[int, list[Any], str]:
+            command = [
+                "generate",
+                *models,
+                "--prompt-ids",
+                "2,7,9",
+                "--prompt-ids",
+                "2,8",
+                "--json",
+                "-",
+            ]
+            result = CliRunner().invoke(app, [*command, "--max-new-tokens", "9", *options])
+            lines = [json.loads(line) for line in result.stdout.splitlines()]
+            return result.exit_code, lines, result.stderr
+
+        code, lines, _ = run("--mesh", "data=2,model=4")
+        _, alone, _ = run()
+        tokens = [[line["token_ids"] for line in of[:-1]] for of in (lines, alone)]
+        return {
+            "code": code,
+            "equal": tokens[0] == tokens[1] and len(tokens[0]) == 2,
+            "meshes": [of[-1]["summary"]["mesh"] for of in (lines, alone)],
+            "errors": {mesh: run("--mesh", mesh)[::2] for mesh in ("rows=8", "data=3,model=2")},
+        }
+
+
+def check() -> dict[str, Any]:
+    """Check the bundled pair on a mesh and on one device, with two other readings."""
+    from typer.testing import CliRunner
+
+    from jaxspec.commands.check import search
+    from jaxspec.commands.cli import app
+
+    alternatives = search.alternatives
+
+    def two_of_them(*given: Any) -> Any:
+        readings, left_out = alternatives(*given)
+        names = ("mask id 1", "feature layers reversed")
+        return [r for r in readings if r.name in names], left_out
+
+    search.alternatives = two_of_them
+    reports = []
+    for mesh in (["--mesh", "data=2,model=4"], []):
+        small = ["--rows", "4", "--new-tokens", "16", "--batch-size", "4", "--dtype", "float32"]
+        result = CliRunner().invoke(app, ["check", *small, *mesh, "--json", "-"])
+        reports.append(json.loads(result.stdout))
+    shares = [[x["mean"] for x in report["by_position"]] for report in reports]
+    tried = [[c["name"] for c in report["rounds"][0]["comparisons"]] for report in reports]
+    return {
+        "codes": [report["sound"] for report in reports],
+        "apart": max(abs(a - b) for a, b in zip(*shares, strict=True)),
+        "first": shares[1][0],
+        "tried": tried,
+    }
+
+
+def errors() -> dict[str, Any]:
+    """Give engines weights that are not on one mesh."""
+    model = target("31b")
+    two, four = make_mesh(data=2, model=4), make_mesh(data=4, model=2)
+    on_two = on_mesh(model, two)
+    mixed = dataclasses.replace(
+        on_two, params=on_two.params | {"final_norm": model.params["final_norm"]}
+    )
+    other = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(other, PartitionSpec())
+    foreign = {name: jax.device_put(x, everywhere) for name, x in model.params.items()}
+    dflash = Case(model, [], []).drafter("dflash")
+    cases = {
+        "mixed": lambda: Engine(mixed, None),
+        "drafter": lambda: Engine(on_two, on_mesh(dflash, four)),
+        "foreign": lambda: Engine(dataclasses.replace(model, params=foreign), None),
+    }
+    found = {}
+    for name, make in cases.items():
+        try:
+            make()
+        except ValueError as error:
+            found[name] = str(error)
+    return {**found, "rows": [Engine(on_two, None, batch_size=n).batch_size for n in (1, 2, 3, 8)]}
+
+
+def sampler_of(target: LoadedModel, assistant: LoadedModel) -> Sampler:
+    """Return the sampler of two cases, which share its programs: they take longest to compile."""
+    return Sampler(
+        target,
+        assistant,
+        max_new_tokens=NEW_TOKENS,
+        num_samples=2,
+        drafting=Drafting(2),
+        program_features=ProgramFeatures(logprobs=True),
+    )
+
+
+def sampler() -> dict[str, Any]:
+    """Call a sampler with weights on a mesh and with weights on one device."""
+    c = a_case("31b", "mtp")
+    assistant = c.drafter("mtp")
+    found = []
+    for mesh in (make_mesh(data=2, model=4), make_mesh(devices=jax.devices()[:1])):
+        params = [on_mesh(model, mesh).params for model in (c.target, assistant)]
+        ask = sampler_of(c.target, assistant)
+        sampling = ask.sampling(8, temperature=[0.0, 1.0] * 4)
+        found.append(ask(*params, c.prompts[:4], sampling, np.arange(8)))
+    spread, alone = found
+    assert spread.logprobs is not None
+    return {
+        "equal": spread.tokens.tolist() == alone.tokens.tolist(),
+        "near": bool(np.allclose(spread.logprobs.target, alone.logprobs.target, atol=1e-4)),
+        "devices": len(spread.tokens.sharding.device_set),
+    }
+
+
+def inside() -> dict[str, Any]:
+    """Call a sampler inside jitted functions: on an explicit mesh with an axis of its own, and mapped."""
+    c = a_case("31b", "dflash")
+    ask = Sampler(c.target, max_new_tokens=NEW_TOKENS)
+    prompts, sampling = Prompts.padded(c.prompts), Sampling(temperature=1.0)
+
+    def run(params: Params, prompts: Prompts, seeds: Array) -> GenerateResult:
+        return ask(params, None, prompts, sampling, seeds)
+
+    seeds = np.arange(len(c.prompts))
+    expected = run(c.target.params, prompts, seeds).tokens.tolist()
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "model"))
+    with jax.set_mesh(mesh):
+        weights = as_trained(c.target, mesh, fully_sharded=True).params
+        explicit = jax.jit(run)(weights, prompts, seeds)
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    mapped = jax.shard_map(
+        run, mesh=make_mesh(data=8), in_specs=(whole, rows, rows), out_specs=rows
+    )
+    parts = jax.jit(mapped)(c.target.params, prompts, seeds).tokens
+    return {
+        "explicit": explicit.tokens.tolist() == expected,
+        "mapped": parts.tolist() == expected,
+        "spread": len({str(shard.index) for shard in parts.addressable_shards}),
+    }
+
+
+def turns() -> dict[str, Any]:
+    """Let rows take turns on a mesh, on one of explicit axes, and on each device for itself."""
+    c = a_case("31b", "mtp")
+    assistant, samples = c.drafter("mtp"), 4
+    options: Any = dict(max_new_tokens=NEW_TOKENS, num_samples=samples, drafting=Drafting(2))
+    whole, few, fewer = (
+        Sampler(c.target, assistant, batch_size=n, **options) for n in (None, 16, 2)
+    )
+    prompts = Prompts.padded(c.prompts)
+    rows = len(c.prompts) * samples
+    seeds, limits = np.arange(rows), np.arange(rows) % NEW_TOKENS + 1
+
+    def run(ask: Sampler, params: Any, prompts: Prompts, seeds: Any, limits: Any) -> GenerateResult:
+        sampling = Sampling(temperature=1.0)
+        return ask(*params, prompts, sampling, seeds, max_new_tokens=limits)
+
+    given = (prompts, seeds, limits)
+    params = [model.params for model in (c.target, assistant)]
+    expected = run(whole, params, *given)
+    mesh = make_mesh(data=2, model=4)
+    spread = run(few, [on_mesh(model, mesh).params for model in (c.target, assistant)], *given)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with jax.set_mesh(mesh):
+        weights = [as_trained(model, mesh, False).params for model in (c.target, assistant)]
+        explicit = jax.jit(functools.partial(run, few))(weights, *given)
+    split, everywhere = PartitionSpec("data"), PartitionSpec()
+    mapped = jax.shard_map(
+        functools.partial(run, fewer),
+        mesh=make_mesh(data=8),
+        in_specs=(everywhere, split, split, split),
+        out_specs=split,
+    )
+    parts = jax.jit(mapped)(params, *given)
+
+    def equal(result: GenerateResult) -> bool:
+        pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+        return all(np.array_equal(a, b) for a, b in pairs)
+
+    return {"mesh": equal(spread), "explicit": equal(explicit), "mapped": equal(parts)}
+
+
+def training_meshes() -> dict[str, Any]:
+    """Decode weights as training programs hold them: on explicit meshes, and with an axis of their own.
+
+    All of them are decoded on one mesh, and share its programs.
+    """
+    c = a_case("31b", "mtp")
+    models = c.target, c.drafter("mtp")
+    asked = requests(c)
+    expected = decoded(alone("31b", "mtp"), asked)
+    found: dict[str, Any] = {}
+    for name, sizes, axes in (
+        ("explicit", (2, 4), ("data", "model")),
+        ("an axis of 1", (2, 1, 4), ("data", "fsdp", "model")),
+        ("fsdp", (1, 2, 4), ("data", "fsdp", "model")),
+    ):
+        mesh = jax.make_mesh(sizes, axes)
+        with jax.set_mesh(mesh):
+            held = [as_trained(model, mesh, name == "fsdp") for model in models]
+            if name == "fsdp":
+                try:
+                    Engine(*held)
+                except ValueError as error:
+                    found["refused"] = str(error)
+                held = [
+                    dataclasses.replace(m, params=place_params(m.params, m.model_def, mesh))
+                    for m in held
+                ]
+            engine = engine_of(*held, batch_size=ROWS, cache_length=64, num_draft_tokens=DRAFTS)
+            result = decoded(engine, asked)
+            # One prompt of the bucket is padding, which is cut off on the mesh of the weights.
+            sampled = sampler_of(*held)(*(m.params for m in held), c.prompts[:3])
+            found[name] = [
+                result == expected,
+                sampled.tokens.tolist() == [tokens for tokens, _ in expected[:3] for _ in range(2)],
+            ]
+    return found
+
+
+def as_trained(model: LoadedModel, mesh: Mesh, fully_sharded: bool) -> LoadedModel:
+    """Place weights on another mesh as decoding would, or split over `fsdp` too where their first axis divides."""
+    placed = {}
+    for name, sharding in model.model_def.shardings(make_mesh(data=2, model=4)).items():
+        x, spec = model.params[name], sharding.spec
+        if fully_sharded:
+            divides = x.ndim > 0 and x.shape[0] % 2 == 0
+            spec = PartitionSpec("fsdp") if divides else PartitionSpec()
+        placed[name] = jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+    return dataclasses.replace(model, params=placed)
+
+
+def moved() -> dict[str, Any]:
+    """Move a tree of weights that is split over fsdp and tensor to where decoding wants them, by one call."""
+    model = target("31b")
+    trained = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+    tree: dict[tuple[str, ...], Any] = {}
+    for name, x in model.params.items():
+        axes = [
+            axis if i < x.ndim and x.shape[i] % trained.shape[axis] == 0 else None
+            for i, axis in enumerate(trained.axis_names)
+        ]
+        split = NamedSharding(trained, PartitionSpec(*axes[: x.ndim]))
+        tree[tuple(name.split("."))] = jax.device_put(np.asarray(x), split)
+    mesh = make_mesh(data=2, model=4)
+    placed = place_params(unflatten_dict(tree), model.model_def, mesh)
+    where = model.model_def.shardings(mesh)
+    return {
+        "split before": sum(not x.sharding.is_fully_replicated for x in tree.values()) > 20,
+        "misplaced": [name for name, x in placed.items() if x.sharding != where[name]],
+        "equal": all(np.array_equal(placed[name], x) for name, x in model.params.items()),
+    }
+
+
+def control() -> dict[str, Any]:
+    """Flatten a weight before its product, so that the split axis is inside another: XLA has to gather it."""
+    mesh = make_mesh(data=2, model=4)
+    weight = place(
+        np.ones((48, 2, 64), np.float32), NamedSharding(mesh, PartitionSpec(None, None, "model"))
+    )
+    x = place(np.ones((3, 48), np.float32), NamedSharding(mesh, PartitionSpec()))
+    found = {}
+    for name, product in {
+        "flat": lambda x, w: x @ w.reshape(48, 128),
+        "ours": project,
+    }.items():
+        hlo = jax.jit(product).lower(x, weight).compile().as_text() or ""
+        found[name] = weight_gathers(hlo, {weight.size: "weight"})
+    return found
+
+
+def two(port: str, process: str, data: str, model: str) -> dict[str, Any]:
+    """Decode on the devices of two processes; the other one runs this as well."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(process))
+    c = a_case("26b-a4b", "mixed")
+    asked = requests(c)
+    engine = engine_on(make_mesh(data=int(data), model=int(model)), c, "mixed")
+    result = decoded(engine, asked)
+    mine = make_mesh(devices=jax.local_devices()[:1])
+    return {
+        "equal": result == decoded(engine_on(mine, c, "mixed"), asked),
+        "processes": len({d.process_index for d in engine.mesh.devices.flat}),
+        "misplaced": misplaced(engine),
+    }
+
+
+def main() -> None:
+    """Run the cases, under the small chunks and tight rings of the fixture `tight`."""
+    cache.RING_MULTIPLE = 1
+    prefill.PREFILL_CHUNK = 16
+    kinds = {
+        f.__name__: f
+        for f in (
+            split,
+            load,
+            cli,
+            check,
+            errors,
+            sampler,
+            inside,
+            turns,
+            training_meshes,
+            moved,
+            control,
+            two,
+        )
+    }
+    for text in sys.argv[1:]:
+        kind, *values = text.split(":")
+        print(json.dumps({"case": text, **kinds[kind](*values)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Meshes: what the table splits, and that decoding on eight devices of the host says what one says."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from jaxspec.commands.bench.pair import check_rows
+from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
+from jaxspec.models.gemma4 import Gemma4
+from jaxspec.registry import random_drafter
+from jaxspec.weights.model_def import ModelDef
+from jaxspec.weights.sharding import CACHE_AXES, MESH_AXES, make_mesh, parse_mesh, partition, place
+from tests.cases import slow
+from tests.conftest import FAST_COMPILE
+from tests.tiny import FEATURE_SETS
+
+SPLITS = ((1, 8), (2, 4), (4, 2), (8, 1))
+
+
+def abstract(data: int, model: int) -> Any:
+    return AbstractMesh((data, model), MESH_AXES)
+
+
+# --- the table ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "model", "expected"),
+    [
+        (CACHE_AXES, (4, 16, 64, 256), 8, ("data", "model")),
+        (CACHE_AXES, (4, 4, 64, 512), 8, ("data",)),  # 4 heads for 8 devices: whole on each
+        (CACHE_AXES, (3, 16, 64, 256), 8, (None, "model")),  # 3 rows do not divide by data=2
+        (("inputs", "kv_heads", None, None), (64, 16, 4, 256), 8, (None, "model")),
+        (("inputs", "kv_heads", None, None), (64, 4, 10, 512), 8, ("model",)),
+        (("inputs", "kv_heads", "query_groups", None), (64, 2, 8, 512), 8, (None, None, "model")),
+        (("kv_heads", "query_groups", "inputs", None), (4, 8, 512, 64), 8, (None, "model")),
+        (("kv_heads", "query_groups", "inputs", None), (1, 4, 32, 64), 8, (None, None, "model")),
+        (("inputs", None, "mlp"), (64, 2, 128), 8, (None, None, "model")),
+        (("inputs", None, "mlp"), (64, 2, 46), 8, ("model",)),
+        (("experts",), (128, 64, 2, 24), 8, ("model",)),
+        (("experts",), (12, 64, 2, 24), 8, ()),
+        ((), (64,), 8, ()),
+    ],
+)
+def test_one_axis_of_an_array_is_split(axes, shape, model, expected):
+    padded = PartitionSpec(*expected, *[None] * (len(shape) - len(expected)))
+    assert partition(axes, shape, abstract(2, model)) == padded
+
+
+@pytest.mark.parametrize("model", [2, 4, 8])
+@pytest.mark.parametrize("preset", TARGET_PRESETS)
+def test_nearly_all_of_every_released_size_is_split(preset, model):
+    """What is whole on every device is at most 2% of a target; and every matrix that is much is split."""
+    drafters = [random_drafter(preset, kind, "bfloat16")[0] for kind in ("dflash", "mtp")]
+    for model_def in (ModelDef(Gemma4, TARGET_PRESETS[preset], "bfloat16"), *drafters):
+        shardings = model_def.shardings(abstract(1, model))
+        whole = total = 0
+        for name, a in model_def.abstract_params().items():
+            total += a.size
+            if math.prod(shardings[name].shard_shape(a.shape)) == a.size:
+                whole += a.size
+                with_centroids = name == "head"  # only some of its rows are read
+                assert a.size < 30e6 or with_centroids, f"{name} {a.shape} is whole"
+        if model_def.module is Gemma4:
+            assert whole < 0.02 * total
+
+
+# --- mistakes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rows=2", "no axis 'rows'; the axes are data and model"),
+        ("data", "data needs a size, as in data=2,model=4"),
+        ("data=2,data=2", "names data twice"),
+        ("data=0,model=1", "both must be 1 or more"),
+        ("data=2,model=4", "mesh data=2,model=4 is 8 devices, but there "),
+    ],
+)
+def test_meshes_that_cannot_be(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_mesh(text)
+
+
+def test_rows_that_do_not_divide():
+    with pytest.raises(ValueError, match="--batch-size 3 does not divide by data=2"):
+        check_rows([2, 3], 2)
+
+
+def test_one_device_is_a_mesh():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    assert dict(mesh.shape) == {"data": 1, "model": 1}
+
+
+# --- eight devices -----------------------------------------------------------------------------------
+
+
+def start(*cases: str, devices: int = 8) -> subprocess.Popen:
+    """Start a process of its own with so many devices, and the compiler options of `conftest`."""
+    flags = f"{FAST_COMPILE} --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.tools.eight_devices", *cases]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen) -> dict[str, dict[str, Any]]:
+    out, errors = process.communicate(timeout=1200)
+    assert process.returncode == 0, errors[-4000:]
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return {line.pop("case"): line for line in lines}
+
+
+DEFAULT = ("split:26b-a4b:dflash:2:4", "split:qwen3-untied:dflash:2:4")
+ALL = [
+    f"split:{name}:{drafter}:{data}:{model}"
+    for name in FEATURE_SETS
+    for drafter in ("dflash", "mtp")
+    for data, model in SPLITS
+]
+REST = [case for case in ALL if case not in DEFAULT]
+
+
+@functools.cache
+def results(cases: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Run cases in one process: starting one takes longer than many cases do."""
+    return finish(start(*cases))
+
+
+def result(case: str) -> dict[str, Any]:
+    if case in REST:
+        return results(tuple(c for c in REST if c.split(":")[1] == case.split(":")[1]))[case]
+    more = ("load", "cli", "errors", "sampler", "training_meshes", "control")
+    return results((*DEFAULT, *more))[case]
+
+
+@pytest.mark.parametrize("case", [*DEFAULT, *slow(*REST, "split:26b-a4b:mixed:2:4")])
+def test_a_mesh_says_what_one_device_says(case):
+    """Greedy tokens and sampled ones, in float32; states stay where they belong; weights are not gathered.
+
+    Heads of keys and values that do not divide: of e2b, one with a group of four, for 8 devices (split by
+    inputs); of 26b-a4b, two for 4 (queries by group); of 31b, two for 2, do.
+    """
+    size, drafter, data, model = case.split(":")[1:]
+    found = results((case,))[case] if drafter == "mixed" else result(case)
+    assert found["equal"]
+    assert found["equal_sampled"]
+    assert found["misplaced"] == []
+    assert found["gathers"] == []
+    if drafter == "mixed":  # rows that accept unequal numbers of drafts
+        assert found["most_accepted"] > 1
+        return
+    sums, gathers = (found["collectives"].pop(kind) for kind in ("all-reduce", "all-gather"))
+    assert set(found["collectives"].values()) == {0}
+    # Top-k is not split by rows: of what the router gives each expert, a layer; and of centroids, a draft.
+    by_centroids = drafter == "mtp" and size.startswith("e") and data != "1"
+    assert gathers <= (2 if "26b" in case else 4 if by_centroids else 0)
+    if model == "1":  # whether any row is alive, or is sampled: nothing of the models themselves
+        assert sums <= 3
+
+
+def test_a_gather_of_a_weight_would_be_seen():
+    assert result("control")["flat"]
+    assert not result("control")["ours"]
+
+
+def test_weights_go_straight_to_their_devices():
+    """Random ones, an Orbax directory, and Hugging Face's layout: only shards, with the same numbers."""
+    assert result("load")["wrong"] == []
+
+
+def test_generate_on_a_mesh():
+    found = result("cli")
+    assert found["code"] == 0
+    assert found["equal"]
+    assert found["meshes"] == [{"data": 2, "model": 4}, {"data": 1, "model": 1}]
+    assert found["errors"] == {
+        "rows=8": [2, "error: --mesh 'rows=8': no axis 'rows'; the axes are data and model\n"],
+        "data=3,model=2": [
+            2,
+            "error: --mesh data=3,model=2 is 6 devices, but there are 8 (cpu)\n",
+        ],
+    }
+
+
+@pytest.mark.slow  # most of a minute
+def test_check_on_a_mesh():
+    """It counts the same drafts, and finds the same of other readings."""
+    found = results(("check",))["check"]
+    assert found["codes"] == [True, True]
+    assert found["first"] > 0.3
+    assert found["apart"] < 0.05  # sums in another order: a draft may change
+    assert found["tried"] == [["feature layers reversed", "mask id 1"]] * 2
+
+
+def test_a_sampler_runs_where_the_weights_are():
+    assert result("sampler") == {"equal": True, "near": True, "devices": 8}
+
+
+@pytest.mark.slow
+def test_rows_take_turns_on_any_mesh():
+    found = finish(start("turns"))["turns"]
+    assert found == {"mesh": True, "explicit": True, "mapped": True}
+
+
+@pytest.mark.slow
+def test_a_sampler_runs_inside_programs_of_any_mesh():
+    """Explicit axes were refused by JAX deep inside the model, and so were loops under shard_map."""
+    assert results(("inside", "moved"))["inside"] == {"explicit": True, "mapped": True, "spread": 8}
+
+
+def test_weights_on_meshes_of_training_programs():
+    """Explicit axes and axes of size 1 are taken; a split over another axis is refused with the call that helps."""
+    found = result("training_meshes")
+    refused = found.pop("refused")
+    assert "is on a mesh with axes data, fsdp, model; expected data and model" in refused
+    assert "jaxspec.weights.sharding.place_params(target_params, target.model_def, mesh)" in refused
+    assert found == {name: [True, True] for name in ("explicit", "an axis of 1", "fsdp")}
+
+
+@pytest.mark.slow
+def test_weights_move_from_a_training_mesh_by_one_call():
+    assert results(("inside", "moved"))["moved"] == {
+        "split before": True,
+        "misplaced": [],
+        "equal": True,
+    }
+
+
+def test_keys_of_rows_can_be_placed():
+    """They have no form on the host."""
+    keys = jax.random.split(jax.random.key(3), 2)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    placed = place(keys, NamedSharding(mesh, PartitionSpec("data")))
+    assert placed.sharding.mesh == mesh
+    assert (jax.random.key_data(placed) == jax.random.key_data(keys)).all()
+
+
+def test_weights_that_are_not_on_one_mesh():
+    found = result("errors")
+    assert "target final_norm on mesh data=1,model=1" in found["mixed"]
+    assert "on mesh data=4,model=2" in found["drafter"]
+    assert "Load all with the same mesh" in found["drafter"]
+    assert "is on a mesh with axes x; expected data and model" in found["foreign"]
+    assert found["rows"] == [2, 2, 4, 8]  # rows are buckets of each part of data=2
+
+
+@pytest.mark.slow  # most of a minute
+@pytest.mark.parametrize(("data", "model"), [(2, 4), (1, 8)])
+def test_two_processes_say_what_one_device_says(data, model):
+    """Rows or weights are spread over both; neither process sees all shards, and each sees all tokens."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    pair = [start(f"two:{port}:{i}:{data}:{model}", devices=4) for i in range(2)]
+    try:
+        found = [next(iter(finish(process).values())) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    assert found == [{"equal": True, "processes": 2, "misplaced": []}] * 2
