@@ -9,7 +9,7 @@ import pytest
 
 import jaxspec
 from jaxspec import Drafting, Engine, FieldError, Generation, Pair, Sampler, Sampling
-from jaxspec.commands.generate.prompts import Prompt, encode
+from jaxspec.commands.generate.prompts import PromptInput, encode
 from jaxspec.registry import model_def_of, presets
 from jaxspec.tokenizer import TokenizerError
 
@@ -145,8 +145,8 @@ def test_an_empty_text_is_refused_wherever_it_is_given(pair: Pair) -> None:
         lambda: pair.generate("", chat=True),
         lambda: pair.stream(""),
         lambda: pair.encode(""),
-        lambda: encode(Prompt("argument 1", text=""), pair.tokenizer),
-        lambda: encode(Prompt("argument 1", text=""), chat.tokenizer, chat=True),
+        lambda: encode(PromptInput("argument 1", text=""), pair.tokenizer),
+        lambda: encode(PromptInput("argument 1", text=""), chat.tokenizer, chat=True),
     )
     for call in calls:
         with pytest.raises(

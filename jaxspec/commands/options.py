@@ -310,7 +310,7 @@ def as_flag(field: str, value: object = None) -> str:
     return flag if value is None else f"{flag} {value}"
 
 
-def told(error: Exception | str) -> str:
+def error_message(error: Exception | str) -> str:
     """Return the message of an error, with flags for fields."""
     return error.format_message(as_flag) if isinstance(error, FieldError) else str(error)
 
@@ -330,7 +330,7 @@ def explained(*mistakes: type[Exception], interrupted: Left = "") -> Iterator[No
         raise typer.Exit(interruption.CLOSED_PIPE) from None
     except (UsageError, FieldError, *mistakes) as error:
         interruption.await_end_if_interrupted()
-        message, code = f"error: {told(error)}", 2
+        message, code = f"error: {error_message(error)}", 2
     except KeyboardInterrupt:  # in a process that is not the command's own
         message, code = interruption.message(interrupted), 130
     else:

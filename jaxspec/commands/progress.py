@@ -23,7 +23,7 @@ class Ticker:
         self.console, self.every_s = console, every_s
         self._last = time.monotonic()
 
-    def say(self, message: str) -> None:
+    def notify(self, message: str) -> None:
         """Print a message if it is time for one."""
         now = time.monotonic()
         if self.console.is_terminal or now - self._last < self.every_s:
@@ -44,7 +44,7 @@ def ticking(console: Console, *, every_s: float = EVERY_S) -> Iterator[Callable[
 
     def watch() -> None:
         while not ended.wait(min(1.0, every_s)):
-            ticker.say(f"{doing[0]} ({time.monotonic() - begin:.0f} s since the start)")
+            ticker.notify(f"{doing[0]} ({time.monotonic() - begin:.0f} s since the start)")
 
     def say(message: str) -> None:
         doing[0] = message

@@ -22,19 +22,19 @@ from scipy import stats
 from checkpoints_convert.hf_io import read_json
 from jaxspec.api import BUNDLED, load
 from jaxspec.commands import progress
-from jaxspec.commands.check import command, continuations, reference, replay, search, statistics
+from jaxspec.commands.check import command, reference, replay, search, statistics
 from jaxspec.commands.check import run as checking
 from jaxspec.commands.check import text as texts_of
-from jaxspec.commands.check import weights as weighing
-from jaxspec.commands.check.conventions import (
+from jaxspec.commands.check.hypotheses import (
+    Hypothesis,
     Origins,
-    Reading,
     alternatives,
     in_force,
     traced_values,
 )
-from jaxspec.commands.check.lossless import Differing
-from jaxspec.commands.check.statistics import Comparison, Estimate, Round
+from jaxspec.commands.check.lossless import Difference
+from jaxspec.commands.check.search import Comparison, Round
+from jaxspec.commands.check.statistics import Estimate
 from jaxspec.commands.options import UsageError
 from jaxspec.configs.dflash import KEYS
 from jaxspec.configs.mtp import MTPConfig
@@ -88,9 +88,9 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Only:
     """Try these other conventions alone. Each that changes the model_def is a program to compile."""
 
     def limit(*names: str) -> None:
-        def some(*given: Any) -> tuple[list[Reading], list[str]]:
-            readings, left_out = alternatives(*given)
-            return [r for r in readings if r.name in names], left_out
+        def some(*given: Any) -> tuple[list[Hypothesis], list[str]]:
+            hypotheses, left_out = alternatives(*given)
+            return [r for r in hypotheses if r.name in names], left_out
 
         monkeypatch.setattr(search, "alternatives", some)
 
@@ -99,8 +99,8 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Only:
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch, one_text: None) -> None:
-    """Have no second round either, from a better reading that was found, and no second text."""
-    monkeypatch.setattr(search, "MOST_ROUNDS", 1)
+    """Have no second round either, from a better hypothesis that was found, and no second text."""
+    monkeypatch.setattr(search, "MAX_ROUNDS", 1)
     monkeypatch.setattr(checking, "further", lambda *_, **__: None)
 
 
@@ -153,7 +153,7 @@ def of_another_basis(directory: Path) -> None:
     weights(renumber)(directory)
 
 
-SHARING = (  # these share the program of the reading in force
+SHARING = (  # these share the program of the hypothesis in force
     "feature layers reversed",
     "mask id 0",
     "rope theta 10000",
@@ -212,12 +212,12 @@ def test_what_is_tried(drafter: str) -> None:
     """Every convention of the registry, one change at a time; nothing is compiled for this list."""
     target, loaded = load(None, drafter, dtype="float32")
     assert loaded is not None
-    reading = Reading("", "", "", loaded.model_def, loaded.params)
+    hypothesis = Hypothesis("", "", "", loaded.model_def, loaded.params)
     ids = texts_of.special_ids(target)
     assert ids[:5] == (0, 1, 2, 3, 4)
-    readings, _ = alternatives(target, loaded, reading, 200, ids)
-    names = {r.name for r in readings}
-    assert len(names) == len(readings)
+    hypotheses, _ = alternatives(target, loaded, hypothesis, 200, ids)
+    names = {r.name for r in hypotheses}
+    assert len(names) == len(hypotheses)
     if drafter == "mtp":
         assert names >= {
             "query position n",
@@ -244,8 +244,8 @@ def test_what_is_tried(drafter: str) -> None:
         "no logit soft cap",
         "norm scales stored less 1: 1 + weight",
     }
-    programs = {traced_values(r)[0] for r in readings if r.name in SHARING}
-    assert programs == {traced_values(reading)[0]}, "one program for all of them"
+    programs = {traced_values(r)[0] for r in hypotheses if r.name in SHARING}
+    assert programs == {traced_values(hypothesis)[0]}, "one program for all of them"
 
 
 def test_what_is_counted_is_what_decoding_accepts() -> None:
@@ -253,10 +253,13 @@ def test_what_is_counted_is_what_decoding_accepts() -> None:
     assert drafter is not None
     prompts = texts_of.prompts_for(target, None, 16).ids
     done = checking.decode_greedily(target, drafter, prompts, 40, batch_size=16)
-    text, drafts = replay.Text.of(prompts, done), drafter.model_def.bind_abstract().max_draft_tokens
-    reading = Reading("", "", "", drafter.model_def, drafter.params)
-    options = dict(num_draft_tokens=drafts, batch_size=16, say=lambda _: None)
-    found = replay.replay_all(target, [reading], text, text.starts, **options)
+    text, drafts = (
+        texts_of.Text.of(prompts, done),
+        drafter.model_def.bind_abstract().max_draft_tokens,
+    )
+    hypothesis = Hypothesis("", "", "", drafter.model_def, drafter.params)
+    options = dict(num_draft_tokens=drafts, batch_size=16, notify=lambda _: None)
+    found = replay.replay_all(target, [hypothesis], text, text.starts, **options)
     anchors, same = text.anchors(drafts), []
     for row, completion in enumerate(done):
         ends = np.cumsum(completion.acceptance_lengths)
@@ -306,13 +309,15 @@ def test_a_given_causality_is_no_consequence_of_layer_types() -> None:
     """Where config.json names both, each is changed by itself."""
     target, drafter = load(None, "dflash", dtype="float32")
     assert drafter is not None
-    reading = Reading("", "", "", drafter.model_def, drafter.params)
-    (swapped,) = (r for r in alternatives(target, drafter, reading, 99)[0] if "swapped" in r.name)
+    hypothesis = Hypothesis("", "", "", drafter.model_def, drafter.params)
+    (swapped,) = (
+        r for r in alternatives(target, drafter, hypothesis, 99)[0] if "swapped" in r.name
+    )
     assert swapped.model_def.config.causal == (False, True)
     keys = {**KEYS, "causal": ("block_size",)}  # a key that the file has
     origins = Origins(drafter, keys)
-    assert origins.says("causal")
-    assert not Origins(drafter, KEYS).says("causal")
+    assert origins.has("causal")
+    assert not Origins(drafter, KEYS).has("causal")
 
 
 @pytest.mark.usefixtures("one_text")
@@ -528,14 +533,14 @@ def test_a_look_at_weights() -> None:
         return jnp.asarray(size * random.normal(size=(8, 2, 12)), jnp.float32)
 
     params = {f"layers.{i}.{part}": matrix() for i in range(4) for part in ("one", "two")}
-    seen = weighing.look_at(params)
-    assert weighing.oddities(seen) == []
+    seen = reference.look_at(params)
+    assert reference.oddities(seen) == []
     assert seen["layers.0.one"].rms == pytest.approx(
         float(jnp.sqrt(jnp.mean(params["layers.0.one"] ** 2))), rel=1e-5
     )
     rounded = {n: x.astype(jnp.bfloat16) for n, x in params.items()}
-    assert all(x.is_same(seen[n]) for n, x in weighing.look_at(rounded).items())
-    turned = weighing.look_at({n: x[::-1] for n, x in params.items()})
+    assert all(x.is_same(seen[n]) for n, x in reference.look_at(rounded).items())
+    turned = reference.look_at({n: x[::-1] for n, x in params.items()})
     assert not any(x.is_same(seen[n]) for n, x in turned.items()), "numbers in other places"
     odd = {
         **params,
@@ -543,7 +548,7 @@ def test_a_look_at_weights() -> None:
         "layers.1.two": matrix().at[0, 0, 0].set(jnp.nan),
         "layers.2.two": matrix(size=50),
     }
-    found = weighing.oddities(weighing.look_at(odd))
+    found = reference.oddities(reference.look_at(odd))
     assert [(o.text.split(":")[0], o.wrong) for o in found] == [
         ("layers.1.two", True),
         ("layers.0.one", True),
@@ -552,8 +557,8 @@ def test_a_look_at_weights() -> None:
 
 
 def test_tensors_in_each_others_place_are_named() -> None:
-    looks = {f"layers.{i}.out": weighing.Look(1 + i, i / 7) for i in range(3)}
-    looks["head"] = weighing.Look(2, 0.3)
+    looks = {f"layers.{i}.out": reference.Look(1 + i, i / 7) for i in range(3)}
+    looks["head"] = reference.Look(2, 0.3)
     then = {"shapes": "x", "marks": reference.marks_of(looks)}
     swapped = {
         **looks,
@@ -589,57 +594,57 @@ def test_every_depth_is_judged_by_itself() -> None:
     assert statistics.collapse(few, 0.3) is None, "16 positions are no evidence"
 
 
-def a_round(random: np.random.Generator, readings: Sequence[Reading], *gains: float) -> Round:
-    """Compare readings by numbers alone: on 16 rows, then on 48 others what those leave open.
+def a_round(random: np.random.Generator, hypotheses: Sequence[Hypothesis], *gains: float) -> Round:
+    """Compare hypotheses by numbers alone: on 16 rows, then on 48 others what those leave open.
 
     Args:
-      gains: of the tokens of a step, of the first readings after the one in force; of all others 0.
+      gains: of the tokens of a step, of the first hypotheses after the one in force; of all others 0.
     """
 
     def on(rows: int, chosen: Sequence[int], level: float) -> tuple[list[Comparison], float]:
         drafts = random.gamma(1.5, 1.5, (rows, 1))
-        keys = {readings[0].key: drafts * random.gamma(20, 1 / 20, (rows, 1))}
+        keys = {hypotheses[0].key: drafts * random.gamma(20, 1 / 20, (rows, 1))}
         for i in chosen:
             gain = gains[i] if i < len(gains) else 0.0
             noisy = (1 + gain) * (1 + drafts * random.gamma(20, 1 / 20, (rows, 1))) - 1
-            keys[readings[1 + i].key] = noisy
+            keys[hypotheses[1 + i].key] = noisy
         level = 1 - (1 - level) / len(chosen)
-        others, mask = [readings[1 + i] for i in chosen], np.ones((rows, 1), bool)
-        return statistics.compare(readings[0], others, keys, [mask] * len(others), level), level
+        others, mask = [hypotheses[1 + i] for i in chosen], np.ones((rows, 1), bool)
+        return search.compare(hypotheses[0], others, keys, [mask] * len(others), level), level
 
-    first, level = on(16, range(len(readings) - 1), statistics.FIRST_LEVEL)
+    first, level = on(16, range(len(hypotheses) - 1), statistics.FIRST_LEVEL)
     found = Round("", first, [], level)
     again = on(48, found.open, statistics.SECOND_LEVEL)[0] if found.open else []
     return dataclasses.replace(found, again=again)
 
 
 @pytest.fixture(scope="module")
-def readings() -> list[Reading]:
+def hypotheses() -> list[Hypothesis]:
     """Thirty-one that are told apart by name."""
     _, drafter = load(None, "dflash", dtype="float32")
     assert drafter is not None
     changes = [WeightChange(str(i), "", "", lambda params: params) for i in range(31)]
-    return [Reading(c.name, "", "", drafter.model_def, drafter.params, c) for c in changes]
+    return [Hypothesis(c.name, "", "", drafter.model_def, drafter.params, c) for c in changes]
 
 
-def test_a_sound_reading_is_seldom_called_worse_than_another(readings: list[Reading]) -> None:
-    """The stated rate: of 400 checks on both texts, with 30 readings that are all equal, 1 in 40 finds one better."""
+def test_a_sound_reading_is_seldom_called_worse_than_another(hypotheses: list[Hypothesis]) -> None:
+    """The stated rate: of 400 checks on both texts, with 30 hypotheses that are all equal, 1 in 40 finds one better."""
     random = np.random.default_rng(0)
-    rounds = [a_round(random, readings) for _ in range(400)]
+    rounds = [a_round(random, hypotheses) for _ in range(400)]
     alarms = sum(bool(r.better) for r in rounds)
     assert alarms <= 400 / 40 + 2 * np.sqrt(400 / 40)
     assert sum(bool(r.open) for r in rounds) > 100, "the second text was asked"
 
 
-def test_what_16_rows_leave_open_a_second_text_decides(readings: list[Reading]) -> None:
-    """A gain of 17 % among 30 readings was undecided, and a block of half the length called sound."""
+def test_what_16_rows_leave_open_a_second_text_decides(hypotheses: list[Hypothesis]) -> None:
+    """A gain of 17 % among 30 hypotheses was undecided, and a block of half the length called sound."""
     random = np.random.default_rng(0)
-    rounds = [a_round(random, readings, 0.17) for _ in range(40)]
+    rounds = [a_round(random, hypotheses, 0.17) for _ in range(40)]
     assert sum(any(c.better for c in r.comparisons) for r in rounds) < 36
     assert all(r.as_good == [0] for r in rounds)
 
 
-def test_which_of_two_better_readings_is_best_is_asked_again(readings: list[Reading]) -> None:
+def test_which_of_two_better_readings_is_best_is_asked_again(hypotheses: list[Hypothesis]) -> None:
     """Causality mended a drafter whose layer types were wrong as well as the types did, on rows within the window."""
 
     def comparison(gain: float, *, better: bool = True) -> Comparison:
@@ -656,7 +661,7 @@ def test_which_of_two_better_readings_is_best_is_asked_again(readings: list[Read
     assert (alone.open, alone.as_good) == ([], [0])
 
 
-def test_drafts_fall_where_training_ended(readings: list[Reading]) -> None:
+def test_drafts_fall_where_training_ended(hypotheses: list[Hypothesis]) -> None:
     """A block of 16 that was trained as one of 8 loses nothing at first: its last drafts are refused, and cost time."""
     random = np.random.default_rng(0)
 
@@ -671,9 +676,9 @@ def test_drafts_fall_where_training_ended(readings: list[Reading]) -> None:
     assert found is not None
     assert (found.depth, found.rows) == (8, 15), "one row gets nowhere"
     assert statistics.fallen(drafts[:, :4], anchors[:, :4], 8, 0.99) is None, "few get that far"
-    reading = dataclasses.replace(readings[0], num_draft_tokens=15)
-    assert search.outruns_training(drafts, anchors, reading, 7), "the block in force is right"
-    assert not search.outruns_training(drafts, anchors, reading, 4), "it is longer in truth"
+    hypothesis = dataclasses.replace(hypotheses[0], num_draft_tokens=15)
+    assert search.outruns_training(drafts, anchors, hypothesis, 7), "the block in force is right"
+    assert not search.outruns_training(drafts, anchors, hypothesis, 4), "it is longer in truth"
     sound = [accepted(15, 16) for _ in range(100)]
     assert not any(
         statistics.fallen(drafts, anchors, depth, statistics.SECOND_LEVEL)
@@ -695,8 +700,8 @@ def test_the_second_text_goes_on_where_the_first_ended(monkeypatch: pytest.Monke
             for i, (r, count) in enumerate(zip(requests, counts, strict=True))
         ]
 
-    monkeypatch.setattr(continuations, "_decode", decode)
-    text = continuations.further(target, [(2, 5), (2, 6, 6)], 20, room=7)
+    monkeypatch.setattr(texts_of, "_decode", decode)
+    text = texts_of.further(target, [(2, 5), (2, 6, 6)], 20, reserve=7)
     assert text is not None
     assert [r.prompt_ids for r in asked[:6]] == [(2, 5)] * 3 + [(2, 6, 6)] * 3
     drawn = 128 - 2  # so that every row is longer than the target's window
@@ -705,9 +710,9 @@ def test_the_second_text_goes_on_where_the_first_ended(monkeypatch: pytest.Monke
     assert [tuple(r.prompt_ids[-1:]) for r in asked[6:9]] == [(7,), (8,), (9,)]
     assert list(text.starts) == [128, 128, 128, 3 + drawn // 2, 4, 129]
     assert (text.ends - text.starts == [20, 20, 20, 20, 1, 20]).all()
-    monkeypatch.setattr(continuations, "_drawn_tokens", lambda *_: 2000)
-    assert continuations.further(target, [(2, 5)], 40, room=7) is not None
-    assert continuations.further(target, [(2,) * 1980], 40, room=7) is None, "2,048 positions"
+    monkeypatch.setattr(texts_of, "_drawn_tokens", lambda *_: 2000)
+    assert texts_of.further(target, [(2, 5)], 40, reserve=7) is not None
+    assert texts_of.further(target, [(2,) * 1980], 40, reserve=7) is None, "2,048 positions"
 
 
 def test_layer_types_are_tried_before_causality_that_they_do_not_have(tmp_path: Path) -> None:
@@ -716,9 +721,9 @@ def test_layer_types_are_tried_before_causality_that_they_do_not_have(tmp_path: 
     types = config(layer_types=["full_attention", "full_attention"], sliding_window=99)
     drafter = load_drafter(copy("dflash", tmp_path / "drafter", types), dtype="float32")
     assert drafter.config.sliding_window is None
-    reading = Reading("", "", "", drafter.model_def, drafter.params)
+    hypothesis = Hypothesis("", "", "", drafter.model_def, drafter.params)
     found = [
-        r for r in alternatives(target, drafter, reading, 99)[0] if r.field != "feature_layers"
+        r for r in alternatives(target, drafter, hypothesis, 99)[0] if r.field != "feature_layers"
     ]
     names = [r.name for r in found]
     mixed = names.index("layer types all sliding but the last")
@@ -745,9 +750,9 @@ def test_origins_of_a_converted_pair(checkpoints: Path) -> None:
     found = {c.name: (c.value, c.origin) for c in in_force(target, drafter)}
     assert found["feature layers"] == ((0, 1), "manifest.json: config.feature_layers")
     assert found["suppressed ids"] == ([], "target's manifest.json: generation.suppress_tokens")
-    reading = Reading("", "", "", drafter.model_def, drafter.params)
-    readings, left_out = alternatives(target, drafter, reading, 100)
-    named = {r.name: r for r in readings}
+    hypothesis = Hypothesis("", "", "", drafter.model_def, drafter.params)
+    hypotheses, left_out = alternatives(target, drafter, hypothesis, 100)
+    named = {r.name: r for r in hypotheses}
     assert [reason.split(":")[0] for reason in left_out] == [
         "feature layers one lower",
         "feature layers one higher",
@@ -776,11 +781,11 @@ def test_conventions_of_an_assistant(tmp_path: Path) -> None:
     assert found["query position"] == ("next", "config.json: query_position")
     assert found["window"] == (config.sliding_window, "default: as many as sliding_window")
     assert found["suppressed in drafts"][0] == [7, 9]
-    reading = Reading("", "", "", assistant, weights)
-    readings, left_out = alternatives(target, drafter, reading, config.sliding_window + 1)
+    hypothesis = Hypothesis("", "", "", assistant, weights)
+    hypotheses, left_out = alternatives(target, drafter, hypothesis, config.sliding_window + 1)
     assert left_out == []
-    named = {r.name: r for r in readings}
-    position, window = readings[:2]
+    named = {r.name: r for r in hypotheses}
+    position, window = hypotheses[:2]
     swapped = named["inputs swapped: [state, embedding]"]
     assert position.model_def.config.query_position == "last"
     assert window.model_def.config.num_window_keys == config.sliding_window + 1
@@ -788,14 +793,14 @@ def test_conventions_of_an_assistant(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         swapped.params["pre_projection"][half:], weights["pre_projection"][:half]
     )
-    assert swapped.key != reading.key
+    assert swapped.key != hypothesis.key
 
 
 def test_near_ties() -> None:
     logits = np.asarray([20.0, 20.0625, 20.625, 1.00005, 1.0], np.float32)
 
-    def differing(*tokens: int, dtype: str) -> Differing:
-        return Differing.of(0, 9, tokens, logits, dtype)  # pyright: ignore[reportArgumentType]
+    def differing(*tokens: int, dtype: str) -> Difference:
+        return Difference.of(0, 9, tokens, logits, dtype)  # pyright: ignore[reportArgumentType]
 
     half = differing(0, 1, dtype="bfloat16")  # bfloat16 has steps of 0.125 from 16 to 32
     assert (half.gap, half.gap_ulps, half.near_tie) == (0.0625, 0.5, True)

@@ -18,8 +18,7 @@ import pytest
 from rich.console import Console
 
 from jaxspec.commands import startup
-from jaxspec.commands.generate import job as jobs
-from jaxspec.commands.generate import plain
+from jaxspec.commands.generate import plain, requests
 from jaxspec.commands.generate import run as generation
 from jaxspec.commands.generate.options import DecodingOptions
 from jaxspec.engine.engine import Engine
@@ -220,8 +219,8 @@ def test_a_stop_id_ends_the_tokens_with_it(generate: Run) -> None:
 def test_stop_ids_are_the_checkpoints_and_those_given(checkpoints: Path) -> None:
     target = load_target(str(checkpoints / "target"), dtype="float32")
     options = DecodingOptions(stop_ids=(7,))
-    assert jobs.stop_ids(options, target) == (tiny_pair.EOS, 7)
-    assert jobs.stop_ids(DecodingOptions(ignore_eos=True), target) == ()
+    assert requests.stop_ids(options, target) == (tiny_pair.EOS, 7)
+    assert requests.stop_ids(DecodingOptions(ignore_eos=True), target) == ()
 
 
 def test_sampling_of_the_checkpoint_yields_to_flags(generate: Run) -> None:

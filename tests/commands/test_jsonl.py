@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.commands.generate.jsonl import FIELDS, PromptError, read_jsonl, read_line
+from jaxspec.commands.generate.prompts import FIELDS, PromptError, read_jsonl, read_line
 from jaxspec.commands.output import json_lines, write_line
 from jaxspec.options import Sampling
 from tests.commands.conftest import Run

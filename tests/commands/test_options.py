@@ -20,7 +20,7 @@ from jaxspec.commands.bench.command import bench_command
 from jaxspec.commands.check.command import check_command
 from jaxspec.commands.cli import app
 from jaxspec.commands.generate.command import generate
-from jaxspec.commands.options import Fields, Given, as_flag, command, explained, told
+from jaxspec.commands.options import Fields, Given, as_flag, command, error_message, explained
 from jaxspec.commands.progress import ticking
 from jaxspec.options import VALUES, Drafting, FieldError, Range, Sampling, Tree, at_least, option
 from jaxspec.registry import presets
@@ -209,7 +209,7 @@ def test_fields_become_flags() -> None:
     error = FieldError(
         "top_k", lambda name: f"{name('top_k', 3)} or {name('verification', 'block')}"
     )
-    assert told(error) == "--top-k 3 or --verification block"
+    assert error_message(error) == "--top-k 3 or --verification block"
     assert str(error) == 'top_k=3 or verification="block"'
 
 

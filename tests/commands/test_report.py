@@ -39,7 +39,7 @@ def test_the_bar_of_many_prompts_steps_aside_for_results() -> None:
     console = Console(file=screen, force_terminal=True, width=100)
     progress = report.RunProgress(console, {0: 10, 1: 10})
     progress.update(0, 1)
-    with progress.aside():
+    with progress.hidden():
         assert "compiling" in screen.getvalue()
         hidden = len(screen.getvalue())
     progress.update(1, 3, finished=True)

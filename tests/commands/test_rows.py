@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.commands.generate import identity
 from jaxspec.commands.generate import run as generation
-from jaxspec.commands.generate.rows import RowsFile, open_rows
+from jaxspec.commands.generate.rows import RowsFile, fingerprint, open_rows
 from jaxspec.commands.output import OutputError
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion
@@ -314,23 +313,23 @@ def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path: Path) -> N
     first, second = tmp_path / "first", tmp_path / "second"
     for path in (first, second):
         tiny_pair.write_drafter(path)
-    assert identity.fingerprint(first) == identity.fingerprint(second)
+    assert fingerprint(first) == fingerprint(second)
     (second / "notes.json").write_text("{}")  # a trainer's
-    assert identity.fingerprint(first) == identity.fingerprint(second)
+    assert fingerprint(first) == fingerprint(second)
     weights = max((f for f in (second / "params").rglob("*") if f.is_file()), key=os.path.getsize)
     content = bytearray(weights.read_bytes())
     content[0] ^= 1
     weights.write_bytes(content)
-    assert identity.fingerprint(first) != identity.fingerprint(second)
+    assert fingerprint(first) != fingerprint(second)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "gemma-q4_0.gguf"])
 def test_training_changes_a_large_file_that_is_read_in_pieces(name: str, tmp_path: Path) -> None:
     file, noise = tmp_path / name, random.Random(0)
     file.write_bytes(noise.randbytes(1_000_000))
-    before = identity.fingerprint(tmp_path)
+    before = fingerprint(tmp_path)
     file.write_bytes(noise.randbytes(1_000_000))
-    assert identity.fingerprint(tmp_path) != before
+    assert fingerprint(tmp_path) != before
 
 
 # --- full disks --------------------------------------------------------------------------------------

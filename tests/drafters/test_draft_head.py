@@ -16,7 +16,7 @@ from jaxspec import cache as kv
 from jaxspec.api import Pair
 from jaxspec.commands.bench import floor
 from jaxspec.commands.bench.pair import make_pair
-from jaxspec.commands.generate.identity import models_digest
+from jaxspec.commands.generate.rows import models_digest
 from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.base import ConfigError
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec import registry
 from jaxspec.commands.bench import floor
 from jaxspec.commands.bench.pair import make_pair
-from jaxspec.commands.check.conventions import Reading, alternatives, in_force
+from jaxspec.commands.check.hypotheses import Hypothesis, alternatives, in_force
 from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.base import ConfigError
 from jaxspec.configs.gemma4 import PRESETS as GEMMA4_PRESETS
@@ -234,8 +234,8 @@ def test_conventions(target: Path, drafter: Path, tmp_path: Path):
         assert positions.shown == "none of the target's 512"
         assert positions.origin == "the method: no key changes it"
         assert suppressed.name == "suppressed ids"
-        reading = Reading("", "", "", models[1].model_def, models[1].params)
-        (other, turned), left_out = alternatives(*models, reading, 100)
+        hypothesis = Hypothesis("", "", "", models[1].model_def, models[1].params)
+        (other, turned), left_out = alternatives(*models, hypothesis, 100)
         assert other.model_def.config == dataclasses.replace(models[1].config, recall=False)
         assert other.fix == where.format(directory)
         assert turned.fix == f"transpose bigrams in the weights of {directory}"

@@ -446,7 +446,7 @@ def share_work() -> None:
 
     runtime.Programs = lambda: programs  # pyright: ignore[reportAttributeAccessIssue]
     checking.decode_greedily, checking.further = plainly, once
-    search.MOST_ROUNDS = 1
+    search.MAX_ROUNDS = 1
 
 
 def outcome_of(pair: Sabotage) -> Outcome:

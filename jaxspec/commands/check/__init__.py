@@ -1,4 +1,4 @@
 """`jaxspec check`: find out whether a drafter fits a target. Read `command`, `run`, `replay`, `search`."""
 
-FEWEST_ROWS = 4
-"""Rows of text that an interval needs."""
+MIN_ROWS = 4
+"""Least number of rows of text for an interval."""

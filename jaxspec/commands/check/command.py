@@ -1,4 +1,4 @@
-"""`jaxspec check`: find out whether a drafter fits a target. What it does after its options is `run.run`."""
+"""The command line of `jaxspec check`. `run.run` does the work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from jaxspec.commands.check import FEWEST_ROWS
+from jaxspec.commands.check import MIN_ROWS
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, command, explained
 from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
@@ -19,21 +19,20 @@ from jaxspec.commands.progress import Ticker
 from jaxspec.options import Drafting, Range, at_least, option
 
 if TYPE_CHECKING:
-    from jaxspec.commands.check.report import Findings
+    from jaxspec.commands.check.report import Report
 
 FLOOR = 0.3
-"""Least share of first drafts that must be accepted. Below it even a drafter that keeps its rate at every
-position adds less than 0.43 tokens a step, about what drafting and verifying cost. Sound drafters have 0.6
-to 0.9, mute ones less than 0.1."""
-
+"""Least share of first drafts that must be accepted. Below it even a drafter that keeps its rate at every position adds
+less than 0.43 tokens a step, about the cost of drafting and verifying. Working drafters have 0.6 to 0.9, broken ones
+less than 0.1."""
 
 UNUSED = ("target", "drafter", "distributed", "quantize_drafter", "quantize_draft_head")
-"""Of the models' options. Other readings of a drafter change its weights, which have to be numbers."""
+"""Model options that `check` lacks. Hypotheses about a drafter change its weights, which cannot be quantised."""
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is checked on, and how strictly."""
+    """The text of a check, and its thresholds."""
 
     text: Path | None = option(
         None,
@@ -41,7 +40,7 @@ class CheckOptions:
         "prompts of our own for others.",
         metavar="FILE",
     )
-    rows: int = option(16, "Pieces of text, at most.", range=at_least(FEWEST_ROWS))
+    rows: int = option(16, "Pieces of text, at most.", range=at_least(MIN_ROWS))
     new_tokens: int = option(64, "Tokens that the target adds to each.", range=at_least(2))
     floor: float = option(
         FLOOR,
@@ -96,7 +95,7 @@ def check_command(
     ticker = Ticker(errors)
 
     from jaxspec.commands import startup
-    from jaxspec.commands.check.report import shown
+    from jaxspec.commands.check.report import render
 
     with (
         explained(ValueError, OSError),
@@ -108,24 +107,24 @@ def check_command(
             startup.use_one_thread()
         with errors.status("[dim]loading the models") as status:
 
-            def say(message: str) -> None:
+            def notify(message: str) -> None:
                 status.update(f"[dim]{message}")
-                ticker.say(message)
+                ticker.notify(message)
 
-            found = checked(models, checking, drafting.num_draft_tokens, say)
+            report = checked(models, checking, drafting.num_draft_tokens, notify)
             formats = None
             if models.rounds:
-                from jaxspec.commands.check.formats import compared
+                from jaxspec.commands.check.lossless import compare_formats
 
                 options = (checking.text, checking.rows, checking.new_tokens, checking.batch_size)
-                formats = compared(models, *options, drafting, say)
-        output.console.print(shown(found))
+                formats = compare_formats(models, *options, drafting, notify)
+        output.console.print(render(report))
         if formats is not None:
-            output.console.print(formats.shown())
+            output.console.print(formats.render())
         if file is not None:
             of_formats = {} if formats is None else {"formats": dataclasses.asdict(formats)}
-            write_line(file, {**found.to_json(), **of_formats})
-    if found.problems:
+            write_line(file, {**report.to_json(), **of_formats})
+    if report.problems:
         raise typer.Exit(1)
 
 
@@ -133,9 +132,9 @@ def checked(
     models: ModelOptions,
     checking: CheckOptions,
     num_draft_tokens: int | None,
-    say: Callable[[str], None],
-) -> Findings:
-    """Load a pair and check it; record what was measured if that is asked for and the pair is sound."""
+    notify: Callable[[str], None],
+) -> Report:
+    """Load a pair and check it; record the measurement if asked for and the pair fits."""
     from jaxspec.commands.check.reference import check_recordable, record, reference_of
     from jaxspec.commands.check.run import run
     from jaxspec.commands.check.text import prompts_for
@@ -149,9 +148,9 @@ def checked(
         check_recordable(drafter.directory)
     else:
         reference = reference_of(drafter.directory)
-    say("encoding")
+    notify("encoding")
     measured_on = "" if reference is None else reference.text
-    found = run(
+    report = run(
         target,
         drafter,
         prompts_for(target, checking.text, checking.rows, measured_on),
@@ -160,9 +159,9 @@ def checked(
         floor=checking.floor,
         batch_size=checking.batch_size,
         reference=reference,
-        say=say,
+        notify=notify,
     )
-    if checking.record and not found.problems:
-        written = record(drafter.directory, found.measured)
-        found = dataclasses.replace(found, recorded=str(written))
-    return found
+    if checking.record and not report.problems:
+        written = record(drafter.directory, report.measured)
+        report = dataclasses.replace(report, recorded=str(written))
+    return report

@@ -1,27 +1,45 @@
-"""Where speculative decoding wrote something else than plain decoding, and whether that is a near-tie."""
+"""Comparison of decoding with its reference: speculative with plain, and a quantised target with the unquantised one.
+
+`first_differences` and `Difference` are about the first: output is lossless against the target as it is loaded. For the
+second read `compare_formats`. The two targets read the text one after the other, so the device never holds both.
+Passes without caches round keys and values as caches do.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.filesize import decimal
 
+from jaxspec.commands.check.text import decode_greedily, prompts_for
+from jaxspec.commands.models import ModelOptions
+from jaxspec.commands.options import UsageError
+from jaxspec.commands.startup import load_models
 from jaxspec.engine.request import Completion
+from jaxspec.options import Drafting
+from jaxspec.runtime.programs import jit
+from jaxspec.shapes import Array, Float, Int, Params
+from jaxspec.tokenizer import Tokenizer, TokenizerError
+from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.model_def import ModelDef
 
 NEAR_TIE_GAP = 1e-4  # float32: closer logits may swap when a pass has another shape
 NEAR_TIE_ULPS = 4  # bfloat16: likewise, in units of the last place of the larger logit
 
 
 @dataclass(frozen=True)
-class Differing:
-    """Where speculative decoding first wrote something else than plain decoding.
+class Difference:
+    """The first token of a row in which speculative decoding differs from plain decoding.
 
     Attributes:
       position: of the token in its row.
-      gap: between the target's logits of the two, on reading the row anew.
+      gap: between the target's logits of the two tokens, when it reads the row again.
       gap_ulps: the same in units of bfloat16's last place.
     """
 
@@ -38,7 +56,7 @@ class Differing:
     @classmethod
     def of(
         cls, row: int, position: int, tokens: tuple[int, int], logits: np.ndarray, dtype: str
-    ) -> Differing:
+    ) -> Difference:
         plain, speculative = (float(logits[token]) for token in tokens)
         gap = abs(plain - speculative)
         largest = max(abs(plain), abs(speculative), float(jnp.finfo(jnp.bfloat16).tiny))
@@ -50,10 +68,153 @@ class Differing:
 def first_differences(
     plain: Sequence[Completion], speculative: Sequence[Completion]
 ) -> dict[int, int]:
-    """Return, for each row that differs, how many tokens agree before that."""
-    found = {}
+    """Return, for each row that differs, the number of tokens that agree before it does."""
+    differences = {}
     for row, (one, other) in enumerate(zip(plain, speculative, strict=True)):
         if one.token_ids != other.token_ids:
             pairs = zip(one.token_ids, other.token_ids, strict=False)
-            found[row] = next(i for i, (a, b) in enumerate(pairs) if a != b)
-    return found
+            differences[row] = next(i for i, (a, b) in enumerate(pairs) if a != b)
+    return differences
+
+
+# --- formats -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FormatComparison:
+    """The effects of quantising the target. Pairs are of the unquantised and of the quantised target.
+
+    Attributes:
+      weights: the storage of the weights, and of K/V if in another dtype.
+      nbytes: of the weights.
+      bits_per_byte: of the text under each; of a token, where there is no tokenizer.
+      top1_agreement: share of tokens after which both have the same most likely token.
+      kl: mean of KL(unquantised || quantised) over these tokens, in nats.
+      acceptance_length: tokens per verify step, with the same drafter.
+    """
+
+    weights: tuple[str, str]
+    nbytes: tuple[int, int]
+    tokens: int
+    bits_per_byte: tuple[float, float]
+    top1_agreement: float
+    kl: float
+    acceptance_length: tuple[float, float]
+
+    def render(self) -> str:
+        """Return the comparison as text for the terminal."""
+        lines = [
+            f"Quantising, on {self.tokens:,} tokens of the text:",
+            f"  weights              {self.weights[0]}: {decimal(self.nbytes[0])}; "
+            f"{self.weights[1]}: {decimal(self.nbytes[1])}",
+            f"  bits a byte          {self.bits_per_byte[0]:.4f}, then {self.bits_per_byte[1]:.4f}",
+            f"  same likeliest token {self.top1_agreement:.2%}; KL {self.kl:.5f} nats a token",
+            f"  acceptance length    {self.acceptance_length[0]:.3f}, "
+            f"then {self.acceptance_length[1]:.3f}",
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The numbers of one target."""
+
+    storage: str
+    nbytes: int
+    log_probs: list[np.ndarray]  # of each row, [tokens - 1, V]
+    acceptance_length: float
+
+
+def compare_formats(
+    models: ModelOptions,
+    text: Path | None,
+    rows: int,
+    new_tokens: int,
+    batch_size: int,
+    drafting: Drafting,
+    notify: Callable[[str], None],
+) -> FormatComparison:
+    """Load the target unquantised and then quantised, and compare.
+
+    Args:
+      models: the formats of the target among their options.
+      text, rows, new_tokens, batch_size: as in `CheckOptions`.
+      notify: called with the current activity.
+
+    Raises:
+      UsageError: a prompt cannot be decoded.
+    """
+    measured: list[_Measured] = []
+    prompts: Sequence[tuple[int, ...]] = ()
+    num_bytes = 0
+    for options, kind in ((models.unrounded, "unquantised"), (models, "quantised")):
+        notify(f"the {kind} target reads the text")
+        target, drafter = load_models(options)
+        assert drafter is not None
+        if not prompts:
+            prompts = prompts_for(target, text, rows).ids
+            num_bytes = _bytes_of(target, prompts)
+        size = min(batch_size, len(prompts))
+        done = decode_greedily(
+            target, drafter, prompts, new_tokens, batch_size=size, drafting=drafting
+        )
+        lengths = [n for c in done for n in c.acceptance_lengths]
+        nbytes = sum(x.nbytes for x in target.params.values())
+        log_probs, length = _read(target, prompts), float(np.mean(lengths))
+        measured.append(_Measured(target.model_def.dtypes, nbytes, log_probs, length))
+        del target, drafter  # the device may hold one target, and not two
+    whole, small = measured
+    pairs = list(zip(whole.log_probs, small.log_probs, strict=True))
+    same = np.concatenate([p.argmax(-1) == q.argmax(-1) for p, q in pairs])
+    kl = np.concatenate([(np.exp(p) * (p - q)).sum(-1) for p, q in pairs])
+
+    def bits(of: _Measured) -> float:
+        chosen = [
+            np.take_along_axis(p, np.asarray(ids[1:])[:, None], axis=-1).sum()
+            for p, ids in zip(of.log_probs, prompts, strict=True)
+        ]
+        return float(-np.sum(chosen) / np.log(2) / num_bytes)
+
+    return FormatComparison(
+        (whole.storage, small.storage),
+        (whole.nbytes, small.nbytes),
+        len(same),
+        (bits(whole), bits(small)),
+        float(same.mean()),
+        float(kl.mean()),
+        (whole.acceptance_length, small.acceptance_length),
+    )
+
+
+def _bytes_of(target: LoadedModel, prompts: Sequence[tuple[int, ...]]) -> int:
+    """Return the bytes of all prompts after their first tokens; without a tokenizer, the number of tokens."""
+    try:
+        tokenizer = Tokenizer.load(target.directory)
+        return sum(len(tokenizer.decode(ids[1:]).encode()) for ids in prompts)
+    except TokenizerError:
+        return sum(len(ids) - 1 for ids in prompts)
+
+
+def _read(target: LoadedModel, prompts: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Return the log-probabilities after every token of each prompt but the last, on the host."""
+    longest = max(map(len, prompts))
+    if longest < 2:
+        raise UsageError(
+            "the text has rows of one token; check needs longer ones to compare formats"
+        )
+    program = jit(_log_probs, static_argnums=0)
+    rows = []
+    for ids in prompts:
+        padded = np.zeros((1, longest), np.int32)
+        padded[0, : len(ids)] = ids
+        count = jnp.full(1, len(ids), jnp.int32)
+        out = program(target.model_def, target.params, jnp.asarray(padded), count)
+        rows.append(np.asarray(out)[0, : len(ids) - 1])
+    return rows
+
+
+def _log_probs(
+    model_def: ModelDef, params: Params, tokens: Int[Array, "1 T"], count: Int[Array, " 1"]
+) -> Float[Array, "1 T V"]:
+    start = jnp.zeros(1, jnp.int32)
+    return jax.nn.log_softmax(model_def.bind(params)(tokens, start, count, None).logits, axis=-1)

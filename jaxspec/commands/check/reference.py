@@ -1,40 +1,213 @@
-"""What a drafter's maker measured, and how today's figures differ from it.
+"""The maker's measurement of a drafter, and the comparison of a check with it.
 
-`Reference.of` makes the record that `--record` writes (`storage.acceptance`). `compared` holds a check against it:
-the acceptance on the same text, row by row, and what else has changed since, by name.
+`Reference` is the record that `--record` writes (`weights.acceptance`). `compare_with` compares a check with it: the
+acceptance on the same text, row by row, and other changes since, by name. Weights are compared by two numbers per
+tensor, its root mean square and a weighted sum (`Look`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
+import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import __version__
-from jaxspec.commands.check import FEWEST_ROWS
-from jaxspec.commands.check.statistics import Estimate, figures, gained, worded
+from jaxspec.commands.check import MIN_ROWS
+from jaxspec.commands.check.statistics import Estimate, classify, format_gain, gained
 from jaxspec.commands.check.text import PromptSet
-from jaxspec.commands.check.weights import Look, listed
 from jaxspec.commands.options import UsageError
 from jaxspec.configs.base import to_json
 from jaxspec.registry import ModelConfig
+from jaxspec.shapes import Array, Params
 from jaxspec.weights.acceptance import FIELD, config_file, read_acceptance, write_acceptance
 from jaxspec.weights.loading import LoadedModel
+from jaxspec.weights.sharding import fetch
 
 _FORMAT = 1
-_DIGITS = 4  # of a mark; `weights.SAME` asks for no more
+_DIGITS = 4  # of a mark; `SAME` needs no more
+
+SIBLING_RATIO = 10.0
+"""A tensor this many times larger or smaller than in other layers is mentioned."""
+
+SAME = 0.006
+"""Largest difference of two marks of one tensor, in units of its root mean square. Rounding float32 weights to bfloat16
+moves a mark by 0.0009 (one standard deviation); noise of 30 % moves it by 0.3."""
+
+
+# --- weights at a glance -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Look:
+    """A summary of a tensor.
+
+    Attributes:
+      rms: root mean square.
+      mark: sum of all numbers, each times a fixed weight of its position, over the root of their count. It changes
+        when numbers swap positions.
+    """
+
+    rms: float
+    mark: float
+    finite: bool = True
+
+    def is_same(self, other: Look) -> bool:
+        """Return whether two looks are of the same numbers, up to rounding."""
+        if not (self.finite and other.finite):
+            return self.finite == other.finite
+        size = max(self.rms, other.rms)
+        return max(abs(self.rms - other.rms), abs(self.mark - other.mark)) <= SAME * size
+
+
+def look_at(params: Params) -> dict[str, Look]:
+    """Look at all weights on their devices, reading each once."""
+    if not params:
+        return {}
+    patterns = {name: [_pattern(n, i) for i, n in enumerate(x.shape)] for name, x in params.items()}
+    return {
+        name: Look(float(rms), float(mark), bool(finite))
+        for name, (rms, mark, finite) in fetch(_numbers(dict(params), patterns)).items()
+    }
+
+
+@jax.jit
+def _numbers(
+    params: Params, patterns: Mapping[str, Sequence[Array]]
+) -> dict[str, tuple[Array, Array, Array]]:
+    numbers = {}
+    for name, x in params.items():
+        values, weights = x.astype(jnp.float32), jnp.float32(1)
+        for axis, pattern in enumerate(patterns[name]):
+            shape = [1] * x.ndim
+            shape[axis] = -1
+            weights = weights * pattern.reshape(shape) if axis else pattern.reshape(shape)
+        rms = jnp.sqrt(jnp.mean(jnp.square(values)))
+        mark = jnp.sum(values * weights) / math.sqrt(x.size)
+        numbers[name] = rms, mark, jnp.all(jnp.isfinite(values))
+    return numbers
+
+
+@functools.cache
+def _pattern(size: int, axis: int) -> np.ndarray:
+    """Return fixed weights of the positions along an axis, unordered, with mean square 1."""
+    angles = (1 + np.arange(size)) * (0.6180339887 + 0.1 * axis) * 2 * math.pi
+    return (math.sqrt(2) * np.cos(angles)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Oddity:
+    """An unusual property of a tensor.
+
+    Attributes:
+      wrong: no trained model has it.
+    """
+
+    text: str
+    wrong: bool
+
+
+def oddities(looks: Mapping[str, Look]) -> list[Oddity]:
+    """Return the tensors that are zero, not finite, or far in size from those of other layers."""
+    zero = [name for name, x in looks.items() if x.finite and x.rms == 0]
+    broken = [name for name, x in looks.items() if not x.finite]
+    odd = []
+    if broken:
+        odd.append(Oddity(f"{join_names(broken)}: some numbers are not finite", wrong=True))
+    if zero:
+        odd.append(Oddity(f"{join_names(zero)}: all zero", wrong=True))
+    siblings: dict[str, dict[str, float]] = {}
+    for name, x in looks.items():
+        if name not in zero and name not in broken:
+            siblings.setdefault(re.sub(r"\d+", "*", name), {})[name] = x.rms
+    for sizes in siblings.values():
+        if len(sizes) < 3:
+            continue
+        usual = statistics.median(sizes.values())
+        for name, size in sizes.items():
+            if not 1 / SIBLING_RATIO < size / usual < SIBLING_RATIO:
+                text = f"{name}: root mean square {size:.3g}, in other layers about {usual:.3g}"
+                odd.append(Oddity(text, wrong=False))
+    return odd
+
+
+def join_names(names: Sequence[str], limit: int = 6) -> str:
+    """Join up to `limit` names, and count the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group the names of tensors by layer; tensors outside layers have groups of their own."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names):
+        groups.setdefault(".".join(name.split(".")[:2]), []).append(name)
+    return groups
+
+
+def marks_of(looks: Mapping[str, Look]) -> dict[str, str]:
+    """Return a line per layer: size and mark of each of its tensors, in order of names."""
+    return {
+        group: " ".join(f"{x:.{_DIGITS}g}" for n in names for x in (looks[n].rms, looks[n].mark))
+        for group, names in groups_of(looks).items()
+    }
+
+
+def looks_of(marks: Mapping[str, str], names: Iterable[str]) -> dict[str, Look]:
+    """Parse the lines of `marks_of` for tensors with these names."""
+    looks = {}
+    for group, inside in groups_of(names).items():
+        numbers = [float(x) for x in marks[group].split()]
+        for i, name in enumerate(inside):
+            rms, mark = numbers[2 * i : 2 * i + 2]
+            looks[name] = Look(rms, mark, finite=math.isfinite(rms))
+    return looks
+
+
+def weights_record(model: LoadedModel, looks: Mapping[str, Look]) -> dict[str, Any]:
+    """Return the record of a model's weights: a digest of names and shapes, and marks."""
+    shapes = sorted((name, list(x.shape)) for name, x in model.params.items())
+    return {"shapes": _digest(shapes), "marks": marks_of(looks)}
+
+
+def changed_tensors(
+    then: Mapping[str, Any], now: Mapping[str, Any], new: Mapping[str, Look]
+) -> list[str]:
+    """Return the tensors that differ, and the pairs that are exchanged."""
+    if then["shapes"] != now["shapes"]:
+        return ["its tensors have other names or shapes"]
+    old = looks_of(then["marks"], new)
+    differ = [name for name in old if not new[name].is_same(old[name])]
+    messages = []
+    for name in list(differ):
+        twin = next((t for t in differ if t != name and _exchanged(old, new, name, t)), None)
+        if twin is not None and name in differ:
+            messages.append(f"{name} and {twin} are exchanged")
+            differ = [x for x in differ if x not in (name, twin)]
+    return [*messages, join_names(differ)] if differ else messages
+
+
+def _exchanged(old: Mapping[str, Look], new: Mapping[str, Look], one: str, other: str) -> bool:
+    return new[one].is_same(old[other]) and new[other].is_same(old[one])
+
+
+# --- the record --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Looks:
-    """What was seen of the weights of both models."""
+    """Looks at the weights of both models."""
 
     target: Mapping[str, Look]
     drafter: Mapping[str, Look]
@@ -46,13 +219,13 @@ class Reference:
 
     Attributes:
       text_digest: of the prompts' ids and the number of new tokens.
-      positions: of the text, at which drafts were judged.
-      acceptance_length: tokens a step in decoding.
-      by_depth: share of drafts accepted at each depth where all before were.
-      by_row: for each prompt, the share of positions whose drafts 1 to j were all accepted, j = 1, 2,
-        ...; numbers joined by spaces, none where its row was too short.
-      target_config, drafter_config: all fields, as the models were read.
-      target_weights, drafter_weights: a digest of names and shapes, and marks (`marks_of`).
+      positions: number of positions of the text that were drafted from.
+      acceptance_length: tokens per step in decoding.
+      by_depth: share of drafts accepted at each depth where all earlier ones were.
+      by_row: for each prompt, the share of positions whose drafts 1 to j were all accepted, j = 1, 2, ...; numbers
+        joined by spaces, "" for a row that was too short.
+      target_config, drafter_config: all fields, as read.
+      target_weights, drafter_weights: see `weights_record`.
     """
 
     text: str
@@ -77,10 +250,10 @@ class Reference:
 
     @classmethod
     def read(cls, values: Any, where: str) -> Reference:
-        """Read what `dataclasses.asdict` gave.
+        """Read the values of a record.
 
         Raises:
-          UsageError: it is no such record.
+          UsageError: they are no such record.
         """
         fields = {f.name for f in dataclasses.fields(cls)}
         if not isinstance(values, Mapping) or values.get("format") != _FORMAT:
@@ -94,7 +267,7 @@ class Reference:
 
     @property
     def shares(self) -> np.ndarray:
-        """`by_row` as numbers, [prompts, num_draft_tokens]; rows that were too short are not numbers."""
+        """`by_row` as numbers, [prompts, num_draft_tokens]; NaN for rows that were too short."""
         shares = np.full((len(self.by_row), self.num_draft_tokens), np.nan)
         for i, row in enumerate(self.by_row):
             if row:
@@ -103,67 +276,32 @@ class Reference:
 
 
 def text_digest(prompts: PromptSet, new_tokens: int) -> str:
-    """Return what a text is known by: its prompts, and how far they are continued."""
-    values = [new_tokens, *map(list, prompts.ids)]
+    """Return a digest of a text: its prompts and the number of new tokens."""
+    return _digest([new_tokens, *map(list, prompts.ids)])
+
+
+def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def rows_of(shares: np.ndarray, enough: Sequence[int], prompts: int) -> list[str]:
-    """Return `Reference.by_row` of the shares of the rows that were long enough, [rows, depths]."""
+    """Return `Reference.by_row`, given the shares of the rows that were long enough, [rows, depths]."""
     rows = [""] * prompts
     for share, i in zip(shares, enough, strict=True):
         rows[i] = " ".join(f"{x:.4g}" for x in share)
     return rows
 
 
-def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Sort names of tensors into layers, and what stands beside them."""
-    groups: dict[str, list[str]] = {}
-    for name in sorted(names):
-        groups.setdefault(".".join(name.split(".")[:2]), []).append(name)
-    return groups
-
-
-def marks_of(looks: Mapping[str, Look]) -> dict[str, str]:
-    """Return the marks of all tensors, a line for each layer: of its tensors in order, size and mark."""
-    return {
-        group: " ".join(f"{x:.{_DIGITS}g}" for n in names for x in (looks[n].rms, looks[n].mark))
-        for group, names in groups_of(looks).items()
-    }
-
-
-def looks_of(marks: Mapping[str, str], names: Iterable[str]) -> dict[str, Look]:
-    """Read what `marks_of` wrote of tensors with these names."""
-    looks = {}
-    for group, inside in groups_of(names).items():
-        numbers = [float(x) for x in marks[group].split()]
-        for i, name in enumerate(inside):
-            rms, mark = numbers[2 * i : 2 * i + 2]
-            looks[name] = Look(rms, mark, finite=math.isfinite(rms))
-    return looks
-
-
-def shapes_digest(model: LoadedModel) -> str:
-    """Return a digest of the names and shapes of a model's tensors."""
-    shapes = sorted((name, list(x.shape)) for name, x in model.params.items())
-    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
-
-
-def weights_record(model: LoadedModel, looks: Mapping[str, Look]) -> dict[str, Any]:
-    """Return what a model's weights are known by."""
-    return {"shapes": shapes_digest(model), "marks": marks_of(looks)}
-
-
 def plain_config(config: ModelConfig) -> dict[str, Any]:
-    """Return a config as JSON has it, with lists for tuples."""
+    """Return a config as JSON values, with lists for tuples."""
     return json.loads(json.dumps(to_json(config)))
 
 
 def reference_of(directory: Path) -> Reference | None:
-    """Return the record of a drafter's directory; None if there is none.
+    """Return the record in a drafter's directory; None if there is none.
 
     Raises:
-      UsageError: there is something else in its place.
+      UsageError: its field holds something else.
     """
     values = read_acceptance(directory)
     where = f"{FIELD} in {config_file(directory)}"
@@ -171,10 +309,10 @@ def reference_of(directory: Path) -> Reference | None:
 
 
 def check_recordable(directory: Path) -> None:
-    """Refuse to record in a directory that is not the user's own.
+    """Refuse to record in the hub's cache.
 
     Raises:
-      UsageError: it belongs to the hub's cache.
+      UsageError: the directory is there.
     """
     if directory.parent.name == "snapshots":
         raise UsageError(
@@ -192,28 +330,26 @@ def record(directory: Path, measured: Reference) -> Path:
     return write_acceptance(directory, dataclasses.asdict(measured))
 
 
-# --- against today's -----------------------------------------------------------------------------
+# --- the comparison ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Against:
-    """A check against the record of the drafter's maker.
+class ReferenceComparison:
+    """A comparison of a check with the record of the drafter's maker.
 
     Attributes:
-      reference: what was measured then.
-      causes: what has changed since, in words.
-      gain: of the tokens of a step since then, as a share; None where the texts differ.
-      found: see `statistics.Comparison.found`; "not compared" where the texts differ.
-      then, now: drafts accepted a position, over the depths that both have.
-      rows: how many were compared.
-      depths: how many depths were.
-      first_loss: the first depth at which fewer drafts are accepted, for sure; None if none.
+      causes: changes since then, in words.
+      gain: in tokens per step since then, as a share; None if the texts differ.
+      result: as of `search.Comparison`; "not compared" if the texts differ.
+      then, now: drafts accepted per position, over the depths that both have.
+      rows, depths: numbers of those that were compared.
+      first_loss: the first depth at which certainly fewer drafts are accepted; None if none.
     """
 
     reference: Reference
     causes: list[str]
     gain: Estimate | None
-    found: str
+    result: str = dataclasses.field(metadata={"json": "found"})
     then: float
     now: float
     rows: int
@@ -221,57 +357,46 @@ class Against:
     first_loss: int | None
 
 
-def compared(reference: Reference, current: Reference, looks: Looks) -> Against:
-    """Hold a check against a record.
+def compare_with(reference: Reference, current: Reference, looks: Looks) -> ReferenceComparison:
+    """Compare a check with a record.
 
-    Rows are paired. The interval is one of `statistics.LEVEL`: without a change, a loss is reported in at
-    most 1 of 40 checks, and only where rounding moves a row by more than `statistics.MATERIAL`.
+    Rows are paired. The interval has level `statistics.LEVEL`: without a change, at most 1 of 40 checks reports a loss,
+    and only if rounding moves a row by more than `statistics.MATERIAL`.
     """
     causes = changes_since(reference, current, looks)
     depths = min(reference.num_draft_tokens, current.num_draft_tokens)
     before, after = (r.shares[:, :depths] for r in (reference, current))
+    gain, result, rows, first_loss = None, "not compared", 0, None
     if reference.text_digest == current.text_digest:
         both = ~np.isnan(before[:, 0]) & ~np.isnan(after[:, 0])
-        if both.sum() >= FEWEST_ROWS:
-            before, after = before[both], after[both]
-            then, now = before.sum(axis=1).mean(), after.sum(axis=1).mean()
+        if both.sum() >= MIN_ROWS:
+            rows, before, after = int(both.sum()), before[both], after[both]
             gain = gained(before.sum(axis=1), after.sum(axis=1))
+            result = classify(gain)
             lost = [Estimate.of(x).high < 0 for x in (after - before).T]
             first_loss = lost.index(True) + 1 if True in lost else None
-            rows, found = int(both.sum()), worded(gain)
-            return Against(
-                reference,
-                causes,
-                gain,
-                found,
-                float(then),
-                float(now),
-                rows,
-                depths,
-                first_loss,
-            )
     then, now = (float(np.nanmean(x.sum(axis=1))) for x in (before, after))
-    return Against(reference, causes, None, "not compared", then, now, 0, depths, None)
+    return ReferenceComparison(reference, causes, gain, result, then, now, rows, depths, first_loss)
 
 
 def changes_since(then: Reference, now: Reference, looks: Looks) -> list[str]:
-    """Say what differs from what was measured, apart from the acceptance."""
-    found = []
+    """Return the differences to the measured models, in words."""
+    causes = []
     wrong = _fields(then.target_config, now.target_config)
     marks = changed_tensors(then.target_weights, now.target_weights, looks.target)
     if wrong or marks:
-        found.append(f"the target is not the one that was measured: {'; '.join((*wrong, *marks))}")
+        causes.append(f"the target is not the one that was measured: {'; '.join((*wrong, *marks))}")
     if wrong := _fields(then.drafter_config, now.drafter_config):
-        found.append(f"the drafter's config is not the one that was measured: {'; '.join(wrong)}")
+        causes.append(f"the drafter's config is not the one that was measured: {'; '.join(wrong)}")
     if marks := changed_tensors(then.drafter_weights, now.drafter_weights, looks.drafter):
-        found.append(
+        causes.append(
             f"weights of the drafter differ from those that were measured: {'; '.join(marks)}"
         )
-    return found
+    return causes
 
 
 def _fields(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Name the fields of a config that differ. Fields that only one version of jaxspec has do not count."""
+    """Return the fields of a config that differ. Fields that only one version of jaxspec has do not count."""
     return [
         f"{name} is {json.dumps(now[name])}, was {json.dumps(value)}"
         for name, value in then.items()
@@ -279,30 +404,9 @@ def _fields(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def changed_tensors(
-    then: Mapping[str, Any], now: Mapping[str, Any], new: Mapping[str, Look]
-) -> list[str]:
-    """Name the tensors that differ, and those that stand in each other's place."""
-    if then["shapes"] != now["shapes"]:
-        return ["its tensors have other names or shapes"]
-    old = looks_of(then["marks"], new)
-    differ = [name for name in old if not new[name].is_same(old[name])]
-    found = []
-    for name in list(differ):
-        twin = next((t for t in differ if t != name and _exchanged(old, new, name, t)), None)
-        if twin is not None and name in differ:
-            found.append(f"{name} and {twin} are exchanged")
-            differ = [x for x in differ if x not in (name, twin)]
-    return [*found, listed(differ)] if differ else found
-
-
-def _exchanged(old: Mapping[str, Look], new: Mapping[str, Look], one: str, other: str) -> bool:
-    return new[one].is_same(old[other]) and new[other].is_same(old[one])
-
-
-def said(against: Against) -> str:
-    """Return the comparison in one sentence."""
-    a, r = against, against.reference
+def describe_comparison(a: ReferenceComparison) -> str:
+    """Return the comparison as one sentence."""
+    r = a.reference
     causes = f"; {'; '.join(a.causes)}" if a.causes else ""
     if a.gain is None:
         return (
@@ -311,11 +415,11 @@ def said(against: Against) -> str:
         )
     text = (
         f"{a.now:.2f} drafts accepted a position, {a.then:.2f} when its maker measured it on the same {a.rows} rows "
-        f"({r.dtype} on {r.device}): {figures(a.gain)} tokens a step"
+        f"({r.dtype} on {r.device}): {format_gain(a.gain)} tokens a step"
     )
     if a.depths < r.num_draft_tokens:
         text += f", over drafts 1 to {a.depths} of {r.num_draft_tokens}"
-    if a.found == "no measurable difference":
+    if a.result == "no measurable difference":
         return f"{text}, no measurable difference{causes}"
     since = f", from draft {a.first_loss} on" if a.first_loss and a.gain.mean < 0 else ""
     nothing = (

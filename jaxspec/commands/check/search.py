@@ -1,39 +1,161 @@
-"""Readings of a drafter held against each other, round by round.
+"""Comparison of hypotheses about a drafter, round by round.
 
-Read `search`. A round compares all readings on a first text. What that leaves open is compared again, on a second
-text: longer rows, which no choice was made on (`second_text`). The numbers are those of `statistics`.
+Read `search`. A round compares all hypotheses on a first text. What that leaves open is compared again on a second
+text (`text.further`): longer rows, on which nothing was chosen.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxspec.commands.check import FEWEST_ROWS
-from jaxspec.commands.check.conventions import Reading, alternatives
+from jaxspec.commands.check import MIN_ROWS
+from jaxspec.commands.check.hypotheses import Hypothesis, alternatives
 from jaxspec.commands.check.reference import Reference, plain_config
-from jaxspec.commands.check.replay import Replayed, Text, replay_all
+from jaxspec.commands.check.replay import Replayed, replay_all
 from jaxspec.commands.check.statistics import (
     FALL,
     FIRST_LEVEL,
-    Comparison,
-    Round,
-    compare,
+    MATERIAL,
+    Estimate,
+    classify,
     conditional,
+    gained,
+    row_means,
 )
+from jaxspec.commands.check.text import Text
 from jaxspec.weights.loading import LoadedModel
 
-MOST_ROUNDS = 3  # conventions that may be wrong at once
+MAX_ROUNDS = 3  # conventions that may be wrong at once
 
 
-class Page:
-    """A text, and what is known of readings on it.
+@dataclass(frozen=True)
+class Comparison:
+    """Another hypothesis against the one in force, on the same rows.
 
-    Rows that continue one prompt are evidence of one prompt: they count as one row wherever rows are counted.
+    Attributes:
+      accepted: drafts per step.
+      difference: of `accepted` to the hypothesis in force.
+      gain: in tokens per step, as a share; it decides.
+      rows: number of rows that both were replayed on.
+      better: the gain is certainly above zero, and `MATERIAL`.
+      result: "better"; "worse"; "higher" or "lower": too small to matter, or higher by a longer block that was not
+        trained (`outruns_training`); "no measurable difference": the interval holds 0 and the gain is not material;
+        "undecided": the interval holds 0 and the gain is material.
+    """
+
+    name: str
+    field: str
+    fix: str
+    accepted: float
+    first_accepted: float
+    difference: Estimate
+    gain: Estimate
+    rows: int
+    better: bool
+    result: str = dataclasses.field(metadata={"json": "found"})
+
+
+@dataclass(frozen=True)
+class Round:
+    """A hypothesis against its alternatives; the next round starts from the best of these.
+
+    Attributes:
+      level: of each interval, so that all of them hold at `FIRST_LEVEL`.
+      again: the comparisons that are `open`, on the second text; empty without one.
+    """
+
+    in_force: str
+    comparisons: list[Comparison]
+    left_out: list[str]
+    level: float
+    again: list[Comparison] = dataclasses.field(default_factory=list)
+
+    @property
+    def open(self) -> list[int]:
+        """The questions that the first text leaves open: the best of several, or whether one is better at all."""
+        if better := {i: c for i, c in enumerate(self.comparisons) if c.better}:
+            best = _near_best(better)
+            return best if len(best) > 1 else []
+        return [
+            i
+            for i, c in enumerate(self.comparisons)
+            if c.result == "undecided" and c.gain.mean >= MATERIAL
+        ]
+
+    @property
+    def better(self) -> dict[int, Comparison]:
+        """The better hypotheses, each with the comparison that shows it."""
+        first = {i: c for i, c in enumerate(self.comparisons) if c.better}
+        second = dict(zip(self.open, self.again, strict=True)) if self.again else {}
+        if first:  # the second text only decides which of them is best
+            return second or first
+        return {i: c for i, c in second.items() if c.better}
+
+    @property
+    def as_good(self) -> list[int]:
+        """The better hypotheses that are as good as the best, the most usual first."""
+        return _near_best(self.better)
+
+
+def _near_best(better: Mapping[int, Comparison]) -> list[int]:
+    tokens = {i: 1 + c.gain.mean for i, c in better.items()}
+    enough = (1 - MATERIAL) * max(tokens.values(), default=0.0)
+    return [i for i, of in tokens.items() if of >= enough]
+
+
+def compare(
+    hypothesis: Hypothesis,
+    others: Sequence[Hypothesis],
+    accepted: Mapping[Any, np.ndarray],
+    masks: Sequence[np.ndarray],
+    level: float,
+) -> list[Comparison]:
+    """Compare other hypotheses with one, row by row.
+
+    Args:
+      accepted: by hypothesis, drafts accepted at each anchor, [R, A]; of a hopeless one, of the first rows.
+      masks: of each other hypothesis, the anchors to compare at.
+      level: of each interval.
+    """
+    comparisons = []
+    for other, mask in zip(others, masks, strict=True):
+        drafts, base = accepted[other.key], accepted[hypothesis.key]
+        count = min(len(drafts), len(base))
+        hopeless = count < len(mask)
+        rows = mask[:count].any(axis=1)
+        drafts, base, at = drafts[:count][rows], base[:count][rows], mask[:count][rows]
+        after, before = row_means(drafts, at), row_means(base, at)
+        gain = gained(before, after, level)
+        result = "worse" if hopeless else classify(gain)
+        comparisons.append(
+            Comparison(
+                other.name,
+                other.field,
+                other.fix,
+                float(after.mean()),
+                float(row_means(drafts >= 1, at).mean()),
+                Estimate.of(after - before, level),
+                gain,
+                len(after),
+                better=result == "better",
+                result=result,
+            )
+        )
+    return comparisons
+
+
+# --- on a text ---------------------------------------------------------------------------------------
+
+
+class Evidence:
+    """A text, and the drafts that each hypothesis gets accepted on it.
+
+    Rows that continue one prompt are evidence of one prompt, and count as one row.
     """
 
     def __init__(
@@ -44,110 +166,113 @@ class Page:
         *,
         num_draft_tokens: int,
         batch_size: int,
-        say: Callable[[str], None],
-        judged: int | None = None,
+        notify: Callable[[str], None],
+        num_counted: int | None = None,
         rows_per_prompt: int = 1,
         logit_rows: np.ndarray | None = None,
     ):
-        """Prepare a text; `read` replays it.
+        """Prepare a text; `replay` replays hypotheses on it.
 
         Args:
           level: at which all intervals of a round hold together.
-          judged: how many rows count, the first ones; None for all. Others are read for their logits alone.
-          rows_per_prompt: how many rows after each other continue one prompt.
+          num_counted: number of first rows that count; None for all. The others are read for their logits alone.
+          rows_per_prompt: number of consecutive rows that continue one prompt.
           logit_rows: of each row, the position whose logits are kept; None for any.
         """
         self.target, self.text, self.level = target, text, level
-        self.drafts, self.batch_size, self.say = num_draft_tokens, batch_size, say
-        self.judged = len(text.tokens) if judged is None else judged
+        self.drafts, self.batch_size, self.notify = num_draft_tokens, batch_size, notify
+        self.num_counted = len(text.tokens) if num_counted is None else num_counted
         self.rows_per_prompt = rows_per_prompt
         self.logit_rows = text.starts - 1 if logit_rows is None else logit_rows
         self.replays: list[Replayed] = []
         self._accepted: dict[Any, np.ndarray] = {}
 
-    def anchors(self, reading: Reading | None = None) -> np.ndarray:
-        """Return the anchors after which a reading's drafts have room, [prompts, anchors]."""
-        anchors = self.text.anchors(self.drafts)[: self.judged]
-        if reading is not None and reading.num_draft_tokens:
-            counts = (self.text.ends - self.text.starts - reading.num_draft_tokens)[: self.judged]
-            anchors &= np.arange(anchors.shape[1])[None, :] < counts[:, None]
+    def anchors(self, hypothesis: Hypothesis | None = None) -> np.ndarray:
+        """Return the anchors that have a whole draft of a hypothesis after them, [prompts, anchors]."""
+        anchors = self.text.anchors(self.drafts)[: self.num_counted]
+        if hypothesis is not None and hypothesis.num_draft_tokens:
+            counts = self.text.ends - self.text.starts - hypothesis.num_draft_tokens
+            anchors &= np.arange(anchors.shape[1]) < counts[: self.num_counted, None]
         return self._by_prompt(anchors)
 
-    def accepted(self, reading: Reading) -> np.ndarray:
-        """Return the accepted drafts at every anchor, [prompts, anchors]; of the first prompts if it is hopeless."""
-        return self._by_prompt(self._accepted[reading.key][: self.judged])
+    def accepted(self, hypothesis: Hypothesis) -> np.ndarray:
+        """Return accepted drafts at every anchor, [prompts, anchors]; of the first prompts if hopeless."""
+        return self._by_prompt(self._accepted[hypothesis.key][: self.num_counted])
 
     def _by_prompt(self, rows: np.ndarray) -> np.ndarray:
         prompts = len(rows) // self.rows_per_prompt
-        whole = rows[: prompts * self.rows_per_prompt]
-        return whole.reshape(prompts, -1)
+        return rows[: prompts * self.rows_per_prompt].reshape(prompts, -1)
 
-    def read(self, readings: Sequence[Reading]) -> None:
-        """Replay the readings that were not; the first one is in force."""
-        new = [r for r in readings if r.key not in self._accepted]
+    def replay(self, hypotheses: Sequence[Hypothesis]) -> None:
+        """Replay the hypotheses that are new; the first of `hypotheses` is in force."""
+        new = [h for h in hypotheses if h.key not in self._accepted]
         if not new:
             return
-        replay = replay_all(
+        replayed = replay_all(
             self.target,
             new,
             self.text,
             self.logit_rows,
             num_draft_tokens=self.drafts,
             batch_size=self.batch_size,
-            say=self.say,
-            against=self._accepted.get(readings[0].key),
+            notify=self.notify,
+            baseline=self._accepted.get(hypotheses[0].key),
         )
-        self.replays.append(replay)
-        for reading, accepted in zip(new, replay.accepted, strict=True):
-            self._accepted[reading.key] = accepted
+        self.replays.append(replayed)
+        self._accepted |= {h.key: a for h, a in zip(new, replayed.accepted, strict=True)}
 
     def compare(
-        self, reading: Reading, others: Sequence[Reading]
+        self, hypothesis: Hypothesis, others: Sequence[Hypothesis]
     ) -> tuple[list[Comparison], float]:
-        """Hold other readings against one; return what came of it, and the level of each interval."""
-        self.read((reading, *others))
+        """Compare other hypotheses with one; return the comparisons, and the level of each interval."""
+        self.replay((hypothesis, *others))
         level = 1 - (1 - self.level) / max(len(others), 1)
-        accepted = {r.key: self.accepted(r) for r in (reading, *others)}
-        masks = [self.anchors(r) for r in others]
-        found = compare(reading, others, accepted, masks, level)
+        accepted = {h.key: self.accepted(h) for h in (hypothesis, *others)}
+        masks = [self.anchors(h) for h in others]
+        comparisons = compare(hypothesis, others, accepted, masks, level)
         for i, (other, mask) in enumerate(zip(others, masks, strict=True)):
-            if found[i].better and outruns_training(accepted[other.key], mask, other, self.drafts):
-                found[i] = dataclasses.replace(found[i], better=False, found="higher")
-        return found, level
+            if comparisons[i].better and outruns_training(
+                accepted[other.key], mask, other, self.drafts
+            ):
+                comparisons[i] = dataclasses.replace(comparisons[i], better=False, result="higher")
+        return comparisons, level
 
-    def has_room(self, reading: Reading) -> str:
-        """Say why a reading cannot be compared; nothing if it can."""
-        rows = int(self.anchors(reading).any(axis=1).sum())
-        if rows >= FEWEST_ROWS:
+    def refusal(self, hypothesis: Hypothesis) -> str:
+        """Return why a hypothesis cannot be compared; "" if it can."""
+        rows = int(self.anchors(hypothesis).any(axis=1).sum())
+        if rows >= MIN_ROWS:
             return ""
-        return f"{reading.name}: {rows} rows are long enough; {FEWEST_ROWS} are needed"
+        return f"{hypothesis.name}: {rows} rows are long enough; {MIN_ROWS} are needed"
 
 
 def outruns_training(
-    accepted: np.ndarray, anchors: np.ndarray, reading: Reading, num_draft_tokens: int
+    accepted: np.ndarray, anchors: np.ndarray, hypothesis: Hypothesis, num_draft_tokens: int
 ) -> bool:
-    """Tell whether drafts of a longer block fall where it goes beyond the one in force.
+    """Return whether drafts of a longer block fall where it goes beyond the one in force.
 
-    Text that repeats itself lets untrained drafts gain a little. The block in force is then the one that was trained.
+    Repetitive text lets untrained drafts gain a little. The block in force is then the trained one.
     """
-    if reading.num_draft_tokens <= num_draft_tokens:
+    if hypothesis.num_draft_tokens <= num_draft_tokens:
         return False
     last = [conditional(accepted, anchors, num_draft_tokens + i, FIRST_LEVEL) for i in (0, 1)]
     return last[1].share.mean < FALL * last[0].share.mean
 
 
+# --- the search --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Found:
-    """What a search over readings came to.
+class SearchResult:
+    """The result of a search over hypotheses.
 
     Attributes:
-      in_force: the reading that the search began with.
-      replayed: of the first round, whose first reading is the one in force.
-      accepted: at every anchor, by the reading in force; `best_accepted` by the best that was found.
-      changes: the steps from one to the other.
+      in_force: the hypothesis that the search began with.
+      replayed: of the first round, whose first hypothesis is the one in force.
+      accepted: at every anchor, by the hypothesis in force; `best_accepted` by the best one.
+      changes: the steps from the one to the other.
     """
 
-    in_force: Reading
+    in_force: Hypothesis
     rounds: list[Round]
     replayed: Replayed
     accepted: np.ndarray
@@ -157,31 +282,30 @@ class Found:
 
 def search(
     drafter: LoadedModel,
-    first: Page,
-    second: Callable[[], Page | None],
+    first: Evidence,
+    second: Callable[[], Evidence | None],
     special_ids: Sequence[int],
     reference: Reference | None,
-) -> Found:
-    """Compare the reading in force with its alternatives; go on from the best while one is better.
+) -> SearchResult:
+    """Compare the hypothesis in force with its alternatives, and go on from the best while one is better.
 
     Args:
-      second: makes the second text, or returns it if it is made; None if there is no room for one.
+      second: returns the second text, or None if the model has too few positions for one.
       special_ids: of the target's tokenizer.
-      reference: what the drafter's maker measured; of readings that are as good, the one is taken whose config is
-        nearest to that one's.
+      reference: the maker's measurement. Of hypotheses that are as good, the one nearest to its config is taken.
     """
-    in_force = reading = Reading("as configured", "", "", drafter.model_def, drafter.params)
+    in_force = hypothesis = Hypothesis("as configured", "", "", drafter.model_def, drafter.params)
     rounds: list[Round] = []
-    changes: dict[str, Comparison] = {}  # a later change of a field takes the place of an earlier
-    while len(rounds) < MOST_ROUNDS:
+    changes: dict[str, Comparison] = {}  # a later change of a field replaces an earlier one
+    while len(rounds) < MAX_ROUNDS:
         longest = first.text.tokens.shape[1]
-        others, left_out = alternatives(first.target, drafter, reading, longest, special_ids)
-        left_out += [why for r in others if (why := first.has_room(r))]
-        others = [r for r in others if not first.has_room(r)]
-        comparisons, level = first.compare(reading, others)
-        round_ = Round(reading.name, comparisons, left_out, level)
-        if asked := round_.open:
-            again = _again(second(), reading, [others[i] for i in asked])
+        others, left_out = alternatives(first.target, drafter, hypothesis, longest, special_ids)
+        left_out += [reason for h in others if (reason := first.refusal(h))]
+        others = [h for h in others if not first.refusal(h)]
+        comparisons, level = first.compare(hypothesis, others)
+        round_ = Round(hypothesis.name, comparisons, left_out, level)
+        if round_.open:
+            again = _compare_again(second(), hypothesis, [others[i] for i in round_.open])
             round_ = dataclasses.replace(round_, again=again)
         rounds.append(round_)
         if not round_.as_good:
@@ -190,27 +314,29 @@ def search(
         changes[others[best].field] = round_.better[best]
         if others[best].num_draft_tokens:  # longer drafts would be another text
             break
-        reading = others[best]
-    return Found(
+        hypothesis = others[best]
+    return SearchResult(
         in_force,
         rounds,
         first.replays[0],
         first.accepted(in_force),
-        first.accepted(reading),
+        first.accepted(hypothesis),
         list(changes.values()),
     )
 
 
-def _again(page: Page | None, reading: Reading, others: Sequence[Reading]) -> list[Comparison]:
-    """Compare on the second text; nothing if there is none, or if it is too short for one of these."""
-    if page is None or any(page.has_room(r) for r in others):
+def _compare_again(
+    evidence: Evidence | None, hypothesis: Hypothesis, others: Sequence[Hypothesis]
+) -> list[Comparison]:
+    """Compare on the second text; return nothing without one, or if it is too short for one of these."""
+    if evidence is None or any(map(evidence.refusal, others)):
         return []
-    return page.compare(reading, others)[0]
+    return evidence.compare(hypothesis, others)[0]
 
 
-def _changed_since(reference: Reference | None, reading: Reading) -> int:
-    """Count the fields of a reading's config that differ from those of a record."""
+def _changed_since(reference: Reference | None, hypothesis: Hypothesis) -> int:
+    """Count the fields of a hypothesis's config that differ from those of a record."""
     if reference is None:
         return 0
-    then, now = reference.drafter_config, plain_config(reading.model_def.config)
+    then, now = reference.drafter_config, plain_config(hypothesis.model_def.config)
     return sum(name in now and now[name] != value for name, value in then.items())

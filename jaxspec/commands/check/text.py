@@ -1,24 +1,38 @@
-"""What the target is to continue: pieces of a text, held-out prompts, or a few prompts of our own."""
+"""The texts of a check: prompts, and how the target continues them.
+
+Read `prompts_for`, then `decode_greedily`, which makes the first text. `further` makes the second text: the target
+samples several continuations of each prompt, and then continues these greedily. Sampled tokens are context only;
+drafts are compared after them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxspec.api import BUNDLED
-from jaxspec.commands.check import FEWEST_ROWS
-from jaxspec.commands.options import UsageError
+from jaxspec.commands.check import MIN_ROWS
+from jaxspec.commands.options import UsageError, error_message
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Completion, Request
+from jaxspec.options import Sampling
 from jaxspec.tokenizer import Tokenizer, TokenizerError
 from jaxspec.weights.loading import LoadedModel
 
 PROMPT_TOKENS = 64  # of a row cut from a text
-FEWEST_TOKENS = 8  # of a row's text
-MOST_SPECIAL_IDS = 64
+MIN_TOKENS = 8  # of a row's text
+MAX_SPECIAL_IDS = 64
 HELD_OUT = "held-out prompts"
+DRAWS = 3  # rows of the second text for each prompt
+
+MAX_DRAWN = 512
+"""Largest number of tokens sampled to make rows of the second text longer than the target's window."""
 
 PROMPTS = (
     "Explain how a binary search finds an item in a sorted list.",
@@ -42,7 +56,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class PromptSet:
-    """What the target is to continue, and where that comes from."""
+    """Prompts as token ids, and their origin in words."""
 
     origin: str
     ids: Sequence[tuple[int, ...]]
@@ -51,10 +65,10 @@ class PromptSet:
 def prompts_for(
     target: LoadedModel, text: Path | None, rows: int, measured_on: str = ""
 ) -> PromptSet:
-    """Choose prompts: pieces of the text given, else held-out ones, else our own.
+    """Return prompts: pieces of `text`, else held-out prompts, else our own.
 
     Args:
-      measured_on: the text of the drafter's record, which is taken again if it is in the package.
+      measured_on: origin of the text in the drafter's record; held-out prompts are used again.
 
     Raises:
       UsageError, TokenizerError: the text cannot be read, or is too short.
@@ -80,13 +94,13 @@ def prompts_for(
 
 
 def cut(ids: Sequence[int], bos: int | None, rows: int) -> list[tuple[int, ...]]:
-    """Cut up to `rows` pieces of equal length, evenly spaced, out of a text; each gets its own BOS."""
+    """Cut up to `rows` pieces of equal length, evenly spaced, out of a text; each begins with BOS."""
     head = () if bos is None else (bos,)
     body = tuple(ids[len(head) :])
-    rows = min(rows, len(body) // FEWEST_TOKENS)
-    if rows < FEWEST_ROWS:
+    rows = min(rows, len(body) // MIN_TOKENS)
+    if rows < MIN_ROWS:
         raise UsageError(
-            f"the text has {len(body)} tokens; check needs {FEWEST_ROWS * FEWEST_TOKENS} or more"
+            f"the text has {len(body)} tokens; check needs {MIN_ROWS * MIN_TOKENS} or more"
         )
     length = min(PROMPT_TOKENS - len(head), len(body) // rows)
     starts = np.linspace(0, len(body) - length, rows).astype(int)
@@ -94,10 +108,10 @@ def cut(ids: Sequence[int], bos: int | None, rows: int) -> list[tuple[int, ...]]
 
 
 def special_ids(target: LoadedModel) -> tuple[int, ...]:
-    """Return ids that a drafter's mask may be: the special tokens of the tokenizer, and the id after its last.
+    """Return ids that a drafter's mask may be: special tokens of the tokenizer, and the id after its last.
 
-    Tokens that are there to be used by somebody ("<unused7>") are left out, and of the others all after the
-    first `MOST_SPECIAL_IDS`. None where there is no tokenizer.
+    Reserved tokens ("<unused7>") and all after the first `MAX_SPECIAL_IDS` are left out. Without a tokenizer there are
+    none.
     """
     try:
         backend = Tokenizer.load(target.directory).backend
@@ -105,4 +119,110 @@ def special_ids(target: LoadedModel) -> tuple[int, ...]:
         return ()
     added = sorted(backend.get_added_tokens_decoder().items())
     ids = [i for i, token in added if token.special and "unused" not in token.content]
-    return (*ids[:MOST_SPECIAL_IDS], max(backend.get_vocab().values()) + 1)
+    return (*ids[:MAX_SPECIAL_IDS], max(backend.get_vocab().values()) + 1)
+
+
+# --- continuations ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Text:
+    """Rows of tokens: prompts, then from `starts` on the target's own tokens; zeros from `ends` on."""
+
+    tokens: np.ndarray  # [R, L]
+    starts: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, prompts: Sequence[tuple[int, ...]], done: Sequence[Completion]) -> Text:
+        rows = [p + c.token_ids for p, c in zip(prompts, done, strict=True)]
+        tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = row
+        return cls(tokens, np.asarray([*map(len, prompts)]), np.asarray([*map(len, rows)]))
+
+    def anchors(self, num_draft_tokens: int) -> np.ndarray:
+        """Return [R, A]: True where the row has `num_draft_tokens` tokens after its token `a`."""
+        counts = self.ends - self.starts - num_draft_tokens
+        return np.arange(max(int(counts.max()), 1))[None, :] < counts[:, None]
+
+
+def decode_greedily(
+    target: LoadedModel,
+    drafter: LoadedModel | None,
+    prompts: Sequence[tuple[int, ...]],
+    new_tokens: int,
+    **options: Any,
+) -> list[Completion]:
+    """Continue prompts greedily, up to a stop id of the checkpoint."""
+    stop_ids = stop_ids_of(target)
+    requests = [Request(p, new_tokens, stop_ids=stop_ids) for p in prompts]
+    return _decode(target, drafter, requests, **options)
+
+
+def further(
+    target: LoadedModel,
+    prompts: Sequence[tuple[int, ...]],
+    new_tokens: int,
+    *,
+    reserve: int,
+    **options: Any,
+) -> Text | None:
+    """Return the second text, `DRAWS` rows in a row for each prompt.
+
+    Args:
+      reserve: positions that must be left after a row.
+      options: of the engine.
+
+    Returns:
+      The text; None if the model has too few positions for rows longer than those of the first text.
+    """
+    longest = max(map(len, prompts))
+    drawn = _drawn_tokens(target, min(map(len, prompts)), new_tokens)
+    drawn = min(drawn, target.config.max_positions - longest - new_tokens - reserve)
+    if drawn < new_tokens:  # else drafts would be compared on the first text again
+        return None
+    sampling, stop_ids = Sampling(temperature=1.0), stop_ids_of(target)
+    requests = [
+        Request(p, drawn, sampling, stop_ids, seed=draw) for p in prompts for draw in range(DRAWS)
+    ]
+    prefixes = [
+        _row(r, c)
+        for r, c in zip(requests, _decode(target, None, requests, **options), strict=True)
+    ]
+    done = decode_greedily(target, None, prefixes, new_tokens, **options)
+    # A row without sampled tokens is a row of the first text.
+    kept = [
+        c if row != r.prompt_ids else dataclasses.replace(c, token_ids=())
+        for c, row, r in zip(done, prefixes, requests, strict=True)
+    ]
+    return Text.of(prefixes, kept)
+
+
+def stop_ids_of(target: LoadedModel) -> tuple[int, ...]:
+    """Return the checkpoint's stop ids."""
+    return target.generation.eos_token_ids if target.generation else ()
+
+
+def _drawn_tokens(target: LoadedModel, shortest: int, new_tokens: int) -> int:
+    """Return the number of tokens to sample: past the window from the shortest prompt, if that is not too far."""
+    windows = [layer.window for layer in target.config.layers if layer.window is not None]
+    over = min(windows, default=0) - shortest
+    return over if new_tokens < over <= MAX_DRAWN else new_tokens
+
+
+def _row(request: Request, done: Completion) -> tuple[int, ...]:
+    """Return a prompt with its sampled tokens; with half of them if they ended, so that the target can go on."""
+    ids = done.token_ids
+    return request.prompt_ids + (ids[: len(ids) // 2] if done.finish_reason == "stop" else ids)
+
+
+def _decode(
+    target: LoadedModel, drafter: LoadedModel | None, requests: Sequence[Request], **options: Any
+) -> list[Completion]:
+    engine = Engine.fitting(target, drafter, requests, **options)
+    errors = enumerate(map(engine.check, requests))
+    if refused := [f"row {i}: {error_message(error)}" for i, error in errors if error]:
+        raise UsageError("\n".join(refused))
+    done = {event.id: event for event in engine.run(requests) if isinstance(event, Completion)}
+    return [done[row] for row in range(len(requests))]

@@ -1,4 +1,4 @@
-"""`jaxspec generate`: continue prompts. Read `generate`; what it does after its options is `run.run`."""
+"""The command line of `jaxspec generate`. `run.run` does the work."""
 
 from __future__ import annotations
 
@@ -45,14 +45,13 @@ def generate(
     options = GenerateOptions(text, models, sampling, drafting, decoding, running)
     console = Console(stderr=True, highlight=False)
 
-    # The tokenizer's module takes a while, and JAX longer: only now are both sure to be needed.
-    from jaxspec.commands.generate.jsonl import PromptError
-    from jaxspec.commands.generate.prompts import read_prompts
-    from jaxspec.commands.generate.rows import stays
+    # The tokenizer's module loads slowly, and JAX even more so. Only now are both surely needed.
+    from jaxspec.commands.generate.prompts import PromptError, read_prompts
+    from jaxspec.commands.generate.rows import is_resumable
 
     with explained(PromptError):
         stdin = None if sys.stdin.isatty() else sys.stdin.buffer.read
-        given = read_prompts(
+        inputs = read_prompts(
             prompts or (),
             text.prompt_ids,
             text.prompts_file,
@@ -65,7 +64,7 @@ def generate(
         from jaxspec.commands.generate import run
 
     left = f"{text.json_path} keeps what is done, and the same command goes on from there"
-    with explained(*run.USER_ERRORS, interrupted=left if stays(text.json_path) else ""):
-        refused = run.run(given, options, console)
+    with explained(*run.USER_ERRORS, interrupted=left if is_resumable(text.json_path) else ""):
+        refused = run.run(inputs, options, console)
     if refused:
         raise typer.Exit(1)

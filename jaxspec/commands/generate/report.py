@@ -1,7 +1,7 @@
-"""What a run gives back: a line of JSON a completion, text on the terminal, a table at the end.
+"""The results of a run: a line of JSON per completion, text on the terminal, a table at the end.
 
-`PromptResult` is one completion, `Tally` adds them up, and `Summary` is the whole run; everything else here shows
-those. Results go to standard output or a file, everything about the run to standard error.
+`PromptResult` is one completion, `Tally` adds completions up, and `Summary` is the whole run. The rest of the module
+shows these. Results go to standard output or a file, everything else to standard error.
 """
 
 from __future__ import annotations
@@ -19,67 +19,89 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from jaxspec.commands.generate.requests import PromptRequest
 from jaxspec.commands.progress import Ticker
+from jaxspec.engine.request import Completion
 from jaxspec.options import Drafting, Sampling
+from jaxspec.tokenizer import Tokenizer, completed_text
 
 _BAR_WIDTH = 24
 
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One completion of a prompt; with `error`, it is none. Logprobs are there where asked for."""
+    """A completion and its request.
 
-    index: int  # of the prompt
-    prompt: str | None
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...] = ()
+    Attributes:
+      text: of the completion, cut before a stop text; None without a tokenizer.
+    """
+
+    request: PromptRequest
+    done: Completion
     text: str | None = None
-    finish_reason: str = "length"
-    acceptance_lengths: tuple[int, ...] = ()
-    error: str | None = None
-    sample: int | None = None  # which of its prompt's, where there are several
-    digest: str | None = None  # see `identity`
-    id: str | int | None = None
-    seed: int = 0
-    logprobs: tuple[float, ...] | None = None
-    sampled_logprobs: tuple[float, ...] | None = None
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, request: PromptRequest, done: Completion, tokenizer: Tokenizer | None
+    ) -> PromptResult:
+        """Return a completion with its text."""
+        if tokenizer is None:
+            return cls(request, done)
+        return cls(request, done, completed_text(tokenizer, done.token_ids, request.stop))
+
+    @property
+    def error(self) -> str | None:
+        """The reason why there is no completion; None if there is one."""
+        return self.request.error or self.done.error
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values of this completion's line. The first two are how `rows` knows it again."""
-        optional = ("sample", "logprobs", "sampled_logprobs", "top_logprobs")
-        there = {name: value for name in optional if (value := getattr(self, name)) is not None}
-        values: dict[str, Any] = {"index": self.index, "digest": self.digest}
-        if self.id is not None:
-            values["id"] = self.id
-        values["seed"] = self.seed
-        if "sample" in there:
-            values["sample"] = there.pop("sample")
-        values |= {"prompt": self.prompt, "prompt_ids": self.prompt_ids}
-        extra = {"extra": self.extra} if self.extra else {}
+        """Return the values of this completion's line. `rows` recognises the line by the first two."""
+        (index, sample), prompt = self.request.key, self.request.prompt
+        request, done = self.request.request, self.done
+        values: dict[str, Any] = {"index": index, "digest": self.request.digest}
+        if prompt.id is not None:
+            values["id"] = prompt.id
+        values["seed"] = request.seed
+        if sample is not None:
+            values["sample"] = sample
+        values |= {"prompt": self.request.text, "prompt_ids": request.prompt_ids}
+        extra = {"extra": prompt.extra} if prompt.extra else {}
+        tokens = {"token_ids": done.token_ids, "text": self.text}
         if self.error is not None:
-            before = {"token_ids": self.token_ids, "text": self.text} if self.token_ids else {}
+            before = tokens if done.token_ids else {}
             return {**values, **before, "finish_reason": "error", "error": self.error, **extra}
         return {
             **values,
-            "token_ids": self.token_ids,
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "verify_steps": len(self.acceptance_lengths),
-            "acceptance_lengths": self.acceptance_lengths,
-            "acceptance_length": mean(Counter(self.acceptance_lengths)),
-            **there,
+            **tokens,
+            "finish_reason": done.finish_reason,
+            "verify_steps": len(done.acceptance_lengths),
+            "acceptance_lengths": done.acceptance_lengths,
+            "acceptance_length": mean(Counter(done.acceptance_lengths)),
+            **self._logprobs(),
             **extra,
         }
+
+    def _logprobs(self) -> dict[str, Any]:
+        """Return the log-probabilities that this row asked for; another row of its batch may ask for more."""
+        sampling, done = self.request.request.sampling, self.done
+        if not (sampling.logprobs or sampling.top_logprobs):
+            return {}
+        values: dict[str, Any] = {
+            "logprobs": done.logprobs,
+            "sampled_logprobs": done.sampled_logprobs,
+        }
+        if sampling.top_logprobs and done.top_logprobs:
+            limit = sampling.top_logprobs
+            values["top_logprobs"] = tuple(best[:limit] for best in done.top_logprobs)
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass
 class Tally:
-    """Adds up rows, and keeps none of them: those of a run, and those that it takes over.
+    """Totals of all rows, those of an earlier run included.
 
     Attributes:
-      steps: how many verify steps committed how many tokens.
+      steps: number of verify steps, by the number of tokens they committed.
       errors: prompts without a completion, by index.
     """
 
@@ -89,7 +111,7 @@ class Tally:
     errors: set[int] = field(default_factory=set)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add the values of a line."""
+        """Add the values of a row."""
         if "error" in row:
             self.errors.add(row["index"])
             return
@@ -101,25 +123,24 @@ class Tally:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's totals and the conditions they were reached under.
+    """The totals of a run and its conditions.
 
-    Counts are of all rows, those that were taken over included. Seconds, `decode_tokens` and speeds are of this run.
+    Counts include rows that were taken over. Seconds, `decode_tokens` and speeds are of this run.
 
     Attributes:
       errors: prompts without a completion.
-      taken_over: rows that an earlier run had finished.
-      prompt_tokens: of each prompt once, however many samples it has.
-      new_tokens: returned tokens, those of prefill included.
-      decode_tokens: returned tokens without those of prefill: what `decode_s` was spent on.
-      plain_tokens_per_s: what plain decoding would have made of the same rows, see `plain`; None: not measured.
-      plain_measured_s: what it took to find that out.
-      acceptance_length: mean over all verify steps of all prompts.
-      acceptance_by_position: share of verify steps in which draft token 1, 2, ... was accepted.
-      steps_by_length: steps of the batch by how many drafts they verified; empty where that was not chosen.
-      compile_s: in none of the other two.
-      drafting: as asked; `num_draft_tokens` is what it came to, 0 without a drafter.
-      choose_length: as asked; `steps_by_length` says what came of it.
-      sampling: with biases, but for those that ban; these are `ban_tokens`.
+      taken_over: rows of an earlier run.
+      prompt_tokens: of each prompt once, whatever its number of samples.
+      new_tokens: returned tokens, the one of prefill included.
+      decode_tokens: returned tokens without those of prefill, decoded in `decode_s`.
+      plain_tokens_per_s: speed of plain decoding on the same rows, see `plain`; None if not measured.
+      plain_measured_s: duration of that measurement.
+      acceptance_length: mean tokens per verify step of all prompts.
+      acceptance_by_position: share of verify steps that accepted draft token 1, 2, ...
+      steps_by_length: steps of the batch by their number of verified drafts; empty if that is fixed.
+      compile_s: not part of `prefill_s` and `decode_s`.
+      drafting, choose_length: the options; `num_draft_tokens` is the number in use, 0 without a drafter.
+      sampling: of the run; bans are not in its biases, but in `ban_tokens`.
     """
 
     prompts: int
@@ -161,12 +182,12 @@ class Summary:
 
     @property
     def plain_is_faster(self) -> bool:
-        """Whether plain decoding was measured to be faster, by more than such a measurement is wrong."""
+        """True if plain decoding was measured to be faster, by more than the error of such a measurement."""
         plain, own = self.plain_tokens_per_s, self.decode_tokens_per_s
         return plain is not None and own is not None and plain > own * 1.05
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values of the last line, those of the two records among them."""
+        """Return the values of the last line, with the fields of both records."""
         values: dict[str, Any] = {}
         for name, value in dataclasses.asdict(self).items():
             values |= value if name in ("drafting", "sampling") else {name: value}
@@ -175,7 +196,7 @@ class Summary:
 
 
 def acceptance_by_position(steps: Counter[int], depth: int) -> tuple[float, ...]:
-    """Return the share of verify steps that accepted the first, second, ... draft token."""
+    """Return the share of verify steps that accepted draft token 1, 2, ..."""
     total = steps.total()
     if not total:
         return ()
@@ -186,7 +207,7 @@ def acceptance_by_position(steps: Counter[int], depth: int) -> tuple[float, ...]
 
 
 def mean(steps: Counter[int]) -> float | None:
-    """Return the mean tokens a verify step; None without a step."""
+    """Return the mean tokens per verify step; None without a step."""
     total = steps.total()
     return sum(length * count for length, count in steps.items()) / total if total else None
 
@@ -195,7 +216,7 @@ def mean(steps: Counter[int]) -> float | None:
 
 
 def summary_table(summary: Summary) -> Group:
-    """Return a run's summary as a short table: numbers first, the conditions below them."""
+    """Return a run's summary as a table: numbers first, conditions below."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", justify="right")
     rows.add_column()
@@ -242,23 +263,23 @@ def summary_table(summary: Summary) -> Group:
 
 
 def _by_length(steps: Mapping[int, int]) -> str:
-    """Say how many of the batch's steps verified how many drafts."""
+    """Return the share of the batch's steps by their number of verified drafts."""
     total = sum(steps.values())
     shares = [f"{v or 'none'} in {count / total:.0%}" for v, count in sorted(steps.items())]
     return f"{', '.join(shares)} of {_count(total, 'step')}, as was quickest"
 
 
 def _compared(summary: Summary, plain: float) -> Text:
-    """Say how fast plain decoding is, and what to do where it is faster."""
-    found = Text(f"{plain:,.1f} tok/s without the drafter")
-    found.append(f" (measured in {summary.plain_measured_s:.1f} s)", "dim")
+    """Return the speed of plain decoding, and advice if it is faster."""
+    line = Text(f"{plain:,.1f} tok/s without the drafter")
+    line.append(f" (measured in {summary.plain_measured_s:.1f} s)", "dim")
     if summary.plain_is_faster:
         others = ["fewer --num-draft-tokens"] * (summary.num_draft_tokens > 1)
         others += ["a smaller --batch-size"] * (summary.batch_size > 1)
-        found.append("\nspeculation loses here: add --drafter none", "yellow")
+        line.append("\nspeculation loses here: add --drafter none", "yellow")
         if others:
-            found.append(f"; {' or '.join(others)} may help, too", "yellow")
-    return found
+            line.append(f"; {' or '.join(others)} may help, too", "yellow")
+    return line
 
 
 def _count(number: int, noun: str) -> str:
@@ -266,7 +287,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _bar(share: float) -> str:
-    """Draw a share in eighths of a cell, padded to a fixed width."""
+    """Return a bar in eighths of a cell, padded to a fixed width."""
     eighths = round(share * _BAR_WIDTH * 8)
     full, part = divmod(eighths, 8)
     bar = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "")
@@ -275,14 +296,15 @@ def _bar(share: float) -> str:
 
 def header(result: PromptResult, number: int, total: int) -> str:
     """Return the line above one of many completions."""
-    shown = result.prompt if result.prompt is not None else _ids(result.prompt_ids)
+    text = result.request.text
+    shown = _ids(result.request.request.prompt_ids) if text is None else text
     shown = shown.replace("\n", "\\n")
     return f"── {number}/{total} ── {shown if len(shown) <= 60 else shown[:59] + '…'}"
 
 
 def body(result: PromptResult) -> str:
-    """Return a completion as text, or as ids where there is no tokenizer."""
-    return _ids(result.token_ids) if result.text is None else result.text
+    """Return a completion as text, or as ids without a tokenizer."""
+    return _ids(result.done.token_ids) if result.text is None else result.text
 
 
 def _ids(ids: Sequence[int]) -> str:
@@ -290,16 +312,16 @@ def _ids(ids: Sequence[int]) -> str:
 
 
 class RunProgress:
-    """A bar for many prompts on standard error, which steps aside while results are printed.
+    """A progress bar for many prompts on standard error, hidden while results are printed.
 
-    It counts tokens, since rows of a batch finish in bursts. Without a terminal it prints a line now and then.
+    It counts tokens, since rows of a batch finish in bursts. Without a terminal it prints a line at times.
     """
 
     def __init__(self, console: Console, budgets: Mapping[Hashable, int]):
         """Start the bar.
 
         Args:
-          budgets: most new tokens of each row, by its name; what an early stop leaves over counts as done.
+          budgets: largest number of new tokens of each row, by its id; tokens after an early stop count as done.
         """
         self._budgets = budgets
         self._tokens = dict.fromkeys(budgets, 0)
@@ -326,24 +348,24 @@ class RunProgress:
         self._progress.start()
 
     def update(self, name: Hashable, tokens: int, *, finished: bool = False) -> None:
-        """Note how many tokens a row has."""
+        """Set the number of tokens of a row."""
         self._total += tokens - self._tokens[name]
         self._tokens[name] = tokens
         if finished:
             self._finished += 1
             self._left_over += self._budgets[name] - tokens
-        # Prefill gives one token; then the loop itself is compiled, which may take longest of all.
+        # Prefill gives one token. Then the loop is compiled, which may take longest.
         self._compiling &= tokens <= 1 and self._finished < len(self._budgets)
         shown = "compiling" if self._compiling else f"{self._total:,} tokens"
         prompts = f"{self._finished}/{len(self._budgets)} prompts"
         self._progress.update(
             self._task, completed=self._total + self._left_over, tokens=shown, prompts=prompts
         )
-        self._ticker.say(f"{prompts}, {shown}")
+        self._ticker.notify(f"{prompts}, {shown}")
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Take the bar off the terminal while the block prints."""
+    def hidden(self) -> Iterator[None]:
+        """Hide the bar while the block prints."""
         self._progress.stop()
         try:
             yield
@@ -351,5 +373,5 @@ class RunProgress:
             self._progress.start()
 
     def close(self) -> None:
-        """Take the bar away for good."""
+        """Remove the bar."""
         self._progress.stop()

@@ -1,38 +1,45 @@
-"""Where the rows of a run go: a file that keeps each of them as it finishes, or a stream in the prompts' order.
+"""The rows of a run: a file that keeps each as it finishes, or a stream in the order of the prompts.
 
-Read `RowsFile`. A run writes its rows to the end of the file, each in one piece. Whatever ends the run, they stay,
-and the same command goes on with what is missing. A row is known by a digest of all that shapes it
-(`identity.row_digest`). When all are there, the file is put into the order of the prompts.
+Read `RowsFile`. A run appends its rows to the file, each in one piece. They stay, whatever ends the run, and the same
+command continues with the missing ones. A row is recognised by a digest of everything that shapes it (`row_digest`).
+When all are there, the file is sorted by prompt.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from jaxspec.commands.output import OutputError, as_json, json_lines, write_line
 from jaxspec.weights.atomic_dir import is_at
 
+if TYPE_CHECKING:
+    from jaxspec.commands.generate.requests import PromptRequest
+    from jaxspec.state import DecodeSpec
+    from jaxspec.weights.loading import LoadedModel
+
 Key = tuple[int, int | None]
-"""Which row: the prompt's index, and which of its samples where there are several."""
+"""A row: the prompt's index, and the number of its sample; None for the only one."""
 
 _ROW, _SUMMARY = b'{"index": ', b'{"summary": '
-"""How lines of ours begin."""
+"""The beginnings of our lines."""
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """Return which row these values are."""
+    """Return the key of a row's values."""
     return row["index"], row.get("sample")
 
 
-def stays(destination: str | None) -> bool:
-    """Tell whether rows are kept there when a run breaks off: in a file, not on a stream."""
+def is_resumable(destination: str | None) -> bool:
+    """Return whether rows stay there when a run breaks off: in a file, not on a stream."""
     if destination is None or destination == "-":
         return False
     return Path(destination).is_file() or not Path(destination).exists()
@@ -40,12 +47,12 @@ def stays(destination: str | None) -> bool:
 
 @contextlib.contextmanager
 def open_rows(destination: str, *, overwrite: bool = False) -> Iterator[RowsFile | RowsStream]:
-    """Open the place for rows: a file, or "-" or a pipe, which cannot be gone on with.
+    """Open a file for rows, or a stream ("-" or a pipe), which no later run can continue.
 
     Raises:
       OutputError: it cannot be opened, or another run writes there.
     """
-    if not stays(destination) and not Path(destination).is_dir():
+    if not is_resumable(destination) and not Path(destination).is_dir():
         with json_lines(destination) as file:
             yield RowsStream(file)
         return
@@ -57,7 +64,7 @@ def open_rows(destination: str, *, overwrite: bool = False) -> Iterator[RowsFile
 
 
 class RowsStream:
-    """Rows on a stream, each when those before it are written."""
+    """Rows on a stream, each written after those before it."""
 
     is_complete = is_torn = False
 
@@ -68,18 +75,18 @@ class RowsStream:
         self._early: dict[Key, dict[str, Any]] = {}
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield rows of an earlier run: there are none."""
+        """Yield the rows of an earlier run: none."""
         return iter(())
 
     def take_over(self, digests: Mapping[Key, str], refused: Set[Key] = frozenset()) -> set[Key]:
-        """Learn which rows there will be; none is there already."""
+        """Note the rows to come, and return those that are there: none."""
         del refused
         self._due = iter(digests)
         self._next = next(self._due, None)
         return set()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Write a row, now or when its turn comes."""
+        """Write a row, or keep it until its turn."""
         self._early[key_of(row)] = row
         while self._next in self._early:
             write_line(self._file, self._early.pop(self._next))
@@ -99,50 +106,50 @@ class _Line:
 
 
 class RowsFile:
-    """A file of rows, and a summary once all are there.
+    """A file of rows, which ends with a summary once all are there.
 
-    Read it, then take over what fits, then write. Nothing in the file changes before the first write.
+    Call `read`, then `take_over`, then `write`. Nothing in the file changes before the first write.
 
     Attributes:
-      is_complete: it ends with a summary.
-      is_torn: its last line is cut short, as by a power cut or `kill -9`; that row is not there.
+      is_complete: the file ends with a summary.
+      is_torn: its last line is cut short, as by a power cut or `kill -9`; that row counts as missing.
     """
 
     def __init__(self, path: Path, name: str, *, overwrite: bool):
-        """Open a file, or make it.
+        """Open a file, or create it.
 
         Args:
-          name: what messages call it.
-          overwrite: whatever it holds counts for nothing.
+          name: of the file in messages.
+          overwrite: ignore its content.
 
         Raises:
           OutputError: it cannot be opened, or another run writes there.
         """
         self.path, self.name, self.overwrite = path, name, overwrite
         self.is_complete = self.is_torn = False
-        self._aside = path.with_name(f".{path.name}.sorted")
+        self._sorted_path = path.with_name(f".{path.name}.sorted")
         self._lines: dict[Key, _Line] = {}
         self._in_order = True
         self._end = 0  # of the last row
         self._begun, self._is_new = False, not path.exists()
-        self._file = self._opened()
-        while not self._is_there():  # another run put it away before this one had the lock
+        self._file = self._open()
+        while not self._is_at_path():  # another run replaced it before this one had the lock
             self._file.close()
-            self._file = self._opened()
+            self._file = self._open()
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of an earlier run that count: those without an error, which are done again.
+        """Yield the rows of an earlier run without an error. The others are done again.
 
         Raises:
-          OutputError: the file holds something else.
+          OutputError: the file holds something else than rows.
         """
         if self.overwrite:
             return
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
-                row = _parsed(line)
+                row = _parse(line)
                 is_ours = not self.is_complete and (row is None or _is_row(row) or _is_summary(row))
-                if is_ours and not line.endswith(b"\n") and _begins_like_ours(line):
+                if is_ours and not line.endswith(b"\n") and _begins_like_a_row(line):
                     self.is_torn = True
                     return
                 if row is None or not is_ours:
@@ -150,17 +157,17 @@ class RowsFile:
                 if _is_summary(row):
                     self.is_complete = True
                     continue
-                self._know(key_of(row), _Line(self._end, len(line), row["digest"], "error" in row))
+                self._index(key_of(row), _Line(self._end, len(line), row["digest"], "error" in row))
                 self._end += len(line)
                 if "error" not in row:
                     yield row
 
     def take_over(self, digests: Mapping[Key, str], refused: Set[Key] = frozenset()) -> set[Key]:
-        """Return which rows are there already, once `read` is through.
+        """Return the rows that are there already, after all of `read`.
 
         Args:
-          digests: of all rows that there are to be.
-          refused: those that would be errors again.
+          digests: of all rows of this run.
+          refused: rows that would be errors again.
 
         Raises:
           OutputError: the file holds a row that is none of these.
@@ -175,27 +182,27 @@ class RowsFile:
         return done | {key for key in again if self._lines[key].digest == digests[key]}
 
     def write(self, row: dict[str, Any]) -> None:
-        """Add a row to the end of the file. It is there when this returns.
+        """Append a row. It is in the file when this returns.
 
         Raises:
-          OutputError: the disk is full, say, and the rows before it stay; or somebody removed the file.
+          OutputError: it cannot be written, as on a full disk, and the rows before it stay; or the file is gone.
         """
         line = as_json(row).encode() + b"\n"
         start = self._append(line)
-        self._know(key_of(row), _Line(start, len(line), row["digest"], "error" in row))
+        self._index(key_of(row), _Line(start, len(line), row["digest"], "error" in row))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write the summary, and put the rows into the order of the prompts.
+        """Write the summary, and sort the rows by prompt.
 
         Raises:
-          OutputError: the disk is full, say. All rows stay, in the order in which they finished.
+          OutputError: it cannot be written. All rows stay, in the order in which they finished.
         """
         if self._in_order:
             self._append(as_json(summary).encode() + b"\n")
             return
-        self._check_it_is_there()
+        self._check_it_is_at_path()
         try:
-            with self._aside.open("wb") as file:
+            with self._sorted_path.open("wb") as file:
                 for key in sorted(self._lines, key=lambda key: (key[0], key[1] or 0)):
                     line = self._lines[key]
                     self._file.seek(line.start)
@@ -203,8 +210,8 @@ class RowsFile:
                 file.write(as_json(summary).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            shutil.copymode(self.path, self._aside)
-            self._aside.replace(self.path)
+            shutil.copymode(self.path, self._sorted_path)
+            self._sorted_path.replace(self.path)
         except OSError as error:
             raise OutputError(
                 f"cannot write the summary of {self.name}: {error.strerror}; all its rows are there, in the "
@@ -212,23 +219,23 @@ class RowsFile:
             ) from None
 
     def close(self) -> None:
-        """Close the file; one that this run made and wrote nothing to goes away."""
+        """Close the file, and remove it if this run created it and wrote nothing."""
         with contextlib.suppress(OSError):
-            self._aside.unlink(missing_ok=True)  # one that a kill left
+            self._sorted_path.unlink(missing_ok=True)  # left by a kill
             is_empty = os.fstat(self._file.fileno()).st_size == 0
-            if self._is_new and is_empty and self._is_there():
+            if self._is_new and is_empty and self._is_at_path():
                 self.path.unlink()
         self._file.close()
 
     # --- inside ----------------------------------------------------------------------------------------
 
-    def _opened(self) -> IO[bytes]:
-        """Open the file, and lock it."""
+    def _open(self) -> IO[bytes]:
+        """Open and lock the file."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise OutputError(f"cannot write {self.name}: {error.strerror}") from None
-        # Without a buffer: a row is written whole or not at all, and nothing is left for later.
+        # Unbuffered: a row is written whole or not at all, and at once.
         file = os.fdopen(descriptor, "r+b", buffering=0)
         try:
             self._lock(file)
@@ -237,19 +244,19 @@ class RowsFile:
             raise
         return file
 
-    def _is_there(self) -> bool:
-        """Tell whether the open file is still the one at its path."""
+    def _is_at_path(self) -> bool:
+        """Return whether the open file is still the one at its path."""
         return is_at(self._file.fileno(), self.path)
 
-    def _check_it_is_there(self) -> None:
-        if not self._is_there():
+    def _check_it_is_at_path(self) -> None:
+        if not self._is_at_path():
             raise OutputError(
                 f"{self.name} was removed or replaced while this run wrote to it, and what it wrote is lost; run "
                 "the same command again"
             )
 
     def _lock(self, file: IO[bytes]) -> None:
-        """Keep a second run of the same command away; without a word where the system knows no locks."""
+        """Lock the file against a second run; do nothing on a system without locks."""
         try:
             import fcntl
 
@@ -261,18 +268,20 @@ class RowsFile:
         except (ImportError, OSError):
             return
 
-    def _know(self, key: Key, line: _Line) -> None:
+    def _index(self, key: Key, line: _Line) -> None:
         last = next(reversed(self._lines), None)
         self._in_order &= last is None or (last[0], last[1] or 0) < (key[0], key[1] or 0)
-        self._lines[key] = line  # what was there under this key was an error
+        self._lines[key] = line  # it replaces an error
 
     def _append(self, line: bytes) -> int:
-        """Write at the end, and return where that was; after the rows that count, the first time."""
+        """Write a line after the rows that count, and return its position."""
         start = self._end
-        self._check_it_is_there()
+        self._check_it_is_at_path()
         try:
             if not self._begun:
-                self._file.truncate(self._end)  # a summary, a cut line, or all that is overwritten
+                self._file.truncate(
+                    self._end
+                )  # drops a summary, a cut line, or everything with --overwrite
                 self._begun = True
             self._file.seek(start)
             left = memoryview(line)
@@ -288,15 +297,15 @@ class RowsFile:
         self._end = start + len(line)
         return start
 
-    def _refusal(self, what: str) -> OutputError:
+    def _refusal(self, reason: str) -> OutputError:
         return OutputError(
-            f"{self.name} is there already, and {what}; name another file, or add --overwrite to lose what it "
+            f"{self.name} is there already, and {reason}; name another file, or add --overwrite to lose what it "
             "holds"
         )
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return an object; None for what is not JSON, {} for what is no object."""
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Parse a line as an object; None if it is not JSON, {} if it is no object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -315,5 +324,83 @@ def _is_summary(row: Mapping[str, Any]) -> bool:
     return list(row) == ["summary"]
 
 
-def _begins_like_ours(line: bytes) -> bool:
+def _begins_like_a_row(line: bytes) -> bool:
     return any(line.startswith(ours) or ours.startswith(line) for ours in (_ROW, _SUMMARY))
+
+
+# --- digests -----------------------------------------------------------------------------------------
+
+_SAMPLES, _SAMPLE_BYTES = 8, 4096
+
+
+def models_digest(spec: DecodeSpec, target: LoadedModel, drafter: LoadedModel | None) -> str:
+    """Return a digest of the models, their dtype, and how they draft."""
+    drafting = dataclasses.asdict(spec.drafting) if drafter else None
+    directories = [fingerprint(model.directory) for model in (target, drafter) if model]
+    quantised = [spec.drafter.storage] if spec.drafter and spec.drafter.formats else []
+    return _digest([1, directories, spec.target.dtypes, *quantised, drafting])  # 1: of this format
+
+
+def row_digest(models: str, request: PromptRequest) -> str:
+    """Return a digest of everything that shapes a row, given `models_digest`.
+
+    What only changes rounding is left out: batch size, cache length, mesh and device. So a run that had too little
+    memory continues with a smaller batch.
+    """
+    prompt, grammar = request.prompt, request.request.grammar
+    values = dataclasses.asdict(
+        dataclasses.replace(request.request, id=None, stop_at=None, grammar=None)
+    )
+    del values["grammar"]  # files from before there were grammars have rows without it
+    rules = [] if grammar is None else [grammar.source]
+    return _digest(
+        [models, request.key, prompt.id, prompt.extra, values, list(request.stop), *rules]
+    )
+
+
+def fingerprint(directory: Path) -> str:
+    """Return a digest of a checkpoint's files: their names, sizes and contents, without the directory's own name.
+
+    Eight pieces stand for a file above 32 KiB. Training changes all weights, so it changes these pieces too.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(_files(directory)):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(directory)} {size}\n".encode())
+        with path.open("rb") as file:
+            if size <= _SAMPLES * _SAMPLE_BYTES:
+                digest.update(file.read())
+                continue
+            for i in range(_SAMPLES):
+                file.seek((size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "manifest.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "*.safetensors",
+    "*.gguf",
+    "params/**/*",
+)
+"""The files of a model and its tokenizer, without those that a trainer keeps beside them."""
+
+_WRITE_LOGS = ("_CHECKPOINT_METADATA", "commit_success.txt")
+"""Files in which Orbax notes the time and place of writing."""
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for pattern in _FILES:
+        for path in directory.glob(pattern):
+            if path.is_file() and path.name not in _WRITE_LOGS:
+                yield path
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]

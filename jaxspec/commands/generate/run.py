@@ -1,8 +1,7 @@
-"""One run of `jaxspec generate`: load, encode, decode, show.
+"""One run of `jaxspec generate`: prompts, requests, engine, rows. Read `run`.
 
-Read `run`. Prompts keep their place in the list throughout: it is part of their seed. A prompt that cannot be used
-becomes a row with an error; a mistake that concerns the whole run is one of `USER_ERRORS`. What is decoded is
-made in `job`, where rows go is in `rows`, and what is shown of them in `report`.
+Prompts keep their index throughout, which is part of their seed. A prompt that cannot be used becomes a row with an
+error. A mistake that concerns the whole run is one of `USER_ERRORS`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -25,9 +24,8 @@ from rich.text import Text
 
 from jaxspec.api import MOST_SLOTS
 from jaxspec.commands.generate import plain
-from jaxspec.commands.generate.job import Job, make_job, refuse, say_error
-from jaxspec.commands.generate.jsonl import Prompt
 from jaxspec.commands.generate.options import GenerateOptions
+from jaxspec.commands.generate.prompts import PromptInput
 from jaxspec.commands.generate.report import (
     PromptResult,
     RunProgress,
@@ -39,7 +37,23 @@ from jaxspec.commands.generate.report import (
     mean,
     summary_table,
 )
-from jaxspec.commands.generate.rows import Key, RowsFile, RowsStream, open_rows
+from jaxspec.commands.generate.requests import (
+    PromptRequest,
+    check_requests,
+    load_tokenizer,
+    make_requests,
+    note_idle_options,
+    print_error,
+    sampling_for,
+)
+from jaxspec.commands.generate.rows import (
+    Key,
+    RowsFile,
+    RowsStream,
+    models_digest,
+    open_rows,
+    row_digest,
+)
 from jaxspec.commands.options import note
 from jaxspec.commands.output import OutputError
 from jaxspec.commands.prefixes import prefix_bytes
@@ -54,8 +68,9 @@ from jaxspec.commands.startup import (
 )
 from jaxspec.configs.base import ConfigError
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.request import Completion, Request, Update
-from jaxspec.tokenizer import TextStream, TokenizerError
+from jaxspec.engine.request import Completion, Update
+from jaxspec.options import Sampling
+from jaxspec.tokenizer import TextStream, Tokenizer, TokenizerError
 from jaxspec.weights.loading import CheckpointError, LoadedModel
 from jaxspec.weights.memory import DeviceMemoryError
 
@@ -65,14 +80,14 @@ BATCH_STEPS = 16
 USER_ERRORS = (CheckpointError, ConfigError, DeviceMemoryError, TokenizerError, OutputError)
 
 
-def run(prompts: Sequence[Prompt], options: GenerateOptions, console: Console) -> int:
-    """Generate for all prompts, show results and summary, and return how many prompts have an error.
+def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Console) -> int:
+    """Generate for all prompts, show results and summary, and return the number of prompts with an error.
 
     Args:
       console: standard error; results go to standard output or to `options.text.json_path`.
 
     Raises:
-      USER_ERRORS: the run cannot go on. Rows that are finished stay in their file.
+      USER_ERRORS: the run cannot go on. Finished rows stay in their file.
     """
     begin = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -82,7 +97,7 @@ def run(prompts: Sequence[Prompt], options: GenerateOptions, console: Console) -
         if models.distributed and not join_processes():
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             json_path = json_path and os.devnull
-            console = Console(quiet=True)  # errors are raised, and told by each process
+            console = Console(quiet=True)  # errors are raised, and printed by each process
         rows, tally = None, Tally()
         if json_path:
             rows = stack.enter_context(open_rows(json_path, overwrite=text.overwrite))
@@ -96,46 +111,58 @@ def run(prompts: Sequence[Prompt], options: GenerateOptions, console: Console) -
         with console.status("[dim]loading the models"):
             target, drafter = load_models(models)
         load_s = time.perf_counter() - begin
-        job = make_job(prompts, options, target, console)
-        engine = make_engine(job, options, target, drafter)
-        refuse(job, engine, console)
-        done = set() if rows is None else take_over(rows, job, engine, console)
+        tokenizer = load_tokenizer(prompts, options, target)
+        sampling = sampling_for(options, target)
+        requests = make_requests(prompts, options, target, tokenizer, sampling)
+        note_idle_options(options, requests, console)
+        engine = make_engine(requests, options, target, drafter)
+        requests = check_requests(requests, engine, console)
+        tally.errors.update(r.key[0] for r in requests if r.error)
+        done: set[Key] = set()
+        if rows is not None:
+            digest = models_digest(engine.spec, engine.target, engine.drafter)
+            requests = [dataclasses.replace(r, digest=row_digest(digest, r)) for r in requests]
+            done = take_over(rows, requests, console)
         if models.distributed:
-            done = agreed(done, job)
-        requests = [request for key, request in job.requests.items() if key not in done]
-        if len(job.requests) == 1 and rows is None:
-            show_stream(job, engine, tally, console)
-        elif requests:
-            show_many(job, requests, engine, rows, tally, console)
-        tally.errors.update(job.errors)
-        compared = compare(requests, engine, tally, console)
+            done = agree(done, requests)
+        left = [r for r in requests if r.key not in done]
+        if len(requests) == 1 and rows is None:
+            show_stream(requests[0], engine, tokenizer, tally, console)
+        elif left:
+            show_many(left, engine, tokenizer, rows, tally, console)
+        compared = compare(left, engine, tally, console)
         total_s = time.perf_counter() - begin
-        summary = summarise(tally, job, options, engine, compared, len(done), load_s, total_s)
-        if rows is not None and (requests or not rows.is_complete):
+        summary = summarise(
+            tally, requests, sampling, options, engine, compared, len(done), load_s, total_s
+        )
+        if rows is not None and (left or not rows.is_complete):
             rows.finish(summary.to_json())
     console.print(summary_table(summary))
     return summary.errors
 
 
 def make_engine(
-    job: Job, options: GenerateOptions, target: LoadedModel, drafter: LoadedModel | None
+    requests: Sequence[PromptRequest],
+    options: GenerateOptions,
+    target: LoadedModel,
+    drafter: LoadedModel | None,
 ) -> Engine:
-    """Make an engine that fits the job: as many rows and positions as it needs, in buckets.
+    """Make an engine with as many rows and positions as all requests need, in buckets.
 
-    Rows that are done already count: a run that goes on has the shapes, and so the rounding, of the first one.
+    Finished rows count too: a run that continues has the shapes, and so the rounding, of the first one.
     """
     running = options.running
     make = functools.partial(
         Engine.fitting,
         target,
         drafter,
-        list(job.requests.values()),
+        [r.request for r in requests],
         cache_length=running.cache_length,
         invariant=running.invariant,
         choose_length=running.choose_length,
-        batch_size=running.batch_size or min(len(job.requests), MOST_SLOTS),
+        batch_size=running.batch_size or min(len(requests), MOST_SLOTS),
         drafting=options.drafting,
-        steps_per_return=STREAMING_STEPS if len(job.requests) == 1 else BATCH_STEPS,
+        steps_per_return=STREAMING_STEPS if len(requests) == 1 else BATCH_STEPS,
     )
     engine = make()  # allocates nothing
     if nbytes := prefix_bytes(engine, running.prefix_gib):
@@ -143,45 +170,62 @@ def make_engine(
     return engine
 
 
-def take_over(rows: RowsFile | RowsStream, job: Job, engine: Engine, console: Console) -> set[Key]:
-    """Return the rows that an earlier run has finished, and say how many they are."""
-    refused = {key for key in job.requests if key[0] in job.errors}
-    done = rows.take_over(job.identify(engine), refused)
+def take_over(
+    rows: RowsFile | RowsStream, requests: Sequence[PromptRequest], console: Console
+) -> set[Key]:
+    """Return the rows that an earlier run has finished, and print their number."""
+    digests = {r.key: r.digest or "" for r in requests}
+    done = rows.take_over(digests, {r.key for r in requests if r.error})
     if rows.is_torn:
         note(console, f"the last line of {rows.name} was cut short; that row is done again")
     if done:
         note(
             console,
-            f"{len(done):,} of {len(job.requests):,} rows are in {rows.name} already"
-            + (", and not done again" if len(done) < len(job.requests) else ": nothing to do"),
+            f"{len(done):,} of {len(requests):,} rows are in {rows.name} already"
+            + (", and not done again" if len(done) < len(requests) else ": nothing to do"),
         )
     return done
 
 
-def agreed(done: set[Key], job: Job) -> set[Key]:
-    """Return what the first of several processes found to be done: they decode the same rows, together."""
-    found = np.asarray([key in done for key in job.requests])
-    found = multihost_utils.broadcast_one_to_all(found)
-    return {key for key, is_done in zip(job.requests, found.tolist(), strict=True) if is_done}
+def agree(done: set[Key], requests: Sequence[PromptRequest]) -> set[Key]:
+    """Return the finished rows of the first of several processes, which decode the same rows together."""
+    flags = np.asarray([r.key in done for r in requests])
+    flags = multihost_utils.broadcast_one_to_all(flags)
+    return {r.key for r, is_done in zip(requests, flags.tolist(), strict=True) if is_done}
 
 
 # --- decoding ----------------------------------------------------------------------------------------
 
 
-def show_stream(job: Job, engine: Engine, tally: Tally, console: Console) -> None:
-    """Decode one prompt, printing its text as it becomes certain; on a terminal, after the prompt itself."""
-    stream = None if job.tokenizer is None else TextStream(job.tokenizer, job.stops[0])
-    given = job.prompts[0].text
-    events = engine.run(list(job.requests.values()))
+def decode(requests: Sequence[PromptRequest], engine: Engine) -> Iterator[Update | Completion]:
+    """Yield the errors of refused requests, then what the engine returns of the others."""
+    for r in requests:
+        if r.error:
+            yield Completion(r.key, finish_reason="error", error=r.error)
+    if accepted := [r.request for r in requests if not r.error]:
+        yield from engine.run(accepted)
+
+
+def show_stream(
+    request: PromptRequest,
+    engine: Engine,
+    tokenizer: Tokenizer | None,
+    tally: Tally,
+    console: Console,
+) -> None:
+    """Decode one prompt and print its text as it becomes certain; on a terminal, after the prompt itself."""
+    stream = None if tokenizer is None else TextStream(tokenizer, request.stop)
+    text = request.prompt.text
+    events = decode([request], engine)
     with console.status("[dim]compiling"):
         first = next(events)
-    if sys.stdout.isatty() and given == job.texts[0]:  # not what a chat template wraps it in
-        Console().print(Text(given or "", "dim", end=""), end="", soft_wrap=True)
+    if sys.stdout.isatty() and text == request.text:  # no chat template around it
+        Console().print(Text(text or "", "dim", end=""), end="", soft_wrap=True)
     for event in itertools.chain([first], events):
         if isinstance(event, Update):
             piece = "" if stream is None else stream.push(event.token_ids)
         else:
-            result = job.result(event)
+            result = PromptResult.of(request, event, tokenizer)
             tally.add(result.to_json())
             rest = body(result) if stream is None else stream.finish(event.token_ids)
             piece = rest + "\n"
@@ -190,50 +234,54 @@ def show_stream(job: Job, engine: Engine, tally: Tally, console: Console) -> Non
 
 
 def show_many(
-    job: Job,
-    requests: Sequence[Request],
+    requests: Sequence[PromptRequest],
     engine: Engine,
+    tokenizer: Tokenizer | None,
     rows: RowsFile | RowsStream | None,
     tally: Tally,
     console: Console,
 ) -> None:
-    """Decode prompts. Each result is written, or printed when its turn comes."""
-    progress = RunProgress(console, {r.id: r.max_new_tokens for r in requests})
-    show = printer(job, progress)
+    """Decode prompts. Each result is written at once, or printed at its turn."""
+    by_key: dict[Hashable, PromptRequest] = {r.key: r for r in requests}
+    progress = RunProgress(console, {r.key: r.request.max_new_tokens for r in requests})
+    show = printer(requests, progress)
     with contextlib.closing(progress):
-        for event in engine.run(requests):
+        for event in decode(requests, engine):
             finished = isinstance(event, Completion)
             progress.update(event.id, len(event.token_ids), finished=finished)
             if not isinstance(event, Completion):
                 continue
-            result = job.result(event)
+            request = by_key[event.id]
+            result = PromptResult.of(request, event, tokenizer)
             values = result.to_json()
             tally.add(values)
-            if result.error is not None and result.index not in job.errors:
-                with progress.aside():
-                    say_error(f"{job.prompts[result.index].origin}: {result.error}", console)
+            if result.error is not None and request.error is None:
+                with progress.hidden():
+                    print_error(f"{request.prompt.origin}: {result.error}", console)
             if rows is not None:
                 rows.write(values)
             else:
                 show(result)
 
 
-def printer(job: Job, progress: RunProgress) -> Callable[[PromptResult], None]:
-    """Return what prints results in the order of the prompts, those with an error left out."""
-    due = enumerate(job.requests, 1)
+def printer(
+    requests: Sequence[PromptRequest], progress: RunProgress
+) -> Callable[[PromptResult], None]:
+    """Return a function that prints results in the order of the prompts, without those with an error."""
+    due = iter(enumerate((r.key for r in requests), 1))
     early: dict[Key, PromptResult] = {}
     number, key = next(due)
 
     def show(result: PromptResult) -> None:
         nonlocal number, key
-        early[result.index, result.sample] = result
+        early[result.request.key] = result
         if key not in early:
             return
-        with progress.aside():
+        with progress.hidden():
             while key in early:
                 turn = early.pop(key)
                 if turn.error is None:
-                    print(header(turn, number, len(job.requests)), body(turn), "", sep="\n")
+                    print(header(turn, number, len(requests)), body(turn), "", sep="\n")
                 number, key = next(due, (0, (-1, None)))
             sys.stdout.flush()
 
@@ -244,10 +292,10 @@ def printer(job: Job, progress: RunProgress) -> Callable[[PromptResult], None]:
 
 
 def compare(
-    requests: Sequence[Request], engine: Engine, tally: Tally, console: Console
+    requests: Sequence[PromptRequest], engine: Engine, tally: Tally, console: Console
 ) -> plain.PlainSpeed | None:
-    """Measure plain decoding beside a run that was long enough."""
-    decoded = [r for r in requests if isinstance(r.id, tuple) and r.id[0] not in tally.errors]
+    """Measure plain decoding after a run that was long enough; None if not measured."""
+    decoded = [r.request for r in requests if r.key[0] not in tally.errors]
     acceptance = mean(tally.steps)
     if not decoded or acceptance is None or not plain.is_worth_it(engine):
         return None
@@ -262,7 +310,8 @@ def compare(
 
 def summarise(
     tally: Tally,
-    job: Job,
+    requests: Sequence[PromptRequest],
+    sampling: Sampling,
     options: GenerateOptions,
     engine: Engine,
     compared: plain.PlainSpeed | None,
@@ -270,14 +319,13 @@ def summarise(
     load_s: float,
     total_s: float,
 ) -> Summary:
-    """Put together what is said of a run."""
+    """Return the summary of a run."""
     timings, device, drafter = engine.timings, jax.devices()[0], engine.drafter
     steps = tally.steps
     speed = timings.decode_tokens / timings.decode_s if timings.decode_s else None
-    samples = {sample for _, sample in job.requests}
     return Summary(
-        prompts=len(job.prompts),
-        num_samples=len(samples),
+        prompts=len({r.key[0] for r in requests}),
+        num_samples=len({r.key[1] for r in requests}),
         errors=len(tally.errors),
         taken_over=taken_over,
         prompt_tokens=tally.prompt_tokens,
@@ -303,7 +351,7 @@ def summarise(
         batch_size=engine.batch_size,
         cache_length=engine.cache_length,
         max_new_tokens=options.decoding.max_new_tokens,
-        sampling=dataclasses.replace(job.sampling, logit_bias=options.biases),
+        sampling=dataclasses.replace(sampling, logit_bias=options.biases),
         ban_tokens=options.banned,
         seed=options.decoding.seed,
         dtype=engine.target.model_def.dtypes,

@@ -1,7 +1,7 @@
-"""What a drafter takes for granted about its target: the conventions in force, and others as plausible.
+"""Hypotheses about a drafter: the conventions in force, and other plausible ones.
 
-Projects disagree on these, and a drafter that is run by another one than it was trained with still runs:
-its drafts are just never accepted. Read `in_force`, then `alternatives`; `check` measures one against the other.
+Projects disagree on these conventions. A drafter with a wrong one still runs, but its drafts are never accepted. Read
+`in_force`, then `alternatives`; `search` compares them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxspec.weights.model_def import ModelDef
 
 @dataclass(frozen=True)
 class Convention:
-    """One convention in force: its value, in JSON and in words, and what set it."""
+    """A convention in force: its value, in JSON and in words, and its origin."""
 
     name: str
     value: Any
@@ -32,16 +32,16 @@ class Convention:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A drafter's weights under some set of conventions.
+class Hypothesis:
+    """A drafter's weights under one set of conventions.
 
     Attributes:
-      name: how it differs from the reading it was derived from.
+      name: the difference to the hypothesis it was derived from.
       field: the convention that differs.
-      fix: what to change, and in which file, for it to be in force.
-      loaded: the weights as they came.
-      change: what is done to them; None for nothing.
-      num_draft_tokens: the tokens of a draft under it; 0 for as many as in force.
+      fix: the edit, and its file, that puts the hypothesis in force.
+      loaded: the weights as loaded.
+      change: a change of these weights; None for none.
+      num_draft_tokens: tokens of a draft; 0 for as many as in force.
     """
 
     name: str
@@ -54,23 +54,23 @@ class Reading:
 
     @property
     def params(self) -> Params:
-        """The weights under these conventions, made anew each time."""
+        """The weights under these conventions, computed on each access."""
         return self.loaded if self.change is None else self.change.apply(self.loaded)
 
     @property
     def key(self) -> tuple[ModelDef, str]:
-        """What tells it from others of one drafter."""
+        """The identity of this hypothesis among those of one drafter."""
         return self.model_def, "" if self.change is None else self.change.name
 
 
 class Origins:
-    """Where the values of a loaded config come from: its config.json, a default, or our own manifest."""
+    """Origins of the values of a loaded config: its config.json, a default, or our own manifest."""
 
     def __init__(self, model: LoadedModel, keys: Mapping[str, Sequence[str]]):
         """Read the file that the model was loaded from.
 
         Args:
-          keys: by field, where config.json may hold it.
+          keys: by field, the keys of config.json that may hold it.
         """
         self.directory, self.keys = model.directory, keys
         self.converted = (model.directory / MANIFEST).is_file()
@@ -78,29 +78,29 @@ class Origins:
         self.values = {} if self.converted else read_json(model.directory / "config.json")
 
     def of(self, field: str, default: str) -> str:
-        """Say what set a field; `default` is what holds where the file is silent."""
+        """Return what set a field; `default` is its value when the file has none."""
         if self.converted:
             return f"{MANIFEST}: config.{field}"
         key, _ = find_key(self.values, self.keys[field])
         return f"default: {default}" if key is None else f"config.json: {key}"
 
-    def behind(self, assumption: Assumption) -> str:
-        """Say what set something that a drafter assumes."""
+    def of_assumption(self, assumption: Assumption) -> str:
+        """Return what set an assumption of a drafter."""
         if assumption.field is not None:
             return self.of(assumption.field, assumption.default)
         generation = MANIFEST if self.converted else "generation_config.json"
         return assumption.origin.format(config=self.file, generation=generation)
 
-    def says(self, field: str) -> bool:
-        """Tell whether the file itself sets a field."""
+    def has(self, field: str) -> bool:
+        """Return whether the file itself sets a field."""
         return self.converted or find_key(self.values, self.keys[field])[0] is not None
 
     def value(self, field: str) -> Any:
-        """Return what the file has for a field that it sets."""
+        """Return the file's value of a field that it sets."""
         return find_key(self.values, self.keys[field])[1]
 
     def fix(self, values: Mapping[str, Any]) -> str:
-        """Say how to set fields."""
+        """Return an instruction to set fields."""
         parts = [f"{self._key(field)} to {json.dumps(value)}" for field, value in values.items()]
         return f"set {' and '.join(parts)} in {self.directory / self.file}"
 
@@ -111,37 +111,40 @@ class Origins:
 
 
 def in_force(target: LoadedModel, drafter: LoadedModel) -> list[Convention]:
-    """List every disputed convention of a pair."""
+    """Return every disputed convention of a pair."""
+    suppressed = _suppressed(target)
     conventions = _of(drafter)
-    found = []
-    if conventions is not None:
-        origins = Origins(drafter, conventions.keys)
-        assumptions = conventions.in_force(target.model_def, drafter.model_def)
-        found = [Convention(a.name, a.value, a.shown, origins.behind(a)) for a in assumptions]
-    return [*found, _suppressed(target)]
+    if conventions is None:
+        return [suppressed]
+    origins = Origins(drafter, conventions.keys)
+    assumptions = conventions.in_force(target.model_def, drafter.model_def)
+    return [
+        *(Convention(a.name, a.value, a.shown, origins.of_assumption(a)) for a in assumptions),
+        suppressed,
+    ]
 
 
 def alternatives(
     target: LoadedModel,
     drafter: LoadedModel,
-    reading: Reading,
+    hypothesis: Hypothesis,
     longest_row: int,
     special_ids: Sequence[int] = (),
-) -> tuple[list[Reading], list[str]]:
-    """Return the readings that differ from this one in one convention.
+) -> tuple[list[Hypothesis], list[str]]:
+    """Return the hypotheses that differ from `hypothesis` in one convention.
 
     Args:
-      longest_row: tokens of the longest text they will be compared on.
+      longest_row: tokens of the longest row of the text.
       special_ids: of the target's tokenizer.
 
     Returns:
-      The readings, and why others are left out.
+      The hypotheses, and the reasons why others are left out.
     """
     conventions = _of(drafter)
     if conventions is None:
         return [], []
-    config, origins = reading.model_def.config, Origins(drafter, conventions.keys)
-    readings, left_out = [], []
+    config, origins = hypothesis.model_def.config, Origins(drafter, conventions.keys)
+    hypotheses, left_out = [], []
     for change in conventions.changes(target.config, config, special_ids):
         if longest_row <= change.needs_tokens:
             left_out.append(
@@ -153,9 +156,9 @@ def alternatives(
         if change.in_file is not None and not origins.converted:
             shown[change.field] = change.in_file
         for field, value in change.derived.items():
-            if origins.converted or not origins.says(field):
+            if origins.converted or not origins.has(field):
                 values[field] = value
-            elif getattr(config, field) is None:  # the reader had no use for what the file says
+            elif getattr(config, field) is None:  # the config dropped the value of the file
                 values[field] = origins.value(field)
             if origins.converted and value != getattr(config, field):
                 shown[field] = value
@@ -164,32 +167,34 @@ def alternatives(
         except ConfigError as error:
             left_out.append(f"{change.name}: {error}")
             continue
-        readings.append(
+        hypotheses.append(
             dataclasses.replace(
-                reading,
+                hypothesis,
                 name=change.name,
                 field=change.field,
                 fix=origins.fix(shown),
-                model_def=dataclasses.replace(reading.model_def, config=changed),
+                model_def=dataclasses.replace(hypothesis.model_def, config=changed),
                 num_draft_tokens=change.num_draft_tokens,
             )
         )
-    if reading.change is None:
-        for changed in conventions.weight_changes(target.config, reading.loaded):
+    if hypothesis.change is None:
+        for changed in conventions.weight_changes(target.config, hypothesis.loaded):
             where = f"{changed.weight} in the weights of {drafter.directory}"
             fix = changed.fix.format(where=where)
-            named = dict(name=changed.name, field=changed.weight, fix=fix)
-            readings.append(dataclasses.replace(reading, **named, change=changed))
-    return readings, left_out
+            hypotheses.append(
+                dataclasses.replace(
+                    hypothesis, name=changed.name, field=changed.weight, fix=fix, change=changed
+                )
+            )
+    return hypotheses, left_out
 
 
-def traced_values(reading: Reading) -> tuple[ModelDef, dict[str, float]]:
-    """Tell what of a reading shapes its program, and what the program takes as numbers.
+def traced_values(hypothesis: Hypothesis) -> tuple[ModelDef, dict[str, float]]:
+    """Return the model definition with fixed values of all traced fields, and the hypothesis's own values of them.
 
-    Returns:
-      The reading's model definition with fixed values of all traced fields, and the reading's own numbers.
+    The definition shapes the program. The values are its arguments.
     """
-    config = reading.model_def.config
+    config = hypothesis.model_def.config
     conventions = family_of(config).conventions
     fixed = {} if conventions is None else conventions.traced(config)
     own = {field: getattr(config, field) for field in fixed}
@@ -199,7 +204,7 @@ def traced_values(reading: Reading) -> tuple[ModelDef, dict[str, float]]:
         if value is None or isinstance(value, int | float)
     }
     shared = dataclasses.replace(config, **fixed)
-    return dataclasses.replace(reading.model_def, config=shared), numbers
+    return dataclasses.replace(hypothesis.model_def, config=shared), numbers
 
 
 def _of(drafter: LoadedModel) -> Conventions | None:
