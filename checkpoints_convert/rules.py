@@ -2,7 +2,7 @@
 
 A `Rule` names source tensors, the parameter they fill, and the transform between them. A `RuleSet`
 is the whole table of a model. `match` compares the table with the tensors of a checkpoint. It
-returns a `Plan`, or raises one error that lists every problem. Read `Rule` first, then the
+returns a `ConversionPlan`, or raises one error that lists every problem. Read `Rule` first, then the
 transforms, then `match`. Nothing here reads a file.
 """
 
@@ -288,7 +288,7 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """What to do with every tensor of a checkpoint.
 
     Attributes:
@@ -322,8 +322,8 @@ def fills_for(rules: RuleSet, params: Mapping[str, Shape], prefix: str) -> tuple
 
 def match(
     rules: RuleSet, params: Mapping[str, Shape], tensors: Mapping[str, TensorSpec], where: str
-) -> Plan:
-    """Plan what to do with every tensor of a checkpoint: fill a parameter, or be skipped.
+) -> ConversionPlan:
+    """ConversionPlan what to do with every tensor of a checkpoint: fill a parameter, or be skipped.
 
     Args:
       rules: the table of the model.
@@ -372,7 +372,7 @@ def match(
             f"{where} does not fit its config.json, {len(wrong):,} problems:\n  "
             + "\n  ".join([listed(sorted(wrong), "\n  "), *_advice(rules, prefix, tensors)])
         )
-    return Plan(fills, skipped, copies)
+    return ConversionPlan(fills, skipped, copies)
 
 
 def _advice(rules: RuleSet, prefix: str, tensors: Mapping[str, TensorSpec]) -> list[str]:

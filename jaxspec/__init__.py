@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxspec import _deprecated
+from jaxspec.version import __version__ as __version__
 
-__version__ = "0.1.0"
 _HOMES = {
     "api": ("Generation", "Pair", "generate", "load"),
     "engine.engine": ("Engine",),
@@ -22,8 +22,9 @@ _HOMES = {
     "rollout.scoring": ("Sequences", "score"),
     "serving.handles": ("Handle",),
     "serving.open_engine": ("OpenEngine",),
-    "weights.sharding": ("make_mesh", "place_params"),
+    "weights.sharding": ("make_mesh",),
     "weights.saving": ("save", "save_hf"),
+    "weights.trees": ("place_params",),
 }
 __all__ = [
     "Completion",
@@ -65,7 +66,8 @@ if TYPE_CHECKING:
     from jaxspec.serving.handle import Handle
     from jaxspec.serving.open_engine import OpenEngine
     from jaxspec.weights.saving import save, save_hf
-    from jaxspec.weights.sharding import make_mesh, place_params
+    from jaxspec.weights.sharding import make_mesh
+    from jaxspec.weights.trees import place_params
 
 
 def __getattr__(name: str) -> Any:

@@ -35,8 +35,9 @@ import jaxspec
 from jaxspec import Engine, Request
 from jaxspec.engine.prefix_cache.pool import Pool, least_bytes
 from jaxspec.engine.request import Completion
-from jaxspec.registry import family_of, model_def_of, presets, random_drafter
+from jaxspec.registry import family_of, presets
 from jaxspec.runtime.runtime import Programs, cache_bucket
+from jaxspec.weights.define import model_def_of, random_drafter
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
 

@@ -33,9 +33,10 @@ from rich.table import Table
 
 import jaxspec
 from jaxspec.api import BUNDLED
-from jaxspec.registry import family_of, model_def_of, presets, random_drafter
+from jaxspec.registry import family_of, presets
 from jaxspec.rollout.batch import GenerateResult, Prompts
 from jaxspec.shapes import Params
+from jaxspec.weights.define import model_def_of, random_drafter
 from jaxspec.weights.model_def import ModelDef
 
 SHORTEST = 8  # the shortest limit is an eighth of the longest one

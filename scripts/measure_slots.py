@@ -25,11 +25,11 @@ from rich.table import Table
 
 from jaxspec.commands.bench import trace
 from jaxspec.options import Drafting
-from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.registry import model_def_of, presets, random_drafter
+from jaxspec.registry import presets
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import cache_bucket, make_spec
 from jaxspec.state import DecodeSpec
+from jaxspec.weights.define import model_def_of, random_drafter, with_kv_dtype
 from jaxspec.weights.sharding import make_mesh
 
 GIB, MIB = 2**30, 2**20

@@ -19,8 +19,8 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import Drafting, ProgramFeatures, Sampling
-from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.runtime.runtime import Programs
+from jaxspec.weights.define import with_kv_dtype
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny, tiny_qwen3

@@ -10,8 +10,9 @@ import pytest
 import jaxspec
 from jaxspec import Drafting, Engine, FieldError, Generation, Pair, Sampler, Sampling
 from jaxspec.commands.generate.prompts import PromptInput, encode
-from jaxspec.registry import model_def_of, presets
+from jaxspec.registry import presets
 from jaxspec.tokenizer import TokenizerError
+from jaxspec.weights.define import model_def_of
 
 TEXT = "def f(x):\n"
 NEW = 12

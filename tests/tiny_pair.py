@@ -14,8 +14,9 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import MTPConfig
-from jaxspec.registry import ModelConfig, family_of, model_def_of
+from jaxspec.registry import ModelConfig, family_of
 from jaxspec.weights.arrays import LazyArray, save_params
+from jaxspec.weights.define import model_def_of
 from jaxspec.weights.manifest import Manifest
 from tests.tiny import random_params
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxspec.configs.qwen3 import Qwen3Config
-from jaxspec.registry import model_def_of
 from jaxspec.shapes import Params
+from jaxspec.weights.define import model_def_of
 from jaxspec.weights.model_def import ModelDef
 from tests.tiny import VOCAB_SIZE, random_params
 

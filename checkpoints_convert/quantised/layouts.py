@@ -2,7 +2,7 @@
 
 A weight is a few tensors of one module, such as `weight_packed` and `weight_scale`. `recognise` looks
 at their shapes and dtypes, and says what they hold. `read` returns the numbers in a neutral form of
-`sources.py`. Source matrices are [out, in], or [E, out, in] where experts are stacked.
+`stored_weights.py`. Source matrices are [out, in], or [E, out, in] where experts are stacked.
 
 Sources of the formulas: compressed-tensors 0.20, nvidia-modelopt 0.47, vLLM's `auto_awq.py` and
 `auto_gptq.py`, and llama.cpp's `ggml-quants.c`. `tests/checkpoints_convert/test_golden_vectors.py` compares with
@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.quantised.announced import Spec
-from checkpoints_convert.quantised.sources import (
+from checkpoints_convert.quantised.quantization_config import Spec
+from checkpoints_convert.quantised.stored_weights import (
     BLOCK,
     Blocks,
     Encoded,
     GroupedFloat4,
     GroupedInt4,
     PerChannel,
-    Source,
+    StoredWeight,
     as_pairs,
     low_first,
 )
@@ -74,23 +74,23 @@ _AWQ_NIBBLES = np.asarray([0, 4, 1, 5, 2, 6, 3, 7])
 """In which nibble of a word AWQ puts each of eight outputs."""
 
 
-def is_quantised(parts: Parts, announced: bool) -> bool:
+def is_quantised(parts: Parts, configured: bool) -> bool:
     """Tell whether the tensors of a module are a quantised weight, sound or not.
 
     Args:
-      announced: whether the config announces any. Codes without scales are some then.
+      configured: whether the config announces any. Codes without scales are some then.
     """
     if any(part != "weight" and part in parts for part in (*WEIGHTS, *SCALES)):
         return True
-    return announced and "weight" in parts and parts["weight"].dtype in CODES
+    return configured and "weight" in parts and parts["weight"].dtype in CODES
 
 
-def recognise(name: str, parts: Parts, announced: Spec | None) -> tuple[Spec, Shape]:
+def recognise(name: str, parts: Parts, configured: Spec | None) -> tuple[Spec, Shape]:
     """Return how a quantised weight is stored, and its shape, by the tensors of its module.
 
     Args:
       name: of the weight, for messages.
-      announced: what its config says. It decides where shapes allow two answers.
+      configured: what its config says. It decides where shapes allow two answers.
 
     Raises:
       CheckpointError: tensors are missing, or do not fit each other.
@@ -100,7 +100,7 @@ def recognise(name: str, parts: Parts, announced: Spec | None) -> tuple[Spec, Sh
             raise CheckpointError(f"{name}: {why}")
     for part in WEIGHTS:
         if part in parts:
-            return _RECOGNISE[part](name, parts, announced)
+            return _RECOGNISE[part](name, parts, configured)
     raise CheckpointError(
         f"{name}: its codes are missing, there are only {', '.join(sorted(parts))}"
     )
@@ -116,7 +116,7 @@ _PRE_SCALED = (
 )
 
 
-def read(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> Source:
+def read(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> StoredWeight:
     """Read a weight.
 
     Args:
@@ -135,7 +135,7 @@ def read(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> Source
 # --- weight: codes of 8 bits, or ModelOpt's NVFP4 ------------------------------------------------
 
 
-def _recognise_weight(name: str, parts: Parts, announced: Spec | None) -> tuple[Spec, Shape]:
+def _recognise_weight(name: str, parts: Parts, configured: Spec | None) -> tuple[Spec, Shape]:
     weight = parts["weight"]
     if weight.dtype == "U8":
         shape = (*weight.shape[:-1], 2 * weight.shape[-1])
@@ -155,7 +155,7 @@ def _recognise_weight(name: str, parts: Parts, announced: Spec | None) -> tuple[
             f"{name}: its scales have the shape {list(scale.shape)}, which fits neither the matrix, nor "
             f"its channels, nor blocks of {BLOCK} x {BLOCK} of {list(weight.shape)}"
         )
-    per = announced.per if announced is not None and announced.per in fits else fits[0]
+    per = configured.per if configured is not None and configured.per in fits else fits[0]
     return Spec(kind, per), weight.shape
 
 
@@ -170,7 +170,7 @@ def _scale_shapes(shape: Shape) -> dict[str, set[Shape]]:
     }
 
 
-def _read_weight(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> Source:
+def _read_weight(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> StoredWeight:
     if spec.kind == "nvfp4":
         return _read_nvfp4(get("weight"), get("weight_scale"), get("weight_scale_2"))
     codes = get("weight")
@@ -189,7 +189,7 @@ def _read_weight(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -
 # --- weight_packed: compressed-tensors' 4 bits ---------------------------------------------------
 
 
-def _recognise_packed(name: str, parts: Parts, announced: Spec | None) -> tuple[Spec, Shape]:
+def _recognise_packed(name: str, parts: Parts, configured: Spec | None) -> tuple[Spec, Shape]:
     packed = parts["weight_packed"]
     *rows, words = packed.shape
     if packed.dtype == "U8":
@@ -204,7 +204,7 @@ def _recognise_packed(name: str, parts: Parts, announced: Spec | None) -> tuple[
     scale = _needed(name, parts, "weight_scale")
     _of_dtype(name, scale, "scales", ("F32", "BF16", "F16"))
     symmetric = "weight_zero_point" not in parts
-    spec = _int4(name, shape, scale.shape, scale.dtype, announced, symmetric)
+    spec = _int4(name, shape, scale.shape, scale.dtype, configured, symmetric)
     if not symmetric:
         zeros, groups = parts["weight_zero_point"], scale.shape[-1]
         expected = (*shape[:-2], math.ceil(shape[-2] / 8), groups)
@@ -216,7 +216,7 @@ def _recognise_packed(name: str, parts: Parts, announced: Spec | None) -> tuple[
     return spec, shape
 
 
-def _read_packed(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> Source:
+def _read_packed(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> StoredWeight:
     packed, scales = get("weight_packed"), get("weight_scale")
     if spec.kind == "nvfp4":
         # This dialect stores what to divide by.
@@ -258,7 +258,7 @@ def _read_nvfp4(codes: np.ndarray, scales: np.ndarray, factor: np.ndarray) -> Gr
 # --- qweight: AWQ and GPTQ -----------------------------------------------------------------------
 
 
-def _recognise_qweight(name: str, parts: Parts, announced: Spec | None) -> tuple[Spec, Shape]:
+def _recognise_qweight(name: str, parts: Parts, configured: Spec | None) -> tuple[Spec, Shape]:
     codes, scale = parts["qweight"], _needed(name, parts, "scales")
     _of_dtype(name, codes, "codes", ("I32",))
     _of_dtype(name, scale, "scales", ("F16", "BF16", "F32"))
@@ -276,11 +276,11 @@ def _recognise_qweight(name: str, parts: Parts, announced: Spec | None) -> tuple
         raise CheckpointError(
             f"{name}: its zero points are {zeros.dtype}{list(zeros.shape)}, expected I32{list(expected)}"
         )
-    symmetric = announced is not None and announced.symmetric
-    return _int4(name, shape, scale.shape[::-1], scale.dtype, announced, symmetric), shape
+    symmetric = configured is not None and configured.symmetric
+    return _int4(name, shape, scale.shape[::-1], scale.dtype, configured, symmetric), shape
 
 
-def _read_qweight(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> Source:
+def _read_qweight(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> StoredWeight:
     codes, zeros, scales = get("qweight"), get("qzeros"), get("scales")
     if codes.shape[-1] != scales.shape[-1]:
         pairs = as_pairs(_nibbles(codes)[..., _of_awq(shape[0])].T)
@@ -309,11 +309,11 @@ def _of_awq(outputs: int) -> np.ndarray:
 # --- GGUF ----------------------------------------------------------------------------------------
 
 
-def _recognise_q4_0(name: str, parts: Parts, announced: Spec | None) -> tuple[Spec, Shape]:
+def _recognise_q4_0(name: str, parts: Parts, configured: Spec | None) -> tuple[Spec, Shape]:
     return Spec("int4", "group", 32, scales="F16"), _of_blocks(parts["q4_0"].shape, 18, 32)
 
 
-def _read_q4_0(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> Source:
+def _read_q4_0(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> StoredWeight:
     """Read blocks of 32: a float16 scale, then 16 bytes. The low nibbles are the first half."""
     blocks = get("q4_0").reshape(*shape[:-1], -1, 18)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
@@ -321,11 +321,11 @@ def _read_q4_0(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> 
     return GroupedInt4(as_pairs(nibbles.reshape(shape)), scales)
 
 
-def _recognise_q8_0(name: str, parts: Parts, announced: Spec | None) -> tuple[Spec, Shape]:
+def _recognise_q8_0(name: str, parts: Parts, configured: Spec | None) -> tuple[Spec, Shape]:
     return Spec("int8", "group", 32), _of_blocks(parts["q8_0"].shape, 34, 32)
 
 
-def _read_q8_0(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> Source:
+def _read_q8_0(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> StoredWeight:
     return Encoded(get("q8_0").reshape(*shape[:-1], -1, 34), _decode_q8_0)
 
 
@@ -334,11 +334,11 @@ def _decode_q8_0(blocks: np.ndarray) -> np.ndarray:
     return blocks[..., 2:].view(np.int8) * _float16(blocks[..., :2])
 
 
-def _recognise_q6_k(name: str, parts: Parts, announced: Spec | None) -> tuple[Spec, Shape]:
+def _recognise_q6_k(name: str, parts: Parts, configured: Spec | None) -> tuple[Spec, Shape]:
     return Spec("int6", "group", 16), _of_blocks(parts["q6_k"].shape, 210, 256)
 
 
-def _read_q6_k(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> Source:
+def _read_q6_k(name: str, spec: Spec, shape: Shape, parts: Parts, get: Read) -> StoredWeight:
     return Encoded(get("q6_k").reshape(*shape[:-1], -1, 210), _decode_q6_k)
 
 
@@ -382,7 +382,7 @@ _READ: dict[str, Callable[[str, Spec, Shape, Parts, Read], Any]] = {
 
 
 def _int4(
-    name: str, shape: Shape, scales: Shape, dtype: str, announced: Spec | None, symmetric: bool
+    name: str, shape: Shape, scales: Shape, dtype: str, configured: Spec | None, symmetric: bool
 ) -> Spec:
     """Return the format of 4-bit integers with scales of a shape [*out, groups]."""
     if scales[:-1] != shape[:-1] or not scales[-1] or shape[-1] % scales[-1]:
@@ -391,7 +391,7 @@ def _int4(
             f"{list(shape)} into groups; expected [{', '.join(map(str, shape[:-1]))}, "
             f"{shape[-1]} / group]"
         )
-    if scales[-1] == 1 and (announced is None or announced.per == "channel"):
+    if scales[-1] == 1 and (configured is None or configured.per == "channel"):
         return Spec("int4", "channel", 0, symmetric, dtype)
     return Spec("int4", "group", shape[-1] // scales[-1], symmetric, dtype)
 

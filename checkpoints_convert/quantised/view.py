@@ -19,10 +19,10 @@ import numpy as np
 from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.headers import DTYPES
 from checkpoints_convert.hf_io import HFCheckpoint
-from checkpoints_convert.quantised import layouts, sources
-from checkpoints_convert.quantised.announced import Announced, Spec
+from checkpoints_convert.quantised import layouts, stored_weights
 from checkpoints_convert.quantised.layouts import SCALES, UNUSED, WEIGHTS
-from checkpoints_convert.quantised.sources import Source
+from checkpoints_convert.quantised.quantization_config import QuantizationConfig, Spec
+from checkpoints_convert.quantised.stored_weights import StoredWeight
 from checkpoints_convert.rules import RuleSet, Shape, Stack, TensorSpec, find_prefix
 
 See = Callable[[str, np.ndarray], None]
@@ -111,22 +111,22 @@ class View:
                     see(matrix.name, array)
                     place[rows] = array
                 else:
-                    place[rows] = sources.numbers(self._read(matrix, see), wanted)
+                    place[rows] = stored_weights.numbers(self._read(matrix, see), wanted)
                 start += matrix.shape[0]
         return out
 
-    def source(self, name: str, see: See) -> Source:
+    def source(self, name: str, see: See) -> StoredWeight:
         """Read a quantised tensor as it is stored."""
         weight = self.weights[name]
         parts = [self._read(matrix, see) for matrix in weight]
         if not weight.stacked:
             return parts[0]
         count = len(weight.matrices)
-        return sources.arrange(
+        return stored_weights.arrange(
             parts, lambda xs: np.concatenate(xs).reshape(count, -1, *xs[0].shape[1:])
         )
 
-    def _read(self, matrix: Matrix, see: See) -> Source:
+    def _read(self, matrix: Matrix, see: See) -> StoredWeight:
         assert matrix.spec is not None
         tensors = {part: self.checkpoint.tensors[name] for part, name in matrix.parts.items()}
 
@@ -139,26 +139,26 @@ class View:
 
 
 def open_view(
-    checkpoint: HFCheckpoint, rules: RuleSet, announced: Announced | None, where: str
+    checkpoint: HFCheckpoint, rules: RuleSet, quantization: QuantizationConfig | None, where: str
 ) -> View:
     """Group the tensors of a checkpoint, and compare what they hold with its config.
 
     Args:
-      announced: what its config says; None where that says nothing.
+      quantization: the formats that its config announces; None for none.
       where: the name of the checkpoint, for messages.
 
     Raises:
       CheckpointError: a quantised weight is incomplete or of wrong shapes, or is not what its config
         announces. The message lists such weights.
     """
-    groups = _grouped(checkpoint, rules, announced is not None)
-    reader = _Reader(groups, announced)
+    groups = _grouped(checkpoint, rules, quantization is not None)
+    reader = _Reader(groups, quantization)
     prefix = find_prefix(rules, {*groups.tensors, *groups.modules, *groups.stacked(rules.stacks)})
     for rule in rules.rules:
         for name in rule.names(prefix):
             reader.look(name, rules.stacks)
     if reader.wrong:
-        says = "announces no format" if announced is None else f"announces {announced.title}"
+        says = "announces no format" if quantization is None else f"announces {quantization.title}"
         raise CheckpointError(
             f"{where}: its config.json {says}, and its tensors do not fit that, "
             f"{len(reader.wrong):,} problem{'' if len(reader.wrong) == 1 else 's'}:\n  "
@@ -206,12 +206,12 @@ class _Groups:
                     yield f"{name.removesuffix(first)}.{stack.pattern.rpartition('.')[2]}"
 
 
-def _grouped(checkpoint: HFCheckpoint, rules: RuleSet, announced: bool) -> _Groups:
+def _grouped(checkpoint: HFCheckpoint, rules: RuleSet, configured: bool) -> _Groups:
     by_module: dict[str, dict[str, str]] = {}
     groups = _Groups(checkpoint, {}, {}, {}, {})
     for name in checkpoint.tensors:
         base, _, last = name.rpartition(".")
-        if announced and (found := _FUSED.fullmatch(name)):
+        if configured and (found := _FUSED.fullmatch(name)):
             if found[2]:
                 base, last = found[1], f"weight_{found[2]}"
             elif checkpoint.tensors[name].dtype in layouts.CODES:
@@ -226,7 +226,7 @@ def _grouped(checkpoint: HFCheckpoint, rules: RuleSet, announced: bool) -> _Grou
     for base, named in by_module.items():
         module = _known_as(base, rules)
         stored = {part: checkpoint.tensors[name] for part, name in named.items()}
-        if layouts.is_quantised(stored, announced):
+        if layouts.is_quantised(stored, configured):
             fused = any(module.endswith(stack.pattern) for stack in rules.stacks)
             name = module if fused else f"{module}.weight"
             groups.modules[name] = named
@@ -258,8 +258,8 @@ class _Reader:
       wrong: what is wrong with them.
     """
 
-    def __init__(self, groups: _Groups, announced: Announced | None):
-        self._groups, self._announced = groups, announced
+    def __init__(self, groups: _Groups, quantization: QuantizationConfig | None):
+        self._groups, self._quantization = groups, quantization
         self.weights: dict[str, Weight] = {}
         self.wrong: list[str] = []
 
@@ -278,18 +278,20 @@ class _Reader:
         """Return a matrix; None if it is not sound."""
         groups = self._groups
         try:
-            said = self._of(name)
+            configured = self._of(name)
             if name not in groups.modules:
                 tensor = groups.tensors[name]
-                if said is not None and len(tensor.shape) == 2 and name.endswith(".weight"):
-                    raise CheckpointError(f"{name}: is {tensor.dtype}, announced is {said}")
+                if configured is not None and len(tensor.shape) == 2 and name.endswith(".weight"):
+                    raise CheckpointError(f"{name}: is {tensor.dtype}, announced is {configured}")
                 parts = {"weight": groups.origins[name][0]}
                 return Matrix(name, parts, None, tensor.shape, tensor.dtype)
             parts = groups.modules[name]
             stored = {part: groups.checkpoint.tensors[full] for part, full in parts.items()}
-            spec, shape = layouts.recognise(name, stored, said)
-            if not groups.checkpoint.self_described and spec != said:
-                raise CheckpointError(f"{name}: is {spec}, announced is {said or 'no format'}")
+            spec, shape = layouts.recognise(name, stored, configured)
+            if not groups.checkpoint.self_described and spec != configured:
+                raise CheckpointError(
+                    f"{name}: is {spec}, announced is {configured or 'no format'}"
+                )
             return Matrix(name, parts, spec, shape)
         except CheckpointError as error:
             self.wrong.append(str(error))
@@ -297,12 +299,12 @@ class _Reader:
 
     def _of(self, name: str) -> Spec | None:
         """Return what the config announces for a weight, by the name that its module has in the file."""
-        if self._announced is None:
+        if self._quantization is None:
             return None
         full = self._groups.origins[name][0]
         if found := _FUSED.fullmatch(full):
-            return self._announced.of(found[1])
-        return self._announced.of(full.rpartition(".")[0] if name.endswith(".weight") else full)
+            return self._quantization.of(found[1])
+        return self._quantization.of(full.rpartition(".")[0] if name.endswith(".weight") else full)
 
     def _stack(self, name: str, stack: Stack) -> None:
         """Put the matrices of a stacked tensor together."""

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxspec.quantised.formats import get_format
+from jaxspec.quantised.format import get_format
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.common.reference_ops import Activation, gated
 from pallas_kernels.int4_matmul import Codes, Coding
@@ -26,7 +26,7 @@ class QuantisedArray:
 
     Attributes:
       parts: the arrays by name: "codes", "scales", and what else the format has.
-      format: the name of the format, see `formats.get_format`.
+      format: the name of the format, see `format.get_format`.
       shape, dtype: of the weight that it stands for.
       contracting_axes: the axes of `shape` that a product sums over.
     """

@@ -18,23 +18,16 @@ program, so it follows weights that are trained.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.options import FieldError, shown
 from jaxspec.shapes import Array, Float
 from pallas_kernels.common.reference_ops import stored_as
-from pallas_kernels.dispatch import capability
-
-if TYPE_CHECKING:
-    from jaxspec.weights.model_def import ModelDef
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 LARGEST = float(jnp.finfo(FP8).max)  # 448
@@ -125,64 +118,3 @@ def power_of_two_above(x: Float[Array, ""]) -> Float[Array, ""]:
     # One carries into the exponent, unless the mantissa is 0 already.
     bits = (bits + jnp.uint32(0x7FFFFF)) & jnp.uint32(0xFF800000)
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def with_kv_dtype(
-    model_def: ModelDef, kv_dtype: str | None, scales: tuple[tuple[float, float], ...] | None = None
-) -> ModelDef:
-    """Return the model definition of a target that stores keys and values in a dtype.
-
-    Args:
-      kv_dtype: one of `DTYPES`; None for the dtype that they are computed in.
-      scales: of keys and of values for each layer, from the checkpoint, if it has any.
-
-    Raises:
-      FieldError: the dtype is not known, or does not suit the target or this device.
-    """
-    if kv_dtype is None:
-        return model_def
-    if kv_dtype not in DTYPES:
-        expected = ", ".join(DTYPES)
-        raise FieldError("kv_dtype", f"is {shown(kv_dtype)}; expected one of {expected}")
-    if kv_dtype == model_def.dtype:
-        return model_def
-    if DTYPES[kv_dtype].itemsize > jnp.dtype(model_def.dtype).itemsize:
-        raise FieldError(
-            "kv_dtype",
-            lambda format_field: (
-                f"{format_field('kv_dtype', kv_dtype)} holds what is computed in "
-                f"{model_def.dtype}, so it takes "
-                "more bytes for the same numbers: leave it out, or give "
-                f"{format_field('dtype', kv_dtype)}"
-            ),
-        )
-    if kv_dtype == "fp8":
-        _check_fp8(model_def, scales)
-    scales = scales if kv_dtype == "fp8" else None
-    return dataclasses.replace(model_def, kv=KVFormat(kv_dtype, scales))
-
-
-def _check_fp8(model_def: ModelDef, scales: tuple[tuple[float, float], ...] | None) -> None:
-    if scales is None and not model_def.config.normed_values:
-        raise FieldError(
-            "kv_dtype",
-            f"is fp8, but {model_def.module.__name__} does not norm its values, so nothing bounds "
-            "them but "
-            "the text, and this checkpoint has no scales of keys and values: use bfloat16, or a "
-            "checkpoint with calibrated scales (self_attn.k_scale and v_scale)",
-        )
-    if scales is not None and len(scales) != model_def.config.num_layers:
-        raise FieldError(
-            "kv_dtype",
-            f"is fp8, and the checkpoint has scales of {len(scales)} of "
-            f"{model_def.config.num_layers} layers",
-        )
-    found = capability()
-    if found is not None and found < LEAST_CAPABILITY:
-        kind = jax.devices()[0].device_kind
-        raise FieldError(
-            "kv_dtype",
-            f"is fp8, which needs an NVIDIA GPU of compute capability {LEAST_CAPABILITY}; {kind} "
-            "has "
-            f"{found}: use bfloat16",
-        )

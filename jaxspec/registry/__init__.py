@@ -3,21 +3,21 @@
 An entry holds everything that is special to its family. The entries are `gemma4`, `qwen3`, `dflash`
 and `mtp`. `base` defines what an entry holds. To add a target or a drafter, write its module, its
 table of conversion rules and an entry, and call `register`. Nothing outside this folder checks the
-class of a config. Importing this package does not import JAX.
+class of a config.
+
+This package lies below `weights`, `models` and `drafters`. An entry imports its module inside a
+function, so importing this package does not import JAX.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jaxspec.configs.fields import WORDS, ConfigError, read
 from jaxspec.options import shown
 from jaxspec.registry import dflash, gemma4, mtp, qwen3
 from jaxspec.registry.base import Assumption, Change, Conventions, Family, ModelConfig, WeightChange
-
-if TYPE_CHECKING:
-    from jaxspec.weights.model_def import ModelDef
 
 __all__ = [
     "Assumption",
@@ -29,9 +29,7 @@ __all__ = [
     "families",
     "family_of",
     "get_family",
-    "model_def_of",
     "presets",
-    "random_drafter",
     "recognise",
     "register",
 ]
@@ -83,7 +81,7 @@ def family_of(config: ModelConfig) -> Family:
         if type(config) is family.config:
             return family
     raise ValueError(
-        f"no family has configs of class {type(config).__name__}; register one with families.register"
+        f"no family has configs of class {type(config).__name__}; register one with registry.register"
     )
 
 
@@ -108,35 +106,9 @@ def recognise(config: Mapping[str, Any]) -> Family:
     )
 
 
-def model_def_of(config: ModelConfig, dtype: str) -> ModelDef:
-    """Return the `ModelDef` of the model that a config describes, with weights of `dtype`."""
-    from jaxspec.weights.model_def import ModelDef
-
-    return ModelDef(family_of(config).module(), config, dtype)
-
-
 def presets() -> dict[str, ModelConfig]:
     """Return the released sizes of all targets, by name."""
     return {name: config for f in families("target") for name, config in f.presets.items()}
-
-
-def random_drafter(preset: str, kind: str, dtype: str) -> tuple[ModelDef, str]:
-    """Return a drafter for a target's preset, and a description of the drafter for messages.
-
-    Args:
-      preset: the name of a target's preset.
-      kind: the name of the drafter's family.
-
-    Raises:
-      ValueError: there is no such preset or family, or the family has no drafter for the preset.
-    """
-    family, sizes = get_family(kind), presets()
-    if preset not in sizes:
-        raise ValueError(f"preset {preset!r} is not known; expected one of {', '.join(sizes)}")
-    if family.drafter_for is None:
-        raise ValueError(f"{family.title} is not made for presets")
-    config, words = family.drafter_for(preset, sizes[preset])
-    return model_def_of(config, dtype), words
 
 
 for _family in (gemma4.FAMILY, qwen3.FAMILY, dflash.FAMILY, mtp.FAMILY):

@@ -15,10 +15,8 @@ from jaxspec.configs.fields import words_of
 
 if TYPE_CHECKING:
     from checkpoints_convert.rules import RuleSet
-    from jaxspec.registry.costs import StepCost
+    from jaxspec.registry.costs import DraftStep, StepCost
     from jaxspec.shapes import Params
-    from jaxspec.state import DecodeSpec
-    from jaxspec.weights.model_def import ModelDef
 
 ModelConfig = Any
 """A family's own config, a frozen dataclass.
@@ -47,8 +45,9 @@ class Family:
       usual_drafter: for a target, the family of the drafter that it is benchmarked with.
       drafter_for: for a drafter, a function of a target's preset. It returns the drafter's config
         and a description for messages. Raises ValueError if there is no drafter for the preset.
-      cost: for a drafter, the cost of drafting and absorbing in one step. It takes a spec, the
-        number of rows, and the committed tokens of each row. None if the cost is negligible.
+      cost: for a drafter, the cost of drafting and absorbing in one step. It takes the facts of the
+        step, the number of rows, and the committed tokens of each row. None if the cost is
+        negligible.
       conventions: for a drafter, what it assumes about its target.
       with_head: for a drafter that borrows the target's head, what `module` is for the same drafter
         with a copy of that head, a weight named `head`. None for all others.
@@ -68,7 +67,7 @@ class Family:
     presets: Mapping[str, ModelConfig] = dataclasses.field(default_factory=dict)
     usual_drafter: str | None = None
     drafter_for: Callable[[str, TargetConfig], tuple[ModelConfig, str]] | None = None
-    cost: Callable[[DecodeSpec, int, int], StepCost] | None = None
+    cost: Callable[[DraftStep, int, int], StepCost] | None = None
     conventions: Conventions | None = None
     with_head: Callable[[], type[Any]] | None = None
     randomise: Callable[[Params, int], Params] = lambda params, seed: params
@@ -160,7 +159,8 @@ class Conventions:
 
     Attributes:
       keys: the keys of config.json that may set each field. See `configs.base.find_key`.
-      in_force: returns the conventions in force. It takes the definitions of target and drafter.
+      in_force: returns the conventions in force. It takes the configs of target and drafter, and the
+        dtype of the target.
       changes: returns other plausible values of config fields. It takes the configs of target and
         drafter, and the special ids of the target's tokenizer.
       weight_changes: returns other plausible weights. It takes the target's config and the
@@ -175,7 +175,7 @@ class Conventions:
     """
 
     keys: Mapping[str, Sequence[str]]
-    in_force: Callable[[ModelDef, ModelDef], Iterable[Assumption]]
+    in_force: Callable[[TargetConfig, ModelConfig, str], Iterable[Assumption]]
     changes: Callable[[TargetConfig, ModelConfig, Sequence[int]], Iterable[Change]]
     weight_changes: Callable[[TargetConfig, Params], Iterable[WeightChange]] = _no_weight_changes
     traced: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}

@@ -1,18 +1,13 @@
 """The bytes and operations of a pass, counted from configs and shapes. Nothing is measured here.
 
-Read `StepCost`, then `target_cost`, which applies to every target. The entry of a drafter's family
-has the drafter's cost.
+Read `StepCost`. The entry of a drafter's family computes the drafter's cost from a `DraftStep`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from jaxspec.configs.base import TargetConfig
-
-if TYPE_CHECKING:
-    from jaxspec.weights.model_def import ModelDef
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -58,45 +53,29 @@ class StepCost:
 NOTHING = StepCost(0, 0, 0)
 
 
-def target_cost(model_def: ModelDef, batch: int, tokens: int, context: int) -> StepCost:
-    """Return the cost of one target pass over `tokens` tokens of each row, with logits for all.
+@dataclass(frozen=True)
+class DraftStep:
+    """The facts of a decode step that the cost of drafting depends on.
 
-    The declaration of a parameter (`params.param`) says what kind it is. Of a `lookup` table a pass
-    reads some rows. Of a parameter with an "experts" axis a pass reads some experts. Every other
-    parameter is read whole, and a matrix is also multiplied. An embedding that is also the head
-    counts as such a matrix.
-
-    Args:
-      batch: the number of rows.
-      context: the number of committed tokens of each row.
+    Attributes:
+      config: the drafter's config.
+      weights: the drafter's abstract weights by name, arrays or quantised arrays.
+      depth: the number of draft tokens on each path from the anchor.
+      topk: the rows of a tree's levels after the first; 1 for a chain.
+      num_draft_tokens: the draft tokens of a whole step.
+      itemsize: bytes of one number of an activation.
+      cache_itemsize: bytes of one number in the target's caches.
+      head_bytes: bytes of the target's head; 0 if the target declares no head.
     """
-    config: TargetConfig = model_def.config
-    rows = batch * tokens
-    weight_bytes = flops = 0.0
-    declared = model_def.declared()
-    for name, a in model_def.abstract_weights().items():
-        nbytes, products = stored_bytes(a), operations(a, rows)
-        if declared[name].lookup:
-            nbytes, products = nbytes * rows / a.shape[0], 0.0
-        elif "experts" in declared[name].axes:
-            nbytes *= expected_experts(config, rows) / config.num_experts
-            products *= config.num_experts_per_token / config.num_experts
-        weight_bytes += nbytes
-        flops += products
-    kv_bytes, stored = 0.0, model_def.cache_dtype.itemsize
-    for layer in config.layers:
-        seen = context + tokens
-        if layer.window is not None:
-            seen = min(seen, layer.window)
-        kv_bytes += 2.0 * batch * seen * layer.num_kv_heads * layer.head_dim * stored
-        flops += 4.0 * rows * seen * layer.num_heads * layer.head_dim
-    return StepCost(weight_bytes, kv_bytes, flops)
 
-
-def expected_experts(config: TargetConfig, rows: int) -> float:
-    """Return the mean number of a layer's experts that uniform routing of `rows` tokens reaches."""
-    share = config.num_experts_per_token / config.num_experts
-    return config.num_experts * reached(share, rows)
+    config: Any
+    weights: Mapping[str, Any]
+    depth: int
+    topk: int
+    num_draft_tokens: int
+    itemsize: int
+    cache_itemsize: int
+    head_bytes: int
 
 
 def reached(share: float, rows: int) -> float:
@@ -122,16 +101,3 @@ def stored_bytes(weight: Any) -> int:
     """Return the bytes of an abstract weight, an array or a quantised one."""
     nbytes = getattr(weight, "nbytes", None)
     return weight.size * weight.dtype.itemsize if nbytes is None else nbytes
-
-
-def table_bytes(model_def: ModelDef) -> float:
-    """Return the bytes of a target's head, which a drafter borrows."""
-    assert model_def.head is not None
-    return stored_bytes(model_def.abstract_weights()[model_def.head])
-
-
-def itemsize(model_def: ModelDef) -> int:
-    """Return the size in bytes of one number in a model's dtype, as activations have it."""
-    import jax.numpy as jnp
-
-    return jnp.dtype(model_def.dtype).itemsize

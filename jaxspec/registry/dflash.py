@@ -16,15 +16,13 @@ from jaxspec.configs.dflash import (
     default_feature_layers,
 )
 from jaxspec.registry.base import Assumption, Change, Conventions, Family, WeightChange
-from jaxspec.registry.costs import StepCost, itemsize, operations, stored_bytes, table_bytes
-from jaxspec.registry.weights import changed, common_changes
-from jaxspec.registry.words import shown_scale
+from jaxspec.registry.costs import DraftStep, StepCost, operations, stored_bytes
+from jaxspec.registry.describe import shown_scale
+from jaxspec.registry.weight_changes import changed, common_changes
 
 if TYPE_CHECKING:
     from checkpoints_convert.rules import RuleSet
     from jaxspec.shapes import Params
-    from jaxspec.state import DecodeSpec
-    from jaxspec.weights.model_def import ModelDef
 
 
 def _read(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> DFlashConfig:
@@ -100,39 +98,34 @@ def _drafter_for(preset: str, target: TargetConfig) -> tuple[DFlashConfig, str]:
     return config, rule
 
 
-def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
+def _cost(step: DraftStep, batch: int, context: int) -> StepCost:
     """Return the cost of drafting one block and of absorbing the target's features of one block."""
     from jaxspec.quantised import get_format
 
-    assert spec.drafter is not None
-    config: DFlashConfig = spec.drafter.config
-    block = spec.depth + 1  # a tree also takes one block, whose positions are its levels
+    config: DFlashConfig = step.config
+    block = step.depth + 1  # a tree also takes one block, whose positions are its levels
     rows = batch * block
     weight_bytes = flops = kv_bytes = 0.0
-    weights = dict(spec.drafter.abstract_weights())
+    weights = dict(step.weights)
     head: Any = weights.pop("head", None)
     for name, a in weights.items():
         # Keys and values are computed twice: once for the drafted block, once for the kept context.
         uses = 2 if name.endswith(".kv") else 1
         weight_bytes += uses * stored_bytes(a)
         flops += uses * operations(a, rows)
-    weight_bytes += table_bytes(spec.target) if head is None else stored_bytes(head)
+    weight_bytes += step.head_bytes if head is None else stored_bytes(head)
     # Drafts may round what a table multiplies, and products of 8-bit floats count half.
     rounds = head is not None and get_format(head.format).rounds_activations
-    products = 2.0 * config.vocab_size * config.hidden_size * batch * spec.depth
+    products = 2.0 * config.vocab_size * config.hidden_size * batch * step.depth
     flops += products * (0.5 if rounds else 1.0)
     for kind in config.layer_types:
         seen = context if kind == "full" else min(context, config.sliding_window or context)
-        kv_bytes += (
-            2.0 * batch * seen * config.num_kv_heads * config.head_dim * itemsize(spec.target)
-        )
+        kv_bytes += 2.0 * batch * seen * config.num_kv_heads * config.head_dim * step.itemsize
         flops += 4.0 * rows * (seen + block) * config.num_heads * config.head_dim
     return StepCost(weight_bytes, kv_bytes, flops)
 
 
-def _in_force(target: ModelDef, drafter: ModelDef) -> Iterator[Assumption]:
-    c: DFlashConfig = drafter.config
-
+def _in_force(target: TargetConfig, c: DFlashConfig, dtype: str) -> Iterator[Assumption]:
     def assumption(name: str, field: str, shown: str, default: str = "none") -> Assumption:
         return Assumption(name, getattr(c, field), shown, field, default)
 
@@ -147,7 +140,7 @@ def _in_force(target: ModelDef, drafter: ModelDef) -> Iterator[Assumption]:
     yield assumption(
         "inside the block", "causal", ", ".join(layers), "sliding layers causal, full ones not"
     )
-    shown = shown_scale(target, scaled=c.scale_embeddings)
+    shown = shown_scale(target, dtype, scaled=c.scale_embeddings)
     yield assumption("embedding scale", "scale_embeddings", shown, "scaled")
     shown = "none" if c.final_logit_softcap is None else f"{c.final_logit_softcap:g}"
     yield assumption("logit soft cap", "final_logit_softcap", shown)

@@ -11,15 +11,13 @@ from jaxspec.configs.base import TargetConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import KEYS, MODEL_TYPES, PRESETS, MTPConfig
 from jaxspec.registry.base import Assumption, Change, Conventions, Family, WeightChange
-from jaxspec.registry.costs import StepCost, itemsize, operations, reached, stored_bytes
-from jaxspec.registry.weights import changed, common_changes
-from jaxspec.registry.words import shown_scale
+from jaxspec.registry.costs import DraftStep, StepCost, operations, reached, stored_bytes
+from jaxspec.registry.describe import shown_scale
+from jaxspec.registry.weight_changes import changed, common_changes
 
 if TYPE_CHECKING:
     from checkpoints_convert.rules import RuleSet
     from jaxspec.shapes import Params
-    from jaxspec.state import DecodeSpec
-    from jaxspec.weights.model_def import ModelDef
 
 
 def _module() -> type[Any]:
@@ -55,7 +53,7 @@ def _randomise(params: Params, seed: int) -> Params:
     return {**params, "token_ordering": placed}
 
 
-def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
+def _cost(step: DraftStep, batch: int, context: int) -> StepCost:
     """Return the cost of drafting with an assistant.
 
     There is one pass for each draft of a chain, or for each level of a tree. A pass needs the token
@@ -71,17 +69,12 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
     clusters' part of the token ordering. Layers of one type share their keys and values, which
     therefore count once in each pass.
     """
-    assert spec.drafter is not None
-    config: MTPConfig = spec.drafter.config
-    weights = spec.drafter.abstract_weights()
-    levels = [1] * spec.depth
-    if spec.tree is not None:
-        levels[1:] = [spec.tree.topk] * (spec.depth - 1)
-    size, stored = itemsize(spec.target), spec.target.cache_dtype.itemsize
+    config: MTPConfig = step.config
+    levels = [1] + [step.topk] * (step.depth - 1)
     weight_bytes = flops = kv_bytes = 0.0
     for level in levels:
         rows = batch * level
-        for name, a in weights.items():
+        for name, a in step.weights.items():
             # Parts of a parameter: all rows together read `share` of it, each row uses `used`.
             share = used = 1.0
             if config.num_centroids and name in ("head", "token_ordering"):
@@ -89,22 +82,20 @@ def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
                 share = reached(used, rows)
             weight_bytes += share * stored_bytes(a)
             flops += used * operations(a, rows)
-        weight_bytes += rows * config.backbone_hidden_size * size
+        weight_bytes += rows * config.backbone_hidden_size * step.itemsize
         for kind in set(config.layer_types):
             sliding = kind == "sliding"
             seen = min(context, config.num_window_keys) if sliding else context
             heads = config.num_kv_heads if sliding else config.full_num_kv_heads
             head_dim = config.head_dim if sliding else config.full_head_dim
-            kv_bytes += 2.0 * batch * seen * heads * head_dim * stored
+            kv_bytes += 2.0 * batch * seen * heads * head_dim * step.cache_itemsize
             layers = config.layer_types.count(kind)
             flops += 4.0 * rows * seen * layers * config.num_heads * head_dim
     return StepCost(weight_bytes, kv_bytes, flops)
 
 
-def _in_force(target: ModelDef, drafter: ModelDef) -> Iterator[Assumption]:
-    config: TargetConfig = target.config
-    c: MTPConfig = drafter.config
-    owners = {kind: config.last_kv_owner(kind) for kind in sorted(set(c.layer_types))}
+def _in_force(target: TargetConfig, c: MTPConfig, dtype: str) -> Iterator[Assumption]:
+    owners = {kind: target.last_kv_owner(kind) for kind in sorted(set(c.layer_types))}
     shown = ", ".join(f"{layer} ({kind})" for kind, layer in owners.items())
     origin = "target's config: the last of a kind with K/V"
     yield Assumption("K/V of layers", owners, shown, origin=origin)
@@ -123,7 +114,7 @@ def _in_force(target: ModelDef, drafter: ModelDef) -> Iterator[Assumption]:
     )
     order = "[embedding, state]; state: after the final norm"
     yield Assumption("inputs", ["embedding", "state"], order)
-    yield Assumption("embedding scale", True, shown_scale(target, scaled=True))
+    yield Assumption("embedding scale", True, shown_scale(target, dtype, scaled=True))
     origin = "the method: others are refused"
     yield Assumption("logit soft cap", None, "none", origin=origin)
     shown = "none: it reads no masks, and its layers no drafts"

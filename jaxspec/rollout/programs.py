@@ -22,7 +22,8 @@ from jaxspec.runtime.programs import options_of_loops
 from jaxspec.shapes import Array, Params
 from jaxspec.state import DecodeState
 from jaxspec.text.grammars.automaton import Automaton
-from jaxspec.weights.sharding import constrain_params, left_to_xla
+from jaxspec.weights.sharding import left_to_xla
+from jaxspec.weights.trees import constrain_params
 
 
 def generate(

@@ -40,10 +40,10 @@ from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
 from jaxspec.text.grammars import Grammar
 from jaxspec.text.grammars.automaton import Automaton
-from jaxspec.weights.given_params import KnownParams, accept_params
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import fetch, mesh_of, on_decoding_mesh, partition, place, place_rows
+from jaxspec.weights.trees import KnownParams, accept_params
 
 T = TypeVar("T")
 Models = Iterable[Any]

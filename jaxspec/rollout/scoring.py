@@ -32,9 +32,9 @@ from jaxspec.runtime.runtime import make_spec
 from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts, adjust, logprobs_of
 from jaxspec.shapes import Array, Bool, Float, Int, Params
 from jaxspec.state import DecodeSpec
-from jaxspec.weights.given_params import accept_params
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
+from jaxspec.weights.trees import accept_params
 
 CHUNK = 256
 """Tokens whose logits are in memory at once: 0.27 GB in float32, for a vocabulary of 262,144."""

@@ -38,12 +38,12 @@ def write_acceptance(directory: Path, value: Mapping[str, Any]) -> Path:
     file = config_file(directory)
     indent = 1 if file.name == _FILES[0] else 2
     text = json.dumps({**read_json(file), FIELD: value}, indent=indent) + "\n"
-    aside = file.with_name(f".{file.name}.partial")
+    temporary = file.with_name(f".{file.name}.partial")
     try:
-        aside.write_text(text)
-        aside.replace(file)
+        temporary.write_text(text)
+        temporary.replace(file)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be written: {error.strerror}") from None
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return file

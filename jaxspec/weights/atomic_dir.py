@@ -1,4 +1,4 @@
-"""A directory that appears at its place only when it is complete. Read `written_aside`.
+"""A directory that appears at its place only when it is complete. Read `atomic_directory`.
 
 A directory `NAME` is written as `NAME.partial`, and renamed. The file `NAME.partial.lock` is locked meanwhile, so
 that two writers do not meet. The system gives up the lock of a process that is killed. Therefore the next writer
@@ -27,7 +27,7 @@ def partial(destination: Path) -> Path:
 
 
 @contextlib.contextmanager
-def written_aside(destination: Path) -> Iterator[tuple[Path, int]]:
+def atomic_directory(destination: Path) -> Iterator[tuple[Path, int]]:
     """Yield an empty directory beside `destination`, which is renamed to `destination` at the end.
 
     It is removed if anything fails. What a killed process left is removed first: the bytes of it are yielded too.
@@ -38,27 +38,27 @@ def written_aside(destination: Path) -> Iterator[tuple[Path, int]]:
     """
     try:
         _refuse_existing(destination)
-        aside = partial(destination)
-        if not aside.parent.exists():
-            aside.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(aside):
+        temporary = partial(destination)
+        if not temporary.parent.exists():
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(temporary):
             _refuse_existing(destination)  # another process may just have finished it
-            left_behind = _size(aside)
-            _remove(aside)
-            aside.mkdir()
-            _being_written.append(aside)
+            left_behind = _size(temporary)
+            _remove(temporary)
+            temporary.mkdir()
+            _being_written.append(temporary)
             try:
-                yield aside, left_behind
+                yield temporary, left_behind
                 _refuse_existing(destination)
                 with _renaming:
-                    if aside not in _being_written:
+                    if temporary not in _being_written:
                         raise CheckpointError(f"{destination} was abandoned")
-                    _being_written.remove(aside)
-                    os.rename(aside, destination)
+                    _being_written.remove(temporary)
+                    os.rename(temporary, destination)
             finally:
                 with _renaming, contextlib.suppress(ValueError):
-                    _being_written.remove(aside)
-                _remove(aside)
+                    _being_written.remove(temporary)
+                _remove(temporary)
     except OSError as error:
         raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
 
@@ -66,10 +66,10 @@ def written_aside(destination: Path) -> Iterator[tuple[Path, int]]:
 def abandon() -> None:
     """Remove all directories that this process is writing, whatever thread writes them. None is renamed any more."""
     with _renaming:
-        asides, _being_written[:] = [*_being_written], []
-    for aside in asides:
-        _remove(aside)
-        _lock_of(aside).unlink(missing_ok=True)
+        directories, _being_written[:] = [*_being_written], []
+    for temporary in directories:
+        _remove(temporary)
+        _lock_of(temporary).unlink(missing_ok=True)
 
 
 def _refuse_existing(destination: Path) -> None:
@@ -78,12 +78,12 @@ def _refuse_existing(destination: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(aside: Path) -> Iterator[None]:
+def _locked(temporary: Path) -> Iterator[None]:
     """Hold the lock of a directory. Its file is removed at the end, while the lock is still held.
 
     Some network file systems have no locks. There the file itself is the lock, and stays after a kill.
     """
-    path = _lock_of(aside)
+    path = _lock_of(temporary)
     while True:
         made = _make(path)
         with contextlib.closing(path.open("r+")) as file:
@@ -91,11 +91,11 @@ def _locked(aside: Path) -> Iterator[None]:
             if is_mine is None and not made:
                 raise CheckpointError(
                     f"{path} is there, and this file system has no locks that tell whether a process still "
-                    f"writes {aside}; if none does, remove both"
+                    f"writes {temporary}; if none does, remove both"
                 )
             if is_mine is False:
                 raise CheckpointError(
-                    f"{aside} is being written by another process; wait for it, or name another destination"
+                    f"{temporary} is being written by another process; wait for it, or name another destination"
                 )
             if not is_at(file.fileno(), path):  # its last holder removed it after it was opened
                 continue
@@ -106,8 +106,8 @@ def _locked(aside: Path) -> Iterator[None]:
             return
 
 
-def _lock_of(aside: Path) -> Path:
-    return aside.with_name(f"{aside.name}.lock")
+def _lock_of(temporary: Path) -> Path:
+    return temporary.with_name(f"{temporary.name}.lock")
 
 
 def _make(path: Path) -> bool:

@@ -3,7 +3,7 @@
 Read `convert`; `source.py` has what it reads. `convert` and `to_hf` hold one parameter at a time. Peak memory is
 the size of the largest parameter plus a few hundred MB. A parameter that is joined or transposed
 counts twice. Output goes to a directory beside the destination, which is renamed at the end, see
-`storage.aside`. Until then nothing is at the destination, and the directory does not load.
+`atomic_dir`. Until then nothing is at the destination, and the directory does not load.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.hf_io import CONFIG_FILES, TOKENIZER_FILES
 from checkpoints_convert.rules import Fill, TensorSpec, fills_for, find_prefix
 from jaxspec.quantised import QuantisedArray
-from jaxspec.quantised.choice import check_format, quantised_def
-from jaxspec.registry import ModelConfig, model_def_of
+from jaxspec.quantised.choice import check_format
+from jaxspec.registry import ModelConfig
 from jaxspec.shapes import Array
 from jaxspec.weights.acceptance import FIELD, read_acceptance, write_acceptance
 from jaxspec.weights.arrays import LazyArray, check_tree, read_params, save_params, stored_arrays
-from jaxspec.weights.atomic_dir import written_aside
+from jaxspec.weights.atomic_dir import atomic_directory
+from jaxspec.weights.define import model_def_of, quantised_def
 from jaxspec.weights.finite import checked
 from jaxspec.weights.manifest import MANIFEST, Manifest
 from jaxspec.weights.memory import check_host_fits
@@ -101,7 +102,7 @@ def convert(
         if format is not None:
             check_format(option, format)
     started = time.perf_counter()
-    with written_aside(Path(destination)) as (aside, left_behind):
+    with atomic_directory(Path(destination)) as (temporary, left_behind):
         directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
         if directory.parent.name == "snapshots":  # the hub's cache names it by commit
             revision = directory.name
@@ -136,8 +137,8 @@ def convert(
         kv_scales = opened.kv_scales  # refused before anything is written
         arrays = {name: array for fill in fills for name, array in lazily(fill).items()}
         with checked(directory) as see:
-            save_params(aside, arrays)
-        _copy_files(directory, aside)
+            save_params(temporary, arrays)
+        _copy_files(directory, temporary)
         of_floats = [fill for fill in fills if not fill.transform.integers]
         dtypes = {stored_as(fill).name for fill in of_floats}
         compute = "float32" if "float32" in dtypes else "bfloat16"
@@ -159,7 +160,7 @@ def convert(
             compute_dtype=compute if model_def.formats else None,
             cache_dtype=compute if model_def.formats else None,
             kv_scales=kv_scales,
-        ).write(aside)
+        ).write(temporary)
     return Report(
         opened.family.name,
         Path(destination),
@@ -239,17 +240,17 @@ def to_hf(
     stored = stored_arrays(directory)
     _check_memory(fills, lambda fill: stored[fill.path].dtype)
     arrays = read_params(directory, [fill.path for fill in fills])
-    with written_aside(Path(destination)) as (aside, left_behind):
+    with atomic_directory(Path(destination)) as (temporary, left_behind):
         total = hf_io.write_tensors(
-            aside,
+            temporary,
             [_group(fill, manifest.tensors, lambda: next(arrays)) for fill in fills],
             progress,
         )
         for _ in arrays:  # none is left: at its end the reader refuses what is not finite
             pass
-        _copy_files(directory, aside)
-        if manifest.measured_acceptance not in (None, read_acceptance(aside)):  # recorded since
-            write_acceptance(aside, manifest.measured_acceptance)
+        _copy_files(directory, temporary)
+        if manifest.measured_acceptance not in (None, read_acceptance(temporary)):  # recorded since
+            write_acceptance(temporary, manifest.measured_acceptance)
     return Report(
         manifest.kind,
         Path(destination),

@@ -17,11 +17,10 @@ from jax.sharding import Mesh
 from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
 from jaxspec.configs.base import GenerationDefaults
-from jaxspec.quantised.choice import quantised_def
-from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.registry import Family, ModelConfig, families, get_family, model_def_of
+from jaxspec.registry import Family, ModelConfig, families, get_family
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.arrays import restore_params
+from jaxspec.weights.define import model_def_of, quantised_def, with_kv_dtype
 from jaxspec.weights.manifest import MANIFEST, Manifest
 from jaxspec.weights.memory import check_weights_fit
 from jaxspec.weights.model_def import ModelDef

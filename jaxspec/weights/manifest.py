@@ -13,12 +13,14 @@ from typing import Any
 from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.files import read_json
 from checkpoints_convert.headers import DTYPES
-from jaxspec import __version__, quantised
+from jaxspec import quantised
 from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_json
 from jaxspec.options import shown
 from jaxspec.quantised.kv import DTYPES as DTYPES_OF_KV
-from jaxspec.registry import ModelConfig, get_family, model_def_of
+from jaxspec.registry import ModelConfig, get_family
+from jaxspec.version import __version__
 from jaxspec.weights.acceptance import FIELD
+from jaxspec.weights.define import model_def_of
 from jaxspec.weights.model_def import ModelDef
 
 MANIFEST = "manifest.json"
@@ -119,7 +121,7 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     absent = {name for name, default in fields.items() if default is dataclasses.MISSING}
     if wrong := sorted((set(values) - set(fields)) | (absent - set(values))):
         raise ValueError(f"it has unknown or missing fields: {shown(wrong)}")
-    for name, is_allowed in _KINDS.items():
+    for name, is_allowed in _ALLOWED.items():
         if name in values and not is_allowed(values[name]):
             raise ValueError(f"{name} is {shown(values[name])}, which no conversion writes")
     for name, dtype in values["tensors"].items():
@@ -166,7 +168,7 @@ def _are_scales(value: Any) -> bool:
 _OF_QUANTISED = ("formats", "compute_dtype", "cache_dtype", "kv_scales")
 
 
-_KINDS: dict[str, Callable[[Any], bool]] = {
+_ALLOWED: dict[str, Callable[[Any], bool]] = {
     "kind": _is_text,
     "source": _is_text,
     "revision": lambda value: value is None or _is_text(value),

@@ -13,11 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.quantised.announced import Spec
-from checkpoints_convert.quantised.sources import GroupedFloat4, GroupedInt4, PerChannel, Source
+from checkpoints_convert.quantised.quantization_config import Spec
+from checkpoints_convert.quantised.stored_weights import (
+    GroupedFloat4,
+    GroupedInt4,
+    PerChannel,
+    StoredWeight,
+)
 from checkpoints_convert.rules import Shape
-from jaxspec.quantised.formats import get_format
-from jaxspec.quantised.grouped import GROUPS, from_float4, from_int4, int4_name
+from jaxspec.quantised.format import get_format
+from jaxspec.quantised.int4 import GROUPS, from_float4, from_int4, int4_name
 
 _OF_BLOCKS = "int8"
 """The format of weights in blocks of 128 x 128. It has a scale for each row of blocks, so numbers are
@@ -95,7 +100,7 @@ def _check_groups(name: str, spec: Spec, shape: Shape, contracting_axes: tuple[i
 
 
 def parts_of(
-    source: Source, format: str, shape: Shape, contracting_axes: tuple[int, ...]
+    source: StoredWeight, format: str, shape: Shape, contracting_axes: tuple[int, ...]
 ) -> dict[str, Any]:
     """Return the arrays of a format that hold a weight of a file. Nothing is rounded.
 

@@ -19,12 +19,13 @@ import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.rules import fills_for
-from jaxspec.registry import family_of, model_def_of
+from jaxspec.registry import family_of
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.arrays import LazyArray, save_params
-from jaxspec.weights.atomic_dir import written_aside
+from jaxspec.weights.atomic_dir import atomic_directory
 from jaxspec.weights.bridge import checkpoint_prefix
 from jaxspec.weights.conversion import _copy_files, refuse_quantised, write_weights
+from jaxspec.weights.define import model_def_of
 from jaxspec.weights.draft_head import refuse_copy
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.manifest import MANIFEST, Manifest
@@ -55,9 +56,9 @@ def save(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
     config = model.config
     shapes = parameter_shapes(config)
     fills = fills_for(rule_set(config, shapes), shapes, checkpoint_prefix(model))
-    with written_aside(Path(directory)) as (aside, _):
-        save_params(aside, {name: _lazily(x) for name, x in params.items()})
-        _copy_files(model.directory, aside)
+    with atomic_directory(Path(directory)) as (temporary, _):
+        save_params(temporary, {name: _lazily(x) for name, x in params.items()})
+        _copy_files(model.directory, temporary)
         Manifest(
             kind=family_of(config).name,
             config=config,
@@ -75,7 +76,7 @@ def save(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
                 for name in fill.sources
             },
             skipped=[],
-        ).write(aside)
+        ).write(temporary)
 
 
 def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> None:
@@ -96,10 +97,10 @@ def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> No
             "a directory that needs none"
         )
     prefix = checkpoint_prefix(model)
-    with written_aside(Path(directory)) as (aside, _):
-        write_weights(model.config, params, aside, prefix=prefix, dtype=dtype)
-        _copy_files(model.directory, aside)
-        file = aside / "config.json"
+    with atomic_directory(Path(directory)) as (temporary, _):
+        write_weights(model.config, params, temporary, prefix=prefix, dtype=dtype)
+        _copy_files(model.directory, temporary)
+        file = temporary / "config.json"
         values = _with_dtype(json.loads(file.read_bytes()), dtype)
         file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

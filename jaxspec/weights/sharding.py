@@ -2,7 +2,7 @@
 
 A mesh has the axes `data` (rows of the batch) and `model` (parts of every weight and cache). One
 device is a mesh of 1 x 1. The axes of weights are named where the weights are declared
-(`params.param`). The axes of caches and states are named here. `RULES` says which of the named axes
+(`model_def.param`). The axes of caches and states are named here. `RULES` says which of the named axes
 is split. Programs are compiled under `jax.set_mesh(mesh)` for arrays that are placed by these
 rules. XLA adds the communication: two sums per layer, and a few for the embedding and the choice of
 tokens.
@@ -26,7 +26,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxspec.cache import KVCache
 from jaxspec.shapes import Array, Params
-from jaxspec.weights.trees import flat_params
 from pallas_kernels.rounding import Rounded, Sums
 
 MESH_AXES = ("data", "model")
@@ -121,7 +120,7 @@ def partition(
     return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
 
 
-def _mesh_left_to_xla() -> AbstractMesh | None:
+def mesh_left_to_xla() -> AbstractMesh | None:
     """Return the current mesh, or None where there is none or some of its axes are not XLA's.
 
     A function under `shard_map` has axes of type Manual: there every device has its own arrays.
@@ -135,25 +134,13 @@ def constrain(x: Activation, *axes: str | None) -> Activation:
 
     Of what has scales the numbers are split so, and XLA follows with the scales.
     """
-    if (mesh := _mesh_left_to_xla()) is None:
+    if (mesh := mesh_left_to_xla()) is None:
         return x
     if isinstance(x, Rounded):
         return x._replace(codes=constrain(x.codes, *axes))
     if isinstance(x, Sums):
         return x._replace(sums=constrain(x.sums, *axes))
     return lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
-
-
-def constrain_params(params: Params, model_def: Any) -> Params:
-    """Tell XLA, inside a jitted function, to bring weights to where decoding wants them.
-
-    What another axis than `model` splits, such as `fsdp`, is brought together once and not in every
-    step. Do nothing where no mesh is left to XLA.
-    """
-    if (mesh := _mesh_left_to_xla()) is None:
-        return params
-    specs = {name: sharding.spec for name, sharding in model_def.shardings(mesh).items()}
-    return lax.with_sharding_constraint(params, specs)
 
 
 def left_to_xla(run: Callable[..., T], *args: Any) -> T:
@@ -187,7 +174,7 @@ def varying_as(tree: T, *inputs: Any) -> T:
 
 def row_parts() -> int:
     """Return how many devices the rows of a batch are split over, on the current mesh."""
-    mesh = _mesh_left_to_xla()
+    mesh = mesh_left_to_xla()
     sizes = () if mesh is None else mesh.shape.items()
     return math.prod(size for axis, size in sizes if axis != "model")
 
@@ -296,21 +283,6 @@ def decoding_mesh(mesh: Mesh) -> Mesh:
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def place_params(params: Any, model_def: Any, mesh: Mesh) -> Params:
-    """Move weights from any mesh to where decoding needs them.
-
-    Weights that are already in place are not copied. Weights that an axis like `fsdp` split are
-    gathered, because decoding reads every weight in every step.
-
-    Args:
-      params: the weights, as `trees.flat_params` takes them.
-      model_def: the model definition of the model that the weights belong to, such as `LoadedModel.model_def`.
-      mesh: any mesh of the devices, such as that of a training program; see `decoding_mesh`. Where its
-        axis for parts of weights is not named `model`, pass `make_mesh(data=..., model=...)`.
-    """
-    return jax.device_put(flat_params(params), model_def.shardings(decoding_mesh(mesh)))
-
-
 def on_decoding_mesh(params: Params) -> Params:
     """Return the weights with `decoding_mesh` in place of the mesh they name.
 
@@ -377,7 +349,7 @@ def mesh_of(**params: Mapping[str, Array] | None) -> Mesh:
         found = [f"{name} on {_described(mesh)}" for mesh, name in meshes.items()]
         raise ValueError(
             f"weights are not on the same devices: {'; '.join(found)}. Load all with the same mesh, or "
-            "put each model's there by jaxspec.weights.sharding.place_params(params, model_def, mesh)"
+            "put each model's there by jaxspec.place_params(params, model_def, mesh)"
         )
     return next(iter(meshes))
 
@@ -386,7 +358,7 @@ def _way_out(name: str) -> str:
     model = name.split()[0]
     return (
         "Put them where decoding wants them first: "
-        f"{model}_params = jaxspec.weights.sharding.place_params({model}_params, {model}.model_def, mesh)"
+        f"{model}_params = jaxspec.place_params({model}_params, {model}.model_def, mesh)"
     )
 
 

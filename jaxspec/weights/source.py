@@ -20,12 +20,12 @@ import numpy as np
 from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.kv_scales import read_kv_scales
-from checkpoints_convert.quantised import sources
-from checkpoints_convert.quantised.announced import Spec, read_announced
+from checkpoints_convert.quantised import stored_weights
+from checkpoints_convert.quantised.quantization_config import Spec, read_quantization_config
 from checkpoints_convert.quantised.view import View, open_view
 from checkpoints_convert.rules import (
+    ConversionPlan,
     Fill,
-    Plan,
     RuleSet,
     Shape,
     Transform,
@@ -35,7 +35,8 @@ from checkpoints_convert.rules import (
     same,
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
-from jaxspec.registry import Family, ModelConfig, family_of, model_def_of, recognise
+from jaxspec.registry import Family, ModelConfig, family_of, recognise
+from jaxspec.weights.define import model_def_of
 from jaxspec.weights.finite import See, checked
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.quantised_files import format_of, is_lossless, parts_of
@@ -65,7 +66,7 @@ class Recipe:
             return self.transform.to_param(pieces, self.shape)
         rows = self.transform.rows
         assert rows is not None
-        joined = sources.arrange(pieces, lambda arrays: rows(arrays, self.shape))
+        joined = stored_weights.arrange(pieces, lambda arrays: rows(arrays, self.shape))
         return parts_of(joined, self.format, self.shape, self.contracting_axes)
 
     @property
@@ -99,7 +100,7 @@ class Source:
     family: Family
     config: ModelConfig
     generation: GenerationDefaults | None
-    plan: Plan
+    plan: ConversionPlan
     view: View
 
     @functools.cached_property
@@ -230,7 +231,7 @@ def open_source(directory: Path) -> Source:
     shapes = parameter_shapes(config)
     rules = rule_set(config, shapes)
     try:
-        announced = read_announced(checkpoint.config, checkpoint.quantization)
+        announced = read_quantization_config(checkpoint.config, checkpoint.quantization)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from None
     view = open_view(checkpoint, rules, announced, str(directory))

@@ -15,8 +15,8 @@ import pytest
 
 from checkpoints_convert.headers import DTYPES
 from checkpoints_convert.quantised import layouts
-from checkpoints_convert.quantised.announced import Spec
-from checkpoints_convert.quantised.sources import GroupedFloat4, Source, numbers
+from checkpoints_convert.quantised.quantization_config import Spec
+from checkpoints_convert.quantised.stored_weights import GroupedFloat4, StoredWeight, numbers
 from checkpoints_convert.rules import TensorSpec
 
 GOLDEN = np.load(Path(__file__).with_name("golden_quantised.npz"))
@@ -40,9 +40,9 @@ def _is_float(name: str, part: str) -> bool:
     return name.startswith("fp8") or (name.startswith("nvfp4") and part == "weight_scale")
 
 
-def read(parts: dict[str, np.ndarray], announced: Spec | None = None) -> tuple[Spec, Source]:
+def read(parts: dict[str, np.ndarray], configured: Spec | None = None) -> tuple[Spec, StoredWeight]:
     specs = {part: TensorSpec(a.shape, _NAMES[a.dtype]) for part, a in parts.items()}
-    spec, shape = layouts.recognise("w", specs, announced)
+    spec, shape = layouts.recognise("w", specs, configured)
     return spec, layouts.read("w", spec, shape, specs, parts.__getitem__)
 
 

@@ -24,7 +24,7 @@ from jaxspec import state as states
 from jaxspec.commands.bench import floor, plot, profile, programs, results, run, tables
 from jaxspec.commands.bench import pair as pairs
 from jaxspec.commands.bench.command import bench_command
-from jaxspec.commands.bench.floor import Ceiling, StepCost
+from jaxspec.commands.bench.floor import Ceiling, StepCost, expected_experts
 from jaxspec.commands.bench.measure import measure, of_a_group
 from jaxspec.commands.bench.pair import Pair, make_pair
 from jaxspec.commands.models import ModelOptions
@@ -37,14 +37,12 @@ from jaxspec.drafters.dflash import DFlashDrafter
 from jaxspec.drafters.mtp import MTPDrafter
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import Drafting, ProgramFeatures, Sampling, Tree
-from jaxspec.quantised.choice import formats_for
-from jaxspec.registry import random_drafter
-from jaxspec.registry.costs import expected_experts
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import Runtime
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
 from jaxspec.weights import memory as weight_memory
+from jaxspec.weights.define import formats_for, random_drafter
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import MESH_AXES, make_mesh
 from tests import tiny

@@ -23,6 +23,7 @@ from jaxspec.quantised import kv
 from jaxspec.quantised.kv import FP8, KVFormat, KVStorage
 from jaxspec.shapes import Array
 from jaxspec.state import DecodeSpec, init_state
+from jaxspec.weights import define
 from jaxspec.weights.model_def import ModelDef
 from pallas_kernels.common.reference_ops import rms_norm, rotate
 from tests import tiny, tiny_qwen3
@@ -202,23 +203,23 @@ def test_derivatives_of_passes_without_a_cache_are_those_of_no_rounding() -> Non
 def test_what_cannot_be_is_refused_with_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
     gemma, qwen = tiny.target("31b")[0], tiny_qwen3.target(tiny_qwen3.FEATURE_SETS[0])[0]
     with pytest.raises(ValueError, match="kv_dtype is 'fp4'; expected one of bfloat16, float32"):
-        kv.with_kv_dtype(gemma, "fp4")
+        define.with_kv_dtype(gemma, "fp4")
     with pytest.raises(ValueError, match="more bytes for the same numbers: leave it out, or give"):
-        kv.with_kv_dtype(gemma.of_dtype("bfloat16"), "float32")
+        define.with_kv_dtype(gemma.of_dtype("bfloat16"), "float32")
     with pytest.raises(ValueError, match=r"Qwen3 does not norm its values.*use bfloat16, or a"):
-        kv.with_kv_dtype(qwen, "fp8")
+        define.with_kv_dtype(qwen, "fp8")
     scales = ((0.5, 0.25),) * qwen.config.num_layers
-    assert kv.with_kv_dtype(qwen, "fp8", scales).kv == KVFormat("fp8", scales)
-    assert kv.with_kv_dtype(gemma, "float32") == gemma
-    monkeypatch.setattr(kv, "capability", lambda: 8.0)
+    assert define.with_kv_dtype(qwen, "fp8", scales).kv == KVFormat("fp8", scales)
+    assert define.with_kv_dtype(gemma, "float32") == gemma
+    monkeypatch.setattr(define, "capability", lambda: 8.0)
     with pytest.raises(ValueError, match=r"compute capability 8.9; .* has 8.0: use bfloat16"):
-        kv.with_kv_dtype(gemma, "fp8")
-    assert kv.with_kv_dtype(gemma, "bfloat16").cache_dtype == jnp.bfloat16
+        define.with_kv_dtype(gemma, "fp8")
+    assert define.with_kv_dtype(gemma, "bfloat16").cache_dtype == jnp.bfloat16
 
 
 def test_graphs_say_how_they_store_keys_and_values() -> None:
     gemma = tiny.target("31b")[0]
-    narrow = kv.with_kv_dtype(gemma, "fp8")
+    narrow = define.with_kv_dtype(gemma, "fp8")
     assert (gemma.dtypes, narrow.dtypes) == ("float32", "float32, K/V fp8")
     assert "float32, K/V fp8" in repr(narrow)
     assert "K/V" not in repr(gemma)

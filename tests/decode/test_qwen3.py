@@ -9,7 +9,7 @@ import pytest
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.engine.engine import Request
 from jaxspec.options import Tree
-from jaxspec.registry import model_def_of
+from jaxspec.weights.define import model_def_of
 from jaxspec.weights.loading import LoadedModel
 from tests import cases, fakes, tiny, tiny_qwen3
 from tests.cases import BLOCK, NEW_TOKENS, Case, run

@@ -25,12 +25,11 @@ from jaxspec.drafters.dflash import DFlashWithHead
 from jaxspec.options import Drafting, FieldError
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.array import quantise
-from jaxspec.quantised.choice import formats_for
-from jaxspec.registry import model_def_of
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import make_spec
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.bridge import from_hf_names, to_hf_names
+from jaxspec.weights.define import formats_for, model_def_of
 from jaxspec.weights.draft_head import model_def_with_head, with_draft_head
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef

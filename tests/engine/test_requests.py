@@ -10,8 +10,8 @@ import pytest
 
 from jaxspec.engine.request import Request, kind_refusal, refusal
 from jaxspec.options import FieldError, Sampling
-from jaxspec.registry import model_def_of
 from jaxspec.runtime.runtime import make_spec
+from jaxspec.weights.define import model_def_of
 from tests.tiny_qwen3 import config
 
 SPEC = make_spec(model_def_of(config("qwen3-tied"), "float32"), None)  # 160 tokens

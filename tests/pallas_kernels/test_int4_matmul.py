@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from checkpoints_convert.quantised.sources import as_pairs, low_first
+from checkpoints_convert.quantised.stored_weights import as_pairs, low_first
 from jaxspec import quantised
 from jaxspec.commands.models import Quantized
 from jaxspec.configs.gemma4 import PRESETS
 from jaxspec.models.layers import project, project_gated, table_logits
 from jaxspec.quantised import FormatError, array
-from jaxspec.quantised.choice import formats_for
-from jaxspec.quantised.grouped import Grouped, from_float4, from_int4, int4_name
-from jaxspec.registry import model_def_of
+from jaxspec.quantised.int4 import Grouped, from_float4, from_int4, int4_name
+from jaxspec.weights.define import formats_for, model_def_of
 from pallas_kernels.common import tiles
 from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.common.tile_schedule import place_of, shares_of

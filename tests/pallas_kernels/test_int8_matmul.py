@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from jaxspec.configs.gemma4 import PRESETS
-from jaxspec.quantised.choice import formats_for
-from jaxspec.registry import model_def_of
+from jaxspec.weights.define import formats_for, model_def_of
 from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.common.tiles import SHARED_BYTES, FewCut, padded, results_are_apart, shares
 from pallas_kernels.dispatch import H200_PROCESSORS

@@ -25,10 +25,9 @@ from jaxspec.models.layers import project, table_logits
 from jaxspec.options import FieldError
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.array import quantise
-from jaxspec.quantised.choice import formats_for, quantised_def
-from jaxspec.registry import model_def_of
 from jaxspec.runtime import memory
 from jaxspec.weights import conversion, loading
+from jaxspec.weights.define import formats_for, model_def_of, quantised_def
 from jaxspec.weights.loading import CheckpointError, LoadedModel
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh

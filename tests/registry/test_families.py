@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec import registry
 from jaxspec.commands.bench import floor
+from jaxspec.commands.bench.floor import target_cost
 from jaxspec.commands.bench.pair import make_pair
 from jaxspec.commands.check.hypotheses import Hypothesis, alternatives, in_force
 from jaxspec.commands.models import ModelOptions
@@ -29,7 +30,6 @@ from jaxspec.configs.gemma4 import PRESETS as GEMMA4_PRESETS
 from jaxspec.engine.engine import Completion, Engine, Request
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import Drafting
-from jaxspec.registry.costs import target_cost
 from jaxspec.runtime import memory
 from jaxspec.weights.bridge import from_hf_names, to_hf_names
 from jaxspec.weights.conversion import convert, to_hf

@@ -34,12 +34,12 @@ from jaxspec.configs.base import ConfigError
 from jaxspec.configs.dflash import PRESETS as DFLASH_PRESETS
 from jaxspec.configs.qwen3 import PRESETS
 from jaxspec.options import Drafting
-from jaxspec.registry import model_def_of, random_drafter
 from jaxspec.runtime import memory
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.weights.conversion import write_weights
+from jaxspec.weights.define import model_def_of, random_drafter
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import MESH_AXES, make_mesh
 from tests import tiny, tiny_qwen3

@@ -16,13 +16,13 @@ from jaxspec.api import BUNDLED
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import ProgramFeatures, Sampling
-from jaxspec.registry import model_def_of
 from jaxspec.rollout.batch import GenerateResult
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.rollout.scoring import Sequences, score
 from jaxspec.sampling import Logprobs, SamplingParams
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.bridge import from_hf_names
+from jaxspec.weights.define import model_def_of
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
 from tests import fakes, tiny, tiny_qwen3

@@ -34,9 +34,8 @@ from jaxspec.models.layers import project_gated
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.options import Drafting, Tree
 from jaxspec.quantised.array import quantise, quantise_in_slices
-from jaxspec.quantised.choice import formats_for
-from jaxspec.quantised.kv import with_kv_dtype
 from jaxspec.state import DecodeSpec, PrefillChunk
+from jaxspec.weights.define import formats_for, with_kv_dtype
 from jaxspec.weights.draft_head import model_def_with_head
 from jaxspec.weights.model_def import ModelDef
 from pallas_kernels import int8_matmul

@@ -20,12 +20,12 @@ from jaxspec.commands.cli import app
 from jaxspec.engine import engine as engines
 from jaxspec.engine.engine import Engine
 from jaxspec.options import Drafting
-from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.registry import model_def_of, presets, random_drafter
+from jaxspec.registry import presets
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import Runtime, cache_bucket, make_spec
 from jaxspec.weights import memory as weight_memory
 from jaxspec.weights.conversion import convert, to_hf
+from jaxspec.weights.define import model_def_of, random_drafter, with_kv_dtype
 from jaxspec.weights.host_memory import AvailableMemory, available_memory
 from jaxspec.weights.sharding import MESH_AXES, make_mesh
 from tests.cases import case

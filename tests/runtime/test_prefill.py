@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 
 from jaxspec.commands.bench import trace
 from jaxspec.engine.engine import Completion, Engine, Request, Update
-from jaxspec.registry import model_def_of, presets
+from jaxspec.registry import presets
 from jaxspec.runtime import prefill
 from jaxspec.runtime.prefill import Shapes, chunks
+from jaxspec.weights.define import model_def_of
 from tests.cases import NEW_TOKENS, case
 
 pytestmark = pytest.mark.usefixtures("tight")

@@ -39,14 +39,15 @@ from jaxspec.api import BUNDLED
 from jaxspec.engine.engine import Engine, Request
 from jaxspec.models.layers import project
 from jaxspec.options import Drafting, ProgramFeatures, Sampling
-from jaxspec.quantised.choice import formats_for
 from jaxspec.rollout.batch import GenerateResult, Prompts
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.runtime import prefill
 from jaxspec.shapes import Array, Params
+from jaxspec.weights.define import formats_for
 from jaxspec.weights.draft_head import with_draft_head
 from jaxspec.weights.loading import LoadedModel, load_drafter, load_target
-from jaxspec.weights.sharding import make_mesh, place, place_params, state_shardings
+from jaxspec.weights.sharding import make_mesh, place, state_shardings
+from jaxspec.weights.trees import place_params
 from tests import tiny_pair
 from tests.cases import PROMPT_LENGTHS, Case, case, engine_of, target
 from tests.cases import run as run_all

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from jaxspec.configs.base import TargetConfig
 from jaxspec.registry import Assumption, Change, Conventions, Family, WeightChange
-from jaxspec.registry.costs import StepCost, itemsize
+from jaxspec.registry.costs import DraftStep, StepCost
 from jaxspec.shapes import Params
-from jaxspec.state import DecodeSpec
-from jaxspec.weights.model_def import ModelDef
 from tests.toy import rules
 from tests.toy.drafter import KEYS, RecallConfig, RecallDrafter
 from tests.toy.target import Toy, ToyConfig
@@ -28,19 +26,18 @@ TARGET = Family(
 )
 
 
-def _cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
+def _cost(step: DraftStep, batch: int, context: int) -> StepCost:
     """Count one row of the table a draft; nothing is multiplied."""
     del context
-    assert spec.drafter is not None
-    row = spec.drafter.config.vocab_size * itemsize(spec.drafter)
-    return StepCost(batch * spec.num_draft_tokens * row, 0, 0)
+    row = step.config.vocab_size * step.itemsize
+    return StepCost(batch * step.num_draft_tokens * row, 0, 0)
 
 
-def _in_force(target: ModelDef, drafter: ModelDef) -> Iterator[Assumption]:
-    c: RecallConfig = drafter.config
+def _in_force(target: TargetConfig, c: RecallConfig, dtype: str) -> Iterator[Assumption]:
+    del dtype
     shown = "what followed a token" if c.recall else "the table alone"
     yield Assumption("recall", c.recall, shown, "recall", "on")
-    yield Assumption("positions", None, f"none of the target's {target.config.max_positions}")
+    yield Assumption("positions", None, f"none of the target's {target.max_positions}")
 
 
 def _changes(target: TargetConfig, c: RecallConfig, special_ids: Sequence[int]) -> Iterator[Change]:

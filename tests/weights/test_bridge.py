@@ -12,10 +12,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.api import BUNDLED
-from jaxspec.registry import ModelConfig, model_def_of, recognise
+from jaxspec.registry import ModelConfig, recognise
 from jaxspec.shapes import Params
 from jaxspec.weights.bridge import from_hf_names, to_hf_names
 from jaxspec.weights.conversion import write_weights
+from jaxspec.weights.define import model_def_of
 from jaxspec.weights.loading import CheckpointError, load_drafter, load_target
 from tests import tiny
 from tests.checkpoints_convert.hf_layout import TINY_DRAFTER

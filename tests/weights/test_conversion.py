@@ -17,8 +17,9 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.gemma4 import Gemma4Config
 from jaxspec.configs.mtp import MTPConfig
-from jaxspec.registry import family_of, model_def_of
+from jaxspec.registry import family_of
 from jaxspec.weights.conversion import Report, convert, to_hf, write_weights
+from jaxspec.weights.define import model_def_of
 from jaxspec.weights.loading import load_drafter, load_target
 from jaxspec.weights.manifest import Manifest
 from tests.checkpoints_convert import hf_layout

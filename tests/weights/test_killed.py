@@ -11,7 +11,7 @@ import pytest
 
 from checkpoints_convert.errors import CheckpointError
 from jaxspec.weights import atomic_dir
-from jaxspec.weights.atomic_dir import written_aside
+from jaxspec.weights.atomic_dir import atomic_directory
 from jaxspec.weights.conversion import convert, to_hf
 from jaxspec.weights.loading import load_target
 from tests.checkpoints_convert import hf_layout
@@ -21,8 +21,8 @@ TINY = hf_layout.TINY["31b"]
 
 _WRITER = """
 import pathlib, sys, time
-from jaxspec.weights.atomic_dir import written_aside
-with written_aside(pathlib.Path(sys.argv[1])) as (directory, _):
+from jaxspec.weights.atomic_dir import atomic_directory
+with atomic_directory(pathlib.Path(sys.argv[1])) as (directory, _):
     (directory / "half").write_bytes(bytes(1000))
     print("writing", flush=True)
     time.sleep(float(sys.argv[2]))
@@ -54,13 +54,13 @@ def test_two_writers_do_not_meet_and_a_killed_one_is_followed(tmp_path: Path) ->
             pytest.raises(
                 CheckpointError, match=r"ours.partial is being written by another process"
             ),
-            written_aside(place),
+            atomic_directory(place),
         ):
             pass
         assert names(tmp_path) == ["ours.partial", "ours.partial.lock"]
         writer.kill()
     assert names(tmp_path) == ["ours.partial", "ours.partial.lock"]
-    with written_aside(place) as (directory, left_behind):
+    with atomic_directory(place) as (directory, left_behind):
         assert left_behind == 1000
         assert names(directory) == []
         (directory / "whole").touch()
@@ -70,19 +70,19 @@ def test_two_writers_do_not_meet_and_a_killed_one_is_followed(tmp_path: Path) ->
 
 def test_the_second_of_two_writers_may_follow_a_first_that_failed(tmp_path: Path) -> None:
     place = tmp_path / "ours"
-    with pytest.raises(RuntimeError), written_aside(place):
+    with pytest.raises(RuntimeError), atomic_directory(place):
         raise RuntimeError
     assert names(tmp_path) == []
-    with written_aside(place):
+    with atomic_directory(place):
         pass
     assert names(tmp_path) == ["ours"]
-    with pytest.raises(CheckpointError, match="exists"), written_aside(place):
+    with pytest.raises(CheckpointError, match="exists"), atomic_directory(place):
         pass
 
 
 def test_a_destination_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     place = tmp_path / "ours"
-    with pytest.raises(CheckpointError, match="exists"), written_aside(place):
+    with pytest.raises(CheckpointError, match="exists"), atomic_directory(place):
         place.mkdir()
     assert names(tmp_path) == ["ours"]
 
@@ -92,7 +92,7 @@ def test_an_abandoned_directory_is_not_put_in_its_place(tmp_path: Path) -> None:
     place = tmp_path / "ours"
 
     def interrupted() -> None:
-        with written_aside(place):
+        with atomic_directory(place):
             atomic_dir.abandon()
             assert names(tmp_path) == []
             atomic_dir.partial(place).mkdir()  # it writes on
@@ -109,9 +109,9 @@ def test_where_there_are_no_locks_the_file_is_the_lock(
     monkeypatch.setattr(atomic_dir, "_lock", lambda file: None)
     place = tmp_path / "ours"
     with (
-        written_aside(place),
+        atomic_directory(place),
         pytest.raises(CheckpointError, match=r"no locks that tell .* if none does, remove both"),
-        written_aside(place),
+        atomic_directory(place),
     ):
         pass
     assert names(tmp_path) == ["ours"]

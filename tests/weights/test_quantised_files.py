@@ -17,12 +17,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from checkpoints_convert.quantised.announced import read_announced
+from checkpoints_convert.quantised.quantization_config import read_quantization_config
 from jaxspec.options import FieldError
 from jaxspec.quantised import QuantisedArray
-from jaxspec.registry import model_def_of
 from jaxspec.weights.bridge import from_hf_names
 from jaxspec.weights.conversion import convert
+from jaxspec.weights.define import model_def_of
 from jaxspec.weights.loading import CheckpointError, LoadedModel, load_target
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh
@@ -561,7 +561,7 @@ def test_what_is_not_read_is_refused_by_name_with_what_works(values, said):
         {"text_config": {"quantization_config": values}},
     ):
         with pytest.raises(CheckpointError, match=rf"{said}.*(--quantize int8|no regular)"):
-            read_announced(config)
+            read_quantization_config(config)
 
 
 RUBBISH: tuple[Any, ...] = (
@@ -603,6 +603,6 @@ def test_rubbish_in_a_config_is_read_or_refused(config):
                 inner = inner[key]
             inner[path[-1]] = rubbish
             with contextlib.suppress(CheckpointError):
-                announced = read_announced({"quantization_config": values})
+                announced = read_quantization_config({"quantization_config": values})
                 assert announced is not None
                 announced.of(GATE)

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxspec.commands.bench.pair import check_rows
 from jaxspec.configs.gemma4 import PRESETS as TARGET_PRESETS
 from jaxspec.models.gemma4 import Gemma4
-from jaxspec.registry import random_drafter
+from jaxspec.weights.define import random_drafter
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import CACHE_AXES, MESH_AXES, make_mesh, parse_mesh, partition, place
 from tests.cases import slow
@@ -226,7 +226,7 @@ def test_weights_on_meshes_of_training_programs():
     found = result("training_meshes")
     refused = found.pop("refused")
     assert "is on a mesh with axes data, fsdp, model; expected data and model" in refused
-    assert "jaxspec.weights.sharding.place_params(target_params, target.model_def, mesh)" in refused
+    assert "jaxspec.place_params(target_params, target.model_def, mesh)" in refused
     assert found == {name: [True, True] for name in ("explicit", "an axis of 1", "fsdp")}
 
 

@@ -21,10 +21,9 @@ from jaxspec.shapes import Params
 from jaxspec.weights import saving
 from jaxspec.weights.bridge import checkpoint_prefix, from_hf_names, to_hf_names
 from jaxspec.weights.conversion import convert, write_weights
-from jaxspec.weights.given_params import accept_params
 from jaxspec.weights.loading import CheckpointError, LoadedModel, load_drafter, load_target
 from jaxspec.weights.model_def import ModelDef
-from jaxspec.weights.trees import flat_params
+from jaxspec.weights.trees import accept_params, flat_params
 from tests import fakes, tiny
 from tests.checkpoints_convert.hf_layout import TINY_DRAFTER, drafter_shapes, write
 

@@ -1,6 +1,6 @@
 """The floor of a decode step: bytes and operations, and the rates of the device it runs on.
 
-Read `step_costs`; what a model costs is counted in `families.costs`. Nothing is timed here but the device's
+Read `step_costs`; `registry.costs` counts what drafting costs. Nothing is timed here but the device's
 ceiling.
 """
 
@@ -15,9 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.configs.base import TargetConfig
 from jaxspec.registry import family_of
-from jaxspec.registry.costs import NOTHING, Ceiling, StepCost, target_cost
+from jaxspec.registry.costs import (
+    NOTHING,
+    Ceiling,
+    DraftStep,
+    StepCost,
+    operations,
+    reached,
+    stored_bytes,
+)
 from jaxspec.state import DecodeSpec
+from jaxspec.weights.model_def import ModelDef
 
 
 def step_costs(spec: DecodeSpec, batch: int, context: int) -> tuple[StepCost, StepCost]:
@@ -32,7 +42,7 @@ def step_costs(spec: DecodeSpec, batch: int, context: int) -> tuple[StepCost, St
     if spec.drafter is None:
         return verify, NOTHING
     cost = family_of(spec.drafter.config).cost
-    return verify, NOTHING if cost is None else cost(spec, batch, context)
+    return verify, NOTHING if cost is None else cost(draft_step(spec), batch, context)
 
 
 def step_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
@@ -46,6 +56,64 @@ def step_floor_s(spec: DecodeSpec, batch: int, context: int, ceiling: Ceiling) -
     return sum(cost.floor_s(ceiling) for cost in step_costs(spec, batch, context))
 
 
+def target_cost(model_def: ModelDef, batch: int, tokens: int, context: int) -> StepCost:
+    """Return the cost of one target pass over `tokens` tokens of each row, with logits for all.
+
+    The declaration of a parameter (`model_def.param`) says what kind it is. Of a `lookup` table a pass
+    reads some rows. Of a parameter with an "experts" axis a pass reads some experts. Every other
+    parameter is read whole, and a matrix is also multiplied. An embedding that is also the head
+    counts as such a matrix.
+
+    Args:
+      batch: the number of rows.
+      context: the number of committed tokens of each row.
+    """
+    config: TargetConfig = model_def.config
+    rows = batch * tokens
+    weight_bytes = flops = 0.0
+    declared = model_def.declared()
+    for name, a in model_def.abstract_weights().items():
+        nbytes, products = stored_bytes(a), operations(a, rows)
+        if declared[name].lookup:
+            nbytes, products = nbytes * rows / a.shape[0], 0.0
+        elif "experts" in declared[name].axes:
+            nbytes *= expected_experts(config, rows) / config.num_experts
+            products *= config.num_experts_per_token / config.num_experts
+        weight_bytes += nbytes
+        flops += products
+    kv_bytes, stored = 0.0, model_def.cache_dtype.itemsize
+    for layer in config.layers:
+        seen = context + tokens
+        if layer.window is not None:
+            seen = min(seen, layer.window)
+        kv_bytes += 2.0 * batch * seen * layer.num_kv_heads * layer.head_dim * stored
+        flops += 4.0 * rows * seen * layer.num_heads * layer.head_dim
+    return StepCost(weight_bytes, kv_bytes, flops)
+
+
+def draft_step(spec: DecodeSpec) -> DraftStep:
+    """Return the facts of a step that the cost of drafting depends on."""
+    target, drafter = spec.target, spec.drafter
+    assert drafter is not None
+    head = None if target.head is None else target.abstract_weights()[target.head]
+    return DraftStep(
+        drafter.config,
+        drafter.abstract_weights(),
+        depth=spec.depth,
+        topk=1 if spec.tree is None else spec.tree.topk,
+        num_draft_tokens=spec.num_draft_tokens,
+        itemsize=jnp.dtype(target.dtype).itemsize,
+        cache_itemsize=target.cache_dtype.itemsize,
+        head_bytes=0 if head is None else stored_bytes(head),
+    )
+
+
+def expected_experts(config: TargetConfig, rows: int) -> float:
+    """Return the mean number of a layer's experts that uniform routing of `rows` tokens reaches."""
+    share = config.num_experts_per_token / config.num_experts
+    return config.num_experts * reached(share, rows)
+
+
 def measure_ceiling(dtype: str, nbytes: float) -> Ceiling:
     """Measure how fast the device reads memory, and its rate in a square product.
 
@@ -54,7 +122,7 @@ def measure_ceiling(dtype: str, nbytes: float) -> Ceiling:
     place as to sum them), and no step could read at the sum of both rates.
 
     Args:
-      nbytes: what a step reads; as much is contracting_axes (up to 2 GiB), so that a model which fits a cache is
+      nbytes: what a step reads; as much is summed (up to 2 GiB), so that a model which fits a cache is
         held against that cache.
     """
     size = int(min(max(nbytes, 1 << 20), 1 << 31)) // 4

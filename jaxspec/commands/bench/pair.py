@@ -21,13 +21,12 @@ from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import load_models, mesh_for
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.options import Drafting, ProgramFeatures, Sampling
-from jaxspec.quantised.choice import quantised_def
-from jaxspec.quantised.kv import with_kv_dtype
-from jaxspec.registry import families, family_of, model_def_of, presets, random_drafter
+from jaxspec.registry import families, family_of, presets
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import make_spec
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
+from jaxspec.weights.define import model_def_of, quantised_def, random_drafter, with_kv_dtype
 from jaxspec.weights.draft_head import check_borrows, model_def_with_head
 from jaxspec.weights.loading import LoadedModel, default_dtype
 from jaxspec.weights.model_def import ModelDef

@@ -117,7 +117,7 @@ def in_force(target: LoadedModel, drafter: LoadedModel) -> list[Convention]:
     if conventions is None:
         return [suppressed]
     origins = Origins(drafter, conventions.keys)
-    assumptions = conventions.in_force(target.model_def, drafter.model_def)
+    assumptions = conventions.in_force(target.config, drafter.config, target.model_def.dtype)
     return [
         *(Convention(a.name, a.value, a.shown, origins.of_assumption(a)) for a in assumptions),
         suppressed,

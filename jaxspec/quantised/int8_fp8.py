@@ -26,8 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.quantised.array import QuantisedArray
-from jaxspec.quantised.formats import Format, Shape, register
+from jaxspec.quantised.format import Format, QuantisedWeight, Shape, register
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.int4_matmul import Codes
@@ -72,33 +71,33 @@ class PerChannel(Format):
         codes = codes.transpose(self.axes("codes", x.ndim, contracting_axes))
         return {"codes": codes, "scales": jnp.squeeze(scales, contracting_axes)}
 
-    def dequantise(self, weight: QuantisedArray) -> Float[Array, "..."]:
+    def dequantise(self, weight: QuantisedWeight) -> Float[Array, "..."]:
         scales = jnp.expand_dims(weight.scales, weight.contracting_axes)
         order = self.axes("codes", weight.ndim, weight.contracting_axes)
         codes = weight.codes.transpose([order.index(i) for i in range(weight.ndim)])
         return (codes.astype(jnp.float32) * scales).astype(weight.dtype)
 
     def multiply(
-        self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
+        self, rows: Float[Array, "R *in"], weight: QuantisedWeight, dtype: Any
     ) -> Float[Array, "R *out"]:
         return linear(rows, weight.codes, weight.scales, dtype=dtype)
 
     def multiply_gated(
         self,
         rows: Float[Array, "R D"],
-        weight: QuantisedArray,
+        weight: QuantisedWeight,
         activation: Activation,
         dtype: Any,
     ) -> Float[Array, "R F"]:
         return gated(rows, weight.codes, weight.scales, activation=activation, dtype=dtype)
 
-    def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
+    def rows(self, weight: QuantisedWeight, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
         assert 0 not in weight.contracting_axes
         scales = weight.scales[ids]
         scales = scales.reshape(*scales.shape, *[1] * len(weight.contracting_axes))
         return (weight.codes[ids].astype(jnp.float32) * scales).astype(weight.dtype)
 
-    def codes_of_experts(self, weight: QuantisedArray) -> tuple[Codes, None]:
+    def codes_of_experts(self, weight: QuantisedWeight) -> tuple[Codes, None]:
         return Codes(weight.codes, factors=weight.scales), None
 
 
@@ -112,7 +111,7 @@ class Dynamic(PerChannel):
 
     rounds_activations = True
 
-    def multiply_rounded(self, rows: Rounded, weight: QuantisedArray, dtype: Any) -> Sums:
+    def multiply_rounded(self, rows: Rounded, weight: QuantisedWeight, dtype: Any) -> Sums:
         # XLA joins no factor of each row with a product, so the product writes its sums. Those of 512
         # rows with the gate and up of 31B are 88 MB in float32, beside 231 MB of weights. The MLP takes
         # 316 us with sums in bfloat16, and 322 or 356 in float32 (H200, jax 0.11.2; two programs).

@@ -1,7 +1,7 @@
-"""What a config.json says about quantised weights: `read_announced` returns it as an `Announced`.
+"""What a config.json says about quantised weights: `read_quantization_config` returns it as an `QuantizationConfig`.
 
 A config names formats, the modules that have each of them, and modules that stay as they are.
-`Announced.of` says what it announces for one module. `view.py` compares that with the tensors.
+`QuantizationConfig.of` says what it announces for one module. `view.py` compares that with the tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Announced:
+class QuantizationConfig:
     """The formats that a config announces, and for which modules.
 
     Attributes:
@@ -130,9 +130,9 @@ def spellings(module: str) -> tuple[str, ...]:
     return (module, *(prefix + tail for prefix in prefixes for tail in sorted(tails)))
 
 
-def read_announced(
+def read_quantization_config(
     config: Mapping[str, Any], beside: Mapping[str, Any] | None = None
-) -> Announced | None:
+) -> QuantizationConfig | None:
     """Return what the files of a checkpoint announce; None for a checkpoint of plain numbers.
 
     Args:
@@ -193,7 +193,7 @@ _TITLES = {
 # --- compressed-tensors --------------------------------------------------------------------------
 
 
-def _compressed_tensors(values: Mapping[str, Any]) -> Announced:
+def _compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     title = f"compressed-tensors {_short(values.get('format'))}"
     if values.get("transform_config"):
         _refuse(title, "rotates weights and activations (transform_config)")
@@ -208,7 +208,7 @@ def _compressed_tensors(values: Mapping[str, Any]) -> Announced:
             groups.append((_words(group, "targets"), _ct_spec(title, args)))
     if not groups:
         _refuse(title, "announces no groups of weights")
-    return Announced(title, tuple(groups), _patterns(values, "ignore"), "ct")
+    return QuantizationConfig(title, tuple(groups), _patterns(values, "ignore"), "ct")
 
 
 def _ct_spec(title: str, args: Mapping[str, Any]) -> Spec:
@@ -254,14 +254,14 @@ _MODELOPT = {
 }
 
 
-def _modelopt(values: Mapping[str, Any]) -> Announced:
+def _modelopt(values: Mapping[str, Any]) -> QuantizationConfig:
     title = "NVIDIA ModelOpt"
     ignored = (*_patterns(values, "ignore"), *_patterns(values, "exclude_modules"))
     layers = _object(values, "quantized_layers")
     groups = [((name,), _modelopt_spec(title, layer)) for name, layer in layers.items()]
     if not groups:
         groups = [(("Linear",), _modelopt_spec(title, values))]
-    return Announced(
+    return QuantizationConfig(
         f"{title} {_short(values.get('quant_algo'))}", tuple(groups), ignored, "modelopt"
     )
 
@@ -278,7 +278,7 @@ def _modelopt_spec(title: str, values: Any) -> Spec:
     return spec
 
 
-def _fp8(values: Mapping[str, Any]) -> Announced:
+def _fp8(values: Mapping[str, Any]) -> QuantizationConfig:
     title, blocks = "FP8", values.get("weight_block_size")
     if blocks is not None and blocks != [128, 128]:
         _refuse(title, f"has blocks of {_short(blocks)}, not 128 x 128")
@@ -286,19 +286,19 @@ def _fp8(values: Mapping[str, Any]) -> Announced:
         _refuse(title, f"has numbers of {_short(values.get('fmt'))}, not e4m3")
     spec = Spec("fp8", "tensor" if blocks is None else "block")
     kept = ("lm_head", *_patterns(values, "modules_to_not_convert"))
-    return Announced(title, ((("Linear",), spec),), kept, "parts", everywhere=False)
+    return QuantizationConfig(title, ((("Linear",), spec),), kept, "parts", everywhere=False)
 
 
-def _awq(values: Mapping[str, Any]) -> Announced:
+def _awq(values: Mapping[str, Any]) -> QuantizationConfig:
     title = "AWQ"
     if str(values.get("version", "gemm")).lower() != "gemm":
         _refuse(title, f"has the layout {_short(values.get('version'))}, not gemm")
     spec = _four_bits(title, values, symmetric=not values.get("zero_point", True))
     kept = ("lm_head", *_patterns(values, "modules_to_not_convert"))
-    return Announced(title, ((("Linear",), spec),), kept, "parts", everywhere=False)
+    return QuantizationConfig(title, ((("Linear",), spec),), kept, "parts", everywhere=False)
 
 
-def _gptq(values: Mapping[str, Any]) -> Announced:
+def _gptq(values: Mapping[str, Any]) -> QuantizationConfig:
     title = "GPTQ"
     if (version := values.get("checkpoint_format", "gptq")) != "gptq":
         _refuse(title, f"has the layout {_short(version)}, not gptq")
@@ -308,7 +308,9 @@ def _gptq(values: Mapping[str, Any]) -> Announced:
         _refuse(title, f"has other settings for some modules (dynamic: {listed(more)})")
     kept = ("lm_head", *_patterns(values, "modules_to_not_convert"))
     layers = [f"re:{pattern[2:]}" for pattern in dynamic]
-    return Announced(title, ((("Linear",), spec),), (*kept, *layers), "parts", everywhere=False)
+    return QuantizationConfig(
+        title, ((("Linear",), spec),), (*kept, *layers), "parts", everywhere=False
+    )
 
 
 def _four_bits(title: str, values: Mapping[str, Any], *, symmetric: bool) -> Spec:

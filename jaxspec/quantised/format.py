@@ -1,9 +1,9 @@
-"""What a format of quantised weights is, and the registry of all formats."""
+"""The formats of quantised weights: their interface, and the registry of all of them."""
 
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -12,9 +12,6 @@ from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.int4_matmul import Codes, Coding
 from pallas_kernels.rounding import Rounded, Sums
 
-if TYPE_CHECKING:
-    from jaxspec.quantised.array import QuantisedArray
-
 Shape = tuple[int, ...]
 
 
@@ -22,12 +19,31 @@ class FormatError(ValueError):
     """A format is not known, or cannot be used here. The message says which one can."""
 
 
+@runtime_checkable
+class QuantisedWeight(Protocol):
+    """A quantised weight as formats see it. `array.QuantisedArray` has its fields and their meaning."""
+
+    parts: dict[str, Any]
+    shape: Shape
+    dtype: Any
+    contracting_axes: tuple[int, ...]
+
+    @property
+    def codes(self) -> Array: ...
+
+    @property
+    def scales(self) -> Array: ...
+
+    @property
+    def ndim(self) -> int: ...
+
+
 class Format(abc.ABC):
-    """How a weight is stored in fewer bits, and multiplied.
+    """A way to store a weight in fewer bits, and to multiply by it.
 
     Attributes:
       name: the name in manifests and in `--quantize`.
-      title: what it is, for people.
+      title: its description in listings.
       on_load: whether weights can be quantised to it while they are loaded.
       least_capability: the compute capability that an NVIDIA GPU must have for it.
       rounds_activations: whether linears multiply 8-bit floats with activations rounded to such.
@@ -61,12 +77,12 @@ class Format(abc.ABC):
         """Return the arrays of a weight."""
 
     @abc.abstractmethod
-    def dequantise(self, weight: QuantisedArray) -> Float[Array, "..."]:
+    def dequantise(self, weight: QuantisedWeight) -> Float[Array, "..."]:
         """Return the weight as numbers of its dtype."""
 
     @abc.abstractmethod
     def multiply(
-        self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
+        self, rows: Float[Array, "R *in"], weight: QuantisedWeight, dtype: Any
     ) -> Float[Array, "R *out"]:
         """Multiply rows by a weight, without writing it out as numbers."""
 
@@ -74,7 +90,7 @@ class Format(abc.ABC):
     def multiply_gated(
         self,
         rows: Float[Array, "R D"],
-        weight: QuantisedArray,
+        weight: QuantisedWeight,
         activation: Activation,
         dtype: Any,
     ) -> Float[Array, "R F"]:
@@ -84,7 +100,7 @@ class Format(abc.ABC):
           weight: gate and up, [D, 2, F].
         """
 
-    def multiply_rounded(self, rows: Rounded, weight: QuantisedArray, dtype: Any) -> Sums:
+    def multiply_rounded(self, rows: Rounded, weight: QuantisedWeight, dtype: Any) -> Sums:
         """Multiply rounded rows by a weight, where the format rounds activations.
 
         Args:
@@ -93,11 +109,11 @@ class Format(abc.ABC):
         raise NotImplementedError(f"{self.name} rounds no activations")
 
     @abc.abstractmethod
-    def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
+    def rows(self, weight: QuantisedWeight, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
         """Return rows of a table as numbers."""
 
     @abc.abstractmethod
-    def codes_of_experts(self, weight: QuantisedArray) -> tuple[Codes, Coding | None]:
+    def codes_of_experts(self, weight: QuantisedWeight) -> tuple[Codes, Coding | None]:
         """Return the weight of experts as `pallas_kernels.experts` takes it, and its coding.
 
         The coding is None for codes of 8 bits.

@@ -27,7 +27,14 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.quantised.array import QuantisedArray
-from jaxspec.quantised.formats import Format, FormatError, Shape, get_format, register
+from jaxspec.quantised.format import (
+    Format,
+    FormatError,
+    QuantisedWeight,
+    Shape,
+    get_format,
+    register,
+)
 from jaxspec.shapes import Array, Float, Int
 from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.int4_matmul import Codes, Coding, gated, linear
@@ -143,10 +150,10 @@ class Grouped(Format):
         exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
         return jnp.clip(exponent + 127, 1, 254).astype(jnp.uint8)
 
-    def dequantise(self, weight: QuantisedArray) -> Float[Array, "..."]:
+    def dequantise(self, weight: QuantisedWeight) -> Float[Array, "..."]:
         return self._numbers(weight).astype(weight.dtype)
 
-    def _numbers(self, weight: QuantisedArray) -> Float[Array, "..."]:
+    def _numbers(self, weight: QuantisedWeight) -> Float[Array, "..."]:
         """Return the weight in float32."""
         last = weight.contracting_axes[-1]
         parts = dict(weight.parts)
@@ -156,7 +163,7 @@ class Grouped(Format):
         return dequantise(codes, self.coding, axis=last, inputs=weight.shape[last])
 
     def multiply(
-        self, rows: Float[Array, "R *in"], weight: QuantisedArray, dtype: Any
+        self, rows: Float[Array, "R *in"], weight: QuantisedWeight, dtype: Any
     ) -> Float[Array, "R *out"]:
         inputs_first, several = 0 in weight.contracting_axes, len(weight.contracting_axes) > 1
         cut = max(BLOCK, self.coding.group)  # neither blocks nor groups may end within an axis
@@ -188,14 +195,14 @@ class Grouped(Format):
     def multiply_gated(
         self,
         rows: Float[Array, "R D"],
-        weight: QuantisedArray,
+        weight: QuantisedWeight,
         activation: Activation,
         dtype: Any,
     ) -> Float[Array, "R F"]:
         how: Any = dict(coding=self.coding, activation=activation, dtype=dtype)
         return gated(rows, Codes(**weight.parts), **how)
 
-    def rows(self, weight: QuantisedArray, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
+    def rows(self, weight: QuantisedWeight, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
         assert 0 not in weight.contracting_axes
         parts = {name: array[ids] for name, array in weight.parts.items()}
         shape = (*ids.shape, *weight.shape[1:])
@@ -209,7 +216,7 @@ class Grouped(Format):
         )
         return self.dequantise(of_ids)
 
-    def codes_of_experts(self, weight: QuantisedArray) -> tuple[Codes, Coding]:
+    def codes_of_experts(self, weight: QuantisedWeight) -> tuple[Codes, Coding]:
         return Codes(**weight.parts), self.coding
 
     def of_arrays(

@@ -144,13 +144,13 @@ class Encoded:
         return self.decode(self.blocks).reshape(*self.blocks.shape[:-2], -1)
 
 
-Source = PerChannel | GroupedInt4 | GroupedFloat4 | Blocks | Encoded
+StoredWeight = PerChannel | GroupedInt4 | GroupedFloat4 | Blocks | Encoded
 
 Arrange = Callable[[Sequence[Any]], Any]
 """Puts the rows of source matrices into their places: arrays [out, n] become one [*out, n]."""
 
 
-def arrange(sources: Sequence[Source], rows: Arrange) -> Source:
+def arrange(sources: Sequence[StoredWeight], rows: Arrange) -> StoredWeight:
     """Join source matrices into one weight. Every row keeps its codes and its scales.
 
     Args:
@@ -183,7 +183,7 @@ _PER_ROW = {(PerChannel, "scales"), (GroupedFloat4, "factor")}
 _SLAB_NUMBERS = 16 << 20
 
 
-def numbers(source: Source, dtype: np.dtype) -> np.ndarray:
+def numbers(source: StoredWeight, dtype: np.dtype) -> np.ndarray:
     """Return the numbers of a source matrix [*out, in] in a dtype.
 
     Rows are dequantised slab by slab, so that memory never holds the matrix in float32 too.
