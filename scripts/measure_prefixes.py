@@ -168,7 +168,8 @@ def main(
         "least",
         "most",
         "host hits",
-        title=f"{random_weights or 'bundled'} {pair[0].model_def.dtype}, {kind}, {prefix_tokens} tokens, {slots} slots on {device}",
+        title=f"{random_weights or 'bundled'} {pair[0].model_def.dtype}, {kind}, {prefix_tokens} tokens, "
+        f"{slots} slots on {device}",
     )
     for row in rows:
         times = (f"{x:.4f}" for x in (row["seconds"], min(row["of"]), max(row["of"])))

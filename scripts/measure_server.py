@@ -1,4 +1,4 @@
-"""Measure what the server costs: tokens a second of an engine alone, and of `jaxspec serve`'s server on the same requests.
+"""Measure what the server costs: tokens a second of an engine alone, and of a server on the same requests.
 
     python -m scripts.measure_server [--slots 8] [--requests 64]
     python -m scripts.measure_server --random-weights 26b-a4b --synthetic-acceptance 7.7 --slots 32 --requests 192

@@ -2,8 +2,9 @@
 
     python -m scripts.measure_slots
 
-Requests of the trace that `jaxspec bench --trace generated` sends go through slots of one length. All steps take equally
-long, and a slot that is free gets the next request at once. The table is of the steps in which all slots are taken:
+Requests of the trace that `jaxspec bench --trace generated` sends go through slots of one length. All steps take
+equally long, and a slot that is free gets the next request at once. The table is of the steps in which all slots
+are taken:
 
     a slot    MiB
     slots     GiB of all of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import shutil
 import subprocess
@@ -149,6 +150,90 @@ def test_imports_flow_one_way():
         assert _importers(f"jaxspec/{below}", r"jaxspec\.(registry|weights\.loading)") == []
     at_import = {"at_import_only": True}
     assert _importers("jaxspec/registry", r"jaxspec\.(models|drafters)", **at_import) == []
+
+
+# Top first: a file imports from its own layer and from those below, also what it imports for types alone. An
+# entry is a module or a package; the longest that fits counts.
+LAYERS = """
+jaxspec.__main__ checkpoints_convert.__main__
+jaxspec.commands
+jaxspec jaxspec.serving
+jaxspec.api
+jaxspec.engine jaxspec.rollout
+jaxspec.runtime
+jaxspec.decode jaxspec.row_subset
+jaxspec.state
+jaxspec.drafters
+jaxspec.models
+jaxspec.weights
+jaxspec.registry
+jaxspec.weights.model_def jaxspec.weights.sharding jaxspec.weights.trees
+jaxspec.quantised
+jaxspec.text jaxspec.tokenizer
+jaxspec.verify
+jaxspec.sampling
+jaxspec.cache
+jaxspec.configs jaxspec.options
+pallas_kernels checkpoints_convert
+jaxspec.shapes jaxspec._deprecated
+"""
+RANK = {name: rank for rank, layer in enumerate(LAYERS.split("\n")) for name in layer.split()}
+
+# Imports upward, each for a reason.
+UPWARD = {
+    # A family imports its module when it is asked for it.
+    ("jaxspec.registry.dflash", "jaxspec.drafters.dflash"),
+    ("jaxspec.registry.gemma4", "jaxspec.models.gemma4"),
+    ("jaxspec.registry.mtp", "jaxspec.drafters.mtp"),
+    ("jaxspec.registry.qwen3", "jaxspec.models.qwen3"),
+    # To go.
+    ("jaxspec.quantised.choice", "jaxspec.weights.model_def"),
+    ("jaxspec.quantised.kv", "jaxspec.weights.model_def"),
+    ("jaxspec.registry.base", "jaxspec.state"),
+    ("jaxspec.registry.dflash", "jaxspec.state"),
+    ("jaxspec.registry.mtp", "jaxspec.state"),
+    ("jaxspec.text.grammars.matcher", "jaxspec.weights.loading"),
+}
+# Circles within a layer. To go.
+CIRCLES = {("jaxspec.quantised.formats", "jaxspec.quantised.array")}
+
+
+@pytest.fixture(scope="module")
+def arrows() -> dict[str, set[str]]:
+    """Return the modules of ours that each module imports; the version of `jaxspec` is no import of it."""
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    found: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                members = {f"{node.module}.{alias.name}" for alias in node.names}
+                members -= {"jaxspec.__version__"}
+                found[name] |= {m if m in modules else node.module for m in members}
+        found[name] = (found[name] & modules.keys()) - {name}
+    return found
+
+
+def _rank(module: str) -> int:
+    entry = module
+    while entry not in RANK or (entry == "jaxspec" != module):
+        entry = entry.rpartition(".")[0]
+        assert entry, f"{module} is in no layer"
+    return RANK[entry]
+
+
+def test_imports_go_down(arrows: dict[str, set[str]]):
+    up = {(a, b) for a, imported in arrows.items() for b in imported if _rank(b) < _rank(a)}
+    assert up == UPWARD
+
+
+def test_imports_make_no_circle(arrows: dict[str, set[str]]):
+    excepted = UPWARD | CIRCLES
+    graph = {a: {b for b in bs if (a, b) not in excepted} for a, bs in arrows.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises with the circle
 
 
 def test_only_weights_and_the_registry_reach_conversion():

@@ -88,7 +88,8 @@ def check_routed(logits: jax.Array, scale: jax.Array, top_k: int, rows: int) -> 
     return routed
 
 
-# Both sides of the 16 tokens (or the rows of a tile) that one program routes, and of the 512 whose counts are read at once.
+# Both sides of the 16 tokens (or the rows of a tile) that one program routes, and of the 512 whose counts
+# are read at once.
 @pytest.mark.parametrize(
     ("tokens", "rows"),
     [(1, 16), (2, 16), (40, 16), (20, 8), pytest.param(600, 64, marks=pytest.mark.slow)],

@@ -1,4 +1,4 @@
-"""What goes wrong outside the server's own code: bodies without end, half a connection, no memory. The server goes on."""
+"""Faults outside the server's own code: bodies without end, half a connection, no memory. The server goes on."""
 
 from __future__ import annotations
 

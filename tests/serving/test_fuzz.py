@@ -1,4 +1,4 @@
-"""Requests that nobody would mean to send, drawn with a seed: each gets a reply of the protocol or a closed connection."""
+"""Requests that nobody would mean to send, drawn with a seed: each gets a reply or a closed connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at /, without a browser: its files, and what it needs from the server. `test_page_in_browser` looks at it."""
+"""The page at /, without a browser: its files, and what it needs from the server."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class Try:
 def with_signals(args: Sequence[str], ignored: Sequence[int] = ()) -> list[str]:
     """Return a command that starts Python with SIGINT as on a terminal, and other signals ignored.
 
-    What runs in the background of a shell starts with SIGINT ignored, and Python leaves it so. A program of its own sets
-    that: a function between fork and exec may deadlock where JAX has threads.
+    A process in the background of a shell starts with SIGINT ignored, and Python leaves it so. A program of its own
+    sets that: a function between fork and exec may deadlock where JAX has threads.
     """
     settle = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "

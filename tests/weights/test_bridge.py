@@ -85,7 +85,8 @@ def test_gradients_pass():
     }
 
     def loss(params: Params) -> jax.Array:
-        return sum(jnp.vdot(weights[n], t) for n, t in to_hf_names(params, config).items())  # type: ignore[return-value]
+        named = to_hf_names(params, config)
+        return sum(jnp.vdot(weights[n], t) for n, t in named.items())  # type: ignore[return-value]
 
     _assert_same(jax.grad(loss)(params), from_hf_names(weights, config))
 

@@ -17,13 +17,16 @@ from tests.text.chat.models import GEMMA, QWEN, Family, corpus, parse
 # that arguments must be values; that reasoning before the user's last message is left out.
 GEMMA_TEMPLATE = """
 {%- macro value(v) -%}
-{%- if v is none -%}null{%- elif v is string -%}<|"|>{{ v }}<|"|>{%- elif v is boolean -%}{{ 'true' if v else 'false' }}
-{%- elif v is mapping -%}{ {%- for k, x in v | dictsort %}{{ k }}:{{ value(x) }}{{ ',' if not loop.last }}{% endfor -%} }
+{%- if v is none -%}null{%- elif v is string -%}<|"|>{{ v }}<|"|>{%-
+  elif v is boolean -%}{{ 'true' if v else 'false' }}
+{%- elif v is mapping -%}{ {%-
+  for k, x in v | dictsort %}{{ k }}:{{ value(x) }}{{ ',' if not loop.last }}{% endfor -%} }
 {%- elif v is sequence -%}[{%- for x in v %}{{ value(x) }}{{ ',' if not loop.last }}{% endfor -%}]
 {%- else -%}{{ v }}{%- endif -%}
 {%- endmacro -%}
 <bos>{% if tools or enable_thinking -%}<|turn>system
-{{ '<|think|>' if enable_thinking }}{% for t in tools or [] %}[{{ t.function.name }}:{{ t.function.description }}]{% endfor %}<turn|>
+{{ '<|think|>' if enable_thinking }}{%
+  for t in tools or [] %}[{{ t.function.name }}:{{ t.function.description }}]{% endfor %}<turn|>
 {% endif -%}
 {% set last = namespace(user=-1, role='') -%}
 {% for m in messages if m.role == 'user' %}{% set last.user = messages.index(m) %}{% endfor -%}
@@ -31,7 +34,8 @@ GEMMA_TEMPLATE = """
   {% if m.role == 'tool' -%}
     <|tool_response>response:{{ m.name or 'unknown' }}{value:{{ value(m.content) }}}<tool_response|>
   {%- else -%}
-    {% if not (m.role == 'assistant' and last.role == 'tool') -%}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}
+    {% if not (m.role == 'assistant' and last.role == 'tool') -%}<|turn>{{
+      'model' if m.role == 'assistant' else m.role }}
 {% endif -%}
     {% if m.reasoning and loop.index0 > last.user %}<|channel>thought
 {{ m.reasoning }}
