@@ -175,7 +175,7 @@ jaxspec.sampling
 jaxspec.cache
 jaxspec.configs jaxspec.options
 pallas_kernels checkpoints_convert
-jaxspec.shapes jaxspec._deprecated
+jaxspec.shapes jaxspec.version jaxspec._deprecated
 """
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split("\n")) for name in layer.split()}
 
@@ -187,15 +187,10 @@ UPWARD = {
     ("jaxspec.registry.mtp", "jaxspec.drafters.mtp"),
     ("jaxspec.registry.qwen3", "jaxspec.models.qwen3"),
     # To go.
-    ("jaxspec.quantised.choice", "jaxspec.weights.model_def"),
-    ("jaxspec.quantised.kv", "jaxspec.weights.model_def"),
-    ("jaxspec.registry.base", "jaxspec.state"),
-    ("jaxspec.registry.dflash", "jaxspec.state"),
-    ("jaxspec.registry.mtp", "jaxspec.state"),
     ("jaxspec.text.grammars.matcher", "jaxspec.weights.loading"),
 }
 # Circles within a layer. To go.
-CIRCLES = {("jaxspec.quantised.formats", "jaxspec.quantised.array")}
+CIRCLES = {("jaxspec.commands.generate.rows", "jaxspec.commands.generate.requests")}
 
 
 @pytest.fixture(scope="module")
