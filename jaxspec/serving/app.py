@@ -1,4 +1,4 @@
-"""Routes of the server, as an ASGI application. Read `make_app`, then `_Routes.chat_completions`."""
+"""The server's routes, as an ASGI app. Read `make_app`, then `_Routes.chat_completions`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class _Routes:
     async def _send(
         self, request: Request, reply: Reply, body: GenerationRequest, parsed: ParsedRequest
     ) -> Any:
-        """Return a stream, or wait for the reply in one piece. Both end if the client disconnects."""
+        """Return a stream or a whole reply. Both end if the client disconnects."""
         settings = self._model.settings
         log = log_fields(request)
         log["usage"] = reply.usage
@@ -242,7 +242,7 @@ class _Routes:
             )
 
 
-# --- errors ------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -262,5 +262,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:
-    """Return the status that nginx logs for a client that disconnected. The client does not get it."""
+    """Return nginx's status for a client that disconnected. Only the log shows it."""
     return Response(status_code=499)

@@ -1,7 +1,7 @@
 """Replies of the generating routes, in one piece or as a stream of events.
 
-Read `Reply`: `__init__` submits to the engine, `whole` and `events` make the reply. A `ReplyFormat` has all that
-distinguishes the routes. /v1/responses has a subclass of `Reply` in `responses`.
+Read `Reply`: `__init__` submits to the engine, `whole` and `events` make the reply. A `ReplyFormat`
+has all that distinguishes the routes. /v1/responses has a subclass of `Reply` in `responses`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Reply:
         self.texts: list[str] = []
 
     def cancel(self) -> None:
-        """Cancel the engine's requests, which frees their slots. Requests that are done stay as they are."""
+        """Cancel the engine's requests and free their slots. Requests that are done stay so."""
         for handle in self._handles:
             handle.cancel()
         for future in self._scores:

@@ -1,4 +1,4 @@
-"""Detection of clients that disconnect. `app` uses it for replies in one piece, `event_stream` for streams."""
+"""Detection of clients that disconnect, for whole replies (`app`) and streams (`event_stream`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class ClientDisconnected(Exception):
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`; cancel it if the client disconnects. Needs the request's body to be read.
+    """Return the result of `work`; cancel it if the client disconnects.
+
+    Args:
+      request: its body must have been read.
 
     Raises:
       ClientDisconnected: the client closed the connection; the work is cancelled.

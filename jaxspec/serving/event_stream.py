@@ -1,4 +1,4 @@
-"""Streams of server-sent events. `EventStream` closes a stream that its client has left or does not read."""
+"""Streams of server-sent events. `EventStream` ends when its client leaves or does not read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class EventStream:
 
         Args:
           timeout_s: longest time that the client may take to read an event.
-          on_close: frees the reply's resources. An iterator that never began does not run its own `finally`.
+          on_close: frees the reply's resources. An iterator that never began does not run its own
+            `finally`.
         """
         self._events = events
         self._timeout_s, self._on_close = timeout_s, on_close
@@ -73,7 +74,7 @@ class EventStream:
 
 
 async def merge(iterators: list[AsyncIterator[T]]) -> AsyncIterator[T]:
-    """Yield the items of several iterators as they come. An iterator waits until its last item is taken."""
+    """Yield the items of all iterators as they come. Each waits until its last item is taken."""
     if len(iterators) == 1:
         async for item in iterators[0]:
             yield item

@@ -17,9 +17,9 @@ Waiter = threading.Event | asyncio.Future[None]
 class Handle:
     """A submitted request. Iterate over it, with `for` or `async for`.
 
-    Iteration yields `Update`s, each with all tokens so far, and ends with the `Completion`. A handle keeps the newest
-    output only. A reader that is slower than the engine skips updates, and loses no token. Several readers may
-    iterate, each from the beginning.
+    Iteration yields `Update`s, each with all tokens so far, and ends with the `Completion`. A
+    handle keeps the newest output only. A reader that is slower than the engine skips updates, and
+    loses no token. Several readers may iterate, each from the beginning.
 
     Attributes:
       request: the request, with the id that the engine knows it by.
@@ -99,7 +99,7 @@ class Handle:
             seen = len(output.token_ids)
 
     def poll(self, seen: int | None, waiter: Waiter) -> RequestOutput | None:
-        """Return an output with more than `seen` tokens; if there is none, register `waiter` and return None.
+        """Return an output with more than `seen` tokens; else register `waiter` and return None.
 
         Args:
           seen: None: only the completion counts as new.

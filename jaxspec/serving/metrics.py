@@ -1,4 +1,4 @@
-"""Metrics of a server, under vLLM's names. Dashboards and load generators made for vLLM read them."""
+"""Metrics of a server, under vLLM's names. Dashboards made for vLLM read them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class RepeatedHistogram(Collector):
-    """A histogram that counts a value many times at once. That of prometheus_client takes a call for each.
+    """A histogram that counts a value many times at once. prometheus_client has none.
 
     Only one thread may write to it.
     """

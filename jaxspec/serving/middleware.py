@@ -1,4 +1,4 @@
-"""Middleware of all requests: request ids, API keys, the request log, and replies to unexpected errors."""
+"""Middleware for ids of requests, API keys, the request log, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxspec.serving.settings import Settings
 
 LOG = logging.getLogger("jaxspec.serving")
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics", *FILES})
-"""Paths without a key: those that monitoring reads, and the chat page, which asks its reader for the key."""
+"""Paths without a key: monitoring, and the chat page, which asks its reader for the key."""
 MAX_LOGGED_PATH = 200
 """Largest number of characters of a path in the log."""
 _ID = re.compile(r"[\w.:-]{1,128}")
@@ -36,7 +36,7 @@ def log_fields(request: Request) -> dict[str, Any]:
 
 
 class Middleware:
-    """Request ids, API keys, the request log, and replies to unexpected errors."""
+    """Checks the API key, logs the request, and replies to unexpected errors."""
 
     def __init__(self, app: ASGIApp, settings: Settings):
         self._app = app

@@ -5,9 +5,10 @@
         for output in handle:              # or `async for`
             print(len(output.token_ids))
 
-Read `OpenEngine._turn`. `engine.Engine` is for one thread, so only a worker thread uses it. Other threads queue
-requests and cancellations, and the worker takes them when the device returns. A handle holds the newest output of its
-request only, so a slow reader costs no memory and delays no other request.
+Read `OpenEngine._turn`. `engine.Engine` is for one thread, so only a worker thread uses it. Other
+threads queue requests and cancellations, and the worker takes them when the device returns. A
+handle holds the newest output of its request only, so a slow reader costs no memory and delays no
+other request.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ class EngineProtocol(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """Observer of an engine's outputs. Its methods run in the worker's thread, so they must be quick."""
+    """Observer of an engine's outputs. Its methods run in the worker, so they must be quick."""
 
     def new_tokens(self, handle: Handle, count: int, since_s: float | None) -> None:
-        """Observe new tokens, `since_s` seconds after the last ones; None: they are the request's first."""
+        """Observe new tokens, `since_s` after the last ones; None: they are the first."""
         ...
 
     def done(self, handle: Handle, completion: Completion) -> None:
@@ -82,12 +83,12 @@ class Closing(NotAccepted):
 class OpenEngine:
     """Runs an engine in a worker thread, and takes requests from all threads.
 
-    Requests wait by `Request.priority`, then in the order of their submission. A request that comes while the device
-    works joins when the device returns. The engine's `steps_per_return` bounds that wait: choose a small number, such
-    as 4.
+    Requests wait by `Request.priority`, then in the order of their submission. A request that comes
+    while the device works joins when the device returns. The engine's `steps_per_return` bounds
+    that wait: choose a small number, such as 4.
 
-    An exception in a model step ends requests that have tokens with an error. The engine is reset, and requests
-    without a token get a second try.
+    An exception in a model step ends requests that have tokens with an error. The engine is reset,
+    and requests without a token get a second try.
 
     Args:
       engine: an engine that nothing else uses.
@@ -124,7 +125,7 @@ class OpenEngine:
         self._thread = threading.Thread(target=self._work, name="jaxspec-engine", daemon=True)
         self._thread.start()
 
-    # --- for any thread ------------------------------------------------------------------------------
+    # --- for any thread ---------------------------------------------------------------------------
 
     def __enter__(self) -> OpenEngine:
         """Return the engine. The end of the block closes it."""
@@ -186,8 +187,8 @@ class OpenEngine:
             limit = self.engine.batch_size + self.max_waiting
             if len(self._live) + len(requests) > limit:
                 raise QueueFull(
-                    f"the queue is full: {len(self._live)} requests run or wait, and at most {limit} may; "
-                    "try again later, or pass a larger max_waiting"
+                    f"the queue is full: {len(self._live)} requests run or wait, and at most "
+                    f"{limit} may; try again later, or pass a larger max_waiting"
                 )
             handles = [Handle(request, self._cancel) for request in self._with_ids(requests)]
             self._live.update({handle.request.id: handle for handle in handles})
@@ -196,7 +197,7 @@ class OpenEngine:
         return handles
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function in the worker's thread, between two steps, for work that needs the device to itself.
+        """Run a function in the worker, between two steps. It has the device to itself.
 
         Raises:
           QueueFull: too many functions wait.
@@ -215,7 +216,11 @@ class OpenEngine:
         return future
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no more requests, and wait until all are done or the engine is closed. Return whether all are done."""
+        """Take no more requests, and wait until all are done or the engine is closed.
+
+        Returns:
+          Whether all requests are done.
+        """
         with self._changed:
             if self._state in ("loading", "ready"):
                 self._state = "draining"
@@ -257,7 +262,7 @@ class OpenEngine:
                 self._leaving[handle.request.id] = handle
                 self._changed.notify_all()
 
-    # --- the worker ----------------------------------------------------------------------------------
+    # --- the worker -------------------------------------------------------------------------------
 
     def _work(self) -> None:
         """Step until the engine is closed."""
@@ -329,7 +334,7 @@ class OpenEngine:
             self._publish([refused(handle.request, error)])
 
     def _reset(self, error: Exception, leaving: Container[Hashable]) -> None:
-        """Reset the engine. Requests with tokens end with an error; the others are tried once more."""
+        """Reset the engine. End requests with tokens with an error, and retry the others once."""
         self.engine.reset()
         self._running = 0
         with self._changed:

@@ -1,7 +1,8 @@
 """A request's body to requests of the engine, with all limits and defaults applied.
 
-Read `ServingModel.parse_chat`, for /v1/chat/completions, then `parse_completion`. `responses.parse_responses` turns a
-request to /v1/responses into one for `parse_chat`. Refusals name the protocol's field.
+Read `ServingModel.parse_chat`, for /v1/chat/completions, then `parse_completion`.
+`responses.parse_responses` turns a request to /v1/responses into one for `parse_chat`. Refusals
+name the protocol's field.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class ParsedRequest:
       stops: stop texts.
       top_logprobs: best tokens to show beside each token; None: no log-probabilities.
       echo: whether replies begin with the prompt.
-      prompt_logprobs: best tokens to show beside each prompt token; None: no prompt log-probabilities.
+      prompt_logprobs: best tokens to show beside each prompt token; None: no prompt
+        log-probabilities.
       tools: the declared tools, and the choice among them.
       return_steps: whether stream events name the verify step of each token.
     """
@@ -96,7 +98,8 @@ class ServingModel:
     Attributes:
       names: the names that requests may give; replies have the first.
       num_stop_ids: largest number of stop ids in a request.
-      grammars: the tokenizer's side of grammars; None: grammars are refused with the message `no_grammars`.
+      grammars: the tokenizer's side of grammars; None: grammars are refused with the message
+        `no_grammars`.
     """
 
     names: tuple[str, ...]
@@ -260,7 +263,10 @@ class ServingModel:
             raise ApiError(400, str(error), param="messages") from None
 
     def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> tuple[int, ...]:
-        """Return the token ids of a text; with `special`, the tokenizer adds BOS where the model has one.
+        """Return the token ids of a text.
+
+        Args:
+          special: whether the tokenizer adds BOS, if the model has one.
 
         Raises:
           ApiError: the text is empty, or cannot be encoded.
@@ -319,8 +325,8 @@ class ServingModel:
         if len(stop_ids) > self.num_stop_ids:
             raise ApiError(
                 400,
-                f"stop_token_ids: {len(stop_ids)} ids, the checkpoint's own included; this server was "
-                f"started for at most {self.num_stop_ids} (--max-stop-ids)",
+                f"stop_token_ids: {len(stop_ids)} ids, the checkpoint's own included; this server "
+                f"was started for at most {self.num_stop_ids} (--max-stop-ids)",
                 param="stop_token_ids",
             )
         try:
@@ -429,8 +435,8 @@ class ServingModel:
         if len(biases) > program_features.num_biases:
             raise ApiError(
                 400,
-                f"logit_bias names {len(biases)} tokens; this server was started for {program_features.num_biases} "
-                "(--max-logit-bias)",
+                f"logit_bias names {len(biases)} tokens; this server was started for "
+                f"{program_features.num_biases} (--max-logit-bias)",
                 param="logit_bias",
             )
         if top_logprobs is not None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, for the fields `echo` and `prompt_logprobs`. Evaluations use them."""
+"""Log-probabilities of a prompt's tokens, for the fields `echo` and `prompt_logprobs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of requests, as pydantic models. Unknown fields are ignored; known fields are checked strictly."""
+"""Bodies of requests, as pydantic models. Unknown fields are ignored."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": ([],),
 }
-"""Refused fields, which would be served wrongly if they were ignored, and the values allowed beside null."""
+"""Fields that must not be ignored, and their allowed values beside null."""
 
 
 class TokenizeRequest(ApiRequest):

@@ -1,7 +1,7 @@
 """Format of replies: text, reasoning, tool calls, log-probabilities and usage, from tokens.
 
-Read `TextChoice`, then `ChatChoice`. Both take all tokens so far and return a `Delta`. Replies in one piece and streams
-use the same code. It does not matter how many tokens come at once.
+Read `TextChoice`, then `ChatChoice`. Both take all tokens so far and return a `Delta`. Replies in
+one piece and streams use the same code. It does not matter how many tokens come at once.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def stop_reason(
     return ids[-1] if ids and ids[-1] in stop_token_ids else None
 
 
-# --- log-probabilities -------------------------------------------------------------------------------
+# --- log-probabilities ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class LogprobsFormatter:
         return {**entry, "top_logprobs": [self._entry(i, x) for i, x in top]}
 
     def prompt_logprobs(self, scores: PromptScores) -> list[dict[str, Any] | None]:
-        """Return `prompt_logprobs`: at each position, the prompt's token and the best tokens, by token id."""
+        """Return `prompt_logprobs`: the prompt's token and the best tokens of each position."""
         entries: list[dict[str, Any] | None] = [None]
         top_logprobs = scores.top_logprobs or ((),) * len(scores.logprobs)
         for own, logprob, top in zip(scores.ids[1:], scores.logprobs, top_logprobs, strict=True):
@@ -162,7 +162,7 @@ class LogprobsFormatter:
         return {"token": token, "logprob": _number(logprob), "bytes": token_bytes}
 
     def _by_text(self, top: TopLogprobs) -> dict[str, float]:
-        """Return log-probabilities by text. Of tokens with the same text, such as parts of characters, keep the best."""
+        """Return log-probabilities by text, the best of tokens with the same text."""
         by_text: dict[str, float] = {}
         for token_id, logprob in top:
             by_text.setdefault(self._token(token_id), _number(logprob))
@@ -177,7 +177,7 @@ def _number(logprob: float) -> float:
 
 
 class TextLogprobs:
-    """Selects the log-probabilities of text tokens; those of reasoning and tool calls are left out."""
+    """Selects the log-probabilities of text tokens, without reasoning and tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, parsed: ParsedRequest):
         """Start at the beginning of a reply."""
@@ -188,7 +188,7 @@ class TextLogprobs:
     def push(
         self, parser: chat.Parser, output: RequestOutput, begin: int
     ) -> Iterator[tuple[list[chat.Event], list[dict[str, Any]]]]:
-        """Parse the tokens from `begin` on; yield the parser's events, and the entries of their text."""
+        """Parse the tokens from `begin` on; yield events, and the entries of their text."""
         for index, token_id in enumerate(output.token_ids[begin:], begin):
             before = parser.text_tokens
             events = parser.push((token_id,))
@@ -206,7 +206,7 @@ class TextLogprobs:
         return held
 
 
-# --- choices -----------------------------------------------------------------------------------------
+# --- choices --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def join(echo: Delta | None, delta: Delta) -> Delta:
 
 
 class ChatChoice:
-    """A choice of /v1/chat/completions: text, reasoning and tool calls, distinguished by token id."""
+    """A choice of /v1/chat/completions: text, reasoning and tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, parsed: ParsedRequest, index: int):
         self.index = index

@@ -1,8 +1,8 @@
 """/v1/responses: requests as chats, and replies in the form of the Responses protocol.
 
-Read `parse_responses`, then `ResponsesReply`. `messages_of` makes messages of a chat from the input's items. `Output`
-makes items and stream events from the model's tokens. A reply in one piece is the stream's last event. Nothing is
-stored, so each request has the whole conversation.
+Read `parse_responses`, then `ResponsesReply`. `messages_of` makes messages of a chat from the
+input's items. `Output` makes items and stream events from the model's tokens. A reply in one piece
+is the stream's last event. Nothing is stored, so each request has the whole conversation.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     return value
 
 
-# --- the input ---------------------------------------------------------------------------------------
+# --- the input ------------------------------------------------------------------------------------
 
 
 def messages_of(items: str | Sequence[Any], instructions: str | None) -> list[dict[str, Any]]:
@@ -150,19 +150,20 @@ def _add(messages: list[dict[str, Any]], field: str, item: Mapping[str, Any]) ->
     else:
         raise ApiError(
             400,
-            f"{field}.type is {shown(kind)}; this server reads messages, reasoning and function calls",
+            f"{field}.type is {shown(kind)}; this server reads messages, reasoning and function "
+            "calls",
             param=f"{field}.type",
         )
 
 
 def _last_reply(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the model's message that a call belongs to. Adds one if the last message is not the model's."""
+    """Return the last message, if it is the model's; else add one of the model's."""
     if not messages or messages[-1].get("role") != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 
 
-# --- the output --------------------------------------------------------------------------------------
+# --- the output -----------------------------------------------------------------------------------
 
 
 class Output:

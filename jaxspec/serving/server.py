@@ -1,6 +1,7 @@
 """Server process: a socket, uvicorn, and an orderly end on SIGTERM.
 
-Read `run`. The caller binds the socket before it loads models, so that a port in use is reported at once.
+Read `run`. The caller binds the socket before it loads models, so that a port in use is reported at
+once.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._begin_to_drain)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to exit; called ten times a second. A failed engine ends the server: a supervisor can restart it."""
+        """Return whether to exit, which is so if the engine failed. Called ten times a second."""
         self.should_exit |= self._engine.state == "failed"
         return await super().on_tick(counter)
 

@@ -18,7 +18,7 @@ class Settings:
 
     served_model_name: tuple[str, ...] = option(
         (),
-        "What clients call the model. Repeatable; replies use the first. Default: as the target was given.",
+        "Name of the model. Repeatable; replies use the first. Default: the target as given.",
     )
     api_key: tuple[str, ...] = option(
         (),
@@ -72,13 +72,13 @@ class ProgramOptions:
     )
     cache_length: int | None = option(
         None,
-        "Positions of a slot: prompt, new tokens and one step. Default: 4096, or what the model has.",
+        "Positions of a slot: prompt, new tokens and one step. Default: 4096, or the model's.",
         range=at_least(1),
     )
     steps_per_return: int = option(
         4,
-        "Most decode steps between two looks at what came. A new request waits for at most so many, and "
-        "streams get their text in such pieces.",
+        "Largest number of decode steps between two returns to the host. A new request waits for "
+        "them, and streams get text in such pieces.",
         range=at_least(1),
     )
     max_prefill_tokens: int | None = option(
@@ -88,13 +88,13 @@ class ProgramOptions:
     )
     invariant: bool = option(
         False,
-        "No reply depends on the requests beside it, to the last bit: on a GPU, prompts then share small "
-        "passes only.",
+        "No reply depends on the requests beside it, to the last bit: on a GPU, prompts then share "
+        "small passes only.",
     )
     prefix_gib: float | None = option(
         None,
-        "GiB of each device for beginnings of prompts, which are then not read again; 0: none. Default: half of "
-        "what is left on a GPU, and at most 1 on a CPU.",
+        "GiB of each device for beginnings of prompts, which are then not read again; 0: none. "
+        "Default: half of what is left on a GPU, and at most 1 on a CPU.",
         range=Range("0 or more; 0: none", lambda x: (x >= 0) & (x < math.inf)),
     )
     prefix_host_gib: float = option(
@@ -106,12 +106,12 @@ class ProgramOptions:
     max_logit_bias: int = option(64, "Tokens of a request's logit_bias.", range=at_least(0))
     max_logprobs: int = option(
         5,
-        "Best tokens shown beside each, for logprobs and top_logprobs; 0: no log-probabilities at all.",
+        "Best tokens shown beside each, for logprobs and top_logprobs; 0: no log-probabilities.",
         range=whole(0, 20),
     )
     no_grammars: bool = option(
         False,
-        "Refuse grammars. Their program is not kept in the compilation cache, so each start compiles it.",
+        "Refuse grammars. No cache keeps their program, so each start compiles it.",
     )
     max_stop_ids: int = option(
         16, "Stop token ids of a request, the checkpoint's own included.", range=at_least(1)

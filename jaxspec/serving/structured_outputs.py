@@ -1,6 +1,7 @@
 """Structured outputs: the fields of a request that constrain its reply by a grammar.
 
-Read `find_structured_output`. The fields are those of OpenAI and of vLLM. A request may have one of them.
+Read `find_structured_output`. The fields are those of OpenAI and of vLLM. A request may have one of
+them.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class StepSplitter:
     def push(self, num_tokens: int, acceptance_lengths: Sequence[int]) -> list[tuple[int, int]]:
         """Return (tokens, accepted drafts among them) of each new step.
 
-        The first token comes from the prompt, and counts as a step without drafts. A stop or the limit may cut the
-        last step.
+        The first token comes from the prompt, and counts as a step without drafts. A stop or the
+        limit may cut the last step.
 
         Args:
           num_tokens: tokens of the reply so far.

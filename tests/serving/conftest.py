@@ -1,4 +1,4 @@
-"""Servers on loopback: one over the tiny pair, which all files share, and others over an engine without a model."""
+"""Servers on loopback: a shared one over the tiny pair, and others over engines without a model."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class Live:
             time.sleep(0.01)
 
     def alone(self, *requests: Request) -> list[Completion]:
-        """Return what the same requests give in a closed run."""
+        """Return the completions of the same requests in a closed run."""
         assert self.offline is not None
         done = {e.id: e for e in self.offline.run(requests) if isinstance(e, Completion)}
         return [done[i] for i in range(len(requests))]
 
 
 def no_scores(ids: tuple[int, ...]) -> PromptScores:
-    """Says that every token was as likely as its place."""
+    """Return log-probabilities of -1, -2 and so on."""
     return PromptScores(ids, tuple(-float(i) for i in range(1, len(ids))), ())
 
 
@@ -145,7 +145,7 @@ def live(model: tuple[jaxspec.Pair, Tokenizer], serving_model: ServingModel) -> 
 
 @pytest.fixture
 def fake(serving_model: ServingModel) -> Iterator[Callable[..., Live]]:
-    """Starts a server over an engine without a model; arguments are settings."""
+    """Starts a server over an engine without a model; keywords are settings."""
     running: list[Iterator[Live]] = []
 
     def start(engine: FakeEngine | None = None, **settings: Any) -> Live:
@@ -161,7 +161,7 @@ def fake(serving_model: ServingModel) -> Iterator[Callable[..., Live]]:
 
 @pytest.fixture
 def scripted(serving_model: ServingModel) -> Iterator[Callable[..., tuple[Live, ScriptedEngine]]]:
-    """Starts a server that chats in Qwen3's form and gives these replies; the rest are settings."""
+    """Starts a server with Qwen3's chat format and these replies; keywords are settings."""
     tokenizer = Tokenizer(QWEN.tokenizer.backend, chat_template=CHAT_TEMPLATE)
     running: list[Iterator[Live]] = []
 
@@ -184,6 +184,6 @@ def scripted(serving_model: ServingModel) -> Iterator[Callable[..., tuple[Live, 
 
 
 def connect(live: Live) -> socket.socket:
-    """Return a bare connection."""
+    """Return a socket that is connected to the server."""
     url = live.client.base_url
     return socket.create_connection((url.host, url.port), timeout=20)

@@ -1,4 +1,4 @@
-"""An engine without a model: what a request says next is a function of its prompt and the place alone."""
+"""Engine without a model. A token is a function of the prompt and the token's index."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jaxspec.engine.request import Completion, Request, Update
 from jaxspec.options import FieldError
 
 
-def token(request: Request, place: int) -> int:
-    return hash((request.prompt_ids, place)) % 1000
+def token(request: Request, index: int) -> int:
+    return hash((request.prompt_ids, index)) % 1000
 
 
 def answer(request: Request, count: int | None = None) -> tuple[int, ...]:
     count = request.max_new_tokens if count is None else count
-    return tuple(token(request, place) for place in range(count))
+    return tuple(token(request, index) for index in range(count))
 
 
 class FakeEngine:
-    """Two tokens a step for each request that has a slot.
+    """Engine that gives two tokens a step to each request that has a slot.
 
     Attributes:
       gate: a step waits for it, as if the device worked.
@@ -45,7 +45,7 @@ class FakeEngine:
         self.ended: list[Completion] = []
 
     def _own(self) -> None:
-        """It is not safe to use it from several threads."""
+        """Assert that one thread only uses the engine."""
         self.thread = self.thread or threading.get_ident()
         assert threading.get_ident() == self.thread
 
@@ -105,8 +105,8 @@ class FakeEngine:
                 keep = request.stop_at(tokens) if request.stop_at else None
             except Exception as error:
                 del self.running[name]
-                said = f"stop_at raised {type(error).__name__}"
-                events.append(Completion(name, tokens, "error", error=said))
+                message = f"stop_at raised {type(error).__name__}"
+                events.append(Completion(name, tokens, "error", error=message))
                 continue
             if keep is not None:
                 tokens = tokens[:keep]

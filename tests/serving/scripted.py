@@ -1,4 +1,4 @@
-"""An engine that says what a test wrote down, in steps as speculation makes them."""
+"""Engine that gives replies of the test's, in steps as in speculative decoding."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from jaxspec.engine.request import Completion, Request, Update
 from tests.serving.fake_engine import FakeEngine
 
 LENGTHS = (4, 1, 3, 2)
-"""What its steps commit, in turn; the first token comes from the prompt."""
+"""Tokens that the engine's steps commit, in turn; the first token comes from the prompt."""
 VERIFIED = 3
-"""Drafts that each of its steps verifies."""
+"""Drafts that each step verifies."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     "{% if tools %}{{ tools | length }} tools{% endif %}"
-    "{% if enable_thinking is defined %}thinking {{ enable_thinking }}{% endif %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined %}thinking {{ enable_thinking }}{% endif %}"
+    "<|im_start|>assistant\n"
 )
 
 

@@ -1,4 +1,4 @@
-"""The command itself: its mistakes, and one whole life of a server, in a process of its own."""
+"""Command `jaxspec serve`: user errors, and one life of a server in its own process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_port_in_use_is_known_before_models_are_loaded(invoke: Run) -> None:  
 
 
 def test_options_that_make_no_sense(invoke: Run) -> None:  # noqa: F811
-    for args, said in (
+    for args, message in (
         (["--tls-cert", "a.pem"], "--tls-cert and --tls-key go together"),
         (["--tls-cert", "a.pem", "--tls-key", "b.pem"], "--tls-cert a.pem: No such file"),
         (["--port", "99999"], "--port"),
@@ -48,7 +48,7 @@ def test_options_that_make_no_sense(invoke: Run) -> None:  # noqa: F811
             args = [*args, "--port", "0"]
         outcome = invoke("serve", *args)
         assert outcome.code == 2, args
-        assert said in " ".join(outcome.stderr.split()), outcome.stderr
+        assert message in " ".join(outcome.stderr.split()), outcome.stderr
 
 
 def test_without_the_extra_it_says_what_to_install(
@@ -63,7 +63,7 @@ def test_without_the_extra_it_says_what_to_install(
 
 @pytest.mark.slow
 def test_a_server_s_life(tmp_path: Path) -> None:
-    """It compiles, answers, and on SIGTERM lets a stream end before it does."""
+    """The server compiles, answers, and on SIGTERM ends after its last stream."""
     tiny.write_target(tmp_path / "target")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -1,8 +1,8 @@
 """Clients get the same streams with speculation on and off, greedy, in float32.
 
-A real engine decodes. Its target writes what a test wrote down, the corpus of `tests.text.chat.models`: a bias of
-each request says which text. Its drafter knows the texts, but for some tokens, so that steps commit groups of all
-sizes.
+A real engine decodes. Its target writes what a test wrote down, the corpus of
+`tests.text.chat.models`: a bias of each request says which text. Its drafter knows the texts, but for some tokens, so that
+steps commit groups of all sizes.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def models() -> tuple[LoadedModel, LoadedModel]:
 
 
 def replies(case: Case, events: list[Any]) -> tuple[list[dict[str, Any]], str, list[str | None]]:
-    """Return the deltas of a chat's stream, the text of a completion's, and their finish reasons."""
+    """Return a chat's deltas, a completion's text, and both finish reasons."""
     prompt = (3, 3)
     parsed = ParsedRequest((prompt,), (), 1, case.stops, None, tools=ToolChoice(calls=True))
     tokenizer = case.family.tokenizer
@@ -114,7 +114,7 @@ def replies(case: Case, events: list[Any]) -> tuple[list[dict[str, Any]], str, l
 
 
 def _joined(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what came in its order, neighbours of a kind put together. Ids of calls are random."""
+    """Return deltas in their order, with neighbours of a kind joined and without ids of calls."""
     made: list[dict[str, Any]] = []
     for delta in deltas:
         for kind in ("reasoning", "content"):

@@ -1,4 +1,4 @@
-"""Faults outside the server's own code: bodies without end, half a connection, no memory. The server goes on."""
+"""Faults outside the server's code: endless bodies, half connections, no memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def megabytes_in_memory() -> int:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_of_a_hundred_megabytes_is_not_kept(fake: Start, chunked: bool) -> None:
-    """It is refused as soon as there is more than may be, whatever its headers say."""
+    """The server refuses a body at its limit, whatever the headers say."""
     live = fake(max_body_mib=1)
     before = megabytes_in_memory()
     size = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 100000000"
@@ -55,7 +55,7 @@ def test_a_body_of_a_hundred_megabytes_is_not_kept(fake: Start, chunked: bool) -
 
 
 def test_a_client_that_closes_its_half_of_a_connection(fake: Start) -> None:
-    """It counts as one that has left: its row is free."""
+    """A half-closed connection counts as closed: its slot is free."""
     engine = FakeEngine()
     live = fake(engine)
     engine.gate.clear()
@@ -89,7 +89,7 @@ def test_a_client_that_reads_byte_by_byte_holds_up_nobody(fake: Start) -> None:
 def test_no_memory_while_prompts_are_read(
     live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine starts afresh. A request without a token has one more try, and then fails without saying why."""
+    """The engine is reset. A request without a token has a second try. The error has no details."""
     runtime = live.engine.runtime
     feeding = runtime.feeding
     left = [3]
@@ -98,19 +98,19 @@ def test_no_memory_while_prompts_are_read(
         left[0] -= 1
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
-    monkeypatch.setattr(runtime, "feeding", lambda *given: fail if left[0] > 0 else feeding(*given))
-    prompt, found = [2, 50, 60], []
+    monkeypatch.setattr(runtime, "feeding", lambda *args: fail if left[0] > 0 else feeding(*args))
+    prompt, replies = [2, 50, 60], []
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
     threads = [
-        threading.Thread(target=lambda: found.append(live.post("/v1/completions", **body)))
+        threading.Thread(target=lambda: replies.append(live.post("/v1/completions", **body)))
         for _ in range(3)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert {reply.status_code for reply in found} <= {200, 500}
-    failed = [reply.text for reply in found if reply.status_code == 500]
+    assert {reply.status_code for reply in replies} <= {200, 500}
+    failed = [reply.text for reply in replies if reply.status_code == 500]
     assert failed
     assert all("internal error" in text and "memory" not in text for text in failed)
     assert "RESOURCE_EXHAUSTED" in caplog.text

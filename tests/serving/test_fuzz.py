@@ -1,4 +1,4 @@
-"""Requests that nobody would mean to send, drawn with a seed: each gets a reply or a closed connection."""
+"""Random broken requests. Each gets a reply of the protocol, or a closed connection."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def mutated(value: Any, rng: random.Random) -> Any:
 
 
 def test_a_body_is_understood_or_refused(serving_model: ServingModel) -> None:
-    """Without a server, so many more are tried in a second."""
+    """Parsing without a server tries many more bodies in a second."""
     understand: list[tuple[type[ApiRequest], Callable[..., Any]]] = [
         (CompletionRequest, serving_model.parse_completion),
         (ChatCompletionRequest, serving_model.parse_chat),
@@ -137,12 +137,12 @@ def request(rng: random.Random) -> bytes:
     """Return the bytes of a request, whose framing may be wrong too."""
     body = json.dumps(mutated(rng.choice(BODIES), rng)).encode()
     if rng.random() < 0.2:
-        spoilt = bytearray(body)
+        corrupted = bytearray(body)
         for _ in range(rng.randint(1, 4)):
-            spoilt[rng.randrange(len(spoilt) or 1) : rng.randrange(len(spoilt) or 1)] = (
+            corrupted[rng.randrange(len(corrupted) or 1) : rng.randrange(len(corrupted) or 1)] = (
                 rng.randbytes(2)
             )
-        body = bytes(spoilt)
+        body = bytes(corrupted)
     if rng.random() < 0.05:
         body = rng.choice((b"[", b'{"a":', b'{"prompt":[')) * rng.randint(1, 20_000)
     method = rng.choice(("POST",) * 8 + ("GET", "PUT", "OPTIONS", "BREW"))

@@ -81,7 +81,7 @@ def test_the_responses_protocol(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "param", "say"),
+    ("wrong", "param", "message"),
     [
         ({"regex": "(["}, "regex", "unclosed"),
         ({"guided_json": {"type": "text"}}, "guided_json", "Invalid type"),
@@ -95,13 +95,13 @@ def test_the_responses_protocol(live: Live) -> None:
     ],
 )
 def test_a_grammar_that_cannot_be_used_is_refused(
-    live: Live, wrong: dict[str, Any], param: str, say: str
+    live: Live, wrong: dict[str, Any], param: str, message: str
 ) -> None:
     reply = live.post("/v1/completions", prompt="a", **wrong)
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["param"] == param
-    assert say in error["message"]
+    assert message in error["message"]
     assert error["message"].startswith((param, "regex and"))
 
 

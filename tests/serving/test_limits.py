@@ -1,4 +1,4 @@
-"""What the server does when there is too much, too late, too slow or too wrong; over an engine without a model."""
+"""Limits, timeouts, failures, keys and logs of the server, over an engine without a model."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def ends_soon(condition: Callable[[], bool]) -> None:
 
 
 class Slow(FakeEngine):
-    """Takes a hundredth of a second a step."""
+    """Engine that takes a hundredth of a second for a step."""
 
     def step(self) -> Any:
         time.sleep(0.01)
         return super().step()
 
 
-# --- clients that leave or do not read ---------------------------------------------------------------
+# --- clients that leave or do not read ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -68,7 +68,7 @@ def test_a_client_that_leaves_frees_its_row(fake: Start, stream: bool) -> None:
 
 
 def test_a_client_that_does_not_read_holds_no_row(fake: Start) -> None:
-    """The engine goes on without it, and the connection is closed when its time is over."""
+    """The engine goes on, and the server closes the connection when its time is over."""
     live = fake(client_timeout=0.3)
     body = json.dumps({"prompt": "a", "max_tokens": 110, "n": 60, "stream": True, "logprobs": 0})
     with connect(live) as connection:
@@ -82,7 +82,7 @@ def test_a_client_that_does_not_read_holds_no_row(fake: Start) -> None:
 
 
 def test_a_client_that_leaves_before_the_first_event() -> None:
-    """No head of a reply can be sent, and so nobody asks for events. What they hold is given back all the same."""
+    """The reply's head cannot be sent, so the iterator never begins. Its slot is freed anyway."""
     ended: list[str] = []
 
     async def events() -> AsyncIterator[bytes]:
@@ -123,7 +123,7 @@ def test_a_flood_of_headers(fake: Start) -> None:
     assert live.client.get("/health").status_code == 200
 
 
-# --- too much, too late ------------------------------------------------------------------------------
+# --- too much, too late ---------------------------------------------------------------------------
 
 
 def test_a_full_queue_is_told_to_come_back(fake: Start) -> None:
@@ -141,7 +141,7 @@ def test_a_full_queue_is_told_to_come_back(fake: Start) -> None:
 
 
 def test_a_refused_request_leaves_no_work(fake: Start) -> None:
-    """Its prompt was to be scored. Nobody would read that, and the others would wait for it."""
+    """A refused request's prompt is not scored: the score would have no reader."""
     engine = FakeEngine(batch_size=1)
     live = fake(engine, max_waiting=0)
     engine.gate.clear()
@@ -173,7 +173,7 @@ def test_a_request_that_takes_too_long(fake: Start, stream: bool) -> None:
 
 
 def test_draining(fake: Start) -> None:
-    """What runs ends; what comes is sent elsewhere; health says why."""
+    """Running requests end, new ones get 503, and /health says why."""
     engine = FakeEngine()
     live = fake(engine)
     engine.gate.clear()
@@ -231,7 +231,7 @@ def test_what_does_not_end_in_time_is_told_so(fake: Start, stream: bool) -> None
 
 
 def test_an_engine_that_is_beyond_repair_ends_the_server(fake: Start) -> None:
-    """What runs a server starts another where it has ended, and not where it says that it cannot answer."""
+    """A supervisor restarts a server that has ended, not one that replies with errors."""
 
     class Broken(Slow):
         def reset(self) -> None:
@@ -260,18 +260,18 @@ def test_a_second_signal_ends_requests_in_the_protocol_s_form(fake: Start) -> No
         running.server.handle_exit(signal.SIGTERM, None)
         ends_soon(lambda: live.open_engine.state == "draining")
         running.server.handle_exit(signal.SIGTERM, None)
-        found = reply.result(20)
-    assert (found.status_code, found.json()["error"]["code"]) == (503, "cancelled")
+        response = reply.result(20)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "cancelled")
     running.thread.join(20)
     assert not running.thread.is_alive()
 
 
-# --- failures ----------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_step_that_raises(fake: Start, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """The request fails, without a word of why; the server goes on."""
+    """The request fails without details; the server goes on."""
     engine = FakeEngine()
     live = fake(engine)
 
@@ -301,7 +301,7 @@ def test_a_mistake_of_the_server_is_no_traceback(
     assert "ZeroDivisionError" in caplog.text
 
 
-# --- keys, origins, logs -----------------------------------------------------------------------------
+# --- keys, origins, logs --------------------------------------------------------------------------
 
 
 def test_api_keys(fake: Start) -> None:
@@ -310,8 +310,8 @@ def test_api_keys(fake: Start) -> None:
         reply = live.client.get("/v1/models", headers=headers)
         assert reply.status_code == 401
         assert reply.json()["error"]["code"] == "invalid_api_key"
-    for said in ("Bearer first", "bearer second", "Bearer  second"):
-        headers = {"Authorization": said}
+    for value in ("Bearer first", "bearer second", "Bearer  second"):
+        headers = {"Authorization": value}
         assert live.client.get("/v1/models", headers=headers).status_code == 200
     assert live.client.get("/health").status_code == 200
 
@@ -353,7 +353,7 @@ def test_the_log_has_no_text_unless_asked(
 def test_neither_replies_nor_refusals_bring_text_into_the_log(
     scripted: Any, caplog: pytest.LogCaptureFixture, log_prompts: bool
 ) -> None:
-    """What is said of a wrong value may quote it. A stream's reply is there where one asks for text."""
+    """Messages of wrong values may quote them, so the log leaves them out by default."""
     live, _ = scripted("the reply", log_prompts=log_prompts)
     body = {"messages": [{"role": "user", "content": [{"type": "a secret"}]}]}
     with caplog.at_level(logging.INFO, "jaxspec.serving"):
@@ -369,7 +369,7 @@ def test_neither_replies_nor_refusals_bring_text_into_the_log(
 
 
 def test_many_clients_of_whom_some_leave(fake: Start) -> None:
-    """The others' tokens are all there, once each."""
+    """The other clients get each token once."""
     live = fake(Slow(batch_size=4))
     failed: list[BaseException] = []
 
@@ -387,7 +387,7 @@ def test_many_clients_of_whom_some_leave(fake: Start) -> None:
                     tokens += json.loads(line[6:])["choices"][0]["token_ids"]
                     if i % 3 == 0:
                         return
-            assert tokens == [hash(((i + 1,), place)) % 1000 for place in range(30)]
+            assert tokens == [hash(((i + 1,), index)) % 1000 for index in range(30)]
         except BaseException as error:
             failed.append(error)
 

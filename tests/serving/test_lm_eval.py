@@ -1,6 +1,7 @@
 """lm-eval asks a server for a task of its own, and gets the numbers of our own evaluation.
 
-It is heavy, so it is no dependency. JAXSPEC_LM_EVAL names a Python that has `lm-eval[api]`; by default this one has to.
+It is heavy, so it is no dependency. JAXSPEC_LM_EVAL names a Python that has `lm-eval[api]`; by
+default this one has to.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lm_eval(
     live: Live, folder: Path, model: str, path: str, task: str, *more: str, **args: Any
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run a task, and return its numbers and what it got for each document."""
-    given = {
+    """Run a task, and return its numbers and its results for each document."""
+    model_args = {
         "model": "bundled",
         "base_url": f"{live.client.base_url}/v1/{path}".replace("//v1", "/v1"),
         "tokenizer": BUNDLED / "target",
@@ -83,7 +84,7 @@ def lm_eval(
     out = folder / f"results-{len(list(folder.iterdir()))}"
     command = [PYTHON or sys.executable, "-m", "lm_eval", "--model", model, "--tasks", task]
     command += ["--include_path", str(ROOT / "examples/lm_eval"), "--log_samples", *more]
-    command += ["--model_args", ",".join(f"{k}={v}" for k, v in given.items())]
+    command += ["--model_args", ",".join(f"{k}={v}" for k, v in model_args.items())]
     environment = {
         **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         "HF_HUB_OFFLINE": "1",
@@ -107,28 +108,29 @@ def lm_eval(
 
 
 def scored_by_us(documents: list[dict[str, Any]]) -> list[list[tuple[float, bool]]]:
-    """Return the log-probability of each document's choices, and whether they are the greedy text."""
+    """Return the log-probability of each document's choices, and whether they are greedy."""
     pair = jaxspec.load()
     tokenizer = pair.tokenizer
-    found = []
+    results = []
     for document in documents:
         # As lm-eval does: white space at the end of a context counts as the choice's.
         prompt = tokenizer.encode(document["before"].rstrip())
         texts = [tokenizer.encode(document["before"] + choice) for choice in document["choices"]]
         width = 128
         tokens = np.zeros((len(texts), width), np.int32)
-        # A choice begins behind so many tokens. Indentation may share one with what is before it. Then lm-eval
-        # counts it like this, too.
+        # A choice begins behind so many tokens. Indentation may share one with what is before it.
+        # Then lm-eval counts it like this, too.
         for row, ids in enumerate(texts):
             tokens[row, : len(ids)] = ids
         sequences = Sequences.padded(tokens, [len(prompt)] * len(texts), [*map(len, texts)])
-        given = score(pair.target, pair.target.params, sequences, program_features=EXTRAS)
-        is_best = np.asarray(given.top_ids)[..., 0] == tokens  # pyright: ignore[reportArgumentType]
-        total = np.asarray(given.target).sum(axis=1)
+        scores = score(pair.target, pair.target.params, sequences, program_features=EXTRAS)
+        top_ids = np.asarray(scores.top_ids)  # pyright: ignore[reportArgumentType]
+        is_best = top_ids[..., 0] == tokens
+        total = np.asarray(scores.target).sum(axis=1)
         rows = enumerate(texts)
         greedy = [bool(is_best[row, len(prompt) : len(ids)].all()) for row, ids in rows]
-        found.append(list(zip(total.tolist(), greedy, strict=True)))
-    return found
+        results.append(list(zip(total.tolist(), greedy, strict=True)))
+    return results
 
 
 def test_log_probabilities_are_our_own(bundled: Live, data: Path) -> None:
@@ -154,7 +156,7 @@ def test_log_probabilities_are_our_own(bundled: Live, data: Path) -> None:
 
 
 def continued_by_us(prompts: list[tuple[int, ...]]) -> list[str]:
-    """Return how greedy text goes on after prompts, to the end of the line."""
+    """Return the greedy text after each prompt, to the end of the line."""
     pair = jaxspec.load()
     tokenizer = pair.tokenizer
     stops = pair.target.generation.eos_token_ids if pair.target.generation else ()

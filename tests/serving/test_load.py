@@ -38,7 +38,7 @@ PROMPTS = ("def read_config(path):", "class Queue:\n", "import os\n", "    for i
 
 @dataclass
 class Seen:
-    """What all clients saw."""
+    """Counts over all clients."""
 
     whole: int = 0
     left: int = 0
@@ -96,7 +96,7 @@ async def ask(
 @pytest.mark.slow
 @pytest.mark.parametrize(("read_ahead", "prefix_mib"), [(0, 0), (8, 0), (8, 256)])
 def test_many_clients_get_their_own_tokens(read_ahead: int, prefix_mib: int) -> None:
-    """No token is wrong, lost or told twice; no slot, file or thread is left behind."""
+    """No token is wrong, lost or sent twice; no slot, file or thread leaks."""
     cache_length = 512 if prefix_mib else 256
     programs = ProgramOptions(slots=32, cache_length=cache_length)
     pair = jaxspec.load()
@@ -188,7 +188,8 @@ def test_many_clients_get_their_own_tokens(read_ahead: int, prefix_mib: int) -> 
         print(f"{name}: {shown}")
     print(f"load averages of the machine: {os.getloadavg()}, {os.cpu_count()} cores")
     print(
-        f"{seen.whole} whole streams, {seen.left} left, {seen.tokens / seconds:,.0f} tokens a second; "
+        f"{seen.whole} whole streams, {seen.left} left, {seen.tokens / seconds:,.0f} tokens a "
+        "second; "
         f"MiB, files, threads before {before}, after {after}"
     )
     for _ in server:

@@ -1,4 +1,4 @@
-"""The open engine, over an engine without a model: threads, cancellations, a full queue, failures."""
+"""Open engine over an engine without a model: threads, cancellations, full queues, failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def request(prompt: int = 1, count: int = 7, **more: Any) -> Request:
 
 
 def working(engine: FakeEngine, open_engine: OpenEngine) -> Handle:
-    """Return a request that the device is at work on until the gate opens."""
+    """Return a request that runs on the device until the gate opens."""
     engine.gate.clear()
     handle = open_engine.submit(request(99))
     assert engine.in_step.wait(WAIT_S)
@@ -83,7 +83,7 @@ def test_a_request_that_comes_while_the_device_works_joins_when_it_returns(
 
 
 def test_a_full_queue_refuses_by_name(engine: FakeEngine, open_engine: OpenEngine) -> None:
-    """Two slots and three places in the queue are five. Several join together, or none of them."""
+    """Two slots and a queue of three take five. Several requests join together, or none."""
     working(engine, open_engine)
     open_engine.submit_all([request(i) for i in range(3)])
     with pytest.raises(QueueFull, match="4 requests run or wait, and at most 5 may"):
@@ -146,7 +146,7 @@ def test_a_wait_that_was_in_vain_leaves_nobody_waiting(
 
 
 def test_cancelling(engine: FakeEngine, open_engine: OpenEngine) -> None:
-    """One that runs, one that the engine does not know yet, and one that is done."""
+    """A running request, one that the engine does not have yet, and one that is done."""
     running = working(engine, open_engine)
     unknown = open_engine.submit(request(2))
     running.cancel()
@@ -175,7 +175,7 @@ def test_a_callback_that_raises_ends_its_request_only(open_engine: OpenEngine) -
 def test_a_step_that_raises_ends_what_ran_and_the_engine_goes_on(
     engine: FakeEngine, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What had tokens fails. What had none runs after all."""
+    """Requests with tokens fail, and the others run again."""
     engine.batch_size = 1
     raised = []
 
@@ -318,7 +318,7 @@ OPERATIONS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(OPERATIONS)
 def test_no_token_is_lost_or_told_twice_whatever_happens(operations: list[tuple[str, int]]) -> None:
-    """Random operations from two threads; each request ends once, with the tokens that are its own."""
+    """Random operations from two threads: each request ends once, with its own tokens."""
     engine = FakeEngine(batch_size=3)
     raising = threading.Event()
 

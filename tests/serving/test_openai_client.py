@@ -99,7 +99,7 @@ def test_many_coroutines(live: Live) -> None:
     assert asyncio.run(ask_all([5])) == together[5:6]
 
 
-# --- /v1/responses -----------------------------------------------------------------------------------
+# --- /v1/responses --------------------------------------------------------------------------------
 
 RESPONSE: dict[str, Any] = dict(
     model="tiny",
@@ -117,7 +117,7 @@ RESPONSE: dict[str, Any] = dict(
 
 
 def test_responses(client: Any) -> None:
-    """In one piece and as a stream, which tells the same story; and as chat/completions would say it."""
+    """A whole reply, its stream and /v1/chat/completions agree."""
     whole = client.responses.create(input="a b", instructions="the", **RESPONSE)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert whole.usage.output_tokens == 20

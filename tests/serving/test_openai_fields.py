@@ -1,7 +1,7 @@
-"""Every field that the server knows, by the `openai` client, on each route, in one piece and as a stream.
+"""Every field of the server, by the `openai` client, on each route, whole and as a stream.
 
-What a field does to sampling is compared with an engine that runs alone. Reasoning and tools come from an engine that
-says what is written here.
+Sampling is compared with an engine that runs alone. Reasoning and tools come from a scripted
+engine.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ COUNT = 12
 WORDS = {266: 60, 267: 60, 270: 60, 271: 60}
 PLAIN = Sampling(temperature=1.5, logit_bias=WORDS)
 OWN = {"top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "return_token_ids"}
-"""Fields that the client does not know: they go into its extra_body."""
+"""Fields that the client does not know. They go into `extra_body`."""
 FOREIGN = {"seed", "stop", "logit_bias", "presence_penalty", "frequency_penalty"}
-"""Those that it does not know of responses."""
+"""Fields of /v1/responses that the client does not know."""
 LIMIT = {
     "completions": "max_tokens",
     "chat": "max_completion_tokens",
@@ -49,7 +49,7 @@ def client(live: Live) -> Iterator[Any]:
 def ask(
     client: Any, route: str, prompt: Any = "a b", *, stream: bool = False, **fields: Any
 ) -> Any:
-    """Ask a route in its own words; fields are those of the protocol, whoever knows them."""
+    """Send a request to a route. Fields that the client does not know go into `extra_body`."""
     extra = OWN if route != "responses" else OWN | FOREIGN
     body = {name: value for name, value in fields.items() if name not in extra}
     body |= {"model": "tiny", "stream": stream}
@@ -57,13 +57,13 @@ def ask(
     if route == "completions":
         return client.completions.create(prompt=prompt, **body)
     if route == "chat":
-        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return client.chat.completions.create(messages=given, **body)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return client.chat.completions.create(messages=messages, **body)
     return client.responses.create(input=prompt, **body)
 
 
 def text_of(client: Any, route: str, *, stream: bool, **fields: Any) -> str:
-    """Return the text of a reply, however it came."""
+    """Return the text of a whole or a streamed reply."""
     reply = ask(client, route, stream=stream, **fields)
     if route == "responses":
         if not stream:
@@ -80,7 +80,7 @@ def text_of(client: Any, route: str, *, stream: bool, **fields: Any) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A field, and what an engine is asked where a request says it."""
+    """A field, and the request of the engine that it makes."""
 
     says: dict[str, Any]
     means: Callable[[Request, Live], Request]
@@ -127,24 +127,24 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def alone(live: Live) -> dict[str, dict[str, str]]:
-    """What an engine alone writes after a text and in a chat: by field, and "plain" without any."""
-    found: dict[str, dict[str, str]] = {}
+    """Replies of an engine alone to a text and a chat, by field; "plain" without any."""
+    texts: dict[str, dict[str, str]] = {}
     for kind in ("completions", "chat"):
         plain = Request(ids_of(live, kind), COUNT, PLAIN, (tiny.EOS,), seed=3, sample=0)
         asked = {"plain": plain} | {n: case.means(plain, live) for n, case in CASES.items()}
-        found[kind] = {
+        texts[kind] = {
             name: completed_text(
                 live.serving_model.tokenizer, done.token_ids, STOPS * (name == "stop")
             )
             for name, done in zip(asked, live.alone(*asked.values()), strict=True)
         }
-    return {**found, "responses": found["chat"]}
+    return {**texts, "responses": texts["chat"]}
 
 
 def ids_of(live: Live, route: str) -> tuple[int, ...]:
     """Return the ids of the prompt that `ask` gives a route."""
-    said = {"messages": [{"role": "user", "content": "a b"}]}
-    asked = {"prompt": "a b"} if route == "completions" else said
+    chat = {"messages": [{"role": "user", "content": "a b"}]}
+    asked = {"prompt": "a b"} if route == "completions" else chat
     return tuple(live.post("/tokenize", **asked).json()["tokens"])
 
 
@@ -153,7 +153,7 @@ def ids_of(live: Live, route: str) -> tuple[int, ...]:
 def test_a_field_does_what_it_does_to_an_engine_alone(
     client: Any, alone: dict[str, dict[str, str]], route: str, name: str
 ) -> None:
-    """And that is something: without the field the reply is another."""
+    """The field changes the reply."""
     fields: dict[str, Any] = dict(
         temperature=1.5,
         top_p=1.0,
@@ -172,7 +172,7 @@ def test_a_field_does_what_it_does_to_an_engine_alone(
     assert text_of(client, route, stream=True, **fields) == wanted
 
 
-# --- choices, prompts, log-probabilities ---------------------------------------------------------------
+# --- choices, prompts, log-probabilities ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("route", ["completions", "chat"])
@@ -200,27 +200,27 @@ def test_prompts_of_ids_in_batches_whole_and_streamed(client: Any) -> None:
     assert [choice.prompt_token_ids for choice in whole.choices] == ids
     (alone,) = ask(client, "completions", ids[1], **fields).choices
     assert alone.token_ids == whole.choices[1].token_ids
-    found: list[list[int]] = [[], []]
+    streamed: list[list[int]] = [[], []]
     for event in ask(client, "completions", ids, stream=True, **fields):
         for choice in event.choices:
-            found[choice.index] += choice.token_ids
-    assert found == [choice.token_ids for choice in whole.choices]
+            streamed[choice.index] += choice.token_ids
+    assert streamed == [choice.token_ids for choice in whole.choices]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_whole_and_streamed(client: Any, max_tokens: int) -> None:
-    """As evaluations ask, and as they find the best token's own log-probability."""
+    """Evaluations use this to find the log-probability of the best token."""
     ids = [tiny.BOS, 266, 267, 270]
     fields = dict(echo=True, logprobs=1, max_tokens=max_tokens, temperature=0)
     (whole,) = ask(client, "completions", ids, **fields).choices
-    found = whole.logprobs
-    assert len(found.tokens) == len(found.token_logprobs) == len(ids) + max_tokens
-    assert found.token_logprobs[0] is None
-    assert all(len(best) == 1 for best in found.top_logprobs[1:])
+    logprobs = whole.logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(ids) + max_tokens
+    assert logprobs.token_logprobs[0] is None
+    assert all(len(best) == 1 for best in logprobs.top_logprobs[1:])
     parts = [c for e in ask(client, "completions", ids, stream=True, **fields) for c in e.choices]
     assert "".join(part.text for part in parts) == whole.text
     joined = [x for part in parts if part.logprobs for x in part.logprobs.token_logprobs]
-    assert joined == found.token_logprobs
+    assert joined == logprobs.token_logprobs
 
 
 def test_log_probabilities_of_a_chat_whole_and_streamed(client: Any) -> None:
@@ -238,21 +238,21 @@ def test_log_probabilities_of_a_chat_whole_and_streamed(client: Any) -> None:
 
 @pytest.mark.parametrize("family", [QWEN, GEMMA], ids=["byte level", "byte tokens"])
 def test_parts_of_characters_are_told_apart(family: Family) -> None:
-    """All read as U+FFFD. Chats have their bytes; of several with one text, completions tell the best."""
+    """All decode to U+FFFD. Chats show their bytes; completions show the best of them."""
     tokenizer = family.tokenizer
-    told = LogprobsFormatter(tokenizer, top=2)
-    ids = [i for i in family.encode("😀") if "\ufffd" in told._token(i)]
+    formatter = LogprobsFormatter(tokenizer, top=2)
+    ids = [i for i in family.encode("😀") if "\ufffd" in formatter._token(i)]
     assert len(ids) >= 2
-    assert bytes(b for i in ids for b in told._entry(i, -1.0)["bytes"]).decode() == "😀"
-    form = told.completion_logprobs(ids[:1], [-0.5], [((ids[0], -0.5), (ids[1], -3.0))], 0)
+    assert bytes(b for i in ids for b in formatter._entry(i, -1.0)["bytes"]).decode() == "😀"
+    form = formatter.completion_logprobs(ids[:1], [-0.5], [((ids[0], -0.5), (ids[1], -3.0))], 0)
     assert form["top_logprobs"] == [{"\ufffd": -0.5}]
-    whole = told._entry(tokenizer.encode("a")[-1], -1.0)
+    whole = formatter._entry(tokenizer.encode("a")[-1], -1.0)
     assert bytes(whole["bytes"]).decode() == whole["token"]
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_call_cannot_be_asked_of_a_model_without_markers(live: Live, count: int) -> None:
-    """With several tools the wish was dropped, and the reply was text."""
+    """With several tools the choice was dropped, and the reply was text."""
     tools = [{"type": "function", "function": {"name": f"tool{i}"}} for i in range(count)]
     asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "tools": tools}
     reply = live.post("/v1/chat/completions", **asked, tool_choice="required")
@@ -272,7 +272,8 @@ def test_keys_that_are_no_token_are_refused(live: Live, key: str) -> None:
 def test_numbers_that_json_lacks_are_refused_where_a_reply_repeats_them(
     live: Live, value: str, stream: str
 ) -> None:
-    body = f'{{"input": "x", "max_output_tokens": 1, "metadata": {{"a": {value}}}, "stream": {stream}}}'
+    body = f'{{"input": "x", "max_output_tokens": 1, "metadata": {{"a": {value}}}, '
+    body += f'"stream": {stream}}}'
     reply = live.client.post(
         "/v1/responses", content=body, headers={"content-type": "application/json"}
     )
@@ -280,12 +281,12 @@ def test_numbers_that_json_lacks_are_refused_where_a_reply_repeats_them(
     assert reply.json()["error"]["param"] == "metadata"
 
 
-# --- usage ---------------------------------------------------------------------------------------------
+# --- usage ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_usage_whole_and_streamed(client: Any, live: Live, route: str) -> None:
-    """Prompt, cached and new tokens, and of these the accepted drafts: all as an engine alone counts them."""
+    """Counts of tokens and accepted drafts are those of an engine alone."""
     fields: dict[str, Any] = {LIMIT[route]: 20, "temperature": 0, "ignore_eos": True}
     whole = ask(client, route, **fields).usage
     if route != "responses":
@@ -293,18 +294,18 @@ def test_usage_whole_and_streamed(client: Any, live: Live, route: str) -> None:
         events = list(ask(client, route, stream=True, **options, **fields))
         assert [event.usage for event in events[:-1]] == [None] * (len(events) - 1)
         assert events[-1].choices == []
-        told = events[-1].usage
+        usage = events[-1].usage
         without = ask(client, route, stream=True, **fields)
         assert all(event.usage is None for event in without)
         counts = (whole.prompt_tokens, whole.completion_tokens)
         cached, details = whole.prompt_tokens_details.cached_tokens, whole.completion_tokens_details
     else:
         *_, last = ask(client, route, stream=True, **fields)
-        told = last.response.usage
+        usage = last.response.usage
         counts = (whole.input_tokens, whole.output_tokens)
         cached, details = whole.input_tokens_details.cached_tokens, whole.output_tokens_details
-    assert told == whole or cached == 0  # a store of prefixes may have known the second prompt
-    assert told.total_tokens == whole.total_tokens == sum(counts)
+    assert usage == whole or cached == 0  # a store of prefixes may have known the second prompt
+    assert usage.total_tokens == whole.total_tokens == sum(counts)
     ids = ids_of(live, route)
     generation = live.serving_model.generation
     sampling = Sampling(repetition_penalty=generation.repetition_penalty)
@@ -317,7 +318,7 @@ def test_usage_whole_and_streamed(client: Any, live: Live, route: str) -> None:
     assert details.reasoning_tokens == 0
 
 
-# --- reasoning and tools -------------------------------------------------------------------------------
+# --- reasoning and tools --------------------------------------------------------------------------
 
 WEATHER = {"name": "weather", "parameters": {"type": "object"}}
 TOOLS = [
@@ -335,7 +336,7 @@ ANSWER = (
 
 @pytest.fixture
 def written(scripted: Any) -> Iterator[Callable[..., tuple[Any, Live, Any]]]:
-    """Gives a client of a server that says what is written."""
+    """Return a client of a server with scripted replies."""
     clients = []
 
     def start(*replies: str) -> tuple[Any, Live, Any]:
@@ -363,7 +364,7 @@ def test_reasoning_and_parallel_calls_of_a_chat(written: Any) -> None:
     assert len({call.id for call in message.tool_calls}) == 2
     details, count = whole.usage.completion_tokens_details, len(QWEN.encode(ANSWER))
     assert details.reasoning_tokens == len(QWEN.encode("\nTwo questions.\n"))
-    is_draft = [place < length - 1 for length in LENGTHS for place in range(length)]
+    is_draft = [index < length - 1 for length in LENGTHS for index in range(length)]
     accepted = sum(islice(cycle(is_draft), count - 1))
     assert details.accepted_prediction_tokens == accepted > 0
     assert details.rejected_prediction_tokens > 0
@@ -388,7 +389,7 @@ def test_reasoning_and_parallel_calls_of_a_chat(written: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["chat", "responses"])
 def test_one_call_and_no_more(written: Any, route: str, stream: bool) -> None:
-    """The row ends behind the call, whatever the model would have said."""
+    """The reply ends behind the call, whatever the model would have written."""
     client, live, _ = written(ANSWER)
     tools = TOOLS if route == "chat" else FLAT
     reply = ask(client, route, tools=tools, parallel_tool_calls=False, stream=stream)
@@ -463,7 +464,7 @@ def test_reasoning_and_calls_of_a_response(written: Any) -> None:
 
 @pytest.mark.parametrize("route", ["chat", "responses"])
 def test_results_of_tools_go_back_in(written: Any, route: str) -> None:
-    """What the client got goes back as it came, with the results, and the model goes on."""
+    """The client sends the reply back with the results, and the model goes on."""
     client, live, engine = written(ANSWER, "Rain at noon.")
     tools = TOOLS if route == "chat" else FLAT
     first = ask(client, route, tools=tools)
@@ -509,21 +510,21 @@ def test_tool_choice(written: Any, route: str, stream: bool) -> None:
     ]
     client, live, engine = written(*(reply for _, _, reply, _ in cases))
     for choice, declared, _, wanted in cases:
-        found = ask(client, route, tools=declared, tool_choice=choice, stream=stream)
-        assert names_of(found, route, stream) == wanted, choice
+        reply = ask(client, route, tools=declared, tool_choice=choice, stream=stream)
+        assert names_of(reply, route, stream) == wanted, choice
         prompt = live.serving_model.tokenizer.decode(engine.asked[-1].prompt_ids)
         assert ("tools" in prompt) == (choice != "none")
 
 
-def names_of(found: Any, route: str, stream: bool) -> list[str]:
+def names_of(reply: Any, route: str, stream: bool) -> list[str]:
     if route == "responses":
         if stream:
-            *_, last = found
-            found = last.response
-        return [item.name for item in found.output if item.type == "function_call"]
+            *_, last = reply
+            reply = last.response
+        return [item.name for item in reply.output if item.type == "function_call"]
     if not stream:
-        return [call.function.name for call in found.choices[0].message.tool_calls or []]
-    parts = [call for e in found for c in e.choices for call in c.delta.tool_calls or []]
+        return [call.function.name for call in reply.choices[0].message.tool_calls or []]
+    parts = [call for e in reply for c in e.choices for call in c.delta.tool_calls or []]
     return [call.function.name for call in parts if call.id]
 
 
@@ -545,7 +546,7 @@ def test_thinking_is_switched(written: Any, stream: bool) -> None:
     assert ["thinking False" in prompt for prompt in prompts] == [True] * 3
 
 
-# --- refusals ------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
@@ -565,17 +566,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ROUTES)
 def test_wrong_values_raise_the_client_s_own_errors(client: Any, route: str, stream: bool) -> None:
-    """Before a stream begins, too. What the protocol does not know is ignored."""
+    """Streams are refused before they begin. Unknown fields are ignored."""
     for wrong, param in WRONG:
         body = {"stream": stream, "extra_body": {**wrong, "novelty": [{"x": None}]}}
         with pytest.raises(openai.APIStatusError) as raised:
-            given(client, route, body)
+            complete(client, route, body)
         assert raised.value.status_code == (404 if param == "model" else 400)
         assert raised.value.param == param
-    assert given(client, route, {"extra_body": {"novelty": [{"x": None}], LIMIT[route]: 1}})
+    assert complete(client, route, {"extra_body": {"novelty": [{"x": None}], LIMIT[route]: 1}})
 
 
-def given(client: Any, route: str, body: dict[str, Any]) -> Any:
+def complete(client: Any, route: str, body: dict[str, Any]) -> Any:
     if route == "completions":
         return client.completions.create(model="tiny", prompt="a", **body)
     if route == "chat":

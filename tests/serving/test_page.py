@@ -1,4 +1,4 @@
-"""The page at /, without a browser: its files, and what it needs from the server."""
+"""Chat page without a browser: its files, and the server's fields that it uses."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def test_it_can_be_left_out_and_is_open_where_a_key_is_asked_for(fake: Callable[
     assert locked.client.get("/v1/models").status_code == 401
 
 
-# --- steps -------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 def test_tokens_are_split_into_steps_however_they_come() -> None:
-    """The first token is the prompt's; a cut ends inside a step, and drafts beyond it do not count."""
+    """The first token is the prompt's. A stop cuts a step; drafts beyond it do not count."""
     lengths = (3, 1, 4, 2)
     whole = [(1, 0), (3, 2), (1, 0), (4, 3), (2, 1)]
     assert StepSplitter().push(11, lengths) == whole
@@ -87,12 +87,12 @@ def test_tokens_are_split_into_steps_however_they_come() -> None:
 
 
 def test_updates_know_the_steps_so_far(live: Live) -> None:
-    """What the newest update says of steps is the beginning of what the completion says."""
+    """The steps of an update are the first steps of the completion."""
     assert live.offline is not None
-    found = list(live.offline.run([Request((tiny.BOS, 263), 20)]))
-    done = found[-1]
+    outputs = list(live.offline.run([Request((tiny.BOS, 263), 20)]))
+    done = outputs[-1]
     assert isinstance(done, Completion)
-    for event in found[:-1]:
+    for event in outputs[:-1]:
         assert isinstance(event, Update)
         count = len(event.acceptance_lengths)
         assert event.acceptance_lengths == done.acceptance_lengths[:count]
@@ -102,10 +102,10 @@ def test_updates_know_the_steps_so_far(live: Live) -> None:
 
 
 def test_a_step_says_how_many_drafts_it_verified() -> None:
-    """Where an engine chooses to verify fewer, or none, the others were not refused."""
+    """Drafts that the engine chose not to verify do not count as rejected."""
     done = Completion(0, (1, 2, 3, 4, 5), "length", (1, 2, 9), verify_lengths=(0, 1, 8))
-    told = StepFormatter(depth=7).push(done, [{}] * 5, {})["steps"]
-    assert [(step["drafted"], step["accepted"]) for step in told] == [
+    steps = StepFormatter(depth=7).push(done, [{}] * 5, {})["steps"]
+    assert [(step["drafted"], step["accepted"]) for step in steps] == [
         (0, 0),
         (0, 0),
         (1, 1),
@@ -114,12 +114,12 @@ def test_a_step_says_how_many_drafts_it_verified() -> None:
     two = StepFormatter(depth=7)
     first = dataclasses.replace(done, token_ids=(1, 2), acceptance_lengths=(1,))
     apart = two.push(first, [{}] * 2, {})["steps"] + two.push(done, [{}] * 3, {})["steps"]
-    assert apart == told
+    assert apart == steps
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_stream_says_which_tokens_came_in_one_step(live: Live, path: str) -> None:
-    """As an engine alone says it. Who does not ask for it gets the events of the protocol and no more."""
+    """Steps are those of an engine alone. Without the field, events have no steps."""
     body: dict[str, Any] = dict(prompt="a b", max_tokens=30, stop=["the"], **WORDS)
     if path == "/v1/chat/completions":
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
@@ -128,15 +128,15 @@ def test_a_stream_says_which_tokens_came_in_one_step(live: Live, path: str) -> N
     assert "jaxspec" not in json.dumps(plain)
     pieces = of_choice(events(live, path, **body, return_steps=True))
     shown = [piece["jaxspec"] for piece in pieces if "jaxspec" in piece]
-    steps = [step for told in shown for step in told["steps"]]
+    steps = [step for field in shown for step in field["steps"]]
     tokens = [token for step in steps for token in step["tokens"]]
     ids = [i for piece in plain for i in piece.get("token_ids", ())]
     assert [token["id"] for token in tokens] == ids
 
-    def text(said: dict[str, Any]) -> str:
-        return said.get("text", "") + said.get("content", "")
+    def text(delta: dict[str, Any]) -> str:
+        return delta.get("text", "") + delta.get("content", "")
 
-    of_steps = "".join(map(text, tokens)) + "".join(text(told.get("rest", {})) for told in shown)
+    of_steps = "".join(map(text, tokens)) + "".join(text(field.get("rest", {})) for field in shown)
     assert of_steps == "".join(text(piece.get("delta", piece)) for piece in plain) != ""
     assert (steps[0]["drafted"], steps[0]["accepted"], len(steps[0]["tokens"])) == (0, 0, 1)
     depth = live.serving_model.spec.depth
@@ -150,7 +150,7 @@ def test_a_stream_says_which_tokens_came_in_one_step(live: Live, path: str) -> N
 
 
 def test_the_page_may_say_all_that_it_says(serving_model: ServingModel, live: Live) -> None:
-    """Its defaults fit a model of any size: half of the room at most, so that a prompt fits beside it."""
+    """The page's default limit leaves half of the model's length to the prompt."""
     body = {
         "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
         "max_completion_tokens": min(512, serving_model.max_model_len // 2),

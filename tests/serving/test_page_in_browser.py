@@ -1,4 +1,4 @@
-"""The page at /, driven in a real browser: what a person sees and does. Without a browser it is skipped."""
+"""Chat page in a real browser. Skipped without a browser."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def look(browser: Any) -> Iterator[Open]:
-    """Opens the page of a server. What it logs, and whom it asks, is checked at the end."""
+    """Open the page of a server. Its logs and requests are checked at the end."""
     contexts, wrong = [], []
 
     def look(live: Live, size: tuple[int, int] = DESKTOP, allowed: str = "401") -> Any:
@@ -56,9 +56,9 @@ def look(browser: Any) -> Iterator[Open]:
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on(
             "console",
-            lambda said: (
-                wrong.append(said.text)
-                if said.type in ("error", "warning") and allowed not in said.text
+            lambda message: (
+                wrong.append(message.text)
+                if message.type in ("error", "warning") and allowed not in message.text
                 else None
             ),
         )
@@ -88,7 +88,7 @@ def done(page: Any) -> None:
 
 
 def test_markup_is_text_and_accepted_drafts_are_coloured(scripted: Any, look: Open) -> None:
-    """What the user and the model write is shown letter by letter; a step's drafts are marked, its last token not."""
+    """Text is shown letter by letter; a step's drafts are marked, its last token is not."""
     live, _ = scripted(f"Look: {MARKUP} of the class and the name")
     page = look(live)
     ask(page, MARKUP)
@@ -125,9 +125,9 @@ def test_the_live_picture(scripted: Any, look: Open) -> None:
         lengths.append(min(LENGTHS[len(lengths) % 4], left))
         left -= lengths[-1]
     assert page.locator("#positions rect").count() == 3
-    said = page.locator("#positions").get_attribute("aria-label")
+    label = page.locator("#positions").get_attribute("aria-label")
     share = sum(length > 1 for length in lengths) / len(lengths)
-    assert f"position 1: {round(100 * share)} %" in said
+    assert f"position 1: {round(100 * share)} %" in label
     assert f"{count} tokens in {len(lengths)} steps" in page.locator(".end").inner_text()
     assert float(page.locator("#per-step").inner_text()) == pytest.approx(2.5, abs=0.1)
 
@@ -161,7 +161,7 @@ def test_thinking_is_folded_and_a_tool_s_answer_goes_back(scripted: Any, look: O
 
 
 def test_a_reply_is_stopped(scripted: Any, look: Open) -> None:
-    """By the button, or by Escape: the row is free, what came stays, and the next prompt is answered."""
+    """The button and Escape free the slot, keep the text, and allow the next prompt."""
     live, engine = scripted("and the name " * 30)
     page = look(live)
     for stop in (
@@ -240,7 +240,7 @@ def test_an_error_is_shown_and_the_prompt_kept(scripted: Any, look: Open) -> Non
 
 
 def test_on_a_phone_and_by_keyboard(scripted: Any, look: Open) -> None:
-    """Nothing is wider than the screen, the picture is folded, and Tab reaches all there is to press."""
+    """Nothing is wider than the screen, the chart is folded, and Tab reaches all buttons."""
     live, _ = scripted("supercalifragilistic" * 20)
     page = look(live, PHONE)
     expect(page.locator("#model")).to_have_text("scripted")

@@ -17,7 +17,7 @@ from tests.text.chat.models import GEMMA, QWEN, Family, corpus
 
 
 def test_items_become_messages() -> None:
-    """What one turn of the model said is one message: reasoning, text and calls."""
+    """One turn of the model is one message: reasoning, text and calls."""
     call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
     items: list[dict[str, Any]] = [
         {"role": "user", "content": "1 + 1"},
@@ -52,7 +52,7 @@ def test_items_become_messages() -> None:
 
 
 def test_events_become_items() -> None:
-    """The deltas of each item are what it has in the end, however events are grouped."""
+    """The deltas of each item add up to the item."""
     events: list[chat.Event] = [
         chat.Reasoning("I "),
         chat.Reasoning("think"),
@@ -67,8 +67,8 @@ def test_events_become_items() -> None:
         chat.ToolCallBroken(1, "generation ended inside the call"),
     ]
     output = Output()
-    told = [made for event in events for made in output.push([event])]
-    told += output.end()
+    stream = [made for event in events for made in output.push([event])]
+    stream += output.end()
     assert [(item["type"], item["status"]) for item in output.items] == [
         ("reasoning", "completed"),
         ("message", "completed"),
@@ -76,17 +76,17 @@ def test_events_become_items() -> None:
         ("function_call", "incomplete"),
     ]
     deltas = ["", "", "", ""]
-    for event in told:
+    for event in stream:
         if event["type"].endswith(".delta"):
             deltas[event["output_index"]] += event["delta"]
             assert event["item_id"] == output.items[event["output_index"]]["id"]
     assert deltas == ["I think", "So it is", '{"a":1}', "{"]
     assert output.items[2]["arguments"] == '{"a":1}'
-    kinds = [event["type"] for event in told]
+    kinds = [event["type"] for event in stream]
     assert (
         kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
     )
-    added = [e["item"] for e in told if e["type"] == "response.output_item.added"]
+    added = [e["item"] for e in stream if e["type"] == "response.output_item.added"]
     assert [item["status"] for item in added] == ["in_progress"] * 4
     assert added[0]["content"] == []
 
@@ -98,33 +98,36 @@ def test_log_probabilities_are_told_once() -> None:
     events = parser.finish("length")
     assert len(events) == 2
     output, entry = Output(), {"token": "b\n", "logprob": -1.0}
-    told = [*output.push(events, [entry])]
+    stream = [*output.push(events, [entry])]
     assert output.items[0]["content"][0]["logprobs"] == [entry]
-    assert [e for made in told for e in made.get("logprobs", ())] == [entry]
+    assert [e for made in stream for e in made.get("logprobs", ())] == [entry]
 
 
 @pytest.mark.parametrize("family", [GEMMA, QWEN], ids=["gemma", "qwen"])
 def test_log_probabilities_are_those_of_the_text(family: Family) -> None:
-    """Tokens of reasoning, of calls and of markers have none, nor has the end of the turn."""
+    """Tokens of reasoning, of calls, of markers and of the turn's end have none."""
     for name, reply in corpus(family).items():
         ids = tuple(family.encode(reply))
         event = Update(0, ids, logprobs=tuple(-float(i) for i in range(len(ids))))
         parsed = ParsedRequest(((1,),), (Request((1,), 99, stop_ids=ids[-1:]),), 1, (), 0)
-        found, parser = TextLogprobs(family.tokenizer, parsed), chat.parser_for(family.tokenizer)
-        told = list(found.push(parser, event, 0))
-        told.append((parser.finish("stop"), found.rest()))
-        text = "".join(e.text for events, _ in told for e in events if isinstance(e, chat.Text))
-        entries = [entry for _, entries in told for entry in entries]
+        text_logprobs, parser = (
+            TextLogprobs(family.tokenizer, parsed),
+            chat.parser_for(family.tokenizer),
+        )
+        stream = list(text_logprobs.push(parser, event, 0))
+        stream.append((parser.finish("stop"), text_logprobs.rest()))
+        text = "".join(e.text for events, _ in stream for e in events if isinstance(e, chat.Text))
+        entries = [entry for _, entries in stream for entry in entries]
         places = [-entry["logprob"] for entry in entries]
         assert places == sorted(set(places)), name
-        written = family.tokenizer.decode([ids[int(place)] for place in places])
+        written = family.tokenizer.decode([ids[int(index)] for index in places])
         if name not in ("no call at all", "a call cut in its name"):  # which become text
             assert written.replace("\n", "") == text.replace("\n", ""), name
 
 
 @pytest.mark.parametrize("asks", [{"include": [LOGPROBS]}, {"top_logprobs": 2}])
 def test_log_probabilities_are_those_of_a_chat(live: Live, asks: dict[str, Any]) -> None:
-    """In the reply, in its stream and in the client's own types."""
+    """The reply, its stream and the client's types have them."""
     top = asks.get("top_logprobs", 0)
     same: dict[str, Any] = {"temperature": 0, "extra_body": {"repetition_penalty": 1.0}}
     with openai.OpenAI(base_url=f"{live.client.base_url}/v1", api_key="x") as client:
@@ -136,10 +139,10 @@ def test_log_probabilities_are_those_of_a_chat(live: Live, asks: dict[str, Any])
             top_logprobs=top,
             **same,
         ).choices
-        said = {"model": "tiny", "input": "a", "max_output_tokens": 6, **same, **asks}
-        whole = client.responses.create(**said)
-        events = list(client.responses.create(**said, stream=True))
-        plain = client.responses.create(**{k: v for k, v in said.items() if k not in asks})
+        body = {"model": "tiny", "input": "a", "max_output_tokens": 6, **same, **asks}
+        whole = client.responses.create(**body)
+        events = list(client.responses.create(**body, stream=True))
+        plain = client.responses.create(**{k: v for k, v in body.items() if k not in asks})
     expected = [entry.model_dump() for entry in choice.logprobs.content]
     assert len(expected) == 6
     (message,) = whole.output

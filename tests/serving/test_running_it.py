@@ -1,4 +1,4 @@
-"""The container file and the systemd unit in examples/serve say what exists, and together with the server it holds."""
+"""Container file and systemd unit in examples/serve: their options and paths exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNIT = (EXAMPLES / "jaxspec.service").read_text(encoding="utf-8")
 
 
 def read(arguments: list[str]) -> dict[str, object]:
-    """Return what the command line makes of arguments of `jaxspec`; unknown options end the test."""
+    """Return the parsed options of `jaxspec`; unknown options end the test."""
     assert arguments[0] == "serve"
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     return serve.make_context("serve", arguments[1:]).params
@@ -32,12 +32,12 @@ def read(arguments: list[str]) -> dict[str, object]:
 
 def instructions() -> list[tuple[str, str]]:
     lines = re.sub(r"\\\n", " ", DOCKERFILE).splitlines()
-    found = [line.partition(" ") for line in lines if line and not line.startswith("#")]
-    return [(name, rest) for name, _, rest in found]
+    parts = [line.partition(" ") for line in lines if line and not line.startswith("#")]
+    return [(name, rest) for name, _, rest in parts]
 
 
 def of(name: str) -> list[str]:
-    return [rest for found, rest in instructions() if found == name]
+    return [rest for instruction, rest in instructions() if instruction == name]
 
 
 def test_the_container_copies_what_the_package_is_built_from() -> None:
@@ -49,7 +49,7 @@ def test_the_container_copies_what_the_package_is_built_from() -> None:
     assert all((ROOT / path).exists() for path in copied)
     program_features = project["project"]["optional-dependencies"]
     asked = re.findall(r"EXTRAS=([\w,]+)", DOCKERFILE)
-    named = {extra for some in asked for extra in some.split(",")}
+    named = {extra for value in asked for extra in value.split(",")}
     assert named == {"serve", "grammar", "cuda"} <= set(program_features)
 
 
@@ -57,11 +57,11 @@ def test_the_container_s_command_is_one() -> None:
     (entry,) = of("ENTRYPOINT")
     command, *arguments = json.loads(entry)
     assert command == "jaxspec"
-    given = read([*arguments, "/models/target", "--drafter", "/models/drafter"])
-    assert (given["host"], str(given["port"])) == ("0.0.0.0", *of("EXPOSE"))
+    options = read([*arguments, "/models/target", "--drafter", "/models/drafter"])
+    assert (options["host"], str(options["port"])) == ("0.0.0.0", *of("EXPOSE"))
     (check,) = of("HEALTHCHECK")
     (url,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", check)
-    assert url == (str(given["port"]), "/health")
+    assert url == (str(options["port"]), "/health")
     assert url[1] in OPEN_PATHS  # it has no key
     compile(json.loads(check[check.index("[") :])[2], "HEALTHCHECK", "exec")
 
@@ -87,13 +87,17 @@ def test_the_unit_s_command_is_one() -> None:
     not shutil.which("systemd-analyze"), reason="this machine has no systemd-analyze"
 )
 def test_systemd_reads_the_unit(tmp_path: Path) -> None:
-    """All but the path of the program, which is not installed here."""
+    """The unit is valid, except for the program's path: it is not installed here."""
     command = tmp_path / "jaxspec"
     command.touch(mode=0o755)
     unit = tmp_path / "jaxspec.service"
     unit.write_text(UNIT.replace("/opt/jaxspec/bin/jaxspec", str(command)))
-    found = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
-    assert (found.returncode, found.stderr) == (0, "")
+    result = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (0, "")
     unit.write_text(unit.read_text().replace("TimeoutStopSec", "TimeoutStopSeconds"))
-    found = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
-    assert "TimeoutStopSeconds" in found.stderr  # it would have said so
+    result = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True
+    )
+    assert "TimeoutStopSeconds" in result.stderr  # it would have said so

@@ -1,4 +1,4 @@
-"""The server over the tiny pair: what it says is what the engine says offline, in the protocol's form."""
+"""Server over the tiny pair. Its replies are those of an offline engine."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def events(live: Live, path: str, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def of_choice(found: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
-    return [c for event in found for c in event["choices"] if c["index"] == index]
+def of_choice(chunks: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
+    return [c for event in chunks for c in event["choices"] if c["index"] == index]
 
 
-# --- tokens ------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------
 
 
 def test_one_prompt_several_times_gives_several_replies(live: Live) -> None:
-    """As `n` does. With a seed of the request's own, what a prompt gives does not depend on its place."""
+    """Equal prompts give different replies without a seed, and equal ones with a seed."""
     # So hot that all tokens are about as likely: 12 are never the same twice.
     hot: dict[str, Any] = dict(temperature=100.0, logit_bias=None, ignore_eos=True)
     body: dict[str, Any] = {**WORDS, **hot, "max_tokens": 12, "n": 2}
@@ -68,7 +68,7 @@ def test_one_prompt_several_times_gives_several_replies(live: Live) -> None:
 
 
 def test_many_clients_get_what_each_would_get_alone(live: Live) -> None:
-    """Streams and replies in one piece, greedy and sampled, more than there are slots, all at once."""
+    """Streams and whole replies, greedy and sampled, more than there are slots, all at once."""
     cases = []
     for i in range(12):
         prompt = PROMPT[: 2 + i % 4]
@@ -96,12 +96,12 @@ def test_many_clients_get_what_each_would_get_alone(live: Live) -> None:
         return tuple(token for piece in pieces for token in piece["token_ids"])
 
     with ThreadPoolExecutor(12) as threads:
-        found = list(threads.map(ask, range(len(cases))))
+        ids = list(threads.map(ask, range(len(cases))))
     asked = [
         Request(prompt, count, sampling, seed=i, sample=0)
         for i, (prompt, sampling, count) in enumerate(cases)
     ]
-    assert found == [done.token_ids for done in live.alone(*asked)]
+    assert ids == [done.token_ids for done in live.alone(*asked)]
     live.settle()
 
 
@@ -129,16 +129,16 @@ def test_batched_prompts_of_texts_and_of_ids(live: Live) -> None:
     assert of_texts["usage"]["prompt_tokens"] == sum(map(len, ids))
 
 
-# --- replies -----------------------------------------------------------------------------------------
+# --- replies --------------------------------------------------------------------------------------
 
 
 def test_a_stream_says_what_a_reply_says(live: Live) -> None:
     body: dict[str, Any] = dict(prompt="a b", max_tokens=40, logprobs=2, **WORDS)
     whole = live.post("/v1/completions", **body).json()
-    found = events(live, "/v1/completions", **body, stream_options={"include_usage": True})
-    assert {event["object"] for event in found} == {whole["object"]} == {"text_completion"}
-    assert len({event["id"] for event in found}) == 1
-    pieces, (choice,) = of_choice(found), whole["choices"]
+    chunks = events(live, "/v1/completions", **body, stream_options={"include_usage": True})
+    assert {event["object"] for event in chunks} == {whole["object"]} == {"text_completion"}
+    assert len({event["id"] for event in chunks}) == 1
+    pieces, (choice,) = of_choice(chunks), whole["choices"]
     assert len(pieces) > 1
     assert "".join(piece["text"] for piece in pieces) == choice["text"]
     assert [p["finish_reason"] for p in pieces] == [None] * (len(pieces) - 1) + ["length"]
@@ -147,9 +147,9 @@ def test_a_stream_says_what_a_reply_says(live: Live) -> None:
         assert joined == choice["logprobs"][name], name
     assert len(choice["logprobs"]["tokens"]) == 40
     assert all(len(best) <= 2 for best in choice["logprobs"]["top_logprobs"])
-    assert found[-1]["choices"] == []
-    assert all(event["usage"] is None for event in found[:-1])
-    usage = found[-1]["usage"]
+    assert chunks[-1]["choices"] == []
+    assert all(event["usage"] is None for event in chunks[:-1])
+    usage = chunks[-1]["usage"]
     assert usage == whole["usage"]
     assert usage["completion_tokens"] == 40
     assert usage["total_tokens"] == usage["prompt_tokens"] + 40
@@ -170,9 +170,9 @@ def test_chat_in_pieces_and_whole(live: Live) -> None:
     assert whole["object"] == "chat.completion"
     (choice,) = whole["choices"]
     assert choice["message"]["role"] == "assistant"
-    found = events(live, "/v1/chat/completions", **body)
-    assert {event["object"] for event in found} == {"chat.completion.chunk"}
-    pieces = of_choice(found)
+    chunks = events(live, "/v1/chat/completions", **body)
+    assert {event["object"] for event in chunks} == {"chat.completion.chunk"}
+    pieces = of_choice(chunks)
     assert pieces[0]["delta"] == {"role": "assistant", "content": ""}
     text = "".join(piece["delta"].get("content", "") for piece in pieces)
     assert text == choice["message"]["content"]
@@ -201,7 +201,7 @@ def test_the_template_gets_its_arguments(live: Live) -> None:
 
 
 def test_stop_texts(live: Live) -> None:
-    """The reply ends before the text, in pieces too, and the row ends with it."""
+    """The reply ends before the stop text, in streams too, and so does the row."""
     free = live.post("/v1/completions", prompt="a b", max_tokens=40, **WORDS).json()
     text = free["choices"][0]["text"]
     stop = text[21:27]
@@ -249,37 +249,37 @@ def test_biases_and_penalties_reach_the_engine(live: Live) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 8])
 def test_echo_has_the_log_probabilities_of_the_prompt(live: Live, max_tokens: int) -> None:
-    """As evaluations ask: what a prompt's tokens are worth is what they are worth as new tokens."""
+    """Tokens of a prompt have the log-probabilities that they have as new tokens."""
     free = live.post("/v1/completions", prompt=[2, 263], max_tokens=9, logprobs=3, **WORDS).json()
     (new,) = free["choices"]
     ids = [2, 263, *new["token_ids"]]
     body: dict[str, Any] = dict(prompt=ids, echo=True, logprobs=3, max_tokens=max_tokens, **WORDS)
     whole = live.post("/v1/completions", **body).json()
     (choice,) = whole["choices"]
-    found = choice["logprobs"]
+    logprobs = choice["logprobs"]
     count = len(ids) + max_tokens
-    assert {len(values) for values in found.values()} == {count}
-    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
-    assert found["token_logprobs"][2:11] == pytest.approx(
+    assert {len(values) for values in logprobs.values()} == {count}
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][2:11] == pytest.approx(
         new["logprobs"]["token_logprobs"], abs=1e-4
     )
     assert choice["text"].startswith(live.serving_model.tokenizer.decode(ids))
-    assert "".join(found["tokens"]) == "<bos>" + choice["text"]
+    assert "".join(logprobs["tokens"]) == "<bos>" + choice["text"]
     assert whole["usage"]["completion_tokens"] == max_tokens
     pieces = of_choice(events(live, "/v1/completions", **body))
     assert "".join(piece["text"] for piece in pieces) == choice["text"]
-    for name in found:
+    for name in logprobs:
         joined = [x for p in pieces if p["logprobs"] for x in p["logprobs"][name]]
-        assert joined == found[name], name
+        assert joined == logprobs[name], name
 
 
 def test_prompt_logprobs_by_token_id(live: Live) -> None:
     ids = [2, 263, 266, 268]
     body: dict[str, Any] = dict(prompt=[ids, [2]], prompt_logprobs=2, max_tokens=0)
-    found = [c["prompt_logprobs"] for c in live.post("/v1/completions", **body).json()["choices"]]
-    assert found[1] == [None]
-    assert found[0][0] is None
-    for own, row in zip(ids[1:], found[0][1:], strict=True):
+    prompts = [c["prompt_logprobs"] for c in live.post("/v1/completions", **body).json()["choices"]]
+    assert prompts[1] == [None]
+    assert prompts[0][0] is None
+    for own, row in zip(ids[1:], prompts[0][1:], strict=True):
         assert str(own) in row
         assert len(row) in (2, 3)
         assert row[str(own)]["logprob"] <= max(entry["logprob"] for entry in row.values())
@@ -315,7 +315,7 @@ def test_about_the_server(live: Live) -> None:
 
 
 class Remembers(FakeEngine):
-    """Reads a prompt once, and copies it for the choices after the first one."""
+    """Engine that prefills a prompt once, and copies it for later choices."""
 
     def step(self) -> Any:
         def cached(event: Any) -> Any:
@@ -327,7 +327,7 @@ class Remembers(FakeEngine):
 
 
 def test_usage_counts_a_prompt_once_and_what_was_not_read_of_it(fake: Callable[..., Live]) -> None:
-    """The choices of a request share their prompt. There cannot be more of it than there is."""
+    """Choices of a request share their prompt, so its cached tokens count once."""
     live = fake(Remembers())
     asked: dict[str, Any] = dict(prompt="a b", max_tokens=4)
     usage = live.post("/v1/completions", n=3, **asked).json()["usage"]
@@ -363,7 +363,7 @@ def test_counts_have_the_names_that_dashboards_know(live: Live) -> None:
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
 
 
-# --- refusals ----------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
@@ -469,7 +469,7 @@ HARMLESS: list[dict[str, Any]] = [
     {"parallel_tool_calls": True, "reasoning_effort": "low", "prediction": None},
     {"min_tokens": 0, "skip_special_tokens": True, "use_beam_search": False, "bad_words": []},
 ]
-"""Fields of chats that ask for nothing that is not there."""
+"""Fields of chats with values that need no support."""
 
 
 @pytest.mark.parametrize(("wrong", "param"), CHAT_REFUSED, ids=lambda x: str(x)[:40])

@@ -1,6 +1,7 @@
-"""Grammars beside reasoning: a reply may think first, and its answer or calls are what was asked for.
+"""Grammars with reasoning: a reply may think first; its answer or calls follow the grammar.
 
-Models with random weights, whose tokenizers have the markers of a family. They are biased to end what they begin.
+Models with random weights, whose tokenizers have the markers of a family. They are biased to end
+what they begin.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ pytestmark = pytest.mark.slow  # engines of its own; the rules alone are in test
 
 @dataclasses.dataclass(frozen=True)
 class Thinking:
-    """A server of a family, and what its requests are biased to."""
+    """A server of a family, and the logit biases of its requests."""
 
     family: Family
     live: Live
     biases: dict[str, float]
 
     def post(self, **body: Any) -> Any:
-        given = {"messages": [{"role": "user", "content": "a"}], "temperature": 1.0, **body}
-        given |= {"max_tokens": 120, "logit_bias": self.biases, "n": 3}
-        return self.live.post("/v1/chat/completions", **given)
+        fields = {"messages": [{"role": "user", "content": "a"}], "temperature": 1.0, **body}
+        fields |= {"max_tokens": 120, "logit_bias": self.biases, "n": 3}
+        return self.live.post("/v1/chat/completions", **fields)
 
 
 def started(family: Family) -> Iterator[Live]:
-    """Start a server. Its template opens the reasoning where it is asked to."""
+    """Start a server. Its template opens the reasoning if `enable_thinking` is set."""
     turn, think = family.format.turn, family.format.markers["think"]
     template = (
         f"{{% for m in messages %}}{turn}user\n{{{{ m.content }}}}{family.end}{{% endfor %}}"
@@ -115,11 +116,11 @@ def thinking(request: pytest.FixtureRequest) -> Iterator[Thinking]:
 
 
 def streamed(reply: Any) -> dict[int, dict[str, str]]:
-    """Return the text of each choice by its place: reasoning, content, arguments."""
-    found: dict[int, dict[str, str]] = {}
+    """Return the reasoning, content and arguments of each choice."""
+    texts: dict[int, dict[str, str]] = {}
     for line in reply.text.splitlines():
         for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
-            of = found.setdefault(
+            of = texts.setdefault(
                 choice["index"], {"reasoning": "", "content": "", "arguments": ""}
             )
             delta = choice["delta"]
@@ -127,7 +128,7 @@ def streamed(reply: Any) -> dict[int, dict[str, str]]:
                 of[name] += delta.get(name) or ""
             for call in delta.get("tool_calls") or ():
                 of["arguments"] += call["function"].get("arguments") or ""
-    return found
+    return texts
 
 
 def whole(choice: dict[str, Any]) -> dict[str, str]:
@@ -150,25 +151,25 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "place"), ASKED, ids=["format", "structured", "tool"])
+@pytest.mark.parametrize(("asked", "part"), ASKED, ids=["format", "structured", "tool"])
 @pytest.mark.parametrize("opened", [True, False], ids=["opened", "free"])
 def test_the_grammar_begins_behind_the_reasoning(
-    thinking: Thinking, asked: dict[str, Any], place: str, opened: bool
+    thinking: Thinking, asked: dict[str, Any], part: str, opened: bool
 ) -> None:
     kwargs = {"chat_template_kwargs": {"enable_thinking": opened}}
     ended, thought = 0, 0
     for seed in range(2):
         body = {**asked, **kwargs, "seed": seed}
         reply = thinking.post(**body).json()
-        said = streamed(thinking.post(**body, stream=True))
+        streams = streamed(thinking.post(**body, stream=True))
         for choice in reply["choices"]:
             parts = whole(choice)
-            assert said[choice["index"]] == parts
+            assert streams[choice["index"]] == parts
             thought += bool(parts["reasoning"])
             if choice["finish_reason"] != "length":
                 ended += 1
-                jsonschema.validate(json.loads(parts[place]), SCHEMA)
-                assert not parts["content"].strip() or place == "content"
+                jsonschema.validate(json.loads(parts[part]), SCHEMA)
+                assert not parts["content"].strip() or part == "content"
     assert ended >= 3
     assert thought >= (4 if opened else 0)
 

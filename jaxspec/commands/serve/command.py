@@ -45,8 +45,8 @@ def serve(
             importlib.import_module(package)
         except ImportError:
             raise UsageError(
-                f"jaxspec serve needs {package}; install the extra: pip install 'jaxspec-decoding[serve]', "
-                "or from a clone: pip install '.[serve]'"
+                f"jaxspec serve needs {package}; install the extra: "
+                "pip install 'jaxspec-decoding[serve]', or from a clone: pip install '.[serve]'"
             ) from None
     console = Console(stderr=True, highlight=False)
     with console.status("[dim]starting JAX"):
