@@ -1,8 +1,8 @@
 """Clients get the same streams with speculation on and off, greedy, in float32.
 
 A real engine decodes. Its target writes what a test wrote down, the corpus of
-`tests.text.chat.models`: a bias of each request says which text. Its drafter knows the texts, but for some tokens, so that
-steps commit groups of all sizes.
+`tests.text.chat.models`: a bias of each request says which text. Its drafter knows the texts, but
+for some tokens, so that steps commit groups of all sizes.
 """
 
 from __future__ import annotations
