@@ -1,7 +1,7 @@
 """What a batch of slots is: the spec that is fixed when programs are compiled, and the state that they change.
 
-Read `DecodeSpec`, then `DecodeState`. `init_state` makes empty slots, `admit` gives them to requests and
-`retire` takes them back; what happens between is `decode`.
+Read `DecodeSpec`, then `DecodeState`. `init_state` makes empty slots, `admit` gives them to
+requests and `retire` takes them back; what happens between is `decode`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jaxspec.drafters.base import AnyDrafter
+from jaxspec.drafters.base import AnyDrafter, Draft
 from jaxspec.models.target import Caches, Target, init_caches
 from jaxspec.options import Drafting, FieldError, ProgramFeatures, Tree, whole
-from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts
+from jaxspec.sampling import NO_TOKEN, Logprobs, SamplingParams, TokenCounts, logprobs_of
 from jaxspec.shapes import Array, Bool, Float, Int, Params, UInt32
-from jaxspec.text.grammars.guides import NOBODY
+from jaxspec.verify import AcceptResult
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import state_shardings
+
+NO_GUIDE = -1
+"""In place of the number of a guide: the row has no grammar on the host."""
 
 LogitsFn = Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Float[Array, "B T V"]]
 """`logits_fn(logits, positions)` returns changed logits, in prefill and in every step alike.
 
-They are float32, after suppressed tokens, biases and penalties and before temperature. `positions` tells
-where the token that each row of logits chooses will stand in the text, its prompt counted from 0. Logits of
-one position must not depend on those of another, nor rows on each other: in a step most are guesses. Some
-token has to stay possible, and none be NaN, or the row ends with an error. The function is part of the
-compiled program: another one compiles anew.
-"""
+They are float32, after suppressed tokens, biases and penalties and before temperature. `positions`
+tells where the token that each row of logits chooses will stand in the text, its prompt counted
+from 0. Logits of one position must not depend on those of another, nor rows on each other: in a
+step most are guesses. Some token has to stay possible, and none be NaN, or the row ends with an
+error. The function is part of the compiled program: another one compiles anew. """
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,11 @@ class DecodeSpec:
     """What is fixed when the programs are compiled. Without a drafter, decoding is plain.
 
     Attributes:
-      verify_length: how many of the drafts a step verifies, from the first one on; None for all. 0 is plain
-        decoding that keeps the drafter's state up to date. The shapes of a state do not depend on it.
-      guided: whether each step asks the host what grammars allow. Without it, no row that decodes may have one.
-        The shapes of a state do not depend on it either.
+      verify_length: how many of the drafts a step verifies, from the first one on; None for all. 0
+        is plain decoding that keeps the drafter's state up to date. The shapes of a state do not
+        depend on it.
+      guided: whether each step asks the host what grammars allow. Without it, no row that decodes
+        may have one. The shapes of a state do not depend on it either.
     """
 
     target: ModelDef
@@ -190,19 +193,20 @@ class DecodeState(struct.PyTreeNode):
       anchors: the newest token, at position `lengths`.
       stopped: finished by a stop id.
       failed: ended where the target's logits were not sound, see `sampling.choose`.
-      spoilt: the caches may hold numbers that are not finite. `clear` has to follow before another row gets
-        the slot: a key that no query sees has weight 0, and 0 times NaN is NaN.
+      non_finite: the caches may hold numbers that are not finite. `clear` has to follow before
+        another row gets the slot: a key that no query sees has weight 0, and 0 times NaN is NaN.
       tokens: what was generated, prefill's token first.
       num_steps: verify steps; -1 until the prompt is read, whose step is number 0.
-      acceptance_lengths: tokens committed in each verify step, before any cut by a stop or limit. Step n
-        is in column n modulo M.
+      acceptance_lengths: tokens committed in each verify step, before any cut by a stop or limit.
+        Step n is in column n modulo M.
       logprobs: of `tokens`, where asked for.
       counts: of prompt and `tokens`, where there are penalties.
       stop_ids: padded with -1.
       keys: a typed PRNG key a row.
       guides: numbers of `grammars.guides`, where rows may have grammars.
       automaton: states of an automaton, where rows have one.
-      slots: the row of the caches and of the drafter's state that each row has; None when they are the same.
+      slots: the row of the caches and of the drafter's state that each row has; None when they are
+        the same.
     """
 
     caches: Caches
@@ -212,7 +216,7 @@ class DecodeState(struct.PyTreeNode):
     active: Bool[Array, " B"]
     stopped: Bool[Array, " B"]
     failed: Bool[Array, " B"]
-    spoilt: Bool[Array, " B"]
+    non_finite: Bool[Array, " B"]
     tokens: Int[Array, "B M"]
     num_tokens: Int[Array, " B"]
     num_steps: Int[Array, " B"]
@@ -343,7 +347,7 @@ def _empty_state(
         active=zeros.astype(bool),
         stopped=zeros.astype(bool),
         failed=zeros.astype(bool),
-        spoilt=zeros.astype(bool),
+        non_finite=zeros.astype(bool),
         tokens=jnp.zeros((batch, cache_length), jnp.int32),
         num_tokens=zeros,
         num_steps=zeros - 1,
@@ -354,7 +358,7 @@ def _empty_state(
         stop_ids=jnp.full((batch, num_stop_ids), -1, jnp.int32),
         sampling=spec.sampling(batch),
         keys=jax.random.split(jax.random.key(0), batch),
-        guides=zeros + NOBODY if spec.program_features.grammars else None,
+        guides=zeros + NO_GUIDE if spec.program_features.grammars else None,
     )
 
 
@@ -386,6 +390,82 @@ def admit(state: DecodeState, new: Admission) -> DecodeState:
     )
 
 
+def commit(
+    spec: DecodeSpec,
+    state: DecodeState,
+    draft: Draft,
+    logits: Float[Array, "B T V"],
+    adjusted: Float[Array, "B T V"],
+    result: AcceptResult,
+) -> DecodeState:
+    """Write accepted drafts and bonus token of active rows, up to a stop id or the row's limit.
+
+    Statistics count the whole step, cut or not. Prefill's step, number 0, is not counted. A row
+    that stops or is full becomes inactive. Its length is then past its emitted tokens, and nothing
+    reads it. A row whose target logits are not finite fails: it gets no bonus token and becomes
+    inactive, as in plain decoding.
+
+    Args:
+      logits: the target's, a row for each token that may be emitted. Row t decided on draft t.
+      adjusted: the same logits after `adjust` and masks.
+    """
+    tokens = draft.along(result.path)
+    if result.path is not None:
+        rows = result.path[:, :, None]
+        logits, adjusted = (jnp.take_along_axis(x, rows, axis=1) for x in (logits, adjusted))
+    b, t = tokens.shape[0], tokens.shape[1] + 1
+    nowhere = state.tokens.shape[1]  # a column past the last, where writes are dropped
+    offset = jnp.arange(t, dtype=jnp.int32)[None, :]
+    padded = jnp.concatenate([tokens, jnp.zeros((b, 1), tokens.dtype)], axis=1)
+    new = jnp.where(offset < result.accepted[:, None], padded, result.bonus[:, None])
+    fails = result.bonus == NO_TOKEN
+    num_new = result.accepted + (~fails).astype(jnp.int32)
+    valid = (offset < num_new[:, None]) & state.active[:, None]
+    is_stop = jnp.any(new[:, :, None] == state.stop_ids[:, None, :], axis=-1) & valid
+    stops_before = jnp.cumsum(is_stop, axis=1, dtype=jnp.int32) - is_stop.astype(jnp.int32)
+    left = (state.max_new_tokens - state.num_tokens)[:, None]
+    kept = valid & (stops_before == 0) & (offset < left)
+    columns = jnp.where(kept, state.num_tokens[:, None] + offset, nowhere)
+    # The steps of a continued rollout count from its first call on, so the number has no bound.
+    counted = state.active & (state.num_steps >= 0)
+    step_column = jnp.where(counted, state.num_steps % nowhere, nowhere)
+    num_tokens = state.num_tokens + jnp.sum(kept, axis=1, dtype=jnp.int32)
+    logprobs, counts = state.logprobs, state.counts
+    if logprobs is not None:
+        sampling = state.sampling.only(state.active)
+        of_new = logprobs_of(
+            new, logits, adjusted, sampling, top=spec.program_features.top_logprobs
+        )
+        logprobs = jax.tree.map(lambda old, x: _set_columns(old, columns, x), logprobs, of_new)
+    if counts is not None:
+        counts = counts.with_output(new, kept)
+    stopped = state.stopped | jnp.any(is_stop & kept, axis=1)
+    assert result.finite is not None
+    goes_on = state.active & ~stopped & (num_tokens < state.max_new_tokens)
+    return dataclasses.replace(
+        state,
+        lengths=state.lengths + jnp.where(state.active, result.accepted + 1, 0),
+        anchors=jnp.where(state.active & ~fails, result.bonus, state.anchors),
+        tokens=_set_columns(state.tokens, columns, new),
+        logprobs=logprobs,
+        counts=counts,
+        num_tokens=num_tokens,
+        num_steps=state.num_steps + state.active.astype(jnp.int32),
+        acceptance_lengths=_set_columns(
+            state.acceptance_lengths, step_column[:, None], num_new[:, None]
+        ),
+        stopped=stopped,
+        failed=state.failed | (goes_on & fails),
+        non_finite=state.non_finite | (state.active & ~result.finite),
+        active=goes_on & ~fails,
+    )
+
+
+def _set_columns(old: Array, columns: Int[Array, "B T"], values: Array) -> Array:
+    """Write columns row by row: no row moves to another device. Columns past the last are dropped."""
+    return jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))(old, columns, values)
+
+
 def retire(state: DecodeState, finished: Bool[Array, " B"]) -> DecodeState:
     """Deactivate rows that the host found finished (a stop text, say)."""
     return dataclasses.replace(state, active=state.active & ~finished)
@@ -401,7 +481,7 @@ def clear(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
         state,
         caches=jax.tree.map(zeros, state.caches),
         drafter=jax.tree.map(zeros, state.drafter),
-        spoilt=state.spoilt & ~slots,
+        non_finite=state.non_finite & ~slots,
     )
 
 
@@ -409,7 +489,8 @@ def insert(state: DecodeState, other: DecodeState, pairs: Int[Array, "P 2"]) -> 
     """Copy whole rows of another state over rows of this one, caches and all.
 
     Args:
-      pairs: a row there and the row here that it goes to; the pairs end before the first negative number.
+      pairs: a row there and the row here that it goes to; the pairs end before the first negative
+        number.
     """
 
     def copy(i: Array, state: DecodeState) -> DecodeState:

@@ -36,21 +36,21 @@ from jaxspec.sampling import (
 from jaxspec.shapes import Array, Bool, Float, Int
 
 
-class Verdict(struct.PyTreeNode):
+class AcceptResult(struct.PyTreeNode):
     """The decision of a verify step for each row.
 
     Attributes:
-      accepted: draft tokens accepted, 0 to G. The logits that accepted them are sound.
-      bonus: the token after them, from the target. `NO_TOKEN` where its logits are not sound.
+      accepted: draft tokens accepted, 0 to G. The logits that accepted them are finite.
+      bonus: the token after them, from the target. `NO_TOKEN` where its logits are not finite.
       path: for trees, the block rows kept, the anchor first.
-      sound: whether all logits of the block are sound, of rejected drafts too. See
+      finite: whether all logits of the block are finite, of rejected drafts too. See
         `sampling.choose`.
     """
 
     accepted: Int[Array, " B"]
     bonus: Int[Array, " B"]
     path: Int[Array, "B T"] | None = None
-    sound: Bool[Array, " B"] | None = None
+    finite: Bool[Array, " B"] | None = None
 
 
 def verify(
@@ -62,7 +62,7 @@ def verify(
     *,
     log_q: Float[Array, "B G V"] | None = None,
     block: bool = False,
-) -> Verdict:
+) -> AcceptResult:
     """Decide how many of the G = T - 1 drafts of each row to accept, and choose the bonus token.
 
     With G = 0, this chooses the next token as plain decoding does. Rows of temperature 0 compare
@@ -76,25 +76,25 @@ def verify(
     choice = choose(logits)
     greedy = _follow(choice, draft)
 
-    def mixed() -> Verdict:
+    def mixed() -> AcceptResult:
         judge = block_verify if block else rejection_verify
         sampled = judge(logits, draft, sampling, keys, steps, log_q)
         accepted = jnp.minimum(sampled.accepted, _leading(choice != NO_TOKEN))
         bonus = jnp.where(_at(choice, accepted) != NO_TOKEN, sampled.bonus, NO_TOKEN)
-        sampled = Verdict(accepted, bonus, sound=greedy.sound)
+        sampled = AcceptResult(accepted, bonus, finite=greedy.finite)
         return jax.tree.map(lambda g, s: jnp.where(sampling.temperature > 0, s, g), greedy, sampled)
 
     return lax.cond(jnp.any(sampling.temperature > 0), mixed, lambda: greedy)
 
 
-def greedy_verify(logits: Float[Array, "B T V"], draft: Int[Array, "B G"]) -> Verdict:
+def greedy_verify(logits: Float[Array, "B T V"], draft: Int[Array, "B G"]) -> AcceptResult:
     """Accept drafts up to the first one that differs from the target's argmax."""
     return _follow(choose(logits), draft)
 
 
-def _follow(choice: Int[Array, "B T"], draft: Int[Array, "B G"]) -> Verdict:
+def _follow(choice: Int[Array, "B T"], draft: Int[Array, "B G"]) -> AcceptResult:
     accepted = _leading(draft == choice[:, :-1])  # no draft is NO_TOKEN
-    return Verdict(accepted, _at(choice, accepted), sound=jnp.all(choice != NO_TOKEN, axis=1))
+    return AcceptResult(accepted, _at(choice, accepted), finite=jnp.all(choice != NO_TOKEN, axis=1))
 
 
 def _at(choice: Int[Array, "B T"], row: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -108,7 +108,7 @@ def rejection_verify(
     keys: Array,
     steps: Int[Array, " B"],
     log_q: Float[Array, "B G V"] | None = None,
-) -> Verdict:
+) -> AcceptResult:
     """Accept drafts one after the other, until one is rejected.
 
     Source: Leviathan et al. 2023, section 2.3.
@@ -127,7 +127,7 @@ def block_verify(
     keys: Array,
     steps: Int[Array, " B"],
     log_q: Float[Array, "B G V"] | None = None,
-) -> Verdict:
+) -> AcceptResult:
     """Accept the longest prefix of the draft that passes a random draw of its own.
 
     Every prefix of one token or more has its own draw. If none passes, no draft is accepted.
@@ -186,7 +186,7 @@ def tree_verify(
     steps: Int[Array, " B"],
     *,
     depth: int,
-) -> Verdict:
+) -> AcceptResult:
     """Accept the path through a draft tree that follows the target's own choices.
 
     The target chooses a token after every row of the block: the argmax in greedy rows of the batch,
@@ -226,8 +226,8 @@ def tree_verify(
         path.append(row)
     bonus = _at(choice, row)
     path += [row] * (t - len(path))
-    sound = jnp.all(choice != NO_TOKEN, axis=1)
-    return Verdict(accepted, bonus, jnp.stack(path, axis=1), sound)
+    finite = jnp.all(choice != NO_TOKEN, axis=1)
+    return AcceptResult(accepted, bonus, jnp.stack(path, axis=1), finite)
 
 
 def synthetic_verify(
@@ -236,7 +236,7 @@ def synthetic_verify(
     acceptance_length: float,
     keys: Array,
     steps: Int[Array, " B"],
-) -> Verdict:
+) -> AcceptResult:
     """Do the work of greedy verification, then accept a random number of drafts.
 
     This is for benchmarks only. The emitted tokens mean nothing.
@@ -289,14 +289,14 @@ def _with_bonus(
     log_q: Float[Array, "B G V"] | None,
     keys: Array,
     steps: Int[Array, " B"],
-) -> Verdict:
+) -> AcceptResult:
     """Draw the bonus token: from max(0, scale p - q), or from p where all drafts were accepted."""
     p = jnp.take_along_axis(log_p, accepted[:, None, None], axis=1)[:, 0]
     p += log_scale[:, None]
     if draft.shape[1]:  # without drafts, nothing was rejected
         p = _residual(p, accepted, draft, log_q)
     token_keys = fold_keys(keys, steps, accepted[:, None], Stream.TOKEN)[:, 0]
-    return Verdict(accepted, sample(p, token_keys))
+    return AcceptResult(accepted, sample(p, token_keys))
 
 
 def _residual(

@@ -35,7 +35,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import Drafting, ProgramFeatures
 from jaxspec.runtime.runtime import Programs
-from jaxspec.text.grammars import Grammar, GrammarTokens, masking
+from jaxspec.text.grammars import Grammar, GrammarTokens
 from jaxspec.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 64
@@ -63,7 +63,7 @@ class Clock:
     def __init__(self) -> None:
         """Start at nothing."""
         self.seconds, self.calls, self.masks = 0.0, 0, 0
-        self._answer = masking.answer
+        self._answer = constraint.answer
 
     def answer(self, numbers: Any, *given: Any, **options: Any) -> Any:
         """Answer, and count it."""
@@ -99,11 +99,11 @@ def measure(
 
     list(engine.run(requests(2 + pair.spec.depth)))
     before, clock = engine.timings.decode_s, Clock()
-    masking.answer = clock.answer
+    constraint.answer = clock.answer
     try:
         done = [e for e in engine.run(requests(steps)) if isinstance(e, Completion)]
     finally:
-        masking.answer = clock._answer
+        constraint.answer = clock._answer
     assert all(completion.error is None for completion in done), done
     taken = max(len(completion.acceptance_lengths) for completion in done)
     length = np.mean([np.mean(completion.acceptance_lengths) for completion in done])

@@ -124,6 +124,12 @@ class Draft(struct.PyTreeNode):
         log_q = None if self.log_q is None else self.log_q[:, :count]
         return Draft(self.tokens[:, :count], log_q=log_q)
 
+    def along(self, path: Int[Array, "B T"] | None) -> Int[Array, "B G"]:
+        """Return the draft tokens of the block rows after the first of `path`; None: all of a chain."""
+        if path is None:
+            return self.tokens
+        return jnp.take_along_axis(self.tokens, jnp.maximum(path[:, 1:] - 1, 0), axis=1)
+
 
 class Drafter(nnx.Module, Generic[StateT]):
     """A small model that proposes tokens. Its state is a pytree with one row for each slot.

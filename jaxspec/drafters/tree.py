@@ -97,6 +97,14 @@ def ancestors(parents: Int[Array, "B G"]) -> Bool[Array, "B T T"]:
     return jnp.stack(seen, axis=1)
 
 
+def visible_rows(draft: Draft) -> Bool[Array, "#B T T"]:
+    """Return for each row of a block the mask of rows that it follows, the row itself included."""
+    if draft.parents is not None:
+        return ancestors(draft.parents)
+    rows = jnp.arange(draft.tokens.shape[1] + 1, dtype=jnp.int32)
+    return (rows[:, None] >= rows)[None]
+
+
 def check_tree(tree: Tree, num_draft_tokens: int, max_depth: int) -> None:
     """Check that a tree suits a drafter and a number of draft tokens.
 

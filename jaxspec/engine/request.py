@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxspec.options import SEEDS, VALUES, FieldError, Sampling, at_least, is_a, shown, whole
 from jaxspec.runtime.runtime import NewRows, Runtime, cache_length_for
-from jaxspec.state import DecodeSpec
-from jaxspec.text.grammars.guides import NOBODY
+from jaxspec.state import NO_GUIDE, DecodeSpec
 
 if TYPE_CHECKING:
     from jaxspec.text.grammars import Grammar
@@ -367,5 +366,5 @@ def admission(
         stop_ids,
         sampling_values(runtime.spec, [r.sampling for r in asked]),
         seeds,
-        [guides.get(row, NOBODY) for row in range(rows)] if guides else None,
+        [guides.get(row, NO_GUIDE) for row in range(rows)] if guides else None,
     )

@@ -32,8 +32,7 @@ from jaxspec.runtime.prefill import Shapes, chunks
 from jaxspec.runtime.programs import Compiler, Programs
 from jaxspec.runtime.step_output import Ask, Most, Packed
 from jaxspec.shapes import Params
-from jaxspec.state import Admission, DecodeSpec, DecodeState, PrefillChunk
-from jaxspec.text.grammars.guides import NOBODY
+from jaxspec.state import NO_GUIDE, Admission, DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.text.grammars.masking import words_of
 from jaxspec.text.grammars.matcher import ALL
 from jaxspec.weights.loading import LoadedModel
@@ -255,7 +254,7 @@ class Runtime:
           guides: numbers of `grammars.guides`; None: no row has a grammar.
         """
         if self.spec.program_features.grammars and guides is None:
-            guides = np.full(len(slots), NOBODY)
+            guides = np.full(len(slots), NO_GUIDE)
         return NewRows(
             slots=np.asarray(slots, np.int32),
             max_new_tokens=np.asarray(max_new_tokens, np.int32),

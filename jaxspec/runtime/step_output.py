@@ -85,7 +85,7 @@ def pack(state: DecodeState, known: Int[Array, "B 2"], most: Most) -> Packed:
         return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(values, columns)
 
     of_rows = (
-        *(state.active, state.stopped, state.failed, state.spoilt),
+        *(state.active, state.stopped, state.failed, state.non_finite),
         *(state.num_tokens, state.num_steps),
     )
     some = (

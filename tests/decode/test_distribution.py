@@ -31,7 +31,7 @@ from jaxspec.rollout.batch import Prompts
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.runtime import prefill
 from jaxspec.sampling import SamplingParams, Stream, fold_keys, sample, shape_logits
-from jaxspec.verify import Verdict
+from jaxspec.verify import AcceptResult
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.model_def import ModelDef
 from tests import cases, fakes, tiny, words
@@ -374,7 +374,7 @@ def test_a_rollout_that_goes_on_follows_the_target(noise):
     assert p > FALSE_ALARM if noise == "new" else p < FALSE_ALARM / 1000
 
 
-def residual_of_all(logits, draft, sampling, keys, steps, log_q) -> Verdict:
+def residual_of_all(logits, draft, sampling, keys, steps, log_q) -> AcceptResult:
     """Draw from p after a rejection, rejected token included."""
     verdict = RIGHT(logits, draft, sampling, keys, steps)
     row = jnp.take_along_axis(
@@ -384,18 +384,18 @@ def residual_of_all(logits, draft, sampling, keys, steps, log_q) -> Verdict:
     return dataclasses.replace(verdict, bonus=sample(row[:, 0], token_keys[:, 0]))
 
 
-def accept_all(logits, draft, sampling, keys, steps, log_q) -> Verdict:
+def accept_all(logits, draft, sampling, keys, steps, log_q) -> AcceptResult:
     shaped = shape_logits(logits, sampling)[:, -1]
     count = jnp.full(draft.shape[0], draft.shape[1], jnp.int32)
     token_keys = fold_keys(keys, steps, count[:, None], Stream.TOKEN)
-    return Verdict(count, sample(shaped, token_keys[:, 0]))
+    return AcceptResult(count, sample(shaped, token_keys[:, 0]))
 
 
-def same_draws_every_step(logits, draft, sampling, keys, steps, log_q) -> Verdict:
+def same_draws_every_step(logits, draft, sampling, keys, steps, log_q) -> AcceptResult:
     return RIGHT(logits, draft, sampling, keys, jnp.zeros_like(steps))
 
 
-def first_branch_for_all(logits, draft, parents, sampling, keys, steps, *, depth) -> Verdict:
+def first_branch_for_all(logits, draft, parents, sampling, keys, steps, *, depth) -> AcceptResult:
     """Take each node's draw from the distribution of the row before it."""
     shifted = jnp.concatenate([logits[:, :1], logits[:, 1:2], logits[:, 1:-1]], axis=1)
     return RIGHT_TREE(shifted, draft, parents, sampling, keys, steps, depth=depth)

@@ -64,7 +64,7 @@ def index_of(tokens: Array, count: int) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("drawn", "judge"))
 def step(
-    p: Array, q: Array, seed: Array, *, drawn: bool, judge: Callable[..., verify.Verdict]
+    p: Array, q: Array, seed: Array, *, drawn: bool, judge: Callable[..., verify.AcceptResult]
 ) -> tuple[Array, Array, Array]:
     """Return each row's four tokens, the accepted drafts, and the drafts.
 
@@ -116,7 +116,7 @@ def joint(pair: Pair) -> np.ndarray:
     return result
 
 
-def judge_of(block: bool) -> Callable[..., verify.Verdict]:
+def judge_of(block: bool) -> Callable[..., verify.AcceptResult]:
     return verify.block_verify if block else verify.rejection_verify
 
 
@@ -176,7 +176,7 @@ def test_block_verification_of_the_papers_example() -> None:
         assert abs(float(jnp.mean(verdict.accepted.astype(jnp.float32))) - expected) < 0.02
 
 
-def forgetful(*args: Any) -> verify.Verdict:
+def forgetful(*args: Any) -> verify.AcceptResult:
     return verify.rejection_verify(*args[:-1])
 
 
@@ -192,20 +192,20 @@ def test_draws_judged_as_certain_choices_are_exact_but_accepted_less(name: str) 
 # --- negative controls -----------------------------------------------------------------------------
 
 
-def certain_taken_as_draws(logits, draft, sampling, keys, steps, log_q) -> verify.Verdict:
+def certain_taken_as_draws(logits, draft, sampling, keys, steps, log_q) -> verify.AcceptResult:
     """Judge the best tokens as if they were draws from an even q."""
     del log_q
     even = jnp.full((*draft.shape, VOCAB), -jnp.log(VOCAB))
     return verify.rejection_verify(logits, draft, sampling, keys, steps, even)
 
 
-def another_temperature(logits, draft, sampling, keys, steps, log_q) -> verify.Verdict:
+def another_temperature(logits, draft, sampling, keys, steps, log_q) -> verify.AcceptResult:
     """Judge draws from q as if they had been drawn from a cooler one."""
     cooler = jax.nn.log_softmax(log_q / 0.7)
     return verify.rejection_verify(logits, draft, sampling, keys, steps, cooler)
 
 
-def block_with_plain_residual(logits, draft, sampling, keys, steps, log_q) -> verify.Verdict:
+def block_with_plain_residual(logits, draft, sampling, keys, steps, log_q) -> verify.AcceptResult:
     """Draw from max(0, p - q) instead of max(0, w p - q)."""
     right = verify._with_bonus
 
@@ -219,11 +219,11 @@ def block_with_plain_residual(logits, draft, sampling, keys, steps, log_q) -> ve
         verify._with_bonus = right
 
 
-def block_accepted_by_weight(logits, draft, sampling, keys, steps, log_q) -> verify.Verdict:
+def block_accepted_by_weight(logits, draft, sampling, keys, steps, log_q) -> verify.AcceptResult:
     """Accept drafts one by one as the standard does, but draw what follows as if in a block."""
     verdict = verify.rejection_verify(logits, draft, sampling, keys, steps, log_q)
     block = verify.block_verify(logits, draft, sampling, keys, steps, log_q)
-    return verify.Verdict(verdict.accepted, block.bonus)
+    return verify.AcceptResult(verdict.accepted, block.bonus)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,6 @@ def block_accepted_by_weight(logits, draft, sampling, keys, steps, log_q) -> ver
         (block_accepted_by_weight, True),
     ],
 )
-def test_wrong_decisions_are_found(wrong: Callable[..., verify.Verdict], drawn: bool) -> None:
+def test_wrong_decisions_are_found(wrong: Callable[..., verify.AcceptResult], drawn: bool) -> None:
     emitted, _, _ = run("other", drawn=drawn, judge=wrong)
     assert g_test(emitted, joint(pairs()["other"])) < FALSE_ALARM / 1000

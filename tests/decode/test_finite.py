@@ -21,7 +21,7 @@ from jaxspec.options import Sampling, Tree
 from jaxspec.rollout.batch import FinishReason
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.sampling import NO_TOKEN, SamplingParams, argmax, choose, suppress
-from jaxspec.verify import Verdict, block_verify, rejection_verify, tree_verify, verify
+from jaxspec.verify import AcceptResult, block_verify, rejection_verify, tree_verify, verify
 from jaxspec.weights.loading import LoadedModel
 from tests.cases import NEW_TOKENS, SLOTS, case, run
 
@@ -93,7 +93,7 @@ def test_no_draft_is_accepted_where_the_target_is_unsound(rule: str) -> None:
         verdict = judge(logits, draft, *how, log_q=log_q)
     assert verdict.accepted.tolist() == [*slots, DRAFTS]
     assert verdict.bonus.tolist() == [NO_TOKEN] * (rows - 1) + [4]
-    assert verdict.sound.tolist() == [False] * (rows - 1) + [True]
+    assert verdict.finite.tolist() == [False] * (rows - 1) + [True]
 
 
 @pytest.mark.parametrize("judge", [rejection_verify, block_verify])
@@ -110,10 +110,10 @@ def test_drafts_of_no_distribution_are_none(judge: Any) -> None:
     looked_at = (jnp.arange(VOCAB) < 2) | jax.nn.one_hot(draft, VOCAB, dtype=bool)
     some = jnp.where(looked_at, NAN, -INF)
     for known, nan in itertools.product(range(DRAFTS), (jnp.full_like(some, NAN), some)):
-        whole: Verdict = of(logits, draft, *how, log_q.at[:, known].set(nan[:, known]))
+        whole: AcceptResult = of(logits, draft, *how, log_q.at[:, known].set(nan[:, known]))
         first = (logits[:, : known + 1], draft[:, :known])
         if known:
-            cut: Verdict = of(*first, *how, log_q[:, :known])
+            cut: AcceptResult = of(*first, *how, log_q[:, :known])
             assert 0 < (cut.accepted == known).mean() < 1
         else:
             cut = rejection_verify(*first, *how)  # a block has a draft

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.sampling import SamplingParams
 from jaxspec.verify import (
-    Verdict,
+    AcceptResult,
     greedy_verify,
     rejection_verify,
     synthetic_verify,
@@ -35,7 +35,7 @@ def keys(rows: int, seed: int = 0) -> jax.Array:
     return jax.random.split(jax.random.key(seed), rows)
 
 
-def as_lists(verdict: Verdict) -> tuple[list[int], list[int]]:
+def as_lists(verdict: AcceptResult) -> tuple[list[int], list[int]]:
     return verdict.accepted.tolist(), verdict.bonus.tolist()
 
 

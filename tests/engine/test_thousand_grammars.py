@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("llguidance")
 
 import jaxspec
+from jaxspec import constraint
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import ProgramFeatures, Sampling
-from jaxspec.text.grammars import masking
 from tests.text.grammars.test_grammars import schema
 
 COUNT, SAMPLED, NEW = 1000, 500, 128
@@ -40,7 +40,7 @@ def test_a_thousand_schemas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
                 grammar=pair.grammar_tokens.compile("json_schema", wanted),
             )
         )
-    seconds, count, answer = [0.0], [0], masking.answer
+    seconds, count, answer = [0.0], [0], constraint.answer
 
     def timed(numbers, *given, **options):  # type: ignore[no-untyped-def]
         begin = time.perf_counter()
@@ -49,7 +49,7 @@ def test_a_thousand_schemas(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         count[0] += int((numbers >= 0).sum()) * out[1].shape[1]
         return out
 
-    monkeypatch.setattr(masking, "answer", timed)
+    monkeypatch.setattr(constraint, "answer", timed)
 
     def run(drafter: object, some: list[Request]) -> list[Completion]:
         made = Engine(

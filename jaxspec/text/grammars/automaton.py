@@ -69,10 +69,10 @@ def states_along(
     Args:
       parents: of a tree, see `drafters.base.Draft`. None: each draft follows the one before it.
     """
-    return offered(table, state, drafts, parents, replace=False)[1]
+    return draft_states(table, state, drafts, parents, replace=False)[1]
 
 
-def offered(
+def draft_states(
     table: Automaton,
     state: Int32[Array, " B"],
     drafts: Int32[Array, "B N"],

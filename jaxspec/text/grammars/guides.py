@@ -18,8 +18,6 @@ from jaxtyping import Int32, UInt32
 
 from jaxspec.text.grammars.matcher import ALL, Grammar, Matcher, fill, num_allowed
 
-NOBODY = -1
-"""In the place of a guide's number: the row may say anything."""
 _NUMBERS = itertools.count()
 _LIVE: WeakValueDictionary[int, Guide] = WeakValueDictionary()
 _MOST_RUNS = 4  # of forced tokens that are written into one row's drafts
@@ -82,7 +80,7 @@ def answer(
     """Say what the rows of a batch may choose, before and after each of their drafts.
 
     Args:
-      numbers: of guides; `NOBODY`, and numbers of requests that are gone, may say anything.
+      numbers: of guides. All tokens are allowed to a row with no live guide of its number.
       counts: tokens that each row has.
       recent: the last of them.
       words: of a mask.

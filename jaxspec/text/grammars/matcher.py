@@ -15,18 +15,17 @@ import functools
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from jaxtyping import UInt32
 
+from jaxspec.configs.base import GenerationDefaults
 from jaxspec.options import FieldError, shown
 from jaxspec.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
-
-    from jaxspec.weights.loading import LoadedModel
 
 Kind = Literal["json_schema", "json_object", "regex", "lark"]
 """What a grammar is written in. `json_object` is any JSON object, and has no source."""
@@ -37,6 +36,18 @@ ALL = np.uint32(0xFFFFFFFF)
 # Without a bound, a model that likes spaces may write nothing else until its limit.
 _WHITESPACE = r"[ \n\t]{0,40}"
 _MAX_SOURCE = 1_000_000
+
+
+class Target(Protocol):
+    """The properties of a `LoadedModel` that `GrammarTokens.of_model` reads."""
+
+    @property
+    def config(self) -> Any:
+        """Return the config, with its `vocab_size`."""
+
+    @property
+    def generation(self) -> GenerationDefaults | None:
+        """Return the checkpoint's defaults, with its end-of-sequence ids."""
 
 
 class GrammarTokens:
@@ -67,8 +78,12 @@ class GrammarTokens:
         )
 
     @classmethod
-    def of_model(cls, target: LoadedModel, tokenizer: Tokenizer) -> GrammarTokens:
-        """Read a tokenizer for a target, whose own end-of-sequence ids end a reply; errors are as for any."""
+    def of_model(cls, target: Target, tokenizer: Tokenizer) -> GrammarTokens:
+        """Read a tokenizer for a target, whose own end-of-sequence ids end a reply.
+
+        Raises:
+          FieldError: as of `GrammarTokens`.
+        """
         ends = target.generation.eos_token_ids if target.generation else ()
         return cls(tokenizer, target.config.vocab_size, ends)
 

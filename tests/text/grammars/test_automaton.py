@@ -21,8 +21,8 @@ from jaxspec.text.grammars.automaton import (
     FREE,
     Automaton,
     advance,
+    draft_states,
     masks_of,
-    offered,
     states_along,
 )
 from jaxspec.text.grammars.json_regex import regex_of
@@ -156,10 +156,10 @@ def test_a_draft_that_breaks_the_grammar_is_replaced_where_the_text_is_forced() 
     """By the longest token that it begins with; where there is a choice, nothing is."""
     table = automaton(tokens(), "regex", "[0-9]: the end")
     wrong = encode("x")[:1] * 6
-    drafts, states = offered(table, table.starts, jnp.asarray([wrong]), replace=True)
+    drafts, states = draft_states(table, table.starts, jnp.asarray([wrong]), replace=True)
     assert drafts[0].tolist() == wrong
     begun = jnp.asarray([[*encode("1")[:1], *wrong]])
-    drafts, states = offered(table, table.starts, begun, replace=True)
+    drafts, states = draft_states(table, table.starts, begun, replace=True)
     assert (states >= 0).all()
     text = tokenizer().decode(drafts[0, 1:].tolist())
     assert text.startswith(": the end"[: len(text)])
