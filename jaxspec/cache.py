@@ -106,8 +106,8 @@ def view(
     """Return what a cache holds after positions 0 .. length - 1 of each row are written.
 
     Args:
-      slots: the cache row of each batch row, which attention reads where it is. None: cache row i is
-        batch row i.
+      slots: the cache row of each batch row, which attention reads where it is. None: cache row i
+        is batch row i.
     """
     slot = jnp.arange(cache.k.shape[2], dtype=jnp.int32)[None, :]
     if cache.ring_slack is None:
@@ -155,8 +155,8 @@ def segments_of_pass(
         already written. Otherwise they are the keys of the pass alone, which are read beside the
         old ring.
       v: values, as `k`.
-      lent: whether other layers read the segments too. An old ring is overwritten before they do, so
-        they get a copy of the rows in `slots`.
+      lent: whether other layers read the segments too. An old ring is overwritten before they do,
+        so they get a copy of the rows in `slots`.
     """
     if into is not None:
         return (view(cache.replace(k=k, v=v), start + count, slots),)

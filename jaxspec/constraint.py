@@ -124,7 +124,7 @@ def _on_host(*arrays: Any, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class DeviceAutomaton(Constraint):
-    """Allow the tokens of an automaton on the device, whose states are in `DecodeState.automaton`."""
+    """Allow the tokens of an automaton on the device. `DecodeState.automaton` has its states."""
 
     automaton: Automaton
 

@@ -20,7 +20,7 @@ from jaxspec.state import DecodeSpec, DecodeState
 
 
 def take_rows(state: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
-    """Return a state of the rows in `slots`, with the caches and the drafter's state of all slots."""
+    """Return the rows in `slots`, with the caches and the drafter's state of all slots."""
     rows = jax.tree.map(lambda x: x[slots], state.small)
     return dataclasses.replace(rows, caches=state.caches, drafter=state.drafter, slots=slots)
 
@@ -72,7 +72,7 @@ def counts(spec: DecodeSpec, slots: int, mesh: Mesh, *, invariant: bool) -> tupl
 
 
 def fill(active: Sequence[int], rows: int, slots: int) -> np.ndarray:
-    """Return the slots that a program for `rows` rows computes: the active ones, then inactive ones.
+    """Return the slots for a program of `rows` rows: the active ones, then inactive ones.
 
     Returns:
       [rows], int32, no slot twice.

@@ -41,7 +41,7 @@ class Adjustments(struct.PyTreeNode):
 
 
 class SamplingParams(struct.PyTreeNode):
-    """How each row samples. The values are arrays on the device: changing them compiles nothing."""
+    """The sampling options of each row, as arrays on the device: new values compile nothing."""
 
     temperature: Float[Array, " B"]  # 0: greedy
     top_k: Int[Array, " B"]  # 0: off
@@ -72,8 +72,8 @@ class SamplingParams(struct.PyTreeNode):
 
         Args:
           penalties: whether the spec was made with penalties, see `ProgramFeatures`.
-          num_biases: how many biases a row may have in the spec, see `ProgramFeatures`. With 0 and without
-            `penalties`, all penalties and biases are ignored.
+          num_biases: how many biases a row may have in the spec, see `ProgramFeatures`. With 0 and
+            without `penalties`, all penalties and biases are ignored.
         """
 
         def rows(value: ArrayLike, dtype: type, *shape: int) -> Array:
@@ -187,20 +187,19 @@ def adjust(
             if (changed.shape, changed.dtype) != (logits.shape, logits.dtype):
                 raise FieldError(
                     "logits_fn",
-                    f"returns {changed.dtype}{list(changed.shape)}; it was given, and has to return, "
-                    f"{logits.dtype}{list(logits.shape)}",
+                    f"returns {changed.dtype}{list(changed.shape)}; it was given, and has to "
+                    f"return, {logits.dtype}{list(logits.shape)}",
                 )
             logits = changed
         return logits
 
 
 def suppress(logits: Float[Array, "... V"], tokens: tuple[int, ...]) -> Float[Array, "... V"]:
-    """Set the logits of `tokens` to -inf. Of those that are not sound it makes NaN: nothing hides them."""
+    """Set the logits of `tokens` to -inf. Logits of NaN or +inf become NaN, so they still show."""
     if not tokens:
         return logits
-    added = np.full(
-        logits.shape[-1], -0.0, np.float32
-    )  # which changes no number, nor the sign of 0
+    # -0.0 changes no number, nor the sign of 0.
+    added = np.full(logits.shape[-1], -0.0, np.float32)
     added[list(tokens)] = -np.inf
     return logits + added
 
@@ -308,8 +307,9 @@ def logprobs_of(
     def of(
         logits: Float[Array, "B T V"], *, top: int = 0
     ) -> tuple[Array, Array | None, Array | None]:
-        """Return the log-probability of each token, and the ids and log-probabilities of the best ones."""
-        # Both terms are measured from the best logit, and so are small: logits of 48 are rounded to 4e-6.
+        """Return each token's log-probability, and ids and log-probabilities of the best ones."""
+        # Both terms are measured from the best logit, and so are small: logits of 48 are rounded
+        # to 4e-6.
         best = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         best = jnp.where(jnp.isfinite(best), best, 0.0)
         total = jnp.log(jnp.sum(jnp.exp(logits - best), axis=-1))
@@ -361,13 +361,13 @@ def argmax(x: Float[Array, "... V"]) -> Int[Array, "..."]:
 
 
 NO_TOKEN = -1
-"""In the place of a token: none can be chosen."""
+"""Stands for a token where none can be chosen."""
 
 
 def choose(logits: Float[Array, "... V"]) -> Int[Array, "..."]:
-    """Return the best token of each row, or `NO_TOKEN` where the logits are not sound.
+    """Return the best token of each row, or `NO_TOKEN` where the logits are not finite.
 
-    Logits are sound if none is NaN or +inf, and not all are -inf.
+    Here logits count as finite if none is NaN or +inf, and not all are -inf.
     """
     token, logit = _best(logits, of_nan=NO_TOKEN)
     return jnp.where(jnp.isfinite(logit), token, NO_TOKEN)

@@ -1,7 +1,7 @@
-"""What a batch of slots is: the spec that is fixed when programs are compiled, and the state that they change.
+"""The spec that compiled programs are made for, and the state of a batch of slots that they change.
 
 Read `DecodeSpec`, then `DecodeState`. `init_state` makes empty slots, `admit` gives them to
-requests and `retire` takes them back; what happens between is `decode`.
+requests, `commit` writes the tokens of a step, and `retire` ends rows. `decode` has the steps.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ NO_GUIDE = -1
 LogitsFn = Callable[[Float[Array, "B T V"], Int[Array, "B T"]], Float[Array, "B T V"]]
 """`logits_fn(logits, positions)` returns changed logits, in prefill and in every step alike.
 
-They are float32, after suppressed tokens, biases and penalties and before temperature. `positions`
-tells where the token that each row of logits chooses will stand in the text, its prompt counted
-from 0. Logits of one position must not depend on those of another, nor rows on each other: in a
-step most are guesses. Some token has to stay possible, and none be NaN, or the row ends with an
-error. The function is part of the compiled program: another one compiles anew. """
+The logits are float32, after suppressed tokens, biases and penalties, and before temperature.
+`positions` has the position in the text, counted from the prompt's start, of the token that each
+row of logits chooses. Logits of one position must not depend on those of another, and rows must not
+depend on each other, because most drafts are guesses. At least one token must stay possible and no
+logit may be NaN, or the row ends with an error. The function is part of the compiled program:
+another one compiles anew.
+"""
 
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """What is fixed when the programs are compiled. Without a drafter, decoding is plain.
+    """The static part of programs: models and options. Without a drafter, decoding is plain.
 
     Attributes:
-      verify_length: how many of the drafts a step verifies, from the first one on; None for all. 0
-        is plain decoding that keeps the drafter's state up to date. The shapes of a state do not
+      verify_length: the number of drafts that a step verifies, from the first one on; None: all.
+        0 is plain decoding that keeps the drafter's state up to date. The shapes of a state do not
         depend on it.
-      guided: whether each step asks the host what grammars allow. Without it, no row that decodes
-        may have one. The shapes of a state do not depend on it either.
+      guided: whether each step asks the host for the tokens that grammars allow. If not, no active
+        row may have a grammar on the host. The shapes of a state do not depend on it either.
     """
 
     target: ModelDef
@@ -62,16 +64,16 @@ class DecodeSpec:
     guided: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what the two models cannot do.
+        """Refuse options that the models cannot serve.
 
         Raises:
           FieldError: naming the field.
         """
-        most = self.target.config.vocab_size
-        if self.program_features.top_logprobs > most:
+        vocab_size = self.target.config.vocab_size
+        if self.program_features.top_logprobs > vocab_size:
             raise FieldError(
                 "top_logprobs",
-                f"is {self.program_features.top_logprobs}; the vocabulary has {most} tokens",
+                f"is {self.program_features.top_logprobs}; the vocabulary has {vocab_size} tokens",
             )
         if self.drafter is None:
             for name, shown in self.drafting.changes_acceptance:
@@ -103,7 +105,7 @@ class DecodeSpec:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens drafted a step, the anchor not counted; 0 without a drafter."""
+        """Tokens drafted in a step, the anchor not counted; 0 without a drafter."""
         return 0 if self.drafter is None else self.drafting.num_draft_tokens or 0
 
     @property
@@ -113,7 +115,7 @@ class DecodeSpec:
 
     @property
     def depth(self) -> int:
-        """Most drafts that one step can accept."""
+        """The most drafts that one step can accept."""
         return self.num_draft_tokens if self.tree is None else self.tree.depth
 
     @property
@@ -122,25 +124,25 @@ class DecodeSpec:
         return self.num_draft_tokens if self.verify_length is None else self.verify_length
 
     def verifying(self, length: int | None) -> DecodeSpec:
-        """Return the same with another verify length; of states and programs, only the loop differs."""
+        """Return a copy with another verify length. Only the program of the loop differs."""
         if length == self.num_draft_tokens:
             length = None  # one name for one program
         return dataclasses.replace(self, verify_length=length)
 
     def asking(self, guided: bool) -> DecodeSpec:
-        """Return the same with guides asked in every step, or not; only the loop differs."""
+        """Return a copy that asks guides in every step, or not. Only the loop's program differs."""
         return dataclasses.replace(self, guided=guided)
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens a row that one target pass of a step writes: the anchor and the drafts."""
+        """The most tokens that a step's target pass writes for a row: anchor and drafts."""
         return self.num_draft_tokens + 1
 
     def of_dtype(self, dtype: str | None) -> DecodeSpec:
-        """Return the same for models with weights of another dtype; None for those they have.
+        """Return a copy for models with weights of another dtype; None: the dtype they have.
 
         Raises:
-          ValueError: it is neither "float32" nor "bfloat16".
+          ValueError: the dtype is neither "float32" nor "bfloat16".
         """
         if dtype is None:
             return self
@@ -150,7 +152,7 @@ class DecodeSpec:
     def bind(
         self, target_params: Params, drafter_params: Params | None
     ) -> tuple[Target, AnyDrafter | None]:
-        """Return both modules with their weights; no drafter when decoding is plain."""
+        """Return both modules with their weights; None for the drafter if decoding is plain."""
         target = self.target.bind(target_params)
         if self.drafter is None:
             return target, None
@@ -158,29 +160,24 @@ class DecodeSpec:
         return target, self.drafter.bind(drafter_params)
 
     def check_slack(self, state: DecodeState) -> None:
-        """Refuse a state whose rings are too small for a step: its rejected tokens would hide live keys.
+        """Refuse a state with too small rings: the rejected tokens of a step would hide live keys.
 
         Raises:
-          ValueError: naming the most draft tokens that this state allows.
+          ValueError: naming the largest number of draft tokens that this state allows.
         """
         slack = [c.ring_slack for c in state.caches if c is not None and c.ring_slack is not None]
         if self.tree is None and slack and self.step_tokens > min(slack):
             raise ValueError(
                 f"num_draft_tokens is {self.num_draft_tokens}, a step of {self.step_tokens} "
-                "tokens, but the "
-                f"sliding caches were made for {min(slack)}: pass at most "
-                f"num_draft_tokens={min(slack) - 1}, "
-                "or make the state with this spec"
+                f"tokens, but the sliding caches were made for {min(slack)}: pass at most "
+                f"num_draft_tokens={min(slack) - 1}, or make the state with this spec"
             )
 
     def sampling(self, batch: int, **values: ArrayLike) -> SamplingParams:
-        """Return `SamplingParams.make` of these values with what this spec wants of them."""
-        program_features = self.program_features
+        """Return `SamplingParams.make` of these values, with the features of this spec."""
+        features = self.program_features
         return SamplingParams.make(
-            batch,
-            penalties=program_features.penalties,
-            num_biases=program_features.num_biases,
-            **values,
+            batch, penalties=features.penalties, num_biases=features.num_biases, **values
         )
 
 
@@ -192,21 +189,21 @@ class DecodeState(struct.PyTreeNode):
       lengths: positions committed to the caches.
       anchors: the newest token, at position `lengths`.
       stopped: finished by a stop id.
-      failed: ended where the target's logits were not sound, see `sampling.choose`.
-      non_finite: the caches may hold numbers that are not finite. `clear` has to follow before
-        another row gets the slot: a key that no query sees has weight 0, and 0 times NaN is NaN.
-      tokens: what was generated, prefill's token first.
-      num_steps: verify steps; -1 until the prompt is read, whose step is number 0.
+      failed: ended by logits of the target that are not finite, see `sampling.choose`.
+      non_finite: the caches may hold numbers that are not finite. `clear` must run before another
+        row gets the slot: a key that no query sees has weight 0, and 0 times NaN is NaN.
+      tokens: the generated tokens, prefill's first.
+      num_steps: verify steps; -1 before the prompt's end, whose step is number 0.
       acceptance_lengths: tokens committed in each verify step, before any cut by a stop or limit.
         Step n is in column n modulo M.
-      logprobs: of `tokens`, where asked for.
-      counts: of prompt and `tokens`, where there are penalties.
+      logprobs: of `tokens`; None if the spec has none.
+      counts: of prompt and `tokens`; None if the spec has no penalties.
       stop_ids: padded with -1.
       keys: a typed PRNG key a row.
-      guides: numbers of `grammars.guides`, where rows may have grammars.
-      automaton: states of an automaton, where rows have one.
-      slots: the row of the caches and of the drafter's state that each row has; None when they are
-        the same.
+      guides: the number of each row's `text.grammars.guides.Guide`, or `NO_GUIDE`; None if the spec
+        has no grammars.
+      automaton: each row's state in an automaton; None without an automaton.
+      slots: each row's row in the caches and in the drafter's state; None: row i has row i.
     """
 
     caches: Caches
@@ -233,35 +230,35 @@ class DecodeState(struct.PyTreeNode):
 
     @property
     def active_lengths(self) -> Int[Array, " B"]:
-        """How many positions a step of each row sees; 0 where the row is not active."""
+        """The positions that a step of each row sees; 0 where the row is not active."""
         return jnp.where(self.active, self.lengths, 0)
 
     @property
     def small(self) -> DecodeState:
-        """The same without caches and the drafter's state, which are most of its arrays."""
+        """The state without caches and the drafter's state, which are most of its arrays."""
         return dataclasses.replace(self, caches=(), drafter=None)
 
     def with_small(self, small: DecodeState) -> DecodeState:
-        """Return the same with all but its caches and the drafter's state replaced."""
+        """Return `small` with the caches and the drafter's state of this state."""
         return dataclasses.replace(small, caches=self.caches, drafter=self.drafter)
 
 
 class PrefillChunk(struct.PyTreeNode):
-    """Prompt tokens for some slots; a row past its end has count 0, a slot of B is no slot at all."""
+    """Prompt tokens for some slots. A row past its end has count 0, and slot B is none."""
 
     slots: Int[Array, " b"]
     tokens: Int[Array, "b T"]
     start: Int[Array, " b"]
     count: Int[Array, " b"]
     is_last: Bool[Array, " b"]  # the prompt ends in this chunk
-    masks: UInt32[Array, "b words"] | None = None  # of the first token, where there are guides
+    masks: UInt32[Array, "b words"] | None = None  # of the first token, with guides
 
 
 class Admission(struct.PyTreeNode):
     """The requests that take over some slots, before their prefill.
 
     Attributes:
-      seeds: of each row a seed, and which sample of it; see `row_keys`.
+      seeds: a seed and a sample number for each row, see `row_keys`.
     """
 
     slots: Int[Array, " b"]
@@ -273,7 +270,7 @@ class Admission(struct.PyTreeNode):
 
 
 def row_keys(seeds: UInt32[Array, "b 2"]) -> Array:
-    """Return the key of each row, from a seed and which sample of it."""
+    """Return the key of each row, from its seed and its sample number."""
     return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s[0]), s[1]))(seeds)
 
 
@@ -286,12 +283,12 @@ def init_state(
     cache_dtype: jnp.dtype,
     mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Make a state of empty, inactive slots; every array has a buffer of its own and can be donated.
+    """Make a state of empty, inactive slots. Each array has its own buffer, which can be donated.
 
     Args:
       cache_length: positions a slot can hold: prompt, new tokens and one step's tokens.
-      cache_dtype: of the target's keys and values. The drafter's own have the drafter's dtype.
-      mesh: where it lives, by `sharding.state_shardings`; None for the default device.
+      cache_dtype: of the target's keys and values. The drafter's have the drafter's dtype.
+      mesh: the devices, see `sharding.state_shardings`; None: the default device.
     """
     sizes = (spec, batch, cache_length, num_stop_ids, cache_dtype)
     return _empty_state(*sizes) if mesh is None else state_maker(*sizes, mesh)()
@@ -305,7 +302,7 @@ def state_maker(
     cache_dtype: jnp.dtype,
     mesh: Mesh,
 ) -> Callable[[], DecodeState]:
-    """Return a program that makes such a state on a mesh; arguments as in `init_state`."""
+    """Return a program that makes an empty state on a mesh. Arguments are as in `init_state`."""
 
     def make() -> DecodeState:
         return _empty_state(spec, batch, cache_length, num_stop_ids, cache_dtype)
@@ -363,7 +360,7 @@ def _empty_state(
 
 
 def admit(state: DecodeState, new: Admission) -> DecodeState:
-    """Put new requests into slots; what the caches still hold of the old ones is never looked at again."""
+    """Put new requests into slots. Keys and values of earlier requests are never read again."""
 
     def put(name: str, value: Array | int | bool) -> Array:
         return getattr(state, name).at[new.slots].set(value, mode="drop")
@@ -462,17 +459,17 @@ def commit(
 
 
 def _set_columns(old: Array, columns: Int[Array, "B T"], values: Array) -> Array:
-    """Write columns row by row: no row moves to another device. Columns past the last are dropped."""
+    """Write columns row by row, so that rows stay on their devices. Drop columns past the end."""
     return jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))(old, columns, values)
 
 
 def retire(state: DecodeState, finished: Bool[Array, " B"]) -> DecodeState:
-    """Deactivate rows that the host found finished (a stop text, say)."""
+    """Deactivate rows that the host has finished, for example at a stop text."""
     return dataclasses.replace(state, active=state.active & ~finished)
 
 
 def clear(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
-    """Empty the caches and the drafter's state of slots that are spoilt."""
+    """Zero the caches and the drafter's state of slots with `non_finite`."""
 
     def zeros(x: Array) -> Array:
         return jnp.where(slots.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros((), x.dtype), x)
@@ -489,8 +486,7 @@ def insert(state: DecodeState, other: DecodeState, pairs: Int[Array, "P 2"]) -> 
     """Copy whole rows of another state over rows of this one, caches and all.
 
     Args:
-      pairs: a row there and the row here that it goes to; the pairs end before the first negative
-        number.
+      pairs: rows of `other` and of `state`. The pairs end before the first negative number.
     """
 
     def copy(i: Array, state: DecodeState) -> DecodeState:

@@ -1,9 +1,9 @@
 """Decide which draft tokens to accept. Everything here works on arrays alone, without a model.
 
 Row t of `logits` is the target's distribution of the token after block slot t. In a chain, row t
-judges draft token t, which is in slot t + 1. The row after the last accepted draft gives the bonus
-token. Let p be the target's distribution, and q the distribution that a draft was drawn from. The
-emitted tokens follow p exactly under both rules:
+decides on draft token t, which is in slot t + 1. The row after the last accepted draft gives the
+bonus token. Let p be the target's distribution, and q the distribution that a draft was drawn from.
+The emitted tokens follow p exactly under both rules:
 
     standard   Draft d is accepted with probability min(1, p(d) / q(d)), if all drafts before it
                were accepted. After the first rejection, the bonus token is drawn from
@@ -77,8 +77,8 @@ def verify(
     greedy = _follow(choice, draft)
 
     def mixed() -> AcceptResult:
-        judge = block_verify if block else rejection_verify
-        sampled = judge(logits, draft, sampling, keys, steps, log_q)
+        rule = block_verify if block else rejection_verify
+        sampled = rule(logits, draft, sampling, keys, steps, log_q)
         accepted = jnp.minimum(sampled.accepted, _leading(choice != NO_TOKEN))
         bonus = jnp.where(_at(choice, accepted) != NO_TOKEN, sampled.bonus, NO_TOKEN)
         sampled = AcceptResult(accepted, bonus, finite=greedy.finite)
@@ -150,8 +150,8 @@ def block_verify(
     b, g = draft.shape
     log_p = jax.nn.log_softmax(shape_logits(logits, sampling))
     ratios = jnp.exp(_log_ratios(log_p, draft, log_q))
-    # Where p or q is NaN, a draft cannot be judged. The prefix before it is then all there is, and
-    # passes as a whole draft does.
+    # Where p or q is NaN, no rule can decide on a draft. The prefix before it is then all there is,
+    # and passes as a whole draft does.
     unknown = jnp.isnan(ratios)
     ratios = jnp.where(unknown, 0.0, ratios)
     weights = [jnp.ones(b, jnp.float32)]
@@ -220,9 +220,9 @@ def tree_verify(
     for _ in range(depth):
         wanted = jnp.take_along_axis(choice, row[:, None], axis=1)
         hit = (parents == row[:, None]) & (draft == wanted)  # no draft is NO_TOKEN
-        found = jnp.any(hit, axis=1)  # if False, the path ends at this row
-        row = jnp.where(found, lax.argmax(hit, 1, jnp.int32) + 1, row)
-        accepted += found.astype(jnp.int32)
+        has_child = jnp.any(hit, axis=1)  # if False, the path ends at this row
+        row = jnp.where(has_child, lax.argmax(hit, 1, jnp.int32) + 1, row)
+        accepted += has_child.astype(jnp.int32)
         path.append(row)
     bonus = _at(choice, row)
     path += [row] * (t - len(path))
@@ -242,8 +242,8 @@ def synthetic_verify(
     This is for benchmarks only. The emitted tokens mean nothing.
 
     Args:
-      acceptance_length: mean tokens committed per step, from 1 on. Above G + 1, it is what more drafts would
-        bring, and at most all G are accepted.
+      acceptance_length: mean tokens committed per step, from 1 on. It may be above G + 1, the value
+        for more drafts. Then at most all G are accepted.
     """
     greedy = greedy_verify(logits, draft)
     whole = int(acceptance_length)
@@ -252,7 +252,7 @@ def synthetic_verify(
     extra = (
         jax.vmap(lambda k: jax.random.uniform(k, (), jnp.float32))(key) < acceptance_length - whole
     )
-    # The real verdict stays in the data flow, so that XLA does not remove its work.
+    # The real result stays in the data flow, so that XLA does not remove its work.
     real = jnp.minimum(greedy.accepted, 0)
     accepted = whole - 1 + extra.astype(jnp.int32) + real
     if acceptance_length > draft.shape[1] + 1:  # fewer drafts are verified than it counts on

@@ -5,7 +5,7 @@
     absorb       tokens that were kept, and what the target computed for them -> new state
 
 A new drafter needs a module with a subclass of `Drafter`, a table of conversion rules, and an
-entry in `families`.
+entry in `registry`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ StateT = TypeVar("StateT")
 
 
 class TargetView(struct.PyTreeNode):
-    """What a target lends a drafter for one call. A drafter never stores the view.
+    """A target and its caches, for one call of a drafter. A drafter never stores the view.
 
     Attributes:
-      num_verified: the target looks at so many of a chain's first drafts, and at no other. A drafter may leave
-        the others out, if that changes none of the first ones. None: at all of them.
-      slots: the row of the caches and of the drafter's state that each row has; None when they are the same.
+      num_verified: the number of a chain's drafts that the target verifies, from the first one on.
+        A drafter may leave the others out if that does not change these. None: all.
+      slots: each row's row in the caches and in the drafter's state; None: row i has row i.
     """
 
     target: Target
@@ -49,7 +49,7 @@ class TargetView(struct.PyTreeNode):
         return cache
 
     def stored_kv(self, kind: str) -> KVStorage | None:
-        """Return how that layer stores its K/V; None as they are computed."""
+        """Return the storage of that layer's K/V; None: as computed."""
         return self.target.stored_kv(self.target.config.last_kv_owner(kind))
 
 
@@ -61,8 +61,8 @@ class Kept(struct.PyTreeNode):
 
     Attributes:
       tokens: part of a prompt, or the anchor and the accepted drafts of a step.
-      hidden: the target's hidden states after its final norm. Of a prompt it may be that of the last real
-        token alone, [b 1 D]: see `Drafter.reads_last_hidden_only`.
+      hidden: the target's hidden states after its final norm. Of a prompt it may be that of the
+        last real token alone, [b 1 D]: see `Drafter.reads_last_hidden_only`.
       features: the outputs of the drafter's `feature_layers`.
       start: the position of each row's first token.
       count: the number of real tokens of each row.
@@ -125,7 +125,7 @@ class Draft(struct.PyTreeNode):
         return Draft(self.tokens[:, :count], log_q=log_q)
 
     def along(self, path: Int[Array, "B T"] | None) -> Int[Array, "B G"]:
-        """Return the draft tokens of the block rows after the first of `path`; None: all of a chain."""
+        """Return the drafts on a path of block rows, which starts at the anchor; None: all drafts."""
         if path is None:
             return self.tokens
         return jnp.take_along_axis(self.tokens, jnp.maximum(path[:, 1:] - 1, 0), axis=1)
@@ -135,13 +135,13 @@ class Drafter(nnx.Module, Generic[StateT]):
     """A small model that proposes tokens. Its state is a pytree with one row for each slot.
 
     Attributes:
-      absorbs_again: whether a state may absorb its newest tokens, up to those of a block, a second time, and is
-        then as after the first. The tokens may be others from some place on. A stored prefix then serves prompts
-        that part from it a few tokens before its end.
-      drafts_by_slot: whether `draft` heeds `TargetView.slots`. An engine then computes few rows alone, where few
-        run.
-      reads_last_hidden_only: whether `absorb` reads no hidden state but that of the last real token. Passes over
-        prompts then leave layers out for all other tokens, where the target has such layers.
+      absorbs_again: whether a state may absorb its newest tokens, at most a block, a second time,
+        with other tokens from some position on, and is then as if only the second were absorbed. A
+        stored prefix then serves prompts that differ from it in its last few tokens.
+      drafts_by_slot: whether `draft` uses `TargetView.slots`. An engine then computes few rows
+        alone where few are active.
+      reads_last_hidden_only: whether `absorb` reads only the hidden state of the last real token.
+        Passes over prompts then skip layers for all other tokens, if the target has such layers.
     """
 
     absorbs_again: ClassVar[bool] = False

@@ -53,7 +53,7 @@ _NO_SOFTCAP = 1e6  # so high a cap bends no logit, and unlike infinity it can be
 
 
 class DFlashDrafter(Drafter[DFlashState]):
-    """A DFlash drafter; it borrows the target's embedding and head."""
+    """A DFlash drafter. It uses the target's embedding and head."""
 
     absorbs_again = True
     drafts_by_slot = True
@@ -171,7 +171,7 @@ class DFlashDrafter(Drafter[DFlashState]):
           context: each layer's keys and values at positions below `lengths`.
           lengths: the position of each row's anchor.
           num_draft_tokens: masked positions.
-          num_wanted: of the first so many alone; None for all.
+          num_wanted: the number of positions to return, from the first one on; None: all.
         """
         c = self.config
         masks = jnp.full((anchors.shape[0], num_draft_tokens), self.mask_token_id, anchors.dtype)

@@ -64,7 +64,7 @@ MAX_DRAFT_TOKENS = 15
 
 
 class Choices(NamedTuple):
-    """What a step may draft.
+    """The candidates of one draft step.
 
     Attributes:
       tokens: the token of each logit; None when the logits are of all tokens, in order.
@@ -79,7 +79,7 @@ class FrozenKV(NamedTuple):
 
     Attributes:
       last: the last position in the caches, n - 1; one for each row, or in training for each node.
-      stored: how the target stores its K/V; None as they are computed.
+      stored: the storage of the target's K/V; None: as computed.
     """
 
     segments: dict[LayerType, KVSegment]
@@ -392,7 +392,7 @@ class FrozenAttention(nnx.Module):
         Args:
           rotary: the position of each query in the rotary embedding.
           last: the last position that each query sees. A window counts back from it.
-          stored: how the target stores these keys and values; None as they are computed.
+          stored: the storage of these keys and values; None: as computed.
         """
         frequencies = rope_frequencies(self.q_norm.shape[0], self.theta, self.partial_factor)
         groups = self.out.shape[1]

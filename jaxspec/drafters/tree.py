@@ -154,16 +154,16 @@ def _take(x: Array, index: Array) -> Array:
 
 
 def settle_num_draft_tokens(drafter: ModelDef, drafting: Drafting) -> int:
-    """Return how many tokens to draft a step: as asked, or the drafter's own number.
+    """Return the number of tokens to draft in a step: `drafting`'s, or the drafter's default.
 
     Raises:
-      FieldError: the drafter cannot propose so many.
+      FieldError: the drafter cannot propose that many.
       ValueError: the tree does not allow it.
     """
-    model, asked = drafter.bind_abstract(), drafting.num_draft_tokens
-    most = model.max_draft_tokens
+    model, requested = drafter.bind_abstract(), drafting.num_draft_tokens
+    limit = model.max_draft_tokens
     if drafting.tree is not None:
-        if asked is None:
+        if requested is None:
             raise FieldError(
                 "num_draft_tokens",
                 lambda format_field: (
@@ -171,11 +171,11 @@ def settle_num_draft_tokens(drafter: ModelDef, drafting: Drafting) -> int:
                     "verify"
                 ),
             )
-        check_tree(drafting.tree, asked, most)
-        return asked
-    drafts = model.default_draft_tokens if asked is None else asked
-    if not 1 <= drafts <= most:
+        check_tree(drafting.tree, requested, limit)
+        return requested
+    drafts = model.default_draft_tokens if requested is None else requested
+    if not 1 <= drafts <= limit:
         raise FieldError(
-            "num_draft_tokens", f"is {drafts}; this drafter proposes 1 to {most} tokens a step"
+            "num_draft_tokens", f"is {drafts}; this drafter proposes 1 to {limit} tokens a step"
         )
     return drafts

@@ -1,7 +1,7 @@
-"""Heads and attention over cached and fresh keys: where models meet `pallas_kernels` for them.
+"""Heads and attention over cached and fresh keys, by the kernels of `pallas_kernels`.
 
-`Attention` is a target's, whatever its family. Drafters, which cache other things, are made of the
-functions behind it: `project_qkv`, `attend`.
+`Attention` is that of targets of all families. Drafters cache other things, and use the functions
+behind it: `project_qkv` and `attend`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Attention(nnx.Module):
       owns_kv: whether it has keys and values of its own.
       lends_kv: whether other layers read its keys and values.
       values_are_keys: whether values are the raw keys (k = v).
-      norm_values: whether values are normed, which is without a weight.
-      score_scale: what scores are multiplied with.
+      norm_values: whether values are normed, without a weight.
+      score_scale: the factor of scores.
       rope_theta, rotary_factor: of `rope_frequencies`.
     """
 
@@ -82,12 +82,12 @@ class Attention(nnx.Module):
         )
         self.out = param(k, g, h, width, dtype=dtype, **into)
         self.owns_kv, self.lends_kv, self.norm_values = owns_kv, lends_kv, norm_values
-        self.stored: KVStorage | None = None  # as they are computed; see `store_kv`
+        self.stored: KVStorage | None = None  # None: as computed; see `store_kv`
         self.score_scale, self.window, self.eps = score_scale, spec.window, eps
         self.rope_theta, self.rotary_factor = rope_theta, rotary_factor
 
     def store_kv(self, stored: KVStorage | None) -> None:
-        """Store the keys and values that the queries see in another way from now on."""
+        """Set the storage of the keys and values that the queries see."""
         if stored is not None:
             self.stored = nnx.data(stored)
 
@@ -98,14 +98,14 @@ class Attention(nnx.Module):
         cache: KVCache | None,
         shared: tuple[KVSegment, ...] | None,
     ) -> tuple[Float[Array, "B T D"] | Sums, KVCache | None, tuple[KVSegment, ...]]:
-        """Return what the layer adds, its cache after the writes, and the K/V its queries saw.
+        """Return the layer's output, its cache after the writes, and the K/V its queries saw.
 
-        What it adds is `Sums` where the format of `out` rounds activations.
+        The output is `Sums` where the format of `out` rounds activations.
 
         Args:
           x: the residual stream, normed.
           cache: the layer's own; None to attend to this pass alone, or where `shared` is read.
-          shared: what another layer's queries saw, for a layer without keys of its own.
+          shared: the K/V of another layer's queries, for a layer without keys of its own.
         """
         _, groups, head_dim, _ = self.out.shape
         # A tree's keys and values wait until it is known which tokens stay (`target.keep_rows`).
@@ -175,7 +175,7 @@ def project_qkv(
 
         q = rope(rms_norm(x W_q, q_norm)),    k = rope(rms_norm(x W_k, k_norm)),    v = x W_v
 
-    What follows the product is one kernel, which writes keys and values to a cache too
+    One kernel does all that follows the product, and writes keys and values to a cache too
     (`pallas_kernels.qkv`).
 
     Args:
@@ -183,9 +183,10 @@ def project_qkv(
         key).
       q_norm, k_norm: weights of the norms; None where there are no queries, or no keys.
       groups: queries of a kv head.
-      norm_values: whether values are normed, which is without a weight.
+      norm_values: whether values are normed, without a weight.
       into: caches to write keys and values to, which are returned in their place.
-      stored: how keys and values are stored, those that the queries meet too; None as they are.
+      stored: the storage of keys and values, also of those that the queries meet; None: as
+        computed.
       kv_dtype: of keys and values in the result; None for that of the caches, or else of x.
     """
     value_factor = 1.0
@@ -194,13 +195,14 @@ def project_qkv(
         q_norm = None if q_norm is None else stored.q_norm(q_norm)
         k_norm = None if k_norm is None else stored.k_norm(k_norm)
         value_factor = 1 / stored.v_scale
-    # Queries beside a key and a value cannot be split by themselves. Until they are cut out, none is.
+    # Queries beside a key and a value cannot be split by themselves. Until they are cut out, none
+    # is.
     axes = QUERY_AXES if k_norm is None else KV_AXES
     projected = constrain(sums_of(whole_rows(x), weight), *axes)
     angles = rope_cos_sin(positions, frequencies)
-    how: dict[str, Any] = dict(groups=groups, eps=eps, norm_values=norm_values)
-    how |= dict(kv_dtype=kv_dtype, value_factor=value_factor)
-    q, k, v = qkv(projected, q_norm, k_norm, *angles, into, **how)
+    kwargs: dict[str, Any] = dict(groups=groups, eps=eps, norm_values=norm_values)
+    kwargs |= dict(kv_dtype=kv_dtype, value_factor=value_factor)
+    q, k, v = qkv(projected, q_norm, k_norm, *angles, into, **kwargs)
     if q is not None:
         q = constrain(q, *axes)
     if k is not None and v is not None:
@@ -220,18 +222,25 @@ def attend(
 ) -> Float[Array, "B T K G H"]:
     """Attend from each query to every key its position allows, over all segments at once.
 
-    A key at position k is seen from q when it exists (k >= 0), k > q - window, if causal k <= q,
-    and if the segment says which queries see it, it is one of them (branches of a draft tree do not
-    see each other). Scores and softmax are float32. A query that sees nothing (padding) gives
-    finite rubbish.
+    A query at position q sees a key at position k if k >= 0, k > q - window, and, if causal, k <=
+    q. A segment may limit the queries that see a key: branches of a draft tree do not see each
+    other. Scores and softmax are float32. A query that sees nothing (padding) gives meaningless
+    finite numbers.
 
     Args:
       window: keys a query sees, itself included; None for all.
       segments: their keys need not be in order, and no position may stand in two of them.
-      stored: how keys and values are stored; `project_qkv` had the same for the queries.
+      stored: the storage of keys and values, the same as in `project_qkv` for the queries.
     """
     q = constrain(q, *QUERY_AXES)
     value_scale = 1.0 if stored is None else stored.v_scale
-    how: dict[str, Any] = dict(scale=scale, window=window, causal=causal, value_scale=value_scale)
-    out = attention(q, q_positions, segments, **how)
+    out = attention(
+        q,
+        q_positions,
+        segments,
+        scale=scale,
+        window=window,
+        causal=causal,
+        value_scale=value_scale,
+    )
     return constrain(out, *QUERY_AXES)

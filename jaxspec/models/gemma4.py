@@ -109,10 +109,10 @@ class Gemma4(Target):
         )
 
     def first_behind_keys(self, feature_layers: tuple[int, ...]) -> int:
-        """Return the layer from which on no other token depends on what a token's layers compute.
+        """Return the first layer whose output for a token no other token depends on.
 
-        These layers have no keys and values of their own. E4B has 18 such layers of 42, E2B 20 of 35. A drafter
-        that reads features of late layers leaves fewer.
+        These layers have no keys and values of their own. E4B has 18 such layers of 42, E2B 20 of
+        35. A drafter that reads features of late layers leaves fewer.
         """
         return 1 + max(*(spec.kv_owner for spec in self.config.layers), *feature_layers, -1)
 
@@ -288,7 +288,7 @@ class DecoderLayer(nnx.Module):
     def per_layer_block(
         self, x: Float[Array, "B T D"], per_layer: Float[Array, "B T P"]
     ) -> Float[Array, "B T D"]:
-        """Return what the layer's own input adds: a gate of x, times that input, projected back."""
+        """Return the per-layer branch: a gate of x, times the layer's input, projected back."""
         gated = gelu_tanh(project(x, self.per_layer_gate[...])) * per_layer
         return project(materialize(gated), self.per_layer_out[...])
 

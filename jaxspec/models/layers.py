@@ -1,8 +1,8 @@
 """The small parts that targets and drafters share: products, norm, rotary embedding, gated MLP.
 
-The weight of a linear meets an activation in `project`, gate and up in `project_gated`, that of a head in
-`table_logits`, those of experts in `moe.Experts`. All take a `QuantisedArray` in place of an array. What else is
-multiplied by a weight is small: a router, and an assistant's centroids with the rows they choose.
+`project` multiplies an activation by a weight, `project_gated` by gate and up, `table_logits` by a
+head, and `moe.Experts` by those of experts. All take a `QuantisedArray` in place of an array. Other
+products with weights are small: a router, and an assistant's centroids with the rows they choose.
 
 The arithmetic of norm and rotary embedding is in `pallas_kernels.common.reference_ops`, and not here: the
 references of the kernels need it to the last bit, and `pallas_kernels` imports nothing of ours.
@@ -70,7 +70,7 @@ def sums_of(
     *,
     inputs: int = 1,
 ) -> Float[Array, "*result"] | Sums:
-    """Do what `project` does, and leave it to the reader to multiply with scales, if there are any.
+    """Do what `project` does, but leave the multiplication with scales, if any, to the reader.
 
     XLA joins no factor of each row with a product of 8-bit floats. It would write the product a
     second time.
@@ -108,7 +108,7 @@ def project_gated(
     weight: Float[Array, "D 2 F"] | QuantisedArray,
     activation: Activation,
 ) -> Float[Array, "*rows F"]:
-    """Return activation(x @ gate) * (x @ up), of a weight that is gate and up."""
+    """Return activation(x @ gate) * (x @ up), where `weight` holds gate and up."""
     if isinstance(x, Rounded) or not isinstance(weight, QuantisedArray):
         return gated(project(x, weight), activation)
     of_codes = functools.partial(weight.multiply_gated, activation=activation, dtype=x.dtype)
@@ -214,7 +214,7 @@ class GatedMLP(nnx.Module):
         return values_of(self.sums(x))
 
     def sums(self, x: Float[Array, "B T D"] | Rounded) -> Float[Array, "B T D"] | Sums:
-        """Return what a call does; its reader multiplies with scales, if there are any."""
+        """Return the result of a call, before the multiplication with scales, if there are any."""
         hidden = project_gated(whole_rows(x), self.gate_up[...], self.activation)
         return whole_rows(sums_of(hidden, self.down[...]))
 
@@ -222,6 +222,6 @@ class GatedMLP(nnx.Module):
 def norm_for(
     scale: Float[Array, " D"], weight: Float[Array, "*shape"] | QuantisedArray
 ) -> Float[Array, " D"] | RoundedNorm:
-    """Return the norm before a product: one that rounds, where the weight's format rounds activations."""
+    """Return the norm before a product. It rounds if the weight's format rounds activations."""
     rounding = isinstance(weight, QuantisedArray) and weight.rounds_activations
     return RoundedNorm(scale) if rounding else scale

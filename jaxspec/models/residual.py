@@ -29,7 +29,7 @@ from pallas_kernels.rounding import Rounded, Sums
 
 
 class Residual(struct.PyTreeNode):
-    """The stream between two parts of a layer, and it normed for each part that reads it next.
+    """The stream between two parts of a layer, and its norms for the parts that read it next.
 
     Attributes:
       value: the stream itself.
@@ -56,10 +56,10 @@ class Residual(struct.PyTreeNode):
         branch: Float[Array, "B T D"] | Sums | tuple[Branch, ...],
         scale: Float[Array, " D"],
     ) -> Sum:
-        """Add what a part made of the stream, normed.
+        """Add the output of a part of the layer, normed.
 
         Args:
-          branch: what the part made; or what several did, each normed before they are added up.
+          branch: the output; or those of several parts, each normed before they are added up.
           scale: the weight of the norm of `branch`.
         """
         return Sum(self, branch, scale)
@@ -67,7 +67,7 @@ class Residual(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class Sum:
-    """A stream and what is to be added to it: computed by `norm`, which returns the new stream."""
+    """A stream and the branch to add to it. `norm` computes the sum and returns the new stream."""
 
     stream: Residual
     branch: Float[Array, "B T D"] | Sums | tuple[Branch, ...]

@@ -1,8 +1,8 @@
-"""What a target is to everybody else: the interface that decoding, drafters and commands know.
+"""The interface of targets, for decoding, drafters and commands.
 
-Read `Target`, then `TargetOutput`. A family (`gemma4`, `qwen3`) derives from `Target` and says how it embeds,
-what its layers do, and how its head makes logits. Which layers own keys and values, with which head dim and
-window, is in the config's `layers`: caches are made from that alone.
+Read `Target`, then `TargetOutput`. A family (`gemma4`, `qwen3`) derives from `Target` and defines
+its embedding, its layers and its head. The config's `layers` names the layers that own keys and
+values, with head dim and window. Caches are made from that alone.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
 from pallas_kernels.common.single_row import twice_if_alone
 
 Caches = tuple[KVCache | None, ...]
-"""One entry a layer; None where the layer reads another layer's K/V."""
+"""One entry for each layer; None where the layer reads another layer's K/V."""
 
 
 class Placement(struct.PyTreeNode):
-    """Where the tokens of one pass stand in their sequences.
+    """The positions of the tokens of one pass in their sequences.
 
     Attributes:
       start: positions below it are in the caches.
-      count: tokens of a row that are real.
-      slots: cache row of each batch row; None when they are the same.
-      ancestors: the rows that each row may see, itself included: of a draft tree, or of several texts in
-        one row. None for a chain.
+      count: the number of real tokens of a row.
+      slots: the cache row of each batch row; None: row i has cache row i.
+      ancestors: the rows that each row may see, itself included: of a draft tree, or of several
+        texts in one row. None for a chain.
       real: which tokens are no padding, row by row; experts do no work for the others. None: all.
       wanted: the tokens of each row whose hidden states are wanted; None: all. See `only_wanted`.
-      remat: whether a backward pass computes each layer again, instead of keeping what it needs of it.
+      remat: whether a backward pass computes each layer again instead of keeping its activations.
     """
 
     positions: Int[Array, "B T"]
@@ -52,11 +52,11 @@ class Placement(struct.PyTreeNode):
 
     @property
     def written(self) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"] | None]:
-        """Where the caches are written: first position, how many, and the row."""
+        """The part of the caches that a pass writes: first position, count, and cache row."""
         return self.start, self.count, self.slots
 
     def only_wanted(self, x: Float[Array, "B T *D"]) -> Float[Array, "B R *D"]:
-        """Return what belongs to the wanted tokens; x itself, where all are wanted."""
+        """Return the values of the wanted tokens, or x itself where all are wanted."""
         if self.wanted is None:
             return x
         return jnp.take_along_axis(
@@ -64,20 +64,23 @@ class Placement(struct.PyTreeNode):
         )
 
     def narrowed(self) -> Placement:
-        """Return where the wanted tokens stand, for layers that write no keys and values. All are real."""
+        """Return the placement of the wanted tokens, for layers that write no keys and values.
+
+        All of them are real.
+        """
         assert self.wanted is not None
         positions = jnp.take_along_axis(self.positions, self.wanted, axis=1)
         return self.replace(positions=positions, real=None, wanted=None)
 
 
 class TargetOutput(struct.PyTreeNode):
-    """What one pass of a target gives.
+    """The result of one pass of a target.
 
     Attributes:
-      logits: float32, as the model defines them; R = T, or the rows that were asked for.
-      hidden: after the final norm; with `only_logit_rows`, of these rows alone.
-      features: outputs of the layers that were asked for, not normed.
-      fresh: of a tree, each layer's keys and values, which are not in the caches yet.
+      logits: float32, as the model defines them; R = T, or the number of `logit_rows`.
+      hidden: hidden states after the final norm; with `only_logit_rows`, of these rows alone.
+      features: the outputs of `feature_layers`, not normed.
+      fresh: for a tree, each layer's keys and values, which are not in the caches yet.
     """
 
     logits: Float[Array, "B R V"]
@@ -88,10 +91,10 @@ class TargetOutput(struct.PyTreeNode):
 
 
 class LayersOutput(struct.PyTreeNode):
-    """What the layers of a target make of a pass.
+    """The result of a target's layers for one pass.
 
     Attributes:
-      hidden: after the final norm, of the wanted tokens (`Placement.only_wanted`).
+      hidden: hidden states of the wanted tokens after the final norm (`Placement.only_wanted`).
       segments: the keys and values that each layer's queries saw.
     """
 
@@ -102,21 +105,21 @@ class LayersOutput(struct.PyTreeNode):
 
 
 class Target(nnx.Module):
-    """A decoder that can verify drafts. It is made with `(config, dtype=dtype)`."""
+    """A decoder that can verify drafts. Its constructor takes `(config, dtype=dtype)`."""
 
     config: TargetConfig
-    kv: KVFormat | None = None  # how keys and values are stored; None as they are computed
+    kv: KVFormat | None = None  # the format of stored keys and values; None: as computed
 
     @abc.abstractmethod
     def embed(self, tokens: Int[Array, "B T"], *, scaled: bool = True) -> Float[Array, "B T D"]:
-        """Look tokens up as the model's own input; not `scaled`: the rows of the table as they are."""
+        """Look tokens up as the model's input. Not `scaled`: the rows of the table as they are."""
 
     @abc.abstractmethod
     def head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Multiply by the head's table, in float32 and nothing more. Drafters borrow it."""
+        """Multiply by the head's table, in float32. Drafters use it too."""
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Return the model's own logits of normed hidden states: the head, and a soft cap if it has one."""
+        """Return the model's logits of normed hidden states: head, and soft cap if it has one."""
         return self.head(hidden)
 
     @abc.abstractmethod
@@ -150,13 +153,13 @@ class Target(nnx.Module):
         return self
 
     def stored_kv(self, layer: int) -> KVStorage | None:
-        """Return how a layer stores the keys and values that its queries see; None as they are."""
+        """Return the storage of the K/V that a layer's queries see; None: as computed."""
         return None if self.kv is None else self.attention_of(layer).stored
 
     def distinct_experts(
         self, tokens: Int[Array, "B T"], where: Placement, caches: Caches
     ) -> Int[Array, " L"]:
-        """Count the experts of each layer that a pass uses; `config.num_experts` says if there are any."""
+        """Count the experts of each layer that a pass uses; see `config.num_experts`."""
         raise NotImplementedError(f"{type(self).__name__} has no experts")
 
     def __call__(
@@ -172,22 +175,23 @@ class Target(nnx.Module):
         only_logit_rows: bool = False,
         ancestors: Bool[Array, "B T T"] | None = None,
     ) -> TargetOutput:
-        """Run tokens at positions start .. start + count - 1 of each row, or a draft tree from `start` on.
+        """Run tokens at positions start .. start + count - 1 of each row, or a tree from `start`.
 
         Args:
-          count: how many of the T tokens of a row are real, 0 to T. The rest write nothing.
-          caches: what earlier passes wrote, from `init_caches`; None to attend to this pass alone.
-          slots: cache row of each batch row; None when they are the same.
+          count: the number of real tokens of each row, 0 to T. The rest write nothing.
+          caches: from `init_caches`, with earlier passes; None: attend to this pass alone.
+          slots: the cache row of each batch row; None: row i has cache row i.
           feature_layers: layers whose outputs are returned.
-          logit_rows: the rows of T to compute logits for; None for all.
-          only_logit_rows: no other row's hidden state is wanted. Layers behind the last one with keys and values
-            of its own, and the last one of `feature_layers`, then compute these rows alone.
-          ancestors: the tokens are a tree; [b, i, j] tells whether j is i itself or on i's way up to the
-            root. A token stands as many positions past `start` as it has ancestors. The caches are read
-            but not written: `keep_rows` does that once it is known which tokens stay.
+          logit_rows: the rows of T to compute logits for; None: all.
+          only_logit_rows: whether no other row's hidden state is wanted. Layers behind the last one
+            with keys and values of its own, and behind the last of `feature_layers`, then compute
+            these rows alone.
+          ancestors: for a tree; [b, i, j] is whether j is i itself or on i's way up to the root. A
+            token stands as many positions past `start` as it has ancestors. The caches are read but
+            not written. `keep_rows` writes them after acceptance.
         """
         run = functools.partial(self._run, feature_layers=feature_layers)
-        where = place(tokens, start, count, slots=slots, ancestors=ancestors)
+        where = placement_of(tokens, start, count, slots=slots, ancestors=ancestors)
         if only_logit_rows and tokens.shape[1] > 1:
             where = where.replace(wanted=logit_rows)
         return twice_if_alone(
@@ -225,7 +229,7 @@ class Target(nnx.Module):
         return TargetOutput(logits, done.hidden, done.features, done.caches, fresh)
 
 
-def place(
+def placement_of(
     tokens: Int[Array, "B T"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
@@ -233,7 +237,7 @@ def place(
     slots: Int[Array, " B"] | None = None,
     ancestors: Bool[Array, "B T T"] | None = None,
 ) -> Placement:
-    """Return where the tokens of a pass stand; arguments as in a target's call."""
+    """Return the placement of the tokens of a pass. Arguments are as in a target's call."""
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     # XLA would compute it again in every layer.
     real = materialize((offset < count[:, None]).reshape(-1))
@@ -248,7 +252,7 @@ def _repeat_token(
     caches: Caches | None,
     logit_rows: Int[Array, "1 R"] | None,
 ) -> tuple[Int[Array, "1 2"], Placement, Caches | None, Int[Array, "1 R"]]:
-    """Make of a pass over one token a pass over two at one place; `count` says that one is real."""
+    """Turn a pass over one token into one over two at the same position, of which one is real."""
     assert where.real is not None
     pair = where.replace(
         positions=jnp.repeat(where.positions, 2, axis=1),
@@ -259,7 +263,7 @@ def _repeat_token(
 
 
 def _first_token(output: TargetOutput) -> TargetOutput:
-    """Cut off what `_repeat_token` added; logits are of the first token already."""
+    """Cut off the token that `_repeat_token` added. Logits are of the first token already."""
     features = tuple(x[:, :1] for x in output.features)
     return output.replace(hidden=output.hidden[:, :1], features=features)
 
@@ -270,7 +274,7 @@ def init_caches(
     """Make empty caches for every layer that owns K/V.
 
     Args:
-      slack: most tokens that a verify step writes, the anchor included.
+      slack: the most tokens that a verify step writes, the anchor included.
     """
     return tuple(
         kv.init_cache(
@@ -294,10 +298,10 @@ def keep_rows(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
 ) -> TargetOutput:
-    """Bring tokens of a tree that stay to the front, as if they alone had been fed, and write their K/V.
+    """Move the kept tokens of a tree to the front, as if they were a chain, and write their K/V.
 
     Args:
-      rows: the tokens that stay, in order. What follows the first `count` is rubbish.
+      rows: the kept tokens, in order. Values behind the first `count` mean nothing.
     """
 
     def chosen(x: Array) -> Array:

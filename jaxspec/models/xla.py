@@ -58,7 +58,8 @@ LOOP_OPTIONS = COMPILER_OPTIONS | {
     # By default XLA makes no graphs of fewer than five operations. A loop counts as one.
     "xla_gpu_graph_min_graph_size": 1,
 }
-"""The compiler options of a loop of steps that never asks the host, in place of `COMPILER_OPTIONS`."""
+"""The compiler options of a loop of steps that never asks the host, in place of
+`COMPILER_OPTIONS`."""
 if _GRAPHS in os.environ.get("XLA_FLAGS", ""):  # the user says what graphs are made of
     LOOP_OPTIONS = COMPILER_OPTIONS
 
@@ -117,17 +118,18 @@ def materialize(x: T) -> T:
       it, and would need a copy of the layer's slice of the per-layer inputs.
     - The result of `table_left_on_cpu` before its transpose. XLA would swap the operands back.
     - The logits of a level of a draft tree. XLA of jax 0.12.0.1 would join the slice of one row's
-      logits with the search for the best, and then not find the slice's memory: "BufferAllocation::Slice
-      not assigned". The search needs them in memory anyway.
+      logits with the search for the best, and then not find the slice's memory:
+      "BufferAllocation::Slice not assigned". The search needs them in memory anyway.
     """
     return lax.optimization_barrier(x)
 
 
 def in_order(first: T, then: U) -> tuple[T, U]:
-    """Return two values. XLA computes nothing that reads the second one before it has the first one.
+    """Return two values. XLA computes nothing that reads `then` before it has `first`.
 
     A chunk of a prompt attends to rings, and overwrites them after that. In long programs XLA does
-    not find this order by itself. It then copies the rings: for 32 slots of E4B, 76 copies of 19 MB.
+    not find this order by itself. It then copies the rings: for 32 slots of E4B, 76 copies of 19
+    MB.
     """
     return lax.optimization_barrier((first, then))
 

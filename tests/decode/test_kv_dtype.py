@@ -17,7 +17,7 @@ import pytest
 from jaxspec.cache import init_cache
 from jaxspec.configs.base import LayerSpec
 from jaxspec.models.attention import Attention
-from jaxspec.models.target import Placement, place
+from jaxspec.models.target import Placement, placement_of
 from jaxspec.options import Tree
 from jaxspec.quantised import kv
 from jaxspec.quantised.kv import FP8, KVFormat, KVStorage
@@ -102,7 +102,7 @@ def layer_and_x(spec: LayerSpec, k_norm: float = 1.0) -> tuple[Attention, Array,
     layer.k_norm[...] *= k_norm
     x = jax.random.normal(jax.random.key(9), (2, 11, 24))
     zeros = jnp.zeros(2, jnp.int32)
-    return layer, x, place(jnp.zeros((2, 11), jnp.int32), zeros, zeros + 11)
+    return layer, x, placement_of(jnp.zeros((2, 11), jnp.int32), zeros, zeros + 11)
 
 
 def by_hand(layer: Attention, x: Array, stored: KVStorage | None) -> np.ndarray:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxspec.decode import propose
 from jaxspec.drafters.tree import ancestors
-from jaxspec.models.target import Target, place
+from jaxspec.models.target import Target, placement_of
 from jaxspec.shapes import Int, Params
 from jaxspec.state import DecodeSpec, DecodeState
 
@@ -23,5 +23,5 @@ def distinct_experts(
         tokens = jnp.concatenate([tokens, draft.tokens], axis=1)
         sees = None if draft.parents is None else ancestors(draft.parents)
     count = jnp.full_like(state.lengths, tokens.shape[1])
-    where = place(tokens, state.lengths, count, ancestors=sees)
+    where = placement_of(tokens, state.lengths, count, ancestors=sees)
     return target.distinct_experts(tokens, where, state.caches)
