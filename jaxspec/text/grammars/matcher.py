@@ -15,7 +15,7 @@ import functools
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt32
@@ -38,6 +38,7 @@ _WHITESPACE = r"[ \n\t]{0,40}"
 _MAX_SOURCE = 1_000_000
 
 
+@runtime_checkable
 class Target(Protocol):
     """The properties of a `LoadedModel` that `GrammarTokens.of_model` reads."""
 
