@@ -20,7 +20,7 @@ _HOMES = {
     "runtime.runtime": ("Programs",),
     "rollout.sampler": ("Sampler",),
     "rollout.scoring": ("Sequences", "score"),
-    "serving.handles": ("Handle",),
+    "serving.handle": ("Handle",),
     "serving.open_engine": ("OpenEngine",),
     "weights.sharding": ("make_mesh",),
     "weights.saving": ("save", "save_hf"),

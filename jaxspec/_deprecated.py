@@ -25,6 +25,7 @@ MODULES = {
     "jaxspec.rows": "jaxspec.rollout.batch",
     "jaxspec.sampler": "jaxspec.rollout.sampler",
     "jaxspec.scoring": "jaxspec.rollout.scoring",
+    "jaxspec.serving.handles": "jaxspec.serving.handle",
     "jaxspec.sharding": "jaxspec.weights.sharding",
     "jaxspec.storage": "jaxspec.weights",
     "jaxspec.trees": "jaxspec.weights.trees",
@@ -39,17 +40,15 @@ NAMES = {
         "Request": "jaxspec.engine.request.Request",
         "Update": "jaxspec.engine.request.Update",
     },
-    "jaxspec.families": {"named": "jaxspec.registry.get_family"},
+    "jaxspec.families": {
+        "graph_of": "jaxspec.weights.define.model_def_of",
+        "named": "jaxspec.registry.get_family",
+        "random_drafter": "jaxspec.weights.define.random_drafter",
+    },
     "jaxspec.params": {"Graph": "jaxspec.weights.model_def.ModelDef"},
     "jaxspec.records": {"Extras": "jaxspec.options.ProgramFeatures"},
-    "jaxspec.rollout": {
-        "Given": "jaxspec.rollout.rollout.Given",
-        "Plan": "jaxspec.rollout.rollout.Plan",
-    },
-    "jaxspec.runtime": {
-        "Programs": "jaxspec.runtime.runtime.Programs",
-        "Runtime": "jaxspec.runtime.runtime.Runtime",
-    },
+    "jaxspec.runtime": {"Programs": "jaxspec.runtime.runtime.Programs"},
+    "jaxspec.sharding": {"place_params": "jaxspec.weights.trees.place_params"},
 }
 """By the module where the name was. The values say where it is now."""
 

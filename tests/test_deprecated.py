@@ -49,6 +49,13 @@ def test_an_old_name_is_the_new_one(module: str, name: str) -> None:
         assert getattr(importlib.import_module(module), name) is expected
 
 
+@pytest.mark.parametrize("name", jaxspec.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert getattr(jaxspec, name) is not None
+
+
 def test_the_warning_points_at_the_line_that_uses_the_old_name() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
