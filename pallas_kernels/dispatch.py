@@ -102,7 +102,7 @@ def _on_cuda(kernel: Callable[..., T], reference: Callable[..., T], *args: Any) 
 
 KV_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 """The dtypes of caches that Triton kernels read and write."""
-MOST_NUMBERS = 2**31
+MAX_NUMBERS = 2**31
 """Triton kernels take arrays of fewer numbers than this, because their offsets are 32 bits."""
 
 
@@ -121,9 +121,9 @@ def why_not_triton(
     """
     for array in arrays:
         if not interpret and array.dtype not in dtypes:
-            cut_for = " and ".join(jnp.dtype(dtype).name for dtype in dtypes)
-            return f"the Triton kernel is cut for {cut_for}, not {array.dtype}"
-        if array.size >= MOST_NUMBERS:
+            config_for = " and ".join(jnp.dtype(dtype).name for dtype in dtypes)
+            return f"the Triton kernel is cut for {config_for}, not {array.dtype}"
+        if array.size >= MAX_NUMBERS:
             return f"the Triton kernel's offsets are 32 bits, and an array has {array.size} numbers"
     if devices := devices_of_mesh():
         return f"the Triton kernel runs on one device, not on a mesh of {devices}"
@@ -184,7 +184,7 @@ def processors() -> int:
 # per thread block" in the technical specifications of the CUDA programming guide. GPUs with little of
 # it are RTX cards and those that share their chips, such as L4, L40S and A10.
 _SHARED_KIB = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227, 11.0: 227}
-_LEAST_SHARED_KIB = 99
+_MIN_SHARED_KIB = 99
 HOPPER_SHARED_BYTES = 227 << 10
 
 
@@ -196,4 +196,4 @@ def shared_bytes() -> int:
     found = capability()
     if found is None:
         return HOPPER_SHARED_BYTES
-    return _SHARED_KIB.get(found, _LEAST_SHARED_KIB) << 10
+    return _SHARED_KIB.get(found, _MIN_SHARED_KIB) << 10

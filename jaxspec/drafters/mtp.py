@@ -48,7 +48,7 @@ from jaxspec.sampling import argmax, draw_drafts
 from jaxspec.shapes import Array, DTypeLike, Float, Int
 from jaxspec.weights.model_def import param
 from jaxspec.weights.sharding import whole_rows
-from pallas_kernels.common.single_row import twice_if_alone
+from pallas_kernels.common.single_row import repeat_if_single
 from pallas_kernels.norms import NextNorm
 from pallas_kernels.rounding import Rounded, Sums
 
@@ -205,12 +205,12 @@ class MTPDrafter(Drafter[MTPState]):
         Returns:
           The normed output that `choices` reads, and the states for the next step.
         """
-        return twice_if_alone(
+        return repeat_if_single(
             functools.partial(self._step, target),
             tokens,
             states,
             frozen,
-            alone=tokens.size == 1,
+            single=tokens.size == 1,
             repeat=lambda t, s, kv: (jnp.repeat(t, 2, axis=1), jnp.repeat(s, 2, axis=1), kv),
             first=lambda both: (both[0][:, :1], both[1][:, :1]),
         )

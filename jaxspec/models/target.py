@@ -21,7 +21,7 @@ from jaxspec.configs.base import TargetConfig
 from jaxspec.models.xla import materialize
 from jaxspec.quantised.kv import KVFormat, KVStorage
 from jaxspec.shapes import Array, Bool, DTypeLike, Float, Int
-from pallas_kernels.common.single_row import twice_if_alone
+from pallas_kernels.common.single_row import repeat_if_single
 
 Caches = tuple[KVCache | None, ...]
 """One entry for each layer; None where the layer reads another layer's K/V."""
@@ -194,13 +194,13 @@ class Target(nnx.Module):
         where = placement_of(tokens, start, count, slots=slots, ancestors=ancestors)
         if only_logit_rows and tokens.shape[1] > 1:
             where = where.replace(wanted=logit_rows)
-        return twice_if_alone(
+        return repeat_if_single(
             run,
             tokens,
             where,
             caches,
             logit_rows,
-            alone=tokens.size == 1 and ancestors is None,
+            single=tokens.size == 1 and ancestors is None,
             repeat=_repeat_token,
             first=_first_token,
         )

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.shapes import Array, Float
-from pallas_kernels.common.single_row import twice_if_alone
+from pallas_kernels.common.single_row import repeat_if_single
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -71,10 +71,10 @@ def multiply_rows(
 
     `pallas_kernels.common.single_row` gives the reason.
     """
-    return twice_if_alone(
+    return repeat_if_single(
         product,
         rows,
-        alone=rows.shape[0] == 1,
+        single=rows.shape[0] == 1,
         repeat=lambda row: (jnp.repeat(row, 2, axis=0),),
         first=lambda out: out[:1],
     )

@@ -21,7 +21,7 @@ from pallas_kernels.attention.triton import Tiling, attention_triton
 from pallas_kernels.attention.tuning import splits_for, tiling_at_once, tiling_for
 from pallas_kernels.dispatch import (
     KV_DTYPES,
-    MOST_NUMBERS,
+    MAX_NUMBERS,
     Candidate,
     capability,
     devices_of_mesh,
@@ -50,12 +50,12 @@ HOPPER = 9.0
 #
 # XLA reads all slots of a cache, and writes all scores; a kernel reads the keys that are there.
 # Triton at head dim 512 takes 1407 at 7680, and so it is left to XLA.
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 # To save memory, "auto" takes a kernel from this many bytes of float32 scores on. XLA would write
 # all scores to memory. 512 tokens of a prompt of 31B have so many scores from 16384 slots on.
-MOST_SCORE_BYTES = 1 << 30
+MAX_SCORE_BYTES = 1 << 30
 # For few tokens, "auto" takes a kernel from this many bytes of keys, values and scores on.
-# FEWEST_BYTES_WIDE is for the Triton kernel at head dims over 256. The table has microseconds of
+# MIN_BYTES_WIDE is for the Triton kernel at head dims over 256. The table has microseconds of
 # XLA and of the kernel on an H200 (jax 0.11.2), net of the loop around them:
 #
 #   head dim 256, one query   3 MB: 5, 6     28 MB: 17, 15   57 MB: 27, 22   110 MB: 58, 37
@@ -66,8 +66,8 @@ MOST_SCORE_BYTES = 1 << 30
 #
 # The scores of draft blocks take as many bytes as their keys. 6 to 8 microseconds of the times of
 # Mosaic are for the spans of keys, which are computed once for all layers.
-FEWEST_BYTES = 8 << 20
-FEWEST_BYTES_WIDE = 64 << 20
+MIN_BYTES = 8 << 20
+MIN_BYTES_WIDE = 64 << 20
 # With so few rows a kv head, the Triton kernel at head dim 512 has a tiling for Hopper that is
 # faster than the table says. 8 sequences of 31B with a query each: 13 us for 300 keys (XLA 14), and
 # 129 us for 8000 keys (XLA 148, Mosaic 146 with its spans and paddings).
@@ -154,13 +154,13 @@ def attention(
         # The form for fp8 keys, from a whole tile of rows on. For 4 sequences of 32768 keys of 31B,
         # 8 queries take 383 us (Triton 568, bfloat16 keys 294), and one query 365 (Triton 321).
         # Chunks of prompts were not measured.
-        mosaic_pays = mosaic_pays and rows >= 64 and t <= MOST_TOKENS
+        mosaic_pays = mosaic_pays and rows >= 64 and t <= MAX_TOKENS
     candidates = [
         Candidate(
             "mosaic",
             mosaic,
             reason=_why_not_mosaic(q, segments, window, value_scale, interpret),
-            worth_it=mosaic_pays and _worth_it(q, segments, FEWEST_BYTES, for_prompts=h == 512),
+            worth_it=mosaic_pays and _worth_it(q, segments, MIN_BYTES, for_prompts=h == 512),
         ),
         Candidate(
             "triton",
@@ -172,7 +172,7 @@ def attention(
             or _worth_it(
                 q,
                 segments,
-                FEWEST_BYTES if h <= 256 or (hopper and rows <= FEW_ROWS) else FEWEST_BYTES_WIDE,
+                MIN_BYTES if h <= 256 or (hopper and rows <= FEW_ROWS) else MIN_BYTES_WIDE,
                 for_prompts=h <= 256,
             ),
         ),
@@ -196,8 +196,8 @@ def _worth_it(
         # XLA reads and writes the rows of a cache before it reads their copy.
         times = 1 if s.rows is None else 3
         read_bytes += times * 2 * b * k * s.k.shape[2] * h * s.k.dtype.itemsize
-    is_quicker = (for_prompts or t <= MOST_TOKENS) and read_bytes >= fewest_bytes
-    return is_quicker or score_bytes >= MOST_SCORE_BYTES
+    is_quicker = (for_prompts or t <= MAX_TOKENS) and read_bytes >= fewest_bytes
+    return is_quicker or score_bytes >= MAX_SCORE_BYTES
 
 
 def _mosaic_kernel(head_dim: int) -> Callable[..., Array]:
@@ -241,7 +241,7 @@ def _check(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Non
 
 def _counted_in_32_bits(segments: tuple[KVSegment, ...]) -> tuple[KVSegment, ...]:
     """Replace each cache that is too large for the Triton kernel by a copy of the rows that are read."""
-    return tuple(gathered(s) if s.k.size >= MOST_NUMBERS else s for s in segments)
+    return tuple(gathered(s) if s.k.size >= MAX_NUMBERS else s for s in segments)
 
 
 def _why_not_triton(q: Array, segments: tuple[KVSegment, ...], interpret: bool) -> str | None:

@@ -73,11 +73,11 @@ class Weight(abc.ABC):
     """A weight of codes, and how a kernel reads it. Each kind of codes has a subclass.
 
     Attributes:
-      cut: of the product: `experts.cuts.MmaCut`, or one with the same attributes but `rows`.
+      config: of the product: `experts.cuts.MmaConfig`, or one with the same attributes but `rows`.
       gated: whether it is two matrices, gate and up, of which each is a piece of a warpgroup.
     """
 
-    cut: Any
+    config: Any
     gated: bool
 
     @property
@@ -88,29 +88,31 @@ class Weight(abc.ABC):
     @property
     def width(self) -> int:
         """Return how many outputs of a matrix a column has: what a block of threads multiplies at once."""
-        return self.cut.outputs * (1 if self.gated else self.cut.pieces)
+        return self.config.outputs * (1 if self.gated else self.config.pieces)
 
     @property
     def apart(self) -> int:
         """Return how many outputs lie between a piece and the next, in shared memory."""
-        return self.cut.outputs if self.cut.shared else TILE
+        return self.config.outputs if self.config.shared else TILE
 
     def outputs(self, column: Array, warpgroup: Array, piece: int) -> Any:
         """Return which outputs of its matrix a piece of a warpgroup is."""
-        own = MMA_OUTPUTS if self.cut.shared else TILE
-        of_group = own if self.cut.shared or self.gated else own * self.cut.pieces
+        own = MMA_OUTPUTS if self.config.shared else TILE
+        of_group = own if self.config.shared or self.gated else own * self.config.pieces
         first = column * self.width + warpgroup * of_group
         return pl.ds(first if self.gated else first + piece * self.apart, own)
 
     def check(self, outputs: int) -> None:
         """Raise ValueError if the cut does not fit a matrix of so many outputs."""
-        if outputs % self.width or (self.cut.shared and self.cut.blocks % WARPS):
+        if outputs % self.width or (self.config.shared and self.config.blocks % WARPS):
             raise ValueError(
-                f"{self.cut} does not cut {outputs} outputs evenly, or blocks among {WARPS} warps"
+                f"{self.config} does not cut {outputs} outputs evenly, or blocks among {WARPS} warps"
             )
-        if self.gated and (self.cut.pieces != 2 or not (self.cut.shared or self.cut.groups == 1)):
+        if self.gated and (
+            self.config.pieces != 2 or not (self.config.shared or self.config.groups == 1)
+        ):
             raise ValueError(
-                f"gate and up are two pieces, of one warpgroup unless inputs are shared: {self.cut}"
+                f"gate and up are two pieces, of one warpgroup unless inputs are shared: {self.config}"
             )
 
     def memory(self, given: int, rows: int) -> tuple[Any, ...]:
@@ -120,13 +122,15 @@ class Weight(abc.ABC):
           given: rows that TMA loads, as for `rows_ring`.
           rows: of sums, a multiple of 8.
         """
-        cut = self.cut
+        config = self.config
         return (
             *self.rings,
-            rows_ring(cut.stages, given, cut.inputs),
-            plgpu.SMEM((cut.groups, cut.pieces, WARPS, rows, MMA_OUTPUTS), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + self.loads, num_barriers=cut.stages),  # it is there
-            plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),  # all have read it
+            rows_ring(config.stages, given, config.inputs),
+            plgpu.SMEM((config.groups, config.pieces, WARPS, rows, MMA_OUTPUTS), jnp.float32),
+            plgpu.Barrier(num_arrivals=1 + self.loads, num_barriers=config.stages),  # it is there
+            plgpu.Barrier(
+                num_arrivals=config.groups, num_barriers=config.stages
+            ),  # all have read it
         )
 
     @property
@@ -137,7 +141,7 @@ class Weight(abc.ABC):
     @property
     @abc.abstractmethod
     def rings(self) -> tuple[Any, ...]:
-        """Return shared memory for steps of the first arrays, with `cut.stages` places each."""
+        """Return shared memory for steps of the first arrays, with `config.stages` places each."""
 
     @property
     @abc.abstractmethod
@@ -247,19 +251,19 @@ def add_steps(
       rows: of sums.
     """
     *rings, _, parts, there, free = memory
-    cut = weight.cut
+    config = weight.config
 
     def step(i: Array, totals: Any) -> Any:
-        place = lax.rem(first + i, jnp.int32(cut.stages))
+        place = lax.rem(first + i, jnp.int32(config.stages))
         plgpu.barrier_wait(there.at[place])
         refs = tuple(ring.at[place] for ring in rings)
-        totals = add_products(totals, x_of(place), refs, weight.numbers, shared=cut.shared)
+        totals = add_products(totals, x_of(place), refs, weight.numbers, shared=config.shared)
         plgpu.barrier_arrive(free.at[place])
         return totals
 
     zeros = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), LEFT)
-    totals = lax.fori_loop(0, steps, step, (zeros,) * cut.pieces)
-    return add_parts(totals, parts.at[warpgroup]) if cut.shared else totals
+    totals = lax.fori_loop(0, steps, step, (zeros,) * config.pieces)
+    return add_parts(totals, parts.at[warpgroup]) if config.shared else totals
 
 
 def add_parts(sums: tuple[Array, ...], parts_ref: Any) -> tuple[Array, ...]:

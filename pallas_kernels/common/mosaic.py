@@ -20,7 +20,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.common.reference_ops import Activation
-from pallas_kernels.common.tile_schedule import Share, Shares, place_of, shares_of, whole_tiles
+from pallas_kernels.common.tile_schedule import (
+    TileSchedule,
+    WorkTile,
+    place_of,
+    schedule_of,
+    whole_tiles,
+)
 from pallas_kernels.common.tiles import PIECE, TILE, padded, results_are_apart
 from pallas_kernels.dispatch import processors
 
@@ -94,7 +100,7 @@ def multiply_tiles(
     *,
     outputs: int,
     steps: int,
-    cut: Any,
+    config: Any,
     multiple: int,
     dtype: DTypeLike,
     rings: Callable[[int], tuple[Any, ...]],
@@ -109,11 +115,11 @@ def multiply_tiles(
       steps_of: from references to `args` and to `rings`, return how a step is multiplied.
       args: arrays, of which the first one is the rows.
       steps: of a tile.
-      cut: has `groups`, `outputs`, `row_tiles`, `splits`, `stages` and `whole`, as in
-        `int8_matmul.tuning.MosaicCut`.
+      config: has `groups`, `outputs`, `row_tiles`, `splits`, `stages` and `whole`, as in
+        `int8_matmul.tuning.MosaicConfig`.
       multiple: of rows that a tile has. Rows are padded to it.
       dtype: of the result. Parts are float32.
-      rings: from the rows of a tile, shared memory with `cut.stages` places.
+      rings: from the rows of a tile, shared memory with `config.stages` places.
       loads: of a place.
       sums: where they are.
       write: write a result to memory [rows, outputs], from an output on. None lets TMA do that, by way of
@@ -124,28 +130,28 @@ def multiply_tiles(
         tiles, of which `write` does not know.
     """
     x, *others = args
-    if write and cut.row_tiles > 1:
-        raise ValueError(f"{cut} divides rows among tiles, and this kernel writes those of one")
-    count, tiles = x.shape[0], outputs // cut.outputs * cut.row_tiles
-    all_rows = padded(count, multiple * cut.row_tiles)
+    if write and config.row_tiles > 1:
+        raise ValueError(f"{config} divides rows among tiles, and this kernel writes those of one")
+    count, tiles = x.shape[0], outputs // config.outputs * config.row_tiles
+    all_rows = padded(count, multiple * config.row_tiles)
     args = jnp.pad(x, ((0, all_rows - count), (0, 0))), *others
     written_rows = count if write else all_rows
-    rows, whole = all_rows // cut.row_tiles, whole_tiles(cut, tiles)
+    rows, whole = all_rows // config.row_tiles, whole_tiles(config, tiles)
     own_rings = rings(rows)
-    pieces = cut.outputs // (cut.groups * TILE)  # of a warpgroup
-    if not results_are_apart(cut, steps):
+    pieces = config.outputs // (config.groups * TILE)  # of a warpgroup
+    if not results_are_apart(config, steps):
         raise ValueError(
-            f"{cut} gives a split {steps // cut.splits} of {steps} steps; where whole tiles come first, "
+            f"{config} gives a split {steps // config.splits} of {steps} steps; where whole tiles come first, "
             "a split needs more steps than there are stages"
         )
     rest, dtype = tiles - whole, jnp.dtype(dtype)
-    blocks = min(processors(), whole + rest * cut.splits)
+    blocks = min(processors(), whole + rest * config.splits)
     shapes = []
     if whole:
-        shape = 1, written_rows, whole // cut.row_tiles * cut.outputs
+        shape = 1, written_rows, whole // config.row_tiles * config.outputs
         shapes.append(jax.ShapeDtypeStruct(shape, dtype))
     if rest:
-        parts = cut.splits, written_rows, rest // cut.row_tiles * cut.outputs
+        parts = config.splits, written_rows, rest // config.row_tiles * config.outputs
         shapes.append(jax.ShapeDtypeStruct(parts, jnp.float32))
 
     def kernel(*refs: Any) -> None:
@@ -155,17 +161,17 @@ def multiply_tiles(
         block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
 
         def load(tile: Array, step: Array, place: Array) -> None:
-            of_step.load(*place_of(tile, cut), step, place, there.at[place])
+            of_step.load(*place_of(tile, config), step, place, there.at[place])
 
-        def write_share(share: Share, total: Array, piece: int) -> None:
+        def write_share(share: WorkTile, total: Array, piece: int) -> None:
             mine = warpgroup * pieces + piece
-            tile, row_tile = place_of(share.tile, cut)
-            before = whole // cut.row_tiles if share.out else 0
+            tile, row_tile = place_of(share.tile, config)
+            before = whole // config.row_tiles if share.out else 0
 
             @pl.when(share.count > 0)
             def _():
-                result = of_step.finish(total, tile * cut.outputs + mine * TILE)
-                first = (tile - before) * cut.outputs + mine * TILE
+                result = of_step.finish(total, tile * config.outputs + mine * TILE)
+                first = (tile - before) * config.outputs + mine * TILE
                 to = out_refs[share.out].at[share.split]
                 if write:
                     return write(result.astype(to.dtype), to, first)
@@ -173,12 +179,12 @@ def multiply_tiles(
                 _write_sums(result, memory, to, row_tile * rows, first)
 
         of_step = steps_of(*given, *own)
-        shares = shares_of(block, blocks, tiles, steps, cut)
+        shares = schedule_of(block, blocks, tiles, steps, config)
         ring = Ring(there, free, load, of_step.multiply, write_share)
-        _in_ring(shares, cut, rows, ring, sums, pieces)
+        _in_ring(shares, config, rows, ring, sums, pieces)
 
     kernel.__name__ = name
-    some_rows = cut.groups, min(rows, PIECE), TILE
+    some_rows = config.groups, min(rows, PIECE), TILE
     line = 128  # bytes that are swizzled together
     of_results = (
         swizzled(*some_rows, dtype=s.dtype, line=line // s.dtype.itemsize) for s in shapes
@@ -188,13 +194,13 @@ def multiply_tiles(
         out_type=tuple(shapes),
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=cut.groups + (sums == "carried"),
+        num_threads=config.groups + (sums == "carried"),
         thread_name="warpgroup",
         scratch_types=(
             *own_rings,
             *(() if write else (plgpu.RefUnion(*of_results),)),
-            plgpu.Barrier(num_arrivals=loads, num_barriers=cut.stages),
-            plgpu.Barrier(num_arrivals=cut.groups, num_barriers=cut.stages),
+            plgpu.Barrier(num_arrivals=loads, num_barriers=config.stages),
+            plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(*args)
@@ -218,16 +224,18 @@ class Ring(NamedTuple):
     free: Any
     load: Callable[[Array, Array, Array], None]
     multiply: Callable[[Any, Array], Any]
-    write: Callable[[Share, Array, int], None]
+    write: Callable[[WorkTile, Array, int], None]
 
 
-def _in_ring(shares: Shares, cut: Any, rows: int, ring: Ring, sums: Sums, pieces: int) -> None:
+def _in_ring(
+    shares: TileSchedule, config: Any, rows: int, ring: Ring, sums: Sums, pieces: int
+) -> None:
     """Multiply shares of a block of threads.
 
     Its warpgroups take turns with loading. Where sums are carried, they do so for the first places only,
     and the last warpgroup loads the rest.
     """
-    warpgroup, stages = lax.axis_index("warpgroup"), cut.stages
+    warpgroup, stages = lax.axis_index("warpgroup"), config.stages
     assert stages >= 3  # places are filled again a step after they are given back
     begins = shares.begins
     count = begins[-1]
@@ -236,7 +244,7 @@ def _in_ring(shares: Shares, cut: Any, rows: int, ring: Ring, sums: Sums, pieces
 
     def loads(place):
         """Tell whether this warpgroup loads a place of the ring. The others need not wait for it."""
-        return lax.rem(place, cut.groups) == warpgroup
+        return lax.rem(place, config.groups) == warpgroup
 
     @pl.loop(0, jnp.minimum(count, stages))
     def _(i):
@@ -323,13 +331,13 @@ def _in_ring(shares: Shares, cut: Any, rows: int, ring: Ring, sums: Sums, pieces
     if sums != "carried":
         return run_all()
 
-    @pl.when(warpgroup == cut.groups)
+    @pl.when(warpgroup == config.groups)
     def _():
         @pl.loop(jnp.minimum(count, stages), count)
         def _(i):
             load_again(i, lax.rem(i, jnp.int32(stages)))
 
-    pl.when(warpgroup < cut.groups)(run_all)
+    pl.when(warpgroup < config.groups)(run_all)
 
 
 def _write_sums(

@@ -28,10 +28,10 @@ from jax import lax
 T = TypeVar("T")
 
 
-def twice_if_alone(
+def repeat_if_single(
     run: Callable[..., T],
     *args: Any,
-    alone: bool,
+    single: bool,
     repeat: Callable[..., tuple[Any, ...]],
     first: Callable[[T], T],
     platform: Literal["cpu", "cuda"] = "cuda",
@@ -41,12 +41,12 @@ def twice_if_alone(
     Args:
       run: the computation.
       args: its arguments.
-      alone: whether there is only one row. If not, `run` gets the arguments as they are.
+      single: whether there is only one row. If not, `run` gets the arguments as they are.
       repeat: returns the arguments with the row repeated.
       first: removes the part of the second row from the result.
       platform: where to repeat the row. On other platforms `run` gets the arguments as they are.
     """
-    if not alone:
+    if not single:
         return run(*args)
 
     def twice(*args: Any) -> T:

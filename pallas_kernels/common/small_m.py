@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.common.mma import Weight, add_steps, write
 from pallas_kernels.common.mosaic import activated
 from pallas_kernels.common.reference_ops import Activation
-from pallas_kernels.common.tiles import BLOCK, MMA_ROWS, FewCut, padded
+from pallas_kernels.common.tiles import BLOCK, MMA_ROWS, SmallMConfig, padded
 from pallas_kernels.dispatch import processors
 
 
@@ -42,7 +42,7 @@ def multiply(
 
     Args:
       name: what profiles call the kernel.
-      weight: with a `FewCut`: a matrix; or gate and up, `gated`.
+      weight: with a `SmallMConfig`: a matrix; or gate and up, `gated`.
       outputs: of a matrix.
       dtype: of the result. Gate and up are rounded to it before the activation, as in the reference.
       activation: for gate and up; None for a matrix.
@@ -50,12 +50,12 @@ def multiply(
     Raises:
       ValueError: the cut does not fit.
     """
-    cut: FewCut = weight.cut
+    config: SmallMConfig = weight.config
     assert weight.gated == (activation is not None)
     weight.check(outputs)
     (count, inputs), rows = x.shape, padded(x.shape[0], MMA_ROWS)
-    few, steps, columns = count < MMA_ROWS, -(-inputs // cut.inputs), outputs // weight.width
-    blocks = min(processors() * cut.per_processor, columns)
+    few, steps, columns = count < MMA_ROWS, -(-inputs // config.inputs), outputs // weight.width
+    blocks = min(processors() * config.per_processor, columns)
     if few:
         x = x.reshape(count, -1, BLOCK)
     elif count < rows:
@@ -67,7 +67,7 @@ def multiply(
         *rings, x_ring, _, there, free = memory
         block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
         own = lax.div(columns - block + blocks - 1, jnp.int32(blocks))  # how many columns
-        stages = jnp.int32(cut.stages)
+        stages = jnp.int32(config.stages)
 
         def load_all() -> None:
             @pl.loop(0, own)
@@ -77,7 +77,7 @@ def multiply(
                     done = i * steps + step
                     place = lax.rem(done, stages)
                     pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[place]))
-                    size = cut.blocks if few else cut.inputs
+                    size = config.blocks if few else config.inputs
                     of_x = x_ref.at[:, pl.ds(step * size, size)], x_ring.at[place]
                     where = block + i * blocks, step, place
                     for of, to in (of_x, *weight.copies(given, tuple(rings), (), *where)):
@@ -101,8 +101,8 @@ def multiply(
                     to = out_ref.at[pl.ds(row, 1), weight.outputs(column, warpgroup, 0)]
                     write(result, to, row, outputs, shared=True, rows=count - row)
 
-        pl.when(warpgroup == cut.groups)(load_all)
-        pl.when(warpgroup < cut.groups)(multiply_all)
+        pl.when(warpgroup == config.groups)(load_all)
+        pl.when(warpgroup < config.groups)(multiply_all)
 
     kernel.__name__ = name
     return plgpu.kernel(
@@ -110,7 +110,7 @@ def multiply(
         out_type=jax.ShapeDtypeStruct((count, outputs), dtype),
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=cut.groups + 1,
+        num_threads=config.groups + 1,
         thread_name="warpgroup",
         scratch_types=weight.memory(count if few else rows, rows),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 
-class Share(NamedTuple):
+class WorkTile(NamedTuple):
     """What a block multiplies of a tile: steps of inputs, and where the sums go."""
 
     tile: Array
@@ -24,7 +24,7 @@ class Share(NamedTuple):
     split: Array
 
 
-class Shares(NamedTuple):
+class TileSchedule(NamedTuple):
     """What a block multiplies, one after the other: whole tiles, and then parts of others.
 
     Attributes:
@@ -35,9 +35,9 @@ class Shares(NamedTuple):
     """
 
     wholes: Array | int
-    whole: Callable[[Array | int], Share]
+    whole: Callable[[Array | int], WorkTile]
     steps: int
-    parts: Sequence[Share]
+    parts: Sequence[WorkTile]
 
     @property
     def one_at_most(self) -> bool:
@@ -65,41 +65,41 @@ class Shares(NamedTuple):
         return tile, step
 
 
-def shares_of(block: Array, blocks: int, tiles: int, steps: int, cut: Any) -> Shares:
+def schedule_of(block: Array, blocks: int, tiles: int, steps: int, config: Any) -> TileSchedule:
     """Return what one of all blocks multiplies.
 
     Args:
       steps: of a tile.
-      cut: as in `multiply_tiles`.
+      config: as in `multiply_tiles`.
     """
-    whole, zero = whole_tiles(cut, tiles), jnp.int32(0)
+    whole, zero = whole_tiles(config, tiles), jnp.int32(0)
     rest = tiles - whole
 
-    def whole_tile(i: Array | int) -> Share:
-        return Share(block + i * blocks, zero, jnp.int32(steps), 0, zero)
+    def whole_tile(i: Array | int) -> WorkTile:
+        return WorkTile(block + i * blocks, zero, jnp.int32(steps), 0, zero)
 
     parts = []
-    for i in range(0, rest * cut.splits, blocks):
+    for i in range(0, rest * config.splits, blocks):
         split, tile = lax.div(i + block, rest), lax.rem(i + block, rest)
-        begin, end = (lax.div((split + j) * steps, cut.splits) for j in range(2))
-        count = jnp.where(split < cut.splits, end - begin, 0)
-        parts.append(Share(whole + tile, begin, count, int(whole > 0), split))
+        begin, end = (lax.div((split + j) * steps, config.splits) for j in range(2))
+        count = jnp.where(split < config.splits, end - begin, 0)
+        parts.append(WorkTile(whole + tile, begin, count, int(whole > 0), split))
     even = whole % blocks == 0
     wholes = whole // blocks if even else lax.div(whole + blocks - 1 - block, blocks)
-    return Shares(wholes, whole_tile, steps, parts)
+    return TileSchedule(wholes, whole_tile, steps, parts)
 
 
-def whole_tiles(cut: Any, tiles: int) -> int:
+def whole_tiles(config: Any, tiles: int) -> int:
     """Return how many tiles are whole."""
-    return cut.whole if cut.splits > 1 else tiles
+    return config.whole if config.splits > 1 else tiles
 
 
-def place_of(tile: Array, cut: Any) -> tuple[Array, Array | int]:
+def place_of(tile: Array, config: Any) -> tuple[Array, Array | int]:
     """Return which outputs and which rows a tile has.
 
     Tiles of the same outputs are neighbours. They are multiplied at once, and find codes in L2.
     """
-    if cut.row_tiles == 1:
+    if config.row_tiles == 1:
         return tile, 0
-    count = jnp.int32(cut.row_tiles)
+    count = jnp.int32(config.row_tiles)
     return lax.div(tile, count), lax.rem(tile, count)

@@ -29,7 +29,7 @@ MANY_GROUPS = 2  # warpgroups of a block, where there are more
 
 
 @dataclasses.dataclass(frozen=True)
-class FewCut:
+class SmallMConfig:
     """How the kernel of very few rows cuts a product, in `pallas_kernels/common/small_m.py`.
 
     Attributes:
@@ -38,7 +38,7 @@ class FewCut:
       stages: steps that the ring in shared memory holds.
       per_processor: blocks of threads for each processor. Those that do not fit on it at once run when others end.
       pieces: of a warpgroup: one, or gate and up. The launchers set it.
-      shared: as in `experts.cuts.MmaCut`.
+      shared: as in `experts.cuts.MmaConfig`.
     """
 
     groups: int = 1
@@ -59,7 +59,7 @@ class FewCut:
         return self.groups * MMA_OUTPUTS
 
 
-def few_is_faster(inputs: int, outputs: int, most: float) -> bool:
+def small_m_is_faster(inputs: int, outputs: int, most: float) -> bool:
     """Tell whether to take the kernel of `pallas_kernels/common/small_m.py`, where rows are few enough.
 
     It was timed on an H100, whose memory is slower than an H200's. So large weights stay with the kernels that
@@ -129,7 +129,7 @@ def shares(
     return found
 
 
-class Way(NamedTuple):
+class SplitOption(NamedTuple):
     """A way to share a product of many rows.
 
     Attributes:
@@ -145,7 +145,7 @@ class Way(NamedTuple):
     whole: int
 
 
-def shares_of_many(rows: int, inputs: int, outputs: int, multiple: int) -> list[Way]:
+def split_options_of_many(rows: int, inputs: int, outputs: int, multiple: int) -> list[SplitOption]:
     """Return the ways to share a product of many rows, the quickest first.
 
     A block has two warpgroups, and a tile up to 256 rows. Their sums then fill half of all registers.
@@ -163,29 +163,29 @@ def shares_of_many(rows: int, inputs: int, outputs: int, multiple: int) -> list[
         join_ns = JOIN_NS + 4 * mine * row_tiles * outputs / PARTS_A_NS  # read and written
         sizes = outputs // tile * row_tiles, tile, mine
         ways = shares(*sizes, tile_ns, most, row_tiles=row_tiles, join_ns=join_ns)
-        found += [Way(time, mine, row_tiles, splits, whole) for time, splits, whole in ways]
+        found += [SplitOption(time, mine, row_tiles, splits, whole) for time, splits, whole in ways]
     return sorted(found)
 
 
-def with_stages(cut: Any, rows: int, steps: int, result_bytes: int) -> Any:
+def with_stages(config: Any, rows: int, steps: int, result_bytes: int) -> Any:
     """Return a cut with as many stages as shared memory has room for, or None if it does not fit.
 
     Args:
-      cut: has `splits`, `stages`, `whole` and `shared_bytes`.
+      config: has `splits`, `stages`, `whole` and `shared_bytes`.
       steps: of a tile.
       result_bytes: of a number of the result.
     """
     for stages in range(8, 2, -1):
-        cut = dataclasses.replace(cut, stages=stages)
-        if cut.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
-            return cut if results_are_apart(cut, steps) else None
+        config = dataclasses.replace(config, stages=stages)
+        if config.shared_bytes(rows, result_bytes) <= SHARED_BYTES:
+            return config if results_are_apart(config, steps) else None
     return None
 
 
-def results_are_apart(cut: Any, steps: int) -> bool:
+def results_are_apart(config: Any, steps: int) -> bool:
     """Tell whether no warpgroup writes parts of sums while another one still writes a whole tile.
 
     Both are written from the same shared memory. A warpgroup is ahead of another by the steps of the
     ring at most.
     """
-    return not cut.whole or steps // cut.splits > cut.stages
+    return not config.whole or steps // config.splits > config.stages

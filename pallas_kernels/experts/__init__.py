@@ -25,18 +25,18 @@ from pallas_kernels.dispatch import (
 )
 from pallas_kernels.experts.launch import Tiling, experts_mosaic, experts_triton
 from pallas_kernels.experts.reference import add_up, choose, reference, router_logits
-from pallas_kernels.experts.tile_config import MmaCut, MosaicCut
+from pallas_kernels.experts.tile_config import MmaConfig, MosaicConfig
 from pallas_kernels.experts.tuning import mosaic_tiling_for, tiling_for
 from pallas_kernels.int4_matmul.coding import BLOCK, Codes, Coding
-from pallas_kernels.int4_matmul.triton import Cut
+from pallas_kernels.int4_matmul.triton import TileConfig
 
 # The dtypes of codes of 8 bits that the kernels read.
 CODES = ("int8", "float8_e4m3fn")
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
 __all__ = [
-    "MmaCut",
-    "MosaicCut",
+    "MmaConfig",
+    "MosaicConfig",
     "Tiling",
     "add_up",
     "choose",
@@ -93,7 +93,7 @@ def experts(
     bits = 16 if not isinstance(gate_up, Codes) else 8 if coding is None else 4
     each = x.shape[0] * top_k / e
     own = mosaic_tiling_for(each, bits)
-    if tiling is not None and isinstance(tiling.gate_up, (MosaicCut, MmaCut)):
+    if tiling is not None and isinstance(tiling.gate_up, (MosaicConfig, MmaConfig)):
         own, tiling = tiling, None
     given = tiling is not None
     tiling = tiling or tiling_for(each, bits, shared_bytes())
@@ -139,8 +139,8 @@ def _why_not_mosaic(
         return "the Mosaic kernels are not interpreted"
     if not isinstance(gate_up, Codes) or tiling is None:
         return "the Mosaic kernels are cut for codes, and for some numbers of tokens"
-    cuts = [cut for cut in (tiling.gate_up, tiling.down) if isinstance(cut, MmaCut)]
-    if cuts and min(x.shape[1], f) < (least := max(cut.inputs for cut in cuts)):
+    configs = [config for config in (tiling.gate_up, tiling.down) if isinstance(config, MmaConfig)]
+    if configs and min(x.shape[1], f) < (least := max(config.inputs for config in configs)):
         return f"the Mosaic kernels for few tokens need sizes from {least} on"
     if coding is not None and (
         coding != Coding("int4", 32)
@@ -170,10 +170,10 @@ def _dividing(tiling: Tiling, f: int, d: int, weight: Codes) -> Tiling:
     per_group = [a.dtype.itemsize for a in weight[1:3] if a is not None]
     twice = tiling.rows <= 16 and per_group and min(per_group) == 1
 
-    def dividing(cut: Any, outputs: int, inputs: int) -> Any:
-        if not isinstance(cut, Cut):
-            return cut
-        wider = dataclasses.replace(cut, outputs=2 * cut.outputs) if twice else cut
+    def dividing(config: Any, outputs: int, inputs: int) -> Any:
+        if not isinstance(config, TileConfig):
+            return config
+        wider = dataclasses.replace(config, outputs=2 * config.outputs) if twice else config
         return wider.dividing(outputs, inputs // BLOCK, last_may_reach_past=weight.scales is None)
 
     return Tiling(tiling.rows, dividing(tiling.gate_up, f, d), dividing(tiling.down, d, f))

@@ -28,7 +28,7 @@ from pallas_kernels.common.triton import load, store
 from pallas_kernels.experts.routing import Routed
 from pallas_kernels.int4_matmul.coding import BLOCK, Codes, Coding
 from pallas_kernels.int4_matmul.operand import EightBits, FourBits, multiply_blocks
-from pallas_kernels.int4_matmul.triton import Cut
+from pallas_kernels.int4_matmul.triton import TileConfig
 
 
 def _parts(refs: tuple[Any, ...], weight: Codes) -> Codes:
@@ -39,17 +39,22 @@ def _parts(refs: tuple[Any, ...], weight: Codes) -> Codes:
 
 
 def _operand(
-    w: Codes, coding: Coding | jnp.dtype, expert: Array, after: Any, cut: Cut, interpret: bool
+    w: Codes,
+    coding: Coding | jnp.dtype,
+    expert: Array,
+    after: Any,
+    config: TileConfig,
+    interpret: bool,
 ) -> FourBits | EightBits:
     if isinstance(coding, jnp.dtype):
-        return EightBits(w.codes, coding, (expert,), after, _block_size(coding, cut), interpret)
-    how = cut.early, cut.warps, interpret
+        return EightBits(w.codes, coding, (expert,), after, _block_size(coding, config), interpret)
+    how = config.early, config.warps, interpret
     return FourBits(coding, w.codes, w.scales, w.zeros, (expert,), after, *how)
 
 
-def _block_size(coding: Coding | jnp.dtype, cut: Cut) -> int:
+def _block_size(coding: Coding | jnp.dtype, config: TileConfig) -> int:
     """Return the inputs of a block. Codes of 8 bits have one block a step."""
-    return BLOCK if isinstance(coding, Coding) else BLOCK * cut.unroll
+    return BLOCK if isinstance(coding, Coding) else BLOCK * config.unroll
 
 
 def _sums(
@@ -59,12 +64,12 @@ def _sums(
     in_use: Array,
     split: Any,
     coding: Any,
-    cut: Cut,
+    config: TileConfig,
 ) -> tuple[Array, ...]:
     """Multiply the rows of an array by each operand, over a share of the inputs."""
-    size, inputs = _block_size(coding, cut), ref.shape[1]
-    share = pl.cdiv(inputs, size) // cut.splits
-    unroll = cut.unroll if isinstance(coding, Coding) else 1
+    size, inputs = _block_size(coding, config), ref.shape[1]
+    share = pl.cdiv(inputs, size) // config.splits
+    unroll = config.unroll if isinstance(coding, Coding) else 1
 
     def block_of(block: Array) -> Any:
         def x(first: int, count: int) -> Array:
@@ -75,11 +80,11 @@ def _sums(
 
         return x
 
-    shape = cut.outputs, cut.rows
+    shape = config.outputs, config.rows
     return multiply_blocks(operands, shape, block_of, split * share, share, unroll)
 
 
-def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, cut, interpret):
+def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, config, interpret):
     """Write hidden[pairs of the tile] = gelu_tanh(x @ gate) * (x @ up) for some columns.
 
     Where inputs are shared, write parts [split, pairs of the tile, 2, columns] of both products.
@@ -87,16 +92,16 @@ def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, 
     *of_weight, out_ref = refs
     w = _parts(tuple(of_weight), like)
     tile, split = pl.program_id(1), pl.program_id(2)
-    pairs, f = out_ref.shape[1 if cut.splits > 1 else 0], out_ref.shape[-1]
+    pairs, f = out_ref.shape[1 if config.splits > 1 else 0], out_ref.shape[-1]
     expert, used = expert_ref[tile], used_ref[tile]
-    column = pl.program_id(0) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
-    in_use = lax.iota(jnp.int32, cut.rows) < used
+    column = pl.program_id(0) * config.outputs + lax.iota(jnp.int32, config.outputs)
+    in_use = lax.iota(jnp.int32, config.rows) < used
 
     @pl.when(used > 0)
     def _():
-        pair = jnp.where(in_use, pair_ref[pl.ds(tile * cut.rows, cut.rows)], 0)
-        both = tuple(_operand(w, coding, expert, (i, column), cut, interpret) for i in range(2))
-        sums = _sums(both, x_ref, pair // top_k, in_use, split, coding, cut)
+        pair = jnp.where(in_use, pair_ref[pl.ds(tile * config.rows, config.rows)], 0)
+        both = tuple(_operand(w, coding, expert, (i, column), config, interpret) for i in range(2))
+        sums = _sums(both, x_ref, pair // top_k, in_use, split, coding, config)
         if w.factors is not None:
             sums = tuple(
                 total * load(w.factors, expert, i, column)[:, None] for i, total in enumerate(sums)
@@ -105,7 +110,7 @@ def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, 
         # back to it.
         row = jnp.where(in_use, pair, pairs)[:, None]
         mask = in_use[:, None] & (column[None, :] < f)
-        if cut.splits > 1:
+        if config.splits > 1:
             for i, total in enumerate(sums):
                 place = split, row, i, column[None, :]
                 store(out_ref, *place, value=total.T, mask=mask)
@@ -122,22 +127,22 @@ def _activated(gate: Array, up: Array, dtype: DTypeLike) -> Array:
 
 
 def _down(
-    expert_ref, used_ref, pair_ref, weight_ref, hidden_ref, *refs, like, coding, cut, interpret
+    expert_ref, used_ref, pair_ref, weight_ref, hidden_ref, *refs, like, coding, config, interpret
 ):
     """Write out[pairs of the tile] = weights * (hidden[tile] @ down) for some columns."""
     *of_weight, out_ref = refs
     w = _parts(tuple(of_weight), like)
     tile, d = pl.program_id(1), out_ref.shape[1]
     expert, used = expert_ref[tile], used_ref[tile]
-    column = pl.program_id(0) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
-    in_use = lax.iota(jnp.int32, cut.rows) < used
+    column = pl.program_id(0) * config.outputs + lax.iota(jnp.int32, config.outputs)
+    in_use = lax.iota(jnp.int32, config.rows) < used
 
     @pl.when(used > 0)
     def _():
-        pair = jnp.where(in_use, pair_ref[pl.ds(tile * cut.rows, cut.rows)], 0)
+        pair = jnp.where(in_use, pair_ref[pl.ds(tile * config.rows, config.rows)], 0)
         weight = plgpu.load(weight_ref.at[pair], mask=in_use, other=0)
-        operand = _operand(w, coding, expert, (column,), cut, interpret)
-        (total,) = _sums((operand,), hidden_ref, pair, in_use, 0, coding, cut)
+        operand = _operand(w, coding, expert, (column,), config, interpret)
+        (total,) = _sums((operand,), hidden_ref, pair, in_use, 0, coding, config)
         if w.factors is not None:
             total = total * load(w.factors, expert, column)[:, None]
         mask = in_use[:, None] & (column[None, :] < d)
@@ -152,25 +157,25 @@ def multiply_gate_up(
     *,
     coding: Coding | None,
     top_k: int,
-    cut: Cut,
+    config: TileConfig,
     interpret: bool = False,
 ) -> Float[Array, "pairs F"]:
     """Return the activations of each pair. They are undefined for pairs of padding."""
     f, pairs = gate_up.codes.shape[-2], routed.weight.size
     gate_up, kind = _as_bytes(gate_up, coding)
-    how: dict[str, Any] = dict(like=gate_up, coding=kind, cut=cut, interpret=interpret)
+    how: dict[str, Any] = dict(like=gate_up, coding=kind, config=config, interpret=interpret)
     shape, dtype = ((pairs, f), x.dtype)
-    if cut.splits > 1:
-        shape, dtype = (cut.splits, pairs, 2, f), jnp.float32
+    if config.splits > 1:
+        shape, dtype = (config.splits, pairs, 2, f), jnp.float32
     out = pl.pallas_call(
         functools.partial(_gate_up, top_k=top_k, **how),
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
-        grid=(f // cut.outputs, routed.expert.size, cut.splits),
-        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        grid=(f // config.outputs, routed.expert.size, config.splits),
+        compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="experts_gate_up",
     )(routed.expert, routed.used, routed.pair, x, *_given(gate_up))
-    if cut.splits == 1:
+    if config.splits == 1:
         return out
     total = jnp.sum(out, axis=0)
     return _activated(total[:, 0], total[:, 1], x.dtype).astype(x.dtype)
@@ -182,18 +187,18 @@ def multiply_down(
     down: Codes,
     *,
     coding: Coding | None,
-    cut: Cut,
+    config: TileConfig,
     interpret: bool = False,
 ) -> Float[Array, "pairs D"]:
     """Return the result of each pair times its weight, in the dtype of `hidden`."""
     d = down.codes.shape[-2]
     down, kind = _as_bytes(down, coding)
-    how: dict[str, Any] = dict(like=down, coding=kind, cut=cut, interpret=interpret)
+    how: dict[str, Any] = dict(like=down, coding=kind, config=config, interpret=interpret)
     return pl.pallas_call(
         functools.partial(_down, **how),
         out_shape=jax.ShapeDtypeStruct((routed.weight.size, d), hidden.dtype),
-        grid=(d // cut.outputs, routed.expert.size),
-        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        grid=(d // config.outputs, routed.expert.size),
+        compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="experts_down",
     )(*routed, hidden, *_given(down))

@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.experts import coded, permute, triton
 from pallas_kernels.experts.routing import ALIGN, num_tiles, route, route_together
-from pallas_kernels.experts.tile_config import MmaCut, MosaicCut
+from pallas_kernels.experts.tile_config import MmaConfig, MosaicConfig
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.int4_matmul.coding import Codes, Coding
-from pallas_kernels.int4_matmul.triton import Cut
+from pallas_kernels.int4_matmul.triton import TileConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Tiling:
     Rows are a power of two, at least 16; or 8, for codes. Mosaic takes those of its cuts.
 
     Attributes:
-      gate_up, down: `Cut`s for the kernels of `coded.py`, `Block`s for those of `triton.py`,
-        `MosaicCut`s for those of `mosaic.py`, `MmaCut`s for those of `mma.py`. A `Block` may come before a
-        `Cut`.
+      gate_up, down: `TileConfig`s for the kernels of `coded.py`, `Block`s for those of `triton.py`,
+        `MosaicConfig`s for those of `mosaic.py`, `MmaConfig`s for those of `mma.py`. A `Block` may come before a
+        `TileConfig`.
     """
 
     rows: int
-    gate_up: Block | Cut | MosaicCut | MmaCut
-    down: Block | Cut | MosaicCut | MmaCut
+    gate_up: Block | TileConfig | MosaicConfig | MmaConfig
+    down: Block | TileConfig | MosaicConfig | MmaConfig
 
 
 def experts_triton(
@@ -50,22 +50,22 @@ def experts_triton(
     sizes: dict[str, Any] = dict(rows=tiling.rows, interpret=interpret)
     routed = route(logits, expert_scale, real, top_k=top_k, dtype=x.dtype, **sizes)
     first, second = (
-        dataclasses.replace(cut, rows=tiling.rows) if isinstance(cut, Cut) else cut
-        for cut in (tiling.gate_up, tiling.down)
+        dataclasses.replace(config, rows=tiling.rows) if isinstance(config, TileConfig) else config
+        for config in (tiling.gate_up, tiling.down)
     )
-    by_pair = isinstance(second, Cut)  # whether hidden numbers are in the order of pairs
-    if isinstance(first, Cut):
+    by_pair = isinstance(second, TileConfig)  # whether hidden numbers are in the order of pairs
+    if isinstance(first, TileConfig):
         assert isinstance(gate_up, Codes)
         assert by_pair
-        how: dict[str, Any] = dict(coding=coding, top_k=top_k, cut=first, interpret=interpret)
+        how: dict[str, Any] = dict(coding=coding, top_k=top_k, config=first, interpret=interpret)
         hidden = coded.multiply_gate_up(routed, x, gate_up, **how)
     else:
         assert isinstance(first, Block)
         how = dict(top_k=top_k, block=first, by_pair=by_pair, **sizes)
         hidden = triton.multiply_gate_up(routed, x, *_arrays(gate_up), **how)
-    if isinstance(second, Cut):
+    if isinstance(second, TileConfig):
         assert isinstance(down, Codes)
-        how = dict(coding=coding, cut=second, interpret=interpret)
+        how = dict(coding=coding, config=second, interpret=interpret)
         out = coded.multiply_down(routed, hidden, down, **how)
     else:
         assert isinstance(second, Block)
@@ -97,7 +97,7 @@ def experts_mosaic(
     from pallas_kernels.experts import mma, mosaic  # not in every jax
 
     tokens, first, second = x.shape[0], tiling.gate_up, tiling.down
-    few = isinstance(first, MmaCut)
+    few = isinstance(first, MmaConfig)
     same_rows = few and tokens <= ALIGN == tiling.rows
     how: dict[str, Any] = dict(top_k=top_k, dtype=x.dtype, rows=tiling.rows, same_rows=same_rows)
     placed = route_together(logits, expert_scale, real, **how)
@@ -108,10 +108,10 @@ def experts_mosaic(
         padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)
         given = permute.spread(x, placed, ones, padded, in_order=few)
     if few:
-        assert isinstance(second, MmaCut)
+        assert isinstance(second, MmaConfig)
         out = mma.multiply(placed, given, gate_up, down, (first, second), same_rows=same_rows)
     else:
-        assert isinstance(first, MosaicCut)
-        assert isinstance(second, MosaicCut)
+        assert isinstance(first, MosaicConfig)
+        assert isinstance(second, MosaicConfig)
         out = mosaic.multiply(placed, given, gate_up, down, (first, second))
     return permute.add_up(out, placed, ones)

@@ -26,7 +26,7 @@ from pallas_kernels.common.mma import Weight, add_steps, write
 from pallas_kernels.common.mosaic import activated
 from pallas_kernels.dispatch import processors
 from pallas_kernels.experts.routing import ALIGN, Placed
-from pallas_kernels.experts.tile_config import MmaCut
+from pallas_kernels.experts.tile_config import MmaConfig
 from pallas_kernels.int4_matmul.coding import Codes
 from pallas_kernels.int4_matmul.mma import FourBits
 from pallas_kernels.int8_matmul.mma import EightBits
@@ -50,11 +50,11 @@ def _multiply(
 ) -> None:
     """Write all outputs of the rows of all tiles: gelu_tanh(gate) * up, or sums."""
     *rings, x_ring, _, there, free = memory
-    cut: MmaCut = weight.cut
+    config: MmaConfig = weight.config
     block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
-    outputs, stages = out_ref.shape[1], jnp.int32(cut.stages)
+    outputs, stages = out_ref.shape[1], jnp.int32(config.stages)
     columns, of_weight = jnp.int32(outputs // weight.width), (codes_ref, scales_ref)
-    inputs = cut.inputs
+    inputs = config.inputs
     steps = -(-x_ref.shape[1] // inputs)
     # Blocks at work at the same time have neighbouring outputs, most of them of one expert.
     own = lax.div(tiles_ref[0] * columns - block + blocks - 1, jnp.int32(blocks))
@@ -66,7 +66,7 @@ def _multiply(
 
     def by_rows(used: Array, do: Any) -> None:
         """Do something with as many rows as a tile needs."""
-        for less, rows in zip((0, *cut.rows), cut.rows, strict=False):
+        for less, rows in zip((0, *config.rows), config.rows, strict=False):
             pl.when((used > less) & (used <= rows))(functools.partial(do, rows))
 
     def aligned(start: Array) -> Array:
@@ -126,19 +126,19 @@ def _multiply(
                         @pl.when(used > row)
                         def _(row=row, result=result, mine=mine):
                             to = out_ref.at[pl.ds(aligned(start) + row, ALIGN), mine]
-                            write(result, to, row, outputs, shared=cut.shared)
+                            write(result, to, row, outputs, shared=config.shared)
 
             by_rows(used, multiply)
 
-    pl.when(warpgroup == cut.groups)(load_all)
-    pl.when(warpgroup < cut.groups)(multiply_all)
+    pl.when(warpgroup == config.groups)(load_all)
+    pl.when(warpgroup < config.groups)(multiply_all)
 
 
 def _launch(
     placed: Placed,
     x: Float[Array, "R K"],
     weight: Codes,
-    cut: MmaCut,
+    config: MmaConfig,
     *,
     gated: bool,
     same_rows: bool,
@@ -148,14 +148,14 @@ def _launch(
     Raises:
       ValueError: the cut does not fit.
     """
-    rows, outputs = cut.rows[-1], weight.codes.shape[-2]  # outputs of a matrix
+    rows, outputs = config.rows[-1], weight.codes.shape[-2]  # outputs of a matrix
     if weight.scales is not None:
-        own = FourBits.of(weight, cut, GROUP, experts=True, gated=gated)
+        own = FourBits.of(weight, config, GROUP, experts=True, gated=gated)
     else:
         assert weight.factors is not None
-        own = EightBits(cut, gated, weight.codes, weight.factors)
+        own = EightBits(config, gated, weight.codes, weight.factors)
     own.check(outputs)
-    blocks = processors() * cut.per_processor
+    blocks = processors() * config.per_processor
 
     def body(*refs: Any) -> None:
         _multiply(*refs, weight=own, blocks=blocks, same_rows=same_rows)
@@ -167,7 +167,7 @@ def _launch(
         out_type=jax.ShapeDtypeStruct((all_rows, outputs), x.dtype),
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=cut.groups + 1,
+        num_threads=config.groups + 1,
         thread_name="warpgroup",
         scratch_types=own.memory(rows, rows),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
@@ -186,7 +186,7 @@ def multiply(
     rows: Float[Array, "R D"],
     gate_up: Codes,
     down: Codes,
-    cuts: tuple[MmaCut, MmaCut],
+    configs: tuple[MmaConfig, MmaConfig],
     *,
     same_rows: bool,
 ) -> Float[Array, "P D"]:
@@ -196,5 +196,5 @@ def multiply(
       same_rows: whether all tiles have the same rows: tokens, of which there are `ALIGN` at most. In the
         result tile i has those from `ALIGN` * i on.
     """
-    hidden = _launch(placed, rows, gate_up, cuts[0], gated=True, same_rows=same_rows)
-    return _launch(placed, hidden, down, cuts[1], gated=False, same_rows=False)
+    hidden = _launch(placed, rows, gate_up, configs[0], gated=True, same_rows=same_rows)
+    return _launch(placed, hidden, down, configs[1], gated=False, same_rows=False)

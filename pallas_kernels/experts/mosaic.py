@@ -9,7 +9,7 @@ a processor do so at once, and one works while another waits.
 TMA reads rows that lie together. `rows.spread` has copied each token to the rows of its pairs, and put
 every 16 numbers into the order in which codes come into registers: see `rows.places`.
 
-A tile has one of a few numbers of rows, the least that its pairs fit into (`MosaicCut.rows`).
+A tile has one of a few numbers of rows, the least that its pairs fit into (`MosaicConfig.rows`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.common.mosaic import BY_OUTPUT, LEFT, activated, load_as, swizzled
 from pallas_kernels.common.registers import words
 from pallas_kernels.experts.routing import ALIGN, Placed
-from pallas_kernels.experts.tile_config import MosaicCut
+from pallas_kernels.experts.tile_config import MosaicConfig
 from pallas_kernels.int4_matmul import dequantise_mosaic
 from pallas_kernels.int4_matmul.coding import BLOCK, Codes
 from pallas_kernels.int4_matmul.dequantise import SHIFT
@@ -239,7 +239,7 @@ def _multiply(
     there,
     free,
     *,
-    cut: MosaicCut,
+    config: MosaicConfig,
     gated: bool,
 ) -> None:
     """Write some outputs of the rows of a tile: gelu_tanh(gate) * up, or sums."""
@@ -249,12 +249,14 @@ def _multiply(
     sizes, dtype = (x_ref.shape[1], out_ref.shape[1]), out_ref.dtype
     weight = _Weight(codes_ref, given_ref, ring, scale_ring, there, expert_ref[tile], *sizes, gated)
     columns, steps = weight.columns, -(-sizes[0] // STEP)
-    first = share * cut.columns
-    count = jnp.minimum(cut.columns, columns - first) if columns % cut.columns else cut.columns
+    first = share * config.columns
+    count = (
+        jnp.minimum(config.columns, columns - first) if columns % config.columns else config.columns
+    )
 
     def multiply(rows: int) -> None:
         def fetch(step: Any) -> None:
-            place, own = lax.rem(step, cut.stages), lax.rem(step, steps)
+            place, own = lax.rem(step, config.stages), lax.rem(step, steps)
             for line in range(STEP // LINE):
                 of = x_ref.at[pl.ds(start, rows), pl.ds(own * STEP + line * LINE, LINE)]
                 to = x_ring.at[place, line, pl.ds(0, rows)]
@@ -264,18 +266,18 @@ def _multiply(
         def refill(step: Any) -> None:
             """Load over what a step has read."""
 
-            @pl.when((step >= 0) & (step + cut.stages < count * steps))
+            @pl.when((step >= 0) & (step + config.stages < count * steps))
             def _():
-                place = lax.rem(step, cut.stages)
+                place = lax.rem(step, config.stages)
                 plgpu.barrier_arrive(free.at[place])
                 plgpu.barrier_wait(free.at[place])  # for all warps
-                fetch(step + cut.stages)
+                fetch(step + config.stages)
 
         def sums(column: Any, *totals: Any) -> list[Array]:
             @pl.loop(0, steps)
             def _(step):
                 step = column * steps + step
-                place = lax.rem(step, cut.stages)
+                place = lax.rem(step, config.stages)
                 plgpu.barrier_wait(there.at[place])
                 for i, total in enumerate(totals):
                     for line, w in enumerate(weight.numbers(place, i)):
@@ -288,7 +290,7 @@ def _multiply(
             plgpu.wgmma_wait(0)
             return [total[...] for total in totals]
 
-        pl.loop(0, jnp.minimum(count * steps, cut.stages))(fetch)
+        pl.loop(0, jnp.minimum(count * steps, config.stages))(fetch)
         total = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
 
         @pl.loop(0, count)
@@ -312,16 +314,16 @@ def _multiply(
 
         plgpu.wait_smem_to_gmem(0)
 
-    for less, rows in zip((0, *cut.rows), cut.rows, strict=False):
+    for less, rows in zip((0, *config.rows), config.rows, strict=False):
         pl.when((used > less) & (used <= rows))(functools.partial(multiply, rows))
 
 
 def _launch(
-    placed: Placed, x: Float[Array, "padded K"], weight: Codes, cut: MosaicCut, *, gated: bool
+    placed: Placed, x: Float[Array, "padded K"], weight: Codes, config: MosaicConfig, *, gated: bool
 ) -> Float[Array, "padded N"]:
     """Multiply the rows of all tiles by one of both weights."""
     codes, scales, factors = weight.codes, weight.scales, weight.factors
-    outputs, stages = codes.shape[-2], cut.stages
+    outputs, stages = codes.shape[-2], config.stages
     if scales is not None:
         codes, given = codes.reshape(-1, outputs, BLOCK // 2), scales.reshape(-1, outputs)
         kept = swizzled(stages, 2 * STEP // BLOCK, TILE, BLOCK // 2, dtype=codes.dtype)
@@ -334,7 +336,7 @@ def _launch(
         width = STEP if codes.shape[1] % STEP == 0 else LINE
         kept = swizzled(stages, 2, STEP // width, TILE, width, dtype=codes.dtype)
         of_scales, copies = None, 2 * STEP // width
-    rows, lines = cut.rows[-1], STEP // LINE
+    rows, lines = config.rows[-1], STEP // LINE
     scratch = dict(
         ring=kept,
         **({} if of_scales is None else dict(scale_ring=of_scales)),
@@ -346,14 +348,14 @@ def _launch(
 
     def body(*refs: Any) -> None:
         arrays, own = refs[: -len(scratch)], dict(zip(scratch, refs[-len(scratch) :], strict=True))
-        _multiply(*arrays, **{"scale_ring": None, **own}, cut=cut, gated=gated)
+        _multiply(*arrays, **{"scale_ring": None, **own}, config=config, gated=gated)
 
     body.__name__ = "experts_gate_up" if gated else "experts_down"
     columns = outputs // (TILE if gated else 2 * TILE)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((x.shape[0], outputs), x.dtype),
-        grid=(placed.expert.size, -(-columns // cut.columns)),
+        grid=(placed.expert.size, -(-columns // config.columns)),
         grid_names=("tile", "share"),
         scratch_types=tuple(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
@@ -365,8 +367,8 @@ def multiply(
     rows: Float[Array, "padded D"],
     gate_up: Codes,
     down: Codes,
-    cuts: tuple[MosaicCut, MosaicCut],
+    configs: tuple[MosaicConfig, MosaicConfig],
 ) -> Float[Array, "padded D"]:
     """Run the experts of all tiles on rows that `rows.spread` made. Rows not in use are undefined."""
-    hidden = _launch(placed, rows, gate_up, cuts[0], gated=True)
-    return _launch(placed, hidden, down, cuts[1], gated=False)
+    hidden = _launch(placed, rows, gate_up, configs[0], gated=True)
+    return _launch(placed, hidden, down, configs[1], gated=False)

@@ -9,11 +9,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.common.reference_ops import contract, gelu_tanh
-from pallas_kernels.common.single_row import twice_if_alone
+from pallas_kernels.common.single_row import repeat_if_single
 from pallas_kernels.int4_matmul.coding import Codes, Coding, dequantise
 
 PART_INPUTS = 256  # inputs of the router that each part sums
-MOST_IN_PARTS = 512  # most tokens whose logits are computed in parts
+MAX_TOKENS_IN_PARTS = 512  # most tokens whose logits are computed in parts
 
 
 def router_logits(x: Float[Array, "T D"], weight: Float[Array, "D E"]) -> Float[Array, "S T E"]:
@@ -25,7 +25,7 @@ def router_logits(x: Float[Array, "T D"], weight: Float[Array, "D E"]) -> Float[
     times of a GPU. A CPU takes longer with parts: some milliseconds for 512 tokens of 26B-A4B.
     """
     (t, d), e = x.shape, weight.shape[1]
-    parts = d // PART_INPUTS if t <= MOST_IN_PARTS and d % PART_INPUTS == 0 else 1
+    parts = d // PART_INPUTS if t <= MAX_TOKENS_IN_PARTS and d % PART_INPUTS == 0 else 1
     return contract("tsd,sde->ste", x.reshape(t, parts, -1), weight.reshape(parts, -1, e))
 
 
@@ -101,11 +101,11 @@ def reference(
         of_each = contract("erf,edf->erd", hidden, down.astype(x.dtype))
         return jnp.sum(of_each * down_scales[:, None], axis=0).astype(x.dtype)
 
-    out = twice_if_alone(
+    out = repeat_if_single(
         run,
         x,
         combine,
-        alone=x.shape[0] == 1,
+        single=x.shape[0] == 1,
         repeat=lambda x, c: (jnp.repeat(x, 2, axis=0), jnp.repeat(c, 2, axis=0)),
         first=lambda out: out[:1],
     )

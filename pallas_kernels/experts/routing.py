@@ -22,7 +22,7 @@ from pallas_kernels.common.triton import load, store
 # Most tokens of a program that routes. Some dozens of tokens have more programs, of fewer tokens: 128
 # on an H200 take 5.0 us, instead of 6.6. Every program reads what all counted, so that thousands do not.
 BLOCK_TOKENS = 16
-FEWER_TOKENS, MOST_OF_FEWER = 4, 512
+FEWER_TOKENS, MAX_TOKENS_OF_FEWER = 4, 512
 # Where tiles are not filled up, the rows of an expert begin at a multiple of this.
 ALIGN = 8
 
@@ -274,7 +274,7 @@ def _route(
     real = jnp.ones(tokens, jnp.int32) if real is None else real.astype(jnp.int32)
     pairs = tokens * top_k
     tiles = num_tiles(pairs, num_experts, rows)
-    fewer = BLOCK_TOKENS < tokens <= MOST_OF_FEWER
+    fewer = BLOCK_TOKENS < tokens <= MAX_TOKENS_OF_FEWER
     block = FEWER_TOKENS if fewer else min(pl.next_power_of_2(tokens), BLOCK_TOKENS)
     programs = pl.cdiv(tokens, block)
     of = jax.ShapeDtypeStruct

@@ -8,7 +8,7 @@ from pallas_kernels.int4_matmul.coding import BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicCut:
+class MosaicConfig:
     """How the kernels of `mosaic.py` cut a product.
 
     Attributes:
@@ -24,11 +24,11 @@ class MosaicCut:
 
 
 @dataclasses.dataclass(frozen=True)
-class MmaCut:
+class MmaConfig:
     """How the kernels of `mma.py` cut a product.
 
     Attributes:
-      rows: as in `MosaicCut`.
+      rows: as in `MosaicConfig`.
       groups: warpgroups of a block that multiply. One more loads.
       shared: whether the warps of a warpgroup share inputs. They then have 16 outputs of each piece, else
         16 each.

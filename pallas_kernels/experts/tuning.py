@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pallas_kernels.dispatch import HOPPER_SHARED_BYTES
 from pallas_kernels.experts.launch import Tiling
-from pallas_kernels.experts.tile_config import MmaCut, MosaicCut
+from pallas_kernels.experts.tile_config import MmaConfig, MosaicConfig
 from pallas_kernels.experts.triton import Block
-from pallas_kernels.int4_matmul.triton import Cut
+from pallas_kernels.int4_matmul.triton import TileConfig
 
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16) with the experts of 26B-A4B: 2816 x 704, and 8
 # of 128 per token. The kernels of one layer take:
@@ -37,11 +37,11 @@ TABLE = (
 
 def _coded(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> Tiling:
     """Return a tiling for codes from (outputs, splits, unroll, warps, stages) of both products."""
-    cuts = (
-        Cut(rows, outputs, splits, unroll, warps, stages, early=True)
+    configs = (
+        TileConfig(rows, outputs, splits, unroll, warps, stages, early=True)
         for outputs, splits, unroll, warps, stages in (gate_up, down)
     )
-    return Tiling(rows, *cuts)
+    return Tiling(rows, *configs)
 
 
 # The same for codes of 8 bits (int8), gate and up with the sum of shared inputs, then down, beside
@@ -62,7 +62,10 @@ EIGHT_BITS = (
     (0.2, _coded(8, (64, 11, 2, 4, 2), (64, 1, 2, 2, 4))),
     (0.75, _coded(8, (64, 2, 2, 4, 3), (64, 1, 2, 2, 4))),
     (4.0, _coded(8, (64, 1, 2, 4, 3), (64, 1, 2, 2, 4))),
-    (16.0, Tiling(16, Block(64, 128, warps=4, stages=5), Cut(16, 64, 1, 2, 2, 4, early=True))),
+    (
+        16.0,
+        Tiling(16, Block(64, 128, warps=4, stages=5), TileConfig(16, 64, 1, 2, 2, 4, early=True)),
+    ),
     (48.0, Tiling(32, Block(64, 128, warps=4, stages=4), Block(128, 64, warps=4, stages=4))),
     (64.0, Tiling(64, Block(128, 64, warps=8, stages=4), Block(128, 64, warps=8, stages=4))),
     (float("inf"), _coded(128, (64, 1, 1, 4, 4), (128, 1, 1, 4, 4))),
@@ -103,21 +106,23 @@ def tiling_for(tokens_an_expert: float, bits: int = 16, room: int = HOPPER_SHARE
     table = {16: TABLE, 8: EIGHT_BITS, 4: FOUR_BITS}[bits]
     tiling = next(tiling for most, tiling in table if tokens_an_expert <= most)
     gate_up, down = (
-        cut.fitting(tiling.rows, bits // 8, matrices, room) if isinstance(cut, Block) else cut
-        for cut, matrices in ((tiling.gate_up, 2), (tiling.down, 1))
+        config.fitting(tiling.rows, bits // 8, matrices, room)
+        if isinstance(config, Block)
+        else config
+        for config, matrices in ((tiling.gate_up, 2), (tiling.down, 1))
     )
     return Tiling(tiling.rows, gate_up, down)
 
 
 def _mosaic(rows: tuple[int, ...], gate_up: tuple[int, int], down: tuple[int, int]) -> Tiling:
     """Return a tiling for the kernels of `mosaic.py` from (columns, stages) of both products."""
-    return Tiling(rows[-1], MosaicCut(rows, *gate_up), MosaicCut(rows, *down))
+    return Tiling(rows[-1], MosaicConfig(rows, *gate_up), MosaicConfig(rows, *down))
 
 
 def _few(down_stages: int) -> Tiling:
     """Return a tiling of 8 rows for the kernels of `mma.py`."""
-    gate_up = MmaCut((8,), groups=2, stages=4, per_processor=2)
-    down = MmaCut((8,), groups=1, stages=down_stages, per_processor=3, shared=False)
+    gate_up = MmaConfig((8,), groups=2, stages=4, per_processor=2)
+    down = MmaConfig((8,), groups=1, stages=down_stages, per_processor=3, shared=False)
     return Tiling(8, gate_up, down)
 
 
@@ -174,8 +179,8 @@ MOSAIC_FOUR_BITS = (
         16.0,
         Tiling(
             16,
-            MmaCut(_TO_16, groups=1, stages=3, per_processor=3, shared=False),
-            MmaCut(_TO_16, groups=2, pieces=1, stages=4, per_processor=2, shared=False),
+            MmaConfig(_TO_16, groups=1, stages=3, per_processor=3, shared=False),
+            MmaConfig(_TO_16, groups=2, pieces=1, stages=4, per_processor=2, shared=False),
         ),
     ),
     (16.0, 48.0, _mosaic((32, 48), (1, 3), (2, 3))),

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.common import reference_ops
 from pallas_kernels.common.reference_ops import Activation
-from pallas_kernels.common.tiles import FewCut, why_not_gated
+from pallas_kernels.common.tiles import SmallMConfig, why_not_gated
 from pallas_kernels.dispatch import (
     Candidate,
     capability,
@@ -28,29 +28,29 @@ from pallas_kernels.dispatch import (
 )
 from pallas_kernels.int4_matmul.coding import BLOCK, Codes, Coding
 from pallas_kernels.int4_matmul.reference import reference
-from pallas_kernels.int4_matmul.triton import Cut, linear_triton
+from pallas_kernels.int4_matmul.triton import TileConfig, linear_triton
 from pallas_kernels.int4_matmul.tuning import (
-    MmaCut,
-    MosaicCut,
-    cut_for,
-    gated_cut_for,
-    mosaic_cut_for,
+    MmaConfig,
+    MosaicConfig,
+    config_for,
+    gated_config_for,
+    mosaic_config_for,
     mosaic_is_faster,
 )
 
 # Of Triton's kernel. With more, writing the weight out in 16 bits costs little beside the product.
-MOST_ROWS = 512
-LEAST_OUTPUTS = 16
+MAX_ROWS = 512
+OUTPUTS_MULTIPLE = 16
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
-OfGated = Literal["auto", "reference", "mosaic"]
+GatedImplementation = Literal["auto", "reference", "mosaic"]
 
 __all__ = [
     "Codes",
     "Coding",
     "Cut",
-    "FewCut",
-    "MmaCut",
-    "MosaicCut",
+    "MmaConfig",
+    "MosaicConfig",
+    "SmallMConfig",
     "gated",
     "linear",
     "reference",
@@ -65,7 +65,7 @@ def linear(
     inputs_first: bool = True,
     dtype: DTypeLike,
     implementation: Implementation = "auto",
-    cut: Cut | FewCut | MosaicCut | None = None,
+    config: TileConfig | SmallMConfig | MosaicConfig | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """Return x @ weight, contracting_axes in float32.
@@ -81,7 +81,7 @@ def linear(
         groups of 32, 64 or 128 with bfloat16 scales and without zeros, inputs first, and outputs
         that are a multiple of 128, or of 16 where `small_m.py` takes them. "auto" takes Mosaic where
         `tuning.mosaic_is_faster`, else Triton, where they can run, and takes "reference" elsewhere.
-      cut: tile sizes of the kernel; None takes them from `tuning.py`.
+      config: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
     Raises:
@@ -94,27 +94,31 @@ def linear(
     per_group = [array for array in (weight.scales, weight.zeros) if array is not None]
     scale_bytes = min(array.dtype.itemsize for array in per_group)
     own = (
-        cut
-        if isinstance(cut, (FewCut, MosaicCut))
-        else mosaic_cut_for(x.shape[0], blocks, outputs, jnp.dtype(dtype).itemsize)
+        config
+        if isinstance(config, (SmallMConfig, MosaicConfig))
+        else mosaic_config_for(x.shape[0], blocks, outputs, jnp.dtype(dtype).itemsize)
     )
-    tiles = cut if isinstance(cut, Cut) else cut_for(x.shape[0], blocks, outputs, scale_bytes)
+    tiles = (
+        config
+        if isinstance(config, TileConfig)
+        else config_for(x.shape[0], blocks, outputs, scale_bytes)
+    )
 
     def mosaic(x: Array, weight: Codes) -> Array:
         # not in every jax
         from pallas_kernels.int4_matmul.mma import linear_mma
         from pallas_kernels.int4_matmul.mosaic import linear_mosaic
-        from pallas_kernels.int4_matmul.small_m import linear_few
+        from pallas_kernels.int4_matmul.small_m import linear_small_m
 
         how: Any = dict(group=coding.group, dtype=dtype)
-        if isinstance(own, FewCut):
-            return linear_few(x, weight, **how, cut=own)
-        if isinstance(own, MmaCut):
-            return linear_mma(x, weight, **how, cut=own)
+        if isinstance(own, SmallMConfig):
+            return linear_small_m(x, weight, **how, config=own)
+        if isinstance(own, MmaConfig):
+            return linear_mma(x, weight, **how, config=own)
         assert own is not None
-        return linear_mosaic(x, weight, **how, cut=own)
+        return linear_mosaic(x, weight, **how, config=own)
 
-    triton = functools.partial(linear_triton, **how, cut=tiles, interpret=interpret)
+    triton = functools.partial(linear_triton, **how, config=tiles, interpret=interpret)
     reason = why_not_triton(x, interpret=interpret, dtypes=(jnp.bfloat16,))
     reason = reason or _why_not(x, weight, outputs)
     candidates = [
@@ -124,7 +128,7 @@ def linear(
             _why_not_mosaic(x, weight, coding, inputs_first, own, interpret) or reason,
             mosaic_is_faster(x.shape[0], blocks, outputs),
         ),
-        Candidate("triton", triton, too_many_rows(x, MOST_ROWS) or reason),
+        Candidate("triton", triton, too_many_rows(x, MAX_ROWS) or reason),
     ]
     return dispatch(implementation, candidates, functools.partial(reference, **how), x, weight)
 
@@ -136,8 +140,8 @@ def gated(
     coding: Coding,
     activation: Activation,
     dtype: DTypeLike,
-    implementation: OfGated = "auto",
-    cut: FewCut | None = None,
+    implementation: GatedImplementation = "auto",
+    config: SmallMConfig | None = None,
 ) -> Float[Array, "R F"]:
     """Return activation(x @ gate) * (x @ up). Both products are rounded before.
 
@@ -147,7 +151,7 @@ def gated(
       implementation: "mosaic" has one kernel for all. It needs what that of `linear` needs, and up to 8
         rows. "auto" takes it where it can run and is faster. Elsewhere it takes the kernels of `linear`.
         "reference" takes none.
-      cut: of that kernel; None takes it from `tuning.py`.
+      config: of that kernel; None takes it from `tuning.py`.
       others: as in `linear`.
 
     Raises:
@@ -159,14 +163,14 @@ def gated(
             f"codes of gate and up must be [blocks, 2, outputs, 32]; they are {weight.codes.shape}"
         )
     rows, outputs = x.shape[0], weight.codes.shape[2]
-    own = cut or gated_cut_for(rows, outputs)
+    own = config or gated_config_for(rows, outputs)
 
     def mosaic(x: Array, weight: Codes) -> Array:
-        from pallas_kernels.int4_matmul.small_m import linear_few  # not in every jax
+        from pallas_kernels.int4_matmul.small_m import linear_small_m  # not in every jax
 
         assert own is not None
-        how: Any = dict(group=coding.group, dtype=dtype, cut=own, activation=activation)
-        return linear_few(x, weight, **how)
+        how: Any = dict(group=coding.group, dtype=dtype, config=own, activation=activation)
+        return linear_small_m(x, weight, **how)
 
     def plain(x: Array, weight: Codes) -> Array:
         how: Any = dict(implementation="reference" if implementation == "reference" else "auto")
@@ -198,7 +202,7 @@ def _why_not_mosaic(
     weight: Codes,
     coding: Coding,
     inputs_first: bool,
-    cut: FewCut | MosaicCut | None,
+    config: SmallMConfig | MosaicConfig | None,
     interpret: bool,
 ) -> str | None:
     """Return why the Mosaic kernel cannot take these on the GPU of this machine, or None."""
@@ -208,7 +212,7 @@ def _why_not_mosaic(
         return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
     if (found := capability()) not in (None, 9.0):
         return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
-    if not inputs_first or cut is None:
+    if not inputs_first or config is None:
         return (
             "the Mosaic kernel needs inputs first and outputs that are a multiple of 128; "
             f"codes are {weight.codes.shape}"
@@ -222,10 +226,10 @@ def _why_not_mosaic(
 
 
 def _why_not(x: Array, weight: Codes, outputs: int) -> str | None:
-    if x.shape[1] % BLOCK or outputs % LEAST_OUTPUTS:
+    if x.shape[1] % BLOCK or outputs % OUTPUTS_MULTIPLE:
         return (
             f"the Triton kernel needs inputs that are a multiple of {BLOCK} and outputs that are one "
-            f"of {LEAST_OUTPUTS}, not {x.shape[1]} and {outputs}"
+            f"of {OUTPUTS_MULTIPLE}, not {x.shape[1]} and {outputs}"
         )
     if weight.codes.size >= 2**31:
         return f"the Triton kernel's offsets are 32 bits, and there are {weight.codes.size} codes"

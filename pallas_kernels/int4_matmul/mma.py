@@ -26,30 +26,30 @@ from pallas_kernels.int4_matmul import dequantise_mosaic
 from pallas_kernels.int4_matmul.coding import BLOCK, HALF, Codes
 from pallas_kernels.int4_matmul.dequantise import SHIFT
 from pallas_kernels.int4_matmul.mosaic import LINE, launch, loading
-from pallas_kernels.int4_matmul.tuning import ROWS, MmaCut
+from pallas_kernels.int4_matmul.tuning import ROWS, MmaConfig
 
 _TWICE = "prmt.b32 $0, $1, 0, 0x1010;"
 
 
 def _steps(
-    x_ref, codes_ref, scales_ref, ring, x_ring, scale_ring, *, group: int, cut: MmaCut
+    x_ref, codes_ref, scales_ref, ring, x_ring, scale_ring, *, group: int, config: MmaConfig
 ) -> Steps:
-    """Return how `cut.blocks` blocks of inputs are multiplied.
+    """Return how `config.blocks` blocks of inputs are multiplied.
 
     Args:
       group: inputs that share a scale.
     """
     rows = x_ring.shape[1]
-    load_weight = loading(codes_ref, scales_ref, ring, scale_ring, group=group, cut=cut)
+    load_weight = loading(codes_ref, scales_ref, ring, scale_ring, group=group, config=config)
 
     def load(tile, row_tile, step, place, there):
         load_weight(tile, step, place, there)
-        x = x_ref.at[pl.ds(row_tile * rows, rows), pl.ds(step * cut.inputs, cut.inputs)]
+        x = x_ref.at[pl.ds(row_tile * rows, rows), pl.ds(step * config.inputs, config.inputs)]
         plgpu.copy_gmem_to_smem(x, x_ring.at[place], there)
 
     def multiply(sums, place):
         refs = ring.at[place], scale_ring.at[place]
-        numbers = functools.partial(numbers_of, group=group, outputs=cut.outputs, piece=TILE)
+        numbers = functools.partial(numbers_of, group=group, outputs=config.outputs, piece=TILE)
         return add_products(sums, x_ring.at[place], refs, numbers)
 
     def finish(total, first):
@@ -119,13 +119,13 @@ class FourBits(Weight):
 
     @classmethod
     def of(
-        cls, weight: Codes, cut: Any, group: int, *, experts: bool = False, gated: bool = False
+        cls, weight: Codes, config: Any, group: int, *, experts: bool = False, gated: bool = False
     ) -> FourBits:
         """Return a weight whose codes are [*experts, blocks, *matrices, outputs, 32]."""
         assert weight.scales is not None
         outputs, leading = weight.codes.shape[-2], weight.codes.shape[: 1 if experts else 0]
         codes = weight.codes.reshape(*leading, -1, outputs * HALF // LINE, LINE)  # as they lie
-        return cls(cut, gated, codes, weight.scales.reshape(*leading, -1, outputs), group)
+        return cls(config, gated, codes, weight.scales.reshape(*leading, -1, outputs), group)
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -133,7 +133,7 @@ class FourBits(Weight):
 
     @property
     def rings(self) -> tuple[Any, ...]:
-        stages, blocks = self.cut.stages, self.matrices * self.cut.blocks
+        stages, blocks = self.config.stages, self.matrices * self.config.blocks
         lines, groups = self.width * HALF // LINE, blocks * BLOCK // self.group
         return (
             plgpu.SMEM((stages, blocks, lines, LINE), self.codes.dtype),
@@ -155,22 +155,24 @@ class FourBits(Weight):
         return found
 
     def numbers(self, lane: Lane, *memory: Any) -> Numbers:
-        outputs = self.cut.outputs * self.cut.pieces
+        outputs = self.config.outputs * self.config.pieces
         return numbers_of(lane, *memory, group=self.group, outputs=outputs, piece=self.apart)
 
     def factors(
         self, refs: Refs, index: Refs, column: Array, warpgroup: Array, rows: int
     ) -> list[Any]:
-        return [2.0**SHIFT] * self.cut.pieces
+        return [2.0**SHIFT] * self.config.pieces
 
 
 def linear_mma(
-    x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, cut: MmaCut
+    x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, config: MmaConfig
 ) -> Float[Array, "R N"]:
     """Launch the kernel. Arguments as in `pallas_kernels.int4_matmul.linear`, which checks them."""
 
     def x_ring(rows: int) -> Any:
-        return rows_ring(cut.stages, rows, cut.inputs)
+        return rows_ring(config.stages, rows, config.inputs)
 
-    how: Any = dict(group=group, dtype=dtype, cut=cut, loads=3, sums="carried", write=_write_rows)
+    how: Any = dict(
+        group=group, dtype=dtype, config=config, loads=3, sums="carried", write=_write_rows
+    )
     return launch(_steps, x, weight, x_ring, **how)

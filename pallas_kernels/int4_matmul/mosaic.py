@@ -47,24 +47,24 @@ from pallas_kernels.common.tiles import TILE
 from pallas_kernels.int4_matmul import dequantise_mosaic
 from pallas_kernels.int4_matmul.coding import BLOCK, HALF, Codes
 from pallas_kernels.int4_matmul.dequantise import SHIFT
-from pallas_kernels.int4_matmul.tuning import ROWS, MosaicCut
+from pallas_kernels.int4_matmul.tuning import ROWS, MosaicConfig
 
 EXCHANGE = "prmt.b32 $0, $1, $2, $3;"
 LINE = 128  # bytes that TMA loads side by side: it is slow with fewer
 
 
 def _steps(
-    x_ref, codes_ref, scales_ref, ring, x_ring, scale_ring, *, group: int, cut: MosaicCut
+    x_ref, codes_ref, scales_ref, ring, x_ring, scale_ring, *, group: int, config: MosaicConfig
 ) -> Steps:
-    """Return how `cut.blocks` blocks of inputs are multiplied.
+    """Return how `config.blocks` blocks of inputs are multiplied.
 
     Args:
       group: inputs that share a scale.
     """
-    mine, count = pl.ds(lax.axis_index("warpgroup") * TILE, TILE), cut.blocks
+    mine, count = pl.ds(lax.axis_index("warpgroup") * TILE, TILE), config.blocks
     rows = x_ring.shape[2]
 
-    load_weight = loading(codes_ref, scales_ref, ring, scale_ring, group=group, cut=cut)
+    load_weight = loading(codes_ref, scales_ref, ring, scale_ring, group=group, config=config)
 
     def load(tile, row_tile, step, place, there):
         load_weight(tile, step, place, there)
@@ -138,14 +138,14 @@ def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
 
 
 def loading(
-    codes_ref: Any, scales_ref: Any, ring: Any, scale_ring: Any, *, group: int, cut: MosaicCut
+    codes_ref: Any, scales_ref: Any, ring: Any, scale_ring: Any, *, group: int, config: MosaicConfig
 ) -> Callable[[Any, Any, Any, Any], None]:
     """Return how codes and scales of a step of a tile are loaded: two copies."""
     lines = ring.shape[2]
 
     def load(tile, step, place, there):
-        first, own = step * cut.blocks, pl.ds(tile * cut.outputs, cut.outputs)
-        codes = codes_ref.at[pl.ds(first, cut.blocks), pl.ds(tile * lines, lines)]
+        first, own = step * config.blocks, pl.ds(tile * config.outputs, config.outputs)
+        codes = codes_ref.at[pl.ds(first, config.blocks), pl.ds(tile * lines, lines)]
         plgpu.copy_gmem_to_smem(codes, ring.at[place], there)
         groups = pl.ds(lax.div(first * BLOCK, group), scale_ring.shape[1])
         plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], there)
@@ -154,14 +154,14 @@ def loading(
 
 
 def linear_mosaic(
-    x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, cut: MosaicCut
+    x: Float[Array, "R K"], weight: Codes, *, group: int, dtype: DTypeLike, config: MosaicConfig
 ) -> Float[Array, "R N"]:
     """Launch the kernel. Arguments as in `pallas_kernels.int4_matmul.linear`, which checks them."""
 
     def x_ring(rows: int) -> Any:
-        return swizzled(cut.stages, cut.blocks, rows, BLOCK, dtype=x.dtype)
+        return swizzled(config.stages, config.blocks, rows, BLOCK, dtype=x.dtype)
 
-    how: Any = dict(group=group, dtype=dtype, cut=cut, loads=2 + cut.blocks)
+    how: Any = dict(group=group, dtype=dtype, config=config, loads=2 + config.blocks)
     return launch(_steps, x, weight, x_ring, **how)
 
 
@@ -173,7 +173,7 @@ def launch(
     *,
     group: int,
     dtype: DTypeLike,
-    cut: MosaicCut,
+    config: MosaicConfig,
     loads: int,
     sums: Sums = "together",
     write: Callable[[Array, Any, Array], None] | None = None,
@@ -181,23 +181,25 @@ def launch(
     """Launch a kernel of codes.
 
     Args:
-      steps_of: as in `multiply_tiles`, given `group` and `cut` too.
+      steps_of: as in `multiply_tiles`, given `group` and `config` too.
       x_ring: from the rows of a tile, shared memory for them.
       loads, sums, write: as in `multiply_tiles`.
     """
     assert weight.scales is not None
     outputs = weight.codes.shape[1]
     codes = weight.codes.reshape(-1, outputs * HALF // LINE, LINE)  # as they lie in memory
-    of_codes = plgpu.SMEM((cut.stages, cut.blocks, cut.outputs * HALF // LINE, LINE), jnp.uint8)
-    groups = max(1, cut.inputs // group)
-    of_scales = plgpu.SMEM((cut.stages, groups, cut.outputs), jnp.bfloat16)
+    of_codes = plgpu.SMEM(
+        (config.stages, config.blocks, config.outputs * HALF // LINE, LINE), jnp.uint8
+    )
+    groups = max(1, config.inputs // group)
+    of_scales = plgpu.SMEM((config.stages, groups, config.outputs), jnp.bfloat16)
     return multiply_tiles(
         "grouped_linear",
-        functools.partial(steps_of, group=group, cut=cut),
+        functools.partial(steps_of, group=group, config=config),
         (x, codes, weight.scales),
         outputs=outputs,
-        steps=codes.shape[0] // cut.blocks,
-        cut=cut,
+        steps=codes.shape[0] // config.blocks,
+        config=config,
         multiple=ROWS,
         dtype=dtype,
         rings=lambda rows: (of_codes, x_ring(rows), of_scales),

@@ -10,18 +10,18 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.common.small_m import multiply
-from pallas_kernels.common.tiles import FewCut
+from pallas_kernels.common.tiles import SmallMConfig
 from pallas_kernels.int4_matmul.coding import Codes
 from pallas_kernels.int4_matmul.mma import FourBits
 
 
-def linear_few(
+def linear_small_m(
     x: Float[Array, "R K"],
     weight: Codes,
     *,
     group: int,
     dtype: DTypeLike,
-    cut: FewCut,
+    config: SmallMConfig,
     activation: Activation | None = None,
 ) -> Float[Array, "R N"]:
     """Launch the kernel. Arguments as in `pallas_kernels.int4_matmul`, whose functions check them.
@@ -29,8 +29,8 @@ def linear_few(
     Args:
       activation: None for `linear`.
     """
-    cut = dataclasses.replace(cut, pieces=2 if activation else 1)
-    own = FourBits.of(weight, cut, group, gated=activation is not None)
+    config = dataclasses.replace(config, pieces=2 if activation else 1)
+    own = FourBits.of(weight, config, group, gated=activation is not None)
     name = "grouped_gate_up" if activation else "grouped_linear"
     how: Any = dict(outputs=weight.codes.shape[-2], dtype=dtype, activation=activation)
     return multiply(name, x, own, **how)

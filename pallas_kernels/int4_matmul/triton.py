@@ -24,7 +24,7 @@ from pallas_kernels.int4_matmul.operand import FourBits, multiply_blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class TileConfig:
     """How a product is cut.
 
     Attributes:
@@ -43,14 +43,16 @@ class Cut:
     stages: int = 4
     early: bool = False
 
-    def dividing(self, outputs: int, blocks: int, *, last_may_reach_past: bool = False) -> Cut:
+    def dividing(
+        self, outputs: int, blocks: int, *, last_may_reach_past: bool = False
+    ) -> TileConfig:
         """Return a cut whose outputs, splits and steps divide these outputs and blocks of inputs.
 
         Args:
           last_may_reach_past: the last step may; then only splits divide steps.
         """
         if last_may_reach_past:
-            steps = Cut.dividing(self, outputs, -(-blocks // self.unroll))
+            steps = TileConfig.dividing(self, outputs, -(-blocks // self.unroll))
             return dataclasses.replace(steps, unroll=self.unroll)
         splits = max(s for s in range(1, self.splits + 1) if blocks % s == 0)
         unroll = max(u for u in range(1, self.unroll + 1) if blocks // splits % u == 0)
@@ -58,21 +60,23 @@ class Cut:
         return dataclasses.replace(self, outputs=tile, splits=splits, unroll=unroll)
 
 
-def _linear(x_ref, codes_ref, *refs, coding: Coding, inputs_first: bool, cut: Cut, interpret: bool):
+def _linear(
+    x_ref, codes_ref, *refs, coding: Coding, inputs_first: bool, config: TileConfig, interpret: bool
+):
     """Write out[split, rows, outputs] of a tile.
 
     `refs` are scales, zeros and factors, as far as there are any, and the output.
     """
     *given, out_ref = refs
     *per_group, factors = given if len(given[-1].shape) == 1 else (*given, None)
-    share = x_ref.shape[1] // BLOCK // cut.splits
-    out = pl.program_id(0) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
-    row = pl.program_id(1) * cut.rows + lax.iota(jnp.int32, cut.rows)
+    share = x_ref.shape[1] // BLOCK // config.splits
+    out = pl.program_id(0) * config.outputs + lax.iota(jnp.int32, config.outputs)
+    row = pl.program_id(1) * config.rows + lax.iota(jnp.int32, config.rows)
     in_use = below(row, x_ref.shape[0])
     mask = None if in_use is None else in_use[:, None]
     scales, zeros = (*per_group, None)[:2]
     place = ((), (out,)) if inputs_first else ((out,), ())
-    how = cut.early, cut.warps, interpret
+    how = config.early, config.warps, interpret
     operand = FourBits(coding, codes_ref, scales, zeros, *place, *how)
 
     def x_block(block):
@@ -82,8 +86,8 @@ def _linear(x_ref, codes_ref, *refs, coding: Coding, inputs_first: bool, cut: Cu
 
         return x
 
-    start, shape = pl.program_id(2) * share, (cut.outputs, cut.rows)
-    (total,) = multiply_blocks((operand,), shape, x_block, start, share, cut.unroll)
+    start, shape = pl.program_id(2) * share, (config.outputs, config.rows)
+    (total,) = multiply_blocks((operand,), shape, x_block, start, share, config.unroll)
     if factors is not None:
         total = total * load(factors, out)[:, None]
     store(out_ref, pl.program_id(2), row[:, None], out[None, :], value=total.T, mask=mask)
@@ -96,7 +100,7 @@ def linear_triton(
     coding: Coding,
     inputs_first: bool,
     dtype: DTypeLike,
-    cut: Cut,
+    config: TileConfig,
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """Launch the kernel. Arguments as in `pallas_kernels.int4_matmul.linear`, which checks them."""
@@ -104,14 +108,14 @@ def linear_triton(
     given = [array for array in weight if array is not None]
     parts = pl.pallas_call(
         functools.partial(
-            _linear, coding=coding, inputs_first=inputs_first, cut=cut, interpret=interpret
+            _linear, coding=coding, inputs_first=inputs_first, config=config, interpret=interpret
         ),
         out_shape=jax.ShapeDtypeStruct(
-            (cut.splits, x.shape[0], outputs), dtype if cut.splits == 1 else jnp.float32
+            (config.splits, x.shape[0], outputs), dtype if config.splits == 1 else jnp.float32
         ),
-        grid=(outputs // cut.outputs, pl.cdiv(x.shape[0], cut.rows), cut.splits),
-        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        grid=(outputs // config.outputs, pl.cdiv(x.shape[0], config.rows), config.splits),
+        compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="grouped_linear",
     )(x, *given)
-    return parts[0] if cut.splits == 1 else jnp.sum(parts, axis=0).astype(dtype)
+    return parts[0] if config.splits == 1 else jnp.sum(parts, axis=0).astype(dtype)

@@ -12,16 +12,16 @@ from pallas_kernels.common.tiles import (
     PIECE,
     SHARED_BYTES,
     TILE,
-    FewCut,
-    few_is_faster,
+    SmallMConfig,
     padded,
     shares,
-    shares_of_many,
+    small_m_is_faster,
+    split_options_of_many,
     with_stages,
 )
 from pallas_kernels.dispatch import processors
 from pallas_kernels.int4_matmul.coding import BLOCK, HALF
-from pallas_kernels.int4_matmul.triton import Cut
+from pallas_kernels.int4_matmul.triton import TileConfig
 
 # Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with the sum
 # of parts, and for 5376 x 43008 with joining the first tiles with the last ones:
@@ -79,22 +79,24 @@ from pallas_kernels.int4_matmul.triton import Cut
 # pass, whatever their rows.
 TABLE = (
     # Each row: most rows of x, cut.
-    (8, Cut(8, 128, warps=2, stages=6, early=True)),
-    (16, Cut(16, 128, warps=2, stages=6, early=True)),
-    (32, Cut(32, 128, warps=2, stages=4, early=True)),
-    (float("inf"), Cut(64, 256, warps=4, stages=4, early=True)),
+    (8, TileConfig(8, 128, warps=2, stages=6, early=True)),
+    (16, TileConfig(16, 128, warps=2, stages=6, early=True)),
+    (32, TileConfig(32, 128, warps=2, stages=4, early=True)),
+    (float("inf"), TileConfig(64, 256, warps=4, stages=4, early=True)),
 )
 # Warps that keep a processor reading.
 WARPS = 8
 
 
-def cut_for(rows: int, blocks: int, outputs: int, scale_bytes: int = 2) -> Cut:
+def config_for(rows: int, blocks: int, outputs: int, scale_bytes: int = 2) -> TileConfig:
     """Return how to cut a product: the first row of the table whose limit is not exceeded, `fitted`."""
-    cut = next(cut for most, cut in TABLE if rows <= most)
-    return fitted(cut, rows, blocks, outputs, scale_bytes)
+    config = next(config for most, config in TABLE if rows <= most)
+    return fitted(config, rows, blocks, outputs, scale_bytes)
 
 
-def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2) -> Cut:
+def fitted(
+    config: TileConfig, rows: int, blocks: int, outputs: int, scale_bytes: int = 2
+) -> TileConfig:
     """Return a cut whose outputs, splits and steps divide these sizes.
 
     The splits keep all processors reading, and give the one with most programs as little as can be:
@@ -106,11 +108,11 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
       scale_bytes: of a scale or of a zero, whichever is shorter. With few rows there are no more
         warps than let each thread load 4 bytes of scales: see `operand.FourBits`.
     """
-    tile = min(cut.outputs, outputs & -outputs)
-    warps, few = cut.warps, cut.rows <= 16
+    tile = min(config.outputs, outputs & -outputs)
+    warps, few = config.warps, config.rows <= 16
     if few:
         warps = max(1, min(warps, tile * scale_bytes // 128))
-    tiles, at_once = outputs // tile * -(-rows // cut.rows), processors()
+    tiles, at_once = outputs // tile * -(-rows // config.rows), processors()
 
     def programs(splits: int) -> int:
         return -(-tiles * splits // at_once)  # of the processor that has most
@@ -122,25 +124,25 @@ def fitted(cut: Cut, rows: int, blocks: int, outputs: int, scale_bytes: int = 2)
     divisors = [s for s in range(1, blocks + 1) if blocks % s == 0 and blocks // s >= 3] or [1]
     busy = [s for s in divisors if programs(s) * warps >= WARPS]
     splits = min(busy, key=time) if busy else divisors[-1]
-    stages = cut.stages
+    stages = config.stages
     if few:  # so many steps that the programs of a processor run at once
-        step_bytes = tile * (HALF + 2 * scale_bytes) + 2 * BLOCK * cut.rows
+        step_bytes = tile * (HALF + 2 * scale_bytes) + 2 * BLOCK * config.rows
         room = SHARED_BYTES // min(programs(splits), WARPS) - 1024
         stages = max(3, min(stages, room // step_bytes))
-    cut = cut.dividing(outputs, blocks // splits)
-    return dataclasses.replace(cut, splits=splits, warps=warps, stages=stages)
+    config = config.dividing(outputs, blocks // splits)
+    return dataclasses.replace(config, splits=splits, warps=warps, stages=stages)
 
 
 ROWS = 8  # the Mosaic kernel pads rows to a multiple of it
-MOST_FEW_ROWS = 16
-MOST_MMA_ROWS = 32
-LARGE_FOR_FEW_ROWS = 100e6  # for `small_m.py`: see `tiles.few_is_faster`
+MAX_SMALL_M_ROWS = 16
+MAX_MMA_ROWS = 32
+LARGE_FOR_SMALL_M = 100e6  # for `small_m.py`: see `tiles.small_m_is_faster`
 NUMBERS_OF_TWO_GROUPS = 60e6  # of a weight: from there on two warpgroups share rows in `small_m.py`
 LARGE_NUMBERS = 30e6  # of a weight; smaller ones have smaller tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicCut:
+class MosaicConfig:
     """How the Mosaic kernel cuts a product.
 
     Attributes:
@@ -178,7 +180,7 @@ class MosaicCut:
 
 
 @dataclasses.dataclass(frozen=True)
-class MmaCut(MosaicCut):
+class MmaConfig(MosaicConfig):
     """The same for the kernel of few rows, in `mma.py`.
 
     Attributes:
@@ -198,23 +200,23 @@ def mosaic_is_faster(rows: int, blocks: int, outputs: int) -> bool:
     That of very few rows is, where it has a cut. The others take 8 rows and more. Other rows than a multiple
     of 8 are padded before, by a kernel of 1 us or so: 9 to 15 rows of small weights gain less than that.
     """
-    if _few_cut_for(rows, blocks, outputs):
+    if _small_m_config_for(rows, blocks, outputs):
         return True
     if rows < ROWS:
         return False
     return rows > 16 or rows % ROWS == 0 or blocks * BLOCK * outputs >= LARGE_NUMBERS
 
 
-def mosaic_cut_for(
+def mosaic_config_for(
     rows: int, blocks: int, outputs: int, result_bytes: int = 2
-) -> FewCut | MosaicCut | None:
+) -> SmallMConfig | MosaicConfig | None:
     """Return how a Mosaic kernel cuts a product; None where it does not fit."""
-    if cut := _few_cut_for(rows, blocks, outputs):
-        return cut
-    if rows <= MOST_MMA_ROWS:
-        return _mma_cut_for(rows, blocks, outputs, result_bytes)
+    if config := _small_m_config_for(rows, blocks, outputs):
+        return config
+    if rows <= MAX_MMA_ROWS:
+        return _mma_config_for(rows, blocks, outputs, result_bytes)
     if rows > FEW_ROWS:
-        return _cut_of_many(rows, blocks, outputs, result_bytes)
+        return _large_m_config_for(rows, blocks, outputs, result_bytes)
     groups = next((n for n in (4, 2) if outputs % (n * TILE) == 0), None)
     if groups is None:
         return None
@@ -224,28 +226,30 @@ def mosaic_cut_for(
     tile_ns = blocks * max(8.0 * rows, 700.0) * groups / 4
     most = max(1, min(12, blocks // 4))
     for _, splits, whole in sorted(shares(tiles, groups * TILE, rows, tile_ns, most)):
-        cut = MosaicCut(groups, splits, step, whole=whole)
-        if cut := with_stages(cut, rows, blocks // step, result_bytes):
-            return cut
+        config = MosaicConfig(groups, splits, step, whole=whole)
+        if config := with_stages(config, rows, blocks // step, result_bytes):
+            return config
     return None
 
 
-def _few_cut_for(rows: int, blocks: int, outputs: int) -> FewCut | None:
+def _small_m_config_for(rows: int, blocks: int, outputs: int) -> SmallMConfig | None:
     """Return how the kernel of very few rows cuts a product; None where it does not fit, or is slower."""
     inputs, narrow = blocks * BLOCK, outputs <= 3 * processors() * MMA_OUTPUTS
-    most = LARGE_NUMBERS if narrow and rows > ROWS else LARGE_FOR_FEW_ROWS
-    if rows > MOST_FEW_ROWS or not few_is_faster(inputs, outputs, most):
+    most = LARGE_NUMBERS if narrow and rows > ROWS else LARGE_FOR_SMALL_M
+    if rows > MAX_SMALL_M_ROWS or not small_m_is_faster(inputs, outputs, most):
         return None
     if inputs * outputs >= NUMBERS_OF_TWO_GROUPS or (rows > ROWS and not narrow):
-        cut = FewCut(groups=2, per_processor=2)
+        config = SmallMConfig(groups=2, per_processor=2)
     elif rows > ROWS:
-        cut = FewCut(stages=3, per_processor=3)  # one column of outputs for each block of threads
+        config = SmallMConfig(
+            stages=3, per_processor=3
+        )  # one column of outputs for each block of threads
     else:
-        cut = FewCut()
-    return None if outputs % cut.outputs else cut
+        config = SmallMConfig()
+    return None if outputs % config.outputs else config
 
 
-def gated_cut_for(rows: int, outputs: int) -> FewCut | None:
+def gated_config_for(rows: int, outputs: int) -> SmallMConfig | None:
     """Return how the kernel of gate and up with the activation cuts them; None where it is not faster.
 
     Three blocks a processor with three stages were the fastest of six cuts for 1 and 8 rows of 31B on an
@@ -255,38 +259,42 @@ def gated_cut_for(rows: int, outputs: int) -> FewCut | None:
     Args:
       outputs: of gate.
     """
-    cut = FewCut(stages=3, per_processor=3)
-    return None if rows > ROWS or outputs % cut.outputs else cut
+    config = SmallMConfig(stages=3, per_processor=3)
+    return None if rows > ROWS or outputs % config.outputs else config
 
 
-def _mma_cut_for(rows: int, blocks: int, outputs: int, result_bytes: int = 2) -> MmaCut | None:
+def _mma_config_for(
+    rows: int, blocks: int, outputs: int, result_bytes: int = 2
+) -> MmaConfig | None:
     """Return how the kernel of few rows cuts a product; None where it does not fit."""
     rows = padded(rows, ROWS)
     found, most = [], max(1, min(12, blocks // 4))
     for pieces in (2, 1) if blocks * BLOCK * outputs >= LARGE_NUMBERS else (1,):
-        cut = MmaCut(2, pieces=pieces)
-        if outputs % cut.outputs == 0:
+        config = MmaConfig(2, pieces=pieces)
+        if outputs % config.outputs == 0:
             # By the times of 5376 x 43008 with 8 to 32 rows, for 64 inputs.
             tile_ns = blocks * (max(285, 235 + 5 * rows) if pieces == 2 else 190 + 3.2 * rows)
-            ways = shares(outputs // cut.outputs, cut.outputs, rows, tile_ns, most)
+            ways = shares(outputs // config.outputs, config.outputs, rows, tile_ns, most)
             found += [(time, splits, whole, pieces) for time, splits, whole in ways]
     for _, splits, whole, pieces in sorted(found):
         # Longer steps were faster for small tiles, and where many steps follow each other.
         step = math.gcd(blocks, 4 if whole or pieces == 1 else 2)
-        cut = MmaCut(2, splits, step, whole=whole, pieces=pieces)
-        if cut := with_stages(cut, rows, blocks // step, result_bytes):
-            return cut
+        config = MmaConfig(2, splits, step, whole=whole, pieces=pieces)
+        if config := with_stages(config, rows, blocks // step, result_bytes):
+            return config
     return None
 
 
-def _cut_of_many(rows: int, blocks: int, outputs: int, result_bytes: int) -> MosaicCut | None:
+def _large_m_config_for(
+    rows: int, blocks: int, outputs: int, result_bytes: int
+) -> MosaicConfig | None:
     if outputs % (MANY_GROUPS * TILE):
         return None
-    for way in shares_of_many(rows, blocks * BLOCK, outputs, ROWS):
+    for way in split_options_of_many(rows, blocks * BLOCK, outputs, ROWS):
         # Two blocks of inputs and more rows leave no room for enough steps.
         step = 2 if way.rows <= FEW_ROWS and blocks % 2 == 0 else 1
         whole = dict(whole=way.whole, row_tiles=way.row_tiles)
-        cut = MosaicCut(MANY_GROUPS, way.splits, step, **whole)
-        if cut := with_stages(cut, way.rows, blocks // step, result_bytes):
-            return cut
+        config = MosaicConfig(MANY_GROUPS, way.splits, step, **whole)
+        if config := with_stages(config, way.rows, blocks // step, result_bytes):
+            return config
     return None

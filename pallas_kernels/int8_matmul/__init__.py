@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.common import reference_ops
 from pallas_kernels.common.reference_ops import Activation
-from pallas_kernels.common.tiles import FewCut, why_not_gated
+from pallas_kernels.common.tiles import SmallMConfig, why_not_gated
 from pallas_kernels.dispatch import (
     Candidate,
     capability,
@@ -28,28 +28,37 @@ from pallas_kernels.dispatch import (
     why_not_triton,
 )
 from pallas_kernels.int8_matmul.reference import reference, sums
-from pallas_kernels.int8_matmul.triton import Cut, linear_triton
+from pallas_kernels.int8_matmul.triton import TileConfig, linear_triton
 from pallas_kernels.int8_matmul.tuning import (
-    MOST_ROWS,
-    MosaicCut,
-    cut_for,
-    gated_cut_for,
+    MAX_ROWS,
+    MosaicConfig,
+    config_for,
+    gated_config_for,
     gated_is_faster,
-    mosaic_cut_for,
+    mosaic_config_for,
     mosaic_is_faster,
     sums_are_faster,
-    sums_cut_for,
+    sums_config_for,
     triton_is_faster,
 )
 
-LEAST = 64  # inputs and outputs are multiples of it
+SIZE_MULTIPLE = 64  # inputs and outputs are multiples of it
 FLOATS = (jnp.float8_e4m3fn,)
 CODES = (jnp.int8, *FLOATS)
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
-OfRounded = Literal["auto", "reference", "mosaic"]
-OfGated = OfRounded
+SumsImplementation = Literal["auto", "reference", "mosaic"]
+GatedImplementation = SumsImplementation
 
-__all__ = ["Cut", "FewCut", "MosaicCut", "gated", "linear", "reference", "rounded_sums", "sums"]
+__all__ = [
+    "Cut",
+    "MosaicConfig",
+    "SmallMConfig",
+    "gated",
+    "linear",
+    "reference",
+    "rounded_sums",
+    "sums",
+]
 
 
 def linear(
@@ -59,7 +68,7 @@ def linear(
     *,
     dtype: DTypeLike,
     implementation: Implementation = "auto",
-    cut: Cut | FewCut | MosaicCut | None = None,
+    config: TileConfig | SmallMConfig | MosaicConfig | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R *out"]:
     """Return the sums of x * codes over all axes of x but the first, in float32, times scales.
@@ -69,12 +78,12 @@ def linear(
       codes: [*out, *in], int8 or e4m3.
       scales: float32, [*out].
       dtype: of the result.
-      implementation: "triton" needs bfloat16 rows, up to `tuning.MOST_ROWS` of them, inputs and
+      implementation: "triton" needs bfloat16 rows, up to `tuning.MAX_ROWS` of them, inputs and
         outputs that are multiples of 64, and an NVIDIA GPU of compute capability 8.0 or newer, 8.9
         for e4m3 (or `interpret`). "mosaic" needs the same, but 9.0, any number of rows, and with more
         than 8 of them outputs that are a multiple of 128. "auto" takes one of them where it can run and
         is fastest, and takes "reference" elsewhere.
-      cut: tile sizes of the kernel; None takes them from `tuning.py`.
+      config: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
     Raises:
@@ -84,23 +93,23 @@ def linear(
     _check(x, codes, scales)
     sizes = x.shape[0], math.prod(x.shape[1:]), scales.size
     own = (
-        cut
-        if isinstance(cut, (FewCut, MosaicCut))
-        else mosaic_cut_for(*sizes, jnp.dtype(dtype).itemsize)
+        config
+        if isinstance(config, (SmallMConfig, MosaicConfig))
+        else mosaic_config_for(*sizes, jnp.dtype(dtype).itemsize)
     )
-    how = cut if isinstance(cut, Cut) else cut_for(*sizes)
+    how = config if isinstance(config, TileConfig) else config_for(*sizes)
 
     def mosaic(*args: Array) -> Array:
         # not in every jax
         from pallas_kernels.int8_matmul.mosaic import linear_mosaic
-        from pallas_kernels.int8_matmul.small_m import linear_few
+        from pallas_kernels.int8_matmul.small_m import linear_small_m
 
-        if isinstance(own, FewCut):
-            return linear_few(*args, dtype=dtype, cut=own)
+        if isinstance(own, SmallMConfig):
+            return linear_small_m(*args, dtype=dtype, config=own)
         assert own is not None
-        return linear_mosaic(*args, dtype=dtype, cut=own)
+        return linear_mosaic(*args, dtype=dtype, config=own)
 
-    triton = functools.partial(linear_triton, dtype=dtype, cut=how, interpret=interpret)
+    triton = functools.partial(linear_triton, dtype=dtype, config=how, interpret=interpret)
     reason, fp8 = _why_not_cut(*sizes[1:]), codes.dtype != jnp.int8
     candidates = [
         Candidate(
@@ -112,7 +121,7 @@ def linear(
         Candidate(
             "triton",
             triton,
-            too_many_rows(x, MOST_ROWS) or _why_not_triton(x, codes, interpret) or reason,
+            too_many_rows(x, MAX_ROWS) or _why_not_triton(x, codes, interpret) or reason,
             triton_is_faster(*sizes, fp8=fp8),
         ),
     ]
@@ -127,8 +136,8 @@ def gated(
     *,
     activation: Activation,
     dtype: DTypeLike,
-    implementation: OfGated = "auto",
-    cut: FewCut | None = None,
+    implementation: GatedImplementation = "auto",
+    config: SmallMConfig | None = None,
 ) -> Float[Array, "R F"]:
     """Return activation(x @ gate) * (x @ up). Both products are rounded before.
 
@@ -139,7 +148,7 @@ def gated(
       implementation: "mosaic" has one kernel for all. It needs what that of `linear` needs, and up to 8
         rows. "auto" takes it where it can run and is faster. Elsewhere it takes the kernels of `linear`.
         "reference" takes none.
-      cut: of that kernel; None takes it from `tuning.py`.
+      config: of that kernel; None takes it from `tuning.py`.
       others: as in `linear`.
 
     Raises:
@@ -150,13 +159,13 @@ def gated(
     if scales.ndim != 2 or scales.shape[0] != 2:
         raise ValueError(f"scales of gate and up must be [2, outputs]; they are {scales.shape}")
     rows, inputs, outputs = x.shape[0], math.prod(x.shape[1:]), scales.shape[1]
-    own = cut or gated_cut_for(rows, outputs)
+    own = config or gated_config_for(rows, outputs)
 
     def mosaic(*args: Array) -> Array:
-        from pallas_kernels.int8_matmul.small_m import linear_few  # not in every jax
+        from pallas_kernels.int8_matmul.small_m import linear_small_m  # not in every jax
 
         assert own is not None
-        return linear_few(*args, dtype=dtype, cut=own, activation=activation)
+        return linear_small_m(*args, dtype=dtype, config=own, activation=activation)
 
     def plain(*args: Array) -> Array:
         how: Any = dict(implementation="reference" if implementation == "reference" else "auto")
@@ -174,8 +183,8 @@ def rounded_sums(
     codes: Float[Array, "*out_in"],
     *,
     dtype: DTypeLike,
-    implementation: OfRounded = "auto",
-    cut: MosaicCut | None = None,
+    implementation: SumsImplementation = "auto",
+    config: MosaicConfig | None = None,
 ) -> Float[Array, "R *out"]:
     """Return the sums of x * codes over all axes of x but the first, in float32.
 
@@ -185,7 +194,7 @@ def rounded_sums(
       dtype: of the result. The sums are rounded to it.
       implementation: "mosaic" needs up to 128 rows, sizes as in `linear`, and a Hopper GPU. "auto"
         takes it where it can run and is faster, and takes "reference" elsewhere.
-      cut: tile sizes of the kernel; None takes them from `tuning.py`.
+      config: tile sizes of the kernel; None takes them from `tuning.py`.
 
     Raises:
       ValueError: shapes do not fit together.
@@ -196,14 +205,14 @@ def rounded_sums(
     if codes.shape != (*shape, *x.shape[1:]):
         raise ValueError(f"rows {x.shape} and codes {codes.shape} do not have the same inputs")
     sizes = x.shape[0], math.prod(x.shape[1:]), math.prod(shape)
-    own = cut or sums_cut_for(*sizes, jnp.dtype(dtype).itemsize)
+    own = config or sums_config_for(*sizes, jnp.dtype(dtype).itemsize)
 
     def mosaic(x: Array, codes: Array) -> Array:
         from pallas_kernels.int8_matmul.mosaic import sums_mosaic  # not in every jax
 
         assert own is not None
         flat, codes = x.reshape(x.shape[0], -1), codes.reshape(sizes[2], -1)
-        return sums_mosaic(flat, codes, dtype=dtype, cut=own).reshape(-1, *shape)
+        return sums_mosaic(flat, codes, dtype=dtype, config=own).reshape(-1, *shape)
 
     reason = _why_not_cut(*sizes[1:]) or _why_not_mosaic(x, codes, own, False, FLOATS, FLOATS)
     candidate = Candidate("mosaic", mosaic, reason, sums_are_faster(*sizes))
@@ -220,9 +229,9 @@ def _check(x: Array, codes: Array, scales: Array) -> None:
 
 
 def _why_not_cut(inputs: int, outputs: int) -> str | None:
-    if inputs % LEAST or outputs % LEAST:
+    if inputs % SIZE_MULTIPLE or outputs % SIZE_MULTIPLE:
         return (
-            f"the kernels need inputs and outputs that are multiples of {LEAST}, not {inputs} and "
+            f"the kernels need inputs and outputs that are multiples of {SIZE_MULTIPLE}, not {inputs} and "
             f"{outputs}"
         )
     return None
@@ -248,7 +257,7 @@ def _why_not_triton(
 def _why_not_mosaic(
     x: Array,
     codes: Array,
-    cut: FewCut | MosaicCut | None,
+    config: SmallMConfig | MosaicConfig | None,
     interpret: bool,
     *dtypes: tuple[Any, ...],
 ) -> str | None:
@@ -263,6 +272,6 @@ def _why_not_mosaic(
         return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
     if (found := capability()) not in (None, 9.0):
         return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
-    if cut is None:
+    if config is None:
         return f"the Mosaic kernel has no cut for rows {x.shape} and codes {codes.shape}"
     return _why_not_triton(x, codes, interpret, *dtypes)  # it needs the same

@@ -54,7 +54,7 @@ class EightBits(Weight):
 
     @property
     def rings(self) -> tuple[Any, ...]:
-        shape = self.cut.stages, self.matrices * self.width, self.cut.inputs
+        shape = self.config.stages, self.matrices * self.width, self.config.inputs
         return (plgpu.SMEM(shape, self.codes.dtype),)
 
     @property
@@ -64,7 +64,7 @@ class EightBits(Weight):
     def copies(
         self, refs: Refs, rings: Refs, index: Refs, column: Array, step: Array, place: Array
     ) -> list[tuple[Any, Any]]:
-        (ring,), inputs = rings, self.cut.inputs
+        (ring,), inputs = rings, self.config.inputs
         some = pl.ds(column * self.width, self.width), pl.ds(step * inputs, inputs)
         return [
             (
@@ -75,17 +75,17 @@ class EightBits(Weight):
         ]
 
     def numbers(self, lane: Lane, *memory: Any) -> Numbers:
-        how: Any = dict(kind=self.codes.dtype, inputs=self.cut.inputs, piece=self.apart)
+        how: Any = dict(kind=self.codes.dtype, inputs=self.config.inputs, piece=self.apart)
         return numbers_of(lane, *memory, **how)
 
     def factors(
         self, refs: Refs, index: Refs, column: Array, warpgroup: Array, rows: int
     ) -> list[Any]:
         found = []
-        for piece in range(self.cut.pieces):
+        for piece in range(self.config.pieces):
             matrix = (*index, piece) if self.gated else index
             own = refs[1].at[*matrix, self.outputs(column, warpgroup, piece)]
-            if self.cut.shared:
+            if self.config.shared:
                 own = of_outputs(own, rows)
             else:
                 own = load_as(own, BY_OUTPUT, optimized=False)

@@ -36,12 +36,12 @@ from pallas_kernels.common.mosaic import BY_OUTPUT, Steps, Sums, load_as, multip
 from pallas_kernels.common.registers import i32, words
 from pallas_kernels.common.tiles import TILE
 from pallas_kernels.int8_matmul.dequantise import factor, pair
-from pallas_kernels.int8_matmul.tuning import ROWS, MosaicCut
+from pallas_kernels.int8_matmul.tuning import ROWS, MosaicConfig
 
 SWIZZLED_BYTES = 128  # the most of a line
 
 
-def _codes_converted(x_ref, codes_ref, scales_ref, ring, x_ring, *, cut: MosaicCut) -> Steps:
+def _codes_converted(x_ref, codes_ref, scales_ref, ring, x_ring, *, config: MosaicConfig) -> Steps:
     """Return how a step is multiplied whose codes become bfloat16 in registers."""
     warpgroup = lax.axis_index("warpgroup")
 
@@ -53,10 +53,10 @@ def _codes_converted(x_ref, codes_ref, scales_ref, ring, x_ring, *, cut: MosaicC
         scales = load_as(scales_ref.at[pl.ds(first, TILE)], BY_OUTPUT, optimized=False)
         return total * lax.broadcast_in_dim(scales * factor(codes_ref.dtype), total.shape, [0])
 
-    return Steps(_loading(x_ref, codes_ref, ring, x_ring, cut), multiply, finish)
+    return Steps(_loading(x_ref, codes_ref, ring, x_ring, config), multiply, finish)
 
 
-def _codes_as_they_are(x_ref, codes_ref, ring, x_ring, *, cut: MosaicCut) -> Steps:
+def _codes_as_they_are(x_ref, codes_ref, ring, x_ring, *, config: MosaicConfig) -> Steps:
     """Return how a step is multiplied whose codes and rows wgmma reads from shared memory."""
     warpgroup = lax.axis_index("warpgroup")
 
@@ -64,15 +64,18 @@ def _codes_as_they_are(x_ref, codes_ref, ring, x_ring, *, cut: MosaicCut) -> Ste
         codes = ring.at[place, pl.ds(warpgroup * TILE, TILE)]
         plgpu.wgmma(total, codes, x_ring.at[place].transpose((1, 0)))
 
-    return Steps(_loading(x_ref, codes_ref, ring, x_ring, cut), multiply)
+    return Steps(_loading(x_ref, codes_ref, ring, x_ring, config), multiply)
 
 
-def _loading(x_ref, codes_ref, ring, x_ring, cut: MosaicCut) -> Any:
-    """Return how `cut.line` inputs of codes and of rows are loaded."""
+def _loading(x_ref, codes_ref, ring, x_ring, config: MosaicConfig) -> Any:
+    """Return how `config.line` inputs of codes and of rows are loaded."""
     rows = x_ring.shape[1]
 
     def load(tile, row_tile, step, place, there):
-        own, at = pl.ds(tile * cut.outputs, cut.outputs), pl.ds(step * cut.line, cut.line)
+        own, at = (
+            pl.ds(tile * config.outputs, config.outputs),
+            pl.ds(step * config.line, config.line),
+        )
         plgpu.copy_gmem_to_smem(codes_ref.at[own, at], ring.at[place], there)
         x = x_ref.at[pl.ds(row_tile * rows, rows), at]
         plgpu.copy_gmem_to_smem(x, x_ring.at[place], there)
@@ -114,20 +117,20 @@ def linear_mosaic(
     scales: Float[Array, "*out"],
     *,
     dtype: DTypeLike,
-    cut: MosaicCut,
+    config: MosaicConfig,
 ) -> Float[Array, "R *out"]:
     """Launch the kernel. Arguments as in `pallas_kernels.int8_matmul.linear`, which checks them."""
     rows, flat = x.reshape(x.shape[0], -1), codes.reshape(scales.size, -1)
     args = rows, flat, scales.reshape(scales.size)
-    out = _launch("eight_bit_linear", _codes_converted, *args, dtype=dtype, cut=cut)
+    out = _launch("eight_bit_linear", _codes_converted, *args, dtype=dtype, config=config)
     return out.reshape(-1, *scales.shape)
 
 
 def sums_mosaic(
-    x: Float[Array, "R K"], codes: Float[Array, "N K"], *, dtype: DTypeLike, cut: MosaicCut
+    x: Float[Array, "R K"], codes: Float[Array, "N K"], *, dtype: DTypeLike, config: MosaicConfig
 ) -> Float[Array, "R N"]:
     """Launch the kernel. Arguments as in `pallas_kernels.int8_matmul.rounded_sums`, which checks them."""
-    how: Any = dict(dtype=dtype, cut=cut, sums="apart")
+    how: Any = dict(dtype=dtype, config=config, sums="apart")
     return _launch("eight_bit_sums", _codes_as_they_are, x, codes, **how)
 
 
@@ -138,24 +141,24 @@ def _launch(
     codes: Array,
     *others: Array,
     dtype: DTypeLike,
-    cut: MosaicCut,
+    config: MosaicConfig,
     sums: Sums = "together",
 ) -> Float[Array, "R N"]:
     outputs, inputs = codes.shape
-    ring = swizzled(cut.stages, cut.outputs, cut.line, dtype=codes.dtype)
-    x_line = min(cut.line, SWIZZLED_BYTES // x.dtype.itemsize)
+    ring = swizzled(config.stages, config.outputs, config.line, dtype=codes.dtype)
+    x_line = min(config.line, SWIZZLED_BYTES // x.dtype.itemsize)
     return multiply_tiles(
         name,
-        functools.partial(steps_of, cut=cut),
+        functools.partial(steps_of, config=config),
         (x, codes, *others),
         outputs=outputs,
-        steps=inputs // cut.line,
-        cut=cut,
+        steps=inputs // config.line,
+        config=config,
         multiple=ROWS,
         dtype=dtype,
         rings=lambda rows: (
             ring,
-            swizzled(cut.stages, rows, cut.line, dtype=x.dtype, line=x_line),
+            swizzled(config.stages, rows, config.line, dtype=x.dtype, line=x_line),
         ),
         loads=2,
         sums=sums,

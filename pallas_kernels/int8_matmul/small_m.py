@@ -11,17 +11,17 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.common.small_m import multiply
-from pallas_kernels.common.tiles import FewCut
+from pallas_kernels.common.tiles import SmallMConfig
 from pallas_kernels.int8_matmul.mma import EightBits
 
 
-def linear_few(
+def linear_small_m(
     x: Float[Array, "R *in"],
     codes: Shaped[Array, "*out_in"],
     scales: Float[Array, "*out"],
     *,
     dtype: DTypeLike,
-    cut: FewCut,
+    config: SmallMConfig,
     activation: Activation | None = None,
 ) -> Float[Array, "R *result"]:
     """Launch the kernel. Arguments as in `pallas_kernels.int8_matmul`, whose functions check them.
@@ -33,8 +33,8 @@ def linear_few(
     result = scales.shape[len(matrices) :]
     outputs = math.prod(result)
     codes, scales = codes.reshape(*matrices, outputs, -1), scales.reshape(*matrices, outputs)
-    cut = dataclasses.replace(cut, pieces=2 if activation else 1)
-    own = EightBits(cut, activation is not None, codes, scales)
+    config = dataclasses.replace(config, pieces=2 if activation else 1)
+    own = EightBits(config, activation is not None, codes, scales)
     name = "eight_bit_gate_up" if activation else "eight_bit_linear"
     how: Any = dict(outputs=outputs, dtype=dtype, activation=activation)
     out = multiply(name, x.reshape(x.shape[0], -1), own, **how)

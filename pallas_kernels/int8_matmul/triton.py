@@ -23,7 +23,7 @@ from pallas_kernels.int8_matmul.dequantise import factor, numbers
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class TileConfig:
     """How a product is cut.
 
     Attributes:
@@ -41,16 +41,16 @@ class Cut:
     stages: int = 4
 
 
-def _linear(x_ref, codes_ref, scales_ref, out_ref, *, cut: Cut, interpret: bool):
+def _linear(x_ref, codes_ref, scales_ref, out_ref, *, config: TileConfig, interpret: bool):
     """Write out[split, rows, outputs] of a tile: sums, times their scales if there is one split."""
-    row = pl.program_id(0) * cut.rows + lax.iota(jnp.int32, cut.rows)
-    out = pl.program_id(1) * cut.outputs + lax.iota(jnp.int32, cut.outputs)
-    split, steps = pl.program_id(2), x_ref.shape[1] // cut.inputs
+    row = pl.program_id(0) * config.rows + lax.iota(jnp.int32, config.rows)
+    out = pl.program_id(1) * config.outputs + lax.iota(jnp.int32, config.outputs)
+    split, steps = pl.program_id(2), x_ref.shape[1] // config.inputs
     in_use = below(row, x_ref.shape[0])
     mask = None if in_use is None else in_use[:, None]
 
     def step(i, total):
-        k = i * cut.inputs + lax.iota(jnp.int32, cut.inputs)
+        k = i * config.inputs + lax.iota(jnp.int32, config.inputs)
         codes = load(codes_ref, out[:, None], k[None, :])
         w = numbers(codes, codes.dtype, interpret=interpret)
         x = load(x_ref, row[:, None], k[None, :], mask=mask)
@@ -58,11 +58,11 @@ def _linear(x_ref, codes_ref, scales_ref, out_ref, *, cut: Cut, interpret: bool)
 
     first, last = (
         (0, steps)
-        if cut.splits == 1
-        else (split * steps // cut.splits, (split + 1) * steps // cut.splits)
+        if config.splits == 1
+        else (split * steps // config.splits, (split + 1) * steps // config.splits)
     )
-    total = lax.fori_loop(first, last, step, jnp.zeros((cut.outputs, cut.rows), jnp.float32))
-    if cut.splits == 1:
+    total = lax.fori_loop(first, last, step, jnp.zeros((config.outputs, config.rows), jnp.float32))
+    if config.splits == 1:
         total = total * load(scales_ref, out)[:, None]
     if (by := factor(codes_ref.dtype, interpret=interpret)) != 1:
         total = total * by
@@ -75,22 +75,22 @@ def linear_triton(
     scales: Float[Array, "*out"],
     *,
     dtype: DTypeLike,
-    cut: Cut,
+    config: TileConfig,
     interpret: bool = False,
 ) -> Float[Array, "R *out"]:
     """Launch the kernel. Arguments as in `pallas_kernels.int8_matmul.linear`, which checks them."""
     rows, outputs, shape = x.shape[0], scales.size, scales.shape
     x, codes, scales = x.reshape(rows, -1), codes.reshape(outputs, -1), scales.reshape(outputs)
     parts = pl.pallas_call(
-        functools.partial(_linear, cut=cut, interpret=interpret),
+        functools.partial(_linear, config=config, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct(
-            (cut.splits, rows, outputs), dtype if cut.splits == 1 else jnp.float32
+            (config.splits, rows, outputs), dtype if config.splits == 1 else jnp.float32
         ),
         # Programs that read the same codes for other rows run side by side.
-        grid=(pl.cdiv(rows, cut.rows), outputs // cut.outputs, cut.splits),
-        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        grid=(pl.cdiv(rows, config.rows), outputs // config.outputs, config.splits),
+        compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="eight_bit_linear",
     )(x, codes, scales)
-    out = parts[0] if cut.splits == 1 else (jnp.sum(parts, axis=0) * scales).astype(dtype)
+    out = parts[0] if config.splits == 1 else (jnp.sum(parts, axis=0) * scales).astype(dtype)
     return out.reshape(rows, *shape)

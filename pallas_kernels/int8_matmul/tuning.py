@@ -11,18 +11,18 @@ from pallas_kernels.common.tiles import (
     MANY_ROWS,
     PIECE,
     TILE,
-    FewCut,
-    few_is_faster,
+    SmallMConfig,
     padded,
     shares,
-    shares_of_many,
+    small_m_is_faster,
+    split_options_of_many,
     with_stages,
 )
 from pallas_kernels.dispatch import processors
-from pallas_kernels.int8_matmul.triton import Cut
+from pallas_kernels.int8_matmul.triton import TileConfig
 
-MOST_ROWS = 256  # of Triton's kernel
-MOST_FEW_ROWS = 8  # of `small_m.py`
+MAX_ROWS = 256  # of Triton's kernel
+MAX_SMALL_M_ROWS = 8  # of `small_m.py`
 
 # Measured on an NVIDIA H200 (jax 0.11.2), microseconds with the sum of parts, and for 5376 x 43008
 # with joining the first tiles with the last ones. XLA chooses tiles by timing them, and its choices
@@ -126,28 +126,28 @@ ANY, SMALL = float("inf"), 26e6
 TABLE = (
     # Each row: most rows of x, most numbers of the weight, most outputs, cut, programs for each
     # processor.
-    (8, SMALL, ANY, Cut(8, 64, inputs=128, warps=4, stages=5), 2),
-    (8, ANY, 8192, Cut(8, 128, inputs=128, warps=4, stages=4), 2),
-    (8, ANY, 16384, Cut(8, 64, inputs=128, warps=4, stages=7), 2),
-    (8, ANY, ANY, Cut(8, 64, inputs=128, warps=2, stages=5), 8),
-    (16, ANY, ANY, Cut(16, 64, inputs=128, warps=2, stages=5), 10),
-    (32, ANY, ANY, Cut(32, 64, inputs=128, warps=2, stages=4), 4),
-    (MOST_ROWS, ANY, ANY, Cut(64, 64, inputs=128, warps=2, stages=4), 4),
+    (8, SMALL, ANY, TileConfig(8, 64, inputs=128, warps=4, stages=5), 2),
+    (8, ANY, 8192, TileConfig(8, 128, inputs=128, warps=4, stages=4), 2),
+    (8, ANY, 16384, TileConfig(8, 64, inputs=128, warps=4, stages=7), 2),
+    (8, ANY, ANY, TileConfig(8, 64, inputs=128, warps=2, stages=5), 8),
+    (16, ANY, ANY, TileConfig(16, 64, inputs=128, warps=2, stages=5), 10),
+    (32, ANY, ANY, TileConfig(32, 64, inputs=128, warps=2, stages=4), 4),
+    (MAX_ROWS, ANY, ANY, TileConfig(64, 64, inputs=128, warps=2, stages=4), 4),
 )
-LEAST_NUMBERS = 5e6  # of a weight; smaller ones were not measured
-LEAST_NUMBERS_OF_MANY = 10e6
-LEAST_NUMBERS_OF_SUMS = 40e6  # for smaller ones both take about as long
+MIN_NUMBERS = 5e6  # of a weight; smaller ones were not measured
+MIN_NUMBERS_OF_MANY = 10e6
+MIN_NUMBERS_OF_SUMS = 40e6  # for smaller ones both take about as long
 LARGE_NUMBERS = 80e6
-LARGE_INT8, LARGE_FP8 = 60e6, 30e6  # for `small_m.py`: see `tiles.few_is_faster`
+LARGE_INT8, LARGE_FP8 = 60e6, 30e6  # for `small_m.py`: see `tiles.small_m_is_faster`
 # Large products for which Triton's kernel is faster with up to 8 rows.
 LARGE = ((21504, 5376), (5376, 16384), (8192, 5376), (5376, 18432))
 # Codes that TMA loads side by side. With few rows it is slow with fewer than 128 bytes.
-LINE, LEAST_LINE = 128, 64
+LINE, MIN_LINE = 128, 64
 ROWS = 16  # Mosaic's kernel pads rows to a multiple of it
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicCut:
+class MosaicConfig:
     """How a Mosaic kernel cuts a product.
 
     Attributes:
@@ -183,37 +183,37 @@ class MosaicCut:
         )
 
 
-def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
+def config_for(rows: int, inputs: int, outputs: int) -> TileConfig:
     """Return how Triton's kernel cuts a product: by the first row of the table that fits."""
     fit = (
         row[3:]
         for row in TABLE
         if rows <= row[0] and inputs * outputs <= row[1] and outputs <= row[2]
     )
-    cut, programs = next(fit, TABLE[-1][3:])
-    step = min(cut.inputs, inputs & -inputs)
-    tile = min(cut.outputs, outputs & -outputs)
-    tiles = outputs // tile * -(-rows // cut.rows)
+    config, programs = next(fit, TABLE[-1][3:])
+    step = min(config.inputs, inputs & -inputs)
+    tile = min(config.outputs, outputs & -outputs)
+    tiles = outputs // tile * -(-rows // config.rows)
     at_once = processors()
     splits = max(1, at_once * programs // tiles)
     # One more where this leaves the processor with most programs less to do.
     splits = min(splits, splits + 1, key=lambda s: -(-tiles * s // at_once) / s)
     # A split has 4 steps at least, because its part of the result is written and read again.
     splits = max(1, min(splits, inputs // step // 4))
-    return dataclasses.replace(cut, outputs=tile, inputs=step, splits=splits)
+    return dataclasses.replace(config, outputs=tile, inputs=step, splits=splits)
 
 
-def mosaic_cut_for(
+def mosaic_config_for(
     rows: int, inputs: int, outputs: int, result_bytes: int = 2
-) -> FewCut | MosaicCut | None:
+) -> SmallMConfig | MosaicConfig | None:
     """Return how a Mosaic kernel cuts a product; None where it does not fit."""
-    if rows <= MOST_FEW_ROWS:
+    if rows <= MAX_SMALL_M_ROWS:
         # As many stages as shared memory has room for.
-        cut = FewCut(blocks=4, stages=8 if rows <= 2 else 6)
-        return None if outputs % cut.outputs else cut
+        config = SmallMConfig(blocks=4, stages=8 if rows <= 2 else 6)
+        return None if outputs % config.outputs else config
     if rows > FEW_ROWS:
-        return _cut_of_many(rows, inputs, outputs, result_bytes)
-    rows, line = padded(rows, ROWS), LINE if inputs % LINE == 0 else LEAST_LINE
+        return _large_m_config_for(rows, inputs, outputs, result_bytes)
+    rows, line = padded(rows, ROWS), LINE if inputs % LINE == 0 else MIN_LINE
     found, most = [], max(1, min(12, inputs // LINE // 2))
     # With more rows the ring of 4 groups would hold too few steps.
     for groups in (4, 2) if rows <= 64 else (2,):
@@ -224,13 +224,13 @@ def mosaic_cut_for(
             ways = shares(outputs // tile, tile, rows, tile_ns, most)
             found += [(time, groups, splits, whole) for time, splits, whole in ways]
     for _, groups, splits, whole in sorted(found):
-        cut = MosaicCut(groups, splits, line, whole=whole)
-        if cut := with_stages(cut, rows, inputs // line, result_bytes):
-            return cut
+        config = MosaicConfig(groups, splits, line, whole=whole)
+        if config := with_stages(config, rows, inputs // line, result_bytes):
+            return config
     return None
 
 
-def gated_cut_for(rows: int, outputs: int) -> FewCut | None:
+def gated_config_for(rows: int, outputs: int) -> SmallMConfig | None:
     """Return how the kernel of gate and up with the activation cuts them; None where it does not fit.
 
     With 8 rows two of the four blocks fit on a processor at once. On an H100 8 rows of 31B take 79.4 us, and
@@ -239,36 +239,40 @@ def gated_cut_for(rows: int, outputs: int) -> FewCut | None:
     Args:
       outputs: of gate.
     """
-    cut = FewCut(blocks=4, stages=6)
-    return None if rows > MOST_FEW_ROWS or outputs % cut.outputs else cut
+    config = SmallMConfig(blocks=4, stages=6)
+    return None if rows > MAX_SMALL_M_ROWS or outputs % config.outputs else config
 
 
-def _cut_of_many(rows: int, inputs: int, outputs: int, result_bytes: int) -> MosaicCut | None:
-    if outputs % (MANY_GROUPS * TILE) or inputs % LEAST_LINE:
+def _large_m_config_for(
+    rows: int, inputs: int, outputs: int, result_bytes: int
+) -> MosaicConfig | None:
+    if outputs % (MANY_GROUPS * TILE) or inputs % MIN_LINE:
         return None
-    for way in shares_of_many(rows, inputs, outputs, ROWS):
+    for way in split_options_of_many(rows, inputs, outputs, ROWS):
         # Whole lines and more rows leave no room for enough steps.
-        line = LINE if way.rows <= FEW_ROWS and inputs % LINE == 0 else LEAST_LINE
+        line = LINE if way.rows <= FEW_ROWS and inputs % LINE == 0 else MIN_LINE
         whole = dict(whole=way.whole, row_tiles=way.row_tiles)
-        cut = MosaicCut(MANY_GROUPS, way.splits, line, **whole)
-        if cut := with_stages(cut, way.rows, inputs // line, result_bytes):
-            return cut
+        config = MosaicConfig(MANY_GROUPS, way.splits, line, **whole)
+        if config := with_stages(config, way.rows, inputs // line, result_bytes):
+            return config
     return None
 
 
-def sums_cut_for(rows: int, inputs: int, outputs: int, result_bytes: int = 2) -> MosaicCut | None:
+def sums_config_for(
+    rows: int, inputs: int, outputs: int, result_bytes: int = 2
+) -> MosaicConfig | None:
     """Return how the kernel of 8-bit floats cuts a product; None where it does not fit."""
-    cut = MosaicCut(groups=2, line=LINE if inputs % LINE == 0 else LEAST_LINE, row_bytes=1)
-    if rows > FEW_ROWS or outputs % cut.outputs or inputs % cut.line:
+    config = MosaicConfig(groups=2, line=LINE if inputs % LINE == 0 else MIN_LINE, row_bytes=1)
+    if rows > FEW_ROWS or outputs % config.outputs or inputs % config.line:
         return None
-    rows, steps = padded(rows, ROWS), inputs // cut.line
+    rows, steps = padded(rows, ROWS), inputs // config.line
     # By the times of the sizes of 31B, for 128 inputs.
-    tile_ns = inputs / LINE * cut.groups * (150 + 0.8 * rows)
-    sizes, most = (outputs // cut.outputs, cut.outputs, rows), max(1, min(12, steps // 4))
+    tile_ns = inputs / LINE * config.groups * (150 + 0.8 * rows)
+    sizes, most = (outputs // config.outputs, config.outputs, rows), max(1, min(12, steps // 4))
     ways = shares(*sizes, tile_ns, most, least_ns=inputs * outputs / BYTES_A_NS)
     # Whole tiles before others were no faster: 74 us and a join, not 72, for 128 rows of 5376 x 43008.
     _, splits, _ = min(way for way in ways if not way[2])
-    return with_stages(dataclasses.replace(cut, splits=splits), rows, steps, result_bytes)
+    return with_stages(dataclasses.replace(config, splits=splits), rows, steps, result_bytes)
 
 
 def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
@@ -278,23 +282,23 @@ def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool
     """
     numbers = inputs * outputs
     if rows <= 8:
-        small = LEAST_NUMBERS <= numbers <= SMALL and inputs < outputs and not fp8
+        small = MIN_NUMBERS <= numbers <= SMALL and inputs < outputs and not fp8
         return small or (inputs, outputs) in LARGE
     if rows <= 16 and fp8:
         return False
-    return rows <= 32 and numbers >= (25e6 if fp8 else LEAST_NUMBERS)
+    return rows <= 32 and numbers >= (25e6 if fp8 else MIN_NUMBERS)
 
 
 def mosaic_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
     """Tell whether a Mosaic kernel is faster than XLA's product, by the figures above."""
-    if rows <= MOST_FEW_ROWS:
+    if rows <= MAX_SMALL_M_ROWS:
         most = LARGE_FP8 if fp8 else LARGE_INT8
-        return inputs * outputs >= LEAST_NUMBERS and few_is_faster(inputs, outputs, most)
+        return inputs * outputs >= MIN_NUMBERS and small_m_is_faster(inputs, outputs, most)
     if fp8 and rows <= 16:
         return rows == 16 and inputs * outputs >= LARGE_NUMBERS and outputs <= 20_000
     if fp8 and 32 < rows <= FEW_ROWS and outputs > 20_000:
         return False
-    least = LEAST_NUMBERS if rows <= MANY_ROWS else LEAST_NUMBERS_OF_MANY
+    least = MIN_NUMBERS if rows <= MANY_ROWS else MIN_NUMBERS_OF_MANY
     return rows >= 16 and inputs * outputs >= least
 
 
@@ -304,9 +308,9 @@ def gated_is_faster(inputs: int, outputs: int) -> bool:
     Args:
       outputs: of gate.
     """
-    return 2 * inputs * outputs >= LEAST_NUMBERS
+    return 2 * inputs * outputs >= MIN_NUMBERS
 
 
 def sums_are_faster(rows: int, inputs: int, outputs: int) -> bool:
     """Tell whether the kernel of 8-bit floats is faster than XLA's product, by the figures above."""
-    return rows <= 64 and inputs * outputs >= LEAST_NUMBERS_OF_SUMS and outputs <= 20_000
+    return rows <= 64 and inputs * outputs >= MIN_NUMBERS_OF_SUMS and outputs <= 20_000

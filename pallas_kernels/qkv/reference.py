@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common.reference_ops import rms_norm, rotate, stored_as
-from pallas_kernels.common.single_row import twice_if_alone
+from pallas_kernels.common.single_row import repeat_if_single
 from pallas_kernels.rounding.reference import Sums, values_of
 
 
@@ -107,12 +107,12 @@ def _write_rows(
         one_head = jax.vmap(lambda o, n, i: o.at[i].set(n, mode="drop"), in_axes=(0, 0, None))
         return jax.vmap(one_head)(old, new, index)
 
-    return twice_if_alone(
+    return repeat_if_single(
         scatter,
         old,
         new,
         index,
-        alone=new.shape[2] == 1,
+        single=new.shape[2] == 1,
         repeat=lambda old, new, i: (old, jnp.repeat(new, 2, axis=2), jnp.repeat(i, 2, axis=1)),
         first=lambda written: written,
         platform="cpu",

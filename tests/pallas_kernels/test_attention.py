@@ -242,8 +242,8 @@ def test_the_table_has_a_row_for_every_shape() -> None:
     for head_dim in (16, 128, 256, 512):
         for rows in (1, 16, 17, 128, 1000):
             tiling = tiling_for(head_dim=head_dim, rows=rows, heads=2, longest=8192)
-            cut = (tiling.keys, tiling.warps, tiling.stages, tiling.parts)
-            assert cut in [row[2] for row in TABLE]
+            config = (tiling.keys, tiling.warps, tiling.stages, tiling.parts)
+            assert config in [row[2] for row in TABLE]
             assert 16 <= tiling.rows <= max(16, 2 * rows)
     assert tiling_for(head_dim=256, rows=32, heads=128, longest=8192).splits <= 2
     assert tiling_for(head_dim=256, rows=32, heads=1, longest=64).splits == 1

@@ -26,7 +26,7 @@ from pallas_kernels.experts.launch import Tiling
 from pallas_kernels.experts.routing import Routed, num_tiles, route
 from pallas_kernels.experts.triton import Block
 from pallas_kernels.experts.tuning import TABLE, tiling_for
-from pallas_kernels.int4_matmul.triton import Cut
+from pallas_kernels.int4_matmul.triton import TileConfig
 from tests.cases import slow
 
 # Blocks that cut NARROW and SMALL into several, with and without a rest.
@@ -178,11 +178,11 @@ def test_the_tables_for_codes_cut_the_experts_of_26b_evenly(bits: int) -> None:
     e, d, f = (getattr(GEMMA4_26B_A4B, name) for name in ("experts", "width", "hidden"))
     for tokens in (1, 8, 16, 32, 128, 512, 2048):
         tiling = tiling_for(tokens * GEMMA4_26B_A4B.top_k / e, bits)
-        for cut, outputs, contracting_axes in ((tiling.gate_up, f, d), (tiling.down, d, f)):
-            if isinstance(cut, Cut):
+        for config, outputs, contracting_axes in ((tiling.gate_up, f, d), (tiling.down, d, f)):
+            if isinstance(config, TileConfig):
                 assert (
-                    cut.dividing(outputs, contracting_axes // 64, last_may_reach_past=bits == 8)
-                    == cut
+                    config.dividing(outputs, contracting_axes // 64, last_may_reach_past=bits == 8)
+                    == config
                 )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.quantised.array import quantise
-from pallas_kernels.experts import MmaCut, MosaicCut, Tiling, experts, reference
+from pallas_kernels.experts import MmaConfig, MosaicConfig, Tiling, experts, reference
 from pallas_kernels.experts.cases import (
     GEMMA4_26B_A4B,
     ROUTINGS,
@@ -113,12 +113,12 @@ def test_a_draft_block_of_32_sequences_has_a_cut(bits: int) -> None:
     tiling = mosaic_tiling_for(tokens * shape.top_k / shape.experts, bits)
     assert tiling is not None
     assert tiling.rows >= tokens * shape.top_k / shape.experts
-    for cut in (tiling.gate_up, tiling.down):
-        assert isinstance(cut, MosaicCut)
-        assert cut.rows[-1] == tiling.rows
-        assert list(cut.rows) == sorted(cut.rows)
-        assert all(rows % ALIGN == 0 for rows in cut.rows)
-        assert cut.stages >= 2
+    for config in (tiling.gate_up, tiling.down):
+        assert isinstance(config, MosaicConfig)
+        assert config.rows[-1] == tiling.rows
+        assert list(config.rows) == sorted(config.rows)
+        assert all(rows % ALIGN == 0 for rows in config.rows)
+        assert config.stages >= 2
 
 
 @pytest.mark.parametrize(
@@ -142,16 +142,16 @@ def test_what_the_mosaic_kernels_cannot_take_is_said(format: str, tokens: int, w
 @pytest.mark.parametrize(
     ("gate_up", "words"),
     [
-        (MmaCut((8,), groups=3), "evenly"),
-        (MmaCut((8,), blocks=2), "evenly"),
-        (MmaCut((8,), groups=1, pieces=1), "two pieces"),
-        (MmaCut((8,), groups=1, shared=False, pieces=4), "two pieces"),
+        (MmaConfig((8,), groups=3), "evenly"),
+        (MmaConfig((8,), blocks=2), "evenly"),
+        (MmaConfig((8,), groups=1, pieces=1), "two pieces"),
+        (MmaConfig((8,), groups=1, shared=False, pieces=4), "two pieces"),
     ],
 )
-def test_a_cut_for_few_tokens_that_does_not_fit_is_refused(gate_up: MmaCut, words: str) -> None:
+def test_a_cut_for_few_tokens_that_does_not_fit_is_refused(gate_up: MmaConfig, words: str) -> None:
     *weights, coding = abstract_codes(GEMMA4_26B_A4B, "int4")
     args = (*abstract_inputs(GEMMA4_26B_A4B, 8), *weights)
-    how: Any = dict(implementation="mosaic", tiling=Tiling(8, gate_up, MmaCut((8,))))
+    how: Any = dict(implementation="mosaic", tiling=Tiling(8, gate_up, MmaConfig((8,))))
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(functools.partial(experts, top_k=8, coding=coding, **how), *args)
 

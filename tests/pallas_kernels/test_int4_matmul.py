@@ -22,20 +22,20 @@ from jaxspec.quantised.int4 import Grouped, from_float4, from_int4, int4_name
 from jaxspec.weights.define import formats_for, model_def_of
 from pallas_kernels.common import tiles
 from pallas_kernels.common.reference_ops import Activation
-from pallas_kernels.common.tile_schedule import place_of, shares_of
-from pallas_kernels.common.tiles import SHARED_BYTES, FewCut, padded, results_are_apart
+from pallas_kernels.common.tile_schedule import place_of, schedule_of
+from pallas_kernels.common.tiles import SHARED_BYTES, SmallMConfig, padded, results_are_apart
 from pallas_kernels.dispatch import H200_PROCESSORS
 from pallas_kernels.experts import Tiling, cases, experts
-from pallas_kernels.int4_matmul import Codes, Coding, Cut, gated, linear
+from pallas_kernels.int4_matmul import Codes, Coding, TileConfig, gated, linear
 from pallas_kernels.int4_matmul.coding import E2M1, numbers, pack, pack_pairs, unpack
 from pallas_kernels.int4_matmul.tuning import (
     ROWS,
     TABLE,
-    MmaCut,
-    MosaicCut,
-    cut_for,
-    gated_cut_for,
-    mosaic_cut_for,
+    MmaConfig,
+    MosaicConfig,
+    config_for,
+    gated_config_for,
+    mosaic_config_for,
     mosaic_is_faster,
 )
 from pallas_kernels.int8_matmul.cases import SHAPES
@@ -221,8 +221,8 @@ def test_the_kernel_is_the_reference(kind, scales, zeros, group, rows, early):
     weight, coding = codes_of(kind, scales, zeros, not early, 384, 32, group)
     x = random((rows, 384)).astype(jnp.bfloat16)
     how: dict[str, Any] = dict(coding=coding, inputs_first=not early, dtype=jnp.float32)
-    cut = Cut(8 if rows == 3 else 16, 16, splits=2, unroll=3, early=early)
-    ours = linear(x, weight, **how, implementation="triton", interpret=True, cut=cut)
+    config = TileConfig(8 if rows == 3 else 16, 16, splits=2, unroll=3, early=early)
+    ours = linear(x, weight, **how, implementation="triton", interpret=True, config=config)
     theirs, exact = linear(x, weight, **how), linear(x.astype(jnp.float32), weight, **how)
     error, allowed = (float(jnp.abs(y - exact).max()) for y in (ours, theirs))
     assert error <= 2 * allowed + 1e-5 * float(jnp.abs(exact).max())
@@ -266,48 +266,48 @@ def test_every_product_has_a_cut_for_the_mosaic_kernels(name, processors, monkey
     monkeypatch.setattr(tiles, "processors", lambda: processors)
     inputs, outputs = SHAPES[name]
     for rows in (1, 8, 9, 17, 32, 33, 64, 100, 128, 129, 256, 300, 512, 2048, 8192):
-        cut = mosaic_cut_for(rows, inputs // 64, outputs)
-        assert cut is not None
-        if isinstance(cut, FewCut):
+        config = mosaic_config_for(rows, inputs // 64, outputs)
+        assert config is not None
+        if isinstance(config, SmallMConfig):
             assert rows <= 16
-            assert outputs % cut.outputs == 0
+            assert outputs % config.outputs == 0
             taken = padded(rows, ROWS) if rows >= ROWS else rows
-            step = cut.blocks * (cut.outputs * (32 + 4) + 128 * taken)
-            assert cut.per_processor * (cut.stages * step + 1024) <= SHARED_BYTES
+            step = config.blocks * (config.outputs * (32 + 4) + 128 * taken)
+            assert config.per_processor * (config.stages * step + 1024) <= SHARED_BYTES
             continue
-        assert isinstance(cut, MmaCut) == (rows <= 32)
-        assert outputs % cut.outputs == 0
-        assert cut.whole < outputs // cut.outputs * cut.row_tiles
-        assert cut.whole % cut.row_tiles == cut.whole % processors == 0
-        assert cut.stages >= 3
-        assert inputs % cut.inputs == 0
-        assert results_are_apart(cut, inputs // cut.inputs)
-        assert cut.splits <= inputs // cut.inputs
-        taken = padded(rows, ROWS * cut.row_tiles) // cut.row_tiles
-        assert cut.shared_bytes(taken) <= SHARED_BYTES
+        assert isinstance(config, MmaConfig) == (rows <= 32)
+        assert outputs % config.outputs == 0
+        assert config.whole < outputs // config.outputs * config.row_tiles
+        assert config.whole % config.row_tiles == config.whole % processors == 0
+        assert config.stages >= 3
+        assert inputs % config.inputs == 0
+        assert results_are_apart(config, inputs // config.inputs)
+        assert config.splits <= inputs // config.inputs
+        taken = padded(rows, ROWS * config.row_tiles) // config.row_tiles
+        assert config.shared_bytes(taken) <= SHARED_BYTES
         assert taken <= 256
-        assert rows <= taken * cut.row_tiles < rows + 8 * cut.row_tiles
+        assert rows <= taken * config.row_tiles < rows + 8 * config.row_tiles
 
 
 @pytest.mark.parametrize("processors", [114, H200_PROCESSORS])
 @pytest.mark.parametrize(
     ("tiles", "steps", "cut"),
     [
-        (132, 42, MosaicCut()),  # a whole tile each
-        (44, 64, MosaicCut(splits=3)),
-        (50, 44, MosaicCut(splits=3)),  # 150 parts: some blocks have two
-        (168, 42, MosaicCut(splits=3, whole=132)),
-        (300, 7, MosaicCut()),  # two or three whole tiles each
-        (672, 84, MosaicCut(splits=9, whole=660, row_tiles=2)),
-        (20, 5, MosaicCut(row_tiles=4)),
+        (132, 42, MosaicConfig()),  # a whole tile each
+        (44, 64, MosaicConfig(splits=3)),
+        (50, 44, MosaicConfig(splits=3)),  # 150 parts: some blocks have two
+        (168, 42, MosaicConfig(splits=3, whole=132)),
+        (300, 7, MosaicConfig()),  # two or three whole tiles each
+        (672, 84, MosaicConfig(splits=9, whole=660, row_tiles=2)),
+        (20, 5, MosaicConfig(row_tiles=4)),
     ],
 )
-def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, cut, processors):
-    rest = tiles - cut.whole if cut.splits > 1 else 0
-    blocks = min(processors, tiles - rest + rest * cut.splits)
+def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, config, processors):
+    rest = tiles - config.whole if config.splits > 1 else 0
+    blocks = min(processors, tiles - rest + rest * config.splits)
     multiplied, parts = [], []
     for block in range(blocks):
-        shares = shares_of(jnp.int32(block), blocks, tiles, steps, cut)
+        shares = schedule_of(jnp.int32(block), blocks, tiles, steps, config)
         loaded = jax.vmap(shares.at)(jnp.arange(int(shares.begins[-1]), dtype=jnp.int32))
         loaded = list(zip(*(np.asarray(x).tolist() for x in loaded), strict=True))
         mine = [shares.whole(i) for i in range(int(shares.wholes))] + list(shares.parts)
@@ -322,20 +322,20 @@ def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, cut, processo
         parts += [(s.out, int(s.tile), int(s.split)) for s in mine if s.count]
     assert sorted(multiplied) == sorted(itertools.product(range(tiles), range(steps)))
     assert len(set(parts)) == len(parts)  # no result is written twice
-    places = {tuple(int(i) for i in place_of(jnp.int32(tile), cut)) for tile in range(tiles)}
-    outputs, rows = range(tiles // cut.row_tiles), range(cut.row_tiles)
+    places = {tuple(int(i) for i in place_of(jnp.int32(tile), config)) for tile in range(tiles)}
+    outputs, rows = range(tiles // config.row_tiles), range(config.row_tiles)
     assert places == set(itertools.product(outputs, rows))
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
-@pytest.mark.parametrize("cut", [FewCut(groups=3), FewCut(blocks=6)])
-def test_a_cut_for_very_few_rows_that_does_not_fit_is_refused(cut):
+@pytest.mark.parametrize("cut", [SmallMConfig(groups=3), SmallMConfig(blocks=6)])
+def test_a_cut_for_very_few_rows_that_does_not_fit_is_refused(config):
     weight, coding = codes_of("int4", "bfloat16", False, True, 384, 64, 32)
     x = random((8, 384)).astype(jnp.bfloat16)
-    how: dict[str, Any] = dict(coding=coding, dtype=x.dtype, implementation="mosaic", cut=cut)
+    how: dict[str, Any] = dict(coding=coding, dtype=x.dtype, implementation="mosaic", config=config)
     with pytest.raises(ValueError, match="evenly, or blocks among 4 warps"):
         jax.eval_shape(lambda x, w: linear(x, w, **how), x, weight)
-    how["cut"] = MmaCut(groups=1, pieces=1, row_tiles=2)
+    how["cut"] = MmaConfig(groups=1, pieces=1, row_tiles=2)
     with pytest.raises(ValueError, match="divides rows among tiles"):
         jax.eval_shape(lambda x, w: linear(x, w, **how), x, weight)
 
@@ -347,27 +347,29 @@ def test_few_rows_have_the_kernel_that_is_fastest():
     for name, (few, others) in sizes.items():
         inputs, outputs = SHAPES[name]
         faster = [rows for rows in range(1, 20) if mosaic_is_faster(rows, inputs // 64, outputs)]
-        cuts = [mosaic_cut_for(rows, inputs // 64, outputs) for rows in faster]
-        assert [isinstance(cut, FewCut) for cut in cuts] == [True] * few + [False] * others
+        configs = [mosaic_config_for(rows, inputs // 64, outputs) for rows in faster]
+        assert [isinstance(config, SmallMConfig) for config in configs] == [True] * few + [
+            False
+        ] * others
         assert faster[:few] == list(range(1, few + 1))
         assert all(rows >= ROWS for rows in faster[few:])
-    wide = FewCut(groups=2, per_processor=2)  # two warpgroups share rows
-    assert [mosaic_cut_for(rows, 84, 16384) for rows in (1, 8, 16)] == [wide] * 3
-    assert [mosaic_cut_for(rows, 44, 8192) for rows in (8, 16)] == [FewCut(), wide]
+    wide = SmallMConfig(groups=2, per_processor=2)  # two warpgroups share rows
+    assert [mosaic_config_for(rows, 84, 16384) for rows in (1, 8, 16)] == [wide] * 3
+    assert [mosaic_config_for(rows, 44, 8192) for rows in (8, 16)] == [SmallMConfig(), wide]
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if "gate_up" in name])
 def test_gate_and_up_of_few_rows_have_one_kernel(name):
     """Its blocks fit on a processor side by side."""
     inputs, outputs = SHAPES[name]
-    assert gated_cut_for(9, outputs // 2) is None
+    assert gated_config_for(9, outputs // 2) is None
     for rows in (1, 8):
-        cut = gated_cut_for(rows, outputs // 2)
-        assert cut is not None
-        step = cut.blocks * (2 * cut.outputs * (32 + 4) + 128 * rows)
-        parts = cut.outputs * 2 * 4 * ROWS * 4  # of the sums of four warps
-        assert cut.per_processor * (cut.stages * step + parts + 1024) <= SHARED_BYTES
-        assert inputs >= cut.inputs
+        config = gated_config_for(rows, outputs // 2)
+        assert config is not None
+        step = config.blocks * (2 * config.outputs * (32 + 4) + 128 * rows)
+        parts = config.outputs * 2 * 4 * ROWS * 4  # of the sums of four warps
+        assert config.per_processor * (config.stages * step + parts + 1024) <= SHARED_BYTES
+        assert inputs >= config.inputs
 
 
 @pytest.mark.gpu
@@ -415,18 +417,20 @@ def test_every_product_of_every_target_on_a_gpu(name, group):
 @pytest.mark.parametrize(
     ("rows", "cut"),
     [
-        (8, FewCut()),
-        (8, MmaCut(2, splits=6, blocks=2, stages=8, pieces=2)),
-        (16, FewCut(groups=2, per_processor=2)),
-        (16, FewCut(groups=3, blocks=4, stages=3, per_processor=3)),  # most warps at once
+        (8, SmallMConfig()),
+        (8, MmaConfig(2, splits=6, blocks=2, stages=8, pieces=2)),
+        (16, SmallMConfig(groups=2, per_processor=2)),
+        (16, SmallMConfig(groups=3, blocks=4, stages=3, per_processor=3)),  # most warps at once
     ],
 )
-def test_a_product_gives_the_same_bits_every_time_on_a_gpu(rows, cut):
+def test_a_product_gives_the_same_bits_every_time_on_a_gpu(rows, config):
     """Of 100 runs some differed while TMA could write over a step that warps were still to read."""
     outputs = 384 * 112
     weight, coding = codes_of("int4", "bfloat16", False, True, 5376, outputs, 32)
     x = random((rows, 5376)).astype(jnp.bfloat16)
-    how: dict[str, Any] = dict(coding=coding, dtype=jnp.float32, implementation="mosaic", cut=cut)
+    how: dict[str, Any] = dict(
+        coding=coding, dtype=jnp.float32, implementation="mosaic", config=config
+    )
     run = jax.jit(lambda x, w: linear(x, w, **how))
     first = run(x, weight)
     differing = [jnp.sum(run(x, weight) != first) for _ in range(100)]
@@ -442,12 +446,12 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
         inputs = int(np.prod([w.shape[i] for i in contracting_axes]))
         outputs = int(np.prod([n for i, n in enumerate(w.shape) if i not in contracting_axes]))
         for rows, scale_bytes in itertools.product((2, 8, 16, 32, 64, 128, 512), (1, 2)):
-            cut = cut_for(rows, inputs // 64, outputs, scale_bytes)
-            assert inputs % (64 * cut.splits * cut.unroll) == 0, name
-            assert outputs % cut.outputs == 0
+            config = config_for(rows, inputs // 64, outputs, scale_bytes)
+            assert inputs % (64 * config.splits * config.unroll) == 0, name
+            assert outputs % config.outputs == 0
             # Else scales are loaded one step ahead only, and steps wait for the memory.
-            four_bytes = cut.outputs * scale_bytes >= 4 * 32 * cut.warps
-            assert rows > 16 or four_bytes or cut.warps == 1, (name, cut)
+            four_bytes = config.outputs * scale_bytes >= 4 * 32 * config.warps
+            assert rows > 16 or four_bytes or config.warps == 1, (name, config)
     assert TABLE[-1][0] == float("inf")
 
 
@@ -460,7 +464,7 @@ def test_experts_read_codes_of_four_bits(format):
     coding = packed[0].codes_of_experts()[1]
     expected = experts(x, logits, scale, *(w.dequantise() for w in packed), top_k=3)
     kernel = {"implementation": "triton", "interpret": True}
-    shared = Tiling(8, Cut(8, 64, splits=3, early=True), Cut(8, 64, early=True))
+    shared = Tiling(8, TileConfig(8, 64, splits=3, early=True), TileConfig(8, 64, early=True))
     for how in ({"implementation": "reference"}, kernel, kernel | {"tiling": shared}):
         found = experts(x, logits, scale, *codes, top_k=3, coding=coding, **how)
         np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)

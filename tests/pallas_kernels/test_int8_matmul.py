@@ -16,23 +16,29 @@ import pytest
 from jaxspec.configs.gemma4 import PRESETS
 from jaxspec.weights.define import formats_for, model_def_of
 from pallas_kernels.common.reference_ops import Activation
-from pallas_kernels.common.tiles import SHARED_BYTES, FewCut, padded, results_are_apart, shares
+from pallas_kernels.common.tiles import (
+    SHARED_BYTES,
+    SmallMConfig,
+    padded,
+    results_are_apart,
+    shares,
+)
 from pallas_kernels.dispatch import H200_PROCESSORS
-from pallas_kernels.int8_matmul import Cut, dequantise, gated, linear, rounded_sums
+from pallas_kernels.int8_matmul import TileConfig, dequantise, gated, linear, rounded_sums
 from pallas_kernels.int8_matmul.cases import SHAPES
 from pallas_kernels.int8_matmul.tuning import (
     LINE,
-    MOST_ROWS,
+    MAX_ROWS,
     ROWS,
     TABLE,
-    MosaicCut,
-    cut_for,
-    gated_cut_for,
+    MosaicConfig,
+    config_for,
+    gated_config_for,
     gated_is_faster,
-    mosaic_cut_for,
+    mosaic_config_for,
     mosaic_is_faster,
     sums_are_faster,
-    sums_cut_for,
+    sums_config_for,
     triton_is_faster,
 )
 from pallas_kernels.rounding import round_rows
@@ -55,21 +61,21 @@ def arguments(rows: int, inputs: tuple[int, ...], outputs: tuple[int, ...], kind
 @pytest.mark.parametrize(
     ("rows", "cut"),
     [
-        (1, Cut(8, 64, inputs=128)),
-        (5, Cut(8, 64, inputs=64, splits=3)),  # 5 steps: one, two and two
-        (21, Cut(16, 32, inputs=64, splits=2)),
-        (40, Cut(32, 64, inputs=64, splits=2)),
+        (1, TileConfig(8, 64, inputs=128)),
+        (5, TileConfig(8, 64, inputs=64, splits=3)),  # 5 steps: one, two and two
+        (21, TileConfig(16, 32, inputs=64, splits=2)),
+        (40, TileConfig(32, 64, inputs=64, splits=2)),
     ],
 )
-def test_the_kernel_is_dequantise_then_multiply(kind, rows, cut):
+def test_the_kernel_is_dequantise_then_multiply(kind, rows, config):
     """Two axes of inputs and two of outputs, as attention has; sums differ by float32's rounding."""
-    inputs = (5, 64) if cut.inputs == 64 else (4, 64)
+    inputs = (5, 64) if config.inputs == 64 else (4, 64)
     x, codes, scales = arguments(rows, inputs, (2, 64), kind)
     weight = (codes.astype(jnp.float32) * scales[..., None, None]).reshape(128, -1)
     with jax.default_matmul_precision("highest"):
         expected = (x.astype(jnp.float32).reshape(rows, -1) @ weight.T).reshape(rows, 2, 64)
     how = dict(dtype=jnp.float32, interpret=True)
-    out = linear(x, codes, scales, implementation="triton", cut=cut, **how)
+    out = linear(x, codes, scales, implementation="triton", config=config, **how)
     largest = float(jnp.max(jnp.abs(expected)))
     # 320 products of float32 numbers, in another order.
     assert float(jnp.max(jnp.abs(out - expected))) < 3e-6 * largest
@@ -141,7 +147,7 @@ def test_the_assembly_converts_every_code_exactly(kind):
 
 
 def test_the_kernel_refuses_what_it_cannot_cut():
-    for rows, inputs, said in ((MOST_ROWS + 1, 64, "rows at most"), (2, 96, "multiples of 64")):
+    for rows, inputs, said in ((MAX_ROWS + 1, 64, "rows at most"), (2, 96, "multiples of 64")):
         x, codes, scales = arguments(rows, (inputs,), (64,), jnp.int8)
         with pytest.raises(NotImplementedError, match=said):
             linear(x, codes, scales, dtype=x.dtype, implementation="triton", interpret=True)
@@ -166,11 +172,11 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
     assert found == {size for name, size in SHAPES.items() if name.startswith(preset + " ")}
     for inputs, outputs in found:
         for rows in (1, *(row[0] for row in TABLE), 300, 512, 2048, 8192):
-            cut = cut_for(rows, inputs, outputs)
-            assert outputs % cut.outputs == inputs % cut.inputs == 0
-            assert 1 <= cut.splits <= inputs // cut.inputs
-            own = mosaic_cut_for(rows, inputs, outputs)
-            if isinstance(own, FewCut):
+            config = config_for(rows, inputs, outputs)
+            assert outputs % config.outputs == inputs % config.inputs == 0
+            assert 1 <= config.splits <= inputs // config.inputs
+            own = mosaic_config_for(rows, inputs, outputs)
+            if isinstance(own, SmallMConfig):
                 assert rows <= 8
                 assert outputs % own.outputs == 0
                 step = own.inputs * (own.outputs + 2 * (8 if rows > 2 else rows))
@@ -186,7 +192,7 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
                 assert results_are_apart(own, inputs // own.line)
                 taken = padded(rows, ROWS * own.row_tiles) // own.row_tiles
                 assert own.shared_bytes(taken, 2) <= SHARED_BYTES
-            floats = sums_cut_for(rows, inputs, outputs)
+            floats = sums_config_for(rows, inputs, outputs)
             assert (floats is None) == (rows > 128)
             if floats is not None:
                 steps = inputs // floats.line
@@ -260,8 +266,8 @@ def test_products_of_rounded_rows_without_a_kernel_say_why():
 def test_a_cut_whose_results_could_overwrite_each_other_is_refused():
     shape = jax.ShapeDtypeStruct
     weight = shape((43008, 5376), jnp.int8), shape((43008,), jnp.float32)
-    cut = MosaicCut(splits=10, stages=6, whole=132)
-    product = functools.partial(linear, dtype=jnp.bfloat16, implementation="mosaic", cut=cut)
+    config = MosaicConfig(splits=10, stages=6, whole=132)
+    product = functools.partial(linear, dtype=jnp.bfloat16, implementation="mosaic", config=config)
     with pytest.raises(ValueError, match="a split 4 of 42 steps"):
         jax.eval_shape(product, shape((16, 5376), jnp.bfloat16), *weight)
 
@@ -281,15 +287,17 @@ def test_whole_tiles_come_first_where_that_leaves_less_to_split():
 @pytest.mark.parametrize(
     ("rows", "cut"),
     [
-        (1, FewCut(blocks=4, stages=8)),
-        (8, FewCut(blocks=4, stages=6)),
-        (16, FewCut(groups=2, blocks=4, per_processor=3)),  # most warps at once
+        (1, SmallMConfig(blocks=4, stages=8)),
+        (8, SmallMConfig(blocks=4, stages=6)),
+        (16, SmallMConfig(groups=2, blocks=4, per_processor=3)),  # most warps at once
     ],
 )
-def test_a_product_gives_the_same_bits_every_time_on_a_gpu(rows, cut, kind):
+def test_a_product_gives_the_same_bits_every_time_on_a_gpu(rows, config, kind):
     """Of 100 runs some differed while TMA could write over a step that warps were still to read."""
     x, codes, scales = arguments(rows, (5376,), (43008,), kind)
-    run = jax.jit(functools.partial(linear, dtype=jnp.float32, implementation="mosaic", cut=cut))
+    run = jax.jit(
+        functools.partial(linear, dtype=jnp.float32, implementation="mosaic", config=config)
+    )
     first = run(x, codes, scales)
     differing = [jnp.sum(run(x, codes, scales) != first) for _ in range(100)]
     assert not np.any(jax.device_get(differing))
@@ -341,14 +349,14 @@ def test_gate_and_up_of_every_target_on_a_gpu(name, kind):
 
 def test_gate_and_up_of_few_rows_have_one_kernel():
     """Two of its blocks fit on a processor at least, with 8 rows. Small ones were not measured."""
-    assert gated_cut_for(9, 10240) is None
-    assert gated_cut_for(8, 10248) is None
+    assert gated_config_for(9, 10240) is None
+    assert gated_config_for(8, 10248) is None
     assert [gated_is_faster(1024, outputs) for outputs in (2048, 4096)] == [False, True]
-    cut = gated_cut_for(8, 10240)
-    assert cut is not None
-    step = cut.inputs * (2 * cut.outputs + 2 * 8)
-    parts = cut.outputs * 2 * 4 * 8 * 4  # of the sums of four warps
-    assert 2 * (cut.stages * step + parts + 1024) <= SHARED_BYTES
+    config = gated_config_for(8, 10240)
+    assert config is not None
+    step = config.inputs * (2 * config.outputs + 2 * 8)
+    parts = config.outputs * 2 * 4 * 8 * 4  # of the sums of four warps
+    assert 2 * (config.stages * step + parts + 1024) <= SHARED_BYTES
 
 
 def test_gate_and_up_of_other_shapes_are_refused():

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.common.single_row import twice_if_alone
+from pallas_kernels.common.single_row import repeat_if_single
 
 
 def product(rows: jax.Array) -> jax.Array:
-    return twice_if_alone(
+    return repeat_if_single(
         lambda r: r @ jnp.ones((4, 3)),
         rows,
-        alone=rows.shape[0] == 1,
+        single=rows.shape[0] == 1,
         repeat=lambda r: (jnp.repeat(r, 2, axis=0),),
         first=lambda out: out[:1],
     )

@@ -33,7 +33,7 @@ from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh
 from pallas_kernels.experts import Tiling, cases, experts
 from pallas_kernels.experts.triton import Block
-from pallas_kernels.int4_matmul import Codes, Cut
+from pallas_kernels.int4_matmul import Codes, TileConfig
 from tests import tiny
 
 FORMATS = ("int8", "fp8")
@@ -170,10 +170,10 @@ def test_experts_read_codes(format, how):
     expected = experts(x, logits, scale, *numbers, **options)
     np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
     if how == "triton":  # programs that share the inputs of gate and up, and more tokens than rows
-        shared = Tiling(8, Cut(8, 64, splits=3), Cut(8, 64))
+        shared = Tiling(8, TileConfig(8, 64, splits=3), TileConfig(8, 64))
         in_columns = Tiling(16, Block(64, 64, 4, 4), Block(64, 64, 4, 4))
         both = Tiling(
-            16, in_columns.gate_up, Cut(16, 64, unroll=2)
+            16, in_columns.gate_up, TileConfig(16, 64, unroll=2)
         )  # which has one step and a half
         many, of_many = jnp.tile(x, (4, 1)), jnp.tile(logits, (1, 4, 1))
         for tiling in (shared, in_columns, both):

@@ -41,12 +41,12 @@ from jaxspec.weights.model_def import ModelDef
 from pallas_kernels import int8_matmul
 from pallas_kernels.attention import KVSegment, attention
 from pallas_kernels.attention.tuning import tiling_at_once
-from pallas_kernels.experts import MmaCut, experts
+from pallas_kernels.experts import MmaConfig, experts
 from pallas_kernels.experts.cases import GEMMA4_26B_A4B, abstract_codes, abstract_inputs
 from pallas_kernels.experts.coded import multiply_gate_up
 from pallas_kernels.experts.routing import route
 from pallas_kernels.experts.tuning import mosaic_tiling_for, tiling_for
-from pallas_kernels.int4_matmul import Codes, Coding, Cut, linear
+from pallas_kernels.int4_matmul import Codes, Coding, TileConfig, linear
 from pallas_kernels.int8_matmul.cases import SHAPES
 from tests.tools.chips import H200, OTHERS, Chip, has_cuda_wheels
 
@@ -637,13 +637,13 @@ def test_experts_of_8_bits_are_read_several_steps_ahead_and_not_converted(codes,
         shape((128, 2, 704, 2816), codes),  # type: ignore[arg-type]
         factors=shape((128, 2, 704), jnp.float32),  # type: ignore[arg-type]
     )
-    cut = tiling_for(8 / 128, bits=8).gate_up
-    assert isinstance(cut, Cut)
+    config = tiling_for(8 / 128, bits=8).gate_up
+    assert isinstance(config, TileConfig)
     routed = jax.eval_shape(
-        functools.partial(route, top_k=8, dtype=jnp.bfloat16, rows=cut.rows),
+        functools.partial(route, top_k=8, dtype=jnp.bfloat16, rows=config.rows),
         *(shape(s, jnp.float32) for s in ((1, 1, 128), (128,))),
     )
-    run = functools.partial(multiply_gate_up, coding=None, top_k=8, cut=cut)
+    run = functools.partial(multiply_gate_up, coding=None, top_k=8, config=config)
     args = (routed, shape((1, 2816), jnp.bfloat16), weight)
     loop = loop_of("experts_gate_up", run, args, tmp_path)
     assert loop.count("cp.async.c") >= 4
@@ -871,9 +871,9 @@ def test_experts_of_few_tokens_run_as_many_blocks_as_they_are_cut_for(
     assert tiling is not None
     steps_end_with_a_fence(said)
     used = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
-    for registers, cut in zip(used, (tiling.gate_up, tiling.down), strict=True):
-        assert isinstance(cut, MmaCut)
-        threads = 128 * (cut.groups + 1) * cut.per_processor
+    for registers, config in zip(used, (tiling.gate_up, tiling.down), strict=True):
+        assert isinstance(config, MmaConfig)
+        threads = 128 * (config.groups + 1) * config.per_processor
         assert -(-registers // 8) * 8 * threads <= 65_536
     assert big_moves(compiled.as_text(), limit_bytes=64 << 20) == []  # no weight is copied
 
