@@ -127,10 +127,10 @@ def why_not_triton(
             return f"the Triton kernel's offsets are 32 bits, and an array has {array.size} numbers"
     if devices := devices_of_mesh():
         return f"the Triton kernel runs on one device, not on a mesh of {devices}"
-    found = None if interpret else capability()
+    this_gpu = None if interpret else capability()
     least = 8.9 if any(array.dtype == jnp.float8_e4m3fn for array in arrays) else 8.0
-    if found is not None and found < least:
-        return f"the Triton kernel needs compute capability {least}; this GPU has {found}"
+    if this_gpu is not None and this_gpu < least:
+        return f"the Triton kernel needs compute capability {least}; this GPU has {this_gpu}"
     return None
 
 
@@ -142,10 +142,10 @@ def why_not_rounding(x: Array, *, interpret: bool) -> str | None:
     )
 
 
-def too_many_rows(x: Array, most: int) -> str | None:
+def too_many_rows(x: Array, max_rows: int) -> str | None:
     """Return why a Triton kernel that is cut for so many rows cannot take these, or None."""
-    if x.shape[0] > most:
-        return f"the Triton kernel is cut for {most} rows at most, not {x.shape[0]}"
+    if x.shape[0] > max_rows:
+        return f"the Triton kernel is cut for {max_rows} rows at most, not {x.shape[0]}"
     return None
 
 
@@ -162,8 +162,8 @@ def capability() -> float | None:
     """
     if jax.default_backend() != "gpu":
         return None
-    said = str(getattr(jax.devices()[0], "compute_capability", 0))
-    return float(said) if said.replace(".", "").isdigit() else 0.0
+    version = str(getattr(jax.devices()[0], "compute_capability", 0))
+    return float(version) if version.replace(".", "").isdigit() else 0.0
 
 
 H200_PROCESSORS = 132
@@ -193,7 +193,7 @@ def shared_bytes() -> int:
 
     A GPU that is not known has as little as any. On a machine without a GPU it is that of Hopper.
     """
-    found = capability()
-    if found is None:
+    this_gpu = capability()
+    if this_gpu is None:
         return HOPPER_SHARED_BYTES
-    return _SHARED_KIB.get(found, _MIN_SHARED_KIB) << 10
+    return _SHARED_KIB.get(this_gpu, _MIN_SHARED_KIB) << 10

@@ -77,19 +77,19 @@ def activated(format: str, implementation: Any, dtype: Any) -> Run:
     if format == "fp8-dynamic":
         raise ValueError("scales of rounded rows come between the product and the activation")
     both = product(format, implementation, dtype)
-    how: Any = dict(dtype=dtype, implementation=implementation, activation="gelu_tanh")
+    kwargs: Any = dict(dtype=dtype, implementation=implementation, activation="gelu_tanh")
     if format == "bfloat16" or implementation not in ("auto", "reference"):
         return lambda x, *w: reference_ops.gated(both(x, *w).reshape(len(x), 2, -1), "gelu_tanh")
     if not format.startswith("int4"):
         return lambda x, codes, scales: int8_matmul.gated(
-            x, codes.reshape(2, -1, codes.shape[1]), scales.reshape(2, -1), **how
+            x, codes.reshape(2, -1, codes.shape[1]), scales.reshape(2, -1), **kwargs
         )
     coding = Coding("int4", _group(format))
     return lambda x, codes, scales: int4_matmul.gated(
         x,
         Codes(codes.reshape(len(codes), 2, -1, 32), scales.reshape(len(scales), 2, -1)),
         coding=coding,
-        **how,
+        **kwargs,
     )
 
 
@@ -98,16 +98,16 @@ def product(format: str, implementation: Any, dtype: Any) -> Run:
 
     Rows are bfloat16; for "fp8-dynamic" they are rounded to e4m3, which the norm before does in a model.
     """
-    how: Any = dict(dtype=dtype, implementation=implementation)
+    kwargs: Any = dict(dtype=dtype, implementation=implementation)
     if format == "bfloat16":
         return lambda x, w: jnp.einsum("rk,nk->rn", x, w, preferred_element_type=dtype)
     if format == "fp8-dynamic":  # scales are multiplied where sums are read
-        return lambda x, codes, scales: int8_matmul.rounded_sums(x, codes, **how)
+        return lambda x, codes, scales: int8_matmul.rounded_sums(x, codes, **kwargs)
     if not format.startswith("int4"):
-        return functools.partial(int8_matmul.linear, **how)
+        return functools.partial(int8_matmul.linear, **kwargs)
     coding = Coding("int4", _group(format))
     return lambda x, codes, scales: int4_matmul.linear(
-        x, Codes(codes, scales), coding=coding, **how
+        x, Codes(codes, scales), coding=coding, **kwargs
     )
 
 
@@ -133,7 +133,7 @@ def kernel_times(call: Callable[[int], Array], runs: int) -> dict[str, float]:
                 jax.block_until_ready(call(run))
         (path,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
-    found = medians(
+    kernels = medians(
         (event.name, event.duration_ns / 1e3)
         for plane in data.planes
         if "GPU" in plane.name
@@ -141,9 +141,9 @@ def kernel_times(call: Callable[[int], Array], runs: int) -> dict[str, float]:
         if "Stream" in line.name
         for event in line.events
     )
-    if not found:
+    if not kernels:
         raise RuntimeError("the profile shows no kernel of a GPU")
-    return {name: us * count / runs for name, (us, count) in found.items()}
+    return {name: us * count / runs for name, (us, count) in kernels.items()}
 
 
 def medians(events: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
@@ -151,8 +151,8 @@ def medians(events: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]
     times = collections.defaultdict(list)
     for name, us in events:
         times[name].append(us)
-    found = {name: (float(np.median(us)), len(us)) for name, us in times.items()}
-    return dict(sorted(found.items(), key=lambda item: -item[1][0] * item[1][1]))
+    result = {name: (float(np.median(us)), len(us)) for name, us in times.items()}
+    return dict(sorted(result.items(), key=lambda item: -item[1][0] * item[1][1]))
 
 
 def measure(
@@ -233,17 +233,17 @@ def main(
         json_lines(to) if to else contextlib.nullcontext() as file,
         Live(table, console=Console(width=140, stderr=to == "-")),
     ):
-        for name, kind, count, how in itertools.product(sizes, format, rows, implementation):
-            if kind == "bfloat16" and how != implementation[0]:
+        for name, kind, count, chosen in itertools.product(sizes, format, rows, implementation):
+            if kind == "bfloat16" and chosen != implementation[0]:
                 continue  # XLA has one product of these
             try:
-                one = measure(name, kind, count, how, runs, activated if activation else product)
+                one = measure(name, kind, count, chosen, runs, activated if activation else product)
             except (NotImplementedError, ValueError) as error:  # no such kernel, or none for these
-                table.add_row(name, kind, str(count), how, "", "", "", str(error))
+                table.add_row(name, kind, str(count), chosen, "", "", "", str(error))
                 continue
             parts = ", ".join(f"{kernel[:24]} {us:.1f}" for kernel, us in one.kernels.items())
             figures = f"{one.us:.1f}", f"{one.gb_a_second:,.0f}", f"{one.error:.1e}"
-            table.add_row(name, kind, str(count), how, *figures, parts)
+            table.add_row(name, kind, str(count), chosen, *figures, parts)
             if file is not None:
                 write_line(file, one._asdict() | on)
 

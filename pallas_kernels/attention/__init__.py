@@ -126,8 +126,8 @@ def attention(
     _check(q, q_positions, segments)
     b, t, k, g, h = q.shape
     rows, heads, longest = t * g, b * k, max(s.k.shape[2] for s in segments)
-    how = {"scale": scale, "window": window, "causal": causal}
-    scaled = {**how, "value_scale": value_scale}
+    kwargs = {"scale": scale, "window": window, "causal": causal}
+    scaled = {**kwargs, "value_scale": value_scale}
     narrow = {s.k.dtype for s in segments} != {q.dtype}
 
     hopper = capability() == HOPPER
@@ -136,16 +136,16 @@ def attention(
 
     def mosaic(*args: Any) -> Array:
         splits = splits_for(rows=rows, heads=heads, longest=longest)
-        return _mosaic_kernel(h)(*args, **(scaled if h == 512 else how), splits=splits)
+        return _mosaic_kernel(h)(*args, **(scaled if h == 512 else kwargs), splits=splits)
 
     def triton(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Array:
         tiles = tiling or at_once
         if tiles is None:
             masked = any(s.seen_by is not None for s in segments)
             kind = {"narrow": narrow, "masked": masked, "hopper": hopper}
-            tiles = tiling_for(**sizes, **kind, room=shared_bytes())
-        how = {**scaled, "tiling": tiles, "interpret": interpret}
-        return attention_triton(q, q_positions, _counted_in_32_bits(segments), **how)
+            tiles = tiling_for(**sizes, **kind, shared_memory=shared_bytes())
+        kwargs = {**scaled, "tiling": tiles, "interpret": interpret}
+        return attention_triton(q, q_positions, _counted_in_32_bits(segments), **kwargs)
 
     # At head dim 128 "auto" takes Mosaic only for more than one tile of rows. The kernel was not
     # measured with fewer rows. At head dim 512 Triton is as quick with few rows, and needs no padding.
@@ -286,10 +286,10 @@ def _why_not_mosaic(
     if h == 128 and groups not in (8, 16, 32, 64):
         return f"the Mosaic kernel takes 8, 16, 32 or 64 heads of a kv head, not {groups}"
     if len(more) > 1 or any(k.shape[2] > 128 for k in more):
-        found = [k.shape[2] for k in more]
-        return f"the Mosaic kernel takes a second segment of at most 128 slots, not {found}"
+        sizes = [k.shape[2] for k in more]
+        return f"the Mosaic kernel takes a second segment of at most 128 slots, not {sizes}"
     if devices := devices_of_mesh():
         return f"the Mosaic kernel runs on one device, not on a mesh of {devices}"
-    if (found := capability()) not in (None, HOPPER):
-        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
+    if (this_gpu := capability()) not in (None, HOPPER):
+        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {this_gpu}"
     return None

@@ -124,7 +124,7 @@ def _attend(
         plgpu.barrier_wait(queries_there)
 
         def step(turn, carry):
-            total, most, weight = carry
+            total, row_max, weight = carry
             i = 2 * turn + warpgroup
             places = lax.rem(2 * i, RING), lax.rem(2 * i + 1, RING)
             slot = (first + i) * KEYS
@@ -156,8 +156,8 @@ def _attend(
             score = lax.cond(partly, masked, lambda score: score, score)
             # The GPU has powers of base 2. The scale stands beside the subtraction, so that both
             # are one instruction.
-            new = jnp.maximum(most, jnp.max(score, axis=1) * factor)
-            kept = jnp.exp2(most - new)
+            new = jnp.maximum(row_max, jnp.max(score, axis=1) * factor)
+            kept = jnp.exp2(row_max - new)
             p = jnp.exp2(score * factor - across(new, score.shape))
             weight = weight * kept + jnp.sum(p, axis=1)
             total *= across(kept, total.shape)
@@ -185,7 +185,7 @@ def _attend(
         total = plgpu.layout_cast(jnp.zeros((ROWS, HEAD_DIM), jnp.float32), layout)
         carry = total, of_rows(UNSEEN), of_rows(0.0)
         turns = lax.div(count + 1 - warpgroup, 2)
-        total, most, weight = lax.fori_loop(0, turns, step, carry)
+        total, row_max, weight = lax.fori_loop(0, turns, step, carry)
         # The queries' memory is free once both have scored their last keys.
         plgpu.barrier_arrive(scored)
         plgpu.barrier_wait(scored)
@@ -193,7 +193,7 @@ def _attend(
         @pl.when(warpgroup == 1)
         def _():
             other[...] = total
-            stats[0] = most
+            stats[0] = row_max
             stats[1] = weight
             plgpu.barrier_arrive(merged)
 
@@ -201,12 +201,12 @@ def _attend(
         def _():
             plgpu.barrier_wait(merged)
             theirs = plgpu.load(other, layout=layout)  # pyright: ignore[reportCallIssue]
-            their_most, their_weight = (
+            their_max, their_weight = (
                 plgpu.load(stats.at[j], layout=by_row, optimized=False)  # pyright: ignore[reportCallIssue]
                 for j in range(2)
             )
-            new = jnp.maximum(most, their_most)
-            kept, added = jnp.exp2(most - new), jnp.exp2(their_most - new)
+            new = jnp.maximum(row_max, their_max)
+            kept, added = jnp.exp2(row_max - new), jnp.exp2(their_max - new)
             sums = weight * kept + their_weight * added
             sums = jnp.where(sums == 0, 1.0, sums)  # no keys: a result of 0
             out = total * across(kept / sums, total.shape)

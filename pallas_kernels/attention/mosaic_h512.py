@@ -164,8 +164,8 @@ def _attend(
             plgpu.copy_gmem_to_smem(source, queries.at[half], queries_there)
         cache_row = cache_row_of(spans_ref, (b, group, 3), k_ref)
         keys_and_values = k_ref.at[cache_row, head], v_ref.at[cache_row, head]
-        how = {"first": first + start, "count": count, "cluster": cluster}
-        (_convert if narrow else _load)(keys_and_values, ring, there, free, *narrow, **how)
+        kwargs = {"first": first + start, "count": count, "cluster": cluster}
+        (_convert if narrow else _load)(keys_and_values, ring, there, free, *narrow, **kwargs)
 
     @pl.when(warpgroup < 2)
     def _compute():
@@ -176,7 +176,7 @@ def _attend(
         plgpu.barrier_wait(queries_there)
 
         def step(i, carry):
-            total, most, weight = carry
+            total, row_max, weight = carry
             places = ring.shape[0]
             place = [lax.rem(PIECES * i + piece, places) for piece in range(PIECES)]
             values = ring.at[lax.rem(PIECES * i + 2 + warpgroup, places)]
@@ -206,8 +206,8 @@ def _attend(
             score = lax.cond(partly, masked, lambda score: score, score)
             # The GPU has powers of base 2. The scale stands beside the subtraction, so that both
             # are one instruction.
-            new = jnp.maximum(most, jnp.max(score, axis=1) * factor)
-            kept = jnp.exp2(most - new)
+            new = jnp.maximum(row_max, jnp.max(score, axis=1) * factor)
+            kept = jnp.exp2(row_max - new)
             p = jnp.exp2(score * factor - lax.broadcast_in_dim(new, score.shape, [0]))
             weight = weight * kept + jnp.sum(p, axis=1)
             total *= lax.broadcast_in_dim(kept, total.shape, [0])
@@ -234,7 +234,7 @@ def _attend(
         of_rows = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), by_row)  # noqa: E731
         total = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), layout)
         carry = total, of_rows(UNSEEN), of_rows(0.0)
-        total, most, weight = lax.fori_loop(0, count, step, carry)
+        total, row_max, weight = lax.fori_loop(0, count, step, carry)
         weight = jnp.where(weight == 0, 1.0, weight)  # no keys: a result of 0
         out = total / lax.broadcast_in_dim(weight / value_scale, total.shape, [0])
         # The queries' memory is free once both have scored their last keys.
@@ -244,7 +244,7 @@ def _attend(
 
         @pl.when(warpgroup == 0)
         def _():
-            log_weights[...] = most + jnp.log(weight) * math.log2(math.e)
+            log_weights[...] = row_max + jnp.log(weight) * math.log2(math.e)
 
         plgpu.commit_smem()
         columns = pl.ds(warpgroup * COLUMNS, COLUMNS)

@@ -85,8 +85,8 @@ def position_range(positions: Int[Array, "B T"], groups: int, rows: int) -> tupl
     tokens = positions.shape[1]
     begin = np.arange(0, tokens * groups, rows)
     last = np.minimum((begin + rows - 1) // groups, tokens - 1)
-    most = int(np.max(last - begin // groups)) + 1
-    token = np.minimum((begin // groups)[:, None] + np.arange(most), last[:, None])
+    max_tokens = int(np.max(last - begin // groups)) + 1
+    token = np.minimum((begin // groups)[:, None] + np.arange(max_tokens), last[:, None])
     of_tiles = positions[:, token]
     return jnp.min(of_tiles, axis=2), jnp.max(of_tiles, axis=2)
 
@@ -98,8 +98,8 @@ def average_shares(
 
     The sum is written term by term, so that XLA adds the shares in one kernel.
     """
-    most = functools.reduce(jnp.maximum, log_weights)
-    weights = [jnp.exp2(one - most) for one in log_weights]
+    largest = functools.reduce(jnp.maximum, log_weights)
+    weights = [jnp.exp2(one - largest) for one in log_weights]
     total = sum(weights)
     terms = [
         share.astype(jnp.float32) * (weight / total)[..., None]

@@ -122,8 +122,8 @@ def _attend(
         # normed, so they are within its range, and float16 has more bits of them and of weights.
         narrow = k_ref.dtype == jnp.float8_e4m3fn and q.dtype == jnp.bfloat16
         rows = q.astype(jnp.float16) if narrow else q
-        most = tiling.keys if seen_ref is None else MASKED_KEYS
-        keys = min(most, max(16, pl.next_power_of_2(size)))
+        max_keys = tiling.keys if seen_ref is None else MASKED_KEYS
+        keys = min(max_keys, max(16, pl.next_power_of_2(size)))
         begin, end = spans_ref[b, tile, 2 * i], spans_ref[b, tile, 2 * i + 1]
         at_once = tiling.splits > 1 and tiling.splits * keys >= size and len(segments) == 1
         if at_once:  # a loop all the same, because Triton waits for each load outside of loops
@@ -148,7 +148,7 @@ def _attend(
             q=rows,
             at_once=at_once,
         ):
-            total, most, weight = carry
+            total, row_max, weight = carry
             if at_once:  # the block is the split; that both are in the index keeps the load in here
                 q = queries(b + (block - split)).astype(q.dtype)
             slot = block * keys + lax.iota(jnp.int32, keys)
@@ -170,14 +170,14 @@ def _attend(
             # Scores are in base 2, because the GPU has powers of base 2.
             k, v = k.astype(q.dtype), v.astype(q.dtype)  # of narrow keys, in registers
             score = jnp.where(visible, dot(q, k.T) * (scale * math.log2(math.e)), UNSEEN)
-            new = jnp.maximum(most, jnp.max(score, axis=1))
-            kept, p = jnp.exp2(most - new), jnp.exp2(score - new[:, None])
+            new = jnp.maximum(row_max, jnp.max(score, axis=1))
+            kept, p = jnp.exp2(row_max - new), jnp.exp2(score - new[:, None])
             total = total * kept[:, None] + dot(p.astype(v.dtype), v)
             return total, new, weight * kept + jnp.sum(p, axis=1)
 
         carry = lax.fori_loop(start, stop, step, carry)
 
-    total, most, weight = carry
+    total, row_max, weight = carry
     weight = jnp.where(weight == 0, 1.0, weight)  # no keys: a result of 0
     out = total / weight[:, None]
     if value_scale != 1:
@@ -186,7 +186,7 @@ def _attend(
     out_index = (b, token[:, None], head, group[:, None])
     store(out_ref, split, *out_index, made, value=out, mask=mask)
     if log_weight_ref is not None:
-        value = most + jnp.log2(weight)
+        value = row_max + jnp.log2(weight)
         once = (row < tokens * groups) & (part == 0)
         store(log_weight_ref, split, b, token, head, group, value=value, mask=once)
 
@@ -197,11 +197,11 @@ def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
     row, column = pl.program_id(0) * rows + lax.iota(jnp.int32, rows), lax.iota(jnp.int32, width)
     inside = below(row, size)
     inside = jnp.ones_like(row, jnp.bool_) if inside is None else inside
-    some = min(COMBINED_SPLITS, pl.next_power_of_2(splits))
+    chunk = min(COMBINED_SPLITS, pl.next_power_of_2(splits))
 
     def step(i, carry):
-        total, most, weight = carry
-        split = i * some + lax.iota(jnp.int32, some)
+        total, row_max, weight = carry
+        split = i * chunk + lax.iota(jnp.int32, chunk)
         mask = (split < splits)[:, None] & inside[None, :]
         part = load(
             parts_ref,
@@ -212,8 +212,8 @@ def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
         )
         mine = load(log_weights_ref, split[:, None], row[None, :], mask=mask)
         mine = jnp.where(mask, mine, UNSEEN)
-        new = jnp.maximum(most, jnp.max(mine, axis=0))
-        kept, mine = jnp.exp2(most - new), jnp.where(mask, jnp.exp2(mine - new[None, :]), 0)
+        new = jnp.maximum(row_max, jnp.max(mine, axis=0))
+        kept, mine = jnp.exp2(row_max - new), jnp.where(mask, jnp.exp2(mine - new[None, :]), 0)
         total = total * kept[:, None] + jnp.sum(part.astype(jnp.float32) * mine[:, :, None], axis=0)
         return total, new, weight * kept + jnp.sum(mine, axis=0)
 
@@ -222,7 +222,7 @@ def _combine(parts_ref, log_weights_ref, out_ref, *, rows: int):
         jnp.full((rows,), UNSEEN, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
     )
-    steps = pl.cdiv(splits, some)
+    steps = pl.cdiv(splits, chunk)
     total, _, weight = step(0, carry) if steps == 1 else lax.fori_loop(0, steps, step, carry)
     out = total / weight[:, None]
     store(out_ref, row[:, None], column[None, :], value=out, mask=inside[:, None])

@@ -103,10 +103,10 @@ def tiling_at_once(*, head_dim: int, rows: int, heads: int, longest: int) -> Til
 
     Arguments as in `tiling_for`.
     """
-    tile, found = _tile(rows), next((row for row in AT_ONCE if head_dim <= row[0]), None)
-    if found is None or tile > found[1]:
+    tile, row = _tile(rows), next((row for row in AT_ONCE if head_dim <= row[0]), None)
+    if row is None or tile > row[1]:
         return None
-    keys = found[2]
+    keys = row[2]
     splits = -(-longest // keys)
     return (
         Tiling(tile, keys, 4, 2, splits) if splits > 1 and heads * splits <= processors() else None
@@ -122,7 +122,7 @@ def tiling_for(
     narrow: bool = False,
     masked: bool = False,
     hopper: bool = False,
-    room: int = HOPPER_SHARED_BYTES,
+    shared_memory: int = HOPPER_SHARED_BYTES,
 ) -> Tiling:
     """Return the tiling of the Triton kernel for these sizes.
 
@@ -138,14 +138,14 @@ def tiling_for(
       narrow: whether keys are fp8.
       masked: whether a segment has a mask.
       hopper: whether the GPU is a Hopper.
-      room: bytes of shared memory that a program can have.
+      shared_memory: bytes of shared memory that a program can have.
     """
     tilings = _tilings(head_dim, rows, heads, narrow=narrow, hopper=hopper)
     if not hopper:  # whose tilings were all measured, and count otherwise
         size = functools.partial(
             Tiling.shared_bytes, head_dim=head_dim, key_bytes=1 if narrow else 2, masked=masked
         )
-        tilings = (tiling for tiling in tilings if size(tiling) <= room)
+        tilings = (tiling for tiling in tilings if size(tiling) <= shared_memory)
     tiling = next(tilings)
     programs = heads * -(-rows // tiling.rows) * tiling.parts
     return dataclasses.replace(tiling, splits=_splits(programs, longest))
@@ -155,8 +155,12 @@ def _tilings(
     head_dim: int, rows: int, heads: int, *, narrow: bool, hopper: bool
 ) -> Iterator[Tiling]:
     """Yield the tiling for these sizes, and then smaller ones, all without splits."""
-    for most, tiling in CHUNKS:
-        if head_dim <= most and rows > MANY_ROWS and heads * rows >= processors() * MANY_ROWS:
+    for max_head_dim, tiling in CHUNKS:
+        if (
+            head_dim <= max_head_dim
+            and rows > MANY_ROWS
+            and heads * rows >= processors() * MANY_ROWS
+        ):
             yield tiling
             break
     fits = [row for row in TABLE if head_dim <= row[0]]
@@ -164,8 +168,8 @@ def _tilings(
         raise ValueError(f"the table of tilings ends at head dim {TABLE[-1][0]}, not {head_dim}")
     same = [row for row in fits if row[0] == fits[0][0]]
     first = next((i for i, row in enumerate(same) if _tile(rows) <= row[1]), len(same) - 1)
-    for _, most, (keys, warps, stages, parts) in reversed(same[: first + 1]):
-        tile = min(_tile(rows), most)
+    for _, max_rows, (keys, warps, stages, parts) in reversed(same[: first + 1]):
+        tile = min(_tile(rows), max_rows)
         programs = heads * -(-rows // tile) * parts
         if head_dim > 256 and ((narrow and tile <= 64) or (hopper and tile <= 16)):
             stages += 1

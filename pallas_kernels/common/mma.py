@@ -115,17 +115,17 @@ class Weight(abc.ABC):
                 f"gate and up are two pieces, of one warpgroup unless inputs are shared: {self.config}"
             )
 
-    def memory(self, given: int, rows: int) -> tuple[Any, ...]:
+    def memory(self, loaded_rows: int, rows: int) -> tuple[Any, ...]:
         """Return the shared memory of a block of threads: rings, those of rows, parts of sums, and barriers.
 
         Args:
-          given: rows that TMA loads, as for `rows_ring`.
+          loaded_rows: rows that TMA loads, as for `rows_ring`.
           rows: of sums, a multiple of 8.
         """
         config = self.config
         return (
             *self.rings,
-            rows_ring(config.stages, given, config.inputs),
+            rows_ring(config.stages, loaded_rows, config.inputs),
             plgpu.SMEM((config.groups, config.pieces, WARPS, rows, MMA_OUTPUTS), jnp.float32),
             plgpu.Barrier(num_arrivals=1 + self.loads, num_barriers=config.stages),  # it is there
             plgpu.Barrier(
@@ -150,7 +150,7 @@ class Weight(abc.ABC):
 
     @abc.abstractmethod
     def copies(
-        self, refs: Refs, rings: Refs, index: Refs, column: Array, step: Array, place: Array
+        self, refs: Refs, rings: Refs, index: Refs, column: Array, step: Array, slot: Array
     ) -> list[tuple[Any, Any]]:
         """Return what TMA loads of a step of a column: from where, and where to.
 
@@ -250,15 +250,15 @@ def add_steps(
       first: how many steps of other columns came before.
       rows: of sums.
     """
-    *rings, _, parts, there, free = memory
+    *rings, _, parts, full, empty = memory
     config = weight.config
 
     def step(i: Array, totals: Any) -> Any:
-        place = lax.rem(first + i, jnp.int32(config.stages))
-        plgpu.barrier_wait(there.at[place])
-        refs = tuple(ring.at[place] for ring in rings)
-        totals = add_products(totals, x_of(place), refs, weight.numbers, shared=config.shared)
-        plgpu.barrier_arrive(free.at[place])
+        slot = lax.rem(first + i, jnp.int32(config.stages))
+        plgpu.barrier_wait(full.at[slot])
+        refs = tuple(ring.at[slot] for ring in rings)
+        totals = add_products(totals, x_of(slot), refs, weight.numbers, shared=config.shared)
+        plgpu.barrier_arrive(empty.at[slot])
         return totals
 
     zeros = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), LEFT)
@@ -289,32 +289,32 @@ def add_parts(sums: tuple[Array, ...], parts_ref: Any) -> tuple[Array, ...]:
         memory, number = utils.memref_ptr(parts), ir.F32Type.get()
         first = _first(MMA_OUTPUTS, part=rows * MMA_OUTPUTS)
 
-        def place(start: Any, beyond: int) -> Any:
+        def pointer(start: Any, beyond: int) -> Any:
             return at(memory, arith.muli(arith.addi(start, word(beyond)), word(4)))
 
         for piece, total in enumerate(totals):
             for column in range(rows // MMA_ROWS):
                 start = (piece * WARPS * rows + column * MMA_ROWS) * MMA_OUTPUTS
-                for (row, output), value in _by_place(total, column):
-                    llvm.store(value, place(first, start + row * MMA_OUTPUTS + output))
+                for (row, output), value in _by_position(total, column):
+                    llvm.store(value, pointer(first, start + row * MMA_OUTPUTS + output))
         utils.warpgroup_barrier()
 
         def added(start: int) -> Any:
             values = (
-                llvm.load(number, place(_thread(), start + warp * rows * MMA_OUTPUTS))
+                llvm.load(number, pointer(_thread(), start + warp * rows * MMA_OUTPUTS))
                 for warp in range(WARPS)
             )
             one = ir.VectorType.get((1,), number)
             return vector.from_elements(one, [functools.reduce(arith.addf, values)])
 
-        found, layout = [], by_thread.to_mgpu()
+        arrays, layout = [], by_thread.to_mgpu()
         for piece in range(len(totals)):
             made = np.empty(layout.registers_shape((rows, MMA_OUTPUTS)), dtype=object)
             for i in range(made.size):
                 made[i] = added((piece * WARPS * rows + i * MMA_ROWS) * MMA_OUTPUTS)
-            found.append(FragmentedArray(_registers=made, _layout=layout, _is_signed=None))
+            arrays.append(FragmentedArray(_registers=made, _layout=layout, _is_signed=None))
         utils.warpgroup_barrier()  # before the memory is written again
-        return tuple(found)
+        return tuple(arrays)
 
     return add(parts_ref, sums)  # pyright: ignore[reportCallIssue]
 
@@ -367,7 +367,7 @@ def write(
             values = [((0, 0), vector.extract(x.registers[column], [], [0]))]
         else:
             of_thread = arith.muli(arith.andi(_thread(), word(3)), word(2))
-            first, values = _first(width, part=MMA_OUTPUTS), _by_place(x, column)
+            first, values = _first(width, part=MMA_OUTPUTS), _by_position(x, column)
         memory = utils.memref_ptr(out)
         for (below, output), value in values:
             beyond = arith.addi(first, word(below * width + output))
@@ -390,7 +390,7 @@ def _first(width: int, *, part: int) -> Any:
     return arith.addi(first, arith.muli(warp, word(part)))
 
 
-def _by_place(total: Any, column: int) -> list[tuple[tuple[int, int], Any]]:
+def _by_position(total: Any, column: int) -> list[tuple[tuple[int, int], Any]]:
     """Return the sums of a thread of 8 rows, each with its row and output counted from the first one's."""
     return [((i % 2, i // 2 * 8), value) for i, value in enumerate(_registers(total, column))]
 

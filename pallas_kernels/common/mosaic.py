@@ -23,8 +23,8 @@ from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.common.tile_schedule import (
     TileSchedule,
     WorkTile,
-    place_of,
-    schedule_of,
+    schedule_for,
+    tile_position,
     whole_tiles,
 )
 from pallas_kernels.common.tiles import PIECE, TILE, padded, results_are_apart
@@ -155,17 +155,17 @@ def multiply_tiles(
         shapes.append(jax.ShapeDtypeStruct(parts, jnp.float32))
 
     def kernel(*refs: Any) -> None:
-        given, refs = refs[: len(args)], refs[len(args) :]
+        arg_refs, refs = refs[: len(args)], refs[len(args) :]
         out_refs, refs = refs[: len(shapes)], refs[len(shapes) :]
-        own, (*staged, there, free) = refs[: len(own_rings)], refs[len(own_rings) :]
+        own, (*staged, full, empty) = refs[: len(own_rings)], refs[len(own_rings) :]
         block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
 
-        def load(tile: Array, step: Array, place: Array) -> None:
-            of_step.load(*place_of(tile, config), step, place, there.at[place])
+        def load(tile: Array, step: Array, slot: Array) -> None:
+            of_step.load(*tile_position(tile, config), step, slot, full.at[slot])
 
         def write_share(share: WorkTile, total: Array, piece: int) -> None:
             mine = warpgroup * pieces + piece
-            tile, row_tile = place_of(share.tile, config)
+            tile, row_tile = tile_position(share.tile, config)
             before = whole // config.row_tiles if share.out else 0
 
             @pl.when(share.count > 0)
@@ -178,18 +178,18 @@ def multiply_tiles(
                 memory = staged[0][share.out].at[warpgroup]
                 _write_sums(result, memory, to, row_tile * rows, first)
 
-        of_step = steps_of(*given, *own)
-        shares = schedule_of(block, blocks, tiles, steps, config)
-        ring = Ring(there, free, load, of_step.multiply, write_share)
-        _in_ring(shares, config, rows, ring, sums, pieces)
+        of_step = steps_of(*arg_refs, *own)
+        schedule = schedule_for(block, blocks, tiles, steps, config)
+        ring = Ring(full, empty, load, of_step.multiply, write_share)
+        _in_ring(schedule, config, rows, ring, sums, pieces)
 
     kernel.__name__ = name
-    some_rows = config.groups, min(rows, PIECE), TILE
+    result_shape = config.groups, min(rows, PIECE), TILE
     line = 128  # bytes that are swizzled together
     of_results = (
-        swizzled(*some_rows, dtype=s.dtype, line=line // s.dtype.itemsize) for s in shapes
+        swizzled(*result_shape, dtype=s.dtype, line=line // s.dtype.itemsize) for s in shapes
     )
-    found = plgpu.kernel(
+    results = plgpu.kernel(
         kernel,
         out_type=tuple(shapes),
         grid=(blocks,),
@@ -204,7 +204,7 @@ def multiply_tiles(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(*args)
-    added = [out[0] if out.shape[0] == 1 else jnp.sum(out, axis=0).astype(dtype) for out in found]
+    added = [out[0] if out.shape[0] == 1 else jnp.sum(out, axis=0).astype(dtype) for out in results]
     out = added[0] if len(added) == 1 else jnp.concatenate(added, axis=1)
     return out[:count]
 
@@ -213,22 +213,22 @@ class Ring(NamedTuple):
     """Shared memory that TMA fills several steps ahead.
 
     Attributes:
-      there, free: two barriers of each place. What was loaded is there, and all warpgroups have read
+      full, empty: two barriers of each place. What was loaded is there, and all warpgroups have read
         it.
       load: from a tile and one of its steps into a place.
       multiply: as in `Steps`.
       write: the sums of a share, those of a piece of its outputs.
     """
 
-    there: Any
-    free: Any
+    full: Any
+    empty: Any
     load: Callable[[Array, Array, Array], None]
     multiply: Callable[[Any, Array], Any]
     write: Callable[[WorkTile, Array, int], None]
 
 
 def _in_ring(
-    shares: TileSchedule, config: Any, rows: int, ring: Ring, sums: Sums, pieces: int
+    schedule: TileSchedule, config: Any, rows: int, ring: Ring, sums: Sums, pieces: int
 ) -> None:
     """Multiply shares of a block of threads.
 
@@ -237,96 +237,96 @@ def _in_ring(
     """
     warpgroup, stages = lax.axis_index("warpgroup"), config.stages
     assert stages >= 3  # places are filled again a step after they are given back
-    begins = shares.begins
+    begins = schedule.begins
     count = begins[-1]
     accumulator = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
     zeros = functools.partial(jnp.zeros, (TILE, rows), jnp.float32)
 
-    def loads(place):
+    def loads(slot):
         """Tell whether this warpgroup loads a place of the ring. The others need not wait for it."""
-        return lax.rem(place, config.groups) == warpgroup
+        return lax.rem(slot, config.groups) == warpgroup
 
     @pl.loop(0, jnp.minimum(count, stages))
     def _(i):
-        pl.when(loads(i))(lambda: ring.load(*shares.at(i), i))
+        pl.when(loads(i))(lambda: ring.load(*schedule.at(i), i))
 
-    def load_again(i, place):
+    def load_again(i, slot):
         """Load step i to a place which all have given back, or will."""
-        plgpu.barrier_wait(ring.free.at[place])
-        ring.load(*shares.at(i), place)
+        plgpu.barrier_wait(ring.empty.at[slot])
+        ring.load(*schedule.at(i), slot)
 
-    def begin(i, place, total):
+    def begin(i, slot, total):
         """Multiply a step, and load over what all have given back meanwhile."""
-        plgpu.barrier_wait(ring.there.at[place])
-        result = ring.multiply(total, place)
+        plgpu.barrier_wait(ring.full.at[slot])
+        result = ring.multiply(total, slot)
         if sums != "carried":
-            before = jnp.where(place == 0, stages, place) - 1
+            before = jnp.where(slot == 0, stages, slot) - 1
             there_is = (i >= 1) & (i - 1 + stages < count) & loads(before)
             pl.when(there_is)(lambda: load_again(i - 1 + stages, before))
         return result
 
-    def end(place):
+    def end(slot):
         """Give a place back, and return the next one."""
-        plgpu.barrier_arrive(ring.free.at[place])
-        return jnp.where(place == stages - 1, 0, place + 1)
+        plgpu.barrier_arrive(ring.empty.at[slot])
+        return jnp.where(slot == stages - 1, 0, slot + 1)
 
-    def run_together(share, first, place):
+    def run_together(share, first, slot):
         def steps(total):
-            def step(i, place):
-                begin(i, place, total)
+            def step(i, slot):
+                begin(i, slot, total)
                 # The next step has the same registers for its left operand, which wgmma reads until
                 # here.
                 plgpu.wgmma_wait(0)
-                return end(place)
+                return end(slot)
 
-            return lax.fori_loop(first, first + share.count, step, place), (total[...],)
+            return lax.fori_loop(first, first + share.count, step, slot), (total[...],)
 
         return pl.run_scoped(steps, accumulator)
 
-    def run_apart(share, first, place):
+    def run_apart(share, first, slot):
         def step(i, carry):
-            place, total = carry
+            slot, total = carry
 
             def own_sums(own):
-                begin(i, place, own)
+                begin(i, slot, own)
                 return own[...]
 
             own = pl.run_scoped(own_sums, accumulator)
-            return end(place), total + own
+            return end(slot), total + own
 
         total = plgpu.layout_cast(zeros(), LEFT)
-        place, total = lax.fori_loop(first, first + share.count, step, (place, total))
-        return place, (total,)
+        slot, total = lax.fori_loop(first, first + share.count, step, (slot, total))
+        return slot, (total,)
 
-    def run_carried(share, first, place):
+    def run_carried(share, first, slot):
         def step(i, carry):
-            place, totals = carry
-            totals = begin(i, place, totals)
-            return end(place), totals
+            slot, totals = carry
+            totals = begin(i, slot, totals)
+            return end(slot), totals
 
         totals = (plgpu.layout_cast(zeros(), LEFT),) * pieces
-        return lax.fori_loop(first, first + share.count, step, (place, totals))
+        return lax.fori_loop(first, first + share.count, step, (slot, totals))
 
     run_steps = dict(together=run_together, apart=run_apart, carried=run_carried)[sums]
 
-    def run(share, first, place):
+    def run(share, first, slot):
         """Multiply a share, whose steps are counted from `first` on, and return the place of the next."""
-        place, totals = run_steps(share, first, place)
+        slot, totals = run_steps(share, first, slot)
         for piece, total in enumerate(totals):
             ring.write(share, total, piece)
-        return place
+        return slot
 
-    def run_whole(i, place):
-        return run(shares.whole(i), i * shares.steps, place)
+    def run_whole(i, slot):
+        return run(schedule.whole(i), i * schedule.steps, slot)
 
     def run_all():
-        place = jnp.int32(0)
-        if not shares.one_at_most:
-            place = lax.fori_loop(0, shares.wholes, run_whole, place)
-        elif shares.wholes:
-            place = run_whole(0, place)
-        for first, part in zip(begins, shares.parts, strict=False):
-            place = run(part, first, place)
+        slot = jnp.int32(0)
+        if not schedule.one_at_most:
+            slot = lax.fori_loop(0, schedule.wholes, run_whole, slot)
+        elif schedule.wholes:
+            slot = run_whole(0, slot)
+        for first, part in zip(begins, schedule.parts, strict=False):
+            slot = run(part, first, slot)
 
     if sums != "carried":
         return run_all()
@@ -353,8 +353,8 @@ def _write_sums(
     for row in range(0, count, PIECE):
         size = min(PIECE, count - row)
         own = piece_ref.at[pl.ds(0, size)]
-        some = total[:, row : row + size].astype(piece_ref.dtype)
-        own.T[...] = plgpu.layout_cast(some, plgpu.Layout.WGMMA_TRANSPOSED)
+        rows_of_piece = total[:, row : row + size].astype(piece_ref.dtype)
+        own.T[...] = plgpu.layout_cast(rows_of_piece, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
         to = out_ref.at[pl.ds(first_row + row, size), pl.ds(first, TILE)]
         plgpu.copy_smem_to_gmem(own, to)

@@ -22,12 +22,12 @@ def words(code: str, results: int, *registers: Any, effects: bool = True) -> lis
       effects: whether the compiler is told of effects. Else it moves what makes wgmma's operand behind
         the start of a wgmma.
     """
-    given = [utils.bitcast(register, i32()) for register in registers]
-    how: Any = code, ",".join(["=r"] * results + ["r"] * len(given))
+    operands = [utils.bitcast(register, i32()) for register in registers]
+    asm: Any = code, ",".join(["=r"] * results + ["r"] * len(operands))
     if results == 1:
-        return [llvm.inline_asm(i32(), given, *how, has_side_effects=effects)]
+        return [llvm.inline_asm(i32(), operands, *asm, has_side_effects=effects)]
     struct = llvm.StructType.get_literal([i32()] * results)
-    made: Any = llvm.inline_asm(struct, given, *how, has_side_effects=effects)
+    made: Any = llvm.inline_asm(struct, operands, *asm, has_side_effects=effects)
     return [llvm.extractvalue(i32(), made, [i]) for i in range(results)]
 
 

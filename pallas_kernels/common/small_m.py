@@ -63,8 +63,8 @@ def multiply(
     of_weight = weight.arrays
 
     def kernel(x_ref: Any, *refs: Any) -> None:
-        given, (out_ref, *memory) = refs[: len(of_weight)], refs[len(of_weight) :]
-        *rings, x_ring, _, there, free = memory
+        weight_refs, (out_ref, *memory) = refs[: len(of_weight)], refs[len(of_weight) :]
+        *rings, x_ring, _, full, empty = memory
         block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
         own = lax.div(columns - block + blocks - 1, jnp.int32(blocks))  # how many columns
         stages = jnp.int32(config.stages)
@@ -75,22 +75,22 @@ def multiply(
                 @pl.loop(0, steps)
                 def _(step):
                     done = i * steps + step
-                    place = lax.rem(done, stages)
-                    pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[place]))
+                    slot = lax.rem(done, stages)
+                    pl.when(done >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
                     size = config.blocks if few else config.inputs
-                    of_x = x_ref.at[:, pl.ds(step * size, size)], x_ring.at[place]
-                    where = block + i * blocks, step, place
-                    for of, to in (of_x, *weight.copies(given, tuple(rings), (), *where)):
-                        plgpu.copy_gmem_to_smem(of, to, there.at[place])
+                    of_x = x_ref.at[:, pl.ds(step * size, size)], x_ring.at[slot]
+                    where = block + i * blocks, step, slot
+                    for of, to in (of_x, *weight.copies(weight_refs, tuple(rings), (), *where)):
+                        plgpu.copy_gmem_to_smem(of, to, full.at[slot])
 
         def multiply_all() -> None:
             @pl.loop(0, own)
             def _(i):
                 column = block + i * blocks
-                factors = weight.factors(given, (), column, warpgroup, rows)
+                factors = weight.factors(weight_refs, (), column, warpgroup, rows)
 
-                def x_of(place: Array) -> Any:
-                    return x_ring.at[place]
+                def x_of(slot: Array) -> Any:
+                    return x_ring.at[slot]
 
                 before = i * steps
                 totals = add_steps(weight, tuple(memory), x_of, before, steps, rows, warpgroup)

@@ -65,7 +65,7 @@ class TileSchedule(NamedTuple):
         return tile, step
 
 
-def schedule_of(block: Array, blocks: int, tiles: int, steps: int, config: Any) -> TileSchedule:
+def schedule_for(block: Array, blocks: int, tiles: int, steps: int, config: Any) -> TileSchedule:
     """Return what one of all blocks multiplies.
 
     Args:
@@ -94,7 +94,7 @@ def whole_tiles(config: Any, tiles: int) -> int:
     return config.whole if config.splits > 1 else tiles
 
 
-def place_of(tile: Array, config: Any) -> tuple[Array, Array | int]:
+def tile_position(tile: Array, config: Any) -> tuple[Array, Array | int]:
     """Return which outputs and which rows a tile has.
 
     Tiles of the same outputs are neighbours. They are multiplied at once, and find codes in L2.

@@ -59,7 +59,7 @@ class SmallMConfig:
         return self.groups * MMA_OUTPUTS
 
 
-def small_m_is_faster(inputs: int, outputs: int, most: float) -> bool:
+def small_m_is_faster(inputs: int, outputs: int, large: float) -> bool:
     """Tell whether to take the kernel of `pallas_kernels/common/small_m.py`, where rows are few enough.
 
     It was timed on an H100, whose memory is slower than an H200's. So large weights stay with the kernels that
@@ -67,10 +67,10 @@ def small_m_is_faster(inputs: int, outputs: int, most: float) -> bool:
     are still at work when the others are done. Small weights lose less by that than by sums of parts.
 
     Args:
-      most: numbers of a weight, from which on it is large.
+      large: how many numbers a large weight has, or more.
     """
     even = outputs >= 2 * processors() * MMA_OUTPUTS
-    return inputs * outputs < (most if even else SMALL_NUMBERS)
+    return inputs * outputs < (large if even else SMALL_NUMBERS)
 
 
 def why_not_gated(rows: int, outputs: int) -> str:
@@ -86,12 +86,12 @@ def padded(rows: int, multiple: int) -> int:
     return -(-rows // multiple) * multiple
 
 
-def shares(
+def split_options(
     tiles: int,
     outputs: int,
     rows: int,
     tile_ns: float,
-    most: int,
+    max_splits: int,
     *,
     row_tiles: int = 1,
     join_ns: float = JOIN_NS,
@@ -106,15 +106,15 @@ def shares(
     Args:
       outputs, rows: of a tile.
       tile_ns: what one block takes for a whole tile.
-      most: splits.
+      max_splits: blocks that may share a tile.
       row_tiles: how many tiles have the same outputs. All of them are whole, or all are split.
       join_ns: what it takes to put whole tiles and the rest together.
       least_ns: what all tiles take at least, because memory delivers as much to some processors as to
         all of them.
     """
-    found, at_once = [], processors()
+    options, at_once = [], processors()
     together = math.lcm(at_once, row_tiles)
-    for splits in range(1, most + 1):
+    for splits in range(1, max_splits + 1):
         for whole in {0, (tiles - 1) // together * together}:
             rest = tiles - whole
             rounds = -(-rest * splits // at_once)
@@ -125,8 +125,8 @@ def shares(
                 time += join_ns
             if splits > 1:  # parts are written and read
                 time += 1500 + 8 * splits * rows * rest * outputs / PARTS_A_NS
-            found.append((time, splits, whole))
-    return found
+            options.append((time, splits, whole))
+    return options
 
 
 class SplitOption(NamedTuple):
@@ -153,8 +153,8 @@ def split_options_of_many(rows: int, inputs: int, outputs: int, multiple: int) -
     Args:
       multiple: of rows of a tile.
     """
-    found, tile = [], MANY_GROUPS * TILE
-    most = max(1, min(12, inputs // 256))
+    options, tile = [], MANY_GROUPS * TILE
+    max_splits = max(1, min(12, inputs // 256))
     for row_tiles in {-(-rows // MANY_ROWS), -(-rows // FEW_ROWS)}:
         mine = padded(rows, multiple * row_tiles) // row_tiles
         # By the times of 5376 x 16384 with tiles of 128 and of 256 rows, 4 and 8 bits: 0.42 to 0.44
@@ -162,9 +162,11 @@ def split_options_of_many(rows: int, inputs: int, outputs: int, multiple: int) -
         tile_ns = inputs / 64 * (130 + 2.4 * mine)
         join_ns = JOIN_NS + 4 * mine * row_tiles * outputs / PARTS_A_NS  # read and written
         sizes = outputs // tile * row_tiles, tile, mine
-        ways = shares(*sizes, tile_ns, most, row_tiles=row_tiles, join_ns=join_ns)
-        found += [SplitOption(time, mine, row_tiles, splits, whole) for time, splits, whole in ways]
-    return sorted(found)
+        ways = split_options(*sizes, tile_ns, max_splits, row_tiles=row_tiles, join_ns=join_ns)
+        options += [
+            SplitOption(time, mine, row_tiles, splits, whole) for time, splits, whole in ways
+        ]
+    return sorted(options)
 
 
 def with_stages(config: Any, rows: int, steps: int, result_bytes: int) -> Any:

@@ -95,7 +95,7 @@ def experts(
     own = mosaic_tiling_for(each, bits)
     if tiling is not None and isinstance(tiling.gate_up, (MosaicConfig, MmaConfig)):
         own, tiling = tiling, None
-    given = tiling is not None
+    chosen = tiling is not None
     tiling = tiling or tiling_for(each, bits, shared_bytes())
     reason = why_not_triton(x, interpret=interpret)
     if isinstance(gate_up, Codes):
@@ -109,7 +109,7 @@ def experts(
     mosaic = functools.partial(experts_mosaic, top_k=top_k, tiling=own or tiling)
     candidates = [
         Candidate(
-            "mosaic", mosaic, _why_not_mosaic(x, gate_up, f, coding, own, interpret), not given
+            "mosaic", mosaic, _why_not_mosaic(x, gate_up, f, coding, own, interpret), not chosen
         ),
         Candidate("triton", kernel, reason),
     ]
@@ -154,8 +154,8 @@ def _why_not_mosaic(
         return f"the Mosaic kernels need tokens of a multiple of {2 * BLOCK}, not {x.shape[1]}"
     if jax.__version_info__ < (0, 11, 2):
         return f"the Mosaic kernels need jax 0.11.2; this is {jax.__version__}"
-    if (found := capability()) not in (None, 9.0):
-        return f"the Mosaic kernels need compute capability 9.0; this GPU has {found}"
+    if (this_gpu := capability()) not in (None, 9.0):
+        return f"the Mosaic kernels need compute capability 9.0; this GPU has {this_gpu}"
     return _why_not_codes(x, gate_up, f, interpret)
 
 
@@ -236,13 +236,13 @@ def _check_codes(
     return e, d, f
 
 
-def _same(say: str, *dtypes: jnp.dtype) -> None:
+def _same(message: str, *dtypes: jnp.dtype) -> None:
     if len(set(dtypes)) > 1:
-        raise ValueError(f"{say}; they are {', '.join(map(str, dtypes))}")
+        raise ValueError(f"{message}; they are {', '.join(map(str, dtypes))}")
 
 
 def _shapes(x: Array, **arrays: tuple[Array | None, tuple[int, ...]]) -> None:
     for name, (array, expected) in arrays.items():
-        found = None if array is None else array.shape
-        if found != expected:
-            raise ValueError(f"for tokens {x.shape}, {name} must be {expected}, not {found}")
+        shape = None if array is None else array.shape
+        if shape != expected:
+            raise ValueError(f"for tokens {x.shape}, {name} must be {expected}, not {shape}")

@@ -48,8 +48,8 @@ def _operand(
 ) -> FourBits | EightBits:
     if isinstance(coding, jnp.dtype):
         return EightBits(w.codes, coding, (expert,), after, _block_size(coding, config), interpret)
-    how = config.early, config.warps, interpret
-    return FourBits(coding, w.codes, w.scales, w.zeros, (expert,), after, *how)
+    options = config.early, config.warps, interpret
+    return FourBits(coding, w.codes, w.scales, w.zeros, (expert,), after, *options)
 
 
 def _block_size(coding: Coding | jnp.dtype, config: TileConfig) -> int:
@@ -112,8 +112,8 @@ def _gate_up(expert_ref, used_ref, pair_ref, x_ref, *refs, like, coding, top_k, 
         mask = in_use[:, None] & (column[None, :] < f)
         if config.splits > 1:
             for i, total in enumerate(sums):
-                place = split, row, i, column[None, :]
-                store(out_ref, *place, value=total.T, mask=mask)
+                index = split, row, i, column[None, :]
+                store(out_ref, *index, value=total.T, mask=mask)
         else:
             gate, up = sums
             hidden = _activated(gate, up, out_ref.dtype)
@@ -163,12 +163,12 @@ def multiply_gate_up(
     """Return the activations of each pair. They are undefined for pairs of padding."""
     f, pairs = gate_up.codes.shape[-2], routed.weight.size
     gate_up, kind = _as_bytes(gate_up, coding)
-    how: dict[str, Any] = dict(like=gate_up, coding=kind, config=config, interpret=interpret)
+    kwargs: dict[str, Any] = dict(like=gate_up, coding=kind, config=config, interpret=interpret)
     shape, dtype = ((pairs, f), x.dtype)
     if config.splits > 1:
         shape, dtype = (config.splits, pairs, 2, f), jnp.float32
     out = pl.pallas_call(
-        functools.partial(_gate_up, top_k=top_k, **how),
+        functools.partial(_gate_up, top_k=top_k, **kwargs),
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
         grid=(f // config.outputs, routed.expert.size, config.splits),
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
@@ -193,9 +193,9 @@ def multiply_down(
     """Return the result of each pair times its weight, in the dtype of `hidden`."""
     d = down.codes.shape[-2]
     down, kind = _as_bytes(down, coding)
-    how: dict[str, Any] = dict(like=down, coding=kind, config=config, interpret=interpret)
+    kwargs: dict[str, Any] = dict(like=down, coding=kind, config=config, interpret=interpret)
     return pl.pallas_call(
-        functools.partial(_down, **how),
+        functools.partial(_down, **kwargs),
         out_shape=jax.ShapeDtypeStruct((routed.weight.size, d), hidden.dtype),
         grid=(d // config.outputs, routed.expert.size),
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),

@@ -57,16 +57,16 @@ def experts_triton(
     if isinstance(first, TileConfig):
         assert isinstance(gate_up, Codes)
         assert by_pair
-        how: dict[str, Any] = dict(coding=coding, top_k=top_k, config=first, interpret=interpret)
-        hidden = coded.multiply_gate_up(routed, x, gate_up, **how)
+        kwargs: dict[str, Any] = dict(coding=coding, top_k=top_k, config=first, interpret=interpret)
+        hidden = coded.multiply_gate_up(routed, x, gate_up, **kwargs)
     else:
         assert isinstance(first, Block)
-        how = dict(top_k=top_k, block=first, by_pair=by_pair, **sizes)
-        hidden = triton.multiply_gate_up(routed, x, *_arrays(gate_up), **how)
+        kwargs = dict(top_k=top_k, block=first, by_pair=by_pair, **sizes)
+        hidden = triton.multiply_gate_up(routed, x, *_arrays(gate_up), **kwargs)
     if isinstance(second, TileConfig):
         assert isinstance(down, Codes)
-        how = dict(coding=coding, config=second, interpret=interpret)
-        out = coded.multiply_down(routed, hidden, down, **how)
+        kwargs = dict(coding=coding, config=second, interpret=interpret)
+        out = coded.multiply_down(routed, hidden, down, **kwargs)
     else:
         assert isinstance(second, Block)
         out = triton.multiply_down(routed, hidden, *_arrays(down), block=second, **sizes)
@@ -99,19 +99,19 @@ def experts_mosaic(
     tokens, first, second = x.shape[0], tiling.gate_up, tiling.down
     few = isinstance(first, MmaConfig)
     same_rows = few and tokens <= ALIGN == tiling.rows
-    how: dict[str, Any] = dict(top_k=top_k, dtype=x.dtype, rows=tiling.rows, same_rows=same_rows)
-    placed = route_together(logits, expert_scale, real, **how)
+    kwargs: dict[str, Any] = dict(top_k=top_k, dtype=x.dtype, rows=tiling.rows, same_rows=same_rows)
+    placed = route_together(logits, expert_scale, real, **kwargs)
     ones = jnp.ones(tokens, jnp.int32) if real is None else real.astype(jnp.int32)
     if same_rows:
-        given = jnp.pad(x, ((0, ALIGN - tokens), (0, 0)))
+        rows = jnp.pad(x, ((0, ALIGN - tokens), (0, 0)))
     else:
         padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)
-        given = permute.spread(x, placed, ones, padded, in_order=few)
+        rows = permute.spread(x, placed, ones, padded, in_order=few)
     if few:
         assert isinstance(second, MmaConfig)
-        out = mma.multiply(placed, given, gate_up, down, (first, second), same_rows=same_rows)
+        out = mma.multiply(placed, rows, gate_up, down, (first, second), same_rows=same_rows)
     else:
         assert isinstance(first, MosaicConfig)
         assert isinstance(second, MosaicConfig)
-        out = mosaic.multiply(placed, given, gate_up, down, (first, second))
+        out = mosaic.multiply(placed, rows, gate_up, down, (first, second))
     return permute.add_up(out, placed, ones)

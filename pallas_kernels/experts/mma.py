@@ -49,7 +49,7 @@ def _multiply(
     same_rows: bool,
 ) -> None:
     """Write all outputs of the rows of all tiles: gelu_tanh(gate) * up, or sums."""
-    *rings, x_ring, _, there, free = memory
+    *rings, x_ring, _, full, empty = memory
     config: MmaConfig = weight.config
     block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
     outputs, stages = out_ref.shape[1], jnp.int32(config.stages)
@@ -59,7 +59,7 @@ def _multiply(
     # Blocks at work at the same time have neighbouring outputs, most of them of one expert.
     own = lax.div(tiles_ref[0] * columns - block + blocks - 1, jnp.int32(blocks))
 
-    def place_of(i: Array) -> tuple[Array, Array]:
+    def tile_and_column(i: Array) -> tuple[Array, Array]:
         """Return the tile, and which of its outputs, that the i-th of this block is."""
         at = block + i * blocks
         return lax.div(at, columns), lax.rem(at, columns)
@@ -74,25 +74,25 @@ def _multiply(
 
     def load_all() -> None:
         def about(i: Array) -> tuple[Array, ...]:
-            tile, _ = place_of(jnp.minimum(i, own - 1))
+            tile, _ = tile_and_column(jnp.minimum(i, own - 1))
             return expert_ref[tile], used_ref[tile], start_ref[tile]
 
         def load(i: Array, now: tuple[Array, ...]) -> tuple[Array, ...]:
             # Memory takes long to answer, so the next tile is asked for while this one is loaded.
-            then, (expert, used, start), (_, column) = about(i + 1), now, place_of(i)
+            then, (expert, used, start), (_, column) = about(i + 1), now, tile_and_column(i)
             row = 0 if same_rows else aligned(start)
 
             def load_steps(rows: int) -> None:
                 @pl.loop(0, steps)
                 def _(step):
                     done = i * steps + step
-                    place = lax.rem(done, stages)
-                    pl.when(done >= stages)(lambda: plgpu.barrier_wait(free.at[place]))
+                    slot = lax.rem(done, stages)
+                    pl.when(done >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
                     x = x_ref.at[pl.ds(row, rows), pl.ds(step * inputs, inputs)]
-                    of_x = x, x_ring.at[place, pl.ds(0, rows)]
-                    where = (expert,), column, step, place
+                    of_x = x, x_ring.at[slot, pl.ds(0, rows)]
+                    where = (expert,), column, step, slot
                     for of, to in (of_x, *weight.copies(of_weight, tuple(rings), *where)):
-                        plgpu.copy_gmem_to_smem(of, to, there.at[place])
+                        plgpu.copy_gmem_to_smem(of, to, full.at[slot])
 
             by_rows(used, load_steps)
             return then
@@ -104,15 +104,15 @@ def _multiply(
     def multiply_all() -> None:
         @pl.loop(0, own)
         def _(i):
-            tile, column = place_of(i)
+            tile, column = tile_and_column(i)
             used, start = used_ref[tile], start_ref[tile]
 
             def multiply(rows: int) -> None:
                 where = (expert_ref[tile],), column, warpgroup
                 factors = weight.factors(of_weight, *where, rows)
 
-                def x_of(place: Array) -> Any:
-                    return x_ring.at[place, pl.ds(0, rows)]
+                def x_of(slot: Array) -> Any:
+                    return x_ring.at[slot, pl.ds(0, rows)]
 
                 totals = add_steps(weight, memory, x_of, i * steps, steps, rows, warpgroup)
                 # As in the reference, gate and up are rounded before the activation.

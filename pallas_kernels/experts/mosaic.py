@@ -143,19 +143,19 @@ class _Weight:
     They are of gate and up (a column of the hidden numbers), or neighbours of down.
 
     Attributes:
-      codes, given: references: codes, and factors of outputs (8 bits) or scales (4 bits).
+      codes, scales: references: codes, and factors of outputs (8 bits) or scales (4 bits).
       ring, scale_ring: the same in shared memory: [stage, ...]. Codes of 8 bits have no scales there.
-      there: barriers of the stages.
+      full: barriers of the stages.
       expert: which expert.
       inputs, outputs: of a matrix of an expert.
       gated: whether the two tiles are of gate and up.
     """
 
     codes: Any
-    given: Any
+    scales: Any
     ring: Any
     scale_ring: Any
-    there: Any
+    full: Any
     expert: Any
     inputs: int
     outputs: int
@@ -175,9 +175,9 @@ class _Weight:
         matrix = self.expert * 2 + i if self.gated else self.expert
         return matrix * self.outputs + self.output(column, i)
 
-    def fetch(self, column: Any, step: Any, place: Any) -> None:
+    def fetch(self, column: Any, step: Any, slot: Any) -> None:
         """Let TMA load what a step multiplies."""
-        to, bar = self.ring.at[place], self.there.at[place]
+        to, bar = self.ring.at[slot], self.full.at[slot]
         if self.scale_ring is None:
             width = self.ring.shape[-1]
             for i in range(2):
@@ -186,7 +186,7 @@ class _Weight:
                     own = self.codes.at[pl.ds(self._row(column, i), TILE), at]
                     plgpu.copy_gmem_to_smem(own, to.at[i, piece], bar)
             return
-        arrays = (self.codes, to, BLOCK), (self.given, self.scale_ring.at[place], GROUP)
+        arrays = (self.codes, to, BLOCK), (self.scales, self.scale_ring.at[slot], GROUP)
         for ref, to, size in arrays:
             count, first = STEP // size, self.expert * (self.inputs // size) + step * (STEP // size)
             if self.gated:  # both lie together
@@ -197,9 +197,9 @@ class _Weight:
                 own = ref.at[pl.ds(first, count), pl.ds(self.output(column, i), TILE)]
                 plgpu.copy_gmem_to_smem(own, to.at[pl.ds(i * count, count)], bar)
 
-    def numbers(self, place: Any, i: int) -> Iterator[Array]:
+    def numbers(self, slot: Any, i: int) -> Iterator[Array]:
         """Return the numbers of a step of a tile, 64 inputs at a time."""
-        ring = self.ring.at[place]
+        ring = self.ring.at[slot]
         if self.scale_ring is None:
             for piece in range(STEP // self.ring.shape[-1]):
                 yield from _of_eight_bits(ring.at[i, piece])
@@ -208,7 +208,7 @@ class _Weight:
         def at(which: int, size: int) -> int:
             return which * 2 + i if self.gated else i * (STEP // size) + which
 
-        scales = self.scale_ring.at[place]
+        scales = self.scale_ring.at[slot]
         for block in range(STEP // BLOCK):
             both = [scales.at[at(2 * block + half, GROUP)] for half in range(2)]
             yield _of_four_bits(ring.at[at(block, BLOCK)], both)
@@ -216,7 +216,7 @@ class _Weight:
     def finished(self, column: Any, i: int, total: Array, dtype: Any) -> Array:
         """Multiply sums [64, rows] of a tile by what comes after them, and round them."""
         if self.scale_ring is None:
-            own = self.given.at[pl.ds(self._row(column, i), TILE)]
+            own = self.scales.at[pl.ds(self._row(column, i), TILE)]
             factors = load_as(own, BY_OUTPUT, optimized=False) * factor(self.codes.dtype)
             total = total * lax.broadcast_in_dim(factors, total.shape, [0])
         else:
@@ -230,14 +230,14 @@ def _multiply(
     start_ref,
     x_ref,
     codes_ref,
-    given_ref,
+    scales_ref,
     out_ref,
     ring,
     scale_ring,
     x_ring,
     result,
-    there,
-    free,
+    full,
+    empty,
     *,
     config: MosaicConfig,
     gated: bool,
@@ -247,7 +247,7 @@ def _multiply(
     used = used_ref[tile]
     start = lax.div(start_ref[tile], ALIGN) * ALIGN  # so that Mosaic sees that it is a multiple
     sizes, dtype = (x_ref.shape[1], out_ref.shape[1]), out_ref.dtype
-    weight = _Weight(codes_ref, given_ref, ring, scale_ring, there, expert_ref[tile], *sizes, gated)
+    weight = _Weight(codes_ref, scales_ref, ring, scale_ring, full, expert_ref[tile], *sizes, gated)
     columns, steps = weight.columns, -(-sizes[0] // STEP)
     first = share * config.columns
     count = (
@@ -256,32 +256,32 @@ def _multiply(
 
     def multiply(rows: int) -> None:
         def fetch(step: Any) -> None:
-            place, own = lax.rem(step, config.stages), lax.rem(step, steps)
+            slot, own = lax.rem(step, config.stages), lax.rem(step, steps)
             for line in range(STEP // LINE):
                 of = x_ref.at[pl.ds(start, rows), pl.ds(own * STEP + line * LINE, LINE)]
-                to = x_ring.at[place, line, pl.ds(0, rows)]
-                plgpu.copy_gmem_to_smem(of, to, there.at[place])
-            weight.fetch(first + lax.div(step, steps), own, place)
+                to = x_ring.at[slot, line, pl.ds(0, rows)]
+                plgpu.copy_gmem_to_smem(of, to, full.at[slot])
+            weight.fetch(first + lax.div(step, steps), own, slot)
 
         def refill(step: Any) -> None:
             """Load over what a step has read."""
 
             @pl.when((step >= 0) & (step + config.stages < count * steps))
             def _():
-                place = lax.rem(step, config.stages)
-                plgpu.barrier_arrive(free.at[place])
-                plgpu.barrier_wait(free.at[place])  # for all warps
+                slot = lax.rem(step, config.stages)
+                plgpu.barrier_arrive(empty.at[slot])
+                plgpu.barrier_wait(empty.at[slot])  # for all warps
                 fetch(step + config.stages)
 
         def sums(column: Any, *totals: Any) -> list[Array]:
             @pl.loop(0, steps)
             def _(step):
                 step = column * steps + step
-                place = lax.rem(step, config.stages)
-                plgpu.barrier_wait(there.at[place])
+                slot = lax.rem(step, config.stages)
+                plgpu.barrier_wait(full.at[slot])
                 for i, total in enumerate(totals):
-                    for line, w in enumerate(weight.numbers(place, i)):
-                        x = x_ring.at[place, line, pl.ds(0, rows)]
+                    for line, w in enumerate(weight.numbers(slot, i)):
+                        x = x_ring.at[slot, line, pl.ds(0, rows)]
                         plgpu.wgmma(total, w, x.transpose((1, 0)))
                         plgpu.wgmma_wait(1)  # for the one before this
                 # In the middle of a step a branch would make the compiler wait for each wgmma.
@@ -325,13 +325,13 @@ def _launch(
     codes, scales, factors = weight.codes, weight.scales, weight.factors
     outputs, stages = codes.shape[-2], config.stages
     if scales is not None:
-        codes, given = codes.reshape(-1, outputs, BLOCK // 2), scales.reshape(-1, outputs)
+        codes, scales = codes.reshape(-1, outputs, BLOCK // 2), scales.reshape(-1, outputs)
         kept = swizzled(stages, 2 * STEP // BLOCK, TILE, BLOCK // 2, dtype=codes.dtype)
-        of_scales = plgpu.SMEM((stages, 2 * STEP // GROUP, TILE), given.dtype)
+        of_scales = plgpu.SMEM((stages, 2 * STEP // GROUP, TILE), scales.dtype)
         copies = 2 if gated else 4
     else:
         assert factors is not None
-        codes, given = codes.reshape(-1, codes.shape[-1]), factors.reshape(-1)
+        codes, scales = codes.reshape(-1, codes.shape[-1]), factors.reshape(-1)
         # A whole line of memory, where it divides the inputs.
         width = STEP if codes.shape[1] % STEP == 0 else LINE
         kept = swizzled(stages, 2, STEP // width, TILE, width, dtype=codes.dtype)
@@ -342,8 +342,8 @@ def _launch(
         **({} if of_scales is None else dict(scale_ring=of_scales)),
         x_ring=swizzled(stages, lines, rows, LINE, dtype=x.dtype),
         result=swizzled(rows, TILE, dtype=x.dtype),
-        there=plgpu.Barrier(num_arrivals=copies + lines, num_barriers=stages),
-        free=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        full=plgpu.Barrier(num_arrivals=copies + lines, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     )
 
     def body(*refs: Any) -> None:
@@ -359,7 +359,7 @@ def _launch(
         grid_names=("tile", "share"),
         scratch_types=tuple(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(placed.expert, placed.used, placed.start, x, codes, given)
+    )(placed.expert, placed.used, placed.start, x, codes, scales)
 
 
 def multiply(

@@ -166,11 +166,11 @@ def _route_few(
 ):
     """Choose experts and place the pairs, when there is only one block of tokens."""
     *refs, weight_ref = refs
-    given = logits_ref, scale_ref, real_ref, weight_ref
-    choice = _choose(*given, block=block, top_k=top_k, dtype=dtype)
+    inputs = logits_ref, scale_ref, real_ref, weight_ref
+    choice = _choose(*inputs, block=block, top_k=top_k, dtype=dtype)
     counts = jnp.sum((choice >= 0).astype(jnp.int32), axis=0)
-    how: dict[str, Any] = dict(top_k=top_k, rows=rows, programs=1, same_rows=same_rows)
-    _place(choice, jnp.zeros_like(counts), counts, *refs, **how)
+    kwargs: dict[str, Any] = dict(top_k=top_k, rows=rows, programs=1, same_rows=same_rows)
+    _place(choice, jnp.zeros_like(counts), counts, *refs, **kwargs)
 
 
 def _choose_block(
@@ -186,8 +186,8 @@ def _choose_block(
     dtype: DTypeLike,
 ):
     """Choose experts for the tokens of a block, and count how often each expert was chosen."""
-    me, given = pl.program_id(0), (logits_ref, scale_ref, real_ref, weight_ref)
-    choice = _choose(*given, block=block, top_k=top_k, dtype=dtype)
+    me, inputs = pl.program_id(0), (logits_ref, scale_ref, real_ref, weight_ref)
+    choice = _choose(*inputs, block=block, top_k=top_k, dtype=dtype)
     row = me * block + lax.iota(jnp.int32, block)[:, None]
     expert = lax.iota(jnp.int32, choice.shape[1])
     store(choice_ref, row, expert[None, :], value=choice, mask=row >= 0)
@@ -197,16 +197,16 @@ def _choose_block(
 def _place_block(choice_ref, count_ref, *refs, block: int, top_k: int, rows: int):
     """Place the pairs of a block of tokens behind those of all earlier blocks."""
     me, (programs, experts) = pl.program_id(0), count_ref.shape
-    expert, some = lax.iota(jnp.int32, experts), min(pl.next_power_of_2(programs), 32)
+    expert, chunk = lax.iota(jnp.int32, experts), min(pl.next_power_of_2(programs), 32)
 
     def count(step, sums):
-        other = step * some + lax.iota(jnp.int32, some)[:, None]
+        other = step * chunk + lax.iota(jnp.int32, chunk)[:, None]
         counts = load(count_ref, other, expert[None, :], mask=other < programs)
         earlier = jnp.where(other < me, counts, 0)
         return sums[0] + jnp.sum(earlier, axis=0), sums[1] + jnp.sum(counts, axis=0)
 
     zeros = jnp.zeros((experts,), jnp.int32)
-    before, counts = lax.fori_loop(0, pl.cdiv(programs, some), count, (zeros, zeros))
+    before, counts = lax.fori_loop(0, pl.cdiv(programs, chunk), count, (zeros, zeros))
     row = me * block + lax.iota(jnp.int32, block)[:, None]
     choice = load(choice_ref, row, expert[None, :])
     _place(choice, before, counts, *refs, top_k=top_k, rows=rows, programs=programs)
@@ -233,8 +233,8 @@ def route(
       rows: rows of a tile.
       interpret: whether to interpret the kernels.
     """
-    how: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, interpret=interpret)
-    return Routed(*_route(logits, expert_scale, real, **how, together=False))
+    kwargs: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, interpret=interpret)
+    return Routed(*_route(logits, expert_scale, real, **kwargs, together=False))
 
 
 def route_together(
@@ -254,8 +254,8 @@ def route_together(
       same_rows: whether the rows of every tile are all tokens, of which there are `ALIGN` at most.
       others: as in `route`.
     """
-    how: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, interpret=interpret)
-    return Placed(*_route(logits, expert_scale, real, **how, together=True, same_rows=same_rows))
+    kwargs: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, interpret=interpret)
+    return Placed(*_route(logits, expert_scale, real, **kwargs, together=True, same_rows=same_rows))
 
 
 def _route(
@@ -294,8 +294,8 @@ def _route(
         interpret=interpret,
     )
     if programs == 1:
-        how: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, same_rows=same_rows)
-        kernel = functools.partial(_route_few, block=block, **how)
+        kwargs: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, same_rows=same_rows)
+        kernel = functools.partial(_route_few, block=block, **kwargs)
         few = call(kernel, out_shape=(*of_tiles, weight), name="experts_route")
         return tuple(few(logits, expert_scale, real))
     padded = pl.next_power_of_2(num_experts)

@@ -48,17 +48,17 @@ class Block:
     warps: int
     stages: int
 
-    def fitting(self, rows: int, weight_bytes: int, matrices: int, room: int) -> Block:
+    def fitting(self, rows: int, weight_bytes: int, matrices: int, shared_memory: int) -> Block:
         """Return the block with as many stages as shared memory has room for, two at least.
 
         Args:
           rows: of a tile.
           weight_bytes: of a number of a weight.
           matrices: that a step reads: two for gate and up.
-          room: bytes of shared memory that a program can have.
+          shared_memory: bytes of shared memory that a program can have.
         """
         step = self.inputs * (matrices * self.columns * weight_bytes + 2 * rows)
-        return dataclasses.replace(self, stages=max(2, min(self.stages, 1 + room // step)))
+        return dataclasses.replace(self, stages=max(2, min(self.stages, 1 + shared_memory // step)))
 
 
 def _coded(w_ref, before: tuple[Any, ...], k: Array, column: Array, dtype: DTypeLike) -> Array:
@@ -191,7 +191,7 @@ def multiply_gate_up(
     Args:
       by_pair: return those of each pair instead, as `coded.multiply_down` takes them.
     """
-    given = () if scales is None else (scales,)
+    scale_arrays = () if scales is None else (scales,)
     f = gate_up.shape[3 if scales is None else 2]
     return pl.pallas_call(
         functools.partial(_gate_up, top_k=top_k, rows=rows, block=block, by_pair=by_pair),
@@ -202,7 +202,7 @@ def multiply_gate_up(
         compiler_params=plgpu.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=interpret,
         name="experts_gate_up",
-    )(routed.expert, routed.used, routed.pair, x, gate_up, *given)
+    )(routed.expert, routed.used, routed.pair, x, gate_up, *scale_arrays)
 
 
 def multiply_down(

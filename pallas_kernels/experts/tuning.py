@@ -93,7 +93,9 @@ FOUR_BITS = (
 )
 
 
-def tiling_for(tokens_an_expert: float, bits: int = 16, room: int = HOPPER_SHARED_BYTES) -> Tiling:
+def tiling_for(
+    tokens_an_expert: float, bits: int = 16, shared_memory: int = HOPPER_SHARED_BYTES
+) -> Tiling:
     """Return the tiling for this mean number of tokens per expert.
 
     It is the first row of the table whose limit is not exceeded. GPUs with less shared memory than
@@ -101,12 +103,12 @@ def tiling_for(tokens_an_expert: float, bits: int = 16, room: int = HOPPER_SHARE
 
     Args:
       bits: of a weight: 16, or 8 or 4 where it is a code.
-      room: bytes of shared memory that a program can have.
+      shared_memory: bytes of shared memory that a program can have.
     """
     table = {16: TABLE, 8: EIGHT_BITS, 4: FOUR_BITS}[bits]
-    tiling = next(tiling for most, tiling in table if tokens_an_expert <= most)
+    tiling = next(tiling for at_most, tiling in table if tokens_an_expert <= at_most)
     gate_up, down = (
-        config.fitting(tiling.rows, bits // 8, matrices, room)
+        config.fitting(tiling.rows, bits // 8, matrices, shared_memory)
         if isinstance(config, Block)
         else config
         for config, matrices in ((tiling.gate_up, 2), (tiling.down, 1))
@@ -190,4 +192,6 @@ MOSAIC_FOUR_BITS = (
 def mosaic_tiling_for(tokens_an_expert: float, bits: int) -> Tiling | None:
     """Return the tiling for the Mosaic kernels; None where those of Triton are faster."""
     table = {16: (), 8: MOSAIC_EIGHT_BITS, 4: MOSAIC_FOUR_BITS}[bits]
-    return next((t for more, most, t in table if more < tokens_an_expert <= most), None)
+    return next(
+        (t for more_than, at_most, t in table if more_than < tokens_an_expert <= at_most), None
+    )

@@ -47,10 +47,10 @@ GatedImplementation = Literal["auto", "reference", "mosaic"]
 __all__ = [
     "Codes",
     "Coding",
-    "Cut",
     "MmaConfig",
     "MosaicConfig",
     "SmallMConfig",
+    "TileConfig",
     "gated",
     "linear",
     "reference",
@@ -90,7 +90,7 @@ def linear(
     """
     blocks, outputs = weight.codes.shape[:2] if inputs_first else weight.codes.shape[1::-1]
     _check(x, weight, coding, inputs_first)
-    how = dict(coding=coding, inputs_first=inputs_first, dtype=dtype)
+    kwargs = dict(coding=coding, inputs_first=inputs_first, dtype=dtype)
     per_group = [array for array in (weight.scales, weight.zeros) if array is not None]
     scale_bytes = min(array.dtype.itemsize for array in per_group)
     own = (
@@ -110,15 +110,15 @@ def linear(
         from pallas_kernels.int4_matmul.mosaic import linear_mosaic
         from pallas_kernels.int4_matmul.small_m import linear_small_m
 
-        how: Any = dict(group=coding.group, dtype=dtype)
+        kwargs: Any = dict(group=coding.group, dtype=dtype)
         if isinstance(own, SmallMConfig):
-            return linear_small_m(x, weight, **how, config=own)
+            return linear_small_m(x, weight, **kwargs, config=own)
         if isinstance(own, MmaConfig):
-            return linear_mma(x, weight, **how, config=own)
+            return linear_mma(x, weight, **kwargs, config=own)
         assert own is not None
-        return linear_mosaic(x, weight, **how, config=own)
+        return linear_mosaic(x, weight, **kwargs, config=own)
 
-    triton = functools.partial(linear_triton, **how, config=tiles, interpret=interpret)
+    triton = functools.partial(linear_triton, **kwargs, config=tiles, interpret=interpret)
     reason = why_not_triton(x, interpret=interpret, dtypes=(jnp.bfloat16,))
     reason = reason or _why_not(x, weight, outputs)
     candidates = [
@@ -130,7 +130,7 @@ def linear(
         ),
         Candidate("triton", triton, too_many_rows(x, MAX_ROWS) or reason),
     ]
-    return dispatch(implementation, candidates, functools.partial(reference, **how), x, weight)
+    return dispatch(implementation, candidates, functools.partial(reference, **kwargs), x, weight)
 
 
 def gated(
@@ -169,12 +169,12 @@ def gated(
         from pallas_kernels.int4_matmul.small_m import linear_small_m  # not in every jax
 
         assert own is not None
-        how: Any = dict(group=coding.group, dtype=dtype, config=own, activation=activation)
-        return linear_small_m(x, weight, **how)
+        kwargs: Any = dict(group=coding.group, dtype=dtype, config=own, activation=activation)
+        return linear_small_m(x, weight, **kwargs)
 
     def plain(x: Array, weight: Codes) -> Array:
-        how: Any = dict(implementation="reference" if implementation == "reference" else "auto")
-        both = linear(x, _side_by_side(weight), coding=coding, dtype=dtype, **how)
+        kwargs: Any = dict(implementation="reference" if implementation == "reference" else "auto")
+        both = linear(x, _side_by_side(weight), coding=coding, dtype=dtype, **kwargs)
         return reference_ops.gated(both.reshape(rows, 2, outputs), activation)
 
     _check(x, jax.eval_shape(_side_by_side, weight), coding, True)
@@ -210,8 +210,8 @@ def _why_not_mosaic(
         return "the Mosaic kernel is not interpreted"
     if jax.__version_info__ < (0, 11, 2):
         return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
-    if (found := capability()) not in (None, 9.0):
-        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
+    if (this_gpu := capability()) not in (None, 9.0):
+        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {this_gpu}"
     if not inputs_first or config is None:
         return (
             "the Mosaic kernel needs inputs first and outputs that are a multiple of 128; "

@@ -42,15 +42,15 @@ def _steps(
     rows = x_ring.shape[1]
     load_weight = loading(codes_ref, scales_ref, ring, scale_ring, group=group, config=config)
 
-    def load(tile, row_tile, step, place, there):
-        load_weight(tile, step, place, there)
+    def load(tile, row_tile, step, slot, full):
+        load_weight(tile, step, slot, full)
         x = x_ref.at[pl.ds(row_tile * rows, rows), pl.ds(step * config.inputs, config.inputs)]
-        plgpu.copy_gmem_to_smem(x, x_ring.at[place], there)
+        plgpu.copy_gmem_to_smem(x, x_ring.at[slot], full)
 
-    def multiply(sums, place):
-        refs = ring.at[place], scale_ring.at[place]
+    def multiply(sums, slot):
+        refs = ring.at[slot], scale_ring.at[slot]
         numbers = functools.partial(numbers_of, group=group, outputs=config.outputs, piece=TILE)
-        return add_products(sums, x_ring.at[place], refs, numbers)
+        return add_products(sums, x_ring.at[slot], refs, numbers)
 
     def finish(total, first):
         return total * 2.0**SHIFT
@@ -145,14 +145,14 @@ class FourBits(Weight):
         return 2
 
     def copies(
-        self, refs: Refs, rings: Refs, index: Refs, column: Array, step: Array, place: Array
+        self, refs: Refs, rings: Refs, index: Refs, column: Array, step: Array, slot: Array
     ) -> list[tuple[Any, Any]]:
-        found = []
+        copies = []
         for ref, ring in zip(refs, rings, strict=True):
             _, count, width = ring.shape[:3]
-            some = pl.ds(step * count, count), pl.ds(column * width, width)
-            found.append((ref.at[*index, *some], ring.at[place]))
-        return found
+            region = pl.ds(step * count, count), pl.ds(column * width, width)
+            copies.append((ref.at[*index, *region], ring.at[slot]))
+        return copies
 
     def numbers(self, lane: Lane, *memory: Any) -> Numbers:
         outputs = self.config.outputs * self.config.pieces
@@ -172,7 +172,7 @@ def linear_mma(
     def x_ring(rows: int) -> Any:
         return rows_ring(config.stages, rows, config.inputs)
 
-    how: Any = dict(
+    kwargs: Any = dict(
         group=group, dtype=dtype, config=config, loads=3, sums="carried", write=_write_rows
     )
-    return launch(_steps, x, weight, x_ring, **how)
+    return launch(_steps, x, weight, x_ring, **kwargs)

@@ -66,19 +66,19 @@ def _steps(
 
     load_weight = loading(codes_ref, scales_ref, ring, scale_ring, group=group, config=config)
 
-    def load(tile, row_tile, step, place, there):
-        load_weight(tile, step, place, there)
+    def load(tile, row_tile, step, slot, full):
+        load_weight(tile, step, slot, full)
         for block in range(count):
             inputs = pl.ds((step * count + block) * BLOCK, BLOCK)
             x = x_ref.at[pl.ds(row_tile * rows, rows), inputs]
-            plgpu.copy_gmem_to_smem(x, x_ring.at[place, block], there)
+            plgpu.copy_gmem_to_smem(x, x_ring.at[slot, block], full)
 
-    def multiply(total, place):
+    def multiply(total, slot):
         for block in range(count):
             halves = (block * BLOCK + half * HALF for half in range(2))
-            scales = [scale_ring.at[place, first // group, mine] for first in halves]
-            numbers = _numbers(ring.at[place, block], *scales)
-            plgpu.wgmma(total, numbers, x_ring.at[place, block].transpose((1, 0)))
+            scales = [scale_ring.at[slot, first // group, mine] for first in halves]
+            numbers = _numbers(ring.at[slot, block], *scales)
+            plgpu.wgmma(total, numbers, x_ring.at[slot, block].transpose((1, 0)))
             if block < count - 1:
                 plgpu.wgmma_wait(1)  # for the block before, whose registers the next one gets
 
@@ -143,12 +143,12 @@ def loading(
     """Return how codes and scales of a step of a tile are loaded: two copies."""
     lines = ring.shape[2]
 
-    def load(tile, step, place, there):
+    def load(tile, step, slot, full):
         first, own = step * config.blocks, pl.ds(tile * config.outputs, config.outputs)
         codes = codes_ref.at[pl.ds(first, config.blocks), pl.ds(tile * lines, lines)]
-        plgpu.copy_gmem_to_smem(codes, ring.at[place], there)
+        plgpu.copy_gmem_to_smem(codes, ring.at[slot], full)
         groups = pl.ds(lax.div(first * BLOCK, group), scale_ring.shape[1])
-        plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[place], there)
+        plgpu.copy_gmem_to_smem(scales_ref.at[groups, own], scale_ring.at[slot], full)
 
     return load
 
@@ -161,8 +161,8 @@ def linear_mosaic(
     def x_ring(rows: int) -> Any:
         return swizzled(config.stages, config.blocks, rows, BLOCK, dtype=x.dtype)
 
-    how: Any = dict(group=group, dtype=dtype, config=config, loads=2 + config.blocks)
-    return launch(_steps, x, weight, x_ring, **how)
+    kwargs: Any = dict(group=group, dtype=dtype, config=config, loads=2 + config.blocks)
+    return launch(_steps, x, weight, x_ring, **kwargs)
 
 
 def launch(

@@ -77,7 +77,7 @@ class FourBits:
           ahead: load what Triton does not load several steps ahead; otherwise the rest. In the
             place of what is not loaded is None.
         """
-        loaded, found = {}, []
+        loaded, scales = {}, []
         for first in range(0, count * BLOCK, min(self.coding.group, HALF)):
             key = first // min(self.coding.group, BLOCK)
             if key not in loaded:
@@ -89,22 +89,22 @@ class FourBits:
                     else load(ref, *self.before, group, *self.after)
                     for ref in self._of_groups
                 )
-            found.append(loaded[key])
-        return found
+            scales.append(loaded[key])
+        return scales
 
-    def add(self, total: Array, block: Array, given: Scales, x: Any) -> Array:
+    def add(self, total: Array, block: Array, preloaded: Scales, x: Any) -> Array:
         """Add the product of a block to sums [outputs, rows].
 
         Args:
-          given: what `load_scales` loaded ahead for the block.
+          preloaded: what `load_scales` loaded ahead for the block.
           x: from the first input within the block, and their number, to [inputs, rows].
         """
-        size, how = min(self.coding.group, HALF), dict[str, Any](interpret=self.interpret)
+        size, kwargs = min(self.coding.group, HALF), dict[str, Any](interpret=self.interpret)
         before, after = _columns(self.before), _columns(self.after)
         rest = self.load_scales(block, 1, ahead=False)
         scales = [
             tuple(a if b is None else b for a, b in zip(*pair, strict=True))
-            for pair in zip(given, rest, strict=True)
+            for pair in zip(preloaded, rest, strict=True)
         ]
         for first in range(0, HALF, size):
             byte = first + lax.iota(jnp.int32, size)[None, :]
@@ -118,14 +118,14 @@ class FourBits:
                     total = total + dot(dequantise.scaled_numbers(codes, scale, half), rows)
                     continue
                 scale = scale_numbers(scale)[:, None]
-                w = dequantise.half_numbers(codes, self.coding.kind, half, rows.dtype, **how)
+                w = dequantise.half_numbers(codes, self.coding.kind, half, rows.dtype, **kwargs)
                 if zero:
-                    w = dequantise.subtract(w, zero[0].astype(rows.dtype)[:, None], **how)
+                    w = dequantise.subtract(w, zero[0].astype(rows.dtype)[:, None], **kwargs)
                 if self.early:
-                    w = dequantise.multiply(w, scale.astype(rows.dtype), **how)
+                    w = dequantise.multiply(w, scale.astype(rows.dtype), **kwargs)
                     total = total + dot(w, rows)
                 else:
-                    total = dequantise.multiply_add(dot(w, rows), scale, total, **how)
+                    total = dequantise.multiply_add(dot(w, rows), scale, total, **kwargs)
         return total
 
 
@@ -157,7 +157,7 @@ class EightBits:
         """Load nothing: a group is all inputs of an output."""
         return []
 
-    def add(self, total: Array, block: Array, given: Scales, x: Any) -> Array:
+    def add(self, total: Array, block: Array, preloaded: Scales, x: Any) -> Array:
         """Add the product of a block to sums [outputs, rows]. Arguments as in `FourBits.add`."""
         k = (block * self.size + lax.iota(jnp.int32, self.size))[None, :]
         mask = below(k, self.codes.shape[-1])

@@ -32,5 +32,5 @@ def linear_small_m(
     config = dataclasses.replace(config, pieces=2 if activation else 1)
     own = FourBits.of(weight, config, group, gated=activation is not None)
     name = "grouped_gate_up" if activation else "grouped_linear"
-    how: Any = dict(outputs=weight.codes.shape[-2], dtype=dtype, activation=activation)
-    return multiply(name, x, own, **how)
+    kwargs: Any = dict(outputs=weight.codes.shape[-2], dtype=dtype, activation=activation)
+    return multiply(name, x, own, **kwargs)

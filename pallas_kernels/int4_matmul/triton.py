@@ -67,17 +67,17 @@ def _linear(
 
     `refs` are scales, zeros and factors, as far as there are any, and the output.
     """
-    *given, out_ref = refs
-    *per_group, factors = given if len(given[-1].shape) == 1 else (*given, None)
+    *arrays, out_ref = refs
+    *per_group, factors = arrays if len(arrays[-1].shape) == 1 else (*arrays, None)
     share = x_ref.shape[1] // BLOCK // config.splits
     out = pl.program_id(0) * config.outputs + lax.iota(jnp.int32, config.outputs)
     row = pl.program_id(1) * config.rows + lax.iota(jnp.int32, config.rows)
     in_use = below(row, x_ref.shape[0])
     mask = None if in_use is None else in_use[:, None]
     scales, zeros = (*per_group, None)[:2]
-    place = ((), (out,)) if inputs_first else ((out,), ())
-    how = config.early, config.warps, interpret
-    operand = FourBits(coding, codes_ref, scales, zeros, *place, *how)
+    before_after = ((), (out,)) if inputs_first else ((out,), ())
+    options = config.early, config.warps, interpret
+    operand = FourBits(coding, codes_ref, scales, zeros, *before_after, *options)
 
     def x_block(block):
         def x(first, size):
@@ -105,7 +105,7 @@ def linear_triton(
 ) -> Float[Array, "R N"]:
     """Launch the kernel. Arguments as in `pallas_kernels.int4_matmul.linear`, which checks them."""
     outputs = weight.codes.shape[1 if inputs_first else 0]
-    given = [array for array in weight if array is not None]
+    arrays = [array for array in weight if array is not None]
     parts = pl.pallas_call(
         functools.partial(
             _linear, coding=coding, inputs_first=inputs_first, config=config, interpret=interpret
@@ -117,5 +117,5 @@ def linear_triton(
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="grouped_linear",
-    )(x, *given)
+    )(x, *arrays)
     return parts[0] if config.splits == 1 else jnp.sum(parts, axis=0).astype(dtype)

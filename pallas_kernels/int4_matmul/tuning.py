@@ -14,8 +14,8 @@ from pallas_kernels.common.tiles import (
     TILE,
     SmallMConfig,
     padded,
-    shares,
     small_m_is_faster,
+    split_options,
     split_options_of_many,
     with_stages,
 )
@@ -90,7 +90,7 @@ WARPS = 8
 
 def config_for(rows: int, blocks: int, outputs: int, scale_bytes: int = 2) -> TileConfig:
     """Return how to cut a product: the first row of the table whose limit is not exceeded, `fitted`."""
-    config = next(config for most, config in TABLE if rows <= most)
+    config = next(config for max_rows, config in TABLE if rows <= max_rows)
     return fitted(config, rows, blocks, outputs, scale_bytes)
 
 
@@ -127,8 +127,8 @@ def fitted(
     stages = config.stages
     if few:  # so many steps that the programs of a processor run at once
         step_bytes = tile * (HALF + 2 * scale_bytes) + 2 * BLOCK * config.rows
-        room = SHARED_BYTES // min(programs(splits), WARPS) - 1024
-        stages = max(3, min(stages, room // step_bytes))
+        shared_memory = SHARED_BYTES // min(programs(splits), WARPS) - 1024
+        stages = max(3, min(stages, shared_memory // step_bytes))
     config = config.dividing(outputs, blocks // splits)
     return dataclasses.replace(config, splits=splits, warps=warps, stages=stages)
 
@@ -224,8 +224,8 @@ def mosaic_config_for(
     step = 2 if blocks % 2 == 0 else 1
     # By the times of 5376 x 43008: 8 for a block of inputs and a row, 700 at least.
     tile_ns = blocks * max(8.0 * rows, 700.0) * groups / 4
-    most = max(1, min(12, blocks // 4))
-    for _, splits, whole in sorted(shares(tiles, groups * TILE, rows, tile_ns, most)):
+    max_splits = max(1, min(12, blocks // 4))
+    for _, splits, whole in sorted(split_options(tiles, groups * TILE, rows, tile_ns, max_splits)):
         config = MosaicConfig(groups, splits, step, whole=whole)
         if config := with_stages(config, rows, blocks // step, result_bytes):
             return config
@@ -235,8 +235,8 @@ def mosaic_config_for(
 def _small_m_config_for(rows: int, blocks: int, outputs: int) -> SmallMConfig | None:
     """Return how the kernel of very few rows cuts a product; None where it does not fit, or is slower."""
     inputs, narrow = blocks * BLOCK, outputs <= 3 * processors() * MMA_OUTPUTS
-    most = LARGE_NUMBERS if narrow and rows > ROWS else LARGE_FOR_SMALL_M
-    if rows > MAX_SMALL_M_ROWS or not small_m_is_faster(inputs, outputs, most):
+    large = LARGE_NUMBERS if narrow and rows > ROWS else LARGE_FOR_SMALL_M
+    if rows > MAX_SMALL_M_ROWS or not small_m_is_faster(inputs, outputs, large):
         return None
     if inputs * outputs >= NUMBERS_OF_TWO_GROUPS or (rows > ROWS and not narrow):
         config = SmallMConfig(groups=2, per_processor=2)
@@ -268,15 +268,17 @@ def _mma_config_for(
 ) -> MmaConfig | None:
     """Return how the kernel of few rows cuts a product; None where it does not fit."""
     rows = padded(rows, ROWS)
-    found, most = [], max(1, min(12, blocks // 4))
+    options, max_splits = [], max(1, min(12, blocks // 4))
     for pieces in (2, 1) if blocks * BLOCK * outputs >= LARGE_NUMBERS else (1,):
         config = MmaConfig(2, pieces=pieces)
         if outputs % config.outputs == 0:
             # By the times of 5376 x 43008 with 8 to 32 rows, for 64 inputs.
             tile_ns = blocks * (max(285, 235 + 5 * rows) if pieces == 2 else 190 + 3.2 * rows)
-            ways = shares(outputs // config.outputs, config.outputs, rows, tile_ns, most)
-            found += [(time, splits, whole, pieces) for time, splits, whole in ways]
-    for _, splits, whole, pieces in sorted(found):
+            of_pieces = split_options(
+                outputs // config.outputs, config.outputs, rows, tile_ns, max_splits
+            )
+            options += [(time, splits, whole, pieces) for time, splits, whole in of_pieces]
+    for _, splits, whole, pieces in sorted(options):
         # Longer steps were faster for small tiles, and where many steps follow each other.
         step = math.gcd(blocks, 4 if whole or pieces == 1 else 2)
         config = MmaConfig(2, splits, step, whole=whole, pieces=pieces)

@@ -50,9 +50,9 @@ SumsImplementation = Literal["auto", "reference", "mosaic"]
 GatedImplementation = SumsImplementation
 
 __all__ = [
-    "Cut",
     "MosaicConfig",
     "SmallMConfig",
+    "TileConfig",
     "gated",
     "linear",
     "reference",
@@ -97,7 +97,7 @@ def linear(
         if isinstance(config, (SmallMConfig, MosaicConfig))
         else mosaic_config_for(*sizes, jnp.dtype(dtype).itemsize)
     )
-    how = config if isinstance(config, TileConfig) else config_for(*sizes)
+    tile_config = config if isinstance(config, TileConfig) else config_for(*sizes)
 
     def mosaic(*args: Array) -> Array:
         # not in every jax
@@ -109,7 +109,7 @@ def linear(
         assert own is not None
         return linear_mosaic(*args, dtype=dtype, config=own)
 
-    triton = functools.partial(linear_triton, dtype=dtype, config=how, interpret=interpret)
+    triton = functools.partial(linear_triton, dtype=dtype, config=tile_config, interpret=interpret)
     reason, fp8 = _why_not_cut(*sizes[1:]), codes.dtype != jnp.int8
     candidates = [
         Candidate(
@@ -168,8 +168,8 @@ def gated(
         return linear_small_m(*args, dtype=dtype, config=own, activation=activation)
 
     def plain(*args: Array) -> Array:
-        how: Any = dict(implementation="reference" if implementation == "reference" else "auto")
-        return reference_ops.gated(linear(*args, dtype=dtype, **how), activation)
+        kwargs: Any = dict(implementation="reference" if implementation == "reference" else "auto")
+        return reference_ops.gated(linear(*args, dtype=dtype, **kwargs), activation)
 
     reason = _why_not_mosaic(x, codes, own, False) or _why_not_cut(inputs, outputs)
     if own is None:
@@ -270,8 +270,8 @@ def _why_not_mosaic(
         return "the Mosaic kernel is not interpreted"
     if jax.__version_info__ < (0, 11, 2):
         return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
-    if (found := capability()) not in (None, 9.0):
-        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {found}"
+    if (this_gpu := capability()) not in (None, 9.0):
+        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {this_gpu}"
     if config is None:
         return f"the Mosaic kernel has no cut for rows {x.shape} and codes {codes.shape}"
     return _why_not_triton(x, codes, interpret, *dtypes)  # it needs the same

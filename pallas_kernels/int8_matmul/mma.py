@@ -62,26 +62,26 @@ class EightBits(Weight):
         return self.matrices
 
     def copies(
-        self, refs: Refs, rings: Refs, index: Refs, column: Array, step: Array, place: Array
+        self, refs: Refs, rings: Refs, index: Refs, column: Array, step: Array, slot: Array
     ) -> list[tuple[Any, Any]]:
         (ring,), inputs = rings, self.config.inputs
-        some = pl.ds(column * self.width, self.width), pl.ds(step * inputs, inputs)
+        region = pl.ds(column * self.width, self.width), pl.ds(step * inputs, inputs)
         return [
             (
-                refs[0].at[*index, *matrix, *some],
-                ring.at[place, pl.ds(i * self.width, self.width)],
+                refs[0].at[*index, *matrix, *region],
+                ring.at[slot, pl.ds(i * self.width, self.width)],
             )
             for i, matrix in enumerate([(0,), (1,)] if self.gated else [()])
         ]
 
     def numbers(self, lane: Lane, *memory: Any) -> Numbers:
-        how: Any = dict(kind=self.codes.dtype, inputs=self.config.inputs, piece=self.apart)
-        return numbers_of(lane, *memory, **how)
+        kwargs: Any = dict(kind=self.codes.dtype, inputs=self.config.inputs, piece=self.apart)
+        return numbers_of(lane, *memory, **kwargs)
 
     def factors(
         self, refs: Refs, index: Refs, column: Array, warpgroup: Array, rows: int
     ) -> list[Any]:
-        found = []
+        factors = []
         for piece in range(self.config.pieces):
             matrix = (*index, piece) if self.gated else index
             own = refs[1].at[*matrix, self.outputs(column, warpgroup, piece)]
@@ -90,5 +90,5 @@ class EightBits(Weight):
             else:
                 own = load_as(own, BY_OUTPUT, optimized=False)
                 own = lax.broadcast_in_dim(own, (TILE, rows), [0])
-            found.append(own * factor(self.codes.dtype))
-        return found
+            factors.append(own * factor(self.codes.dtype))
+        return factors

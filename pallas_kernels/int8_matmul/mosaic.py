@@ -45,9 +45,9 @@ def _codes_converted(x_ref, codes_ref, scales_ref, ring, x_ring, *, config: Mosa
     """Return how a step is multiplied whose codes become bfloat16 in registers."""
     warpgroup = lax.axis_index("warpgroup")
 
-    def multiply(total, place):
-        numbers = _numbers(ring.at[place, pl.ds(warpgroup * TILE, TILE)])
-        plgpu.wgmma(total, numbers, x_ring.at[place].transpose((1, 0)))
+    def multiply(total, slot):
+        numbers = _numbers(ring.at[slot, pl.ds(warpgroup * TILE, TILE)])
+        plgpu.wgmma(total, numbers, x_ring.at[slot].transpose((1, 0)))
 
     def finish(total, first):
         scales = load_as(scales_ref.at[pl.ds(first, TILE)], BY_OUTPUT, optimized=False)
@@ -60,9 +60,9 @@ def _codes_as_they_are(x_ref, codes_ref, ring, x_ring, *, config: MosaicConfig) 
     """Return how a step is multiplied whose codes and rows wgmma reads from shared memory."""
     warpgroup = lax.axis_index("warpgroup")
 
-    def multiply(total, place):
-        codes = ring.at[place, pl.ds(warpgroup * TILE, TILE)]
-        plgpu.wgmma(total, codes, x_ring.at[place].transpose((1, 0)))
+    def multiply(total, slot):
+        codes = ring.at[slot, pl.ds(warpgroup * TILE, TILE)]
+        plgpu.wgmma(total, codes, x_ring.at[slot].transpose((1, 0)))
 
     return Steps(_loading(x_ref, codes_ref, ring, x_ring, config), multiply)
 
@@ -71,14 +71,14 @@ def _loading(x_ref, codes_ref, ring, x_ring, config: MosaicConfig) -> Any:
     """Return how `config.line` inputs of codes and of rows are loaded."""
     rows = x_ring.shape[1]
 
-    def load(tile, row_tile, step, place, there):
+    def load(tile, row_tile, step, slot, full):
         own, at = (
             pl.ds(tile * config.outputs, config.outputs),
             pl.ds(step * config.line, config.line),
         )
-        plgpu.copy_gmem_to_smem(codes_ref.at[own, at], ring.at[place], there)
+        plgpu.copy_gmem_to_smem(codes_ref.at[own, at], ring.at[slot], full)
         x = x_ref.at[pl.ds(row_tile * rows, rows), at]
-        plgpu.copy_gmem_to_smem(x, x_ring.at[place], there)
+        plgpu.copy_gmem_to_smem(x, x_ring.at[slot], full)
 
     return load
 
@@ -130,8 +130,8 @@ def sums_mosaic(
     x: Float[Array, "R K"], codes: Float[Array, "N K"], *, dtype: DTypeLike, config: MosaicConfig
 ) -> Float[Array, "R N"]:
     """Launch the kernel. Arguments as in `pallas_kernels.int8_matmul.rounded_sums`, which checks them."""
-    how: Any = dict(dtype=dtype, config=config, sums="apart")
-    return _launch("eight_bit_sums", _codes_as_they_are, x, codes, **how)
+    kwargs: Any = dict(dtype=dtype, config=config, sums="apart")
+    return _launch("eight_bit_sums", _codes_as_they_are, x, codes, **kwargs)
 
 
 def _launch(

@@ -36,6 +36,6 @@ def linear_small_m(
     config = dataclasses.replace(config, pieces=2 if activation else 1)
     own = EightBits(config, activation is not None, codes, scales)
     name = "eight_bit_gate_up" if activation else "eight_bit_linear"
-    how: Any = dict(outputs=outputs, dtype=dtype, activation=activation)
-    out = multiply(name, x.reshape(x.shape[0], -1), own, **how)
+    kwargs: Any = dict(outputs=outputs, dtype=dtype, activation=activation)
+    out = multiply(name, x.reshape(x.shape[0], -1), own, **kwargs)
     return out.reshape(x.shape[0], *result)

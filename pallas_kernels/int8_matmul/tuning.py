@@ -13,8 +13,8 @@ from pallas_kernels.common.tiles import (
     TILE,
     SmallMConfig,
     padded,
-    shares,
     small_m_is_faster,
+    split_options,
     split_options_of_many,
     with_stages,
 )
@@ -214,16 +214,16 @@ def mosaic_config_for(
     if rows > FEW_ROWS:
         return _large_m_config_for(rows, inputs, outputs, result_bytes)
     rows, line = padded(rows, ROWS), LINE if inputs % LINE == 0 else MIN_LINE
-    found, most = [], max(1, min(12, inputs // LINE // 2))
+    options, max_splits = [], max(1, min(12, inputs // LINE // 2))
     # With more rows the ring of 4 groups would hold too few steps.
     for groups in (4, 2) if rows <= 64 else (2,):
         tile = groups * TILE
         if outputs % tile == 0 and inputs % line == 0:
             # By the times of 132 or 264 tiles of 5376 inputs, for each 64 of them.
             tile_ns = inputs / 64 * groups * (125 + rows * (0.35 if groups == 4 else 0.85))
-            ways = shares(outputs // tile, tile, rows, tile_ns, most)
-            found += [(time, groups, splits, whole) for time, splits, whole in ways]
-    for _, groups, splits, whole in sorted(found):
+            ways = split_options(outputs // tile, tile, rows, tile_ns, max_splits)
+            options += [(time, groups, splits, whole) for time, splits, whole in ways]
+    for _, groups, splits, whole in sorted(options):
         config = MosaicConfig(groups, splits, line, whole=whole)
         if config := with_stages(config, rows, inputs // line, result_bytes):
             return config
@@ -268,8 +268,11 @@ def sums_config_for(
     rows, steps = padded(rows, ROWS), inputs // config.line
     # By the times of the sizes of 31B, for 128 inputs.
     tile_ns = inputs / LINE * config.groups * (150 + 0.8 * rows)
-    sizes, most = (outputs // config.outputs, config.outputs, rows), max(1, min(12, steps // 4))
-    ways = shares(*sizes, tile_ns, most, least_ns=inputs * outputs / BYTES_A_NS)
+    sizes, max_splits = (
+        (outputs // config.outputs, config.outputs, rows),
+        max(1, min(12, steps // 4)),
+    )
+    ways = split_options(*sizes, tile_ns, max_splits, least_ns=inputs * outputs / BYTES_A_NS)
     # Whole tiles before others were no faster: 74 us and a join, not 72, for 128 rows of 5376 x 43008.
     _, splits, _ = min(way for way in ways if not way[2])
     return with_stages(dataclasses.replace(config, splits=splits), rows, steps, result_bytes)
@@ -292,8 +295,8 @@ def triton_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool
 def mosaic_is_faster(rows: int, inputs: int, outputs: int, *, fp8: bool) -> bool:
     """Tell whether a Mosaic kernel is faster than XLA's product, by the figures above."""
     if rows <= MAX_SMALL_M_ROWS:
-        most = LARGE_FP8 if fp8 else LARGE_INT8
-        return inputs * outputs >= MIN_NUMBERS and small_m_is_faster(inputs, outputs, most)
+        large = LARGE_FP8 if fp8 else LARGE_INT8
+        return inputs * outputs >= MIN_NUMBERS and small_m_is_faster(inputs, outputs, large)
     if fp8 and rows <= 16:
         return rows == 16 and inputs * outputs >= LARGE_NUMBERS and outputs <= 20_000
     if fp8 and 32 < rows <= FEW_ROWS and outputs > 20_000:

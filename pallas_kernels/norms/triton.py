@@ -124,8 +124,8 @@ def add_norm_triton(
         interpret=interpret,
         name="add_norm",
     )(x, parts, scale, next_norms, factor)
-    found = (Rounded(*y) if isinstance(y, tuple) else y for y in normed)
-    return out.reshape(shape), tuple(y.reshape(*shape) for y in found)
+    norms = (Rounded(*y) if isinstance(y, tuple) else y for y in normed)
+    return out.reshape(shape), tuple(y.reshape(*shape) for y in norms)
 
 
 def _flat(part: Array | Sums, d: int) -> Array | Sums:

@@ -74,15 +74,15 @@ def qkv(
     """
     if kv_dtype is None:
         kv_dtype = projected.dtype if into is None else into.k.dtype
-    how: dict[str, Any] = {"groups": groups, "eps": eps, "norm_values": norm_values}
-    how |= {"kv_dtype": jnp.dtype(kv_dtype), "value_factor": value_factor}
-    _check(projected, q_scale, k_scale, cos, sin, into, groups, how["kv_dtype"])
+    kwargs: dict[str, Any] = {"groups": groups, "eps": eps, "norm_values": norm_values}
+    kwargs |= {"kv_dtype": jnp.dtype(kv_dtype), "value_factor": value_factor}
+    _check(projected, q_scale, k_scale, cos, sin, into, groups, kwargs["kv_dtype"])
     triton = Candidate(
         "triton",
-        functools.partial(qkv_triton, **how, interpret=interpret),
-        reason=_why_not(projected, into, how["kv_dtype"], interpret),
+        functools.partial(qkv_triton, **kwargs, interpret=interpret),
+        reason=_why_not(projected, into, kwargs["kv_dtype"], interpret),
     )
-    plain = functools.partial(reference, **how)
+    plain = functools.partial(reference, **kwargs)
     return dispatch(implementation, [triton], plain, projected, q_scale, k_scale, cos, sin, into)
 
 

@@ -137,7 +137,7 @@ def test_the_table_at_real_widths(
     shape, lengths, kind = Shape(8, 1, head_dim, window), [tokens, 301, 512], jnp.dtype("bfloat16")
     q, at = queries(shape, lengths, tokens, kind)
     sizes: dict[str, Any] = dict(head_dim=head_dim, rows=8 * tokens, heads=3, longest=512)
-    tiling = tiling_for(**sizes, room=room_kib << 10)
+    tiling = tiling_for(**sizes, shared_memory=room_kib << 10)
     check(shape, q, at, (cached(shape, lengths, 512, kind),), tiling)
 
 
@@ -267,7 +267,7 @@ def test_tilings_fit_gpus_with_less_shared_memory_than_hopper(head_dim: int, roo
         for heads, narrow, masked in itertools.product((2, 512), (False, True), (False, True)):
             kind = dict(narrow=narrow, masked=masked)
             sizes: dict[str, Any] = dict(head_dim=head_dim, rows=rows, heads=heads, longest=4096)
-            tiling = tiling_for(**sizes, **kind, room=room_kib << 10)
+            tiling = tiling_for(**sizes, **kind, shared_memory=room_kib << 10)
             size = tiling.shared_bytes(head_dim, 1 if narrow else 2, masked=masked)
             assert size <= room_kib << 10
             assert tiling.keys >= 16

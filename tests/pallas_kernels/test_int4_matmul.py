@@ -22,7 +22,7 @@ from jaxspec.quantised.int4 import Grouped, from_float4, from_int4, int4_name
 from jaxspec.weights.define import formats_for, model_def_of
 from pallas_kernels.common import tiles
 from pallas_kernels.common.reference_ops import Activation
-from pallas_kernels.common.tile_schedule import place_of, schedule_of
+from pallas_kernels.common.tile_schedule import schedule_for, tile_position
 from pallas_kernels.common.tiles import SHARED_BYTES, SmallMConfig, padded, results_are_apart
 from pallas_kernels.dispatch import H200_PROCESSORS
 from pallas_kernels.experts import Tiling, cases, experts
@@ -291,7 +291,7 @@ def test_every_product_has_a_cut_for_the_mosaic_kernels(name, processors, monkey
 
 @pytest.mark.parametrize("processors", [114, H200_PROCESSORS])
 @pytest.mark.parametrize(
-    ("tiles", "steps", "cut"),
+    ("tiles", "steps", "config"),
     [
         (132, 42, MosaicConfig()),  # a whole tile each
         (44, 64, MosaicConfig(splits=3)),
@@ -307,10 +307,10 @@ def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, config, proce
     blocks = min(processors, tiles - rest + rest * config.splits)
     multiplied, parts = [], []
     for block in range(blocks):
-        shares = schedule_of(jnp.int32(block), blocks, tiles, steps, config)
-        loaded = jax.vmap(shares.at)(jnp.arange(int(shares.begins[-1]), dtype=jnp.int32))
+        schedule = schedule_for(jnp.int32(block), blocks, tiles, steps, config)
+        loaded = jax.vmap(schedule.at)(jnp.arange(int(schedule.begins[-1]), dtype=jnp.int32))
         loaded = list(zip(*(np.asarray(x).tolist() for x in loaded), strict=True))
-        mine = [shares.whole(i) for i in range(int(shares.wholes))] + list(shares.parts)
+        mine = [schedule.whole(i) for i in range(int(schedule.wholes))] + list(schedule.parts)
         # What is loaded is what is multiplied, in this order.
         asked = [
             (int(share.tile), int(share.begin) + i)
@@ -322,20 +322,22 @@ def test_every_step_of_every_tile_is_multiplied_once(tiles, steps, config, proce
         parts += [(s.out, int(s.tile), int(s.split)) for s in mine if s.count]
     assert sorted(multiplied) == sorted(itertools.product(range(tiles), range(steps)))
     assert len(set(parts)) == len(parts)  # no result is written twice
-    places = {tuple(int(i) for i in place_of(jnp.int32(tile), config)) for tile in range(tiles)}
+    places = {
+        tuple(int(i) for i in tile_position(jnp.int32(tile), config)) for tile in range(tiles)
+    }
     outputs, rows = range(tiles // config.row_tiles), range(config.row_tiles)
     assert places == set(itertools.product(outputs, rows))
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2")
-@pytest.mark.parametrize("cut", [SmallMConfig(groups=3), SmallMConfig(blocks=6)])
+@pytest.mark.parametrize("config", [SmallMConfig(groups=3), SmallMConfig(blocks=6)])
 def test_a_cut_for_very_few_rows_that_does_not_fit_is_refused(config):
     weight, coding = codes_of("int4", "bfloat16", False, True, 384, 64, 32)
     x = random((8, 384)).astype(jnp.bfloat16)
     how: dict[str, Any] = dict(coding=coding, dtype=x.dtype, implementation="mosaic", config=config)
     with pytest.raises(ValueError, match="evenly, or blocks among 4 warps"):
         jax.eval_shape(lambda x, w: linear(x, w, **how), x, weight)
-    how["cut"] = MmaConfig(groups=1, pieces=1, row_tiles=2)
+    how["config"] = MmaConfig(groups=1, pieces=1, row_tiles=2)
     with pytest.raises(ValueError, match="divides rows among tiles"):
         jax.eval_shape(lambda x, w: linear(x, w, **how), x, weight)
 
@@ -415,7 +417,7 @@ def test_every_product_of_every_target_on_a_gpu(name, group):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rows", "cut"),
+    ("rows", "config"),
     [
         (8, SmallMConfig()),
         (8, MmaConfig(2, splits=6, blocks=2, stages=8, pieces=2)),

@@ -21,7 +21,7 @@ from pallas_kernels.common.tiles import (
     SmallMConfig,
     padded,
     results_are_apart,
-    shares,
+    split_options,
 )
 from pallas_kernels.dispatch import H200_PROCESSORS
 from pallas_kernels.int8_matmul import TileConfig, dequantise, gated, linear, rounded_sums
@@ -59,7 +59,7 @@ def arguments(rows: int, inputs: tuple[int, ...], outputs: tuple[int, ...], kind
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("rows", "cut"),
+    ("rows", "config"),
     [
         (1, TileConfig(8, 64, inputs=128)),
         (5, TileConfig(8, 64, inputs=64, splits=3)),  # 5 steps: one, two and two
@@ -274,18 +274,18 @@ def test_a_cut_whose_results_could_overwrite_each_other_is_refused():
 
 def test_whole_tiles_come_first_where_that_leaves_less_to_split():
     """The ways to share 168 tiles among 132 processors, and the quickest one."""
-    ways = shares(168, 256, 16, tile_ns=44_000, most=7)
+    ways = split_options(168, 256, 16, tile_ns=44_000, most=7)
     assert {(splits, whole) for _, splits, whole in ways} >= {(1, 0), (3, 0), (3, 132)}
     _, splits, whole = min(ways)
     assert whole == 132
     assert splits * (168 - whole) <= H200_PROCESSORS
-    assert min(shares(132, 256, 16, 44_000, 7))[1:] == (1, 0)
+    assert min(split_options(132, 256, 16, 44_000, 7))[1:] == (1, 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("rows", "cut"),
+    ("rows", "config"),
     [
         (1, SmallMConfig(blocks=4, stages=8)),
         (8, SmallMConfig(blocks=4, stages=6)),
