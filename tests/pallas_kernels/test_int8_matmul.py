@@ -274,7 +274,7 @@ def test_a_cut_whose_results_could_overwrite_each_other_is_refused():
 
 def test_whole_tiles_come_first_where_that_leaves_less_to_split():
     """The ways to share 168 tiles among 132 processors, and the quickest one."""
-    ways = split_options(168, 256, 16, tile_ns=44_000, most=7)
+    ways = split_options(168, 256, 16, tile_ns=44_000, max_splits=7)
     assert {(splits, whole) for _, splits, whole in ways} >= {(1, 0), (3, 0), (3, 132)}
     _, splits, whole = min(ways)
     assert whole == 132
