@@ -100,6 +100,7 @@ def _on_cuda(kernel: Callable[..., T], reference: Callable[..., T], *args: Any) 
     return call(*args)
 
 
+HOPPER = 9.0  # its compute capability
 KV_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 """The dtypes of caches that Triton kernels read and write."""
 MAX_NUMBERS = 2**31
@@ -131,6 +132,17 @@ def why_not_triton(
     least = 8.9 if any(array.dtype == jnp.float8_e4m3fn for array in arrays) else 8.0
     if this_gpu is not None and this_gpu < least:
         return f"the Triton kernel needs compute capability {least}; this GPU has {this_gpu}"
+    return None
+
+
+def why_not_mosaic(*, interpret: bool) -> str | None:
+    """Return why no Mosaic kernel can run with this jax on the GPU of this machine, or None."""
+    if interpret:
+        return "the Mosaic kernel is not interpreted"
+    if jax.__version_info__ < (0, 11, 2):
+        return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
+    if (this_gpu := capability()) not in (None, HOPPER):
+        return f"the Mosaic kernel needs compute capability {HOPPER}; this GPU has {this_gpu}"
     return None
 
 

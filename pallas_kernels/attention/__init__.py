@@ -20,6 +20,7 @@ from pallas_kernels.attention.reference import KVSegment, gathered, reference
 from pallas_kernels.attention.triton import Tiling, attention_triton
 from pallas_kernels.attention.tuning import splits_for, tiling_at_once, tiling_for
 from pallas_kernels.dispatch import (
+    HOPPER,
     KV_DTYPES,
     MAX_NUMBERS,
     Candidate,
@@ -27,6 +28,7 @@ from pallas_kernels.dispatch import (
     devices_of_mesh,
     dispatch,
     shared_bytes,
+    why_not_mosaic,
     why_not_triton,
 )
 
@@ -34,7 +36,6 @@ __all__ = ["KVSegment", "Tiling", "attention", "gathered", "reference"]
 
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
-HOPPER = 9.0
 # More query tokens than this are a chunk of a prompt. "auto" takes the Triton kernel for one at head
 # dims up to 256, and Mosaic at head dim 512, where it can run. Microseconds of XLA and of the kernel
 # on an H200 (jax 0.11.2, bfloat16), for a layer's writes and reads of its cache:
@@ -265,10 +266,8 @@ def _why_not_mosaic(
     """Return why no Mosaic kernel can take these keys on the GPU of this machine, or None."""
     groups = q.shape[3]
     keys, *more = (s.k for s in segments)
-    if jax.__version_info__ < (0, 11, 2):
-        return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
-    if interpret:
-        return "the Mosaic kernel is not interpreted"
+    if reason := why_not_mosaic(interpret=interpret):
+        return reason
     if (h := keys.shape[3]) not in (128, 512):
         return f"the Mosaic kernels are cut for head dims 128 and 512, not {h}"
     for x, dtypes in ((q, KV_DTYPES[:2]), (keys, KV_DTYPES if h == 512 else KV_DTYPES[:2])):
@@ -290,6 +289,4 @@ def _why_not_mosaic(
         return f"the Mosaic kernel takes a second segment of at most 128 slots, not {sizes}"
     if devices := devices_of_mesh():
         return f"the Mosaic kernel runs on one device, not on a mesh of {devices}"
-    if (this_gpu := capability()) not in (None, HOPPER):
-        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {this_gpu}"
     return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from pallas_kernels.dispatch import processors
@@ -59,6 +60,47 @@ class SmallMConfig:
         return self.groups * MMA_OUTPUTS
 
 
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """How the kernel of `pallas_kernels/common/mosaic.py` tiles a product.
+
+    Each kind of codes has a subclass.
+
+    Attributes:
+      groups: warpgroups of a block of threads, of 64 outputs each.
+      splits: blocks of threads that share the inputs of a tile.
+      stages: steps that the ring in shared memory holds, 3 at least.
+      whole: tiles that come first and are not split: as many as all processors take once or several
+        times.
+      row_tiles: tiles that the rows are divided among.
+    """
+
+    groups: int = 4
+    splits: int = 1
+    stages: int = 4
+    whole: int = 0
+    row_tiles: int = 1
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of a step."""
+        raise NotImplementedError
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a tile."""
+        return self.groups * TILE
+
+    def step_bytes(self, rows: int) -> int:
+        """Return the shared memory of a step of the ring."""
+        raise NotImplementedError
+
+    def shared_bytes(self, rows: int, result_bytes: int = 2) -> int:
+        """Return the shared memory of a block: the ring, and the part of a result written at once."""
+        size = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
+        return self.stages * self.step_bytes(rows) + self.outputs * min(rows, PIECE) * size
+
+
 def small_m_is_faster(inputs: int, outputs: int, large: float) -> bool:
     """Tell whether to take the kernel of `pallas_kernels/common/small_m.py`, where rows are few enough.
 
@@ -71,14 +113,6 @@ def small_m_is_faster(inputs: int, outputs: int, large: float) -> bool:
     """
     even = outputs >= 2 * processors() * MMA_OUTPUTS
     return inputs * outputs < (large if even else SMALL_NUMBERS)
-
-
-def why_not_gated(rows: int, outputs: int) -> str:
-    """Return why no kernel takes such gate and up with the activation."""
-    return (
-        f"the Mosaic kernel of gate and up takes up to {MMA_ROWS} rows, and outputs that are a multiple "
-        f"of {MMA_OUTPUTS}; there are {rows} rows and {outputs} outputs"
-    )
 
 
 def padded(rows: int, multiple: int) -> int:
@@ -167,6 +201,34 @@ def split_options_of_many(rows: int, inputs: int, outputs: int, multiple: int) -
             SplitOption(time, mine, row_tiles, splits, whole) for time, splits, whole in ways
         ]
     return sorted(options)
+
+
+def config_of_many(
+    config_for: Callable[[int], MosaicConfig],
+    rows: int,
+    inputs: int,
+    outputs: int,
+    *,
+    multiple: int,
+    result_bytes: int,
+) -> Any:
+    """Return the config of the quickest way to share a product of many rows; None where none fits.
+
+    Args:
+      config_for: from the rows of a tile to a config, whose splits and tiles are set here.
+      multiple: of rows of a tile.
+    """
+    for option in split_options_of_many(rows, inputs, outputs, multiple):
+        config = dataclasses.replace(
+            config_for(option.rows),
+            groups=MANY_GROUPS,
+            splits=option.splits,
+            whole=option.whole,
+            row_tiles=option.row_tiles,
+        )
+        if config := with_stages(config, option.rows, inputs // config.inputs, result_bytes):
+            return config
+    return None
 
 
 def with_stages(config: Any, rows: int, steps: int, result_bytes: int) -> Any:

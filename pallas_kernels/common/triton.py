@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from pallas_kernels.common.reference_ops import precision_of
 
@@ -29,6 +33,40 @@ def store(ref: Any, *index: Any, value: Array, mask: Array | None = None) -> Non
     at, shape = _at(ref, index)
     mask = None if mask is None else jnp.broadcast_to(mask, shape)
     plgpu.store(at, value.astype(ref.dtype), mask=mask)
+
+
+def launch_split(
+    kernel: Callable[..., None],
+    *args: Array,
+    name: str,
+    config: Any,
+    outputs: int,
+    dtype: DTypeLike,
+    interpret: bool,
+    rows_first: bool = False,
+) -> Float[Array, "X R N"]:
+    """Launch a kernel of products of rows, and return the part of each split.
+
+    Args:
+      args: arrays, of which the first one is the rows.
+      name: what profiles call the kernel.
+      config: has `rows`, `outputs`, `splits`, `warps` and `stages`.
+      dtype: of the result if there is one split. Parts are float32.
+      rows_first: whether the first axis of the grid is that of rows. Else it is that of outputs. The
+        programs of the first axis run side by side.
+    """
+    rows = args[0].shape[0]
+    tiles = outputs // config.outputs, pl.cdiv(rows, config.rows)
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(
+            (config.splits, rows, outputs), dtype if config.splits == 1 else jnp.float32
+        ),
+        grid=(*(reversed(tiles) if rows_first else tiles), config.splits),
+        compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
+        interpret=interpret,
+        name=name,
+    )(*args)
 
 
 def _at(ref: Any, index: tuple[Any, ...]) -> tuple[Any, tuple[int, ...]]:

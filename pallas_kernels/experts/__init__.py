@@ -12,15 +12,14 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
 from pallas_kernels.dispatch import (
     Candidate,
-    capability,
     dispatch,
     shared_bytes,
+    why_not_mosaic,
     why_not_triton,
 )
 from pallas_kernels.experts.launch import Tiling, experts_mosaic, experts_triton
@@ -135,8 +134,6 @@ def _why_not_mosaic(
     interpret: bool,
 ) -> str | None:
     """Return why the Mosaic kernels cannot take these on the GPU of this machine, or None."""
-    if interpret:
-        return "the Mosaic kernels are not interpreted"
     if not isinstance(gate_up, Codes) or tiling is None:
         return "the Mosaic kernels are cut for codes, and for some numbers of tokens"
     configs = [config for config in (tiling.gate_up, tiling.down) if isinstance(config, MmaConfig)]
@@ -152,11 +149,7 @@ def _why_not_mosaic(
         return "the Mosaic kernels take codes of 8 bits, and int4 in groups of 32 with bfloat16"
     if x.shape[1] % (2 * BLOCK):
         return f"the Mosaic kernels need tokens of a multiple of {2 * BLOCK}, not {x.shape[1]}"
-    if jax.__version_info__ < (0, 11, 2):
-        return f"the Mosaic kernels need jax 0.11.2; this is {jax.__version__}"
-    if (this_gpu := capability()) not in (None, 9.0):
-        return f"the Mosaic kernels need compute capability 9.0; this GPU has {this_gpu}"
-    return _why_not_codes(x, gate_up, f, interpret)
+    return why_not_mosaic(interpret=interpret) or _why_not_codes(x, gate_up, f, interpret)
 
 
 def _dividing(tiling: Tiling, f: int, d: int, weight: Codes) -> Tiling:

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.common import reference_ops
+from pallas_kernels.common.gated import dispatch_gated
 from pallas_kernels.common.reference_ops import Activation
-from pallas_kernels.common.tiles import SmallMConfig, why_not_gated
+from pallas_kernels.common.tiles import SmallMConfig
 from pallas_kernels.dispatch import (
     Candidate,
-    capability,
     dispatch,
     too_many_rows,
+    why_not_mosaic,
     why_not_triton,
 )
 from pallas_kernels.int4_matmul.coding import BLOCK, Codes, Coding
@@ -163,27 +163,24 @@ def gated(
             f"codes of gate and up must be [blocks, 2, outputs, 32]; they are {weight.codes.shape}"
         )
     rows, outputs = x.shape[0], weight.codes.shape[2]
-    own = config or gated_config_for(rows, outputs)
+    config = config or gated_config_for(rows, outputs)
 
-    def mosaic(x: Array, weight: Codes) -> Array:
+    def kernel(x: Array, weight: Codes, config: SmallMConfig) -> Array:
         from pallas_kernels.int4_matmul.small_m import linear_small_m  # not in every jax
 
-        assert own is not None
-        kwargs: Any = dict(group=coding.group, dtype=dtype, config=own, activation=activation)
-        return linear_small_m(x, weight, **kwargs)
+        kwargs: Any = dict(group=coding.group, dtype=dtype, activation=activation)
+        return linear_small_m(x, weight, **kwargs, config=config)
 
-    def plain(x: Array, weight: Codes) -> Array:
-        kwargs: Any = dict(implementation="reference" if implementation == "reference" else "auto")
-        both = linear(x, _side_by_side(weight), coding=coding, dtype=dtype, **kwargs)
-        return reference_ops.gated(both.reshape(rows, 2, outputs), activation)
+    def both(x: Array, weight: Codes, implementation: Implementation) -> Array:
+        kwargs: Any = dict(coding=coding, dtype=dtype, implementation=implementation)
+        return linear(x, _side_by_side(weight), **kwargs)
 
     _check(x, jax.eval_shape(_side_by_side, weight), coding, True)
     reason = why_not_triton(x, interpret=False, dtypes=(jnp.bfloat16,))
     reason = reason or _why_not(x, weight, outputs)
-    reason = _why_not_mosaic(x, weight, coding, True, own, False) or reason
-    if own is None:
-        reason = why_not_gated(rows, outputs)
-    return dispatch(implementation, [Candidate("mosaic", mosaic, reason)], plain, x, weight)
+    reason = _why_not_mosaic(x, weight, coding, True, config, False) or reason
+    options: Any = dict(outputs=outputs, activation=activation, config=config, reason=reason)
+    return dispatch_gated(implementation, kernel, both, x, weight, **options)
 
 
 def _side_by_side(weight: Codes) -> Codes:
@@ -206,12 +203,8 @@ def _why_not_mosaic(
     interpret: bool,
 ) -> str | None:
     """Return why the Mosaic kernel cannot take these on the GPU of this machine, or None."""
-    if interpret:
-        return "the Mosaic kernel is not interpreted"
-    if jax.__version_info__ < (0, 11, 2):
-        return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
-    if (this_gpu := capability()) not in (None, 9.0):
-        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {this_gpu}"
+    if reason := why_not_mosaic(interpret=interpret):
+        return reason
     if not inputs_first or config is None:
         return (
             "the Mosaic kernel needs inputs first and outputs that are a multiple of 128; "

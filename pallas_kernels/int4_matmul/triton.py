@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.common.triton import below, load, store
+from pallas_kernels.common.triton import below, launch_split, load, store
 from pallas_kernels.int4_matmul.coding import BLOCK, Codes, Coding
 from pallas_kernels.int4_matmul.operand import FourBits, multiply_blocks
 
@@ -106,16 +105,9 @@ def linear_triton(
     """Launch the kernel. Arguments as in `pallas_kernels.int4_matmul.linear`, which checks them."""
     outputs = weight.codes.shape[1 if inputs_first else 0]
     arrays = [array for array in weight if array is not None]
-    parts = pl.pallas_call(
-        functools.partial(
-            _linear, coding=coding, inputs_first=inputs_first, config=config, interpret=interpret
-        ),
-        out_shape=jax.ShapeDtypeStruct(
-            (config.splits, x.shape[0], outputs), dtype if config.splits == 1 else jnp.float32
-        ),
-        grid=(outputs // config.outputs, pl.cdiv(x.shape[0], config.rows), config.splits),
-        compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
-        interpret=interpret,
-        name="grouped_linear",
-    )(x, *arrays)
+    kernel = functools.partial(
+        _linear, coding=coding, inputs_first=inputs_first, config=config, interpret=interpret
+    )
+    sizes: Any = dict(config=config, outputs=outputs, dtype=dtype)
+    parts = launch_split(kernel, x, *arrays, name="grouped_linear", **sizes, interpret=interpret)
     return parts[0] if config.splits == 1 else jnp.sum(parts, axis=0).astype(dtype)

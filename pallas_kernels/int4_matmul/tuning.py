@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
+from pallas_kernels.common import tiles
 from pallas_kernels.common.tiles import (
     FEW_ROWS,
     MANY_GROUPS,
     MMA_OUTPUTS,
-    PIECE,
     SHARED_BYTES,
     TILE,
     SmallMConfig,
+    config_of_many,
     padded,
     small_m_is_faster,
     split_options,
-    split_options_of_many,
     with_stages,
 )
 from pallas_kernels.dispatch import processors
@@ -142,41 +143,21 @@ LARGE_NUMBERS = 30e6  # of a weight; smaller ones have smaller tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicConfig:
-    """How the Mosaic kernel cuts a product.
+class MosaicConfig(tiles.MosaicConfig):
+    """How the Mosaic kernel tiles a product.
 
     Attributes:
-      groups: warpgroups of a block of threads.
-      splits: blocks of threads that share the inputs of a tile.
       blocks: of 64 inputs, of a step.
-      stages: steps that the ring in shared memory holds, 3 at least.
-      whole: how many tiles come first, which are not split. They are as many as all processors take
-        once or several times.
-      row_tiles: how many tiles the rows are divided among.
     """
 
-    groups: int = 4
-    splits: int = 1
     blocks: int = 1
-    stages: int = 4
-    whole: int = 0
-    row_tiles: int = 1
 
     @property
     def inputs(self) -> int:
-        """Inputs of a step."""
         return self.blocks * BLOCK
 
-    @property
-    def outputs(self) -> int:
-        """Outputs of a tile."""
-        return self.groups * TILE
-
-    def shared_bytes(self, rows: int, result_bytes: int = 2) -> int:
-        """Return the shared memory of a block: the ring of codes, rows and scales, and a result."""
-        step = self.blocks * (self.outputs * HALF + 2 * BLOCK * rows + 2 * 2 * self.outputs)
-        each = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
-        return self.stages * step + self.outputs * min(rows, PIECE) * each
+    def step_bytes(self, rows: int) -> int:
+        return self.blocks * (self.outputs * HALF + 2 * BLOCK * rows + 2 * 2 * self.outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +207,7 @@ def mosaic_config_for(
     tile_ns = blocks * max(8.0 * rows, 700.0) * groups / 4
     max_splits = max(1, min(12, blocks // 4))
     for _, splits, whole in sorted(split_options(tiles, groups * TILE, rows, tile_ns, max_splits)):
-        config = MosaicConfig(groups, splits, step, whole=whole)
+        config = MosaicConfig(groups, splits, whole=whole, blocks=step)
         if config := with_stages(config, rows, blocks // step, result_bytes):
             return config
     return None
@@ -281,22 +262,19 @@ def _mma_config_for(
     for _, splits, whole, pieces in sorted(options):
         # Longer steps were faster for small tiles, and where many steps follow each other.
         step = math.gcd(blocks, 4 if whole or pieces == 1 else 2)
-        config = MmaConfig(2, splits, step, whole=whole, pieces=pieces)
+        config = MmaConfig(2, splits, whole=whole, blocks=step, pieces=pieces)
         if config := with_stages(config, rows, blocks // step, result_bytes):
             return config
     return None
 
 
-def _large_m_config_for(
-    rows: int, blocks: int, outputs: int, result_bytes: int
-) -> MosaicConfig | None:
+def _large_m_config_for(rows: int, blocks: int, outputs: int, result_bytes: int) -> Any:
     if outputs % (MANY_GROUPS * TILE):
         return None
-    for way in split_options_of_many(rows, blocks * BLOCK, outputs, ROWS):
-        # Two blocks of inputs and more rows leave no room for enough steps.
-        step = 2 if way.rows <= FEW_ROWS and blocks % 2 == 0 else 1
-        whole = dict(whole=way.whole, row_tiles=way.row_tiles)
-        config = MosaicConfig(MANY_GROUPS, way.splits, step, **whole)
-        if config := with_stages(config, way.rows, blocks // step, result_bytes):
-            return config
-    return None
+
+    def config(rows: int) -> MosaicConfig:
+        # With more rows, shared memory does not hold enough steps of two blocks of inputs.
+        return MosaicConfig(blocks=2 if rows <= FEW_ROWS and blocks % 2 == 0 else 1)
+
+    sizes = rows, blocks * BLOCK, outputs
+    return config_of_many(config, *sizes, multiple=ROWS, result_bytes=result_bytes)

@@ -12,19 +12,18 @@ import functools
 import math
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.common import reference_ops
+from pallas_kernels.common.gated import dispatch_gated
 from pallas_kernels.common.reference_ops import Activation
-from pallas_kernels.common.tiles import SmallMConfig, why_not_gated
+from pallas_kernels.common.tiles import SmallMConfig
 from pallas_kernels.dispatch import (
     Candidate,
-    capability,
     dispatch,
     too_many_rows,
+    why_not_mosaic,
     why_not_triton,
 )
 from pallas_kernels.int8_matmul.reference import reference, sums
@@ -159,23 +158,18 @@ def gated(
     if scales.ndim != 2 or scales.shape[0] != 2:
         raise ValueError(f"scales of gate and up must be [2, outputs]; they are {scales.shape}")
     rows, inputs, outputs = x.shape[0], math.prod(x.shape[1:]), scales.shape[1]
-    own = config or gated_config_for(rows, outputs)
+    config = config or gated_config_for(rows, outputs)
 
-    def mosaic(*args: Array) -> Array:
+    def kernel(*args: Array, config: SmallMConfig) -> Array:
         from pallas_kernels.int8_matmul.small_m import linear_small_m  # not in every jax
 
-        assert own is not None
-        return linear_small_m(*args, dtype=dtype, config=own, activation=activation)
+        return linear_small_m(*args, dtype=dtype, config=config, activation=activation)
 
-    def plain(*args: Array) -> Array:
-        kwargs: Any = dict(implementation="reference" if implementation == "reference" else "auto")
-        return reference_ops.gated(linear(*args, dtype=dtype, **kwargs), activation)
-
-    reason = _why_not_mosaic(x, codes, own, False) or _why_not_cut(inputs, outputs)
-    if own is None:
-        reason = why_not_gated(rows, outputs)
-    candidates = [Candidate("mosaic", mosaic, reason, gated_is_faster(inputs, outputs))]
-    return dispatch(implementation, candidates, plain, x, codes, scales)
+    both = functools.partial(linear, dtype=dtype)
+    reason = _why_not_mosaic(x, codes, config, False) or _why_not_cut(inputs, outputs)
+    options: Any = dict(outputs=outputs, activation=activation, config=config, reason=reason)
+    options["worth_it"] = gated_is_faster(inputs, outputs)
+    return dispatch_gated(implementation, kernel, both, x, codes, scales, **options)
 
 
 def rounded_sums(
@@ -266,12 +260,8 @@ def _why_not_mosaic(
     Args:
       dtypes: as in `_why_not_triton`.
     """
-    if interpret:
-        return "the Mosaic kernel is not interpreted"
-    if jax.__version_info__ < (0, 11, 2):
-        return f"the Mosaic kernel needs jax 0.11.2; this is {jax.__version__}"
-    if (this_gpu := capability()) not in (None, 9.0):
-        return f"the Mosaic kernel needs compute capability 9.0; this GPU has {this_gpu}"
+    if reason := why_not_mosaic(interpret=interpret):
+        return reason
     if config is None:
         return f"the Mosaic kernel has no cut for rows {x.shape} and codes {codes.shape}"
     return _why_not_triton(x, codes, interpret, *dtypes)  # it needs the same

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.common.triton import below, dot, load, store
+from pallas_kernels.common.triton import below, dot, launch_split, load, store
 from pallas_kernels.int8_matmul.dequantise import factor, numbers
 
 
@@ -81,16 +80,10 @@ def linear_triton(
     """Launch the kernel. Arguments as in `pallas_kernels.int8_matmul.linear`, which checks them."""
     rows, outputs, shape = x.shape[0], scales.size, scales.shape
     x, codes, scales = x.reshape(rows, -1), codes.reshape(outputs, -1), scales.reshape(outputs)
-    parts = pl.pallas_call(
-        functools.partial(_linear, config=config, interpret=interpret),
-        out_shape=jax.ShapeDtypeStruct(
-            (config.splits, rows, outputs), dtype if config.splits == 1 else jnp.float32
-        ),
-        # Programs that read the same codes for other rows run side by side.
-        grid=(pl.cdiv(rows, config.rows), outputs // config.outputs, config.splits),
-        compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
-        interpret=interpret,
-        name="eight_bit_linear",
-    )(x, codes, scales)
+    kernel = functools.partial(_linear, config=config, interpret=interpret)
+    sizes: Any = dict(config=config, outputs=outputs, dtype=dtype)
+    # Programs that read the same codes for other rows run side by side.
+    sizes |= dict(rows_first=True, interpret=interpret)
+    parts = launch_split(kernel, x, codes, scales, name="eight_bit_linear", **sizes)
     out = parts[0] if config.splits == 1 else (jnp.sum(parts, axis=0) * scales).astype(dtype)
     return out.reshape(rows, *shape)

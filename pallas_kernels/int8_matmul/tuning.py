@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+from pallas_kernels.common import tiles
 from pallas_kernels.common.tiles import (
     BYTES_A_NS,
     FEW_ROWS,
     MANY_GROUPS,
     MANY_ROWS,
-    PIECE,
     TILE,
     SmallMConfig,
+    config_of_many,
     padded,
     small_m_is_faster,
     split_options,
-    split_options_of_many,
     with_stages,
 )
 from pallas_kernels.dispatch import processors
@@ -147,40 +148,24 @@ ROWS = 16  # Mosaic's kernel pads rows to a multiple of it
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicConfig:
-    """How a Mosaic kernel cuts a product.
+class MosaicConfig(tiles.MosaicConfig):
+    """How a Mosaic kernel tiles a product.
 
     Attributes:
-      groups: warpgroups of a block, of 64 outputs each.
-      splits: blocks that share the inputs of a tile.
       line: inputs of a step, 128 or 64.
-      stages: steps that the ring in shared memory holds, 3 at least.
-      whole: how many tiles come first, which are not split. They are as many as all processors take
-        once or several times.
-      row_tiles: how many tiles the rows are divided among.
       row_bytes: of a number of the rows.
     """
 
-    groups: int = 4
-    splits: int = 1
-    line: int = LINE
     stages: int = 5
-    whole: int = 0
-    row_tiles: int = 1
+    line: int = LINE
     row_bytes: int = 2
 
     @property
-    def outputs(self) -> int:
-        """Outputs of a block."""
-        return self.groups * TILE
+    def inputs(self) -> int:
+        return self.line
 
-    def shared_bytes(self, rows: int, result_bytes: int) -> int:
-        """Return the shared memory of a block: the ring, and what of a result is written at once."""
-        size = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
-        return (
-            self.stages * self.line * (self.outputs + self.row_bytes * rows)
-            + self.outputs * min(rows, PIECE) * size
-        )
+    def step_bytes(self, rows: int) -> int:
+        return self.line * (self.outputs + self.row_bytes * rows)
 
 
 def config_for(rows: int, inputs: int, outputs: int) -> TileConfig:
@@ -224,7 +209,7 @@ def mosaic_config_for(
             ways = split_options(outputs // tile, tile, rows, tile_ns, max_splits)
             options += [(time, groups, splits, whole) for time, splits, whole in ways]
     for _, groups, splits, whole in sorted(options):
-        config = MosaicConfig(groups, splits, line, whole=whole)
+        config = MosaicConfig(groups, splits, whole=whole, line=line)
         if config := with_stages(config, rows, inputs // line, result_bytes):
             return config
     return None
@@ -243,19 +228,16 @@ def gated_config_for(rows: int, outputs: int) -> SmallMConfig | None:
     return None if rows > MAX_SMALL_M_ROWS or outputs % config.outputs else config
 
 
-def _large_m_config_for(
-    rows: int, inputs: int, outputs: int, result_bytes: int
-) -> MosaicConfig | None:
+def _large_m_config_for(rows: int, inputs: int, outputs: int, result_bytes: int) -> Any:
     if outputs % (MANY_GROUPS * TILE) or inputs % MIN_LINE:
         return None
-    for way in split_options_of_many(rows, inputs, outputs, ROWS):
-        # Whole lines and more rows leave no room for enough steps.
-        line = LINE if way.rows <= FEW_ROWS and inputs % LINE == 0 else MIN_LINE
-        whole = dict(whole=way.whole, row_tiles=way.row_tiles)
-        config = MosaicConfig(MANY_GROUPS, way.splits, line, **whole)
-        if config := with_stages(config, way.rows, inputs // line, result_bytes):
-            return config
-    return None
+
+    def config(rows: int) -> MosaicConfig:
+        # With more rows, shared memory does not hold enough steps of whole lines.
+        return MosaicConfig(line=LINE if rows <= FEW_ROWS and inputs % LINE == 0 else MIN_LINE)
+
+    sizes = rows, inputs, outputs
+    return config_of_many(config, *sizes, multiple=ROWS, result_bytes=result_bytes)
 
 
 def sums_config_for(
