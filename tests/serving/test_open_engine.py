@@ -372,3 +372,23 @@ def test_no_token_is_lost_or_told_twice_whatever_happens(operations: list[tuple[
             assert done.finish_reason in ("cancelled", "error")
     for counts in read.values():
         assert counts == sorted(counts)
+
+
+def test_an_observer_of_the_old_form_works_with_a_warning(engine: FakeEngine) -> None:
+    class Old:
+        def __init__(self) -> None:
+            self.counts: list[int] = []
+
+        def told(self, handle: Handle, new_tokens: int, since_s: float | None) -> None:
+            self.counts.append(new_tokens)
+
+        def done(self, handle: Handle, completion: Completion) -> None:
+            pass
+
+    old: Any = Old()
+    with (
+        pytest.warns(DeprecationWarning, match="new_tokens"),
+        OpenEngine(engine, observer=old) as running,
+    ):
+        running.submit(request()).result(WAIT_S)
+    assert sum(old.counts) == 7

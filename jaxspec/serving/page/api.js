@@ -1,8 +1,8 @@
-// Talks to the server that sent the page. Paths are relative, so that a proxy may serve it under a prefix.
+// Requests to the server of the page. Paths are relative, so that a proxy may add a prefix.
 
 const KEY = "jaxspec.key";
 
-/** What the server, or the way to it, says no with. `status` is HTTP's; 0: the server did not answer. */
+/** A refusal, or a lost connection. `status` is HTTP's; 0: the server did not answer. */
 export class Refused extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -20,7 +20,7 @@ export async function json(path, body) {
   return (await request(path, body)).json();
 }
 
-/** Yield the events of a stream. Throws where it ends before it is complete. */
+/** Yield the events of a stream. Throws if the stream ends too early. */
 export async function* events(path, body, signal) {
   const reply = await request(path, body, signal);
   const reader = reply.body.getReader();
@@ -62,6 +62,6 @@ async function request(path, body, signal) {
     throw new Refused("The server does not answer.");
   }
   if (reply.ok || path === "health") return reply;
-  const said = await reply.json().catch(() => ({}));
-  throw new Refused(said.error?.message ?? `The server says ${reply.status}.`, reply.status);
+  const detail = await reply.json().catch(() => ({}));
+  throw new Refused(detail.error?.message ?? `The server says ${reply.status}.`, reply.status);
 }

@@ -1,7 +1,7 @@
-// Figures and pictures of how speculation goes. `Live.take` hears of steps as they come.
+// Figures and charts of speculation. `Live.take` gets the steps as they come.
 
-const WINDOW_MS = 500; // tokens a second are those of so long
-const SETTLED_MS = 50; // before so long a rate means nothing
+const WINDOW_MS = 500; // tokens a second are an average over this time
+const SETTLED_MS = 50; // rates over a shorter time mean nothing
 const $ = (id) => document.getElementById(id);
 const percent = (share) => `${Math.round(share * 100)} %`;
 
@@ -14,7 +14,7 @@ export class Live {
   #rate = 0;
   #drawing = false;
 
-  /** A request is sent. */
+  /** Reset the figures of the reply when a request is sent. */
   start() {
     this.#reply = new Steps();
     this.#begin = performance.now();
@@ -25,7 +25,7 @@ export class Live {
     this.#draw();
   }
 
-  /** Steps came. */
+  /** Add new steps. */
   take(steps) {
     const now = performance.now();
     let count = 0;
@@ -39,7 +39,7 @@ export class Live {
     this.#arrivals.push([now, count]);
     const first = this.#arrivals[0][0];
     if (now - first >= SETTLED_MS) {
-      // Those of the first arrival took the prompt's time, too.
+      // The first arrival does not count, because its time has the prompt's.
       const since = Math.max(first, now - WINDOW_MS);
       const recent = this.#arrivals.slice(1).filter(([at]) => at > since);
       const tokens = recent.reduce((sum, [, n]) => sum + n, 0);
@@ -50,13 +50,13 @@ export class Live {
     this.#soon();
   }
 
-  /** The conversation begins anew. */
+  /** Reset all figures for a new conversation. */
   clear() {
     this.#all = new Steps();
     this.start();
   }
 
-  /** Say in a sentence how this reply went. */
+  /** Return a sentence about this reply. */
   sentence() {
     const { tokens, steps, drafted } = this.#reply;
     if (!tokens) return "";
@@ -94,7 +94,7 @@ class Steps {
   steps = 0;
   drafted = 0;
   accepted = 0;
-  atLeast = []; // how many steps accepted the draft in each place
+  atLeast = []; // number of steps that accepted the draft at each position
 
   add({ drafted, accepted, tokens }) {
     const isFirst = this.tokens === 0;
@@ -103,13 +103,13 @@ class Steps {
     this.steps += 1;
     this.drafted += drafted;
     this.accepted += accepted;
-    for (let place = 0; place < drafted; place++) {
-      this.atLeast[place] = (this.atLeast[place] ?? 0) + (place < accepted ? 1 : 0);
+    for (let position = 0; position < drafted; position++) {
+      this.atLeast[position] = (this.atLeast[position] ?? 0) + (position < accepted ? 1 : 0);
     }
   }
 }
 
-// --- pictures ---------------------------------------------------------------------------------------
+// --- charts -----------------------------------------------------------------------------------------
 
 const LEFT = 42, RIGHT = 316, TOP = 8, BOTTOM = 108;
 
@@ -120,10 +120,10 @@ function make(name, attributes, text) {
   return element;
 }
 
-/** Return the lines of a scale, from 0 to the most. */
-function scale(most, label) {
-  return [0, most / 2, most].flatMap((value) => {
-    const y = BOTTOM - (value / most) * (BOTTOM - TOP);
+/** Return the lines of a scale from 0 to the maximum. */
+function scale(max, label) {
+  return [0, max / 2, max].flatMap((value) => {
+    const y = BOTTOM - (value / max) * (BOTTOM - TOP);
     return [
       make("line", { class: "grid", x1: LEFT, x2: RIGHT, y1: y, y2: y }),
       make("text", { x: LEFT - 5, y: y + 3.5, "text-anchor": "end" }, label(value)),
@@ -131,59 +131,58 @@ function scale(most, label) {
   });
 }
 
-/** Write into a picture why there is nothing to see. */
-function say(svg, text) {
+/** Replace a chart by a text. */
+function showText(svg, text) {
   svg.setAttribute("aria-label", text);
   svg.replaceChildren(make("text", { x: 160, y: 65, "text-anchor": "middle" }, text));
 }
 
 function drawPositions(svg, { atLeast, steps, tokens }) {
   if (!atLeast.length) {
-    const said = tokens ? "No drafter: one token a step" : "No reply yet";
-    say(svg, said);
+    showText(svg, tokens ? "No drafter: one token a step" : "No reply yet");
     return;
   }
   const shares = atLeast.map((count) => count / steps);
   const width = (RIGHT - LEFT) / shares.length;
-  const bars = shares.flatMap((share, place) => {
+  const bars = shares.flatMap((share, position) => {
     const height = share * (BOTTOM - TOP);
     const bar = make("rect", {
       class: "bar",
-      x: LEFT + place * width + width * 0.12,
+      x: LEFT + position * width + width * 0.12,
       y: BOTTOM - height,
       width: width * 0.76,
       height,
       rx: 2,
     });
-    bar.style.setProperty("--depth", depth(place, shares.length));
-    const middle = LEFT + (place + 0.5) * width;
-    return [bar, make("text", { x: middle, y: 122, "text-anchor": "middle" }, place + 1)];
+    bar.style.setProperty("--depth", depth(position, shares.length));
+    const middle = LEFT + (position + 0.5) * width;
+    return [bar, make("text", { x: middle, y: 122, "text-anchor": "middle" }, position + 1)];
   });
   svg.replaceChildren(...scale(1, percent), ...bars);
-  const said = shares.map((share, place) => `position ${place + 1}: ${percent(share)}`);
-  svg.setAttribute("aria-label", `Drafts accepted. ${said.join(", ")}`);
+  const labels = shares.map((share, position) => `position ${position + 1}: ${percent(share)}`);
+  svg.setAttribute("aria-label", `Drafts accepted. ${labels.join(", ")}`);
 }
 
 function drawSpeed(svg, points) {
   if (points.length < 2) {
-    say(svg, "No reply long enough yet");
+    showText(svg, "No reply long enough yet");
     return;
   }
-  const most = round(Math.max(...points.map(([, rate]) => rate)));
+  const max = round(Math.max(...points.map(([, rate]) => rate)));
   const [last] = points.at(-1);
   const [begin] = points[0];
   const x = (s) => (LEFT + (s / last) * (RIGHT - LEFT)).toFixed(1);
-  const y = (rate) => (BOTTOM - (rate / most) * (BOTTOM - TOP)).toFixed(1);
+  const y = (rate) => (BOTTOM - (rate / max) * (BOTTOM - TOP)).toFixed(1);
   const line = points.map(([s, rate]) => `${x(s)} ${y(rate)}`).join("L");
   svg.replaceChildren(
-    ...scale(most, (value) => Math.round(value)),
+    ...scale(max, (value) => Math.round(value)),
     make("path", { class: "area", d: `M${x(begin)} ${BOTTOM}L${line}L${x(last)} ${BOTTOM}Z` }),
     make("path", { class: "line", d: `M${line}` }),
     make("text", { x: LEFT, y: 122 }, "0 s"),
     make("text", { x: RIGHT, y: 122, "text-anchor": "end" }, `${last.toFixed(1)} s`),
   );
   const now = Math.round(points.at(-1)[1]);
-  svg.setAttribute("aria-label", `Tokens a second: ${now} at ${last.toFixed(1)} s, most ${most}`);
+  svg.setAttribute("aria-label", `Tokens a second: ${now} at ${last.toFixed(1)} s, most ${max}`);
 }
 
 /** Return the next number of one digit and zeros, or of 15 and zeros. */
@@ -193,7 +192,7 @@ function round(value) {
   return digit * power;
 }
 
-/** Return where a position is between the first, 0, and the last, 1. */
-export function depth(place, count) {
-  return count > 1 ? (place / (count - 1)).toFixed(3) : 0;
+/** Return a position's fraction of the way from the first, 0, to the last, 1. */
+export function depth(position, count) {
+  return count > 1 ? (position / (count - 1)).toFixed(3) : 0;
 }

@@ -1,4 +1,4 @@
-// What the page does: asks, shows the reply, and keeps the conversation. Read `run` first.
+// Behaviour of the page: requests, replies and the conversation. Read `run` first.
 
 import { Refused, events, json, useKey } from "./api.js";
 import { Live } from "./live.js";
@@ -6,15 +6,15 @@ import { Reply, make, message } from "./reply.js";
 
 const $ = (id) => document.getElementById(id);
 const SAVED = "jaxspec.settings";
-const MOST = 512; // new tokens, where nobody says otherwise
+const MAX_TOKENS = 512; // default limit of new tokens
 const POLL_MS = 2000;
-const NEAR_PX = 80; // so near to its end the conversation scrolls with what comes
+const NEAR_PX = 80; // within this distance of its end, the conversation scrolls with new text
 const ENDS = { length: "It came to its limit of tokens.", tool_calls: "It waits for what the tools say." };
 
 const live = new Live();
 let model = null; // as /v1/models has it
 let conversation = []; // messages, without the system's
-let stopping = null; // the AbortController of what runs
+let stopping = null; // the AbortController of the running request
 let settings = load();
 
 // --- asking ------------------------------------------------------------------------------------------
@@ -45,11 +45,11 @@ async function run(path, body) {
     else failed = error;
   }
   if (failed && !(failed instanceof Refused)) console.error(failed);
-  const said = failed ? failed.message : [end, live.sentence()].filter(Boolean).join(" ");
+  const text = failed ? failed.message : [end, live.sentence()].filter(Boolean).join(" ");
   const stick = isAtEnd();
-  reply.end(said, Boolean(failed));
+  reply.end(text, Boolean(failed));
   if (stick) scroll();
-  finish(failed ? said : `Reply done. ${said}`);
+  finish(failed ? text : `Reply done. ${text}`);
   if (failed?.status === 401) askForKey();
   if (failed && !reply.content && !reply.reasoning) return null;
   return reply;
@@ -58,7 +58,7 @@ async function run(path, body) {
 async function chat() {
   const mine = conversation; // another may have begun when the reply ends
   const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-  const body = { messages: [...system, ...mine], max_completion_tokens: most() };
+  const body = { messages: [...system, ...mine], max_completion_tokens: maxTokens() };
   if (settings.thinking) {
     body.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
   }
@@ -71,7 +71,7 @@ async function chat() {
   return reply;
 }
 
-/** Return what every request says. */
+/** Return the fields of all requests. */
 function common() {
   const body = { stream: true, return_steps: true };
   if (model) body.model = model.id;
@@ -80,9 +80,9 @@ function common() {
   return body;
 }
 
-function most() {
+function maxTokens() {
   if (settings.most !== "") return Number(settings.most);
-  return model ? Math.max(1, Math.min(MOST, Math.floor(model.max_model_len / 2))) : MOST;
+  return model ? Math.max(1, Math.min(MAX_TOKENS, Math.floor(model.max_model_len / 2))) : MAX_TOKENS;
 }
 
 async function send() {
@@ -100,7 +100,7 @@ async function send() {
     conversation.push({ role: "user", content: text });
     reply = await chat();
   } else {
-    reply = await run("v1/completions", { prompt: text, max_tokens: most() });
+    reply = await run("v1/completions", { prompt: text, max_tokens: maxTokens() });
   }
   if (!reply) {
     if (mode === "chat") mine.pop();
@@ -108,7 +108,7 @@ async function send() {
   }
 }
 
-/** Ask what the called tools say, and go on with it. */
+/** Ask for the results of the called tools, and go on with them. */
 function askForResults(reply) {
   const form = make("form", "results");
   for (const call of reply.calls) {
@@ -123,8 +123,8 @@ function askForResults(reply) {
     event.preventDefault();
     if (stopping) return;
     const fields = form.querySelectorAll("textarea");
-    reply.calls.forEach((call, place) => {
-      const content = fields[place].value;
+    reply.calls.forEach((call, index) => {
+      const content = fields[index].value;
       conversation.push({ role: "tool", tool_call_id: call.id, name: call.name, content });
       const shown = message("tool", call.name);
       shown.append(make("div", "text", content));
@@ -149,14 +149,14 @@ function begin(stop) {
   $("told").textContent = "The model writes.";
 }
 
-function finish(said) {
+function finish(text) {
   stopping = null;
   const hadFocus = document.activeElement === $("stop");
   $("stop").hidden = true;
   $("send").hidden = false;
   if (hadFocus) $("prompt").focus();
   $("messages").removeAttribute("aria-busy");
-  $("told").textContent = said;
+  $("told").textContent = text;
 }
 
 function show(article) {
@@ -216,7 +216,7 @@ function saveSettings(form) {
   try {
     localStorage.setItem(SAVED, JSON.stringify(settings));
   } catch {
-    // a browser that keeps nothing
+    // a browser without storage
   }
   $("settings").close();
 }
@@ -225,7 +225,7 @@ function askForKey() {
   if (!$("key").open) $("key").showModal();
 }
 
-/** Learn what the server has. */
+/** Read the server's models. */
 async function meet() {
   try {
     const { data } = await json("v1/models");
@@ -249,12 +249,12 @@ async function meet() {
   $("welcome").querySelector("[data-mode=chat]").hidden = true;
 }
 
-/** Know a model by the time that a request names it. */
+/** Wait for the name of the model, if it is not known yet. */
 async function ready() {
   if (!model) await meet();
 }
 
-/** Show how the server is, as long as it is not ready. */
+/** Show the server's state until it is ready. */
 async function watch() {
   let state;
   try {

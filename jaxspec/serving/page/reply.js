@@ -1,4 +1,4 @@
-// Messages on the page. All text is put in as text: what looks like markup stays what it is.
+// Messages on the page. All text is inserted as text, never as markup.
 
 import { depth } from "./live.js";
 
@@ -41,19 +41,19 @@ export class Reply {
   #calls;
   #end;
 
-  /** Show what an event says of the reply. */
+  /** Show the new content of an event. */
   take(choice) {
-    const told = choice.jaxspec;
-    if (told) {
-      for (const step of told.steps) this.#step(step);
-      if (told.rest) this.#show(told.rest);
+    const extension = choice.jaxspec;
+    if (extension) {
+      for (const step of extension.steps) this.#step(step);
+      if (extension.rest) this.#show(extension.rest);
     } else {
       this.#show(choice.delta ?? choice);
     }
     this.reason = choice.finish_reason ?? this.reason;
   }
 
-  /** Say how it ended. `wrong` marks an error. */
+  /** Show the reply's end. `wrong` marks an error. */
   end(text, wrong = false) {
     this.#end.textContent = text;
     this.#end.classList.toggle("wrong", wrong);
@@ -62,7 +62,7 @@ export class Reply {
     }
   }
 
-  /** Return it as a message of the conversation. */
+  /** Return the reply as a message of the conversation. */
   toMessage() {
     const made = { role: "assistant", content: this.content };
     if (this.reasoning) made.reasoning = this.reasoning;
@@ -78,25 +78,25 @@ export class Reply {
 
   #step({ drafted, accepted, tokens }) {
     this.#steps += 1;
-    tokens.forEach((token, place) => {
-      const mark = make("span", place < accepted ? "draft" : "own");
-      if (place < accepted) mark.style.setProperty("--depth", depth(place, drafted));
+    tokens.forEach((token, position) => {
+      const mark = make("span", position < accepted ? "draft" : "own");
+      if (position < accepted) mark.style.setProperty("--depth", depth(position, drafted));
       this.#show(token, { mark, drafted, accepted });
     });
   }
 
-  #show(said, of) {
-    const content = said.content ?? said.text;
-    if (said.reasoning) {
-      this.reasoning += said.reasoning;
+  #show(fields, of) {
+    const content = fields.content ?? fields.text;
+    if (fields.reasoning) {
+      this.reasoning += fields.reasoning;
       this.#thinking.hidden = false;
-      this.#put(this.#thinking.lastChild, said.reasoning, of);
+      this.#put(this.#thinking.lastChild, fields.reasoning, of);
     }
     if (content) {
       this.content += content;
       this.#put(this.#text, content, of);
     }
-    for (const call of said.tool_calls ?? []) this.#call(call);
+    for (const call of fields.tool_calls ?? []) this.#call(call);
   }
 
   #put(parent, text, of) {
@@ -116,17 +116,17 @@ export class Reply {
     step.append(of.mark);
   }
 
-  #call({ index, id, function: said }) {
-    if (said.name !== undefined) {
+  #call({ index, id, function: call }) {
+    if (call.name !== undefined) {
       const box = make("details", "call");
       box.open = true;
       const summary = make("summary", "", "Tool call: ");
-      summary.append(make("code", "", said.name));
+      summary.append(make("code", "", call.name));
       box.append(summary, make("pre"));
       this.#calls.append(box);
-      this.calls[index] = { id, name: said.name, arguments: "" };
+      this.calls[index] = { id, name: call.name, arguments: "" };
     }
-    this.calls[index].arguments += said.arguments;
+    this.calls[index].arguments += call.arguments;
     this.#calls.children[index].lastChild.textContent = this.calls[index].arguments;
   }
 }
