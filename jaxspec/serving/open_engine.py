@@ -68,6 +68,14 @@ class Observer(Protocol):
         ...
 
 
+@runtime_checkable
+class OldObserver(Protocol):
+    """Observer with the method names of version 0.1."""
+
+    def told(self, handle: Handle, new_tokens: int, since_s: float | None) -> None: ...
+    def done(self, handle: Handle, completion: Completion) -> None: ...
+
+
 class NotAccepted(RuntimeError):
     """The engine does not take a request now. A later try, or another engine, may succeed."""
 
@@ -103,15 +111,17 @@ class OpenEngine:
         *,
         max_waiting: int = WAITING,
         warm_up: bool = False,
-        observer: Observer | None = None,
+        observer: Observer | OldObserver | None = None,
     ):
         self.engine = engine
         self.max_waiting = max_waiting
-        if observer is not None and not hasattr(observer, "new_tokens"):
+        self._observer = observer
+        if isinstance(observer, OldObserver):
             message = "Observer.told is now Observer.new_tokens; rename it"
             warnings.warn(message, DeprecationWarning, stacklevel=2)
-            observer.new_tokens = observer.told  # type: ignore[attr-defined]
-        self._observer = observer
+            self._observe_tokens = observer.told
+        elif observer is not None:
+            self._observe_tokens = observer.new_tokens
         self._warm_up = warm_up
         self._state: State = "loading"
         self._changed = threading.Condition()  # guards all below; notified of each change
@@ -382,7 +392,7 @@ class OpenEngine:
             return
         try:
             if new:
-                self._observer.new_tokens(handle, new, since_s)
+                self._observe_tokens(handle, new, since_s)
             if isinstance(output, Completion):
                 self._observer.done(handle, output)
         except Exception:
