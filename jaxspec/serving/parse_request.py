@@ -1,4 +1,4 @@
-"""A request's body to requests of the engine, with all limits and defaults applied.
+"""Conversion of a request body to requests of the engine, with all limits and defaults applied.
 
 Read `ServingModel.parse_chat`, for /v1/chat/completions, then `parse_completion`.
 `responses.parse_responses` turns a request to /v1/responses into one for `parse_chat`. Refusals

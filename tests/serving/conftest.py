@@ -35,7 +35,7 @@ from tests.serving.scripted import CHAT_TEMPLATE, ScriptedEngine
 from tests.text.chat.models import QWEN
 
 GRAMMARS = importlib.util.find_spec("llguidance") is not None
-EXTRAS = ProgramFeatures(
+FEATURES = ProgramFeatures(
     penalties=True, num_biases=4, logprobs=True, top_logprobs=3, grammars=GRAMMARS
 )
 SLOTS, CACHE_LENGTH = 4, 128
@@ -114,7 +114,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[jaxspec.Pair, Token
 @pytest.fixture(scope="session")
 def serving_model(model: tuple[jaxspec.Pair, Tokenizer]) -> ServingModel:
     pair, tokenizer = model
-    engine = Engine(*pair, program_features=EXTRAS, cache_length=CACHE_LENGTH)
+    engine = Engine(*pair, program_features=FEATURES, cache_length=CACHE_LENGTH)
     return ServingModel(
         names=("tiny", "alias"),
         tokenizer=tokenizer,
@@ -131,14 +131,14 @@ def live(model: tuple[jaxspec.Pair, Tokenizer], serving_model: ServingModel) -> 
     """The tiny pair, and an engine of the same programs beside it."""
     pair, _ = model
     shared: dict[str, Any] = dict(
-        program_features=EXTRAS,
+        program_features=FEATURES,
         batch_size=SLOTS,
         cache_length=CACHE_LENGTH,
         steps_per_return=2,
         programs=Programs(),
     )
     offline = Engine(*pair, **shared)
-    scorer = PromptScorer(pair.target, EXTRAS.top_logprobs)
+    scorer = PromptScorer(pair.target, FEATURES.top_logprobs)
     for started in run_server(serving_model, Engine(*pair, **shared), scorer):
         yield dataclasses.replace(started, offline=offline)
 

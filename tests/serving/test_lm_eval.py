@@ -40,14 +40,16 @@ pytestmark = [
         reason="needs lm-eval[api], or JAXSPEC_LM_EVAL=/path/to/a/python that has it",
     ),
 ]
-EXTRAS = ProgramFeatures(logprobs=True, top_logprobs=1)
+FEATURES = ProgramFeatures(logprobs=True, top_logprobs=1)
 NEW_TOKENS = 32  # as in held_out_text.yaml
 
 
 @pytest.fixture(scope="module")
 def bundled() -> Iterator[Live]:
     pair = jaxspec.load()
-    engine = Engine(*pair, batch_size=4, cache_length=256, num_stop_ids=4, program_features=EXTRAS)
+    engine = Engine(
+        *pair, batch_size=4, cache_length=256, num_stop_ids=4, program_features=FEATURES
+    )
     serving_model = ServingModel(
         names=("bundled",),
         tokenizer=pair.tokenizer,
@@ -123,7 +125,7 @@ def scored_by_us(documents: list[dict[str, Any]]) -> list[list[tuple[float, bool
         for row, ids in enumerate(texts):
             tokens[row, : len(ids)] = ids
         sequences = Sequences.padded(tokens, [len(prompt)] * len(texts), [*map(len, texts)])
-        scores = score(pair.target, pair.target.params, sequences, program_features=EXTRAS)
+        scores = score(pair.target, pair.target.params, sequences, program_features=FEATURES)
         top_ids = np.asarray(scores.top_ids)  # pyright: ignore[reportArgumentType]
         is_best = top_ids[..., 0] == tokens
         total = np.asarray(scores.target).sum(axis=1)

@@ -47,10 +47,10 @@ def test_the_container_copies_what_the_package_is_built_from() -> None:
     named = {project["project"]["readme"], *project["project"]["license-files"]}
     assert copied == packages | named | {"pyproject.toml"}
     assert all((ROOT / path).exists() for path in copied)
-    program_features = project["project"]["optional-dependencies"]
+    pip_extras = project["project"]["optional-dependencies"]
     asked = re.findall(r"EXTRAS=([\w,]+)", DOCKERFILE)
     named = {extra for value in asked for extra in value.split(",")}
-    assert named == {"serve", "grammar", "cuda"} <= set(program_features)
+    assert named == {"serve", "grammar", "cuda"} <= set(pip_extras)
 
 
 def test_the_container_s_command_is_one() -> None:
