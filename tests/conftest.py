@@ -80,9 +80,12 @@ jaxtyping.jaxtyped = jaxtyping._decorator.jaxtyped = jaxtyped
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+LONGEST = ("test_examples", "test_sharding", "test_docs")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest first, or one worker is done minutes before the other."""
-    items.sort(key=lambda item: item.path.stem not in ("test_examples", "test_sharding"))
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 @pytest.fixture(autouse=True)
