@@ -121,18 +121,24 @@ def test_prompts_that_cannot_be_meant(pair: Pair, prompts: Any, message: str) ->
         call(pair, prompts)
 
 
-def test_errors_carry_their_field(pair: Pair) -> None:
-    for options, field in (
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
         (dict(max_new_tokens=0), "max_new_tokens"),
         (dict(num_samples=0), "num_samples"),
         (dict(seed=2**32), "seed"),
         (dict(seed=-1), "seed"),
         (dict(stop_texts=[""]), "stop_texts"),
         (dict(drafting=Drafting(99)), "num_draft_tokens"),
-    ):
-        with pytest.raises(FieldError) as error:
-            pair.generate(TEXT, **options)
-        assert error.value.field == field
+    ],
+)
+def test_errors_carry_their_field(pair: Pair, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(FieldError) as error:
+        pair.generate(TEXT, **options)
+    assert error.value.field == field
+
+
+def test_a_drafter_s_options_need_a_drafter(pair: Pair) -> None:
     with pytest.raises(FieldError, match="num_draft_tokens was given, but there is no drafter"):
         pair.plain().generate(TEXT, drafting=Drafting(3))
 

@@ -164,19 +164,19 @@ def test_a_layer_is_what_plain_arithmetic_gives(spec: LayerSpec, how: str) -> No
         assert (largest == 448) == (how == "keys that clip")
 
 
-def test_scales_follow_the_weights_and_no_key_clips() -> None:
-    for factor in (1e-4, 1.0, 77.0, 1e5):
-        layer, x, where = layer_and_x(FULL, k_norm=factor)
-        stored = KVFormat("fp8").of_layer(0, layer.k_norm[...], jnp.dtype("float32"))
-        assert stored is not None
-        mantissa, _ = np.frexp([float(stored.k_scale), stored.v_scale])
-        assert set(mantissa) == {0.5}  # powers of two
-        longest = 4 * float(jnp.max(layer.k_norm[...]))
-        assert 224 < longest / float(stored.k_scale) <= 448
-        layer.store_kv(stored)
-        cache = init_cache(2, 2, 16, cache_length=64, window=None, slack=3, dtype=FP8)
-        _, cache, _ = layer(x, where, cache, None)
-        assert 28 < float(jnp.max(jnp.abs(cache.k.astype(jnp.float32)))) <= 448
+@pytest.mark.parametrize("factor", [1e-4, 1.0, 77.0, 1e5])
+def test_scales_follow_the_weights_and_no_key_clips(factor: float) -> None:
+    layer, x, where = layer_and_x(FULL, k_norm=factor)
+    stored = KVFormat("fp8").of_layer(0, layer.k_norm[...], jnp.dtype("float32"))
+    assert stored is not None
+    mantissa, _ = np.frexp([float(stored.k_scale), stored.v_scale])
+    assert set(mantissa) == {0.5}  # powers of two
+    longest = 4 * float(jnp.max(layer.k_norm[...]))
+    assert 224 < longest / float(stored.k_scale) <= 448
+    layer.store_kv(stored)
+    cache = init_cache(2, 2, 16, cache_length=64, window=None, slack=3, dtype=FP8)
+    _, cache, _ = layer(x, where, cache, None)
+    assert 28 < float(jnp.max(jnp.abs(cache.k.astype(jnp.float32)))) <= 448
 
 
 @pytest.mark.parametrize("x", [1.0, 1.0000001, 0.75, 2.0**-30, 3e-5, 448.0, 1e30])

@@ -163,14 +163,17 @@ def test_a_helper_that_puts_streams_together(client: Any) -> None:
     assert "the" not in final.output_text
 
 
-def test_responses_that_are_refused(client: Any) -> None:
-    for wrong, param in (
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
         ({"input": [{"type": "image"}]}, "input[0].type"),
         ({"input": [{"role": "boss", "content": "a"}]}, "input[0].role"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"max_output_tokens": 10_000}, "max_output_tokens"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
-    ):
-        with pytest.raises(openai.BadRequestError) as error:
-            client.responses.create(**{**RESPONSE, "input": "a", **wrong})
-        assert error.value.param == param
+    ],
+)
+def test_responses_that_are_refused(client: Any, wrong: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(**{**RESPONSE, "input": "a", **wrong})
+    assert error.value.param == param

@@ -491,20 +491,17 @@ def test_files_that_are_damaged_or_contradict_their_config_are_refused(name, tmp
         load(tmp_path / "hf")
 
 
-def test_the_ignore_list_is_honoured_tensor_by_tensor(tmp_path):
+@pytest.mark.parametrize(
+    "ignored", [GATE, "model.layers.0.mlp.gate_proj", r"re:.*layers\.0\.mlp\.gate_proj$"]
+)
+def test_the_ignore_list_is_honoured_tensor_by_tensor(ignored, tmp_path):
     """Listed by name, by expression, and under the prefix of another program."""
-    for ignored in (
-        f"{GATE}",
-        "model.layers.0.mlp.gate_proj",
-        r"re:.*layers\.0\.mlp\.gate_proj$",
+    config = ct(OF_FP8, ignore=[*IGNORED, ignored])
+    layout.write(tmp_path / "hf", "26b-a4b", FORMATS["fp8 channel"][0], config)
+    with pytest.raises(
+        CheckpointError, match=r"1 problem:\n.*gate_proj.weight: is fp8, .* no format"
     ):
-        config = ct(OF_FP8, ignore=[*IGNORED, ignored])
-        place = tmp_path / str(len(list(tmp_path.iterdir())))
-        layout.write(place, "26b-a4b", FORMATS["fp8 channel"][0], config)
-        with pytest.raises(
-            CheckpointError, match=r"1 problem:\n.*gate_proj.weight: is fp8, .* no format"
-        ):
-            open_source(place)
+        open_source(tmp_path / "hf")
 
 
 def test_codes_that_no_config_announces_are_refused(tmp_path):

@@ -193,55 +193,64 @@ def test_a_malformed_call_is_text_unless_it_has_begun(family: Family) -> None:
     assert "tool_calls" not in message_of(events)
 
 
-def test_gemma_writes_loosely() -> None:
-    """What its models have been seen to write beside what its template writes."""
-    quote = '<|"|>'
-    for inside, wanted in {
-        f"{{{quote}a b{quote}:1}}": {"a b": 1},
-        '{"a":"x\\n\\u00e9"}': {"a": "x\né"},
-        "{ a : [ 1 , 2 ] , b : { } }": {"a": [1, 2], "b": {}},
-        "{a:Oslo,b:12:30,c:New York ,d:007}": {
-            "a": "Oslo",
-            "b": "12:30",
-            "c": "New York",
-            "d": "007",
-        },
-        "{a:1e5,b:-0.5,c:null,d:false}": {"a": 1e5, "b": -0.5, "c": None, "d": False},
-    }.items():
-        events, _ = parse(GEMMA, GEMMA.encode(f"<|tool_call>call:f{inside}<tool_call|>"), [])
-        (call,) = message_of(events)["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == wanted
-    for header in ("call:f", "call: f ", ":f", "f", " call:f"):
-        (call,) = message_of(read(GEMMA, f"<|tool_call>{header}{{}}<tool_call|>"))["tool_calls"]
-        assert call["function"]["name"] == "f"
+# Arguments that models have been seen to write beside what their templates write.
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{<|"|>a b<|"|>:1}', {"a b": 1}),
+        ('{"a":"x\\n\\u00e9"}', {"a": "x\né"}),
+        ("{ a : [ 1 , 2 ] , b : { } }", {"a": [1, 2], "b": {}}),
+        (
+            "{a:Oslo,b:12:30,c:New York ,d:007}",
+            {"a": "Oslo", "b": "12:30", "c": "New York", "d": "007"},
+        ),
+        ("{a:1e5,b:-0.5,c:null,d:false}", {"a": 1e5, "b": -0.5, "c": None, "d": False}),
+    ],
+)
+def test_gemma_writes_loosely(arguments: str, expected: dict[str, Any]) -> None:
+    events, _ = parse(GEMMA, GEMMA.encode(f"<|tool_call>call:f{arguments}<tool_call|>"), [])
+    (call,) = message_of(events)["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == expected
+
+
+@pytest.mark.parametrize("header", ["call:f", "call: f ", ":f", "f", " call:f"])
+def test_gemma_writes_headers_loosely(header: str) -> None:
+    (call,) = message_of(read(GEMMA, f"<|tool_call>{header}{{}}<tool_call|>"))["tool_calls"]
+    assert call["function"]["name"] == "f"
+
+
+def test_gemma_s_call_without_a_name_is_none() -> None:
     assert "tool_calls" not in message_of(read(GEMMA, "<|tool_call>call:{}<tool_call|>"))
-    for inside in (
-        "{a}",
-        "{a:}",
-        "{:1}",
-        "{a:1,}",
-        "{a:1}}x"[:4],
-        "{a:[1}",
-        "{a:1 b{",
-        '{"a\\d":1}',
-        "[1]",
-    ):
-        events, reason = parse(GEMMA, GEMMA.encode(f"<|tool_call>call:f{inside}<tool_call|>"), [])
-        assert reason == "stop", inside
-        assert "tool_calls" not in message_of(events)
 
 
-def test_qwen_writes_loosely() -> None:
-    for body, wanted in {
-        '{"arguments": {"a": 1}, "name": "f"}': {"a": 1},
-        '{"name": "f", "id": [{"x": 1}], "arguments": {"a": 1}}': {"a": 1},
-        '{"name": "f", "arguments": "{\\"a\\": \\"x\\"}"}': {"a": "x"},
-        '{"name": "f", "arguments": null}': {},
-        '{"name": "f"}': {},
-    }.items():
-        (call,) = message_of(read(QWEN, f"<tool_call>\n{body}\n</tool_call>"))["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == wanted
-    for body in (
+@pytest.mark.parametrize(
+    "arguments",
+    ["{a}", "{a:}", "{:1}", "{a:1,}", "{a:1}}x"[:4], "{a:[1}", "{a:1 b{", '{"a\\d":1}', "[1]"],
+)
+def test_gemma_s_arguments_that_cannot_be_read_are_no_call(arguments: str) -> None:
+    events, reason = parse(GEMMA, GEMMA.encode(f"<|tool_call>call:f{arguments}<tool_call|>"), [])
+    assert reason == "stop"
+    assert "tool_calls" not in message_of(events)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('{"arguments": {"a": 1}, "name": "f"}', {"a": 1}),
+        ('{"name": "f", "id": [{"x": 1}], "arguments": {"a": 1}}', {"a": 1}),
+        ('{"name": "f", "arguments": "{\\"a\\": \\"x\\"}"}', {"a": "x"}),
+        ('{"name": "f", "arguments": null}', {}),
+        ('{"name": "f"}', {}),
+    ],
+)
+def test_qwen_writes_loosely(body: str, expected: dict[str, Any]) -> None:
+    (call,) = message_of(read(QWEN, f"<tool_call>\n{body}\n</tool_call>"))["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
         "{'name': 'f'}",
         '{"name": 1, "arguments": {}}',
         '{"arguments": {}}',
@@ -251,11 +260,13 @@ def test_qwen_writes_loosely() -> None:
         '{"name": "f", "arguments": {"a": NaN}}',
         '{"name": "f", "arguments": {"a": 01}}',
         '{"name": "f", "arguments": {}',
-        "[" * 3000,
-    ):
-        events, reason = parse(QWEN, QWEN.encode(f"<tool_call>\n{body}\n</tool_call>"), [])
-        assert reason == "stop", body
-        assert "tool_calls" not in message_of(events)
+        pytest.param("[" * 3000, id="deeply nested"),
+    ],
+)
+def test_qwen_s_bodies_that_cannot_be_read_are_no_call(body: str) -> None:
+    events, reason = parse(QWEN, QWEN.encode(f"<tool_call>\n{body}\n</tool_call>"), [])
+    assert reason == "stop"
+    assert "tool_calls" not in message_of(events)
 
 
 @FAMILIES

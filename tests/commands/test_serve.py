@@ -17,10 +17,10 @@ import pytest
 from jaxspec.options import FieldError
 from jaxspec.serving.settings import Settings
 from tests import tiny_pair as tiny
-from tests.commands.conftest import Run, checkpoints, invoke  # noqa: F401
+from tests.commands.conftest import Run
 
 
-def test_a_port_in_use_is_known_before_models_are_loaded(invoke: Run) -> None:  # noqa: F811
+def test_a_port_in_use_is_known_before_models_are_loaded(invoke: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         outcome = invoke("serve", "nowhere", "--port", str(port))
@@ -29,8 +29,9 @@ def test_a_port_in_use_is_known_before_models_are_loaded(invoke: Run) -> None:  
     assert "in use" in outcome.stderr
 
 
-def test_options_that_make_no_sense(invoke: Run) -> None:  # noqa: F811
-    for args, message in (
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
         (["--tls-cert", "a.pem"], "--tls-cert and --tls-key go together"),
         (["--tls-cert", "a.pem", "--tls-key", "b.pem"], "--tls-cert a.pem: No such file"),
         (["--port", "99999"], "--port"),
@@ -43,16 +44,18 @@ def test_options_that_make_no_sense(invoke: Run) -> None:  # noqa: F811
         ),
         (["target", "--prefix-gib", "0", "--prefix-host-gib", "1"], "--prefix-host-gib"),
         (["mute"], "has no tokenizer.json"),
-    ):
-        if args[0] != "--port":
-            args = [*args, "--port", "0"]
-        outcome = invoke("serve", *args)
-        assert outcome.code == 2, args
-        assert message in " ".join(outcome.stderr.split()), outcome.stderr
+    ],
+)
+def test_options_that_make_no_sense(invoke: Run, args: list[str], message: str) -> None:
+    if args[0] != "--port":
+        args = [*args, "--port", "0"]
+    outcome = invoke("serve", *args)
+    assert outcome.code == 2, args
+    assert message in " ".join(outcome.stderr.split()), outcome.stderr
 
 
 def test_without_the_extra_it_says_what_to_install(
-    invoke: Run,  # noqa: F811
+    invoke: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -106,7 +109,7 @@ def test_a_server_s_life(tmp_path: Path) -> None:
 
 
 def test_an_empty_key_is_no_key(
-    invoke: Run,  # noqa: F811
+    invoke: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("JAXSPEC_API_KEY", "")
