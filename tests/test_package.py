@@ -161,7 +161,7 @@ jaxspec jaxspec.serving
 jaxspec.api
 jaxspec.engine jaxspec.rollout
 jaxspec.runtime
-jaxspec.decode jaxspec.row_subset
+jaxspec.decode jaxspec.row_subset jaxspec.constraint
 jaxspec.state
 jaxspec.drafters
 jaxspec.models
