@@ -1,4 +1,4 @@
-"""Time products of rows with a weight, kernel by kernel, as the tables of docs/quantised-speed.md have them.
+"""Time products of rows with a weight, kernel by kernel, as the tables of docs/weight-format-speed.md have them.
 
     python -m scripts.measure_products --size "31b down" --format int4 --rows 8 --rows 16 --json out/products.json
 

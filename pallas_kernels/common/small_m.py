@@ -7,7 +7,7 @@ added there. Of gate and up a warpgroup has the same 16 outputs each, so it has 
 
 A block multiplies one column of outputs after the other. One of its warpgroups lets TMA load, several steps
 ahead, those of the next column too. The rows are loaded again for each column: little for up to 16 of them,
-and too much for more. `docs/quantised-speed.md` has the times.
+and too much for more. `docs/weight-format-speed.md` has the times.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def router_logits(x: Float[Array, "T D"], weight: Float[Array, "D E"]) -> Float[
 
     Up to 512 tokens have a part for every 256 inputs, where these divide. `experts` adds the parts up where
     it reads them, which saves a kernel. XLA may also cut so small a product into parts, so that many
-    processors read the weight, but it adds them up in a separate kernel. `docs/quantised-speed.md` has the
+    processors read the weight, but it adds them up in a separate kernel. `docs/weight-format-speed.md` has the
     times of a GPU. A CPU takes longer with parts: some milliseconds for 512 tokens of 26B-A4B.
     """
     (t, d), e = x.shape, weight.shape[1]

@@ -235,7 +235,7 @@ def gated_config_for(rows: int, outputs: int) -> SmallMConfig | None:
 
     Three blocks a processor with three stages were the fastest of six cuts for 1 and 8 rows of 31B on an
     H100: 47.5 and 48.8 us. 16 rows are slower than with `mma.py` by the forecast for an H200 in
-    `docs/quantised-speed.md`.
+    `docs/weight-format-speed.md`.
 
     Args:
       outputs: of gate.
