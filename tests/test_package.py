@@ -186,8 +186,6 @@ UPWARD = {
     ("jaxspec.registry.gemma4", "jaxspec.models.gemma4"),
     ("jaxspec.registry.mtp", "jaxspec.drafters.mtp"),
     ("jaxspec.registry.qwen3", "jaxspec.models.qwen3"),
-    # To go.
-    ("jaxspec.text.grammars.matcher", "jaxspec.weights.loading"),
 }
 # Circles within a layer. To go.
 CIRCLES = {("jaxspec.commands.generate.rows", "jaxspec.commands.generate.requests")}
