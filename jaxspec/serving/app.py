@@ -13,7 +13,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-import jaxspec
 from jaxspec.engine.request import ids_refusal
 from jaxspec.options import FieldError, shown
 from jaxspec.serving import chat_page
@@ -37,6 +36,7 @@ from jaxspec.serving.protocol import (
 )
 from jaxspec.serving.responses import ResponsesReply, parse_responses
 from jaxspec.text import chat
+from jaxspec.version import __version__
 
 
 def make_app(
@@ -133,7 +133,7 @@ class _Routes:
         return JSONResponse({"status": state}, status, headers=headers)
 
     async def version(self, request: Request) -> Response:
-        return JSONResponse({"version": jaxspec.__version__})
+        return JSONResponse({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
         engine = self._engine
