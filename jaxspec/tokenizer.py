@@ -36,12 +36,12 @@ class TokenizerError(ValueError):
 
 
 def refuse_empty(name: str, text: str) -> None:
-    """Refuse a text without a character, wherever it is given, with a chat template or without.
+    """Refuse an empty text, with a chat template or without.
 
-    It is nearly always a variable that was not set. With some tokenizers it would be no token at all.
+    It is nearly always a variable that was not set. With some tokenizers it would have no token.
 
     Args:
-      name: what the message calls it.
+      name: the name of the text in the message.
 
     Raises:
       TokenizerError: the text is empty.
@@ -90,8 +90,8 @@ class Tokenizer:
         _refuse_pointer(path)
         if not path.is_file():
             raise TokenizerError(
-                f"{directory} has no tokenizer.json, so text cannot become tokens; copy the checkpoint's "
-                "tokenizer files there, or give token ids instead of text"
+                f"{directory} has no tokenizer.json, so text cannot become tokens; copy the "
+                "checkpoint's tokenizer files there, or give token ids instead of text"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -119,7 +119,7 @@ class Tokenizer:
         return self.backend.decode(known, skip_special_tokens=True)
 
     def bytes_of(self, token_id: int, text: str) -> bytes:
-        """Return the bytes that a token stands for, whose text alone is known; it may be part of a character."""
+        """Return the bytes of a token, maybe a part of a character; `text` is its decoded text."""
         token = self.backend.id_to_token(token_id) or ""
         if _INCOMPLETE not in text:
             return text.encode()
@@ -232,8 +232,8 @@ class TextStream:
 def completed_text(tokenizer: Tokenizer, ids: Sequence[int], stop_texts: Sequence[str] = ()) -> str:
     """Return the text of generated tokens, cut before the first stop text."""
     text = tokenizer.decode(ids)
-    found = _first_stop(text, stop_texts)
-    return text if found is None else text[:found]
+    stop = _first_stop(text, stop_texts)
+    return text if stop is None else text[:stop]
 
 
 def stop_at_text(
@@ -267,10 +267,10 @@ def _first_stop(text: str, stop_texts: Sequence[str]) -> int | None:
 
 
 def _safe_length(text: str, stop_texts: Sequence[str]) -> int:
-    """Return how many characters of a text no stop text can cut, whatever follows the text."""
-    found = _first_stop(text, stop_texts)
-    if found is not None:
-        return found
+    """Return the number of characters that no stop text can cut, whatever follows the text."""
+    first = _first_stop(text, stop_texts)
+    if first is not None:
+        return first
     begun = max(
         (
             n

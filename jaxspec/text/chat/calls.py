@@ -1,7 +1,6 @@
 """Read the inside of a tool call block, one character at a time.
 
-There is a class for each notation: `GemmaCall` and `HermesCall`. Both have the same four members,
-which `Call` names.
+There is a class for each notation: `GemmaCall` and `HermesCall`. Both have the members of `Call`.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ class Call(Protocol):
     done: bool
 
     def feed(self, unit: str) -> None:
-        """Read a character, or `QUOTE`. Raises `Malformed` if no call goes on like this."""
+        """Read a character, or `QUOTE`. Raises `Malformed` if no call can continue with it."""
         ...
 
     def take(self) -> str:
-        """Return the JSON text of the arguments since the last call. Empty until `name` is known."""
+        """Return the arguments' JSON text since the last call; empty until `name` is known."""
         ...
 
 
@@ -62,17 +61,17 @@ class GemmaCall:
         return self._arguments.take()
 
     def _named(self) -> str:
-        found = _HEADER.fullmatch(self._header.strip())
-        if found is None:
+        match = _HEADER.fullmatch(self._header.strip())
+        if match is None:
             raise Malformed(f"found {self._header[:80]!r} where call:NAME was expected")
-        return found[1]
+        return match[1]
 
 
 class HermesCall:
     """Reads `{"name": NAME, "arguments": {…}}`, the notation of Qwen3 and Hermes.
 
-    Arguments may come before the name; they wait for it. Arguments may also be a string that holds a
-    JSON object. Other keys are read and ignored.
+    Arguments may come before the name, and are then held back. Arguments may also be a string with
+    a JSON object in it. Other keys are read and ignored.
     """
 
     def __init__(self) -> None:
@@ -158,7 +157,7 @@ class HermesCall:
 
 
 def _object(text: str) -> str:
-    """Return the JSON object that arguments are which were not written as one."""
+    """Return the JSON object of arguments that were not written as an object."""
     if text == "null":
         return "{}"
     if text.startswith('"'):

@@ -1,4 +1,4 @@
-"""What a parser says of a model's output, one small record at a time."""
+"""The events of a parser of a model's output, as small records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the reasoning before the answer."""
 
     text: str
 
@@ -53,7 +53,7 @@ class ToolCallBroken:
     """A tool call has begun and will never be complete. It must not be presented as a call.
 
     Attributes:
-      why: what was wrong with it, or that generation ended inside it.
+      why: the error in it, or that generation ended inside it.
     """
 
     index: int
@@ -84,10 +84,10 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 
 def message_of(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the assistant's message that all events of one reply make, in the protocol's form.
+    """Return the assistant's message of all events of one reply, in the protocol's form.
 
     Calls that are not complete are left out. `content` is None if there is a call and no text.
-    `reasoning` and `tool_calls` are there only if the model wrote some.
+    `reasoning` and `tool_calls` are absent if the model wrote none.
     """
     text = "".join(e.text for e in events if isinstance(e, Text))
     reasoning = "".join(e.text for e in events if isinstance(e, Reasoning))

@@ -1,6 +1,6 @@
 """Gemma 4's tool calls as a grammar, in the Lark dialect of llguidance: `call:NAME{key:value,…}`.
 
-Keys are bare, and a string stands between two quote tokens. The arguments are those of the tool's schema.
+Keys are bare, and a string stands between two quote tokens. The arguments follow the tool's schema.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxspec.options import FieldError, shown
 from jaxspec.text.grammars.json_regex import pattern_parts
 from jaxspec.text.grammars.schemas import Notation, Schemas, Unsupported
 
-# What keys are, without a schema.
+# Keys without a schema.
 _KEY = r'[^\s:,{}\[\]"<]+'
 _KEYS = re.compile(rf"{_KEY}( +{_KEY})*")
 _UNWRITABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -23,7 +23,8 @@ _VALUES = rf"""
 fields: pair ("," pair)*
 pair: KEY ":" value
 KEY: /{_KEY}/
-value: string | NUMBER | "true" | "false" | "null" | "{{" fields? "}}" | "[" (value ("," value)*)? "]"
+value: string | NUMBER | "true" | "false" | "null"
+    | "{{" fields? "}}" | "[" (value ("," value)*)? "]"
 string: QUOTE /(?s:.*)/ QUOTE
 NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
 """
@@ -35,8 +36,8 @@ def gemma_calls(functions: Sequence[Mapping[str, Any]], call: str, end: str, quo
     A keyword that cannot be followed is ignored, as for calls in JSON, unless the tool is `strict`.
 
     Args:
-      functions: what the tools' declarations have as `function`.
-      call, end, quote: the tokens of the notation, as Lark has them.
+      functions: the `function` of each tool's declaration.
+      call, end, quote: the tokens of the notation, in Lark.
 
     Raises:
       FieldError: a schema cannot be followed, and its tool is strict.
@@ -77,28 +78,28 @@ class _Lark(Notation):
         self._names: dict[str, str] = {}  # of references that contain themselves
 
     def text(self, text: str) -> str:
-        """Return what is this text."""
+        """Return the piece for a literal text."""
         if _UNWRITABLE.search(text):
             raise Unsupported(f"has {shown(text)}, with control characters")
         return json.dumps(text, ensure_ascii=False)  # JSON's strings are those of Lark
 
     def sequence(self, *parts: str) -> str:
-        """Return one part after the other."""
+        """Return the parts one after the other."""
         return " ".join(parts)
 
     def either(self, *parts: str) -> str:
-        """Return one of some parts."""
+        """Return a choice of one of the parts."""
         return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
 
-    def repeated(self, part: str, least: int, most: int | None) -> str:
-        """Return a part several times."""
-        if most == 0:
+    def repeated(self, part: str, lower: int, upper: int | None) -> str:
+        """Return a part `lower` to `upper` times."""
+        if upper == 0:
             return '""'
-        if (least, most) == (0, 1):
+        if (lower, upper) == (0, 1):
             return f"({part})?"
-        if (least, most) == (0, None):
+        if (lower, upper) == (0, None):
             return f"({part})*"
-        return f"({part}){{{least},{'' if most is None else most}}}"
+        return f"({part}){{{lower},{'' if upper is None else upper}}}"
 
     def shared(self, part: str) -> str:
         """Return the name of a rule."""
@@ -115,10 +116,10 @@ class _Lark(Notation):
 
     def define(self, name: str, part: str) -> str:
         """Return the name of a rule."""
-        if (found := self._names.pop(name, None)) is None:
+        if (rule := self._names.pop(name, None)) is None:
             return self.shared(part)
-        self.rules[found] = part
-        return found
+        self.rules[rule] = part
+        return rule
 
     def anything(self) -> str:
         """Return any value."""
@@ -130,9 +131,9 @@ class _Lark(Notation):
             return self.text(json.dumps(value))
         return self.sequence(self.quote, *([self.text(value)] if value else []), self.quote)
 
-    def string(self, least: int, most: int | None, pattern: str | None) -> str:
+    def string(self, lower: int, upper: int | None, pattern: str | None) -> str:
         """Return a string."""
-        inside = f"/(?s:.{{{least},{'' if most is None else most}}})/"
+        inside = f"/(?s:.{{{lower},{'' if upper is None else upper}}})/"
         if pattern is not None:
             starts, middle, ends = pattern_parts(pattern)
             middle = re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", middle)

@@ -1,11 +1,11 @@
 """Tell reasoning, answer and tool calls apart in the tokens that a model writes.
 
-`parser_for` makes a parser. Markers are found by token id, and tokens are read one at a time. So the
-events are the same, once neighbours are merged, however the tokens are grouped. Under speculation
-several arrive at once.
+`parser_for` makes a parser. It finds markers by token id, and reads tokens one at a time. The
+merged events therefore do not depend on the grouping of tokens. Under speculation several arrive at
+once.
 
-A `Format` says which markers a family of models has. There are two, `GEMMA4` and `QWEN3`. A
-tokenizer without their markers gets a parser for which everything is text.
+A `Format` has the markers of a family of models. There are two, `GEMMA4` and `QWEN3`. A tokenizer
+without their markers gets a parser for which everything is text.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Role = Literal["think", "end think", "call", "end call", "quote"]
 
 @dataclass(frozen=True)
 class Format:
-    """How models of a family mark what they write.
+    """The markers and notation of a family of models.
 
     Attributes:
-      name: the family's.
-      markers: tokens, by what they mark. A tokenizer that lacks one is of another family.
+      name: the name of the family.
+      markers: tokens by their role. A tokenizer that lacks one is of another family.
       turn: the token that begins a turn.
-      header: what the model writes at the start of its reasoning, which is not part of it.
-      call: makes a reader of what is in a block of tool calls.
+      header: the text at the start of reasoning that is not part of it.
+      call: makes a reader for the inside of a block of tool calls.
       calls_while_thinking: whether a tool call ends reasoning. Otherwise it is part of it.
-      call_prefix: what follows the "call" marker, up to the tool's name.
-      named_prefix: what follows the tool's name, up to the arguments.
+      call_prefix: the text after the "call" marker, up to the tool's name.
+      named_prefix: the text after the tool's name, up to the arguments.
     """
 
     name: str
@@ -90,7 +90,7 @@ QWEN3 = Format(
 
 
 def format_of(tokenizer: Tokenizer) -> Format | None:
-    """Return the format whose markers a tokenizer has, each as one token. None: it has none's."""
+    """Return the format whose markers a tokenizer has, each as one token, or None."""
     for known in (GEMMA4, QWEN3):
         if all(tokenizer.backend.token_to_id(t) is not None for t in known.markers.values()):
             return known
@@ -108,8 +108,8 @@ def parser_for(
     """Return a parser for one reply.
 
     Args:
-      prompt: the token ids that the reply continues. If they end inside reasoning or a tool call, the
-        reply begins there.
+      prompt: the token ids of the prompt. If they end inside reasoning or a tool call, the reply
+        begins there.
       calls: whether tool calls are looked for. Otherwise they are text. Pass False if the request
         declares no tools, or its `tool_choice` is "none".
       stop_texts: the request's. Text that may be the start of one is held back. The text of a block
@@ -151,7 +151,7 @@ class Parser:
             if token_id is not None and (calls or role in ("think", "end think")):
                 self._markers[token_id] = role
         self._mode: Literal["text", "reasoning", "call"] = "text"
-        self._header: str | None = None  # what came of the header; None: it is behind
+        self._header: str | None = None  # the header so far; None: it is over
         self._edges = _Edges()
         self._calls = _Calls(known.call if known else GemmaCall, self._call_id)
         self._events: list[Event] = []
@@ -162,10 +162,10 @@ class Parser:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the reply is over, in the protocol's words. None before `finish`.
+        """The finish reason in the protocol's words, or None before `finish`.
 
-        It is the reason that `finish` got, with one exception: "tool_calls" instead of "stop" if the
-        reply has tool calls and all that began are complete.
+        It is the argument of `finish`, with one exception: "tool_calls" instead of "stop" if the
+        reply has tool calls and all of them are complete.
         """
         return self._finish_reason
 
@@ -179,16 +179,16 @@ class Parser:
         """Return the last events. The tokens that ended generation have been pushed.
 
         Args:
-          reason: why generation ended. A tool call that was not complete is broken whatever the
-            reason. A part of a call that has no name yet is text if the reason is "stop". Otherwise
-            it is dropped.
+          reason: the reason why generation ended. An incomplete tool call is broken, whatever the
+            reason. A part of a call without a name is text if the reason is "stop". Otherwise it is
+            dropped.
         """
         assert self._finish_reason is None, "finish is called once"
         self._end_segment()
         if self._mode == "call":
             self._events += self._calls.end_block(was_cut=reason != "stop")
         elif self._mode == "text":
-            self._events += _some(Text, self._edges.finish())
+            self._events += _pieces(Text, self._edges.finish())
         self._finish_reason = (
             "tool_calls" if reason == "stop" and self._calls.all_complete else reason
         )
@@ -211,8 +211,8 @@ class Parser:
                 if self._mode == "reasoning":
                     self._end_segment()
                     self._begin_segment()
-                # What the prompt says was not written by the model. A call that the prompt begins is
-                # nevertheless the reply's.
+                # The model did not write the prompt's text. A call that the prompt begins belongs
+                # to the reply nevertheless.
                 self._events = [e for e in self._events if not isinstance(e, Text | Reasoning)]
                 return
 
@@ -236,7 +236,7 @@ class Parser:
         self._begin_segment()
 
     def _marks(self, role: Role) -> bool:
-        """Return whether a marker means something where it stands. Otherwise it is a token like others."""
+        """Return whether a marker acts as one here. Otherwise it is an ordinary token."""
         if role == "quote":
             return self._mode == "call"
         if role in ("call", "end call") and self._mode == "reasoning":
@@ -277,7 +277,7 @@ class Parser:
                 return
             self._header, text = None, begun.removeprefix(header)
         kind = Reasoning if self._mode == "reasoning" else Text
-        self._events += _some(kind, self._edges.trim(text))
+        self._events += _pieces(kind, self._edges.trim(text))
 
 
 class _Edges:
@@ -288,7 +288,7 @@ class _Edges:
         self._held = ""  # newlines at the end so far, which a marker may follow
 
     def trim(self, text: str) -> str:
-        """Return the text that stays, whatever follows."""
+        """Return the text that is certain, whatever follows."""
         if self._at_start:
             text = text.lstrip("\n")
             self._at_start = not text
@@ -311,11 +311,11 @@ class _Calls:
         self._raw = ""  # the text of the call, up to its name
         self._begun = self._complete = 0  # numbers of calls
         self._in_progress = False  # the last call that has begun
-        self._why: str | None = None  # what is wrong with the call
+        self._why: str | None = None  # the error in the call
 
     @property
     def all_complete(self) -> bool:
-        """Whether there are calls, and all that began are complete."""
+        """True if there are calls, and all of them are complete."""
         return 0 < self._begun == self._complete
 
     def begin_block(self) -> None:
@@ -334,9 +334,9 @@ class _Calls:
             self._call.feed(unit)
         except Malformed as error:
             self._why = str(error)
-        return self._news()
+        return self._new_events()
 
-    def _news(self) -> list[Event]:
+    def _new_events(self) -> list[Event]:
         events: list[Event] = []
         if self._call.name is not None and not self._in_progress:
             self._in_progress = True
@@ -351,10 +351,10 @@ class _Calls:
         return events
 
     def end_block(self, *, was_cut: bool) -> list[Event]:
-        """Return what becomes of a call that is not complete.
+        """Return the events of a call that is not complete.
 
         Args:
-          was_cut: whether generation ended for another reason than that the model ended it.
+          was_cut: whether generation ended for another reason than the model's own stop.
         """
         raw, why = self._raw.strip(), self._why
         if self._in_progress:
@@ -365,5 +365,5 @@ class _Calls:
         return [] if was_cut or not raw else [Text(raw)]
 
 
-def _some(kind: type[Text] | type[Reasoning], text: str) -> list[Event]:
+def _pieces(kind: type[Text] | type[Reasoning], text: str) -> list[Event]:
     return [kind(text)] if text else []

@@ -1,7 +1,7 @@
-"""Grammars of a chat's replies, in the Lark dialect of llguidance: reasoning, then what is asked for.
+"""Grammars of a chat's replies, in the Lark dialect of llguidance: reasoning, then the answer.
 
-A model may think before it answers, whatever the answer has to be. So a rule for an answer stands in a frame, where
-`@body` is the answer. Calls are in the notation of the model's family.
+A model may think before it answers. A rule for an answer therefore stands in a frame, where `@body`
+is the answer. Calls are in the notation of the model's family.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ gap: /\n{1,2}/?
 
 
 def frame(tokenizer: Tokenizer, prompt: Sequence[int], body: str = "@body") -> str | None:
-    """Return the rule of a reply that may think, and then is `body`; None where the tokenizer has no markers.
+    """Return the rule of a reply with optional reasoning, then `body`; None without markers.
 
     Args:
-      prompt: what the reply continues. If it ends inside reasoning, the reply has to end that first. If its reasoning
-        is over, as where a template turns thinking off, there is no more.
+      prompt: the prompt of the reply. If it ends inside reasoning, the reply must end that first.
+        If its reasoning is over, as where a template turns thinking off, the reply has none.
     """
     known = format_of(tokenizer)
     if known is None:
@@ -51,14 +51,14 @@ def calls(
     one: bool = False,
     required: bool = True,
 ) -> tuple[Literal["lark", "json_schema"], Any, str | None] | None:
-    """Return the rule of a reply that calls tools; None where the tokenizer has no markers.
+    """Return the rule of a reply that calls tools; None if the tokenizer has no markers.
 
-    The arguments of a call are those of the tool's schema.
+    The arguments of a call follow the tool's schema.
 
     Args:
-      tools: those that may be called.
-      one: whether one call is all.
-      required: whether the reply has to call. If not, it may be text, and calls may follow.
+      tools: the tools that may be called.
+      one: whether the reply has at most one call.
+      required: whether the reply must call. If not, it may be text, and calls may follow.
 
     Returns:
       The kind of a grammar, its source and its frame, as `GrammarTokens.compile` takes them.
@@ -71,7 +71,7 @@ def calls(
         return None
     call, end = (_token(tokenizer, known, role) for role in ("call", "end call"))
     functions = [tool["function"] for tool in tools]
-    # Text may come before calls that are no duty, and these may be missing.
+    # Calls that are not required may be missing, and text may come before them.
     before, more = ("", "" if one else "+") if required else ("text ", "*")
     if known is GEMMA4:
         rule = frame(tokenizer, prompt, f"{before}call{more}")
@@ -83,14 +83,14 @@ def calls(
 
 
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-"""Keywords whose value has schemas by names of any kind."""
+"""Keywords whose value maps free names to schemas."""
 
 
-def _hermes(function: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the schema of a call of one tool, which stands at a place of the whole schema."""
+def _hermes(function: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the schema of a call of one tool, at `path` of the whole schema."""
     arguments = function.get("parameters") or {"type": "object"}
     strict = function.get("strict") is True
-    arguments = _moved(arguments, f"{place}/properties/arguments", strict=strict)
+    arguments = _moved(arguments, f"{path}/properties/arguments", strict=strict)
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": arguments},
@@ -99,13 +99,13 @@ def _hermes(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, place: str, *, strict: bool) -> Any:
-    """Return a schema whose references within itself are those at another place.
+def _moved(schema: Any, path: str, *, strict: bool) -> Any:
+    """Return a schema whose references to itself are valid at `path` of a larger schema.
 
     Args:
-      strict: whether it keeps patterns that cannot be followed, for which llguidance will refuse it.
+      strict: whether to keep patterns that cannot be followed, so that llguidance refuses them.
     """
-    move = functools.partial(_moved, place=place, strict=strict)
+    move = functools.partial(_moved, path=path, strict=strict)
     if isinstance(schema, list):
         return [move(part) for part in schema]
     if not isinstance(schema, Mapping):
@@ -117,7 +117,7 @@ def _moved(schema: Any, place: str, *, strict: bool) -> Any:
         elif name != "pattern" or strict or _can_be_followed(value):
             moved[name] = value if name in ("const", "enum") else move(value)
     if isinstance(to := schema.get("$ref"), str) and to.startswith("#"):
-        moved["$ref"] = place + to[1:]
+        moved["$ref"] = path + to[1:]
     return moved
 
 

@@ -1,8 +1,8 @@
-"""Turn a conversation in the OpenAI protocol's form into a prompt, by the checkpoint's chat template.
+"""Turn a conversation in the OpenAI protocol's form into a prompt, by the chat template.
 
-Templates expect less than the protocol allows, and fail late or silently. So messages are brought to
-one form first: the content is a string, arguments of tool calls are values instead of JSON text, and
-`developer` is `system`.
+Templates accept less than the protocol allows, and fail late or silently. Messages are therefore
+brought to one form first: the content is a string, arguments of tool calls are values instead of
+JSON text, and `developer` is `system`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from jaxspec.tokenizer import Tokenizer, TokenizerError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-# Arguments of the rendering function itself. A request that could set them could run a template of its own.
+# Arguments of the rendering function itself. A request that could set them could run a template of
+# its own.
 _RESERVED = {
     *(
         "self",
@@ -51,8 +52,8 @@ def render(
     """Return the token ids of a conversation.
 
     Args:
-      messages: the list of a request to /v1/chat/completions, as it came. Content is text, or a list of text parts, which
-        are joined by newlines. `reasoning` of earlier replies may be given.
+      messages: the list of a request to /v1/chat/completions, as it came. Content is text, or a
+        list of text parts, which are joined by newlines. Earlier replies may have `reasoning`.
       tools: `choose(...).tools`.
       add_generation_prompt: whether the model's turn begins at the end.
       chat_template_kwargs: arguments of the template, such as `enable_thinking=True`.
@@ -64,8 +65,8 @@ def render(
     if tokenizer.chat_template is None:
         raise FieldError(
             "messages",
-            "cannot be used: the checkpoint has no chat template; use an instruction-tuned checkpoint, "
-            "or complete a text instead",
+            "cannot be used: the checkpoint has no chat template; use an instruction-tuned "
+            "checkpoint, or complete a text instead",
         )
     if reserved := sorted(_RESERVED & set(chat_template_kwargs)):
         raise FieldError(
@@ -83,8 +84,8 @@ def render(
         )
     except TokenizerError:
         raise
-    # A template is a program that runs on what a client sent: a schema that is none, or values so deeply
-    # nested that it recurses too far, end it in ways of its own.
+    # A template is a program that runs on a client's input. An invalid schema, or values nested so
+    # deeply that it recurses too far, can raise anything.
     except Exception as error:
         raise TokenizerError(
             f"the chat template refuses these messages: {type(error).__name__}: {shown(str(error))}"
@@ -102,7 +103,7 @@ def _message(field: str, message: Any) -> dict[str, Any]:
     content = message.get("content")
     if content is None and role != "assistant":
         raise FieldError(f"{field}.content", "is missing; expected text")
-    # Qwen3's template leaves out messages of a role that it does not know, and it does not know developer.
+    # Qwen3's template leaves out messages of unknown roles, and developer is unknown to it.
     out: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
         "content": _text(f"{field}.content", content),

@@ -1,7 +1,7 @@
-"""What a request says of tools: which the model may call, and which it must.
+"""The tools of a request: those that the model may call, and those that it must call.
 
-`choose` reads `tools` and `tool_choice`. `force` makes the model begin with a call, and `FirstCall` ends a reply
-behind one. They do what can be done without a grammar. What cannot be kept without one is refused by name.
+`choose` reads `tools` and `tool_choice`. `force` makes the model begin with a call, and `FirstCall`
+ends a reply behind one. They need no grammar. A choice that needs one is refused by name.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jaxspec.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What `choose` found.
+    """The result of `choose`.
 
     Attributes:
-      tools: the declarations for the chat template. Empty: the model is told of none.
+      tools: the declarations for the chat template; empty if the model must not know any.
       calls: whether the parser looks for calls.
-      forced: the name of the tool that the reply must begin with a call of. `force` sees to it.
-      required: the names of the tools of which the reply must call one. `rules.calls` sees to it.
-      parallel: whether a reply may have several calls. Else `FirstCall` ends it.
+      forced: the name of the tool that the reply must begin with a call of, see `force`.
+      required: the names of the tools of which the reply must call one, see `rules.calls`.
+      parallel: whether a reply may have several calls. If not, `FirstCall` ends it.
     """
 
     tools: tuple[dict[str, Any], ...] = ()
@@ -44,15 +44,15 @@ class ToolChoice:
 def choose(tools: Any, tool_choice: Any = None, *, grammars: bool = False) -> ToolChoice:
     """Read the fields `tools` and `tool_choice` of a request, as they came.
 
-    | `tool_choice` | what happens |
+    | `tool_choice` | effect |
     |---|---|
-    | "auto", or none is given | the model may call tools |
-    | "none" | the model is not told of the tools, and calls are text |
-    | a named tool; "required" where one tool is declared | the reply begins with a call of it |
-    | "required" where several are declared | the reply calls one or more; without grammars it is refused |
+    | "auto" or absent | the model may call tools |
+    | "none" | the prompt has no tools, and calls are text |
+    | a named tool; "required" with one declared tool | the reply begins with a call of it |
+    | "required" with several tools | the reply calls one or more; refused without grammars |
 
-    With grammars `rules.calls` holds the arguments of such calls to the tools' schemas, and those of `strict` tools
-    always.
+    With grammars, `rules.calls` makes the arguments of such calls follow the tools' schemas, and
+    those of `strict` tools always.
 
     Args:
       tools: a list of declarations, {"type": "function", "function": {"name": ..., ...}}
@@ -77,8 +77,9 @@ def choose(tools: Any, tool_choice: Any = None, *, grammars: bool = False) -> To
         if len(names) > 1:
             raise FieldError(
                 "tool_choice",
-                f'"required" is not supported where several tools are declared ({", ".join(names)}): '
-                'it needs a grammar over their calls; name one of them, or use "auto"',
+                '"required" is not supported where several tools are declared '
+                f"({', '.join(names)}): it needs a grammar over their calls; name one of them, "
+                'or use "auto"',
             )
         return ToolChoice(declared, calls=True, forced=names[0], required=tuple(names))
     name = _named(tool_choice)
@@ -90,11 +91,11 @@ def choose(tools: Any, tool_choice: Any = None, *, grammars: bool = False) -> To
 
 
 def force(tokenizer: Tokenizer, prompt: Sequence[int], name: str) -> list[int]:
-    """Return a prompt that goes on with the beginning of a call of a tool.
+    """Return a prompt that continues with the beginning of a call of a tool.
 
-    Pass the result to the engine and to `parser_for`. The parser then says that the call has begun,
-    with this name, and reads its arguments. If the prompt has the model think first, it no longer does.
-    The arguments are the model's own: that they fit the tool's schema is not promised.
+    Pass the result to the engine and to `parser_for`. The parser then reports the start of the
+    call, with this name, and reads its arguments. A prompt that lets the model think first no
+    longer does. The arguments are the model's own, and may not fit the tool's schema.
 
     Raises:
       FieldError: the tokenizer has no markers for tool calls.
@@ -116,15 +117,15 @@ def force(tokenizer: Tokenizer, prompt: Sequence[int], name: str) -> list[int]:
 
 
 class FirstCall:
-    """Ends a reply behind its first complete call. It is a `Request.stop_at`, of one request."""
+    """Ends a reply behind its first complete call, as the `Request.stop_at` of one request."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._begin = lambda: parser_for(tokenizer, prompt)
         self._parser, self._seen = self._begin(), 0
 
     def __call__(self, token_ids: Sequence[int]) -> int | None:
-        """Return how many of a reply's tokens so far stay; None: all, and it goes on."""
-        if len(token_ids) < self._seen:  # an engine that started afresh begins again
+        """Return the number of tokens to keep of the reply so far; None: it goes on."""
+        if len(token_ids) < self._seen:  # the engine has restarted the request
             self._parser, self._seen = self._begin(), 0
         for token_id in token_ids[self._seen :]:
             self._seen += 1

@@ -1,8 +1,8 @@
 """Turn the value that a model writes into JSON text, one character at a time.
 
 Two notations are read. One is JSON. The other is Gemma 4's, in which keys are bare words and a
-string stands between two quote tokens: `{city:<|"|>Oslo<|"|>,days:3}`. What has been written at any
-time is the beginning of valid JSON, so that it can be streamed.
+string stands between two quote tokens: `{city:<|"|>Oslo<|"|>,days:3}`. The output so far is always
+the beginning of valid JSON, so it can be streamed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class Malformed(Exception):
-    """What the model wrote is no value. The message says what was found and what was expected."""
+    """The model's text is no value. The message has the text and the expectation."""
 
 
 class Value:
-    """Reads one value. `take` gives the JSON text of what was read.
+    """Reads one value. `take` returns its JSON text.
 
     Attributes:
       done: whether the value is complete.
@@ -33,8 +33,8 @@ class Value:
         """Make a reader.
 
         Args:
-          bare: whether the notation is Gemma's: bare keys, quote tokens, and a bare word is a string
-            where it is neither a number nor true, false or null.
+          bare: whether the notation is Gemma's: bare keys, quote tokens, and bare words as strings,
+            except numbers, true, false and null.
         """
         self.done = False
         self._bare = bare
@@ -57,10 +57,10 @@ class Value:
         """Read a character, or `QUOTE`.
 
         Returns:
-          whether it belongs to the value. False: the value was complete before it, so `done` is True.
+          Whether it belongs to the value. False: the value ended before it, and `done` is True.
 
         Raises:
-          Malformed: no value goes on like this.
+          Malformed: no value can continue with it.
         """
         if self._state == "string":
             self._in_string(unit)

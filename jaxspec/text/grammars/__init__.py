@@ -1,7 +1,7 @@
-"""Grammars: which tokens may come next, at every drafted position at once.
+"""Grammars: the tokens that may come next, at every drafted position at once.
 
-`matcher` follows any grammar on the host, by llguidance. `automaton` follows small regular expressions
-on the device.
+`matcher` follows any grammar on the host, by llguidance. `automaton` follows small regular
+expressions on the device.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Follow small grammars on the device, without the host.
 
-An `Automaton` is a table of a grammar's states over the tokens of a vocabulary. States are numbers. `FREE` is the
-state of a row without a grammar: it allows everything and never changes. So one compiled program serves rows with
-and without, and tables of one shape take each other's place. `tables` makes them.
+An `Automaton` is a table of a grammar's states over the tokens of a vocabulary. States are numbers.
+`FREE` is the state of a row without a grammar: it allows all tokens and never changes. One compiled
+program therefore serves rows with and without a grammar, and all tables of one shape. `tables`
+makes them.
 
-Masks are packed as in `matcher`. They allow every way to write a text in tokens. `matcher` allows one where the
-grammar leaves no choice of the text.
+Masks are packed as in `matcher`. They allow every way to write a text in tokens. `matcher` allows
+one way where the grammar leaves no choice of the text.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from jaxtyping import Array, Int16, Int32, UInt32
 from jaxspec.text.grammars.matcher import ALL
 
 FREE = -1
+"""The state of a row without a grammar."""
 
 
 class Automaton(struct.PyTreeNode):
     """Tables of one or more grammars. `tables.automaton` makes them.
 
     Attributes:
-      classes: of each token. Tokens of one class lead everywhere to the same states.
-      next: the state after a token of a class. `FREE`: it is not allowed, and what follows does not count.
+      classes: the class of each token. Tokens of one class lead to the same state from every state.
+      next: the state after a token of a class. `FREE`: the token is not allowed, and later states
+        mean nothing.
       masks: the tokens that each state allows, packed.
       likely: a token that each state allows, where it leaves no choice of the text; -1 elsewhere.
-      starts: the state before the first token, of each grammar. `FREE`: there is none.
+      starts: the state of each grammar before the first token. `FREE`: there is no grammar.
       stops: the tokens that end a reply.
     """
 
@@ -43,7 +46,7 @@ class Automaton(struct.PyTreeNode):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its tables."""
+        """The size of the tables in bytes."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
 
@@ -63,11 +66,11 @@ def states_along(
 ) -> Int32[Array, "B N+1"]:
     """Return the states before each draft and after the last.
 
-    Behind a draft that is not allowed the state is `FREE`. The state after n accepted drafts and a
+    Behind a draft that is not allowed, the state is `FREE`. The state after n accepted drafts and a
     bonus token is `advance(table, states[:, n], bonus)`.
 
     Args:
-      parents: of a tree, see `drafters.base.Draft`. None: each draft follows the one before it.
+      parents: the parents of a tree, see `drafters.base.Draft`. None: a chain.
     """
     return draft_states(table, state, drafts, parents, replace=False)[1]
 
@@ -80,10 +83,11 @@ def draft_states(
     *,
     replace: bool,
 ) -> tuple[Int32[Array, "B N"], Int32[Array, "B N+1"]]:
-    """Return drafts and their states, as of `states_along`.
+    """Return drafts and their states, as `states_along` does.
 
     Args:
-      replace: whether a draft that is not allowed becomes a token that is, where the text leaves no choice.
+      replace: whether to replace a draft that is not allowed by an allowed token, where the grammar
+        leaves no choice of the text.
     """
 
     def step(n: Any, carry: Any) -> Any:
@@ -112,10 +116,10 @@ def state_after(
     tokens: Int32[Array, "B T"],
     count: Any,
 ) -> Int32[Array, " B"]:
-    """Return the state of each row after those of some tokens that count.
+    """Return the state of each row after its counted tokens.
 
     Args:
-      count: a boolean for each token.
+      count: [B, T], whether each token counts.
     """
 
     def step(at: Int32[Array, " B"], of: Any) -> Any:
@@ -126,6 +130,6 @@ def state_after(
 
 
 def masks_of(table: Automaton, states: Int32[Array, "*at"]) -> UInt32[Array, "*at words"]:
-    """Return what may come next in some states."""
+    """Return the mask of the tokens that each state allows."""
     rows = table.masks[jnp.maximum(states, 0)]
     return jnp.where((states < 0)[..., None], ALL, rows)

@@ -1,10 +1,11 @@
-"""Replies that follow grammars, as the compiled decode loop asks for them: by their numbers.
+"""Grammars of running requests on the host, which compiled programs call by number.
 
-A compiled program knows no objects of Python, and engines may share it. So a row of its state has the number of a
-`Guide`, wherever the row moves. Once a step the program calls `answer` with the numbers, and with what the rows said
-since the last step. Nobody has to end a guide: it is gone with the request that holds it.
+A compiled program knows no Python objects, and engines may share it. A row of its state therefore
+has the number of a `Guide`. Once a step, the program calls `answer` with these numbers and with the
+newest tokens of each row. A guide ends with the request that holds it.
 
-`answer` runs in a thread of the program's, while the program waits. It does no work of JAX, which could wait for it.
+`answer` runs in a thread of the program, and the program waits for it. It must not use JAX, which
+could wait for the program.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from jaxspec.text.grammars.matcher import ALL, Grammar, Matcher, fill, num_allow
 
 _NUMBERS = itertools.count()
 _LIVE: WeakValueDictionary[int, Guide] = WeakValueDictionary()
-_MOST_RUNS = 4  # of forced tokens that are written into one row's drafts
+_MAX_RUNS = 4  # runs of forced tokens that are written into one row's drafts
 
 
 class Guide:
-    """Where one request is in its grammar.
+    """The position of one request in its grammar.
 
     Attributes:
-      number: what programs call it by.
-      error: why the grammar does not go on, if it does not. The request then gets no more tokens.
+      number: the number by which programs call the guide.
+      error: the reason why the grammar cannot go on, or None. The request then gets no more tokens.
     """
 
     def __init__(self, grammar: Grammar):
@@ -40,18 +41,18 @@ class Guide:
         _LIVE[self.number] = self
 
     def first_mask(self) -> UInt32[np.ndarray, " words"]:
-        """Return what the reply may begin with."""
+        """Return the mask of the first token."""
         masks = np.full((1, 1, self.matcher.tokens.words), ALL, np.uint32)
         fill(masks, {0: (self.matcher, ())})
         self.check(masks[0])
         return masks[0, 0]
 
-    def hear(self, recent: Sequence[int], count: int) -> None:
-        """Take what the reply said since the last call.
+    def update(self, recent: Sequence[int], count: int) -> None:
+        """Move past the tokens of the reply since the last call.
 
         Args:
-          recent: its last tokens, or more.
-          count: of all its tokens.
+          recent: the last tokens of the reply, at least the new ones.
+          count: the number of all its tokens.
         """
         if (new := count - self._seen) and self.error is None:
             assert 0 < new <= len(recent)
@@ -62,7 +63,7 @@ class Guide:
             self._seen = count
 
     def check(self, masks: UInt32[np.ndarray, "T words"]) -> None:
-        """Let masks allow nothing, if something went wrong."""
+        """Let masks allow nothing if the grammar has an error."""
         self.error = self.error or self.matcher.error
         if self.error is not None:
             masks[0] = 0
@@ -77,29 +78,30 @@ def answer(
     words: int,
     force: bool,
 ) -> tuple[Int32[np.ndarray, "B G"], UInt32[np.ndarray, "B G+1 words"]]:
-    """Say what the rows of a batch may choose, before and after each of their drafts.
+    """Return the tokens that the rows of a batch may choose, before and after each draft.
 
     Args:
-      numbers: of guides. All tokens are allowed to a row with no live guide of its number.
-      counts: tokens that each row has.
-      recent: the last of them.
-      words: of a mask.
+      numbers: the guide of each row. Without a live guide of this number, all tokens are allowed.
+      counts: the number of tokens that each row has.
+      recent: the last of these tokens.
+      words: the words of a mask.
       force: whether drafts may be replaced.
 
     Returns:
-      The drafts, and the masks. Masks behind a draft that is not allowed allow everything, and do not count. With
-      `force`, such a draft and those behind it are replaced where the grammar leaves no choice of the text.
+      The drafts, and the masks. Masks behind a draft that is not allowed allow everything and mean
+      nothing. With `force`, such a draft and those behind it are replaced where the grammar leaves
+      no choice of the text.
     """
     offered = np.array(drafts)
     masks = np.full((len(numbers), drafts.shape[1] + 1, words), ALL, np.uint32)
-    found = {row: _LIVE.get(int(number)) for row, number in enumerate(numbers)}
-    guides = {row: guide for row, guide in found.items() if guide is not None}
+    live = {row: _LIVE.get(int(number)) for row, number in enumerate(numbers)}
+    guides = {row: guide for row, guide in live.items() if guide is not None}
     for row, guide in guides.items():
-        guide.hear(recent[row].tolist(), int(counts[row]))
-    sound = {row: guide for row, guide in guides.items() if guide.error is None}
-    fill(masks, {row: (guide.matcher, offered[row].tolist()) for row, guide in sound.items()})
+        guide.update(recent[row].tolist(), int(counts[row]))
+    usable = {row: guide for row, guide in guides.items() if guide.error is None}
+    fill(masks, {row: (guide.matcher, offered[row].tolist()) for row, guide in usable.items()})
     if force:
-        _write_forced(sound, offered, masks)
+        _write_forced(usable, offered, masks)
     for row, guide in guides.items():
         guide.check(masks[row])
     return offered, masks
@@ -110,9 +112,9 @@ def _write_forced(
     offered: Int32[np.ndarray, "B G"],
     masks: UInt32[np.ndarray, "B G+1 words"],
 ) -> None:
-    """Replace drafts that are not allowed by what the grammar forces there, and their masks with them."""
+    """Replace drafts that are not allowed by the tokens that the grammar forces, with masks."""
     changed = dict(guides)
-    for _ in range(_MOST_RUNS):
+    for _ in range(_MAX_RUNS):
         for row, guide in list(changed.items()):
             drafts, matcher = offered[row].tolist(), guide.matcher
             good = num_allowed(masks[row, :-1], drafts)

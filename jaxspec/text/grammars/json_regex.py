@@ -15,27 +15,27 @@ _PLAIN = re.compile(
     r"\(\?:|\((?!\?:)|\\[.\-/+*?()]|\[(?!\^)(?:[\w \-/:@,.+]|\\-)+\]|[\w \-/:@,|)+*?{}]"
 )
 _WRITTEN_OTHERWISE = '"\\' + "".join(map(chr, range(0x20)))
-_MOST_NUMBERS, _MOST_PATTERN = 1_000, 2_000
+_MAX_NUMBERS, _MAX_PATTERN = 1_000, 2_000
 
 
 class JsonRegex(Notation):
-    """Writes JSON as a regular expression: on one line, with one blank or none after commas and colons."""
+    """Writes JSON as a regular expression: one line, at most one blank after commas and colons."""
 
     def text(self, text: str) -> str:
-        """Return what is this text."""
+        """Return the piece for a literal text."""
         return re.sub(r"([^\w ])", lambda m: _escaped(m[1]), text)
 
     def sequence(self, *parts: str) -> str:
-        """Return one part after the other."""
+        """Return the parts one after the other."""
         return "".join(parts)
 
     def either(self, *parts: str) -> str:
-        """Return one of some parts."""
+        """Return a choice of one of the parts."""
         return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
 
-    def repeated(self, part: str, least: int, most: int | None) -> str:
-        """Return a part several times."""
-        return f"(?:{part}){{{least},{'' if most is None else most}}}"
+    def repeated(self, part: str, lower: int, upper: int | None) -> str:
+        """Return a part `lower` to `upper` times."""
+        return f"(?:{part}){{{lower},{'' if upper is None else upper}}}"
 
     def shared(self, part: str) -> str:
         """Return the part itself."""
@@ -60,17 +60,17 @@ class JsonRegex(Notation):
         """Return a value."""
         return self.text(json.dumps(value, ensure_ascii=False))
 
-    def string(self, least: int, most: int | None, pattern: str | None) -> str:
+    def string(self, lower: int, upper: int | None, pattern: str | None) -> str:
         """Return a string."""
         if pattern is None:
-            return f'"{self.repeated(_CHARACTER, least, most)}"'
+            return f'"{self.repeated(_CHARACTER, lower, upper)}"'
         starts, middle, ends = pattern_parts(pattern)
         # Characters that JSON escapes would be written otherwise than the pattern has them.
         plain = re.fullmatch(f"(?:{_PLAIN.pattern})*", middle)
         ranges = re.findall(r"\[[^\]]*\]", middle)  # those of [A-z] are among them
         if any(re.match(one, c) for one in ranges if plain for c in _WRITTEN_OTHERWISE):
             plain = None
-        if (least, most) != (0, None) or not plain:
+        if (lower, upper) != (0, None) or not plain:
             raise Unsupported(
                 f"has pattern: {shown(pattern)}, with lengths or characters beside it"
             )
@@ -78,24 +78,24 @@ class JsonRegex(Notation):
         return f'"{"" if starts else around}{middle}{"" if ends else around}"'
 
     def number(self, schema: Mapping[str, Any]) -> str:
-        """Return a number: any, from 0 or 1 on, or a whole one between two that are near."""
-        given = {k: v for k, v in schema.items() if k != "type"}
+        """Return a number: any, one from 0 or 1 on, or a whole one of a small range."""
+        bounds = {k: v for k, v in schema.items() if k != "type"}
         whole = schema["type"] == "integer"
         fraction = "" if whole else r"(?:\.[0-9]+)?(?:[eE][+\-]?[0-9]+)?"
-        if not given:
+        if not bounds:
             return f"-?(?:0|[1-9][0-9]*){fraction}"
-        if given == {"minimum": 0}:
+        if bounds == {"minimum": 0}:
             return f"(?:0|[1-9][0-9]*){fraction}"
-        if whole and given in ({"minimum": 1}, {"exclusiveMinimum": 0}):
+        if whole and bounds in ({"minimum": 1}, {"exclusiveMinimum": 0}):
             return "[1-9][0-9]*"
-        low = given.get("minimum", given.get("exclusiveMinimum", 0.5))
-        high = given.get("maximum", given.get("exclusiveMaximum", 0.5))
-        if not whole or len(given) != 2 or not (isinstance(low, int) and isinstance(high, int)):
-            say = ", ".join(f"{k}: {shown(v)}" for k, v in given.items())
-            raise Unsupported(f"has a number with {say}, which is not supported there")
-        begin, end = low + ("minimum" not in given), high + ("maximum" in given)
-        if not 0 < (count := end - begin) <= _MOST_NUMBERS:
-            raise Unsupported(f"has a range of {count} numbers; 1 to {_MOST_NUMBERS} are taken")
+        low = bounds.get("minimum", bounds.get("exclusiveMinimum", 0.5))
+        high = bounds.get("maximum", bounds.get("exclusiveMaximum", 0.5))
+        if not whole or len(bounds) != 2 or not (isinstance(low, int) and isinstance(high, int)):
+            listed = ", ".join(f"{k}: {shown(v)}" for k, v in bounds.items())
+            raise Unsupported(f"has a number with {listed}, which is not supported there")
+        begin, end = low + ("minimum" not in bounds), high + ("maximum" in bounds)
+        if not 0 < (count := end - begin) <= _MAX_NUMBERS:
+            raise Unsupported(f"has a range of {count} numbers; 1 to {_MAX_NUMBERS} are taken")
         return self.either(*map(str, range(begin, end)))
 
     def key(self, name: str | None) -> str:
@@ -123,7 +123,7 @@ def regex_of(schema: Any) -> str:
       schema: as text or values.
 
     Raises:
-      Unsupported: it has a keyword that an expression cannot follow, or that is not supported.
+      Unsupported: the schema has a keyword that an expression cannot follow.
     """
     if isinstance(schema, str):
         try:
@@ -140,15 +140,16 @@ _OF_ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 
 
 def pattern_parts(pattern: Any) -> tuple[bool, str, bool]:
-    r"""Return whether a schema's pattern begins at the start, its middle, and whether it ends at the end.
+    r"""Return whether a pattern is anchored at the start, its middle, and whether at the end.
 
-    Patterns are those of ECMAScript, where \d and \w stand for characters of ASCII. The middle says so to Rust.
+    Patterns are those of ECMAScript, where \d and \w are ASCII characters. The middle writes them
+    out for Rust.
 
     Raises:
-      Unsupported: it has what expressions of Rust have not, or read differently.
+      Unsupported: Rust's expressions have no such syntax, or read it differently.
     """
     why = Unsupported(f"has pattern: {shown(pattern)}, which is not supported")
-    if not isinstance(pattern, str) or len(pattern) > _MOST_PATTERN or not pattern.isprintable():
+    if not isinstance(pattern, str) or len(pattern) > _MAX_PATTERN or not pattern.isprintable():
         raise why
     units = _UNIT.findall(pattern)
     if "".join(units) != pattern or "(?" in units or any(map(_reads_differently, units)):
@@ -156,10 +157,10 @@ def pattern_parts(pattern: Any) -> tuple[bool, str, bool]:
     starts, ends = units[:1] == ["^"], units[-1:] == ["$"]
     middle = units[starts : len(units) - ends]
     depth, is_choice = 0, False
-    for place, unit in enumerate(middle):
+    for index, unit in enumerate(middle):
         depth += unit.startswith("(") - (unit == ")")
         is_choice |= depth == 0 and unit == "|"
-        if unit == "{" and not _COUNT.match("".join(middle[place:])):
+        if unit == "{" and not _COUNT.match("".join(middle[index:])):
             raise why
     if {"^", "$"} & {*middle} or (is_choice and (starts or ends)) or not middle:
         raise why
@@ -171,7 +172,7 @@ def pattern_parts(pattern: Any) -> tuple[bool, str, bool]:
 
 
 def _reads_differently(unit: str) -> bool:
-    """Tell whether a part of a pattern is a class in which Rust sees a class, or an operator on classes."""
+    """Tell whether Rust sees a nested class or an operator in a character class."""
     inside = re.sub(_ESCAPE, "", unit[1:-1]) if len(unit) > 1 and unit[0] == "[" else ""
     return any(odd in inside for odd in ("[", "&&", "--", "~~"))
 

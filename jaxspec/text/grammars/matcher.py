@@ -1,12 +1,12 @@
 """Follow a grammar token by token on the host, by llguidance.
 
-Three steps, in the order of their cost:
+There are three steps, in the order of their cost:
 
-* `GrammarTokens` reads a tokenizer. Seconds for a large vocabulary, once a model.
-* `GrammarTokens.compile` reads a grammar. Milliseconds, once a grammar.
-* `Grammar.matcher` begins a reply. Microseconds, once a request.
+* `GrammarTokens` reads a tokenizer: seconds for a large vocabulary, once a model.
+* `GrammarTokens.compile` reads a grammar: milliseconds, once a grammar.
+* `Grammar.matcher` begins a reply: microseconds, once a request.
 
-A mask is packed: bit i % 32 of word i // 32 says whether token i may come next.
+A mask is packed: bit i % 32 of word i // 32 is 1 if token i may come next.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import llguidance
 
 Kind = Literal["json_schema", "json_object", "regex", "lark"]
-"""What a grammar is written in. `json_object` is any JSON object, and has no source."""
+"""The language of a grammar. `json_object` is any JSON object, and has no source."""
 
 Mask = UInt32[np.ndarray, "positions words"]
 
@@ -52,14 +52,14 @@ class Target(Protocol):
 
 
 class GrammarTokens:
-    """A tokenizer and a vocabulary, as grammars see them."""
+    """A tokenizer and a vocabulary, in the form that grammars need."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):
         """Read a tokenizer.
 
         Args:
-          vocab_size: how many logits the model has. Ids that the tokenizer does not know are never
-            allowed.
+          vocab_size: the number of the model's logits. Ids that the tokenizer does not know are
+            never allowed.
           stop_ids: the ids that end a reply. They are allowed where the grammar may end.
 
         Raises:
@@ -90,7 +90,7 @@ class GrammarTokens:
 
     @property
     def words(self) -> int:
-        """How many words a mask has."""
+        """The number of words of a mask."""
         return -(-self.vocab_size // 32)
 
     def compile(
@@ -99,13 +99,14 @@ class GrammarTokens:
         """Read a grammar.
 
         Args:
-          source: as it came in a request. The JSON schema, as text or values; the regular expression, in the syntax of Rust's
-            regex crate, of which the whole reply is a match; or the Lark grammar.
-          frame: a Lark grammar of the whole reply, in which `@body` stands for `source`. None: all is `source`.
-          lenient: whether keywords of a schema that are not supported are ignored.
+          source: the source as it came in a request: a JSON schema, as text or values; a regular
+            expression of the whole reply, in the syntax of Rust's regex crate; or a Lark grammar.
+          frame: a Lark grammar of the whole reply, in which `@body` stands for `source`. None: the
+            whole reply is `source`.
+          lenient: whether to ignore keywords of a schema that are not supported.
 
         Raises:
-          FieldError: the grammar is wrong, or it uses a keyword that is not supported. Its field is the
+          FieldError: the grammar is wrong, or has a keyword that is not supported. The field is the
             kind.
         """
         llguidance = _llguidance()
@@ -122,7 +123,7 @@ class GrammarTokens:
         return Grammar(self, kind, text, matcher)
 
     def _translated(self, kind: Kind, source: Any, lenient: bool) -> str:
-        """Return a grammar in llguidance's own form."""
+        """Return a grammar in the form of llguidance."""
         matcher = _llguidance().LLMatcher
         if kind == "json_object":
             source = {"type": "object"}
@@ -150,7 +151,7 @@ class Grammar:
     """A compiled grammar. `GrammarTokens.compile` makes it.
 
     Attributes:
-      source: what it says, in llguidance's own form.
+      source: the source, in the form of llguidance.
     """
 
     def __init__(self, tokens: GrammarTokens, kind: Kind, source: str, start: llguidance.LLMatcher):
@@ -168,27 +169,27 @@ class Grammar:
 
 
 class Matcher:
-    """Where one reply is in its grammar."""
+    """The position of one reply in its grammar."""
 
     def __init__(self, tokens: GrammarTokens, state: llguidance.LLMatcher):
-        """Make a matcher. `Grammar.matcher` does."""
+        """Make a matcher; use `Grammar.matcher`."""
         self.tokens = tokens
         self.state = state
         self._ended = False  # by a stop id
 
     @property
     def is_done(self) -> bool:
-        """Whether the grammar allows nothing more but the end of the reply, or the reply has ended."""
+        """True if the reply has ended, or the grammar allows only its end."""
         return self._ended or self.state.is_stopped()
 
     @property
     def may_end(self) -> bool:
-        """Whether what was committed is complete. It may still go on, unless `is_done`."""
+        """True if the committed text is complete. It may still go on, unless `is_done`."""
         return self.state.is_accepting()
 
     @property
     def error(self) -> str | None:
-        """Why no more masks can be made, such as that the grammar's limits are exceeded; None: they can."""
+        """The reason why no more masks can be made, such as exceeded limits, or None."""
         if not self.state.is_error():
             return None
         return f"the grammar does not go on: {_first_lines(self.state.get_error())}"
@@ -200,34 +201,34 @@ class Matcher:
           drafts: tokens that may come next.
 
         Returns:
-          n + 1 rows for n drafts. Row i says what may follow the first i drafts. If the grammar does
-          not allow a draft, verification refuses it at its row, and the rows behind it do not count.
-          They allow everything, so that no softmax over them is undefined.
+          n + 1 rows for n drafts. Row i has the tokens that may follow the first i drafts. If the
+          grammar does not allow a draft, verification refuses it at its row, and the rows behind it
+          mean nothing. They allow everything, so that no softmax over them is undefined.
         """
         return masks([self], [drafts])[0]
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
-        """Return how many of the drafts, from the first on, their masks allow. Nothing is committed.
+        """Return the number of drafts, from the first on, that are allowed. Nothing is committed.
 
         Where the grammar leaves no choice of the text, a mask allows one way to write it in tokens.
         """
         return num_allowed(self.mask(drafts), drafts)
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens that have to follow these, as far as the grammar leaves no choice of the text.
+        """Return the tokens that must follow `tokens`, as far as the grammar leaves no choice.
 
         Args:
-          tokens: that may come next, each of which its mask allows. Nothing is committed.
+          tokens: allowed next tokens. Nothing is committed.
         """
         if self._ended:
             return []
         taken = self.state.try_consume_tokens(list(tokens))
-        found = self.state.compute_ff_tokens() if taken == len(tokens) else []
+        forced = self.state.compute_ff_tokens() if taken == len(tokens) else []
         self.state.rollback(taken)
-        return found
+        return forced
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens of the reply.
+        """Move past tokens of the reply.
 
         Raises:
           ValueError: the grammar does not allow one of them, or its limits are exceeded.
@@ -246,8 +247,9 @@ def masks(
     """Return the masks of several replies, on all cores in one call.
 
     Args:
-      matchers: None for a reply without a grammar. Its masks allow everything. One has a matcher.
-      drafts: of each reply, as in `Matcher.mask`. The number of positions is the largest.
+      matchers: None for a reply without a grammar, whose masks allow everything. At least one is
+        not None.
+      drafts: the drafts of each reply, as in `Matcher.mask`. The longest sets the positions.
 
     Raises:
       ValueError: the limits of a grammar are exceeded.
@@ -269,11 +271,11 @@ def fill(
     masks: UInt32[np.ndarray, "rows positions words"],
     replies: Mapping[int, tuple[Matcher, Sequence[int]]],
 ) -> None:
-    """Write the masks of some rows, on all cores in one call. A matcher that goes wrong has an `error`.
+    """Write the masks of rows, on all cores in one call. A matcher that fails gets an `error`.
 
     Args:
-      masks: all ones where they are to be written, and contiguous.
-      replies: by row, a matcher and its drafts.
+      masks: contiguous, and all ones in the rows to write.
+      replies: the matcher and the drafts of each row to write.
     """
     llguidance_numpy, executor = _executor()
     _, positions, words = masks.shape
@@ -286,7 +288,7 @@ def fill(
 
 
 def num_allowed(mask: Mask, drafts: Sequence[int]) -> int:
-    """Return how many drafts, from the first on, the masks of `Matcher.mask(drafts)` allow."""
+    """Return the number of drafts, from the first on, that `Matcher.mask(drafts)` allows."""
     ids = np.asarray(drafts, np.int64)
     bits = mask[np.arange(len(ids)), ids // 32] >> (ids % 32).astype(np.uint32) & 1
     return len(ids) if bits.all() else int(bits.argmin())
@@ -308,10 +310,10 @@ def _llguidance() -> Any:
 
 @functools.cache
 def _executor() -> tuple[Any, Any]:
-    """Return what fills masks, with its threads."""
+    """Return the module that fills masks, and its thread pool."""
     return importlib.import_module("llguidance.numpy"), _llguidance().LLExecutor()
 
 
 def _first_lines(text: str) -> str:
-    """Shorten a message of llguidance, which may have the whole grammar in it."""
+    """Shorten a message of llguidance, which may contain the whole grammar."""
     return " ".join(text.split())[:300]

@@ -1,10 +1,10 @@
 """Turn JSON schemas into grammars of a notation: JSON on one line, or that of a model's calls.
 
-`Schemas` reads a schema; a `Notation` writes what it reads. `json_regex` has JSON as a regular expression, which an
-automaton can follow, and `chat.gemma_calls` the notation of Gemma 4's calls.
+`Schemas` reads a schema, and a `Notation` writes the grammar. `json_regex` has JSON as a regular
+expression, which an automaton can follow, and `chat.gemma_calls` the notation of Gemma 4's calls.
 
-What is written is narrower than what the schema allows. Properties come in one order, those that are not declared
-are never written, and there is no white space but one blank, where a notation says so.
+The grammar is narrower than the schema. Properties come in one order, undeclared properties are
+never written, and the only white space is one blank where a notation has it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ANNOTATIONS = frozenset(
         "definitions",
     )
 )
-"""Keywords that say nothing about whether a document is valid. A format is one of them unless asserted."""
+"""Keywords that do not make a document invalid. `format` is one of them unless asserted."""
 _KEYWORDS = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
@@ -48,37 +48,37 @@ _KEYWORDS = {
     "boolean": (),
     "null": (),
 }
-_MOST_VALUES = 2_000
-_MOST_DEPTH = 32
+_MAX_VALUES = 2_000
+_MAX_DEPTH = 32
 
 
 class Unsupported(FieldError):
-    """A schema says what cannot be followed."""
+    """A schema has a part that no grammar here can follow."""
 
     def __init__(self, why: str):
-        """Make an error. It follows the name of the field."""
+        """Make an error. `why` follows the name of the field."""
         self.why = why
         super().__init__(FIELD, why)
 
 
 class Notation(abc.ABC):
-    """Writes a grammar, bottom up. All take and return pieces of it."""
+    """Writes a grammar, bottom up. All methods take and return pieces of it."""
 
     @abc.abstractmethod
     def text(self, text: str) -> str:
-        """Return what is this text."""
+        """Return the piece for a literal text."""
 
     @abc.abstractmethod
     def sequence(self, *parts: str) -> str:
-        """Return one part after the other."""
+        """Return the parts one after the other."""
 
     @abc.abstractmethod
     def either(self, *parts: str) -> str:
-        """Return one of some parts."""
+        """Return a choice of one of the parts."""
 
     @abc.abstractmethod
-    def repeated(self, part: str, least: int, most: int | None) -> str:
-        """Return a part several times; None: any number of times."""
+    def repeated(self, part: str, lower: int, upper: int | None) -> str:
+        """Return a part `lower` to `upper` times; None: any number of times."""
 
     @abc.abstractmethod
     def shared(self, part: str) -> str:
@@ -86,7 +86,7 @@ class Notation(abc.ABC):
 
     @abc.abstractmethod
     def recursive(self, name: str) -> str:
-        """Return a definition that contains itself. Raises `Unsupported` where that cannot be."""
+        """Return a definition that contains itself. Raises `Unsupported` if there are none."""
 
     @abc.abstractmethod
     def define(self, name: str, part: str) -> str:
@@ -101,8 +101,8 @@ class Notation(abc.ABC):
         """Return a value that is neither an object nor an array."""
 
     @abc.abstractmethod
-    def string(self, least: int, most: int | None, pattern: str | None) -> str:
-        """Return a string of so many characters, in which a pattern is found."""
+    def string(self, lower: int, upper: int | None, pattern: str | None) -> str:
+        """Return a string of `lower` to `upper` characters that contains a match of `pattern`."""
 
     @abc.abstractmethod
     def number(self, schema: Mapping[str, Any]) -> str:
@@ -114,7 +114,7 @@ class Notation(abc.ABC):
 
     @abc.abstractmethod
     def comma(self) -> str:
-        """Return what stands between two items."""
+        """Return the separator of two items."""
 
     @abc.abstractmethod
     def order(self, names: Sequence[str]) -> list[str]:
@@ -125,7 +125,8 @@ class Schemas:
     """Reads one schema for a notation.
 
     Args:
-      lenient: whether keywords that cannot be followed are ignored, and parts that cannot be are any value.
+      lenient: whether keywords that cannot be followed are ignored, and parts that cannot be are
+        any value.
     """
 
     def __init__(self, root: Any, notation: Notation, *, lenient: bool = False):
@@ -135,7 +136,7 @@ class Schemas:
         self._count = self._depth = 0
 
     def whole(self) -> str:
-        """Return what the schema allows.
+        """Return the grammar of the schema.
 
         Raises:
           Unsupported: naming the keyword.
@@ -143,10 +144,10 @@ class Schemas:
         return self._value(self.root)
 
     def value(self, schema: Any) -> str:
-        """Return what a part of the schema allows."""
+        """Return the grammar of a part of the schema."""
         self._count, self._depth = self._count + 1, self._depth + 1
         try:
-            if self._count > _MOST_VALUES or self._depth > _MOST_DEPTH:
+            if self._count > _MAX_VALUES or self._depth > _MAX_DEPTH:
                 raise Unsupported("is too large, or its parts are nested too deeply")
             return self._value(schema)
         except Unsupported:
@@ -199,16 +200,16 @@ class Schemas:
             return self._done[name]
         if name in self._open:
             return self.to.recursive(name)
-        found: Any = self.root
+        definition: Any = self.root
         parts = name.split("/")
         for part in parts[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if parts[0] != "#" or found is None:
+            definition = definition.get(part) if isinstance(definition, Mapping) else None
+        if parts[0] != "#" or definition is None:
             raise Unsupported(f"has $ref: {shown(name)}, which is nothing of its own")
         self._open.append(name)
         try:
-            self._done[name] = self.to.define(name, self.value(found))
+            self._done[name] = self.to.define(name, self.value(definition))
         finally:
             self._open.pop()
         return self._done[name]
@@ -263,16 +264,16 @@ class Schemas:
         return self.to.text("null")
 
     def _string(self, used: Mapping[str, Any]) -> str:
-        least, most = _range(used, "minLength", "maxLength")
+        lower, upper = _range(used, "minLength", "maxLength")
         pattern = used.get("pattern")
         try:
             if not isinstance(pattern, str | None):
                 raise Unsupported(f"has pattern: {shown(pattern)}; expected text")
-            return self.to.string(least, most, pattern)
+            return self.to.string(lower, upper, pattern)
         except Unsupported:
             if not self.lenient:
                 raise
-            return self.to.string(least, most, None)
+            return self.to.string(lower, upper, None)
 
     def _integer(self, used: Mapping[str, Any], kind: str = "integer") -> str:
         for name, value in used.items():
@@ -285,33 +286,33 @@ class Schemas:
         return self._integer(used, "number")
 
     def _array(self, used: Mapping[str, Any]) -> str:
-        least, most = _range(used, "minItems", "maxItems")
+        lower, upper = _range(used, "minItems", "maxItems")
         if not _is_list(first := used.get("prefixItems", [])):
             raise Unsupported(f"has prefixItems: {shown(first)}; expected a list of schemas")
         rest = used.get("items", True)
         if rest is False:
-            most = min(len(first), len(first) if most is None else most)
-        if most is not None and least > most:
-            raise Unsupported(f"wants {least} items or more, and {most} at most")
+            upper = min(len(first), len(first) if upper is None else upper)
+        if upper is not None and lower > upper:
+            raise Unsupported(f"wants {lower} items or more, and {upper} at most")
         # From the last item to the first, each with what may follow it.
         after, comma = "", self.to.comma()
-        if most is None or most > len(first):
+        if upper is None or upper > len(first):
             item = self.to.shared(self.value(rest))
-            begin, end = max(least, len(first)), most
+            begin, end = max(lower, len(first)), upper
             bounds = (begin - len(first), None if end is None else end - len(first))
             if not first:
                 more = max(bounds[0] - 1, 0), None if bounds[1] is None else bounds[1] - 1
                 after = self.to.sequence(
                     item, self.to.repeated(self.to.sequence(comma, item), *more)
                 )
-                after = after if least else self.to.repeated(after, 0, 1)
+                after = after if lower else self.to.repeated(after, 0, 1)
             else:
                 after = self.to.repeated(self.to.sequence(comma, item), *bounds)
                 after = after if bounds[0] else self.to.repeated(after, 0, 1)
-        for i in reversed(range(min(len(first), len(first) if most is None else most))):
+        for i in reversed(range(min(len(first), len(first) if upper is None else upper))):
             here = self.value(first[i])
             after = self.to.sequence(*([comma] if i else []), here, *([after] if after else []))
-            after = after if i < least else self.to.repeated(after, 0, 1)
+            after = after if i < lower else self.to.repeated(after, 0, 1)
         return self.to.sequence(self.to.text("["), *([after] if after else []), self.to.text("]"))
 
     def _object(self, used: Mapping[str, Any]) -> str:
@@ -333,12 +334,12 @@ class Schemas:
         return self.to.sequence(self.to.text("{"), fields, self.to.text("}"))
 
     def _fields(self, properties: Mapping[str, Any], required: Sequence[Any], others: Any) -> str:
-        """Return an object of some properties. Which are optional may be left out."""
+        """Return an object of these properties. Optional ones may be left out."""
         undeclared = [name for name in required if name not in properties]
         if undeclared and others is False:
             raise Unsupported(f"has required: {shown(undeclared)}, which are not declared")
         schemas = {**properties, **dict.fromkeys(undeclared, others)}
-        # From the last to the first: what may follow where something was written, and where nothing was.
+        # From the last to the first: the rest behind a property, and the rest at the beginning.
         rest, begin, may_be_empty = "", [], True
         for name in reversed(self.to.order([*schemas])):
             pair = self.to.sequence(self.to.key(name), self.value(schemas[name]))
@@ -380,12 +381,12 @@ def _is_type(value: Any, kind: str) -> bool:
     return isinstance(value, of)
 
 
-def _range(used: Mapping[str, Any], least: str, most: str) -> tuple[int, int | None]:
-    low, high = used.get(least), used.get(most)
-    for name, value in ((least, low), (most, high)):
+def _range(used: Mapping[str, Any], lower: str, upper: str) -> tuple[int, int | None]:
+    low, high = used.get(lower), used.get(upper)
+    for name, value in ((lower, low), (upper, high)):
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and (not is_whole or value < 0):
             raise Unsupported(f"has {name}: {shown(value)}; expected a whole number")
     if high is not None and (low or 0) > high:
-        raise Unsupported(f"has {least}: {low} and {most}: {high}")
+        raise Unsupported(f"has {lower}: {low} and {upper}: {high}")
     return low or 0, high

@@ -1,12 +1,12 @@
-"""Make the tables of an automaton: a regular expression or a schema, over the tokens of a vocabulary.
+"""Make the tables of an automaton from a regular expression or a schema, and a vocabulary.
 
 Three steps, the first by outlines-core:
 
-1. expression -> states over bytes. A few hundred states have a few thousand edges.
-2. bytes -> classes of tokens. What a token does is a column: the state that it leads to, from each state. It is
-   found byte by byte, once for all tokens that do the same so far. So the work does not grow with states times
-   tokens.
-3. Only states remain that tokens can reach, and from which tokens can reach an end.
+1. Expression to states over bytes. A few hundred states have a few thousand edges.
+2. Bytes to classes of tokens. A token's effect is a column: the state that it leads to, from each
+   state. Columns are computed byte by byte, once for all tokens with the same column so far. The
+   work therefore does not grow with states times tokens.
+3. Removal of states that tokens cannot reach, or from which tokens cannot reach an end.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from jaxspec.text.grammars.automaton import FREE, Automaton
 from jaxspec.text.grammars.json_regex import regex_of
 from jaxspec.text.grammars.matcher import GrammarTokens, Kind
 
-MOST_BYTES = 64 * 2**20
-"""Of the tables of one automaton."""
+MAX_BYTES = 64 * 2**20
+"""The size limit of the tables of one automaton."""
 WAY_OUT = "use a simpler one, or an Engine or `jaxspec serve`, which follow it on the host"
 
-# Ends every expression. outlines-core 0.2.14 forgets that a match may go on, wherever what follows is not
-# yet a match: after "4" it does not allow the "." of [0-9](\\.[0-9])?. With an end mark, nothing that bytes
-# spell is a match. The last code point of Unicode is no character.
+# Ends every expression. outlines-core 0.2.14 forgets that a match may go on, wherever what follows
+# is not yet a match: after "4" it does not allow the "." of [0-9](\\.[0-9])?. With an end mark,
+# nothing that bytes spell is a match. The last code point of Unicode is no character.
 _END = "\U0010ffff"
 _END_ID = 256  # among 256 bytes
 _MAX_REGEX = 20_000
-_MOST_STATES = 8_000
+_MAX_STATES = 8_000
 _AT_A_TIME = 4_096  # columns
 
 
 def automaton(tokens: GrammarTokens, kind: Kind, *sources: Any) -> Automaton:
-    """Make the tables of a grammar, or of several.
+    """Make the tables of one or more grammars.
 
     Sizes are rounded up, so that programs compiled for one grammar often fit another.
 
     Args:
-      kind: "regex", in the syntax of Rust's regex crate, where the whole reply is a match; or "json_schema", as far
-        as `json_regex.regex_of` takes it.
+      kind: "regex", a regular expression of the whole reply in the syntax of Rust's regex crate; or
+        "json_schema", as far as `json_regex.regex_of` supports it.
       sources: one for all rows of a call, or one for each prompt. None: that prompt has no grammar.
 
     Raises:
-      FieldError: outlines-core is not installed, a grammar is wrong, or it cannot be such a table. The field is the
-        kind.
+      FieldError: outlines-core is not installed, a grammar is wrong, or it cannot become a table.
+        The field is the kind.
     """
     if kind == "json_schema":
         regexes = [None if s is None else regex_of(s) for s in sources]
@@ -64,8 +64,8 @@ def automaton(tokens: GrammarTokens, kind: Kind, *sources: Any) -> Automaton:
         raise FieldError(kind, "is missing")
     parts = [None if r is None else _bytes(kind, r) for r in regexes]
     offsets = np.cumsum([0, *(0 if p is None else len(p.step) for p in parts)])
-    size, found = int(offsets[-1]), [p for p in parts if p is not None]
-    if size > _MOST_STATES:
+    size, present = int(offsets[-1]), [p for p in parts if p is not None]
+    if size > _MAX_STATES:
         _refuse_size(kind, f"{size} states over bytes")
     # One state more is dead: nothing leads out of it.
     step = np.full((size + 1, 256), size, np.int32)
@@ -74,12 +74,12 @@ def automaton(tokens: GrammarTokens, kind: Kind, *sources: Any) -> Automaton:
             moved = np.where(part.step >= 0, part.step + offset, size)
             step[offset : offset + len(part.step)] = moved
     starts = [FREE if p is None else int(o) + p.start for o, p in zip(offsets, parts, strict=False)]
-    may_end = np.concatenate([p.may_end for p in found]) if found else np.zeros(0, bool)
+    may_end = np.concatenate([p.may_end for p in present]) if present else np.zeros(0, bool)
     return _Maker(tokens, kind).tables(step, may_end, np.array(starts))
 
 
 class _OverBytes(NamedTuple):
-    """The states of one expression. Step is -1 where no match goes on."""
+    """The states of one expression over bytes. `step` is -1 where no match goes on."""
 
     step: Int[np.ndarray, "S 256"]
     may_end: Bool[np.ndarray, " S"]
@@ -91,8 +91,8 @@ def _bytes(kind: Kind, regex: Any) -> _OverBytes:
     if not isinstance(regex, str) or not regex:
         raise FieldError(kind, f"is {shown(regex)}; expected text that is not empty")
     if len(regex) > _MAX_REGEX:
-        say = f"has {len(regex)} characters as an expression; at most {_MAX_REGEX} are taken"
-        raise FieldError(kind, f"{say}; {WAY_OUT}")
+        reason = f"has {len(regex)} characters as an expression; at most {_MAX_REGEX} are taken"
+        raise FieldError(kind, f"{reason}; {WAY_OUT}")
     try:
         index = _outlines().Index(f"(?:{regex}){_END}", _byte_vocabulary())
     except FieldError:
@@ -101,7 +101,7 @@ def _bytes(kind: Kind, regex: Any) -> _OverBytes:
         why = " ".join(str(error).split())[:300]
         raise FieldError(kind, f"{shown(regex)} cannot be used: {why}") from None
     transitions, finals = index.get_transitions(), index.get_final_states()
-    if len(transitions) > _MOST_STATES:
+    if len(transitions) > _MAX_STATES:
         _refuse_size(kind, f"{len(transitions)} states over bytes")
     number = {name: i for i, name in enumerate(transitions)}
     step = np.full((len(number), 256), -1, np.int32)
@@ -136,7 +136,8 @@ class _Maker:
         """Return tables of states over bytes, the last of which is dead."""
         classes, columns = self._classes(step)
         dead = ended = len(step) - 1
-        # In the place of the dead state there is one that has ended. Stop ids have a class of their own.
+        # The dead state's number becomes that of a state that has ended. Stop ids have their own
+        # class.
         after = np.where(columns == dead, FREE, columns)
         stop = np.where(may_end, ended, FREE)
         after = np.concatenate([after, stop[None]])
@@ -158,39 +159,39 @@ class _Maker:
         return self._packed(columns, classes, likely, number[starts])
 
     def _classes(self, step: Int[np.ndarray, "dead 256"]) -> tuple[Any, Any]:
-        """Return the class of each token, and of each class the states that it leads to."""
+        """Return the class of each token, and the states that each class leads to."""
         dead = len(step) - 1
         byte_columns, byte_class = np.unique(step, axis=1, return_inverse=True)
         byte_class = byte_class.reshape(-1)
         nothing = np.full(dead, dead, np.int32)
         known = {nothing.tobytes(): 0}
-        found = [nothing, np.arange(dead, dtype=np.int32)]
-        known.setdefault(found[1].tobytes(), 1)
+        effects = [nothing, np.arange(dead, dtype=np.int32)]
+        known.setdefault(effects[1].tobytes(), 1)
         at = np.ones(len(self.ids), np.int64)
         for position in range(self.texts.shape[1]):
             on = np.flatnonzero((self.lengths > position) & (at > 0))
             if not len(on):
                 break
             kinds = byte_class[self.texts[on, position]]
-            pairs, which = np.unique(at[on] * byte_columns.shape[1] + kinds, return_inverse=True)
+            pairs, pair = np.unique(at[on] * byte_columns.shape[1] + kinds, return_inverse=True)
             numbers = []
             for chunk in _chunks(pairs):
                 before, kind = np.divmod(chunk, byte_columns.shape[1])
-                made = byte_columns[np.stack([found[i] for i in before]), kind[:, None]]
+                made = byte_columns[np.stack([effects[i] for i in before]), kind[:, None]]
                 for column in made:
-                    new = known.setdefault(column.tobytes(), len(found))
-                    if new == len(found):
-                        found.append(column)
+                    new = known.setdefault(column.tobytes(), len(effects))
+                    if new == len(effects):
+                        effects.append(column)
                     numbers.append(new)
-                if len(found) * dead * 2 > MOST_BYTES:
-                    _refuse_size(self.kind, f"{dead} states and more than {len(found)} classes")
-            at[on] = np.array(numbers)[which.reshape(-1)]
+                if len(effects) * dead * 2 > MAX_BYTES:
+                    _refuse_size(self.kind, f"{dead} states and more than {len(effects)} classes")
+            at[on] = np.array(numbers)[pair.reshape(-1)]
         classes = np.zeros(self.tokens.vocab_size, np.int64)
         classes[self.ids] = at
-        return classes, np.stack(found)
+        return classes, np.stack(effects)
 
     def _likely(self, step: Any, may_end: Any, state: int) -> int:
-        """Return the longest token of the text that has to follow, or FREE."""
+        """Return the longest token of the text that must follow, or `FREE`."""
         stop, text = min(self.tokens.stop_ids), b""
         if state == len(may_end):
             return stop
@@ -209,10 +210,10 @@ class _Maker:
         )
 
     def _packed(self, after: Any, classes: Any, likely: Any, starts: Any) -> Automaton:
-        """Return tables in sizes that are rounded up."""
+        """Return tables whose sizes are rounded up."""
         used, words = len(after), self.tokens.words
         states, columns = (_bucket(n, least) for n, least in ((used, 16), (after.shape[1], 32)))
-        if (size := states * (columns * 2 + words * 4) + classes.size * 4) > MOST_BYTES:
+        if (size := states * (columns * 2 + words * 4) + classes.size * 4) > MAX_BYTES:
             _refuse_size(
                 self.kind,
                 f"{used} states and {after.shape[1]} classes of {classes.size} tokens, tables of "
@@ -234,7 +235,7 @@ class _Maker:
 
 
 def _useful(after: Any, starts: list[int], ended: int) -> Bool[np.ndarray, " S"]:
-    """Forget edges to states from which no end can be reached. Return the states that are still reached."""
+    """Remove edges to states that cannot reach an end. Return the states that are still reached."""
     edges = [np.unique(row[row >= 0]) for row in after]
     before: list[list[int]] = [[] for _ in edges]
     for state, following in enumerate(edges):
@@ -247,14 +248,14 @@ def _useful(after: Any, starts: list[int], ended: int) -> Bool[np.ndarray, " S"]
 
 
 def _reached(begin: list[int], edges: Any) -> Bool[np.ndarray, " S"]:
-    found = np.zeros(len(edges), bool)
-    found[begin] = True
+    reached = np.zeros(len(edges), bool)
+    reached[begin] = True
     for state in (waiting := [*begin]):
         for to in edges[state]:
-            if not found[to]:
-                found[to] = True
+            if not reached[to]:
+                reached[to] = True
                 waiting.append(to)
-    return found
+    return reached
 
 
 def _chunks(values: Any) -> Iterator[Any]:
@@ -276,7 +277,7 @@ def _bits(allowed: Bool[np.ndarray, " V"], words: int) -> UInt32[np.ndarray, " w
 
 def _refuse_size(kind: Kind, what: str) -> None:
     raise FieldError(
-        kind, f"has {what}; at most {MOST_BYTES // 2**20} MiB are kept on the device; {WAY_OUT}"
+        kind, f"has {what}; at most {MAX_BYTES // 2**20} MiB are kept on the device; {WAY_OUT}"
     )
 
 
@@ -292,24 +293,24 @@ def _outlines() -> Any:
 
 @functools.cache
 def _byte_vocabulary() -> Any:
-    # The library allows one id where an expression may end. It is given one that is no byte.
+    # The library allows one id where an expression may end. This one is no byte.
     ids = {bytes([byte]): [byte] for byte in range(256)} | {_END.encode(): [_END_ID]}
     return _outlines().Vocabulary(_END_ID + 1, ids)
 
 
 @functools.lru_cache(maxsize=4)
 def _spelled(tokens: GrammarTokens) -> tuple[Any, Any, Any]:
-    """Return the bytes of tokens, padded, their lengths and their ids. Special tokens have no bytes."""
-    found = []
+    """Return the bytes of tokens, padded, their lengths and their ids. Special tokens have none."""
+    spelled = []
     for i in range(tokens.vocab_size):
         data = b"" if tokens.tokens.is_special_token(i) else tokens.tokens.decode_bytes([i])
         if data and i not in tokens.stop_ids:
-            found.append((i, data))
-    lengths = np.array([len(data) for _, data in found])
-    texts = np.zeros((len(found), int(lengths.max(initial=1))), np.uint8)
-    for row, (_, data) in enumerate(found):
+            spelled.append((i, data))
+    lengths = np.array([len(data) for _, data in spelled])
+    texts = np.zeros((len(spelled), int(lengths.max(initial=1))), np.uint8)
+    for row, (_, data) in enumerate(spelled):
         texts[row, : len(data)] = np.frombuffer(data, np.uint8)
-    return texts, lengths, np.array([i for i, _ in found], np.int64)
+    return texts, lengths, np.array([i for i, _ in spelled], np.int64)
 
 
 @functools.lru_cache(maxsize=4)

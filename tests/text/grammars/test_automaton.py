@@ -209,7 +209,7 @@ def test_a_digit_of_a_pattern_is_one_of_ascii() -> None:
 
 
 def test_tables_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(tables, "MAX_BYTES", 100_000)
     with pytest.raises(FieldError, match=r"tables of .* MiB; at most .*Engine"):
         automaton(tokens(), "regex", "[a-z]{300}")
 
