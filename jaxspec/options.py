@@ -1,11 +1,12 @@
-"""What may be asked: of sampling by one request, of drafting by one run, of programs when they are compiled.
+"""Options: of sampling by one request, of drafting by one run, of compiled programs.
 
-`Sampling` and `Drafting` are data. Each field has its range and its help text here, once: Python callers pass
-the records on, and the command line makes its options from the fields (`commands.options`). `ProgramFeatures` says what
-compiled programs can do beyond the least.
+`Sampling` and `Drafting` are data. Each field has its range and its help text here, once. Python
+callers pass the records on, and the command line makes its options from the fields
+(`commands.options`). `ProgramFeatures` lists the optional features of compiled programs.
 
-A value out of range is a `FieldError`. It carries the field, so that Python shows `num_draft_tokens` and the
-command line `--num-draft-tokens` in the same sentence. Nothing here needs JAX: refusing costs no start-up.
+A value out of range is a `FieldError`. It carries the field, so that Python shows
+`num_draft_tokens` and the command line `--num-draft-tokens` in the same sentence. Nothing here
+needs JAX, so refusing costs no start-up.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from typing import Any, Literal
 Verification = Literal["standard", "block"]
 
 ChooseLength = Literal["exact", "always", "never"]
-"""When an engine chooses how many drafts a step verifies.
+"""The cases in which an engine chooses the number of drafts that a step verifies.
 
-    exact    while all running rows are greedy, in float32: their tokens are the same, whatever is verified
-    always   in bfloat16 and with sampled rows too: rows keep the target's distribution, greedy ones but at near-ties;
-             but their text depends on what was chosen, and so on how quick the machine was
+    exact    while all running rows are greedy, in float32: no choice changes their tokens
+    always   in bfloat16 and with sampled rows too: rows keep the target's distribution, greedy ones
+             except at near-ties, but their text depends on the choices, and so on the machine's
+             speed
     never    all drafts are verified
 """
 CHOOSE_LENGTH_HELP = (
@@ -87,9 +89,9 @@ class Range:
     Attributes:
       words: what they are, as in "must be ...".
       allows: tells of a number, or of each number of an array; never true of nan.
-      low, high: the least and the greatest whole number, where the field is one and has them. All others are
-        below 2**31.
-      kind: the type of the values. No number is read from a text, and no whole number is cut from another one.
+      low, high: the smallest and the largest whole number, if the field is one and has limits. All
+        whole numbers are below 2**31 otherwise.
+      kind: the type of the values. Texts are not read as numbers, and numbers are not rounded.
     """
 
     words: str
@@ -109,7 +111,7 @@ class Range:
 
 
 def is_a(kind: Kind, value: Any) -> bool:
-    """Tell whether a value is of a kind. Scalars of numpy and JAX are numbers; true and false are not."""
+    """Tell whether a value is of a kind. Scalars of numpy and JAX are numbers; booleans are not."""
     if kind == "a word":
         return isinstance(value, str)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -148,10 +150,10 @@ def whole(low: int, high: int) -> Range:
 
 
 SEEDS = whole(0, 2**32 - 1)
-"""What names random draws: 32 bits. A seed beyond them is refused, because it would be another one's twin."""
+"""Seeds of random draws have 32 bits. A larger seed is refused: it would equal a smaller one."""
 
 MOST = 1e6
-"""The most that shapes logits: far beyond any use. Near the end of float32 logits would become NaN."""
+"""The limit of numbers that change logits, far beyond any use. Near float32's end, NaN appears."""
 
 BIAS = Range("1e6 at most, or -inf to ban", lambda x: x <= MOST)
 
@@ -174,12 +176,12 @@ def option(
 
     Args:
       default: `REQUIRED` for none.
-      help: what it does, in the words of the command line; shown by `--help`.
-      range: what it may be, or each of several may be; None for any value of its type.
-      metavar: how `--help` shows its value.
-      flag: its option on the command line, where that is not `--` and its name.
-      needs: fields that must be given with it.
-      secret: it does not show when the record is printed.
+      help: the effect, in the words of the command line; shown by `--help`.
+      range: the values that it, or each of several, may have; None: any value of its type.
+      metavar: the placeholder of its value in `--help`.
+      flag: the option on the command line, if that is not `--` and the field's name.
+      needs: fields that must be set with it.
+      secret: whether to hide it when the record is printed.
     """
     metadata = dict(help=help, range=range, metavar=metavar, flag=flag, needs=needs)
     if isinstance(default, dict):
@@ -215,7 +217,7 @@ def out_of_range(record: Any) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request chooses its tokens. The default is greedy."""
+    """The sampling options of one request. The default is greedy."""
 
     temperature: float = option(
         0.0,
@@ -297,7 +299,7 @@ DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Sampli
 
 @dataclass(frozen=True)
 class Tree:
-    """The shape of a draft tree: each level widens its `topk` best nodes by their `topk` best children."""
+    """A draft tree's shape: each level adds the `topk` best children of its `topk` best nodes."""
 
     topk: int = option(
         REQUIRED,
@@ -310,7 +312,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a run drafts and judges drafts."""
+    """The options of a run for drafting, and for accepting drafts."""
 
     num_draft_tokens: int | None = option(
         None,
@@ -376,7 +378,7 @@ class Drafting:
 
     @property
     def changes_acceptance(self) -> list[tuple[str, tuple[Any, ...]]]:
-        """List what is on that changes how drafts are accepted: the field, and what to name it by."""
+        """List the options that change acceptance: the field, and the arguments to format it."""
         on: list[tuple[str, tuple[Any, ...]]] = []
         if self.draft_sampling:
             on.append(("draft_sampling", ("draft_sampling",)))
@@ -387,13 +389,13 @@ class Drafting:
 
 @dataclass(frozen=True)
 class ProgramFeatures:
-    """What compiled programs can do beyond the least. Each costs time in every step, used or not.
+    """Optional features of compiled programs. Each costs time in every step, used or not.
 
     Attributes:
       penalties: rows may have repetition, presence and frequency penalties.
-      num_biases: most tokens of a row's `logit_bias`.
+      num_biases: the most tokens of a row's `logit_bias`.
       logprobs: the log-probability of every emitted token is kept.
-      top_logprobs: and those of so many of the target's best tokens beside each.
+      top_logprobs: so many of the target's best tokens beside each are kept too.
       logits_fn: a `state.LogitsFn` that changes logits; another function is another program.
       grammars: rows may have grammars. In steps of rows that have none this costs nothing.
     """
@@ -406,7 +408,7 @@ class ProgramFeatures:
     grammars: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense.
+        """Refuse values out of range, and features that need another.
 
         Raises:
           FieldError: naming the field.
@@ -425,14 +427,14 @@ class ProgramFeatures:
 
     @classmethod
     def wanted_by(cls, requests: Iterable[Sampling], **more: Any) -> ProgramFeatures:
-        """Return what serves all of these; `more` are fields to set besides."""
+        """Return the features that all these requests need; `more` are fields to set besides."""
         asked = list(requests)
         top = max((s.top_logprobs for s in asked), default=0)
         biases = max((len(s.logit_bias) for s in asked), default=0)
-        found: dict[str, Any] = dict(
+        features: dict[str, Any] = dict(
             penalties=any(s.penalties for s in asked),
             num_biases=1 << (biases - 1).bit_length() if biases else 0,  # few sizes, few programs
             logprobs=top > 0 or any(s.logprobs for s in asked),
             top_logprobs=top,
         )
-        return cls(**(found | more))
+        return cls(**(features | more))
