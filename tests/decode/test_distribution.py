@@ -376,12 +376,12 @@ def test_a_rollout_that_goes_on_follows_the_target(noise):
 
 def residual_of_all(logits, draft, sampling, keys, steps, log_q) -> AcceptResult:
     """Draw from p after a rejection, rejected token included."""
-    verdict = RIGHT(logits, draft, sampling, keys, steps)
+    result = RIGHT(logits, draft, sampling, keys, steps)
     row = jnp.take_along_axis(
-        shape_logits(logits, sampling), verdict.accepted[:, None, None], axis=1
+        shape_logits(logits, sampling), result.accepted[:, None, None], axis=1
     )
-    token_keys = fold_keys(keys, steps, verdict.accepted[:, None], Stream.TOKEN)
-    return dataclasses.replace(verdict, bonus=sample(row[:, 0], token_keys[:, 0]))
+    token_keys = fold_keys(keys, steps, result.accepted[:, None], Stream.TOKEN)
+    return dataclasses.replace(result, bonus=sample(row[:, 0], token_keys[:, 0]))
 
 
 def accept_all(logits, draft, sampling, keys, steps, log_q) -> AcceptResult:

@@ -62,9 +62,9 @@ def index_of(tokens: Array, count: int) -> Array:
     return index + (VOCAB**count - 1) // (VOCAB - 1)
 
 
-@functools.partial(jax.jit, static_argnames=("drawn", "judge"))
+@functools.partial(jax.jit, static_argnames=("drawn", "accept"))
 def step(
-    p: Array, q: Array, seed: Array, *, drawn: bool, judge: Callable[..., verify.AcceptResult]
+    p: Array, q: Array, seed: Array, *, drawn: bool, accept: Callable[..., verify.AcceptResult]
 ) -> tuple[Array, Array, Array]:
     """Return each row's four tokens, the accepted drafts, and the drafts.
 
@@ -85,21 +85,21 @@ def step(
         log_qs.append(log_q)
     logits = jnp.stack([p[index_of(tokens, i)] for i in range(DRAFTS + 1)], axis=1)
     log_q = jnp.concatenate(log_qs, axis=1) if drawn else None
-    verdict = judge(logits, tokens, sampling, keys, steps, log_q)
+    result = accept(logits, tokens, sampling, keys, steps, log_q)
     emitted = jnp.concatenate([tokens, jnp.zeros((ROWS, 1), jnp.int32)], axis=1)
     for i in range(DRAFTS + 1):
         free = jax.random.categorical(jax.random.key(seed + 1000 + i), p[index_of(emitted, i)])
-        new = jnp.where(verdict.accepted == i, verdict.bonus, free)
-        new = jnp.where(i < verdict.accepted, emitted[:, i], new)
+        new = jnp.where(result.accepted == i, result.bonus, free)
+        new = jnp.where(i < result.accepted, emitted[:, i], new)
         emitted = emitted.at[:, i].set(new)
-    return emitted, verdict.accepted, tokens
+    return emitted, result.accepted, tokens
 
 
 @functools.cache
-def run(name: str, *, drawn: bool, judge: Callable[..., Any]) -> tuple[np.ndarray, ...]:
+def run(name: str, *, drawn: bool, accept: Callable[..., Any]) -> tuple[np.ndarray, ...]:
     pair = pairs()[name]
     p, q = (jnp.asarray(x, jnp.float32) for x in (pair.p, pair.q))
-    return tuple(np.asarray(x) for x in step(p, q, jnp.int32(7), drawn=drawn, judge=judge))
+    return tuple(np.asarray(x) for x in step(p, q, jnp.int32(7), drawn=drawn, accept=accept))
 
 
 def probs(logits: np.ndarray) -> np.ndarray:
@@ -116,7 +116,7 @@ def joint(pair: Pair) -> np.ndarray:
     return result
 
 
-def judge_of(block: bool) -> Callable[..., verify.AcceptResult]:
+def accept_of(block: bool) -> Callable[..., verify.AcceptResult]:
     return verify.block_verify if block else verify.rejection_verify
 
 
@@ -124,7 +124,7 @@ def judge_of(block: bool) -> Callable[..., verify.AcceptResult]:
 @pytest.mark.parametrize(("drawn", "block"), FORMS)
 def test_a_step_follows_the_target(name: str, drawn: bool, block: bool) -> None:
     pair = pairs()[name]
-    emitted, accepted, _ = run(name, drawn=drawn, judge=judge_of(block))
+    emitted, accepted, _ = run(name, drawn=drawn, accept=accept_of(block))
     assert g_test(emitted, joint(pair)) > FALSE_ALARM
     if name == "the same" and drawn:
         assert (accepted == DRAFTS).all()
@@ -149,7 +149,7 @@ def test_block_verification_accepts_more(name: str) -> None:
     """Each prefix is accepted as often as theory says, which is never less often than one by one."""
     pair, means = pairs()[name], {}
     for block in (False, True):
-        _, accepted, tokens = run(name, drawn=True, judge=judge_of(block))
+        _, accepted, tokens = run(name, drawn=True, accept=accept_of(block))
         weights = prefix_weights(pair, tokens, block=block)
         for i in range(DRAFTS):
             # Four standard deviations of a coin; the weights' own spread cancels in part.
@@ -170,10 +170,10 @@ def test_block_verification_of_the_papers_example() -> None:
     slots = jnp.broadcast_to(jnp.arange(2), (rows, 2))
     draft, log_qs = draw_drafts(log_qs, sampling, fold_keys(keys, steps, slots, Stream.DRAFT))
     logits = jnp.broadcast_to(log_p, (rows, 3, 2))
-    judge = jax.jit(verify.verify, static_argnames="block")
+    accept = jax.jit(verify.verify, static_argnames="block")
     for block, expected in ((False, 10 / 9), (True, 11 / 9)):
-        verdict = judge(logits, draft, sampling, keys, steps, log_q=log_qs, block=block)
-        assert abs(float(jnp.mean(verdict.accepted.astype(jnp.float32))) - expected) < 0.02
+        result = accept(logits, draft, sampling, keys, steps, log_q=log_qs, block=block)
+        assert abs(float(jnp.mean(result.accepted.astype(jnp.float32))) - expected) < 0.02
 
 
 def forgetful(*args: Any) -> verify.AcceptResult:
@@ -183,9 +183,9 @@ def forgetful(*args: Any) -> verify.AcceptResult:
 @pytest.mark.parametrize("name", ["close", "other"])
 def test_draws_judged_as_certain_choices_are_exact_but_accepted_less(name: str) -> None:
     """Whatever d is, keeping it with probability p(d) and else drawing p without d follows p."""
-    emitted, accepted, _ = run(name, drawn=True, judge=forgetful)
+    emitted, accepted, _ = run(name, drawn=True, accept=forgetful)
     assert g_test(emitted, joint(pairs()[name])) > FALSE_ALARM
-    _, knowing, _ = run(name, drawn=True, judge=verify.rejection_verify)
+    _, knowing, _ = run(name, drawn=True, accept=verify.rejection_verify)
     assert accepted.mean() < 0.9 * knowing.mean()
 
 
@@ -221,9 +221,9 @@ def block_with_plain_residual(logits, draft, sampling, keys, steps, log_q) -> ve
 
 def block_accepted_by_weight(logits, draft, sampling, keys, steps, log_q) -> verify.AcceptResult:
     """Accept drafts one by one as the standard does, but draw what follows as if in a block."""
-    verdict = verify.rejection_verify(logits, draft, sampling, keys, steps, log_q)
+    result = verify.rejection_verify(logits, draft, sampling, keys, steps, log_q)
     block = verify.block_verify(logits, draft, sampling, keys, steps, log_q)
-    return verify.AcceptResult(verdict.accepted, block.bonus)
+    return verify.AcceptResult(result.accepted, block.bonus)
 
 
 @pytest.mark.parametrize(
@@ -236,5 +236,5 @@ def block_accepted_by_weight(logits, draft, sampling, keys, steps, log_q) -> ver
     ],
 )
 def test_wrong_decisions_are_found(wrong: Callable[..., verify.AcceptResult], drawn: bool) -> None:
-    emitted, _, _ = run("other", drawn=drawn, judge=wrong)
+    emitted, _, _ = run("other", drawn=drawn, accept=wrong)
     assert g_test(emitted, joint(pairs()["other"])) < FALSE_ALARM / 1000

@@ -85,21 +85,21 @@ def test_no_draft_is_accepted_where_the_target_is_unsound(rule: str) -> None:
     how = (sampling, keys(rows), steps(rows))
     if "tree" in rule:
         parents = jnp.broadcast_to(jnp.arange(DRAFTS), draft.shape)
-        judge = jax.jit(functools.partial(tree_verify, depth=DRAFTS))
-        verdict = judge(logits, draft, parents, *how)
+        accept = jax.jit(functools.partial(tree_verify, depth=DRAFTS))
+        result = accept(logits, draft, parents, *how)
     else:
         log_q = jnp.log(jax.nn.one_hot(draft, VOCAB)) if rule == "drawn" else None
-        judge = jax.jit(functools.partial(verify, block=rule == "block"))
-        verdict = judge(logits, draft, *how, log_q=log_q)
-    assert verdict.accepted.tolist() == [*slots, DRAFTS]
-    assert verdict.bonus.tolist() == [NO_TOKEN] * (rows - 1) + [4]
-    assert verdict.finite.tolist() == [False] * (rows - 1) + [True]
+        accept = jax.jit(functools.partial(verify, block=rule == "block"))
+        result = accept(logits, draft, *how, log_q=log_q)
+    assert result.accepted.tolist() == [*slots, DRAFTS]
+    assert result.bonus.tolist() == [NO_TOKEN] * (rows - 1) + [4]
+    assert result.finite.tolist() == [False] * (rows - 1) + [True]
 
 
-@pytest.mark.parametrize("judge", [rejection_verify, block_verify])
-def test_drafts_of_no_distribution_are_none(judge: Any) -> None:
+@pytest.mark.parametrize("accept", [rejection_verify, block_verify])
+def test_drafts_of_no_distribution_are_none(accept: Any) -> None:
     """A drafter's NaN ends the draft there: the same decisions, and so the same distribution."""
-    rows, of = 512, jax.jit(judge)
+    rows, of = 512, jax.jit(accept)
     logits, q = (
         2 * jax.random.normal(jax.random.key(i), (rows, n, VOCAB)) for i, n in ((0, 4), (1, 3))
     )

@@ -35,26 +35,26 @@ def keys(rows: int, seed: int = 0) -> jax.Array:
     return jax.random.split(jax.random.key(seed), rows)
 
 
-def as_lists(verdict: AcceptResult) -> tuple[list[int], list[int]]:
-    return verdict.accepted.tolist(), verdict.bonus.tolist()
+def as_lists(result: AcceptResult) -> tuple[list[int], list[int]]:
+    return result.accepted.tolist(), result.bonus.tolist()
 
 
 def test_greedy_keeps_the_leading_hits():
     choices = [[1, 2, 3, 4]] * 5
     drafts = [[1, 2, 3], [1, 2, 0], [1, 0, 3], [0, 2, 3], [0, 0, 0]]
-    verdict = greedy_verify(logits_for(choices), jnp.asarray(drafts))
-    assert as_lists(verdict) == ([3, 2, 1, 0, 0], [4, 3, 2, 1, 1])
+    result = greedy_verify(logits_for(choices), jnp.asarray(drafts))
+    assert as_lists(result) == ([3, 2, 1, 0, 0], [4, 3, 2, 1, 1])
 
 
 def test_without_drafts_greedy_is_the_argmax():
-    verdict = verify(
+    result = verify(
         logits_for([[5], [2]]),
         jnp.zeros((2, 0), jnp.int32),
         sampling(2, 0.0),
         keys(2),
         jnp.zeros(2, jnp.int32),
     )
-    assert as_lists(verdict) == ([0, 0], [5, 2])
+    assert as_lists(result) == ([0, 0], [5, 2])
 
 
 def random_batch() -> tuple[jax.Array, jax.Array]:
@@ -79,8 +79,8 @@ def test_greedy_rows_stay_greedy_beside_sampled_ones():
 def test_a_rejected_token_is_not_drawn_again():
     logits, draft = random_batch()
     steps = jnp.ones(ROWS, jnp.int32)
-    verdict = rejection(logits, draft, sampling(ROWS, 1.0), keys(ROWS), steps)
-    accepted, bonus = np.asarray(verdict.accepted), np.asarray(verdict.bonus)
+    result = rejection(logits, draft, sampling(ROWS, 1.0), keys(ROWS), steps)
+    accepted, bonus = np.asarray(result.accepted), np.asarray(result.bonus)
     rejected = accepted < 3
     assert 0.5 < rejected.mean() < 1
     refused = np.asarray(draft)[rejected, accepted[rejected]]
@@ -104,8 +104,8 @@ def test_top_k_1_is_greedy():
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     draft = jnp.where(jnp.arange(ROWS)[:, None] % 2 == 0, best[:, :-1], draft)
     top_1 = SamplingParams.make(ROWS, temperature=1.0, top_k=1)
-    verdict = rejection(logits, draft, top_1, keys(ROWS), jnp.ones(ROWS, jnp.int32))
-    assert as_lists(verdict) == as_lists(greedy_verify(logits, draft))
+    result = rejection(logits, draft, top_1, keys(ROWS), jnp.ones(ROWS, jnp.int32))
+    assert as_lists(result) == as_lists(greedy_verify(logits, draft))
 
 
 def test_nothing_left_after_a_rejection_keeps_the_draft(monkeypatch):
@@ -114,8 +114,8 @@ def test_nothing_left_after_a_rejection_keeps_the_draft(monkeypatch):
     monkeypatch.setattr(jax.random, "uniform", lambda key, shape, dtype: jnp.ones(shape, dtype))
     logits = jnp.full((2, 2, VOCAB), -jnp.inf).at[:, :, 2].set(0.0)
     args = sampling(2, 1.0), keys(2), jnp.ones(2, jnp.int32)
-    verdict = rejection_verify(logits, jnp.full((2, 1), 2), *args)
-    assert as_lists(verdict) == ([0, 0], [2, 2])
+    result = rejection_verify(logits, jnp.full((2, 1), 2), *args)
+    assert as_lists(result) == ([0, 0], [2, 2])
 
 
 def test_acceptance_has_the_probability_of_the_draft():
@@ -125,7 +125,7 @@ def test_acceptance_has_the_probability_of_the_draft():
     probs = jnp.asarray([0.5, 0.25, 0.15, 0.06, 0.03, 0.01])
     logits = jnp.broadcast_to(jnp.log(probs), (rows, 2, VOCAB))
     for token in range(VOCAB):
-        verdict = run(
+        result = run(
             logits,
             jnp.full((rows, 1), token),
             sampling(rows, 1.0),
@@ -133,18 +133,18 @@ def test_acceptance_has_the_probability_of_the_draft():
             jnp.ones(rows, jnp.int32),
         )
         p = float(probs[token])
-        assert abs(verdict.accepted.mean() - p) < 4 * (p * (1 - p) / rows) ** 0.5
+        assert abs(result.accepted.mean() - p) < 4 * (p * (1 - p) / rows) ** 0.5
 
 
 @pytest.mark.parametrize("tau", [1.0, 1.6, 3.0, 4.0])
 def test_synthetic_acceptance_has_the_mean_asked_for(tau):
     rows = 20_000
-    verdict = jax.jit(synthetic_verify, static_argnums=2)(
+    result = jax.jit(synthetic_verify, static_argnums=2)(
         jnp.zeros((rows, 4, VOCAB)),
         jnp.zeros((rows, 3), jnp.int32),
         tau,
         keys(rows),
         jnp.ones(rows, jnp.int32),
     )
-    assert set(verdict.accepted.tolist()) <= {int(tau) - 1, int(tau)} - {4}
-    assert abs(float(verdict.accepted.astype(jnp.float32).mean()) + 1 - tau) < 0.02
+    assert set(result.accepted.tolist()) <= {int(tau) - 1, int(tau)} - {4}
+    assert abs(float(result.accepted.astype(jnp.float32).mean()) + 1 - tau) < 0.02
