@@ -128,7 +128,7 @@ def plain_steps(
     def run(state: DecodeState) -> tuple[DecodeState, Kept]:
         return verify_step(target, spec, state, no_draft, constraint, drafter.feature_layers)
 
-    def buffer(of_step: Array) -> Array:
+    def buffer(of_step: jax.ShapeDtypeStruct) -> Array:
         return jnp.zeros((of_step.shape[0], PLAIN_STEPS, *of_step.shape[2:]), of_step.dtype)
 
     like = jax.eval_shape(lambda state: run(state)[1], start)
