@@ -29,7 +29,7 @@ from rich.table import Table
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec.api import BUNDLED
-from jaxspec.commands.bench.pair import Pair, make_pair
+from jaxspec.commands.bench.pair import ModelPair, make_pair
 from jaxspec.commands.models import ModelOptions
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
@@ -76,7 +76,7 @@ class Clock:
 
 
 def measure(
-    pair: Pair, programs: Programs, rows: int, steps: int, grammar: Grammar | None, guided: int
+    pair: ModelPair, programs: Programs, rows: int, steps: int, grammar: Grammar | None, guided: int
 ) -> Any:
     """Return the milliseconds of a step, and of the host in it."""
     target, drafter = pair.loaded

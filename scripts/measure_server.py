@@ -216,7 +216,7 @@ def main(
     pair = make_pair(ModelOptions(drafter=drafter), drafting, random_weights, rows=slots)  # type: ignore[arg-type]
     config = pair.spec.target.config
     size = config.vocab_size
-    jobs = trace.generated(requests, 7, None, min(config.max_positions, 4096))
+    jobs = trace.generate(requests, 7, None, min(config.max_positions, 4096))
     most = max(job.prompt_tokens + job.new_tokens for job in jobs)
     engine = Engine(
         *pair.loaded,

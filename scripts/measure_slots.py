@@ -58,7 +58,9 @@ def spec_of(preset: str, kind: str, drafts: int, kv_dtype: str | None) -> Decode
     return make_spec(target, random_drafter(preset, kind, "bfloat16")[0], Drafting(drafts))
 
 
-def rows_over_time(jobs: Sequence[trace.Job], slots: int, tokens_a_step: float) -> list[np.ndarray]:
+def rows_over_time(
+    jobs: Sequence[trace.TraceRequest], slots: int, tokens_a_step: float
+) -> list[np.ndarray]:
     """Return, for each step with all slots taken, [slots, 2]: tokens that are there, and in the end."""
     waiting, moments = list(jobs[::-1]), []
     rows = np.zeros((slots, 2))
@@ -80,7 +82,7 @@ def main() -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for preset, kind, drafts, tau, slots, requests, kv_dtype in CASES:
         spec = spec_of(preset, kind, drafts, kv_dtype)
-        jobs = trace.generated(requests, SEED, None, spec.target.config.max_positions)
+        jobs = trace.generate(requests, SEED, None, spec.target.config.max_positions)
         longest = max(job.prompt_tokens + job.new_tokens for job in jobs)
         length, step = cache_bucket(longest + spec.step_tokens), spec.step_tokens
         lengths = np.arange(64, length + 1, 64)

@@ -21,12 +21,13 @@ from typer.testing import CliRunner
 import jaxspec
 from jaxspec import decode
 from jaxspec import state as states
-from jaxspec.commands.bench import floor, plot, profile, programs, results, run, tables
+from jaxspec.commands.bench import floor, plot, profile, results, run
+from jaxspec.commands.bench import measure as measuring
 from jaxspec.commands.bench import pair as pairs
-from jaxspec.commands.bench.command import bench_command
-from jaxspec.commands.bench.floor import Ceiling, StepCost, expected_experts
-from jaxspec.commands.bench.measure import measure, of_a_group
-from jaxspec.commands.bench.pair import Pair, make_pair
+from jaxspec.commands.bench.command import BenchOptions, bench_command
+from jaxspec.commands.bench.floor import Ceiling, StepCost, expected_experts, share_of_group
+from jaxspec.commands.bench.measure import measure
+from jaxspec.commands.bench.pair import ModelPair, make_pair
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.configs.dflash import DFlashConfig
@@ -257,7 +258,7 @@ def tiny_target() -> tuple[ModelDef, Params]:
     return model_def, tiny.random_params(model_def, 0)
 
 
-def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
+def tiny_pair(*, synthetic_acceptance: float | None) -> ModelPair:
     target, target_params = tiny_target()
     config = DFlashConfig(
         vocab_size=target.config.vocab_size,
@@ -276,7 +277,7 @@ def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
         sliding_window=16,
     )
     drafter = ModelDef(DFlashDrafter, config, "float32")
-    return Pair(
+    return ModelPair(
         DecodeSpec(target, drafter, Drafting(3, synthetic_acceptance=synthetic_acceptance)),
         target_params,
         tiny.random_params(drafter, 1),
@@ -287,7 +288,7 @@ def tiny_pair(*, synthetic_acceptance: float | None) -> Pair:
 
 def test_devices_of_a_host_share_what_it_can_do() -> None:
     mesh = Mesh(np.array([jax.devices()[:1] * 4] * 2), MESH_AXES)
-    rows, together = of_a_group(mesh, 8, H200)
+    rows, together = share_of_group(mesh, 8, H200)
     assert (rows, together.bytes_per_s) == (4, H200.bytes_per_s / 2)
 
 
@@ -296,9 +297,10 @@ def report() -> dict[str, Any]:
     """Return the report of a run of plain decoding and DFlash, as it comes out of its JSON."""
     pair, text = tiny_pair(synthetic_acceptance=2.5), io.StringIO()
     prompts = pair.prompts(2, 20, 0)
+    options = BenchOptions(batch_size=(2,), new_tokens=40, repeats=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "measure_ceiling", lambda *_: H200)
-        values = run.run(Console(file=text, width=80), pair, prompts, [2], (), 40, 2, 0)
+        values = run.run(Console(file=text, width=80), pair, prompts, options)
     return {**json.loads(json.dumps(values)), "text": text.getvalue()}
 
 
@@ -416,7 +418,7 @@ def test_rows_sample_as_asked_and_the_report_says_so() -> None:
         pair.spec, program_features=program_features, drafter=None, drafting=Drafting()
     )
     runtime = Runtime(spec, pair.target_params, None, batch_size=2, cache_length=64)
-    rows = programs.admission_of(runtime, 9, 0, asked).sampling
+    rows = measuring.admission_of(runtime, 9, 0, asked).sampling
     assert rows["temperature"].tolist() == pytest.approx([0.8, 0.8])
     assert rows["top_k"].tolist() == [40, 40]
     assert rows["repetition_penalty"].tolist() == pytest.approx([1.1, 1.1])
@@ -435,14 +437,14 @@ def test_prompts_have_the_length_that_was_asked_for() -> None:
     assert tiny_pair(synthetic_acceptance=None).prompts(1, None, 0).shape == (1, 256)
 
 
-def mtp_tree() -> Pair:
+def mtp_tree() -> ModelPair:
     target, target_params = tiny_target()
     config = MTPConfig.from_hf(tiny.hf_assistant_config("26b-a4b"))
     drafter = ModelDef(MTPDrafter, config, "float32")
     spec = DecodeSpec(target, drafter, Drafting(5, Tree(2, 3)))
     sampling = Sampling(temperature=0.7, top_k=3)
     params = tiny.random_params(drafter, 1)
-    return Pair(spec, target_params, params, "tiny", "tiny MTP", sampling=sampling)
+    return ModelPair(spec, target_params, params, "tiny", "tiny MTP", sampling=sampling)
 
 
 def test_a_case_starts_within_a_context_that_was_never_prefilled() -> None:
@@ -466,10 +468,10 @@ def test_random_caches_are_as_norms_leave_them() -> None:
     empty = states.init_state(
         spec, 2, cache_length=64, num_stop_ids=1, cache_dtype=jnp.dtype("float32")
     )
-    filled = programs.with_random_caches(empty, 0)
+    filled = measuring.with_random_caches(empty, 0)
     for x in jax.tree.leaves((filled.caches, filled.drafter)):
         assert np.std(x) == pytest.approx(1, abs=0.1)
-    state = programs.stand_after(40, jnp.asarray([3, 4]), filled)
+    state = measuring.stand_after(40, jnp.asarray([3, 4]), filled)
     assert state.lengths.tolist() == [40, 40]
     assert state.tokens[:, 0].tolist() == state.anchors.tolist() == [3, 4]
     assert state.active.all()
@@ -528,7 +530,7 @@ def test_released_shapes_can_be_measured(
         state = states.init_state(
             spec, 8, cache_length=576, num_stop_ids=1, cache_dtype=jnp.dtype("bfloat16")
         )
-        (chunk,) = programs.chunks_of(np.zeros((8, 256), np.int32))
+        (chunk,) = measuring.chunks_of(np.zeros((8, 256), np.int32))
         state = decode.prefill(spec, *weights, state, chunk)
         steps, block = jnp.int32(4), (state, jnp.zeros((8, spec.step_tokens), jnp.int32))
         return [
@@ -564,7 +566,7 @@ def test_a_run_larger_than_the_device_is_refused_before_its_weights(
 
 def test_prompts_longer_than_a_chunk_are_fed_in_pieces() -> None:
     prompts = np.arange(2 * 1100, dtype=np.int32).reshape(2, 1100)
-    chunks = programs.chunks_of(prompts, 512)
+    chunks = measuring.chunks_of(prompts, 512)
     assert [c.tokens.shape[1] for c in chunks] == [512, 512, 76]
     assert [c.start.tolist() for c in chunks] == [[0, 0], [512, 512], [1024, 1024]]
     assert [c.is_last.tolist() for c in chunks] == [[False] * 2, [False] * 2, [True] * 2]
@@ -654,7 +656,7 @@ def test_tables_are_whole_at_80_columns_whatever_is_in_them() -> None:
     """Labels and numbers of the largest shapes make more tables, never cut ones; every column has its place."""
     found = [a_long_result("plain", "plain", 10), a_long_result("speculative", "mtp tree 127", 10)]
     text = io.StringIO()
-    Console(file=text, width=80).print(*tables.results(found, 5), sep="\n")
+    Console(file=text, width=80).print(*results.result_tables(found, 5), sep="\n")
     assert max(map(len, text.getvalue().splitlines())) <= 80
     assert "…" not in text.getvalue()
     words = text.getvalue().split()
@@ -667,10 +669,10 @@ def test_tables_are_whole_at_80_columns_whatever_is_in_them() -> None:
 
 def test_floors_are_whole_at_80_columns() -> None:
     weights = {"some": jnp.zeros(1)}  # they say which devices
-    big = Pair(mtp("31b", 127, Tree(4, 40)), weights, None, "31b", "MTP")
-    cases = [tables.Case(256, 131072, pair) for pair in (big.plain(), big)]
+    big = ModelPair(mtp("31b", 127, Tree(4, 40)), weights, None, "31b", "MTP")
+    cases = [results.Case(256, 131072, pair) for pair in (big.plain(), big)]
     text = io.StringIO()
-    Console(file=text, width=80).print(*tables.floors(cases, 256, H200), sep="\n")
+    Console(file=text, width=80).print(*results.floor_tables(cases, 256, H200), sep="\n")
     assert max(map(len, text.getvalue().splitlines())) <= 80
     assert "…" not in text.getvalue()
     assert " mtp tree 127 " in text.getvalue()

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from jaxspec.commands.bench import trace, trace_report
-from jaxspec.commands.bench.trace import Job
+from jaxspec.commands.bench import trace
+from jaxspec.commands.bench.trace import TraceRequest
 from jaxspec.commands.cli import app
 from jaxspec.commands.options import UsageError
 from jaxspec.engine.engine import Engine
@@ -21,15 +21,15 @@ from tests.commands.test_bench import tiny_pair
 
 
 def test_the_generated_trace_is_the_published_one() -> None:
-    jobs = trace.generated(192, 7, None, 4096)
+    jobs = trace.generate(192, 7, None, 4096)
     assert sum(job.prompt_tokens for job in jobs) == 64_153
     assert sum(job.new_tokens for job in jobs) == 55_268
     assert {job.arrival_s for job in jobs} == {0.0}
     assert min(job.prompt_tokens for job in jobs) >= 32
-    late = trace.generated(192, 7, 20.0, 4096)
+    late = trace.generate(192, 7, 20.0, 4096)
     assert [job.prompt_tokens for job in late] == [job.prompt_tokens for job in jobs]
     assert 6 < late[-1].arrival_s < 14  # 192 at 20 a second
-    short = trace.generated(192, 7, None, 600)
+    short = trace.generate(192, 7, None, 600)
     assert max(job.prompt_tokens + job.new_tokens for job in short) == 600
 
 
@@ -68,7 +68,7 @@ def test_json_is_not_written_over_what_is_read(
 
 def test_a_trace_of_a_file_comes_in_order(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    jobs = [Job(3, 2, 0.5), Job(4, 5, 0.25)]
+    jobs = [TraceRequest(3, 2, 0.5), TraceRequest(4, 5, 0.25)]
     keys = ("prompt_tokens", "new_tokens", "arrival_s")
     lines = [
         dict(zip(keys, (j.prompt_tokens, j.new_tokens, j.arrival_s), strict=True)) for j in jobs
@@ -87,7 +87,13 @@ def test_what_a_run_of_a_trace_reports(tmp_path: Path) -> None:
         steps_per_return=2,
         choose_length="never",
     )
-    jobs = [Job(5, 9), Job(20, 1), Job(7, 12), Job(3, 6, 0.2), Job(40, 8, 0.3)]
+    jobs = [
+        TraceRequest(5, 9),
+        TraceRequest(20, 1),
+        TraceRequest(7, 12),
+        TraceRequest(3, 6, 0.2),
+        TraceRequest(40, 8, 0.3),
+    ]
     requests = [
         Request((i + 5,) * job.prompt_tokens, job.new_tokens, id=i) for i, job in enumerate(jobs)
     ]
@@ -104,12 +110,12 @@ def test_what_a_run_of_a_trace_reports(tmp_path: Path) -> None:
     assert moments[-1].running == moments[-1].waiting == 0
     assert np.all(np.diff([m.tokens for m in moments]) >= 0)
     console = Console(width=80, record=True)
-    console.print(trace_report.shown(report))
+    console.print(trace.render(report))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    values = trace_report.to_json(report, moments)
+    values = trace.to_json(report, moments)
     assert json.loads(json.dumps(values, allow_nan=False))["requests"] == 5
     pytest.importorskip("matplotlib")
-    trace_report.draw(report, moments, "a trace", tmp_path / "trace.png")
+    trace.draw(report, moments, "a trace", tmp_path / "trace.png")
     assert (tmp_path / "trace.png").stat().st_size > 10_000

@@ -26,8 +26,8 @@ from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.commands.bench import floor, profile, run
 from jaxspec.commands.bench import pair as pairs
+from jaxspec.commands.bench.measure import chunks_of
 from jaxspec.commands.bench.pair import make_pair
-from jaxspec.commands.bench.programs import chunks_of
 from jaxspec.commands.cli import app
 from jaxspec.commands.models import ModelOptions
 from jaxspec.configs.base import ConfigError

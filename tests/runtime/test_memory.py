@@ -157,7 +157,7 @@ def test_256_requests_of_the_published_trace_fit_on_an_h200(
     kind: str, drafts: int, kv_dtype: str | None, ahead: int, is_enough: bool
 ) -> None:
     """26B-A4B with a drafter, in nine tenths of the memory. DFlash needs the smaller cache for it, as the docs say."""
-    jobs = trace.generated(512, 7, None, 1 << 17)
+    jobs = trace.generate(512, 7, None, 1 << 17)
     longest = max(job.prompt_tokens + job.new_tokens for job in jobs)
     target = with_kv_dtype(model_def_of(presets()["26b-a4b"], "bfloat16"), kv_dtype)
     drafter = random_drafter("26b-a4b", kind, "bfloat16")[0]

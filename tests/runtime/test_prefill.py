@@ -112,7 +112,7 @@ def test_little_of_the_passes_over_a_stream_is_padding(
 ) -> None:
     """Rows are refilled as prompts end, as an engine that reads ahead does."""
     shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192, reading=1215.0)
-    coming = [job.prompt_tokens for job in trace.generated(192, 7, None, 4096)]
+    coming = [job.prompt_tokens for job in trace.generate(192, 7, None, 4096)]
     left: dict[int, int] = {}
     read = computed = number = 0
     while coming or left:

@@ -1,4 +1,7 @@
-"""`jaxspec bench`: measure decoding beside the least it could take. Read `command`, `run`, `measure`, then `results`."""
+"""`jaxspec bench`: measure decoding, and compare it with its floor. Read `command`, `run`, `measure`, `results`."""
 
 PROMPT_LENGTH = 256
 """Tokens of a prompt, unless the models' own prompts are shorter."""
+
+GENERATED = "generated"
+"""The value of --trace for generated requests."""

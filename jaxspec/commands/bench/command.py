@@ -1,7 +1,8 @@
-"""`jaxspec bench`: measure prefill and decode steps. What it does after its options is `run.run`."""
+"""The command line of `jaxspec bench`. `run.run` and `run.run_trace` do the work."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -12,21 +13,30 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from jaxspec.commands.bench import PROMPT_LENGTH
-from jaxspec.commands.bench.trace_options import TraceOptions
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, as_flag, command, explained
 from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
 from jaxspec.commands.progress import ticking
-from jaxspec.options import DEFAULTS, VALUES, Drafting, Sampling, at_least, option
+from jaxspec.options import (
+    CHOOSE_LENGTH_HELP,
+    DEFAULTS,
+    VALUES,
+    ChooseLength,
+    Drafting,
+    Range,
+    Sampling,
+    at_least,
+    option,
+)
 from jaxspec.registry import families, presets
 
 KINDS = tuple(f.name for f in families("drafter") if f.drafter_for)
-FILTERS = ("top_k", "top_p", "min_p")  # what greedy decoding does not look at
+FILTERS = ("top_k", "top_p", "min_p")  # greedy decoding ignores them
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured, and how often."""
+    """The cases to measure."""
 
     random_weights: str | None = option(
         None,
@@ -61,7 +71,7 @@ class BenchOptions:
 
     @property
     def positions(self) -> int:
-        """Positions that the longest case needs, a step's own tokens not counted."""
+        """Positions of the longest case, a step's own tokens not counted."""
         starts = self.context_length or (self.prompt_length or PROMPT_LENGTH,)
         return max(starts) + self.new_tokens + 1
 
@@ -79,7 +89,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class BenchOutput(OutputOptions):
-    """Where the report goes, and a picture of it."""
+    """The files of the report."""
 
     plot_path: Path | None = option(
         None,
@@ -88,6 +98,47 @@ class BenchOutput(OutputOptions):
         metavar="FILE.png",
         flag="--plot",
     )
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """A stream of requests, and its engine."""
+
+    trace: str | None = option(
+        None,
+        "Send a stream of requests through the engine, and measure that: generated ones, whose prompts have 32 to "
+        "2048 tokens (log-normal around 300) and 64 to 512 new ones; or those of a file with lines of "
+        '{"prompt_tokens": 300, "new_tokens": 128, "arrival_s": 0.5}.',
+        metavar="generated|FILE.jsonl",
+    )
+    requests: int = option(192, "Generated requests.", range=at_least(1))
+    rate: float | None = option(
+        None,
+        "Generated requests arrive at random, this many a second on average. Default: all at once.",
+        range=Range("finite and above 0", lambda x: (x > 0) & (x < math.inf)),
+        metavar="R",
+    )
+    trace_seed: int = option(
+        7, "Of the lengths and arrivals that are generated.", range=at_least(0)
+    )
+    slots: int = option(32, "Requests that are decoded together.", range=at_least(1))
+    steps_per_return: int = option(
+        16, "Most decode steps between two looks at what came.", range=at_least(1)
+    )
+    max_prefill_tokens: int | None = option(
+        None,
+        "Prompt tokens, padding included, that are read before rows decode on. Default: all that wait.",
+        range=at_least(1),
+    )
+    read_ahead: int | None = option(
+        None,
+        "Prompts that are read before they have a slot. Default: as many as keep passes full on a GPU.",
+        range=at_least(0),
+    )
+    invariant: bool = option(
+        False, "No row depends on its neighbours, to the last bit: prompts share small passes only."
+    )
+    choose_length: ChooseLength = option("exact", CHOOSE_LENGTH_HELP)
 
 
 @command
@@ -141,8 +192,8 @@ def bench_command(
         mesh = startup.mesh_for(models)
         if mesh is not None:
             check_rows(options.batch_sizes, mesh.shape["data"])
-        with output.opened() as file, ticking(Console(stderr=True, highlight=False)) as say:
-            say("making random weights" if options.random_weights else "loading the models")
+        with output.opened() as file, ticking(Console(stderr=True, highlight=False)) as notify:
+            notify("making random weights" if options.random_weights else "loading the models")
             if trace.trace is not None:
                 report = run.run_trace(
                     console,
@@ -153,10 +204,10 @@ def bench_command(
                     options.random_weights,
                     options.seed,
                     output.plot_path,
-                    say,
+                    notify,
                 )
             else:
-                report = _steps(console, models, options, drafting, sampling, say)
+                report = _steps(console, models, options, drafting, sampling, notify)
                 if output.plot_path is not None:
                     plot.draw(report, output.plot_path)
             if file is not None:
@@ -169,9 +220,9 @@ def _steps(
     options: BenchOptions,
     drafting: Drafting,
     sampling: Sampling,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure prefill and decode steps, print what comes of it, and return that as JSON values."""
+    """Measure prefill and decode steps, print the results, and return them as JSON values."""
     from jaxspec.commands.bench import run
     from jaxspec.commands.bench.pair import make_pair
 
@@ -187,35 +238,26 @@ def _steps(
         positions=options.positions,
     )
     load_s = time.perf_counter() - begin
-    report = run.run(
-        console,
-        pair,
-        pair.prompts(rows, options.prompt_length, options.seed),
-        options.batch_sizes,
-        options.context_length,
-        options.new_tokens,
-        options.repeats,
-        options.seed,
-        say,
-    )
+    prompts = pair.prompts(rows, options.prompt_length, options.seed)
+    report = run.run(console, pair, prompts, options, notify)
     report["startup"] = run.startup_of(report["results"][0], import_s, load_s)
     console.print(f"[dim]{run.described_startup(report['startup'])}[/]")
     return report
 
 
 def check_sampling(sampling: Sampling, drafting: Drafting) -> None:
-    """Refuse sampling that would change nothing, or that would not be measured.
+    """Refuse sampling that changes nothing, or that is not measured.
 
     Raises:
       UsageError: naming the option.
     """
-    given = [name for name in VALUES if getattr(sampling, name) != DEFAULTS[name]]
-    if given and drafting.synthetic_acceptance is not None:
+    changed = [name for name in VALUES if getattr(sampling, name) != DEFAULTS[name]]
+    if changed and drafting.synthetic_acceptance is not None:
         raise UsageError(
-            f"{as_flag(given[0])}: with --synthetic-acceptance a step does the work of greedy decoding; leave "
+            f"{as_flag(changed[0])}: with --synthetic-acceptance a step does the work of greedy decoding; leave "
             "one out"
         )
-    idle = [(name,) for name in FILTERS if name in given]
+    idle = [(name,) for name in FILTERS if name in changed]
     idle += [shown for _, shown in drafting.changes_acceptance]
     if sampling.temperature == 0 and idle:
         raise UsageError(
@@ -224,7 +266,7 @@ def check_sampling(sampling: Sampling, drafting: Drafting) -> None:
 
 
 def process_age_s() -> float | None:
-    """Return the seconds since this process started, where the system tells."""
+    """Return the seconds since this process started; None if the system does not report them."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,6 @@
-"""The floor of a decode step: bytes and operations, and the rates of the device it runs on.
+"""The floor of a decode step: its bytes and operations, and the ceiling of the device.
 
-Read `step_costs`; `registry.costs` counts what drafting costs. Nothing is timed here but the device's
-ceiling.
+Read `step_costs`; `registry.costs` counts the costs of models. Only the ceiling is measured.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxspec.configs.base import TargetConfig
 from jaxspec.registry import family_of
@@ -31,9 +31,9 @@ from jaxspec.weights.model_def import ModelDef
 
 
 def step_costs(spec: DecodeSpec, batch: int, context: int) -> tuple[StepCost, StepCost]:
-    """Return the costs of verifying and of drafting in one step (nothing, without a drafter).
+    """Return the costs of verifying and of drafting in one step; the latter are zero without a drafter.
 
-    Each waits for what the other made, so a step takes at least the sum of their floors.
+    Each waits for the other, so a step takes at least the sum of their floors.
 
     Args:
       context: committed tokens of each row.
@@ -46,13 +46,13 @@ def step_costs(spec: DecodeSpec, batch: int, context: int) -> tuple[StepCost, St
 
 
 def step_cost(spec: DecodeSpec, batch: int, context: int) -> StepCost:
-    """Return all that one step moves and computes."""
+    """Return the cost of one step."""
     verify, draft = step_costs(spec, batch, context)
     return verify + draft
 
 
 def step_floor_s(spec: DecodeSpec, batch: int, context: int, ceiling: Ceiling) -> float:
-    """Return the seconds below which no step can go."""
+    """Return the least seconds of a step."""
     return sum(cost.floor_s(ceiling) for cost in step_costs(spec, batch, context))
 
 
@@ -115,15 +115,15 @@ def expected_experts(config: TargetConfig, rows: int) -> float:
 
 
 def measure_ceiling(dtype: str, nbytes: float) -> Ceiling:
-    """Measure how fast the device reads memory, and its rate in a square product.
+    """Measure the rate at which the device reads memory, and its rate in a square product.
 
-    A step reads weights and writes next to nothing, so the bytes are those of a sum, not of a copy: caches of
-    a CPU read and write at the same time (a core of an AVX-512 machine took as long to negate 12.5 MB in
-    place as to sum them), and no step could read at the sum of both rates.
+    A step reads weights and writes almost nothing, so the rate is that of a sum, not of a copy. CPU caches read and
+    write at the same time (a core of an AVX-512 machine negates 12.5 MB in place as fast as it sums them), and no step
+    reads at the sum of both rates.
 
     Args:
-      nbytes: what a step reads; as much is summed (up to 2 GiB), so that a model which fits a cache is
-        held against that cache.
+      nbytes: read by a step. As many are summed (up to 2 GiB), so that a model that fits a cache is compared with that
+        cache.
     """
     size = int(min(max(nbytes, 1 << 20), 1 << 31)) // 4
     numbers = jax.random.normal(jax.random.key(0), (size,), jnp.float32)
@@ -141,8 +141,17 @@ def _median_seconds(call: Callable[[], Any], repeats: int = 5, chain: int = 16) 
     seconds = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        for _ in range(chain):  # so that starting a call hides behind the one before
+        for _ in range(chain):  # starting a call overlaps with the one before
             last = call()
         jax.block_until_ready(last)
         seconds.append((time.perf_counter() - begin) / chain)
     return statistics.median(seconds)
+
+
+def share_of_group(mesh: Mesh, batch: int, ceiling: Ceiling) -> tuple[int, Ceiling]:
+    """Return the rows that the devices of the model axis share, and the ceiling of these devices together."""
+    data, model = mesh.shape["data"], mesh.shape["model"]
+    # CPU devices share the memory and cores of the host, all of which were measured.
+    times = 1 / data if mesh.devices.flat[0].platform == "cpu" else model
+    together = Ceiling(ceiling.bytes_per_s * times, ceiling.flops_per_s * times)
+    return batch // data, together

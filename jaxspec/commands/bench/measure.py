@@ -1,49 +1,45 @@
-"""What a decode step does cost: the decode programs of one case, timed.
+"""The measurement of one case: its decode programs, timed.
 
-Read `measure`; what follows from its observations is in `results`. What a step must cost is in `floor`, how it is
-taken apart in `profile`. A batch of prompts is prefilled and decoded until every row has its new tokens; nothing
-refills a row. Plain decoding is the same loop without a drafter, measured in the same run.
+Read `measure`; `results` derives the results. `floor` has the least cost of a step, `profile` its parts. A batch of
+prompts is prefilled and decoded until every row has its new tokens; no row is refilled. Plain decoding is the same loop
+without a drafter, measured in the same run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxspec.commands.bench.experts import distinct_experts
-from jaxspec.commands.bench.floor import Ceiling
-from jaxspec.commands.bench.pair import Pair
-from jaxspec.commands.bench.profile import Block, draft_loop, verify_loop
-from jaxspec.commands.bench.programs import (
-    admission_of,
-    bench_cache_length,
-    chunks_of,
-    feed,
-    stand_after,
-    with_random_caches,
-)
+from jaxspec.commands.bench.floor import Ceiling, share_of_group
+from jaxspec.commands.bench.pair import ModelPair, bench_cache_length
+from jaxspec.commands.bench.profile import Block, distinct_experts, draft_loop, verify_loop
 from jaxspec.commands.bench.results import CaseResult, Observed
+from jaxspec.engine.request import sampling_values
+from jaxspec.options import Sampling
+from jaxspec.runtime.prefill import PREFILL_CHUNK, chunk_of
 from jaxspec.runtime.runtime import Bound, NewRows, Runtime
-from jaxspec.state import DecodeState
+from jaxspec.shapes import Int
+from jaxspec.state import DecodeState, PrefillChunk
 from jaxspec.weights.sharding import fetch
 
-WARM_UP_STEPS = 4  # the first run of a captured graph goes kernel by kernel, the second records it
+WARM_UP_STEPS = 4  # the first run of a CUDA graph starts kernel by kernel, the second records it
 PART_STEPS = 16  # rounds of a timed run of drafting or verifying alone
 
 
 @dataclass(frozen=True)
 class CasePrograms:
-    """The compiled programs of a case, bound to all they take but the state.
+    """The compiled programs of a case, bound to all arguments but the state.
 
     Attributes:
-      fill: what stands for prefill, one after the other: a chunk of the prompts each.
+      fill: replace the state by the prefilled one, a chunk of the prompts each.
     """
 
     runtime: Runtime
@@ -56,7 +52,7 @@ class CasePrograms:
     @classmethod
     def compile(
         cls,
-        pair: Pair,
+        pair: ModelPair,
         prompts: np.ndarray,
         *,
         new_tokens: int,
@@ -64,7 +60,7 @@ class CasePrograms:
         context: int | None,
         cache_length: int,
     ) -> tuple[CasePrograms, DecodeState]:
-        """Compile them, and make the state they start from; for the arguments see `measure`."""
+        """Compile the programs, and make their first state; for the arguments see `measure`."""
         weights = (pair.target_params, pair.drafter_params)
         runtime = Runtime(pair.spec, *weights, batch_size=len(prompts), cache_length=cache_length)
         state = runtime.init_state(num_stop_ids=1)
@@ -86,13 +82,12 @@ class CasePrograms:
         begin = time.perf_counter()
         loop = runtime.program("decode", state, runtime.place(np.int32(0)))
         decode_compile_s = time.perf_counter() - begin
-        made = cls(runtime, admission, fill, loop, prefill_compile_s, decode_compile_s)
-        return made, state
+        return cls(runtime, admission, fill, loop, prefill_compile_s, decode_compile_s), state
 
     def run(self, state: DecodeState, max_steps: int) -> tuple[DecodeState, float, float]:
-        """Decode the batch from its prompts on; return also the seconds of prefill and of decoding."""
+        """Decode the batch from its prompts on; return the state, and the seconds of prefill and of decoding."""
         steps = self.runtime.place(np.int32(max_steps))
-        # The caches stay, and keep what is in them: old tokens are never looked at again.
+        # The caches keep their content: old tokens are never read again.
         state = jax.block_until_ready((self.runtime.admit(state, self.admission), steps))[0]
         begin = time.perf_counter()
         for call in self.fill:
@@ -104,7 +99,7 @@ class CasePrograms:
 
 
 def measure(
-    pair: Pair,
+    pair: ModelPair,
     prompts: np.ndarray,
     ceiling: Ceiling,
     *,
@@ -112,21 +107,20 @@ def measure(
     repeats: int,
     seed: int,
     context: int | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> CaseResult:
     """Prefill and decode one batch of prompts, `repeats` times after a warm-up.
 
     Args:
       ceiling: of one device; floors and rates are of the devices that share the same rows.
-      context: prefill nothing; rows stand after so many tokens, and their first prompt token follows.
-      say: called with what is being done.
+      context: prefill nothing; rows start after so many tokens, with their first prompt token.
+      notify: called with the current activity.
     """
     mesh = pair.mesh
     spec, (batch, prompt_length) = pair.spec, prompts.shape
     start = prompt_length if context is None else context
     cache_length = bench_cache_length(spec, start + new_tokens + 1)
-    weights = (pair.target_params, pair.drafter_params)
-    say("compiling")
+    notify("compiling")
     programs, state = CasePrograms.compile(
         pair,
         prompts,
@@ -135,80 +129,133 @@ def measure(
         context=context,
         cache_length=cache_length,
     )
-    say("warming up")
+    notify("warming up")
     state = programs.run(state, WARM_UP_STEPS)[0]
-    prefill_s, step_s, token_s, tokens_per_s, lengths, steps = [], [], [], [], [], 0
+    rows, together = share_of_group(mesh, batch, ceiling)
+    observed = Observed(
+        pair=pair,
+        batch=batch,
+        context=context,
+        cache_length=cache_length,
+        rows=rows,
+        ceiling=together,
+        middle=start + new_tokens // 2,
+        loop=programs.loop.compiled,
+        prefill_compile_s=programs.prefill_compile_s,
+        decode_compile_s=programs.decode_compile_s,
+    )
     for repeat in range(repeats):
-        say(f"run {repeat + 1} of {repeats}")
+        notify(f"run {repeat + 1} of {repeats}")
         state, filling_s, decode_s = programs.run(state, new_tokens)
         num_steps, num_tokens = fetch((state.num_steps, state.num_tokens))
-        steps = int(num_steps.max())
-        prefill_s.append(filling_s)
-        step_s.append(decode_s / steps)
-        token_s.append(decode_s / float((num_tokens - 1).mean()))
-        tokens_per_s.append(float((num_tokens - 1).sum()) / decode_s)
+        observed.steps = int(num_steps.max())
+        observed.prefill_s.append(filling_s)
+        observed.step_s.append(decode_s / observed.steps)
+        observed.token_s.append(decode_s / float((num_tokens - 1).mean()))
+        observed.tokens_per_s.append(float((num_tokens - 1).sum()) / decode_s)
         accepted = fetch(state.acceptance_lengths)
-        lengths.append(np.concatenate([accepted[i, :n] for i, n in enumerate(num_steps)]).mean())
-    experts = None
-    if spec.target.config.num_experts:
-        with jax.set_mesh(mesh):
-            experts = fetch(jax.jit(distinct_experts, static_argnums=0)(spec, *weights, state))
-    say("the models by themselves")
-    state = programs.run(state, steps // 2)[0]
-    draft_s, verify_s = _part_seconds(programs.runtime, state, repeats)
-    rows, together = of_a_group(mesh, batch, ceiling)
-    return CaseResult.of(
-        Observed(
-            pair=pair,
-            batch=batch,
-            context=context,
-            cache_length=cache_length,
-            rows=rows,
-            ceiling=together,
-            middle=start + new_tokens // 2,
-            steps=steps,
-            prefill_s=prefill_s,
-            step_s=step_s,
-            token_s=token_s,
-            tokens_per_s=tokens_per_s,
-            lengths=lengths,
-            draft_s=draft_s,
-            verify_s=verify_s,
-            loop=programs.loop.compiled,
-            prefill_compile_s=programs.prefill_compile_s,
-            decode_compile_s=programs.decode_compile_s,
-            experts=experts,
+        observed.lengths.append(
+            np.concatenate([accepted[i, :n] for i, n in enumerate(num_steps)]).mean()
         )
-    )
+    if spec.target.config.num_experts:
+        weights = (pair.target_params, pair.drafter_params)
+        with jax.set_mesh(mesh):
+            observed.experts = fetch(
+                jax.jit(distinct_experts, static_argnums=0)(spec, *weights, state)
+            )
+    notify("the models by themselves")
+    state = programs.run(state, observed.steps // 2)[0]
+    observed.draft_s, observed.verify_s = _part_seconds(programs.runtime, state, repeats)
+    return CaseResult.of(observed)
 
 
 def _part_seconds(
     runtime: Runtime, state: DecodeState, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Time drafting (nothing, without a drafter) and verifying alone, a round each; the state is given away."""
+    """Return the seconds of a round of drafting (none without a drafter) and of verifying; the state is donated."""
     spec, weights = runtime.spec, (runtime.target_params, runtime.drafter_params)
     tokens = np.repeat(fetch(state.anchors)[:, None], spec.step_tokens, axis=1)
     block: Block = (state, runtime.place(jnp.asarray(tokens)))
-    few, many = (runtime.place(np.int32(n)) for n in (WARM_UP_STEPS, PART_STEPS))
+    warm_up, timed = (runtime.place(np.int32(n)) for n in (WARM_UP_STEPS, PART_STEPS))
     seconds = []
     for part in (draft_loop, verify_loop):
         seconds.append([])
         if part is draft_loop and spec.drafter is None:
             continue
-        given = (*weights, block, few)
-        program = runtime.programs.get(part, given, donate=2, mesh=runtime.mesh, spec=spec)
-        block = jax.block_until_ready(program(*weights, block, few))
+        arguments = (*weights, block, warm_up)
+        program = runtime.programs.get(part, arguments, donate=2, mesh=runtime.mesh, spec=spec)
+        block = jax.block_until_ready(program(*arguments))
         for _ in range(repeats):
             begin = time.perf_counter()
-            block = jax.block_until_ready(program(*weights, block, many))
+            block = jax.block_until_ready(program(*weights, block, timed))
             seconds[-1].append((time.perf_counter() - begin) / PART_STEPS)
     return seconds[0], seconds[1]
 
 
-def of_a_group(mesh: Mesh, batch: int, ceiling: Ceiling) -> tuple[int, Ceiling]:
-    """Return the rows that devices of the model axis share, and what these devices can do together."""
-    data, model = mesh.shape["data"], mesh.shape["model"]
-    # Devices of a host share its memory and cores, all of which were measured.
-    times = 1 / data if mesh.devices.flat[0].platform == "cpu" else model
-    together = Ceiling(ceiling.bytes_per_s * times, ceiling.flops_per_s * times)
-    return batch // data, together
+# --- states ------------------------------------------------------------------------------------------
+
+
+def admission_of(runtime: Runtime, max_new_tokens: int, seed: int, sampling: Sampling) -> NewRows:
+    """Admit a request without stop ids to every slot."""
+    batch = runtime.batch_size
+    seeds = np.stack([np.full(batch, seed), np.arange(batch)], axis=1)
+    limits, no_stop = [max_new_tokens] * batch, np.full((batch, 1), -1)
+    values = sampling_values(runtime.spec, [sampling] * batch)
+    return runtime.admission(range(batch), limits, no_stop, values, seeds)
+
+
+def chunks_of(prompts: np.ndarray, longest: int) -> list[PrefillChunk]:
+    """Cut prompts of one length, one for each slot, into chunks without padding.
+
+    Args:
+      longest: tokens of a pass, if that is more than `PREFILL_CHUNK` of each row.
+    """
+    batch, length = prompts.shape
+    width = max(PREFILL_CHUNK, longest // batch)
+    return [
+        chunk_of(
+            {i: (p, begin) for i, p in enumerate(prompts)}, batch, min(width, length - begin), batch
+        )
+        for begin in range(0, length, width)
+    ]
+
+
+def feed(
+    runtime: Runtime, state: DecodeState, chunk: PrefillChunk
+) -> Callable[[DecodeState], DecodeState]:
+    """Compile the prefill of a chunk, and return a function that feeds the chunk to a state."""
+    prefill = runtime.program("prefill", state, chunk)
+    return lambda state: prefill(state, chunk)
+
+
+def stand_after(context: int, anchors: Int[jax.Array, " B"], state: DecodeState) -> DecodeState:
+    """Return admitted rows as after the prefill of `context` tokens."""
+    return dataclasses.replace(
+        state,
+        lengths=jnp.full_like(state.lengths, context),
+        anchors=anchors,
+        active=jnp.full_like(state.active, True),
+        tokens=state.tokens.at[:, 0].set(anchors),
+        num_tokens=jnp.full_like(state.num_tokens, 1),
+        num_steps=jnp.zeros_like(state.num_steps),
+    )
+
+
+def with_random_caches(state: DecodeState, seed: int) -> DecodeState:
+    """Fill caches and the drafter's state, array by array, with standard normal numbers, as norms leave them."""
+    leaves, structure = jax.tree.flatten((state.caches, state.drafter))
+    for i, old in enumerate(leaves):
+        leaves[i] = _normal_like(old.sharding)(old, seed, i)
+    caches, drafter = jax.tree.unflatten(structure, leaves)
+    return dataclasses.replace(state, caches=caches, drafter=drafter)
+
+
+@functools.cache
+def _normal_like(sharding: Any) -> Callable[[jax.Array, int, int], jax.Array]:
+    def make(old: jax.Array, seed: jax.Array, index: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        # fp8 is cast from bfloat16. Real numbers are larger by a scale, which costs the same.
+        dtype = jnp.bfloat16 if old.dtype.itemsize == 1 else old.dtype
+        return jax.random.normal(key, old.shape, dtype).astype(old.dtype)
+
+    return jax.jit(make, donate_argnums=0, out_shardings=sharding)

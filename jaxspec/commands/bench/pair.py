@@ -1,4 +1,4 @@
-"""The models of a benchmark: loaded, or of random weights in the shape of released ones."""
+"""The models of a benchmark: loaded, or random weights in the shapes of released ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.api import BUNDLED
+from jaxspec.cache import RING_MULTIPLE
 from jaxspec.commands.bench import PROMPT_LENGTH
-from jaxspec.commands.bench.programs import bench_cache_length
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError
 from jaxspec.commands.startup import load_models, mesh_for
@@ -23,7 +23,7 @@ from jaxspec.configs.base import GenerationDefaults
 from jaxspec.options import Drafting, ProgramFeatures, Sampling
 from jaxspec.registry import families, family_of, presets
 from jaxspec.runtime import memory
-from jaxspec.runtime.runtime import make_spec
+from jaxspec.runtime.runtime import cache_length_for, make_spec
 from jaxspec.shapes import Params
 from jaxspec.state import DecodeSpec
 from jaxspec.weights.define import model_def_of, quantised_def, random_drafter, with_kv_dtype
@@ -33,16 +33,21 @@ from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh, mesh_of
 
 
+def bench_cache_length(spec: DecodeSpec, positions: int) -> int:
+    """Return the length of caches for so many positions and a step's own tokens."""
+    return cache_length_for(spec, positions, multiple=RING_MULTIPLE)
+
+
 @dataclass(frozen=True)
-class Pair:
-    """Two models to measure, or one; with words for the report."""
+class ModelPair:
+    """A target and its drafter, or a target alone, with names for the report."""
 
     spec: DecodeSpec
     target_params: Params
     drafter_params: Params | None
     target_name: str
     drafter_name: str | None
-    held_out: tuple[tuple[int, ...], ...] = ()  # prompts the bundled pair was not trained on
+    held_out: tuple[tuple[int, ...], ...] = ()  # prompts outside the training of the bundled pair
     sampling: Sampling = Sampling()
 
     @functools.cached_property
@@ -52,12 +57,12 @@ class Pair:
 
     @property
     def drafter_kind(self) -> str | None:
-        """Name the drafter's family."""
+        """The drafter's family."""
         return self.spec.drafter and family_of(self.spec.drafter.config).name
 
     @property
     def label(self) -> str:
-        """Name the drafter and its draft tokens, as in "mtp 7"."""
+        """The drafter and its draft tokens, as in "mtp 7"."""
         if self.spec.drafter is None:
             return "plain"
         shape = "tree " if self.spec.tree else ""
@@ -65,7 +70,7 @@ class Pair:
 
     @property
     def title(self) -> str:
-        """Say what both models are, and what is drafted."""
+        """Both models, and the drafts of a step."""
         if self.spec.drafter is None:
             return f"{self.target_name} + no drafter"
         drafts = (
@@ -86,28 +91,28 @@ class Pair:
         assert self.drafter_params is not None
         return target, _loaded(self.spec.drafter, self.drafter_params, self.drafter_name or "")
 
-    def plain(self) -> Pair:
+    def plain(self) -> ModelPair:
         """Return the target alone."""
         spec = dataclasses.replace(self.spec, drafter=None, drafting=Drafting())
         return dataclasses.replace(self, spec=spec, drafter_params=None)
 
     def prompts(self, count: int, length: int | None, seed: int) -> np.ndarray:
-        """Return [count, length] prompt ids: held-out ones where there are any, else random.
+        """Return [count, length] prompt ids: held-out ones if there are any, else random.
 
         Args:
-          length: None for `PROMPT_LENGTH`, or for all that the held-out prompts have.
+          length: None for `PROMPT_LENGTH`, or the length of the held-out prompts.
 
         Raises:
           UsageError: the held-out prompts are shorter.
         """
         if self.held_out:
-            most = min(map(len, self.held_out))
-            if length is not None and length > most:
+            limit = min(map(len, self.held_out))
+            if length is not None and length > limit:
                 raise UsageError(
-                    f"--prompt-length {length}: the prompts of the bundled target have {most} tokens; give at "
+                    f"--prompt-length {length}: the prompts of the bundled target have {limit} tokens; give at "
                     "most that, or leave it out"
                 )
-            length = most if length is None else length
+            length = limit if length is None else length
             rows = [self.held_out[i % len(self.held_out)][:length] for i in range(count)]
             return np.asarray(rows, np.int32)
         length, rng = length or PROMPT_LENGTH, np.random.default_rng(seed)
@@ -125,13 +130,13 @@ def make_pair(
     seed: int = 0,
     rows: int = 1,
     positions: int = 1,
-) -> Pair:
+) -> ModelPair:
     """Load a pair or make a random one.
 
     Args:
-      preset: of a target whose weights are to be random; its drafter's are too.
-      rows, positions: of the largest case, a step's own tokens not counted. What no device holds is refused
-        before random weights are made, and before caches are.
+      preset: of a target with random weights; its drafter's are random too.
+      rows, positions: of the largest case, a step's own tokens not counted. Sizes that no device holds are refused
+        before random weights and caches are made.
 
     Raises:
       ValueError: the options do not fit each other, a model cannot be loaded, or memory is too small.
@@ -168,8 +173,9 @@ def make_pair(
         if kind != "none":
             drafter_def, drafter_name = random_drafter(preset, kind, dtype)
             format = models.quantize_drafter
-            given = (drafter_def, drafter_name, format, format, "quantize_drafter")
-            drafter_def = quantised_def(*given)
+            drafter_def = quantised_def(
+                drafter_def, drafter_name, format, format, "quantize_drafter"
+            )
         if (head := models.quantize_draft_head) is not None:
             check_borrows(drafter_def, head)
             assert drafter_def is not None
@@ -198,11 +204,11 @@ def make_pair(
         if drafter_def is not None:
             drafter_params = _random_params(drafter_def, seed + 1, mesh)
     names = target_name, drafter_name
-    return Pair(spec, target_params, drafter_params, *names, held_out, sampling)
+    return ModelPair(spec, target_params, drafter_params, *names, held_out, sampling)
 
 
 def check_rows(batch_sizes: Sequence[int], data: int) -> None:
-    """Refuse batches that leave the devices of the data axis with unequal rows, with ValueError."""
+    """Refuse batches that the data axis of the mesh does not divide, with UsageError."""
     wrong = [size for size in batch_sizes if size % data]
     if wrong:
         raise UsageError(
@@ -211,7 +217,7 @@ def check_rows(batch_sizes: Sequence[int], data: int) -> None:
 
 
 def _random_params(model_def: ModelDef, seed: int, mesh: Mesh | None) -> Params:
-    """Return random weights, which behave as real ones do where that takes more than numbers."""
+    """Return random weights, adjusted by the family where plain random numbers behave unlike real weights."""
     params = model_def.random_params(
         seed, None if mesh is None else model_def.weight_shardings(mesh)
     )

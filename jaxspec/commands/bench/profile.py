@@ -1,8 +1,7 @@
-"""What a decode step is made of: its two models run alone, and its kernels counted in the compiled program.
+"""The parts of a decode step: its two models run alone, its experts, and the kernels of its compiled program.
 
-`draft_loop` and `verify_loop` are the step without the rest of it: same models, same shapes, same state, in a loop
-on the device like the step's own. Each repeats the same work; the loops are written so that the compiler cannot
-know, and does all of it every time.
+`draft_loop` and `verify_loop` run one model of the step: same shapes, same state, in a loop on the device like the
+step's own. Each round repeats the same work, written so that the compiler cannot skip it.
 """
 
 from __future__ import annotations
@@ -18,14 +17,16 @@ from jax import lax
 
 from jaxspec.decode import propose
 from jaxspec.drafters.base import Kept
+from jaxspec.drafters.tree import ancestors
+from jaxspec.models.target import Target, placement_of
 from jaxspec.sampling import argmax
 from jaxspec.shapes import Array, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState
 
 Block = tuple[DecodeState, Array]
-"""A state, and the tokens [B, T] that a step of it verifies: anchors and drafts."""
+"""A state, and the tokens [B, T] that a step verifies: anchors and drafts."""
 
-Made = tuple[Array, tuple[Array, ...]]
+PassOutput = tuple[Array, tuple[Array, ...]]
 """Hidden states and features of a target's pass."""
 
 
@@ -36,29 +37,29 @@ def draft_loop(
     block: Block,
     num_steps: Int[Array, ""],
 ) -> Block:
-    """Draft, and absorb a target's pass, over and over from one state; return the block that was drafted."""
+    """Draft and absorb a target's pass, repeatedly from one state; return the drafted block."""
     assert spec.drafter is not None
     target, drafter = spec.target.bind(target_params), spec.drafter.bind(drafter_params or {})
     b, t = block[1].shape
     config = spec.target.config
     shape = (1 + len(drafter.feature_layers), b, t, config.hidden_size)
     hidden, *features = jax.random.normal(jax.random.key(0), shape, jnp.dtype(spec.target.dtype))
-    made = hidden, tuple(features)
+    output = hidden, tuple(features)
 
-    def body(_: Array, carry: tuple[Block, Made]) -> tuple[Block, Made]:
-        (state, _), made = carry
+    def body(_: Array, carry: tuple[Block, PassOutput]) -> tuple[Block, PassOutput]:
+        (state, _), output = carry
         draft = propose(target, drafter, spec, state)
-        # What comes out of the barrier counts as new in every round, and absorb waits for the draft.
-        drafts, anchors, lengths, made = lax.optimization_barrier(
-            (draft.tokens, state.anchors, state.lengths, made)
+        # The barrier's outputs count as new in every round, and absorb waits for the draft.
+        drafts, anchors, lengths, output = lax.optimization_barrier(
+            (draft.tokens, state.anchors, state.lengths, output)
         )
         tokens = jnp.concatenate([anchors[:, None], drafts], axis=1)
-        kept = Kept(tokens, made[0], made[1], lengths, jnp.full_like(lengths, t))
+        kept = Kept(tokens, *output, lengths, jnp.full_like(lengths, t))
         absorbed = drafter.absorb(state.drafter, kept)
         state = dataclasses.replace(state, drafter=absorbed, anchors=anchors, lengths=lengths)
-        return (state, tokens), made
+        return (state, tokens), output
 
-    return lax.fori_loop(0, num_steps, body, (block, made))[0]
+    return lax.fori_loop(0, num_steps, body, (block, output))[0]
 
 
 def verify_loop(
@@ -68,11 +69,11 @@ def verify_loop(
     block: Block,
     num_steps: Int[Array, ""],
 ) -> Block:
-    """Run the target over a block, and choose its best token for each, over and over."""
+    """Run the target over a block and take its best tokens, repeatedly."""
     target = spec.target.bind(target_params)
     b, t = block[1].shape
     feature_layers = () if spec.drafter is None else spec.drafter.bind_abstract().feature_layers
-    ancestors = None if spec.tree is None else jnp.broadcast_to(jnp.tri(t, dtype=bool), (b, t, t))
+    seen = None if spec.tree is None else jnp.broadcast_to(jnp.tri(t, dtype=bool), (b, t, t))
 
     def body(_: Array, block: Block) -> Block:
         state, tokens = block
@@ -82,10 +83,10 @@ def verify_loop(
             jnp.full_like(state.lengths, t),
             state.caches,
             feature_layers=feature_layers,
-            ancestors=ancestors,
+            ancestors=seen,
         )
         best = argmax(output.logits)
-        never = best < 0  # so that the next round depends on all of this one's logits
+        never = best < 0  # makes the next round depend on all logits of this one
         lengths = state.lengths - never[:, 0].astype(state.lengths.dtype)
         state = dataclasses.replace(state, caches=output.caches, lengths=lengths)
         return state, jnp.where(never, best, tokens)
@@ -93,17 +94,32 @@ def verify_loop(
     return lax.fori_loop(0, num_steps, body, block)
 
 
+def distinct_experts(
+    spec: DecodeSpec, target_params: Params, drafter_params: Params | None, state: DecodeState
+) -> Int[Array, " L"]:
+    """Return the number of experts of each layer that the next target pass of all rows uses."""
+    target: Target = spec.target.bind(target_params)
+    tokens, sees = state.anchors[:, None], None
+    if spec.drafter is not None:
+        draft = propose(target, spec.drafter.bind(drafter_params or {}), spec, state)
+        tokens = jnp.concatenate([tokens, draft.tokens], axis=1)
+        sees = None if draft.parents is None else ancestors(draft.parents)
+    count = jnp.full_like(state.lengths, tokens.shape[1])
+    placement = placement_of(tokens, state.lengths, count, ancestors=sees)
+    return target.distinct_experts(tokens, placement, state.caches)
+
+
 # --- the compiled program ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LoopCounts:
-    """What one round of a compiled loop starts. Sampling stands in a branch that greedy steps do not take.
+    """The kernels and round trips of one round of a compiled loop. Sampling is in a branch that greedy steps skip.
 
     Attributes:
-      kernels: fusions, library calls, custom kernels, copies; a library call counts once, whatever it starts.
-      host_round_trips: conditions of loops that the host of a GPU reads: the loop's own, and those of loops in it
-        whose number of rounds is not fixed (once each).
+      kernels: fusions, library calls, custom kernels, copies; a library call counts once.
+      host_round_trips: loop conditions that the host of a GPU reads: the loop's own, and those of inner loops without a
+        fixed number of rounds (once each).
     """
 
     kernels: int
@@ -116,10 +132,10 @@ _NO_KERNEL |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "d
 
 
 def loop_counts(hlo: str, *, sampled: bool = False) -> LoopCounts:
-    """Count in optimized HLO what a round of its largest outermost loop starts.
+    """Count the kernels and round trips of the largest outermost loop in optimized HLO.
 
     Args:
-      sampled: of branches, count the one with most kernels. Otherwise the one with fewest.
+      sampled: count the branch with most kernels, else the one with fewest.
 
     Raises:
       ValueError: it has no loop.
@@ -149,12 +165,11 @@ def _counts(
             continue
         times, inner = 1, [LoopCounts(1, 0)]
         if op == "while":
-            known = re.search(r'known_trip_count":\{"n":"(\d+)"', rest)
-            times, inner = (
-                int(known[1]) if known else 1,
-                [_counts(bodies, _called(rest, "body"), choose)],
-            )
-            round_trips += 0 if known else 1
+            inner = [_counts(bodies, _called(rest, "body"), choose)]
+            if known := re.search(r'known_trip_count":\{"n":"(\d+)"', rest):
+                times = int(known[1])
+            else:
+                round_trips += 1
         elif op == "conditional":
             branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
             names = re.findall(r"%?([\w.-]+)", branches[1]) if branches else []

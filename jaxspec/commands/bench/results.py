@@ -1,7 +1,7 @@
-"""What is found out about a case: every quantity, how it follows from the observations, and where it is shown.
+"""The results of a case: every quantity, its derivation from the observations, and its columns in the tables.
 
-Read `CaseResult`. A new quantity is one field there: it goes into the JSON, and into the tables where it has columns.
-A quantity that needs another observation adds that to `Observed`, and `measure` makes it.
+Read `CaseResult`. A new quantity is one field there: it goes into the JSON, and into the tables if it has columns. A new
+observation is a field of `Observed`, which `measure` fills.
 """
 
 from __future__ import annotations
@@ -15,9 +15,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
-from jaxspec.commands.bench.floor import Ceiling, StepCost, step_cost, step_costs, step_floor_s
-from jaxspec.commands.bench.pair import Pair
+from jaxspec.commands.bench.floor import (
+    Ceiling,
+    StepCost,
+    share_of_group,
+    step_cost,
+    step_costs,
+    step_floor_s,
+)
+from jaxspec.commands.bench.pair import ModelPair
 from jaxspec.commands.bench.profile import LoopCounts, loop_counts
 from jaxspec.models.xla import COMPILER_OPTIONS
 from jaxspec.runtime import memory
@@ -25,7 +36,7 @@ from jaxspec.runtime.programs import options_of_loops
 
 
 def digits(value: float, count: int = 3) -> str:
-    """Write a number with so many digits that count, and never with an exponent."""
+    """Return a number with `count` significant digits, and never with an exponent."""
     if round(abs(value)) >= 10**count:
         return f"{value:,.0f}"
     text = f"{value:.{count}g}"
@@ -34,7 +45,7 @@ def digits(value: float, count: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median of some repeats, with the range they lie in."""
+    """Median and range of repeats."""
 
     median: float
     min: float
@@ -42,85 +53,85 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float], scale: float = 1.0) -> Spread:
-        """Take the median and the range of values, each times `scale`."""
+        """Return the median and range of values, each times `scale`."""
         return cls(statistics.median(values) * scale, min(values) * scale, max(values) * scale)
 
     def __str__(self) -> str:
         return f"{digits(self.median)} ({digits(self.min)}-{digits(self.max)})"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Observed:
-    """What the runs of a case left.
+    """The observations of a case.
 
     Attributes:
-      context: tokens that the caches only seemed to hold at the start; None where prompts were prefilled.
-      rows: that devices of the model axis share; `ceiling` is what these devices can do together.
-      middle: committed tokens of a row in the middle of the run, for which the floor is.
-      steps: of the longest row.
-      prefill_s, step_s, token_s, tokens_per_s, lengths: a number a repeat; seconds of prefill, of a step and of
-        a row's token, tokens of all rows a second, and the mean acceptance length.
-      draft_s, verify_s: of the two models by themselves; nothing drafts in plain decoding.
+      context: tokens that the caches were filled with at random; None if prompts were prefilled.
+      rows: of the devices of one model axis; `ceiling` is of these devices together.
+      middle: committed tokens of a row in the middle of the run; the floor is for these.
       loop: the compiled decode loop.
-      experts: that one target pass used, a layer; None for models without.
+      steps: of the longest row.
+      prefill_s, step_s, token_s, tokens_per_s, lengths: a number per repeat: seconds of prefill, of a step and of a
+        row's token, tokens per second of all rows, mean acceptance length.
+      draft_s, verify_s: seconds of each model by itself; no draft in plain decoding.
+      experts: used by one target pass, per layer; None for models without experts.
     """
 
-    pair: Pair
+    pair: ModelPair
     batch: int
     context: int | None
     cache_length: int
     rows: int
     ceiling: Ceiling
     middle: int
-    steps: int
-    prefill_s: Sequence[float]
-    step_s: Sequence[float]
-    token_s: Sequence[float]
-    tokens_per_s: Sequence[float]
-    lengths: Sequence[float]
-    draft_s: Sequence[float]
-    verify_s: Sequence[float]
     loop: Any
     prefill_compile_s: float
     decode_compile_s: float
-    experts: np.ndarray | None
+    steps: int = 0
+    prefill_s: list[float] = dataclasses.field(default_factory=list)
+    step_s: list[float] = dataclasses.field(default_factory=list)
+    token_s: list[float] = dataclasses.field(default_factory=list)
+    tokens_per_s: list[float] = dataclasses.field(default_factory=list)
+    lengths: list[float] = dataclasses.field(default_factory=list)
+    draft_s: list[float] = dataclasses.field(default_factory=list)
+    verify_s: list[float] = dataclasses.field(default_factory=list)
+    experts: np.ndarray | None = None
 
     @property
     def cost(self) -> StepCost:
-        """What a step moves and computes at the least."""
+        """The least bytes and operations of a step."""
         return step_cost(self.pair.spec, self.rows, self.middle)
 
     @functools.cached_property
     def loop_counts(self) -> LoopCounts:
-        """What a step starts."""
+        """The kernels and round trips of a step."""
         return loop_counts(self.loop.as_text(), sampled=self.pair.sampling.temperature > 0)
 
     @property
     def rest_s(self) -> float:
-        """What a step takes beyond its two models."""
+        """Seconds of a step beyond its two models."""
         parts = (s for s in (self.draft_s, self.verify_s) if s)
         return statistics.median(self.step_s) - sum(map(statistics.median, parts))
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether there was no drafter."""
+        """True without a drafter."""
         return self.pair.spec.drafter is None
 
 
-# --- how a quantity is declared ----------------------------------------------------------------------
+# --- declarations ------------------------------------------------------------------------------------
 
 
 SPEED, PARTS, DETAILS = range(3)
-"""The tables: what came out, where a step's time goes, what it took."""
+"""The tables: results, parts of a step, resources."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """Where a quantity stands in the tables.
+    """A column of a table.
 
     Attributes:
-      show: what stands there for a value, in its case, beside plain decoding in the same case.
-      meaning: what the caption says of it; "" where the heading says it all.
+      show: returns the cell of a value, given its case and plain decoding in the same case.
+      meaning: its explanation in the caption; "" for none.
     """
 
     table: int
@@ -133,8 +144,8 @@ def quantity(of: Callable[[Observed], Any], *columns: Column) -> Any:
     """Declare a field of `CaseResult`.
 
     Args:
-      of: makes its value of what was observed; a value of None is shown nowhere.
-      columns: where it stands in the tables, if anywhere.
+      of: returns its value, given the observations; None is not shown.
+      columns: in the tables.
     """
     return dataclasses.field(metadata=dict(of=of, columns=columns))
 
@@ -202,29 +213,29 @@ def _experts(o: Observed) -> Spread | None:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case: a batch size, with or without the drafter.
+    """The results of one case: a batch size, with or without the drafter.
 
     Attributes:
       mode: "plain" or "speculative".
-      label: the case in a few words, such as "mtp 7": drafter and draft tokens.
-      context_length: tokens that the caches only seemed to hold at the start; None where prompts were prefilled.
-      cost, floor_ms: the least of a step; `draft_floor_ms` is the drafter's part.
+      label: drafter and draft tokens, such as "mtp 7".
+      context_length: as `Observed.context`.
+      cost, floor_ms: least cost and time of a step; `draft_floor_ms` is the drafter's part.
       steps: of the longest row.
-      step_ms: the decode time of the batch over these.
-      tokens_per_s: tokens returned after prefill's, of all rows, over decode time.
+      step_ms: decode time of the batch per step.
+      tokens_per_s: returned tokens of all rows after prefill's, over decode time.
       acceptance: "real" or "synthetic"; None for plain decoding.
       acceptance_length: mean over all verify steps of all rows; None for plain decoding.
-      draft_ms: of the drafter alone, drafting and absorbing; None for plain decoding.
+      draft_ms: of drafting and absorbing alone; None for plain decoding.
       verify_ms: of the target's pass alone, with the choice of its best tokens.
-      rest_ms: medians, `step_ms` beyond those two: acceptance, bookkeeping, the loop itself. Small and below
-        zero where the parts overlap.
+      rest_ms: `step_ms` less those two, of medians: acceptance, bookkeeping, the loop. Slightly below zero if the parts
+        overlap.
       tpot_ms: decode time over a row's mean tokens.
-      kernels_per_step, host_round_trips_per_step: see `profile.LoopCounts`; on CPUs no host is
-        apart, and on one GPU it waits for the whole loop.
-      ttft_ms: prefill of the whole batch; None where nothing was prefilled.
-      footprint: what the configs say that a device holds.
-      temporary_bytes: what the compiled loop takes beside that, where the compiler tells.
-      peak_bytes: of the process so far, where the device counts them.
+      kernels_per_step, host_round_trips_per_step: see `profile.LoopCounts`; a CPU has no separate host, and the host of
+        one GPU waits for the whole loop.
+      ttft_ms: prefill of the whole batch; None if nothing was prefilled.
+      footprint: bytes that a device holds, by the configs.
+      temporary_bytes: of the compiled loop beside that; None if the compiler does not report them.
+      peak_bytes: of the process so far; None if the device does not count them.
       distinct_experts: a layer, in one target pass at the end of the run: mean, fewest and most.
     """
 
@@ -314,12 +325,136 @@ class CaseResult:
 
     @classmethod
     def of(cls, observed: Observed) -> CaseResult:
-        """Make every quantity of what was observed."""
+        """Derive every quantity from the observations."""
         return cls(**{f.name: f.metadata["of"](observed) for f in dataclasses.fields(cls)})
 
     @property
     def case(self) -> str:
-        """Name the case, whatever its mode: the batch size, and the context where it was set."""
+        """The case without its mode: the batch size, and the context if it was set."""
         if self.context_length is None:
             return str(self.batch_size)
         return f"{self.batch_size} @ {self.context_length:,}"
+
+
+# --- tables ------------------------------------------------------------------------------------------
+
+WIDTH = 80  # of a narrow terminal
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case to measure: batch size, committed tokens of a row at the start, models."""
+
+    batch: int
+    start: int
+    pair: ModelPair
+
+
+@dataclass(frozen=True)
+class RenderedColumn:
+    """A column as text: heading, explanation, a cell per row."""
+
+    heading: str
+    meaning: str
+    cells: Sequence[str]
+
+
+def floor_tables(cases: Sequence[Case], new_tokens: int, ceiling: Ceiling) -> list[Table]:
+    """Return the floors of cases, in the middle of the run."""
+    rows: list[list[str]] = []
+    for case in cases:
+        spec, middle = case.pair.spec, case.start + new_tokens // 2
+        count, together = share_of_group(case.pair.mesh, case.batch, ceiling)
+        cost, draft = step_cost(spec, count, middle), step_costs(spec, count, middle)[1]
+        cells = [f"{middle:,}", f"{cost.weight_bytes / 1e6:,.1f}", f"{cost.kv_bytes / 1e6:,.1f}"]
+        cells += [digits(cost.flops / 1e9)]
+        cells += [digits(step_floor_s(spec, count, middle, together) * 1e3)]
+        cells += ["" if spec.drafter is None else digits(draft.floor_s(together) * 1e3)]
+        rows.append(cells)
+    headings = {
+        "context": "tokens of a row, in the middle of the run",
+        **dict.fromkeys(("weights MB", "K/V MB", "GFLOP", "floor ms"), ""),
+        "drafting": "the drafter's part of the floor",
+    }
+    columns = [
+        RenderedColumn(*heading, cells)
+        for heading, cells in zip(headings.items(), zip(*rows, strict=True), strict=True)
+    ]
+    title = (
+        f"floor of a step, at {digits(ceiling.bytes_per_s / 1e9)} GB/s read and "
+        f"{digits(ceiling.flops_per_s / 1e12)} TFLOP/s, measured just now"
+    )
+    names = [(str(case.batch), case.pair.label) for case in cases]
+    return _tables(title, names, columns)
+
+
+def result_tables(cases: Sequence[CaseResult], repeats: int) -> list[Table]:
+    """Return the tables of measured cases: results, parts of a step, resources."""
+    plain = {r.case: r for r in cases if r.mode == "plain"}
+    names = [(r.case, r.label) for r in cases]
+    tables = []
+    for number in (SPEED, PARTS, DETAILS):
+        title = f"measured: median (min-max) of {repeats}, warm-up and compilation excluded"
+        columns = [
+            RenderedColumn(c.heading, c.meaning, [_cell(c, name, r, plain[r.case]) for r in cases])
+            for name, c in _columns_of(number)
+        ]
+        columns = [c for c in columns if any(c.cells)]
+        tables += _tables(title if number == SPEED else "", names, columns)
+    return tables
+
+
+def _columns_of(table: int) -> list[tuple[str, Column]]:
+    """Return the columns of a table, each with its quantity."""
+    fields = dataclasses.fields(CaseResult)
+    return [(f.name, c) for f in fields for c in f.metadata["columns"] if c.table == table]
+
+
+def _cell(column: Column, name: str, result: CaseResult, plain: CaseResult) -> str:
+    value = getattr(result, name)
+    return "" if value is None else column.show(value, result, plain)
+
+
+def _tables(
+    title: str, names: Sequence[tuple[str, str]], columns: Sequence[RenderedColumn]
+) -> list[Table]:
+    """Split columns into tables of at most `WIDTH`.
+
+    Args:
+      names: batch and mode of the rows.
+    """
+    tables: list[Table] = []
+    begin = 0
+    while begin < len(columns):
+        end = len(columns)
+        while end > begin + 1 and _width(_table("", names, columns[begin:end])) > WIDTH:
+            end -= 1
+        tables.append(_table(title if begin == 0 else "", names, columns[begin:end]))
+        begin = end
+    return tables
+
+
+def _table(
+    title: str, names: Sequence[tuple[str, str]], columns: Sequence[RenderedColumn]
+) -> Table:
+    known = [c for c in columns if c.meaning]
+    table = Table(
+        title=title or None,
+        caption=" ".join(f"{c.heading}: {c.meaning}." for c in known) or None,
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("batch", justify="right", no_wrap=True)
+    table.add_column("mode", no_wrap=True)
+    for column in columns:
+        table.add_column(column.heading, justify="right", no_wrap=True)
+    for row, name in enumerate(names):
+        table.add_row(*name, *(column.cells[row] for column in columns))
+    return table
+
+
+def _width(table: Table) -> int:
+    wide = Console(width=10_000)
+    return Measurement.get(wide, wide.options, table).maximum

@@ -1,4 +1,4 @@
-"""One run of `jaxspec bench`: every case, one after the other, printed and returned. Read `run`."""
+"""One run of `jaxspec bench`: every case in turn, printed and returned. Read `run`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
-from jaxspec.commands.bench import tables, trace, trace_report
+from jaxspec.commands.bench import GENERATED, trace
 from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost
 from jaxspec.commands.bench.measure import measure
-from jaxspec.commands.bench.pair import Pair, make_pair
-from jaxspec.commands.bench.tables import Case
-from jaxspec.commands.bench.trace_options import GENERATED, TraceOptions
+from jaxspec.commands.bench.pair import ModelPair, make_pair
+from jaxspec.commands.bench.results import Case, floor_tables, result_tables
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.startup import versions
 from jaxspec.engine.engine import Engine
@@ -28,29 +27,28 @@ from jaxspec.engine.request import Request
 from jaxspec.options import DEFAULTS, VALUES, Drafting, Sampling
 from jaxspec.runtime.runtime import cache_bucket
 
+if TYPE_CHECKING:
+    from jaxspec.commands.bench.command import BenchOptions, TraceOptions
+
 
 def run(
     console: Console,
-    pair: Pair,
+    pair: ModelPair,
     prompts: np.ndarray,
-    batch_sizes: Sequence[int],
-    contexts: Sequence[int],
-    new_tokens: int,
-    repeats: int,
-    seed: int,
-    say: Callable[[str], None] = lambda _: None,
+    options: BenchOptions,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Print the ceiling, measure every case, print the results; return all of it as JSON values.
+    """Print the ceiling, measure every case and print the results; return all as JSON values.
 
     Args:
-      contexts: lengths to start from, with random caches; without any, the prompts are prefilled.
-      say: called with what is being done.
+      notify: called with the current activity.
     """
-    say("measuring the device")
+    notify("measuring the device")
     ceiling = measure_ceiling(
         pair.spec.target.dtype, step_cost(pair.spec, 1, prompts.shape[1]).weight_bytes
     )
-    conditions = _conditions(pair, prompts, new_tokens, repeats, seed, ceiling)
+    conditions = _conditions(pair, prompts, options, ceiling)
+    contexts, new_tokens = options.context_length, options.new_tokens
     if contexts:
         conditions |= {"prompts": "caches of random numbers", "prompt_length": None}
     nproc = conditions["nproc"]
@@ -62,8 +60,8 @@ def run(
     )
     modes = [pair] if pair.spec.drafter is None else [pair.plain(), pair]
     starts = contexts or [prompts.shape[1]]
-    cases = [Case(*case) for case in itertools.product(batch_sizes, starts, modes)]
-    console.print(*tables.floors(cases, new_tokens, ceiling), sep="\n")
+    cases = [Case(*case) for case in itertools.product(options.batch_sizes, starts, modes)]
+    console.print(*floor_tables(cases, new_tokens, ceiling), sep="\n")
     results = []
     for number, case in enumerate(cases, 1):
         name = f"case {number} of {len(cases)}, batch {case.batch}, {case.pair.label}"
@@ -72,36 +70,36 @@ def run(
             prompts[: case.batch],
             ceiling,
             new_tokens=new_tokens,
-            repeats=repeats,
-            seed=seed,
+            repeats=options.repeats,
+            seed=options.seed,
             context=case.start if contexts else None,
-            say=lambda doing, name=name: say(f"{name}: {doing}"),
+            notify=lambda activity, name=name: notify(f"{name}: {activity}"),
         )
         results.append(result)
         speed = f"{result.step_ms} ms a step, {result.tokens_per_s} tok/s"
         print(f"batch {result.case}, {result.label}: {speed}", file=sys.stderr, flush=True)
-    console.print(*tables.results(results, repeats), sep="\n")
+    console.print(*result_tables(results, options.repeats), sep="\n")
     return {**conditions, "results": [dataclasses.asdict(r) for r in results]}
 
 
 def _conditions(
-    pair: Pair, prompts: np.ndarray, new_tokens: int, repeats: int, seed: int, ceiling: Ceiling
+    pair: ModelPair, prompts: np.ndarray, options: BenchOptions, ceiling: Ceiling
 ) -> dict[str, Any]:
     return {
-        **_models_of(pair, seed),
+        **_models_of(pair, options.seed),
         "prompts": f"{'held-out' if pair.held_out else 'random'} prompts of {prompts.shape[1]} tokens",
         "prompt_length": prompts.shape[1],
-        "new_tokens": new_tokens,
+        "new_tokens": options.new_tokens,
         **{name: getattr(pair.sampling, name) for name in VALUES},
         "draft_sampling": pair.spec.drafting.draft_sampling,
         "verification": pair.spec.drafting.verification,
-        "repeats": repeats,
+        "repeats": options.repeats,
         "ceiling": dataclasses.asdict(ceiling),
     }
 
 
-def _models_of(pair: Pair, seed: int) -> dict[str, Any]:
-    """Return what runs, and where."""
+def _models_of(pair: ModelPair, seed: int) -> dict[str, Any]:
+    """Return the models and their device as JSON values."""
     device = jax.devices()[0]
     return {
         "target": pair.target_name,
@@ -116,7 +114,7 @@ def _models_of(pair: Pair, seed: int) -> dict[str, Any]:
         "drafter_weights": None if pair.spec.drafter is None else pair.spec.drafter.storage,
         "device": device.device_kind,
         "platform": device.platform,
-        "nproc": os.environ.get("NPROC"),  # threads of programs on a CPU; else as many as cores
+        "nproc": os.environ.get("NPROC"),  # threads of CPU programs; None for the number of cores
         "mesh": dict(pair.mesh.shape),
         "seed": seed,
         "versions": versions("jax", "jaxlib", "flax", "numpy"),
@@ -125,22 +123,22 @@ def _models_of(pair: Pair, seed: int) -> dict[str, Any]:
 
 
 def described(sampling: Sampling) -> str:
-    """Say how tokens are chosen: "greedy", or what is not the default."""
-    given = [n for n in VALUES if getattr(sampling, n) != DEFAULTS[n]]
+    """Return the sampling as text: "greedy", and the values that are not the default."""
+    names = [n for n in VALUES if getattr(sampling, n) != DEFAULTS[n]]
     if sampling.temperature == 0:
-        given.insert(0, "greedy")
+        names.insert(0, "greedy")
     words = [
-        n if n == "greedy" else f"{n.replace('_', '-')} {getattr(sampling, n):g}" for n in given
+        n if n == "greedy" else f"{n.replace('_', '-')} {getattr(sampling, n):g}" for n in names
     ]
     return ", ".join(words)
 
 
 def startup_of(first: dict[str, Any], import_s: float | None, load_s: float) -> dict[str, Any]:
-    """Return the seconds from the command to the first token, as if its first case were alone.
+    """Return the seconds from the command to the first token, as if the first case were alone.
 
     Args:
-      first: that case's result.
-      import_s: age of the process when the command began, where that is known.
+      first: the result of the first case.
+      import_s: age of the process when the command began; None if unknown.
     """
     compile_s, ttft_ms = first["prefill_compile_s"], first["ttft_ms"]
     total = None
@@ -151,14 +149,14 @@ def startup_of(first: dict[str, Any], import_s: float | None, load_s: float) -> 
         "batch_size": first["batch_size"],
         "import_s": import_s,
         "load_s": load_s,
-        "compile_s": compile_s,  # of prefill: the decode loop comes after the first token
+        "compile_s": compile_s,  # of prefill; the decode loop comes after the first token
         "first_token_s": total,
         "compilation_cache": jax.config.values["jax_compilation_cache_dir"],
     }
 
 
 def described_startup(startup: dict[str, Any]) -> str:
-    """Return a line about `startup_of`."""
+    """Return the values of `startup_of` as one line."""
     imports, total = startup["import_s"], startup["first_token_s"]
     parts = [] if imports is None else [f"{imports:.1f} start and imports"]
     parts += [f"{startup['load_s']:.1f} weights", f"{startup['compile_s']:.1f} compiling prefill"]
@@ -177,62 +175,61 @@ def run_trace(
     preset: str | None,
     seed: int,
     plot_path: Path | None,
-    say: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Send a trace through an engine, print what came of it, and return that as JSON values."""
-    given = options.trace
-    jobs = None if given in (None, GENERATED) else trace.read(Path(given))
-    most = max((job.prompt_tokens + job.new_tokens for job in jobs or ()), default=1)
-    asked: dict[str, Any] = dict(rows=options.slots, positions=most, sampling=sampling)
-    pair = make_pair(models, drafting, preset, seed=seed, **asked)
-    if jobs is None:
+    """Send a trace through an engine, print the results, and return them as JSON values."""
+    stream = None if options.trace in (None, GENERATED) else trace.read(Path(options.trace))
+    positions = max((r.prompt_tokens + r.new_tokens for r in stream or ()), default=1)
+    sizes: dict[str, Any] = dict(rows=options.slots, positions=positions, sampling=sampling)
+    pair = make_pair(models, drafting, preset, seed=seed, **sizes)
+    if stream is None:
         limit = pair.spec.target.config.max_positions
-        jobs = trace.generated(options.requests, options.trace_seed, options.rate, limit)
-        most = max(job.prompt_tokens + job.new_tokens for job in jobs)
+        stream = trace.generate(options.requests, options.trace_seed, options.rate, limit)
+        positions = max(r.prompt_tokens + r.new_tokens for r in stream)
     engine = Engine(
         *pair.loaded,
         drafting=drafting,
         program_features=pair.spec.program_features,
         batch_size=options.slots,
-        cache_length=cache_bucket(most + pair.spec.step_tokens),
+        cache_length=cache_bucket(positions + pair.spec.step_tokens),
         steps_per_return=options.steps_per_return,
         max_prefill_tokens=options.max_prefill_tokens,
         read_ahead=options.read_ahead,
         invariant=options.invariant,
         choose_length=options.choose_length,
     )
-    arrivals = "all at once" if not jobs[-1].arrival_s else f"over {jobs[-1].arrival_s:.1f} s"
+    arrivals = "all at once" if not stream[-1].arrival_s else f"over {stream[-1].arrival_s:.1f} s"
     device = jax.devices()[0].device_kind
     console.print(
         f"[bold]{pair.target_name}[/]{pair.title.removeprefix(pair.target_name)}\n"
-        f"{pair.spec.target.dtype} on {device} · jax {jax.__version__} · {len(jobs)} requests, {arrivals}"
+        f"{pair.spec.target.dtype} on {device} · jax {jax.__version__} · {len(stream)} requests, {arrivals}"
     )
     rng = np.random.default_rng(seed)
     size = pair.spec.target.config.vocab_size
     requests = [
         Request(
-            tuple(rng.integers(size, size=job.prompt_tokens).tolist()),
-            job.new_tokens,
+            tuple(rng.integers(size, size=r.prompt_tokens).tolist()),
+            r.new_tokens,
             sampling,
             seed=seed,
-            sample=place,
-            id=place,
+            sample=index,
+            id=index,
         )
-        for place, job in enumerate(jobs)
+        for index, r in enumerate(stream)
     ]
     with Console(stderr=True, highlight=False).status("[dim]compiling") as status:
 
-        def tell(message: str) -> None:
+        def update(message: str) -> None:
             status.update(f"[dim]{message}")
-            say(message)
+            notify(message)
 
-        report, moments = trace.run(engine, jobs, requests, tell)
-    console.print(trace_report.shown(report))
+        report, moments = trace.run(engine, stream, requests, update)
+    console.print(trace.render(report))
     if plot_path is not None:
-        trace_report.draw(report, moments, f"{pair.title}, {device}", plot_path)
+        trace.draw(report, moments, f"{pair.title}, {device}", plot_path)
     return {
         **_models_of(pair, seed),
         "trace": dataclasses.asdict(options),
         "cache_length": engine.cache_length,
-        **trace_report.to_json(report, moments),
+        **trace.to_json(report, moments),
     }
