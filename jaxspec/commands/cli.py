@@ -1,8 +1,8 @@
-"""The command line. What a command does is in a folder of its own.
+"""The command line. Each command is a folder of its own.
 
-JAX and all that needs it are imported only once a command is sure to need them, so that help and mistakes
-cost no start-up. Exit codes: 0, all is done; 1, some prompts were refused and the rest is done; 2, a
-mistake, one message, nothing done; 130, Ctrl-C; 143, SIGTERM; 141, the reader of standard output left.
+JAX is imported only once a command surely needs it, so that help and mistakes cost no start-up.
+Exit codes: 0, all is done; 1, some prompts were refused and the rest is done; 2, a mistake, one
+message, nothing done; 130, Ctrl-C; 143, SIGTERM; 141, the reader of standard output left.
 `jaxspec.__main__` runs this.
 """
 
@@ -25,7 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    pretty_exceptions_enable=False,  # a traceback of ours is a bug report: plain, and without locals
+    pretty_exceptions_enable=False,  # tracebacks are for bug reports: plain, and without locals
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

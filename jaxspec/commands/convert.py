@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Which way to convert, and where the source comes from."""
+    """The direction and source of a conversion."""
 
     to_hf: bool = option(False, "The other way: write a directory of ours as Hugging Face files.")
     dtype: str | None = option(
@@ -48,7 +48,7 @@ class ConvertOptions:
     offline: bool = option(False, "Use the local hub cache alone, and no network.")
 
     def __post_init__(self) -> None:
-        """Refuse options that make no sense.
+        """Refuse impossible options.
 
         Raises:
           UsageError: naming the option.
@@ -100,9 +100,9 @@ def convert_command(
     def left() -> str:
         if destination.exists():
             return f"{destination} is there"
-        if partial(destination).exists():
-            return f"{destination} was not written; the next conversion to it removes {partial(destination)}"
-        return f"{destination} was not written"
+        rest = partial(destination)
+        removal = f"; the next conversion to it removes {rest}" if rest.exists() else ""
+        return f"{destination} was not written{removal}"
 
     console = Console(stderr=True)
     columns = (
@@ -117,15 +117,15 @@ def convert_command(
         explained(CheckpointError, ConfigError, DeviceMemoryError, interrupted=left),
         interruption.leaving(tidy=abandon),
         Progress(*columns, console=console, transient=True, disable=quiet) as bars,
-        ticking(console) as say,
+        ticking(console) as notify,
     ):
         doing = "writing" if options.to_hf else "converting"
         task = bars.add_task(doing, total=None)
-        say("reading the source")
+        notify("reading the source")
 
         def show(name: str, done: int, total: int) -> None:
             bars.update(task, completed=done, total=total)
-            say(f"{doing}, {decimal(done)} of {decimal(total)}")
+            notify(f"{doing}, {decimal(done)} of {decimal(total)}")
 
         if options.to_hf:
             report = to_hf(source, destination, progress=show)
@@ -141,15 +141,15 @@ def convert_command(
                 offline=options.offline,
                 progress=show,
             )
-    _summarise(Console(), report)
+    _print_summary(Console(), report)
 
 
-def _summarise(console: Console, report: Report) -> None:
+def _print_summary(console: Console, report: Report) -> None:
     _, _, title = get_family(report.kind).title.partition(" ")  # without its article
     lines = [
         f"{title} -> {report.destination}",
-        f"{report.tensors} tensors, {report.parameters} parameters, {decimal(report.nbytes)} "
-        f"in {report.seconds:.1f} s ({report.nbytes / 1e9 / report.seconds:.3f} GB/s)",
+        f"{report.tensors} tensors, {report.parameters} parameters, {decimal(report.nbytes)} in "
+        f"{report.seconds:.1f} s ({report.nbytes / 1e9 / report.seconds:.3f} GB/s)",
     ]
     if report.left_behind:
         lines.append(

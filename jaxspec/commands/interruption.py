@@ -1,16 +1,16 @@
-"""Ctrl-C and SIGTERM end a command within two seconds, whatever it is doing.
+"""End of a command on Ctrl-C and SIGTERM, within two seconds.
 
-Read `run`, then `_watch`. Python runs a handler of signals in the main thread only, between two of its
-instructions. A compilation by XLA is one instruction of many seconds. So a thread watches for signals, and ends the
-process. The command is not asked: a KeyboardInterrupt within JAX frees arrays and programs that are in use, and that
-ends in a segmentation fault. What a command leaves must therefore be in order at every moment. A block of `leaving`
-says what that is, and may have something to tidy up.
+Read `run`, then `_watch`. Python runs signal handlers in the main thread only, between two of its
+instructions, and a compilation by XLA is one instruction of many seconds. So a thread watches for
+signals, and ends the process. A KeyboardInterrupt within JAX would free arrays and programs in use,
+and end in a segmentation fault. Therefore the files of a command must be in order at every moment.
+A block of `leaving` describes them, and may have a function that tidies.
 
-Every end is `os._exit`, after the streams were flushed. Otherwise Python and XLA would be taken apart under threads
-that still compile.
+Every end is `os._exit`, after the streams were flushed. Otherwise Python and XLA would be torn down
+under threads that still compile.
 
-The first imports of a command are here, so nothing large is imported. Only the commands' own processes call `run`:
-who imports jaxspec as a library keeps its own handlers.
+This module is the first import of a command, so it imports nothing large. Only the commands' own
+processes call `run`: programs that import jaxspec as a library keep their handlers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 GRACE_S = 1.0  # for tidying up
-LAST_WORDS_S = 0.3  # for the message and for flushing: whoever reads a pipe may have stopped
+LAST_WORDS_S = 0.3  # for the message and for flushing: the reader of a pipe may have stopped
 CLOSED_PIPE = 128 + signal.SIGPIPE  # the exit code of programs that write to a closed pipe
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -36,14 +36,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WORDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 Left = str | Callable[[], str]
-"""What an interruption leaves, in words, or a function that returns them."""
+"""A description of what an interruption leaves behind, or a function that returns it."""
 
 
 class _Ending:
-    """What is known of the end of this process."""
+    """The state of the end of this process."""
 
     def __init__(self) -> None:
-        self.number = 0  # the first signal that came; 0 if none did
+        self.number = 0  # the first signal; 0 for none
         self.taken: list[int] = []  # the signals that end this process
         self.watched = False  # a thread watches for signals
         self.blocks: list[tuple[Left, Callable[[], None] | None]] = []  # of `leaving`, entered
@@ -52,16 +52,16 @@ class _Ending:
 _ending = _Ending()
 
 
-# --- for commands ------------------------------------------------------------------------------------
+# --- for commands --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def leaving(left: Left = "", tidy: Callable[[], None] | None = None) -> Iterator[None]:
-    """Say what an interruption of this block leaves.
+    """Describe what an interruption of this block leaves behind.
 
     Args:
-      left: in words, for the message; asked after `tidy`.
-      tidy: removes what should not be left. It has a second. Another thread calls it while the block goes on.
+      left: for the message; called after `tidy`.
+      tidy: removes leftovers, within a second. Another thread calls it while the block goes on.
     """
     _ending.blocks.append((left, tidy))
     try:
@@ -71,19 +71,19 @@ def leaving(left: Left = "", tidy: Callable[[], None] | None = None) -> Iterator
 
 
 def await_end_if_interrupted() -> None:
-    """Do not return if a signal came that ends this process. Whatever failed after it may be its doing."""
+    """Wait for the end of this process if a signal ends it: later failures may be its effect."""
     while _ending.number:
         time.sleep(1)
 
 
 def message(left: Left = "") -> str:
-    """Say that this process was interrupted, and what that leaves."""
+    """Return the message of an interruption, with what it leaves behind."""
     words = _WORDS.get(_ending.number, _WORDS[signal.SIGINT])
     after = left() if callable(left) else left
     return f"{words}; {after}" if after else words
 
 
-# --- the process -------------------------------------------------------------------------------------
+# --- the process ---------------------------------------------------------------------------------
 
 
 def run(command_line: Callable[[], None]) -> NoReturn:
@@ -111,10 +111,10 @@ def run(command_line: Callable[[], None]) -> NoReturn:
 
 
 def _replace_closed_streams() -> list[str]:
-    """Open the standard streams that this process was started without, and return which. `>&-` does that in a shell.
+    """Open the standard streams that were closed at the start; return their names.
 
-    Else a file that is opened later gets their number, and takes what is meant for them. Nothing is read,
-    and messages go nowhere. Output fails when it is flushed, because a result must not be lost silently.
+    Else a file that is opened later would get their number and their output. Nothing is read, and
+    messages are dropped. Output fails when flushed, because a result must not be lost silently.
     """
     closed = []
     for number, (name, mode, flags) in enumerate(
@@ -133,8 +133,8 @@ def _replace_closed_streams() -> list[str]:
 def install() -> None:
     """End this process on Ctrl-C and on SIGTERM from now on.
 
-    A signal that this process was started to ignore stays ignored, as `nohup` and a shell's background jobs
-    want it.
+    A signal that was ignored at the start stays ignored, as `nohup` and background jobs of a shell
+    need.
     """
     _ending.taken = [n for n in _WORDS if signal.getsignal(n) is not signal.SIG_IGN]
     take_back()
@@ -146,13 +146,13 @@ def install() -> None:
 
 
 def take_back() -> None:
-    """Set the handlers again, after a library may have set its own."""
+    """Set the handlers again, after a library set its own."""
     for number in _ending.taken:
         signal.signal(number, _handle)
 
 
 def hand_over() -> None:
-    """Leave signals to others from now on, such as a server that lets requests end before it does."""
+    """Leave signals to others from now on, such as a server that finishes its requests first."""
     signal.set_wakeup_fd(-1)
     for number in _ending.taken:
         signal.signal(number, signal.SIG_DFL)
@@ -160,14 +160,14 @@ def hand_over() -> None:
 
 
 def _handle(number: int, frame: Any) -> None:
-    """Note the signal. Python calls this in the main thread, as soon as it can; the watching thread is told at once."""
+    """Note the signal. Python calls this in the main thread as soon as it can."""
     _ending.number = _ending.number or number
     if not _ending.watched:
         _end_interrupted()
 
 
 def _watch(reading: int) -> None:
-    """Wait for a signal, tidy up, and end the process. A second signal ends it without more tidying."""
+    """Wait for a signal, tidy up, and end the process; a second signal ends it at once."""
     number = _next_signal(reading, None)
     assert number is not None
     _ending.number = _ending.number or number
@@ -181,9 +181,9 @@ def _watch(reading: int) -> None:
 
 
 def _next_signal(reading: int, timeout_s: float | None) -> int | None:
-    """Return the next signal that ends this process, or None if none came in time."""
+    """Return the next signal that ends this process; None after `timeout_s`."""
     while select.select([reading], [], [], timeout_s)[0]:
-        number = os.read(reading, 1)[0]  # signals with handlers of others come here too
+        number = os.read(reading, 1)[0]  # other handlers' signals come here too
         if number in _WORDS:
             return number
     return None
@@ -200,14 +200,14 @@ def _tidy() -> None:
 
 
 def _end_interrupted() -> NoReturn:
-    """Say what happened, and end the process."""
-    words = threading.Thread(target=_say_last_words, daemon=True)
+    """Print the message, and end the process."""
+    words = threading.Thread(target=_print_last_words, daemon=True)
     words.start()
     words.join(LAST_WORDS_S)
     os._exit(128 + _ending.number)
 
 
-def _say_last_words() -> None:
+def _print_last_words() -> None:
     left = next((left for left, _ in reversed(_ending.blocks) if left), "")
     # A spinner hides the cursor of a terminal, and its line is still there.
     tidied = "\r\x1b[2K\x1b[?25h" if os.isatty(2) else ""
@@ -219,7 +219,7 @@ def _say_last_words() -> None:
 
 
 def _flushed(code: int) -> int:
-    """Flush the streams. Return the exit code, which is another one if results could not be written."""
+    """Flush the streams; return the exit code, another one if results could not be written."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -232,7 +232,7 @@ def _flushed(code: int) -> int:
 
 
 def _cannot_write(error: OSError) -> int:
-    """Say that results could not be written, and return the exit code."""
+    """Print that results could not be written, and return the exit code."""
     with contextlib.suppress(OSError):
         os.write(2, f"error: cannot write the output: {error.strerror}\n".encode())
     return 2

@@ -1,4 +1,4 @@
-"""Which models a command is to run, and on what: the options that commands share. Needs no JAX."""
+"""The options of models and devices, which commands share. Needs no JAX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxspec.commands.options import UsageError, as_flag
 from jaxspec.options import Drafting, option
 
 Dtype = Literal["float32", "bfloat16"]
-# What `jaxspec.quantised.names(on_load=True)` returns, which needs JAX.
+# The values of `jaxspec.quantised.names(on_load=True)`, which needs JAX.
 Quantized = Literal[
     "int8",
     "fp8",
@@ -31,7 +31,7 @@ KVDtype = Literal["bfloat16", "float32", "fp8"]
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A target, its drafter, where they come from and where they go."""
+    """A target and its drafter: their sources, formats and devices."""
 
     target: str | None = option(
         None,
@@ -40,8 +40,9 @@ class ModelOptions:
     )
     drafter: str | None = option(
         None,
-        "A drafter: a directory or a hub id; [bold]dflash[/] or [bold]mtp[/], the bundled one of that kind; "
-        "[bold]none[/], to decode plainly. Default: dflash with the bundled target, else none.",
+        "A drafter: a directory or a hub id; [bold]dflash[/] or [bold]mtp[/], the bundled one of "
+        "that kind; [bold]none[/], to decode plainly. Default: dflash with the bundled target, "
+        "else none.",
         metavar="PATH|ID|dflash|mtp|none",
     )
     revision: str | None = option(None, "Branch, tag or commit of the target's hub id.")
@@ -55,7 +56,8 @@ class ModelOptions:
     )
     kv_dtype: KVDtype | None = option(
         None,
-        "Of the target's keys and values in caches. fp8 halves what bfloat16 takes, and rounds. Default: as --dtype.",
+        "Of the target's keys and values in caches. fp8 halves what bfloat16 takes, and rounds. "
+        "Default: as --dtype.",
     )
     quantize: Quantized | None = option(
         None, "Quantise the target's linears and experts while they are loaded."
@@ -68,8 +70,8 @@ class ModelOptions:
     )
     quantize_draft_head: Quantized | None = option(
         None,
-        "Draft with a copy of the target's head in this format. This changes acceptance, never the output. "
-        "For DFlash drafters, which borrow the head.",
+        "Draft with a copy of the target's head in this format. This changes acceptance, never the "
+        "output. For DFlash drafters, which borrow the head.",
     )
     mesh: str | None = option(
         None,
@@ -78,8 +80,9 @@ class ModelOptions:
     )
     distributed: bool = option(
         False,
-        "With --mesh: this is one of several processes, each started with this same command by Slurm, "
-        "Open MPI or Kubernetes; the mesh is over the devices of all, and the first one writes.",
+        "With --mesh: this is one of several processes, each started with this same command by "
+        "Slurm, Open MPI or Kubernetes; the mesh is over the devices of all, and the first one "
+        "writes.",
     )
 
     def __post_init__(self) -> None:
@@ -93,34 +96,34 @@ class ModelOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether there is no drafter: none was wanted, or a target was given without one."""
+        """True without a drafter: none was wanted, or a target was named without one."""
         return self.drafter == "none" or (self.target is not None and not self.drafter)
 
     @property
     def quantized(self) -> str:
-        """Say what is quantised, as in ", weights int8": nothing, where nothing is."""
-        asked: dict[str, str | None] = {
+        """The formats of quantised parts, as in ", weights int8"; "" if there are none."""
+        formats: dict[str, str | None] = {
             "weights": self.quantize,
             "head": self.quantize_head,
             "drafter": self.quantize_drafter,
             "draft head": self.quantize_draft_head,
         }
         if self.kv_dtype != self.dtype:
-            asked["K/V"] = self.kv_dtype
-        return "".join(f", {what} {format}" for what, format in asked.items() if format)
+            formats["K/V"] = self.kv_dtype
+        return "".join(f", {part} {format}" for part, format in formats.items() if format)
 
     @property
     def rounds(self) -> bool:
-        """Tell whether the target's weights, or its keys and values, are rounded on the way in."""
+        """True if the target's weights, or its keys and values, are rounded on loading."""
         return any((self.quantize, self.quantize_head, self.kv_dtype))
 
     @property
     def unrounded(self) -> ModelOptions:
-        """The same models, with the target as it is."""
+        """The same models with an unquantised target."""
         return dataclasses.replace(self, quantize=None, quantize_head=None, kv_dtype=None)
 
     def check_drafter(self, drafting: Drafting) -> None:
-        """Refuse what only a drafter can do where there is none.
+        """Refuse options of drafting without a drafter.
 
         Raises:
           UsageError: naming the option.

@@ -1,8 +1,9 @@
-"""Records become options: a command is a function of a few records, and their fields are what it can be asked.
+"""The options of commands, which are functions of records: fields become options.
 
-Read `command`. It gives a function one Typer option for each field of its records, made from the field's type and
-metadata (`records.option`), and puts the records together when the command is called. A new field of a record is
-a new option, with no edit here. `explained` ends a command on a mistake, with one message that names flags.
+Read `command`. It makes a Typer option of each field, from the field's type and metadata
+(`jaxspec.options.option`), and builds the records when the command is called. A new field of a
+record is a new option, with no edit here. `explained` ends a command on a mistake, with one message
+that names flags.
 
 Nothing here needs JAX.
 """
@@ -32,15 +33,15 @@ RecordT = TypeVar("RecordT")
 
 
 class UsageError(ValueError):
-    """Options that cannot be meant: names the option, what was expected and the way out."""
+    """Impossible options: names the option, the expectation and the way out."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields of a record a command takes, and where `--help` shows them.
+    """The fields of a record that a command takes, and their heading in `--help`.
 
     Attributes:
-      panel: the heading they stand under.
+      panel: the heading.
       only: these fields; () for all of them.
       without: all fields but these.
     """
@@ -51,14 +52,14 @@ class Fields:
 
 
 @dataclass(frozen=True)
-class Given(Generic[RecordT]):
-    """A record of which only the fields that were given are known, so that others may come from elsewhere."""
+class PartialRecord(Generic[RecordT]):
+    """The explicit fields of a record, so that defaults of the others may come from elsewhere."""
 
     kind: type[RecordT]
     values: Mapping[str, Any]
 
     def over(self, defaults: Mapping[str, Any] | None = None) -> RecordT:
-        """Return the record: what was given, then these defaults, then the record's own."""
+        """Return the record: explicit values, then `defaults`, then the record's own."""
         return self.kind(**{**(defaults or {}), **self.values})
 
 
@@ -67,9 +68,9 @@ class Option:
     """One option of a command.
 
     Attributes:
-      path: the field of the record, or the field and a field of the record in it.
-      parameter: what Typer makes the option of.
-      read: makes the field's value of what Typer gives.
+      path: the field of the record; of a record in a record, both fields.
+      parameter: the source of Typer's option.
+      read: converts Typer's value into the field's.
     """
 
     path: tuple[str, ...]
@@ -77,17 +78,18 @@ class Option:
     read: Callable[[Any], Any]
 
 
-# --- a function of records is a command --------------------------------------------------------------
+# --- commands ------------------------------------------------------------------------------------
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Make a Typer command of a function of records.
 
-    A parameter whose type is a record, or `Given` of one, becomes an option for each of its fields; `Annotated`
-    with `Fields` chooses among them. Other parameters stay as Typer knows them.
+    A parameter whose type is a record, or `PartialRecord` of one, becomes an option for each of its
+    fields; `Annotated` with `Fields` selects them. Other parameters are Typer's.
 
-    A field's type says how it is read: `bool` is a flag, `tuple[X, ...]` may be repeated, a `Literal` is a choice, a
-    record in a record has a flag for each of its own fields, all or none given. For others see `_READERS`.
+    The type of a field decides how it is read: `bool` is a flag, `tuple[X, ...]` may be repeated, a
+    `Literal` is a choice, a record in a record has a flag for each of its own fields, all or none
+    of them. For others see `_READERS`.
     """
     hints = typing.get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
@@ -104,7 +106,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**values: Any) -> None:
         with explained():
-            made = {name: _put_together(*of, values) for name, of in records.items()}
+            made = {name: _build(*of, values) for name, of in records.items()}
             taken = {o.parameter.name for _, options in records.values() for o in options}
             function(**made, **{n: v for n, v in values.items() if n not in taken})
 
@@ -117,7 +119,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _split(hint: Any) -> tuple[Any, Fields]:
-    """Take `Annotated` with `Fields` apart."""
+    """Split `Annotated` with `Fields`."""
     if typing.get_origin(hint) is Annotated:
         kind, *notes = typing.get_args(hint)
         return kind, next((note for note in notes if isinstance(note, Fields)), Fields())
@@ -125,8 +127,8 @@ def _split(hint: Any) -> tuple[Any, Fields]:
 
 
 def _record_of(kind: Any) -> type | None:
-    """Return the record that a parameter is, or is some fields of."""
-    if typing.get_origin(kind) is Given:
+    """Return the record of a parameter's type; None if it has none."""
+    if typing.get_origin(kind) is PartialRecord:
         (kind,) = typing.get_args(kind)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
@@ -168,8 +170,8 @@ def _option(
     """Make the option of a field.
 
     Args:
-      hint: the field's type, never None.
-      optional: whether it was given must be known, so it has no default.
+      hint: the field's type, without None.
+      optional: the option has no default, so that an absent one is known.
     """
     about = field.metadata
     help_text, allowed = about.get("help"), about.get("range")
@@ -202,16 +204,16 @@ def _option(
     return Option(path, parameter, read)
 
 
-def _put_together(kind: Any, options: Sequence[Option], values: Mapping[str, Any]) -> Any:
-    """Make a record of the values that its options have.
+def _build(kind: Any, options: Sequence[Option], values: Mapping[str, Any]) -> Any:
+    """Make a record of the values of its options.
 
     Raises:
-      FieldError: a value is out of range, or does not go with another.
-      UsageError: a value cannot be read, or what belongs to it was not given.
+      FieldError: a value is out of range, or excludes another.
+      UsageError: a value cannot be read, or needs another option.
     """
     record = _record_of(kind)
     assert record is not None
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
     for option in options:
         value = values[option.parameter.name]
@@ -221,40 +223,42 @@ def _put_together(kind: Any, options: Sequence[Option], values: Mapping[str, Any
         if part:
             nested.setdefault(name, {})[part[0]] = option.read(value)
         else:
-            given[name] = option.read(value)
+            fields[name] = option.read(value)
     for name, parts in nested.items():
         (field,) = (f for f in dataclasses.fields(record) if f.name == name)
         inner = _record_of(_without_none(typing.get_type_hints(record)[name]))
         assert inner is not None
         names = [f"{name} {f.name}" for f in dataclasses.fields(inner)]
-        if len(parts) < len(names) or not set(field.metadata["needs"]) <= set(given):
+        if len(parts) < len(names) or not set(field.metadata["needs"]) <= set(fields):
             *flags, last = map(as_flag, (*names, *field.metadata["needs"]))
             raise UsageError(f"a {name} needs {', '.join(flags)} and {last} together")
-        given[name] = inner(**parts)
-        check_ranges(given[name])
-    if typing.get_origin(kind) is Given:
-        # A flag that was not given reads as False.
-        some: Given[Any] = Given(record, {n: v for n, v in given.items() if v is not False})
-        check_ranges(some.over())
-        return some
-    made = record(**given)
+        fields[name] = inner(**parts)
+        check_ranges(fields[name])
+    if typing.get_origin(kind) is PartialRecord:
+        # An absent flag reads as False.
+        explicit = {n: v for n, v in fields.items() if v is not False}
+        partial: PartialRecord[Any] = PartialRecord(record, explicit)
+        check_ranges(partial.over())
+        return partial
+    made = record(**fields)
     check_ranges(made)
     return made
 
 
-# --- how values are read -----------------------------------------------------------------------------
+# --- values --------------------------------------------------------------------------------------
 
 
-def _read_biases(flag: str, given: Sequence[str]) -> dict[int, float]:
-    """Read numbers of tokens, each "17=-2.5" or a JSON object of some."""
+def _read_biases(flag: str, texts: Sequence[str]) -> dict[int, float]:
+    """Read biases of tokens, each text "17=-2.5" or a JSON object."""
     biases: dict[int, float] = {}
-    for text in given:
+    for text in texts:
         try:
             pairs = json.loads(text).items() if text.startswith("{") else [text.split("=")]
             pairs = [(int(token), float(bias)) for token, bias in pairs]
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise UsageError(
-                f'{flag} {text[:60]}: expected ID=VALUE, such as 17=-2.5, or JSON, such as {{"17": -2.5}}'
+                f"{flag} {text[:60]}: expected ID=VALUE, such as 17=-2.5, or JSON, such as "
+                '{"17": -2.5}'
             ) from None
         for token, bias in pairs:
             if wrong := BIAS.refusal(bias):
@@ -265,10 +269,10 @@ def _read_biases(flag: str, given: Sequence[str]) -> dict[int, float]:
     return biases
 
 
-def _read_object(flag: str, given: str) -> dict[str, Any]:
+def _read_object(flag: str, text: str) -> dict[str, Any]:
     """Read a JSON object."""
     try:
-        values = json.loads(given)
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{flag} is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -280,10 +284,10 @@ _READERS: dict[Any, tuple[Any, Callable[[str, Any], Any]]] = {
     Mapping[int, float]: (list[str], _read_biases),
     Mapping[str, Any]: (str, _read_object),
 }
-"""By a field's type, what the command line takes for it and what reads that, given the flag."""
+"""By a field's type: the type on the command line, and the function (flag, value) that reads it."""
 
 
-# --- mistakes ----------------------------------------------------------------------------------------
+# --- mistakes ------------------------------------------------------------------------------------
 
 
 def _flag(words: str) -> str:
@@ -291,7 +295,7 @@ def _flag(words: str) -> str:
 
 
 def _nested_flags(*records: type) -> dict[str, str]:
-    """Return how to name fields that are records: by the flags of their own fields."""
+    """Return the names of fields that are records: the flags of their own fields."""
     named: dict[str, str] = {}
     for record in records:
         for name, hint in typing.get_type_hints(record).items():
@@ -305,7 +309,7 @@ _NESTED = _nested_flags(Sampling, Drafting)
 
 
 def as_flag(field: str, value: object = None) -> str:
-    """Name a field as the command line does: `--num-draft-tokens`, or `--num-draft-tokens 7`."""
+    """Return a field as on the command line: `--num-draft-tokens`, or `--num-draft-tokens 7`."""
     flag = _NESTED.get(field) or _flag(field)
     return flag if value is None else f"{flag} {value}"
 
@@ -317,11 +321,11 @@ def error_message(error: Exception | str) -> str:
 
 @contextlib.contextmanager
 def explained(*mistakes: type[Exception], interrupted: Left = "") -> Iterator[None]:
-    """End a command with one message and no traceback, on a mistake of the user's (2) or on Ctrl-C (130).
+    """End a command on a mistake (exit code 2) or Ctrl-C (130), with one message and no traceback.
 
     Args:
-      mistakes: what else is one, beside `UsageError` and `FieldError`.
-      interrupted: what Ctrl-C leaves, in words, or a function that returns them.
+      mistakes: errors that are mistakes, beside `UsageError` and `FieldError`.
+      interrupted: a description of what Ctrl-C leaves behind, or a function that returns it.
     """
     try:
         with interruption.leaving(interrupted):
@@ -341,5 +345,5 @@ def explained(*mistakes: type[Exception], interrupted: Left = "") -> Iterator[No
 
 
 def note(console: Console, message: str) -> None:
-    """Say something about a run that goes on."""
+    """Print a note about a run that goes on."""
     console.print(f"note: {message}", style="yellow", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Where a command's JSON goes: a file that appears when all is done, or standard output. Needs no JAX."""
+"""JSON output of commands: a file that appears at the end, or standard output. Needs no JAX."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxspec.options import option
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where a report goes, beside the terminal."""
+    """The output of a report beside the terminal."""
 
     json_path: str | None = option(
         None,
@@ -33,12 +33,12 @@ class OutputOptions:
 
     @property
     def console(self) -> Console:
-        """Where the report is printed: on standard output, unless JSON goes there."""
+        """The console of the report: standard output, unless JSON goes there."""
         return Console(stderr=self.json_path == "-", highlight=False)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[IO[str] | None]:
-        """Open the place for JSON; None where none was asked for. See `json_lines`."""
+        """Open the output for JSON; None if none was asked for. See `json_lines`."""
         if self.json_path is None:
             yield None
             return
@@ -47,57 +47,57 @@ class OutputOptions:
 
 
 class OutputError(ValueError):
-    """Results that cannot be written where they were asked for."""
+    """Results that cannot be written to their destination."""
 
 
 @contextlib.contextmanager
 def json_lines(destination: str) -> Iterator[IO[str]]:
-    """Open a place for JSON lines: a path, or "-" for standard output.
+    """Open an output for JSON lines: a path, or "-" for standard output.
 
-    A file appears at its path only when the block ends well; until then it is written beside it.
+    A file appears at its path only when the block succeeds; until then it is written beside it.
 
     Raises:
-      OutputError: it cannot be opened; that is known before anything else happens.
+      OutputError: it cannot be opened.
     """
     if destination == "-":
         yield sys.stdout
         return
     path = Path(destination)
     special = path.exists() and not path.is_file()  # a pipe or a device: nothing can replace it
-    if not special:  # the name of a shell's pipe resolves to nothing that can be opened
+    if not special:  # the name of a shell's pipe must not be resolved
         path = path.resolve()
-    aside = path if special else path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path if special else path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        file = aside.open("w", encoding="utf-8")
+        file = partial.open("w", encoding="utf-8")
     except OSError as error:
         raise OutputError(f"cannot write {destination}: {error.strerror}") from None
     try:
         try:
             with interruption.leaving(
-                tidy=lambda: None if special else aside.unlink(missing_ok=True)
+                tidy=lambda: None if special else partial.unlink(missing_ok=True)
             ):
                 yield file
         finally:
             _close(file, destination)
         if not special:
-            aside.replace(path)
+            partial.replace(path)
     finally:
         if not special:
-            aside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
 
 def _close(file: IO[str], destination: str) -> None:
     try:
-        file.close()  # tries once more to write what could not be written
+        file.close()  # tries to write the rest once more
     except OSError as error:
         raise OutputError(f"cannot write {destination}: {error.strerror}") from None
 
 
 def write_line(file: IO[str], value: dict[str, Any]) -> None:
-    """Write one line of JSON and hand it on at once.
+    """Write one line of JSON, and flush it.
 
     Raises:
-      OutputError: the disk is full, say. A closed pipe stays a `BrokenPipeError`.
+      OutputError: it cannot be written, as on a full disk. A closed pipe stays a `BrokenPipeError`.
     """
     try:
         file.write(as_json(value) + "\n")
@@ -109,10 +109,10 @@ def write_line(file: IO[str], value: dict[str, Any]) -> None:
 
 
 def as_json(value: Any) -> str:
-    """Return a value as JSON on one line, which UTF-8 can hold.
+    """Return a value as JSON on one line that UTF-8 can encode.
 
-    JSON has no numbers that are not finite. They become the strings "NaN", "Infinity" and "-Infinity", which
-    `float` reads in Python: null would not tell an impossible token from a broken one.
+    JSON has no non-finite numbers. They become the strings "NaN", "Infinity" and "-Infinity", which
+    Python's `float` reads: null would not distinguish an impossible token from a broken one.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -120,13 +120,13 @@ def as_json(value: Any) -> str:
         text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, from an escape in JSON
+    except UnicodeEncodeError:  # half of a surrogate pair, from a JSON escape
         text = json.dumps(_finite(value), allow_nan=False)
     return text
 
 
 def _finite(value: Any) -> Any:
-    """Replace floats that are not finite by their names."""
+    """Replace non-finite floats by their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -137,10 +137,10 @@ def _finite(value: Any) -> Any:
 
 
 def refuse_inputs(json_path: str | None, *inputs: tuple[str, Path | str | int | None]) -> None:
-    """Refuse to write JSON over what a command reads.
+    """Refuse to write JSON over an input.
 
     Args:
-      inputs: what each is called, and its path or an open file's number; None where there is none.
+      inputs: of each, its name, and its path or an open file's number; None for no file.
 
     Raises:
       UsageError: naming the input that would be lost.
@@ -153,7 +153,7 @@ def refuse_inputs(json_path: str | None, *inputs: tuple[str, Path | str | int | 
 
 
 def same_file(path: Path | str, other: Path | str | int) -> bool:
-    """Tell whether both are one file on a disk, by whatever paths; `other` may be an open file's number."""
+    """Return whether both are one file on a disk; `other` may be an open file's number."""
     try:
         one, two = os.stat(path), os.stat(other)
     except OSError:

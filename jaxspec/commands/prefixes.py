@@ -1,4 +1,4 @@
-"""How much memory a command gives to beginnings of prompts."""
+"""The memory of a command for the prefix cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ GIB = 1 << 30
 
 
 def prefix_bytes(engine: Engine, gib: float | None) -> int:
-    """Return the bytes of each device that beginnings of prompts get.
+    """Return the bytes of each device for prefixes of prompts.
 
     Args:
-      gib: as asked; None for half of what weights, caches and logits leave on a GPU. On a CPU, whose memory is not the
-        server's alone, an eighth of it and at most 1 GiB; nothing where that holds no whole slot.
+      gib: the option; None for half of the memory that weights, caches and logits leave on a GPU.
+        On a CPU, whose memory is shared with others, an eighth of it and at most 1 GiB. Nothing if
+        that holds no whole slot.
 
     Raises:
-      FieldError: what is asked does not fit, holds no whole slot, or slots are split over devices.
+      FieldError: `gib` does not fit or holds no whole slot, or slots are split over devices.
     """
     mesh = engine.mesh
     limit, is_split = weight_memory.bytes_limit(mesh), mesh.shape["data"] > 1
@@ -42,8 +43,7 @@ def prefix_bytes(engine: Engine, gib: float | None) -> int:
             "prefix_gib",
             lambda format_field: (
                 f"{format_field('prefix_gib', gib)} holds no prefix of a whole slot, which takes "
-                f"{least / GIB:.3f} GiB; "
-                f"give as much, or {format_field('prefix_gib', 0)} for none"
+                f"{least / GIB:.3f} GiB; give as much, or {format_field('prefix_gib', 0)} for none"
             ),
         )
     if left is not None and nbytes > left:
@@ -51,8 +51,7 @@ def prefix_bytes(engine: Engine, gib: float | None) -> int:
             "prefix_gib",
             lambda format_field: (
                 f"{format_field('prefix_gib', gib)}: weights, caches and logits leave "
-                f"{left / GIB:.3f} GiB of each device; "
-                "give less, or fewer slots"
+                f"{left / GIB:.3f} GiB of each device; give less, or fewer slots"
             ),
         )
     return nbytes

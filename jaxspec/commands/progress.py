@@ -1,4 +1,4 @@
-"""Progress of long work where standard error is no terminal, and a bar or a spinner would not show."""
+"""Progress of long work on a standard error that is no terminal, and shows no bar or spinner."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ EVERY_S = 10.0
 
 
 class Ticker:
-    """Prints a line of progress now and then. On a terminal it prints nothing: a bar or a spinner is there.
+    """A printer of progress lines. On a terminal, which has a bar or a spinner, it prints nothing.
 
     Args:
-      every_s: the least seconds from one line to the next, and from the start to the first line.
+      every_s: least seconds between two lines, and from the start to the first line.
     """
 
     def __init__(self, console: Console, *, every_s: float = EVERY_S):
@@ -24,7 +24,7 @@ class Ticker:
         self._last = time.monotonic()
 
     def notify(self, message: str) -> None:
-        """Print a message if it is time for one."""
+        """Print a message if `every_s` has passed."""
         now = time.monotonic()
         if self.console.is_terminal or now - self._last < self.every_s:
             return
@@ -34,25 +34,25 @@ class Ticker:
 
 @contextlib.contextmanager
 def ticking(console: Console, *, every_s: float = EVERY_S) -> Iterator[Callable[[str], None]]:
-    """Print now and then what is being done and for how long, also while nothing returns to Python.
+    """Print the current activity and its time regularly, also while no call returns to Python.
 
     Yields:
-      A function that takes what is being done from now on, such as "compiling".
+      A function that sets the activity, such as "compiling".
     """
-    begin, doing, ended = time.monotonic(), ["starting"], threading.Event()
+    begin, activity, ended = time.monotonic(), ["starting"], threading.Event()
     ticker = Ticker(console, every_s=every_s)
 
     def watch() -> None:
         while not ended.wait(min(1.0, every_s)):
-            ticker.notify(f"{doing[0]} ({time.monotonic() - begin:.0f} s since the start)")
+            ticker.notify(f"{activity[0]} ({time.monotonic() - begin:.0f} s since the start)")
 
-    def say(message: str) -> None:
-        doing[0] = message
+    def notify(message: str) -> None:
+        activity[0] = message
 
     thread = threading.Thread(target=watch, name="ticking", daemon=True)
     thread.start()
     try:
-        yield say
+        yield notify
     finally:
         ended.set()
         thread.join()

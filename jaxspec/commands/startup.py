@@ -1,4 +1,4 @@
-"""What commands do before and around their work: settings of JAX, loading, and what a device's refusal means."""
+"""Start-up of commands: settings of JAX, loading, and messages about a lack of memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -26,13 +25,13 @@ from jaxspec.weights.sharding import parse_mesh
 
 @contextlib.contextmanager
 def out_of_memory_explained(*lower: str) -> Iterator[None]:
-    """Say what would help when the device or the machine runs out of memory.
+    """Explain a lack of memory of the device or the machine.
 
     Args:
-      lower: options of the command that take less when they are lower.
+      lower: options of the command that save memory when lowered.
 
     Raises:
-      UsageError: it did.
+      UsageError: memory ran out.
     """
     try:
         yield
@@ -41,15 +40,15 @@ def out_of_memory_explained(*lower: str) -> Iterator[None]:
             raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"the device has not enough memory; lower {' or '.join(lower)}, use --dtype bfloat16, or a smaller "
-            f"model ({reason})"
+            f"the device has not enough memory; lower {' or '.join(lower)}, use --dtype bfloat16, "
+            f"or a smaller model ({reason})"
         ) from None
 
 
 def join_processes() -> bool:
-    """Start `jax.distributed`: join the processes that decode together. Tell whether this is the first of them.
+    """Join the processes of `jax.distributed`; return whether this is the first of them.
 
-    They all run the same rounds on the same prompts, so that each knows all tokens; the first one shows them.
+    All run the same rounds on the same prompts, so each has all tokens. The first one shows them.
 
     Raises:
       UsageError: this process finds no others.
@@ -58,32 +57,32 @@ def join_processes() -> bool:
         jax.distributed.initialize()
     except (ValueError, RuntimeError) as error:
         raise UsageError(
-            "--distributed: this process finds no others; start it by Slurm, Open MPI or Kubernetes "
-            f"({error})"
+            "--distributed: this process finds no others; start it by Slurm, Open MPI or "
+            f"Kubernetes ({error})"
         ) from None
     atexit.register(
         jax.distributed.shutdown
     )  # it waits for the others: the first process serves them
-    interruption.take_back()  # JAX's notice of preemption takes SIGTERM, and nothing here reads that notice
+    interruption.take_back()  # JAX took SIGTERM for a notice of preemption, which nobody reads
     return jax.process_index() == 0
 
 
-def set_compilation_cache(given: str | None, console: Console) -> None:
-    """Keep compiled programs from run to run: in the user's cache directory, in another, or not ("off").
+def set_compilation_cache(path: str | None, console: Console) -> None:
+    """Keep compiled programs: in the user's cache directory, in another, or not ("off").
 
-    JAX's own JAX_COMPILATION_CACHE_DIR stands where nothing is given.
+    If `path` is None, JAX's own JAX_COMPILATION_CACHE_DIR takes precedence.
     """
-    if given == "off":
+    if path == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return
-    if given is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    if path is None and os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = home / "jaxspec" / "compiled" if given is None else Path(given)
+    directory = home / "jaxspec" / "compiled" if path is None else Path(path)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if given is not None:
+        if path is not None:
             raise UsageError(
                 f"--compilation-cache: cannot make {directory}: {error.strerror}"
             ) from None
@@ -95,12 +94,12 @@ def set_compilation_cache(given: str | None, console: Console) -> None:
 
 
 def use_one_thread() -> None:
-    """Let programs on a CPU run on one thread, unless NPROC says on how many; call it before JAX starts.
+    """Run CPU programs on one thread, unless NPROC is set; call this before JAX starts.
 
-    A step of models as small as the bundled ones is some hundred operations of a microsecond to thirty. To
-    share them, XLA wakes a second thread so often that it loses more than it wins (jax 0.10.2, 2 cores, one
-    row with DFlash: 1.6 ms a step instead of 2.1; plain 0.66 instead of 0.58). Where JAX may start on a GPU,
-    nothing is changed: its compiler counts threads in the same way, and needs them.
+    A step of the bundled models is about a hundred operations of 1 to 30 microseconds. XLA wakes a
+    second thread for them so often that it loses time (jax 0.10.2, 2 cores, one row with DFlash:
+    1.6 ms a step instead of 2.1; plain 0.66 instead of 0.58). If JAX may start on a GPU nothing is
+    changed, since its compiler needs these threads.
     """
     other_devices = importlib.metadata.entry_points(group="jax_plugins")
     if jax.config.values["jax_platforms"] == "cpu" or not other_devices:
@@ -108,7 +107,7 @@ def use_one_thread() -> None:
 
 
 def mesh_for(models: ModelOptions) -> Mesh | None:
-    """Return the mesh that was asked for.
+    """Return the mesh of the options; None for one device.
 
     Raises:
       UsageError: it cannot be read, or there are not enough devices.
@@ -120,10 +119,10 @@ def mesh_for(models: ModelOptions) -> Mesh | None:
 
 
 def load_models(models: ModelOptions) -> tuple[LoadedModel, LoadedModel | None]:
-    """Load target and drafter, onto a mesh if there is to be one.
+    """Load target and drafter, onto a mesh if the options have one.
 
     Raises:
-      CheckpointError, ConfigError: something is missing or wrong with one of them.
+      CheckpointError, ConfigError: one of them is incomplete or wrong.
     """
     target, drafter = load(
         models.target,
@@ -144,12 +143,12 @@ def load_models(models: ModelOptions) -> tuple[LoadedModel, LoadedModel | None]:
 
 
 def shorten(source: str) -> str:
-    """Name the bundled models as such, and others as they were given."""
+    """Return a source as text, with a short name for the bundled models."""
     path = Path(source)
     return f"bundled {path.name}" if path.parent == BUNDLED else source
 
 
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of jaxspec, of Python and of these packages."""
-    found: dict[str, Any] = {name: importlib.metadata.version(name) for name in packages}
-    return {"jaxspec": jaxspec.__version__, "python": platform.python_version(), **found}
+    own = {"jaxspec": jaxspec.__version__, "python": platform.python_version()}
+    return {**own, **{name: importlib.metadata.version(name) for name in packages}}

@@ -20,7 +20,14 @@ from jaxspec.commands.bench.command import bench_command
 from jaxspec.commands.check.command import check_command
 from jaxspec.commands.cli import app
 from jaxspec.commands.generate.command import generate
-from jaxspec.commands.options import Fields, Given, as_flag, command, error_message, explained
+from jaxspec.commands.options import (
+    Fields,
+    PartialRecord,
+    as_flag,
+    command,
+    error_message,
+    explained,
+)
 from jaxspec.commands.progress import ticking
 from jaxspec.options import VALUES, Drafting, FieldError, Range, Sampling, Tree, at_least, option
 from jaxspec.registry import presets
@@ -124,11 +131,13 @@ def test_a_command_chooses_among_the_fields() -> None:
 
 
 def test_what_was_given_is_told_from_defaults() -> None:
-    (given, _), _, code = outcome("--temperature", "0", "--top-p", "0.5", of=Given[Sampling])
+    (given, _), _, code = outcome(
+        "--temperature", "0", "--top-p", "0.5", of=PartialRecord[Sampling]
+    )
     assert code == 0
     assert given.values == {"temperature": 0.0, "top_p": 0.5}
     assert given.over({"temperature": 0.7, "top_k": 9}) == Sampling(0.0, 9, 0.5)
-    called, said, code = outcome("--min-p", "2", of=Given[Sampling])
+    called, said, code = outcome("--min-p", "2", of=PartialRecord[Sampling])
     assert (called, code) == (None, 2)
     assert "error: --min-p is 2; it must be in [0, 1]; 0: off" in said
 
@@ -236,13 +245,13 @@ def test_help_names_every_choice() -> None:
 def test_long_work_says_what_it_does_while_nothing_returns() -> None:
     """A compilation takes minutes in one call, and where standard error is no terminal no spinner turns."""
     text = io.StringIO()
-    with ticking(Console(file=text, width=80), every_s=0.01) as say:
-        say("compiling")
+    with ticking(Console(file=text, width=80), every_s=0.01) as notify:
+        notify("compiling")
         time.sleep(0.3)
     assert text.getvalue().startswith("compiling (0 s since the start)\n")
     on_a_terminal = io.StringIO()
-    with ticking(Console(file=on_a_terminal, force_terminal=True), every_s=0.01) as say:
-        say("compiling")
+    with ticking(Console(file=on_a_terminal, force_terminal=True), every_s=0.01) as notify:
+        notify("compiling")
         time.sleep(0.1)
     assert on_a_terminal.getvalue() == ""
 

@@ -1,4 +1,4 @@
-"""`jaxspec bench`: measure decoding, and compare it with its floor. Read `command`, `run`, `measure`, `results`."""
+"""`jaxspec bench`: decoding and its floor. Read `command`, `run`, `measure`, `results`."""
 
 PROMPT_LENGTH = 256
 """Tokens of a prompt, unless the models' own prompts are shorter."""

@@ -49,13 +49,15 @@ class BenchOptions:
     )
     prompt_length: int | None = option(
         None,
-        "Tokens of each prompt. Default: 256; with the bundled target 64, as its prompts have no more.",
+        "Tokens of each prompt. Default: 256; with the bundled target 64, as its prompts have no "
+        "more.",
         range=at_least(1),
     )
     context_length: tuple[int, ...] = option(
         (),
-        "Start with so many tokens in every row's caches, which hold random numbers: nothing is prefilled. "
-        "Instead of prompts; a drafter needs --synthetic-acceptance with it. Repeatable.",
+        "Start with so many tokens in every row's caches, which hold random numbers: nothing is "
+        "prefilled. Instead of prompts; a drafter needs --synthetic-acceptance with it. "
+        "Repeatable.",
         range=at_least(1),
     )
     new_tokens: int = option(
@@ -93,8 +95,8 @@ class BenchOutput(OutputOptions):
 
     plot_path: Path | None = option(
         None,
-        "Also draw where the time goes and tokens a second, with the floors and plain decoding. Needs "
-        "matplotlib: the extra \\[plot].",
+        "Also draw where the time goes and tokens a second, with the floors and plain decoding. "
+        "Needs matplotlib: the extra \\[plot].",
         metavar="FILE.png",
         flag="--plot",
     )
@@ -106,8 +108,9 @@ class TraceOptions:
 
     trace: str | None = option(
         None,
-        "Send a stream of requests through the engine, and measure that: generated ones, whose prompts have 32 to "
-        "2048 tokens (log-normal around 300) and 64 to 512 new ones; or those of a file with lines of "
+        "Send a stream of requests through the engine, and measure that: generated ones, whose "
+        "prompts have 32 to 2048 tokens (log-normal around 300) and 64 to 512 new ones; or those "
+        "of a file with lines of "
         '{"prompt_tokens": 300, "new_tokens": 128, "arrival_s": 0.5}.',
         metavar="generated|FILE.jsonl",
     )
@@ -127,12 +130,14 @@ class TraceOptions:
     )
     max_prefill_tokens: int | None = option(
         None,
-        "Prompt tokens, padding included, that are read before rows decode on. Default: all that wait.",
+        "Prompt tokens, padding included, that are read before rows decode on. Default: all that "
+        "wait.",
         range=at_least(1),
     )
     read_ahead: int | None = option(
         None,
-        "Prompts that are read before they have a slot. Default: as many as keep passes full on a GPU.",
+        "Prompts that are read before they have a slot. Default: as many as keep passes full on a "
+        "GPU.",
         range=at_least(0),
     )
     invariant: bool = option(
@@ -254,8 +259,8 @@ def check_sampling(sampling: Sampling, drafting: Drafting) -> None:
     changed = [name for name in VALUES if getattr(sampling, name) != DEFAULTS[name]]
     if changed and drafting.synthetic_acceptance is not None:
         raise UsageError(
-            f"{as_flag(changed[0])}: with --synthetic-acceptance a step does the work of greedy decoding; leave "
-            "one out"
+            f"{as_flag(changed[0])}: with --synthetic-acceptance a step does the work of greedy "
+            "decoding; leave one out"
         )
     idle = [(name,) for name in FILTERS if name in changed]
     idle += [shown for _, shown in drafting.changes_acceptance]

@@ -31,7 +31,7 @@ from jaxspec.weights.model_def import ModelDef
 
 
 def step_costs(spec: DecodeSpec, batch: int, context: int) -> tuple[StepCost, StepCost]:
-    """Return the costs of verifying and of drafting in one step; the latter are zero without a drafter.
+    """Return the costs of verifying and of drafting in one step, the latter 0 without a drafter.
 
     Each waits for the other, so a step takes at least the sum of their floors.
 
@@ -117,13 +117,13 @@ def expected_experts(config: TargetConfig, rows: int) -> float:
 def measure_ceiling(dtype: str, nbytes: float) -> Ceiling:
     """Measure the rate at which the device reads memory, and its rate in a square product.
 
-    A step reads weights and writes almost nothing, so the rate is that of a sum, not of a copy. CPU caches read and
-    write at the same time (a core of an AVX-512 machine negates 12.5 MB in place as fast as it sums them), and no step
-    reads at the sum of both rates.
+    A step reads weights and writes almost nothing, so the rate is that of a sum, not of a copy. CPU
+    caches read and write at the same time (a core of an AVX-512 machine negates 12.5 MB in place as
+    fast as it sums them), and no step reads at the sum of both rates.
 
     Args:
-      nbytes: read by a step. As many are summed (up to 2 GiB), so that a model that fits a cache is compared with that
-        cache.
+      nbytes: read by a step. As many are summed (up to 2 GiB), so that a model that fits a cache is
+        compared with that cache.
     """
     size = int(min(max(nbytes, 1 << 20), 1 << 31)) // 4
     numbers = jax.random.normal(jax.random.key(0), (size,), jnp.float32)
@@ -149,7 +149,7 @@ def _median_seconds(call: Callable[[], Any], repeats: int = 5, chain: int = 16) 
 
 
 def share_of_group(mesh: Mesh, batch: int, ceiling: Ceiling) -> tuple[int, Ceiling]:
-    """Return the rows that the devices of the model axis share, and the ceiling of these devices together."""
+    """Return the rows of the devices of one model axis, and the ceiling of these together."""
     data, model = mesh.shape["data"], mesh.shape["model"]
     # CPU devices share the memory and cores of the host, all of which were measured.
     times = 1 / data if mesh.devices.flat[0].platform == "cpu" else model

@@ -1,8 +1,8 @@
 """The measurement of one case: its decode programs, timed.
 
-Read `measure`; `results` derives the results. `floor` has the least cost of a step, `profile` its parts. A batch of
-prompts is prefilled and decoded until every row has its new tokens; no row is refilled. Plain decoding is the same loop
-without a drafter, measured in the same run.
+Read `measure`; `results` derives the results. `floor` has the least cost of a step, `profile` its
+parts. A batch of prompts is prefilled and decoded until every row has its new tokens; no row is
+refilled. Plain decoding is the same loop without a drafter, measured in the same run.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CasePrograms:
         return cls(runtime, admission, fill, loop, prefill_compile_s, decode_compile_s), state
 
     def run(self, state: DecodeState, max_steps: int) -> tuple[DecodeState, float, float]:
-        """Decode the batch from its prompts on; return the state, and the seconds of prefill and of decoding."""
+        """Decode the batch; return the state, and the seconds of prefill and of decoding."""
         steps = self.runtime.place(np.int32(max_steps))
         # The caches keep their content: old tokens are never read again.
         state = jax.block_until_ready((self.runtime.admit(state, self.admission), steps))[0]
@@ -172,7 +172,7 @@ def measure(
 def _part_seconds(
     runtime: Runtime, state: DecodeState, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of a round of drafting (none without a drafter) and of verifying; the state is donated."""
+    """Return seconds per round of drafting (if any) and of verifying; the state is donated."""
     spec, weights = runtime.spec, (runtime.target_params, runtime.drafter_params)
     tokens = np.repeat(fetch(state.anchors)[:, None], spec.step_tokens, axis=1)
     block: Block = (state, runtime.place(jnp.asarray(tokens)))
@@ -192,7 +192,7 @@ def _part_seconds(
     return seconds[0], seconds[1]
 
 
-# --- states ------------------------------------------------------------------------------------------
+# --- states --------------------------------------------------------------------------------------
 
 
 def admission_of(runtime: Runtime, max_new_tokens: int, seed: int, sampling: Sampling) -> NewRows:
@@ -242,7 +242,7 @@ def stand_after(context: int, anchors: Int[jax.Array, " B"], state: DecodeState)
 
 
 def with_random_caches(state: DecodeState, seed: int) -> DecodeState:
-    """Fill caches and the drafter's state, array by array, with standard normal numbers, as norms leave them."""
+    """Fill caches and the drafter's state with standard normal numbers, array by array."""
     leaves, structure = jax.tree.flatten((state.caches, state.drafter))
     for i, old in enumerate(leaves):
         leaves[i] = _normal_like(old.sharding)(old, seed, i)

@@ -109,8 +109,8 @@ class ModelPair:
             limit = min(map(len, self.held_out))
             if length is not None and length > limit:
                 raise UsageError(
-                    f"--prompt-length {length}: the prompts of the bundled target have {limit} tokens; give at "
-                    "most that, or leave it out"
+                    f"--prompt-length {length}: the prompts of the bundled target have {limit} "
+                    "tokens; give at most that, or leave it out"
                 )
             length = limit if length is None else length
             rows = [self.held_out[i % len(self.held_out)][:length] for i in range(count)]
@@ -135,11 +135,12 @@ def make_pair(
 
     Args:
       preset: of a target with random weights; its drafter's are random too.
-      rows, positions: of the largest case, a step's own tokens not counted. Sizes that no device holds are refused
-        before random weights and caches are made.
+      rows, positions: of the largest case, a step's own tokens not counted. Sizes that no device
+        holds are refused before random weights and caches are made.
 
     Raises:
-      ValueError: the options do not fit each other, a model cannot be loaded, or memory is too small.
+      ValueError: the options do not fit each other, a model cannot be loaded, or memory is too
+        small.
     """
     kinds = [f.name for f in reversed(families("drafter")) if f.drafter_for]
     of_files = (models.target, models.revision, models.drafter_revision, models.token)
@@ -147,8 +148,8 @@ def make_pair(
         any(of_files) or models.offline or models.drafter not in (None, *kinds, "none")
     ):
         raise UsageError(
-            "--random-weights makes both models itself: give no --target and no options of the hub, and as "
-            f"--drafter only {', '.join(kinds)} or none"
+            "--random-weights makes both models itself: give no --target and no options of the "
+            f"hub, and as --drafter only {', '.join(kinds)} or none"
         )
     if preset is not None and preset not in presets():
         raise UsageError(
@@ -212,12 +213,13 @@ def check_rows(batch_sizes: Sequence[int], data: int) -> None:
     wrong = [size for size in batch_sizes if size % data]
     if wrong:
         raise UsageError(
-            f"--batch-size {wrong[0]} does not divide by data={data} of --mesh; give multiples of {data}"
+            f"--batch-size {wrong[0]} does not divide by data={data} of --mesh; give multiples of "
+            f"{data}"
         )
 
 
 def _random_params(model_def: ModelDef, seed: int, mesh: Mesh | None) -> Params:
-    """Return random weights, adjusted by the family where plain random numbers behave unlike real weights."""
+    """Return random weights, adjusted by the family where random numbers do not behave."""
     params = model_def.random_params(
         seed, None if mesh is None else model_def.weight_shardings(mesh)
     )

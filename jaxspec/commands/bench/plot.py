@@ -1,7 +1,8 @@
-"""A picture of a benchmark's report: what a step takes, and tokens a second against acceptance length.
+"""A picture of a benchmark's report: the step's parts, and tokens per second.
 
-With several batch sizes the first panel has tokens a second against them; with one, a step's parts. The report is read
-as it is written to JSON, so that an old one can be drawn again. Needs matplotlib.
+With several batch sizes the first panel has tokens a second against them; with one, a step's parts.
+The report is read as it is written to JSON, so that an old one can be drawn again. Needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def check(path: Path) -> None:
 def draw(report: dict[str, Any], path: Path) -> None:
     """Draw a report of `run.run`.
 
-    The first panel has curves where there are several batch sizes. One batch size makes no curve: its panel shows
-    what a step's time is made of, beside the floor.
+    The first panel has curves where there are several batch sizes. One batch size makes no curve:
+    its panel shows what a step's time is made of, beside the floor.
     """
     results = report["results"]
     drafted = [r for r in results if r["mode"] == "speculative"]
@@ -46,7 +47,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     )
     panels = figure.subplots(1, 2 if drafted else 1, squeeze=False)[0]
     figure.suptitle(
-        f"{report['target']} + {report['drafter'] or 'no drafter'}\n{report['dtype']} on {report['device']}",
+        f"{report['target']} + {report['drafter'] or 'no drafter'}\n{report['dtype']} on "
+        f"{report['device']}",
         fontsize=9,
     )
     if curves:
@@ -69,7 +71,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _parts(panel: Any, results: Sequence[dict[str, Any]]) -> None:
-    """Draw two bars a case, the first one on top: the step as measured, in its parts, and its floor."""
+    """Draw two bars a case: the measured step in its parts, and its floor."""
     longest = max(max(r["step_ms"]["median"], r["floor_ms"]) for r in results)
     for i, r in enumerate(results):
         draft_ms = r["draft_ms"]["median"] if r["draft_ms"] else 0.0
@@ -144,9 +146,9 @@ def _against_acceptance(
 ) -> None:
     """Draw what the step time of each case makes of every acceptance length, and its floor.
 
-    A step does the same work whatever it accepts, so its time is taken as measured. A case breaks even where its
-    line crosses plain decoding's. Its point lies a little below the line, since rows that finish early leave the
-    last steps to the others.
+    A step does the same work whatever it accepts, so its time is taken as measured. A case breaks
+    even where its line crosses plain decoding's. Its point lies a little below the line, since rows
+    that finish early leave the last steps to the others.
     """
     case = ("batch_size", "context_length")
     plain = {tuple(r[k] for k in case): r for r in results if r["mode"] == "plain"}

@@ -1,7 +1,8 @@
-"""The parts of a decode step: its two models run alone, its experts, and the kernels of its compiled program.
+"""The parts of a decode step: its models run alone, its experts, its kernels.
 
-`draft_loop` and `verify_loop` run one model of the step: same shapes, same state, in a loop on the device like the
-step's own. Each round repeats the same work, written so that the compiler cannot skip it.
+`draft_loop` and `verify_loop` run one model of the step: same shapes, same state, in a loop on the
+device like the step's own. Each round repeats the same work, written so that the compiler cannot
+skip it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def draft_loop(
             (draft.tokens, state.anchors, state.lengths, output)
         )
         tokens = jnp.concatenate([anchors[:, None], drafts], axis=1)
-        kept = Kept(tokens, *output, lengths, jnp.full_like(lengths, t))
+        kept = Kept(tokens, output[0], output[1], lengths, jnp.full_like(lengths, t))
         absorbed = drafter.absorb(state.drafter, kept)
         state = dataclasses.replace(state, drafter=absorbed, anchors=anchors, lengths=lengths)
         return (state, tokens), output
@@ -109,17 +110,19 @@ def distinct_experts(
     return target.distinct_experts(tokens, placement, state.caches)
 
 
-# --- the compiled program ----------------------------------------------------------------------------
+# --- the compiled program ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LoopCounts:
-    """The kernels and round trips of one round of a compiled loop. Sampling is in a branch that greedy steps skip.
+    """The kernels and round trips of one round of a compiled loop.
+
+    Sampling is in a branch that greedy steps skip.
 
     Attributes:
       kernels: fusions, library calls, custom kernels, copies; a library call counts once.
-      host_round_trips: loop conditions that the host of a GPU reads: the loop's own, and those of inner loops without a
-        fixed number of rounds (once each).
+      host_round_trips: loop conditions that the host of a GPU reads: the loop's own, and those of
+        inner loops without a fixed number of rounds (once each).
     """
 
     kernels: int

@@ -1,7 +1,7 @@
-"""The results of a case: every quantity, its derivation from the observations, and its columns in the tables.
+"""The results of a case: quantities, derived from observations, and tables of them.
 
-Read `CaseResult`. A new quantity is one field there: it goes into the JSON, and into the tables if it has columns. A new
-observation is a field of `Observed`, which `measure` fills.
+Read `CaseResult`. A new quantity is one field there: it goes into the JSON, and into the tables if
+it has columns. A new observation is a field of `Observed`, which `measure` fills.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Observed:
       middle: committed tokens of a row in the middle of the run; the floor is for these.
       loop: the compiled decode loop.
       steps: of the longest row.
-      prefill_s, step_s, token_s, tokens_per_s, lengths: a number per repeat: seconds of prefill, of a step and of a
-        row's token, tokens per second of all rows, mean acceptance length.
+      prefill_s, step_s, token_s, tokens_per_s, lengths: a number per repeat: seconds of prefill, of
+        a step and of a row's token, tokens per second of all rows, mean acceptance length.
       draft_s, verify_s: seconds of each model by itself; no draft in plain decoding.
       experts: used by one target pass, per layer; None for models without experts.
     """
@@ -118,7 +118,7 @@ class Observed:
         return self.pair.spec.drafter is None
 
 
-# --- declarations ------------------------------------------------------------------------------------
+# --- declarations --------------------------------------------------------------------------------
 
 
 SPEED, PARTS, DETAILS = range(3)
@@ -183,7 +183,7 @@ def _memory(footprint: memory.Footprint, result: CaseResult, _: CaseResult) -> s
     return digits(footprint.total / 1e9) + peak
 
 
-# --- the quantities ----------------------------------------------------------------------------------
+# --- the quantities ------------------------------------------------------------------------------
 
 
 def _acceptance(o: Observed) -> str | None:
@@ -227,11 +227,11 @@ class CaseResult:
       acceptance_length: mean over all verify steps of all rows; None for plain decoding.
       draft_ms: of drafting and absorbing alone; None for plain decoding.
       verify_ms: of the target's pass alone, with the choice of its best tokens.
-      rest_ms: `step_ms` less those two, of medians: acceptance, bookkeeping, the loop. Slightly below zero if the parts
-        overlap.
+      rest_ms: `step_ms` less those two, of medians: acceptance, bookkeeping, the loop. Slightly
+        below zero if the parts overlap.
       tpot_ms: decode time over a row's mean tokens.
-      kernels_per_step, host_round_trips_per_step: see `profile.LoopCounts`; a CPU has no separate host, and the host of
-        one GPU waits for the whole loop.
+      kernels_per_step, host_round_trips_per_step: see `profile.LoopCounts`; a CPU has no separate
+        host, and the host of one GPU waits for the whole loop.
       ttft_ms: prefill of the whole batch; None if nothing was prefilled.
       footprint: bytes that a device holds, by the configs.
       temporary_bytes: of the compiled loop beside that; None if the compiler does not report them.
@@ -336,7 +336,7 @@ class CaseResult:
         return f"{self.batch_size} @ {self.context_length:,}"
 
 
-# --- tables ------------------------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------
 
 WIDTH = 80  # of a narrow terminal
 

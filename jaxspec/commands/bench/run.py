@@ -56,7 +56,8 @@ def run(
     console.print(
         f"[bold]{pair.target_name}[/]{pair.title.removeprefix(pair.target_name)}\n"
         f"{conditions['dtype']} on {device} · jax {conditions['versions']['jax']} · "
-        f"{conditions['prompts']} · {new_tokens} new tokens a row, {described(pair.sampling)}, no stop ids"
+        f"{conditions['prompts']} · {new_tokens} new tokens a row, {described(pair.sampling)}, no "
+        f"stop ids"
     )
     modes = [pair] if pair.spec.drafter is None else [pair.plain(), pair]
     starts = contexts or [prompts.shape[1]]
@@ -85,9 +86,10 @@ def run(
 def _conditions(
     pair: ModelPair, prompts: np.ndarray, options: BenchOptions, ceiling: Ceiling
 ) -> dict[str, Any]:
+    kind = "held-out" if pair.held_out else "random"
     return {
         **_models_of(pair, options.seed),
-        "prompts": f"{'held-out' if pair.held_out else 'random'} prompts of {prompts.shape[1]} tokens",
+        "prompts": f"{kind} prompts of {prompts.shape[1]} tokens",
         "prompt_length": prompts.shape[1],
         "new_tokens": options.new_tokens,
         **{name: getattr(pair.sampling, name) for name in VALUES},
@@ -202,7 +204,8 @@ def run_trace(
     device = jax.devices()[0].device_kind
     console.print(
         f"[bold]{pair.target_name}[/]{pair.title.removeprefix(pair.target_name)}\n"
-        f"{pair.spec.target.dtype} on {device} · jax {jax.__version__} · {len(stream)} requests, {arrivals}"
+        f"{pair.spec.target.dtype} on {device} · jax {jax.__version__} · {len(stream)} requests, "
+        f"{arrivals}"
     )
     rng = np.random.default_rng(seed)
     size = pair.spec.target.config.vocab_size

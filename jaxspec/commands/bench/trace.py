@@ -1,7 +1,8 @@
 """`jaxspec bench --trace`: a stream of requests through the engine, as its clients see it.
 
-Read `replay`. The other cases of `bench` time steps of full batches. Here requests of different lengths arrive, wait
-for slots, are prefilled and decoded. `TraceReport` has the results; `render` and `draw` show them.
+Read `replay`. The other cases of `bench` time steps of full batches. Here requests of different
+lengths arrive, wait for slots, are prefilled and decoded. `TraceReport` has the results; `render`
+and `draw` show them.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _parse(values: Any) -> TraceRequest:
     return request
 
 
-# --- a run -------------------------------------------------------------------------------------------
+# --- a run ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -134,7 +135,7 @@ class RequestTiming:
 
 @dataclass(frozen=True)
 class Moment:
-    """The engine after a step: seconds from the start, slots in use, waiting requests, tokens so far."""
+    """The engine after a step: seconds from the start, slots in use, waiting requests, tokens."""
 
     at_s: float
     running: int
@@ -184,7 +185,7 @@ def replay(
     return timings, moments, idle_s
 
 
-# --- results -----------------------------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -193,14 +194,15 @@ class TraceReport:
 
     Attributes:
       tokens_per_s: new tokens from the first arrival to the last token.
-      prefill_s, decode_s: of waiting for the device; `idle_s`: without requests; `host_s`: the rest.
-      ttft_ms, tpot_ms: milliseconds from arrival to first token, and for each further token: the 50th, 95th and 99th
-        percentile of all requests, and the largest.
+      prefill_s, decode_s: of waiting for the device; `idle_s`: without requests; `host_s`: the
+        rest.
+      ttft_ms, tpot_ms: milliseconds from arrival to first token, and for each further token: the
+        50th, 95th and 99th percentile of all requests, and the largest.
       longest_pause_ms: between two updates of a request with new tokens.
       slots_in_use: mean over time.
       acceptance_length: mean tokens per verify step; None without a drafter.
-      lengths: by number of verified drafts: steps of the batch, and milliseconds of one with all slots active. Empty if
-        all drafts are always verified.
+      lengths: by number of verified drafts: steps of the batch, and milliseconds of one with all
+        slots active. Empty if all drafts are always verified.
       programs, compile_s: of the engine, all compiled in the warm-up.
       late_compilations: of JAX after the warm-up, small programs of the host included.
     """
@@ -296,7 +298,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return dict(zip((*(f"p{p}" for p in PERCENTILES), "max"), values, strict=True))
 
 
-# --- report ------------------------------------------------------------------------------------------
+# --- report --------------------------------------------------------------------------------------
 
 
 def render(report: TraceReport) -> Group:
@@ -322,8 +324,9 @@ def render(report: TraceReport) -> Group:
     waits.add_row("to the first token", *map(digits, report.ttft_ms.values()))
     waits.add_row("for each further token", *map(digits, report.tpot_ms.values()))
     lines = [
-        f"{report.requests} requests, {report.prompt_tokens:,} prompt tokens, {report.new_tokens:,} new ones; "
-        f"the longest pause of a row: {digits(report.longest_pause_ms)} ms",
+        f"{report.requests} requests, {report.prompt_tokens:,} prompt tokens, "
+        f"{report.new_tokens:,} new ones; the longest pause of a row: "
+        f"{digits(report.longest_pause_ms)} ms",
         f"{report.programs} programs, compiled beforehand in {report.compile_s:.1f} s; "
         f"{report.late_compilations} compiled later",
     ]

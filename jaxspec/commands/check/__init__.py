@@ -1,4 +1,4 @@
-"""`jaxspec check`: find out whether a drafter fits a target. Read `command`, `run`, `replay`, `search`."""
+"""`jaxspec check`: does a drafter fit a target? Read `command`, `run`, `replay`, `search`."""
 
 MIN_ROWS = 4
 """Least number of rows of text for an interval."""

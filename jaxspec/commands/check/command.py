@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from jaxspec.commands.check.report import Report
 
 FLOOR = 0.3
-"""Least share of first drafts that must be accepted. Below it even a drafter that keeps its rate at every position adds
-less than 0.43 tokens a step, about the cost of drafting and verifying. Working drafters have 0.6 to 0.9, broken ones
-less than 0.1."""
+"""Least share of first drafts that must be accepted. Below it even a drafter that keeps its rate at
+every position adds less than 0.43 tokens a step, about the cost of drafting and verifying. Working
+drafters have 0.6 to 0.9, broken ones less than 0.1."""
 
 UNUSED = ("target", "drafter", "distributed", "quantize_drafter", "quantize_draft_head")
-"""Model options that `check` lacks. Hypotheses about a drafter change its weights, which cannot be quantised."""
+"""Model options that `check` lacks. It changes a drafter's weights, which must be numbers."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,23 @@ class CheckOptions:
 
     text: Path | None = option(
         None,
-        "Text whose pieces the target continues. Default: held-out prompts of the bundled target, a few "
-        "prompts of our own for others.",
+        "Text whose pieces the target continues. Default: held-out prompts of the bundled target, "
+        "a few prompts of our own for others.",
         metavar="FILE",
     )
     rows: int = option(16, "Pieces of text, at most.", range=at_least(MIN_ROWS))
     new_tokens: int = option(64, "Tokens that the target adds to each.", range=at_least(2))
     floor: float = option(
         FLOOR,
-        "Least share of first drafts that must be accepted; of later ones too, where all before them were.",
+        "Least share of first drafts that must be accepted; of later ones too, where all before "
+        "them were.",
         range=Range("in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
     )
     batch_size: int = option(8, "Rows at a time.", range=at_least(1))
     record: bool = option(
         False,
-        "Write what was measured into the drafter's config, if the pair is sound. Later checks compare with it.",
+        "Write what was measured into the drafter's config, if the pair is sound. Later checks "
+        "compare with it.",
     )
 
 
@@ -68,8 +70,8 @@ def check_command(
         str | None,
         typer.Argument(
             metavar="DRAFTER",
-            help="A directory, a hub id, or the bundled [bold]dflash[/] or [bold]mtp[/]. Default, with the "
-            "bundled target: dflash.",
+            help="A directory, a hub id, or the bundled [bold]dflash[/] or [bold]mtp[/]. Default, "
+            "with the bundled target: dflash.",
         ),
     ] = None,
 ) -> None:

@@ -1,7 +1,7 @@
 """Hypotheses about a drafter: the conventions in force, and other plausible ones.
 
-Projects disagree on these conventions. A drafter with a wrong one still runs, but its drafts are never accepted. Read
-`in_force`, then `alternatives`; `search` compares them.
+Projects disagree on these conventions. A drafter with a wrong one still runs, but its drafts are
+never accepted. Read `in_force`, then `alternatives`; `search` compares them.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def alternatives(
 
 
 def traced_values(hypothesis: Hypothesis) -> tuple[ModelDef, dict[str, float]]:
-    """Return the model definition with fixed values of all traced fields, and the hypothesis's own values of them.
+    """Return the model definition with fixed traced fields, and the hypothesis's values of these.
 
     The definition shapes the program. The values are its arguments.
     """

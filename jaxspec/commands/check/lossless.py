@@ -1,8 +1,8 @@
-"""Comparison of decoding with its reference: speculative with plain, and a quantised target with the unquantised one.
+"""Decoding against its reference: speculative with plain, quantised with unquantised.
 
-`first_differences` and `Difference` are about the first: output is lossless against the target as it is loaded. For the
-second read `compare_formats`. The two targets read the text one after the other, so the device never holds both.
-Passes without caches round keys and values as caches do.
+`first_differences` and `Difference` are about the first: output is lossless against the target as
+it is loaded. For the second read `compare_formats`. The two targets read the text one after the
+other, so the device never holds both. Passes without caches round keys and values as caches do.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def first_differences(
     return differences
 
 
-# --- formats -----------------------------------------------------------------------------------------
+# --- formats -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FormatComparison:
-    """The effects of quantising the target. Pairs are of the unquantised and of the quantised target.
+    """The effects of quantising the target: pairs of unquantised and quantised.
 
     Attributes:
       weights: the storage of the weights, and of K/V if in another dtype.
@@ -109,8 +109,8 @@ class FormatComparison:
             f"{self.weights[1]}: {decimal(self.nbytes[1])}",
             f"  bits a byte          {self.bits_per_byte[0]:.4f}, then {self.bits_per_byte[1]:.4f}",
             f"  same likeliest token {self.top1_agreement:.2%}; KL {self.kl:.5f} nats a token",
-            f"  acceptance length    {self.acceptance_length[0]:.3f}, "
-            f"then {self.acceptance_length[1]:.3f}",
+            f"  acceptance length    {self.acceptance_length[0]:.3f}, then "
+            f"{self.acceptance_length[1]:.3f}",
         ]
         return "\n".join(lines)
 
@@ -187,7 +187,7 @@ def compare_formats(
 
 
 def _bytes_of(target: LoadedModel, prompts: Sequence[tuple[int, ...]]) -> int:
-    """Return the bytes of all prompts after their first tokens; without a tokenizer, the number of tokens."""
+    """Return the bytes of all prompts after their first tokens; tokens, without a tokenizer."""
     try:
         tokenizer = Tokenizer.load(target.directory)
         return sum(len(tokenizer.decode(ids[1:]).encode()) for ids in prompts)

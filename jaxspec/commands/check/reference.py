@@ -1,8 +1,8 @@
 """The maker's measurement of a drafter, and the comparison of a check with it.
 
-`Reference` is the record that `--record` writes (`weights.acceptance`). `compare_with` compares a check with it: the
-acceptance on the same text, row by row, and other changes since, by name. Weights are compared by two numbers per
-tensor, its root mean square and a weighted sum (`Look`).
+`Reference` is the record that `--record` writes (`weights.acceptance`). `compare_with` compares a
+check with it: the acceptance on the same text, row by row, and other changes since, by name.
+Weights are compared by two numbers per tensor, its root mean square and a weighted sum (`Look`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ SIBLING_RATIO = 10.0
 """A tensor this many times larger or smaller than in other layers is mentioned."""
 
 SAME = 0.006
-"""Largest difference of two marks of one tensor, in units of its root mean square. Rounding float32 weights to bfloat16
-moves a mark by 0.0009 (one standard deviation); noise of 30 % moves it by 0.3."""
+"""Largest difference of two marks of one tensor, in units of its root mean square. Rounding float32
+weights to bfloat16 moves a mark by 0.0009 (one standard deviation); noise of 30 % moves it by
+0.3."""
 
 
-# --- weights at a glance -----------------------------------------------------------------------------
+# --- weights at a glance -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Look:
 
     Attributes:
       rms: root mean square.
-      mark: sum of all numbers, each times a fixed weight of its position, over the root of their count. It changes
-        when numbers swap positions.
+      mark: sum of all numbers, each times a fixed weight of its position, over the root of their
+        count. It changes when numbers swap positions.
     """
 
     rms: float
@@ -202,7 +203,7 @@ def _exchanged(old: Mapping[str, Look], new: Mapping[str, Look], one: str, other
     return new[one].is_same(old[other]) and new[other].is_same(old[one])
 
 
-# --- the record --------------------------------------------------------------------------------------
+# --- the record ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,8 @@ class Reference:
       positions: number of positions of the text that were drafted from.
       acceptance_length: tokens per step in decoding.
       by_depth: share of drafts accepted at each depth where all earlier ones were.
-      by_row: for each prompt, the share of positions whose drafts 1 to j were all accepted, j = 1, 2, ...; numbers
-        joined by spaces, "" for a row that was too short.
+      by_row: for each prompt, the share of positions whose drafts 1 to j were all accepted, j = 1,
+        2, ...; numbers joined by spaces, "" for a row that was too short.
       target_config, drafter_config: all fields, as read.
       target_weights, drafter_weights: see `weights_record`.
     """
@@ -285,7 +286,7 @@ def _digest(values: Any) -> str:
 
 
 def rows_of(shares: np.ndarray, enough: Sequence[int], prompts: int) -> list[str]:
-    """Return `Reference.by_row`, given the shares of the rows that were long enough, [rows, depths]."""
+    """Return `Reference.by_row` of the rows that were long enough, [rows, depths]."""
     rows = [""] * prompts
     for share, i in zip(shares, enough, strict=True):
         rows[i] = " ".join(f"{x:.4g}" for x in share)
@@ -316,8 +317,8 @@ def check_recordable(directory: Path) -> None:
     """
     if directory.parent.name == "snapshots":
         raise UsageError(
-            f"--record: {directory} is in the hub's cache, which others share; copy the drafter to a directory "
-            "of your own, and check that"
+            f"--record: {directory} is in the hub's cache, which others share; copy the drafter to "
+            "a directory of your own, and check that"
         )
 
 
@@ -330,7 +331,7 @@ def record(directory: Path, measured: Reference) -> Path:
     return write_acceptance(directory, dataclasses.asdict(measured))
 
 
-# --- the comparison ----------------------------------------------------------------------------------
+# --- the comparison ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -360,8 +361,8 @@ class ReferenceComparison:
 def compare_with(reference: Reference, current: Reference, looks: Looks) -> ReferenceComparison:
     """Compare a check with a record.
 
-    Rows are paired. The interval has level `statistics.LEVEL`: without a change, at most 1 of 40 checks reports a loss,
-    and only if rounding moves a row by more than `statistics.MATERIAL`.
+    Rows are paired. The interval has level `statistics.LEVEL`: without a change, at most 1 of 40
+    checks reports a loss, and only if rounding moves a row by more than `statistics.MATERIAL`.
     """
     causes = changes_since(reference, current, looks)
     depths = min(reference.num_draft_tokens, current.num_draft_tokens)
@@ -396,7 +397,7 @@ def changes_since(then: Reference, now: Reference, looks: Looks) -> list[str]:
 
 
 def _fields(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a config that differ. Fields that only one version of jaxspec has do not count."""
+    """Return the fields of a config that differ, among those that both versions of jaxspec have."""
     return [
         f"{name} is {json.dumps(now[name])}, was {json.dumps(value)}"
         for name, value in then.items()
@@ -410,12 +411,12 @@ def describe_comparison(a: ReferenceComparison) -> str:
     causes = f"; {'; '.join(a.causes)}" if a.causes else ""
     if a.gain is None:
         return (
-            f"its maker measured {a.then:.2f} drafts accepted a position on another text ({r.text}, "
-            f"{r.rows} rows, {r.new_tokens} new tokens): not compared{causes}"
+            f"its maker measured {a.then:.2f} drafts accepted a position on another text "
+            f"({r.text}, {r.rows} rows, {r.new_tokens} new tokens): not compared{causes}"
         )
     text = (
-        f"{a.now:.2f} drafts accepted a position, {a.then:.2f} when its maker measured it on the same {a.rows} rows "
-        f"({r.dtype} on {r.device}): {format_gain(a.gain)} tokens a step"
+        f"{a.now:.2f} drafts accepted a position, {a.then:.2f} when its maker measured it on the "
+        f"same {a.rows} rows ({r.dtype} on {r.device}): {format_gain(a.gain)} tokens a step"
     )
     if a.depths < r.num_draft_tokens:
         text += f", over drafts 1 to {a.depths} of {r.num_draft_tokens}"

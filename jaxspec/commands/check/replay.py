@@ -1,7 +1,7 @@
 """Teacher forcing: drafts accepted on a text, under each hypothesis about the drafter.
 
-The target reads rows of text once. Then the drafter drafts, under every hypothesis, at each position of the target's
-own tokens, from the true context. Read `replay`. `search` uses the counts.
+The target reads rows of text once. Then the drafter drafts, under every hypothesis, at each
+position of the target's own tokens, from the true context. Read `replay`. `search` uses the counts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import fetch, mesh_of, place_rows
 
 HOPELESS = 0.5
-"""A hypothesis with less than this share of the best one's accepted drafts on the first rows is not replayed on the
-others. This can hide a better hypothesis, and never invent one."""
+"""A hypothesis with less than this share of the best one's accepted drafts on the first rows is not
+replayed on the others. This can hide a better hypothesis, and never invent one."""
 
 SCREENED_ROWS = 8  # least number of first rows
 
@@ -47,7 +47,8 @@ def read(
 ) -> TargetOutput:
     """Run the target over whole rows, once for all hypotheses.
 
-    Its caches hold every position, without a ring: a query at n sees the same positions below n as in decoding.
+    Its caches hold every position, without a ring: a query at n sees the same positions below n as
+    in decoding.
     """
     b, t = tokens.shape
     zeros = jnp.zeros(b, jnp.int32)
@@ -76,9 +77,10 @@ def replay(
     num_draft_tokens: int,
     suppress_tokens: tuple[int, ...],
 ) -> Int[Array, "B A"]:
-    """Draft after each of the first `anchors` tokens from `starts` on; return how many drafts agree with the text.
+    """Draft after each of the first `anchors` tokens from `starts` on; count the drafts that agree.
 
-    The drafter is called as in the decode loop, but one token of the text is committed between drafts.
+    The drafter is called as in the decode loop, but one token of the text is committed between
+    drafts.
 
     Args:
       values: see `Drafter.assume`.
@@ -146,14 +148,15 @@ def replay_all(
     notify: Callable[[str], None],
     baseline: np.ndarray | None = None,
 ) -> Replayed:
-    """Replay all rows for all hypotheses, a batch of rows at a time; the target reads each batch once.
+    """Replay all rows for all hypotheses; the target reads each batch of rows once.
 
-    Hypotheses that differ in traced values, in the order of features or in weights share a program. The
-    hypothesis in force is replayed on all rows, others while they are not `HOPELESS`.
+    Hypotheses that differ in traced values, in the order of features or in weights share a program.
+    The hypothesis in force is replayed on all rows, others while they are not `HOPELESS`.
 
     Args:
       batch_size: rows at a time, rounded up to a multiple of the mesh's data axis.
-      baseline: accepted drafts of the hypothesis in force, [R, A]; None if that is the first of `hypotheses`.
+      baseline: accepted drafts of the hypothesis in force, [R, A]; None if that is the first of
+        `hypotheses`.
     """
     mesh = mesh_of(target=target.params, drafter=hypotheses[0].loaded)
     data, going = mesh.shape["data"], list(range(len(hypotheses)))
@@ -212,6 +215,6 @@ def _on(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
 
 
 def _placed(rows: Sequence[np.ndarray], mesh: Mesh) -> Any:
-    """Put rows of integers on the weights' devices; on one device they stay uncommitted, like the weights."""
+    """Put rows of integers on the weights' devices; on one device they stay uncommitted."""
     whole = [np.asarray(x, np.int32) for x in rows]
     return [jnp.asarray(x) for x in whole] if mesh.size == 1 else place_rows(whole, mesh)

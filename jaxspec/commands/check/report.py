@@ -1,4 +1,4 @@
-"""The report of a check: its numbers, the findings that follow from them, as JSON and for the terminal.
+"""The report of a check: numbers and findings, as JSON and for the terminal.
 
 Read `Report`. `find` derives the findings: each names what is wrong and how to fix it.
 """
@@ -42,8 +42,8 @@ from jaxspec.registry import Conventions
 _BAR_WIDTH = 32
 
 USEFUL = 0.1
-"""Least share of the tokens per step that trained numbers lose when they are reordered. Those of the bundled assistant
-lose a third."""
+"""Least share of the tokens per step that trained numbers lose when they are reordered. Those of
+the bundled assistant lose a third."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Finding:
     """A finding of a check.
 
     Attributes:
-      kind: its source: the floor of first drafts, deeper drafts, another convention, a look at the weights, the record
-        of the drafter's maker, or the comparison with plain decoding.
+      kind: its source: the floor of first drafts, deeper drafts, another convention, a look at the
+        weights, the record of the drafter's maker, or the comparison with plain decoding.
       harmless: it is worth knowing, but no reason to reject the pair.
     """
 
@@ -177,7 +177,7 @@ class Report:
 
 
 def _as_json(value: Any) -> Any:
-    """Return records as objects, under the keys of their fields, and numbers that are not finite as null."""
+    """Return records as objects, and non-finite numbers as null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return {f.metadata.get("json", f.name): _as_json(getattr(value, f.name)) for f in fields}
@@ -188,7 +188,7 @@ def _as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# --- findings ----------------------------------------------------------------------------------------
+# --- findings ------------------------------------------------------------------------------------
 
 
 def find(r: Report) -> list[Finding]:
@@ -226,8 +226,8 @@ def _depth(r: Report) -> list[Finding]:
         return []
     at, share, family = r.fallen.depth, r.fallen.share, r.family
     text = (
-        f"from draft {at} on: {share.mean:.0%} are accepted ({share.low:.0%}-{share.high:.0%}) where all before "
-        "them were"
+        f"from draft {at} on: {share.mean:.0%} are accepted ({share.low:.0%}-{share.high:.0%}) "
+        "where all before them were"
     )
     if at == 2 and family is not None and family.later_only:
         text += (
@@ -247,20 +247,20 @@ def _change(change: Comparison, round_: Round) -> str:
     note = f" (as good on this text: {', '.join(as_good)})" if as_good else ""
     tokens, more = 1 + change.accepted, change.difference.mean
     return (
-        f"{change.name}: {more:+.2f} drafts a step, {tokens:.2f} tokens instead of {tokens - more:.2f}; "
-        f"{change.fix}{note}"
+        f"{change.name}: {more:+.2f} drafts a step, {tokens:.2f} tokens instead of "
+        f"{tokens - more:.2f}; {change.fix}{note}"
     )
 
 
 def _useless(r: Report) -> list[Finding]:
-    """Return a finding if the parameter behind later drafts does as well with its numbers reordered."""
+    """Return a finding if the parameter of later drafts does as well with reordered numbers."""
     if r.family is None or len(r.depths) < 2:
         return []
     return [
         Finding(
             "depth",
-            f"{c.field} carries nothing: its numbers in reverse order make {format_gain(c.gain)} tokens a step; get "
-            "the drafter's weights again",
+            f"{c.field} carries nothing: its numbers in reverse order make {format_gain(c.gain)} "
+            "tokens a step; get the drafter's weights again",
         )
         for c in r.rounds[0].comparisons
         if c.field == r.family.later_only and c.result != "worse" and c.gain.low > -USEFUL
@@ -269,8 +269,8 @@ def _useless(r: Report) -> list[Finding]:
 
 def _unexplained(r: Report) -> str:
     text = (
-        f"no other convention explains it ({r.tried} tried): the drafter is another target's, its weights are "
-        "damaged, or it was not trained for such text (give other text with --text)"
+        f"no other convention explains it ({r.tried} tried): the drafter is another target's, its "
+        "weights are damaged, or it was not trained for such text (give other text with --text)"
     )
     if r.comparison is None:
         text += "; it has no record of what its maker measured (check --record writes one)"
@@ -295,13 +295,13 @@ def _lossy(differing: Sequence[Difference]) -> list[Finding]:
     d = wrong[0]
     text = (
         f"rows that differ from plain decoding by more than a near-tie: {len(wrong)}, the first at "
-        f"position {d.position} of row {d.row}; this is a bug of ours or of the device, whatever the drafter; "
-        "please report it"
+        f"position {d.position} of row {d.row}; this is a bug of ours or of the device, whatever "
+        "the drafter; please report it"
     )
     return [Finding("lossless", text)]
 
 
-# --- on the terminal ---------------------------------------------------------------------------------
+# --- on the terminal -----------------------------------------------------------------------------
 
 
 def render(report: Report) -> Group:
@@ -318,8 +318,8 @@ def render(report: Report) -> Group:
         Line(f"{lossless} ({m.dtype})", "" if differing else "green"),
         *(Line(f"  {_difference(d)}") for d in differing),
         Line(
-            f"held beside the weights while reading: {decimal(report.replay_bytes)} of K/V and features for "
-            f"a batch of {min(report.batch_size, m.rows)} rows",
+            f"held beside the weights while reading: {decimal(report.replay_bytes)} of K/V and "
+            f"features for a batch of {min(report.batch_size, m.rows)} rows",
             "dim",
         ),
         *(Line(f"note: {f.text}") for f in report.findings if f.harmless),
@@ -339,7 +339,7 @@ def _conventions_table(report: Report) -> Table:
 
 
 def _acceptance_chart(report: Report) -> Group:
-    """Return a bar per j: the share of anchors whose drafts 1 to j were all accepted; then draft j's own."""
+    """Return a bar per draft j: the share of anchors that accept drafts 1 to j; then draft j's."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", justify="right")
     for share, d in zip(report.by_position, report.depths, strict=True):
@@ -368,8 +368,8 @@ def _comparisons_table(r: Round, report: Report) -> Table:
     lines = [
         (f"better: {', '.join(better)}" if better else "no other convention does better")
         + f"; {len(r.comparisons)} tried. Drafts accepted a position; intervals are paired over "
-        f"{report.measured.rows} rows and hold together at {FIRST_LEVEL:.0%} (Bonferroni: {r.level:.2%} each); "
-        f"better: all above 0, and {MATERIAL:.0%} more tokens a step.",
+        f"{report.measured.rows} rows and hold together at {FIRST_LEVEL:.0%} (Bonferroni: "
+        f"{r.level:.2%} each); better: all above 0, and {MATERIAL:.0%} more tokens a step.",
         f"worse, and not shown: {len(worse)}",
         *(f"left out: {reason}" for reason in r.left_out),
     ]
@@ -393,7 +393,7 @@ def _comparisons_table(r: Round, report: Report) -> Table:
 
 def _difference(d: Difference) -> str:
     return (
-        f"row {d.row}, position {d.position}: token {d.plain_token} (logit {d.plain_logit:.5g}) became "
-        f"{d.speculative_token} ({d.speculative_logit:.5g}), {d.gap_ulps:.2g} bf16 ulps apart: "
-        f"{'a near-tie' if d.near_tie else 'NO near-tie'}"
+        f"row {d.row}, position {d.position}: token {d.plain_token} (logit {d.plain_logit:.5g}) "
+        f"became {d.speculative_token} ({d.speculative_logit:.5g}), {d.gap_ulps:.2g} bf16 ulps "
+        f"apart: {'a near-tie' if d.near_tie else 'NO near-tie'}"
     )

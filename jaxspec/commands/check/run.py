@@ -1,9 +1,10 @@
 """One check: does a drafter fit a target, and if not, why not? Read `run`.
 
-A drafter with a wrong convention raises no error: its drafts are never accepted. So the target continues a text
-greedily, and both models read the result again (teacher forcing). At every position of the continuation the drafter
-drafts from the true context. Draft j is accepted there if drafts 1 to j are the target's next tokens, which is what
-decoding would accept. `search` compares other hypotheses about the drafter on the same positions.
+A drafter with a wrong convention raises no error: its drafts are never accepted. So the target
+continues a text greedily, and both models read the result again (teacher forcing). At every
+position of the continuation the drafter drafts from the true context. Draft j is accepted there if
+drafts 1 to j are the target's next tokens, which is what decoding would accept. `search` compares
+other hypotheses about the drafter on the same positions.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def run(
 def _fallen(
     result: SearchResult, depths: Sequence[Depth], second: Callable[[], Evidence | None]
 ) -> Depth | None:
-    """Return the depth where drafts seem to fall on the first text, if they fall there on the second; else None."""
+    """Return the depth where drafts seem to fall on the first text, if they do on the second."""
     depth = doubtful(depths)
     evidence = None if depth is None else second()
     if depth is None or evidence is None:
@@ -201,7 +202,7 @@ def _long_enough(plain: Sequence[Completion], drafts: int) -> list[int]:
     enough = [i for i, c in enumerate(plain) if len(c.token_ids) > drafts]
     if len(enough) < MIN_ROWS:
         raise UsageError(
-            f"{len(enough)} of {len(plain)} rows go on for more than the {drafts} tokens of a draft; check "
-            f"needs {MIN_ROWS}: raise --new-tokens, or give other text with --text"
+            f"{len(enough)} of {len(plain)} rows go on for more than the {drafts} tokens of a "
+            f"draft; check needs {MIN_ROWS}: raise --new-tokens, or give other text with --text"
         )
     return enough

@@ -1,7 +1,7 @@
 """Comparison of hypotheses about a drafter, round by round.
 
-Read `search`. A round compares all hypotheses on a first text. What that leaves open is compared again on a second
-text (`text.further`): longer rows, on which nothing was chosen.
+Read `search`. A round compares all hypotheses on a first text. What that leaves open is compared
+again on a second text (`text.further`): longer rows, on which nothing was chosen.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Comparison:
       gain: in tokens per step, as a share; it decides.
       rows: number of rows that both were replayed on.
       better: the gain is certainly above zero, and `MATERIAL`.
-      result: "better"; "worse"; "higher" or "lower": too small to matter, or higher by a longer block that was not
-        trained (`outruns_training`); "no measurable difference": the interval holds 0 and the gain is not material;
-        "undecided": the interval holds 0 and the gain is material.
+      result: "better"; "worse"; "higher" or "lower": too small to matter, or higher by a longer
+        block that was not trained (`outruns_training`); "no measurable difference": the interval
+        holds 0 and the gain is not material; "undecided": the interval holds 0 and the gain is
+        material.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Round:
 
     @property
     def open(self) -> list[int]:
-        """The questions that the first text leaves open: the best of several, or whether one is better at all."""
+        """The open ones: the best of several, or one that may be better."""
         if better := {i: c for i, c in enumerate(self.comparisons) if c.better}:
             best = _near_best(better)
             return best if len(best) > 1 else []
@@ -118,7 +119,8 @@ def compare(
     """Compare other hypotheses with one, row by row.
 
     Args:
-      accepted: by hypothesis, drafts accepted at each anchor, [R, A]; of a hopeless one, of the first rows.
+      accepted: by hypothesis, drafts accepted at each anchor, [R, A]; of a hopeless one, of the
+        first rows.
       masks: of each other hypothesis, the anchors to compare at.
       level: of each interval.
     """
@@ -149,7 +151,7 @@ def compare(
     return comparisons
 
 
-# --- on a text ---------------------------------------------------------------------------------------
+# --- on a text -----------------------------------------------------------------------------------
 
 
 class Evidence:
@@ -175,7 +177,8 @@ class Evidence:
 
         Args:
           level: at which all intervals of a round hold together.
-          num_counted: number of first rows that count; None for all. The others are read for their logits alone.
+          num_counted: number of first rows that count; None for all. The others are read for their
+            logits alone.
           rows_per_prompt: number of consecutive rows that continue one prompt.
           logit_rows: of each row, the position whose logits are kept; None for any.
         """
@@ -188,7 +191,7 @@ class Evidence:
         self._accepted: dict[Any, np.ndarray] = {}
 
     def anchors(self, hypothesis: Hypothesis | None = None) -> np.ndarray:
-        """Return the anchors that have a whole draft of a hypothesis after them, [prompts, anchors]."""
+        """Return the anchors with a whole draft after them, [prompts, anchors]."""
         anchors = self.text.anchors(self.drafts)[: self.num_counted]
         if hypothesis is not None and hypothesis.num_draft_tokens:
             counts = self.text.ends - self.text.starts - hypothesis.num_draft_tokens
@@ -196,7 +199,7 @@ class Evidence:
         return self._by_prompt(anchors)
 
     def accepted(self, hypothesis: Hypothesis) -> np.ndarray:
-        """Return accepted drafts at every anchor, [prompts, anchors]; of the first prompts if hopeless."""
+        """Return accepted drafts, [prompts, anchors]; of a hopeless one, of the first prompts."""
         return self._by_prompt(self._accepted[hypothesis.key][: self.num_counted])
 
     def _by_prompt(self, rows: np.ndarray) -> np.ndarray:
@@ -224,7 +227,7 @@ class Evidence:
     def compare(
         self, hypothesis: Hypothesis, others: Sequence[Hypothesis]
     ) -> tuple[list[Comparison], float]:
-        """Compare other hypotheses with one; return the comparisons, and the level of each interval."""
+        """Compare other hypotheses with one; return the comparisons and the level of each."""
         self.replay((hypothesis, *others))
         level = 1 - (1 - self.level) / max(len(others), 1)
         accepted = {h.key: self.accepted(h) for h in (hypothesis, *others)}
@@ -258,7 +261,7 @@ def outruns_training(
     return last[1].share.mean < FALL * last[0].share.mean
 
 
-# --- the search --------------------------------------------------------------------------------------
+# --- the search ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -287,12 +290,13 @@ def search(
     special_ids: Sequence[int],
     reference: Reference | None,
 ) -> SearchResult:
-    """Compare the hypothesis in force with its alternatives, and go on from the best while one is better.
+    """Compare the hypothesis in force with its alternatives; go on while one is better.
 
     Args:
       second: returns the second text, or None if the model has too few positions for one.
       special_ids: of the target's tokenizer.
-      reference: the maker's measurement. Of hypotheses that are as good, the one nearest to its config is taken.
+      reference: the maker's measurement. Of hypotheses that are as good, the one nearest to its
+        config is taken.
     """
     in_force = hypothesis = Hypothesis("as configured", "", "", drafter.model_def, drafter.params)
     rounds: list[Round] = []
@@ -328,7 +332,7 @@ def search(
 def _compare_again(
     evidence: Evidence | None, hypothesis: Hypothesis, others: Sequence[Hypothesis]
 ) -> list[Comparison]:
-    """Compare on the second text; return nothing without one, or if it is too short for one of these."""
+    """Compare on the second text; return nothing if there is none, or one that is too short."""
     if evidence is None or any(map(evidence.refusal, others)):
         return []
     return evidence.compare(hypothesis, others)[0]

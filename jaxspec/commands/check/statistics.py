@@ -2,13 +2,15 @@
 
 Rows are counted, not positions: neighbouring positions are not independent.
 
-Hypotheses are compared by the logarithm of tokens per step, row by row. Rows differ fivefold in accepted drafts but far
-less in this ratio, so fewer rows decide: on the bundled pair the ratio is worth twice the rows.
+Hypotheses are compared by the logarithm of tokens per step, row by row. Rows differ fivefold in
+accepted drafts but far less in this ratio, so fewer rows decide: on the bundled pair the ratio is
+worth twice the rows.
 
-False alarms: at most 1 in 40 checks of a good pair finds another hypothesis better. All intervals on the first text
-hold together at `FIRST_LEVEL`, those on the second text at `SECOND_LEVEL`. They fail on the upper side half as often:
-in 1/50 and 1/200 of all checks. A gain must also be `MATERIAL`. The same rate holds for each of these by itself: a
-collapse at a depth (`collapse`, `fallen`), and a loss against a record (`reference.compare_with`).
+False alarms: at most 1 in 40 checks of a good pair finds another hypothesis better. All intervals
+on the first text hold together at `FIRST_LEVEL`, those on the second text at `SECOND_LEVEL`. They
+fail on the upper side half as often: in 1/50 and 1/200 of all checks. A gain must also be
+`MATERIAL`. The same rate holds for each of these by itself: a collapse at a depth (`collapse`,
+`fallen`), and a loss against a record (`reference.compare_with`).
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ def row_means(values: np.ndarray, anchors: np.ndarray) -> np.ndarray:
 def conditional(accepted: np.ndarray, anchors: np.ndarray, depth: int, level: float) -> Depth:
     """Estimate the share of drafts at a depth that are accepted where all before them were.
 
-    This is the ratio of two sums over rows, since rows reach a depth unequally often. Its error comes from each row's
-    distance from the common ratio.
+    This is the ratio of two sums over rows, since rows reach a depth unequally often. Its error
+    comes from each row's distance from the common ratio.
 
     Args:
       accepted: drafts accepted at each anchor, [R, A].
@@ -113,7 +115,7 @@ MIN_POSITIONS = 20  # that must reach a depth before it counts
 
 
 def collapse(depths: Sequence[Depth], floor: float) -> Depth | None:
-    """Return the first depth past 1 whose interval is below the floor and below half of depth 1; None if none."""
+    """Return the first depth past 1 that is certainly below the floor and half of depth 1."""
     first = depths[0].share.mean
     for d in depths[1:]:
         if d.positions >= MIN_POSITIONS and d.share.high < min(floor, first / 2):
@@ -122,12 +124,13 @@ def collapse(depths: Sequence[Depth], floor: float) -> Depth | None:
 
 
 FALL = 2 / 3
-"""Drafts fall at a depth whose acceptance is less than this share of the acceptance one depth before. In the bundled
-pairs a trained depth has 0.9 of the one before it, and the first untrained depth 0.4."""
+"""Drafts fall at a depth whose acceptance is less than this share of the acceptance one depth
+before. In the bundled pairs a trained depth has 0.9 of the one before it, and the first untrained
+depth 0.4."""
 
 
 def doubtful(depths: Sequence[Depth]) -> int | None:
-    """Return the first depth past 1 where drafts seem to fall, which a second text must confirm; None if none."""
+    """Return the first depth past 1 where drafts seem to fall; a second text must confirm it."""
     for before, d in itertools.pairwise(depths):
         if d.positions >= MIN_POSITIONS and d.share.mean < FALL * before.share.mean:
             return d.depth
@@ -137,8 +140,8 @@ def doubtful(depths: Sequence[Depth]) -> int | None:
 def fallen(accepted: np.ndarray, anchors: np.ndarray, depth: int, level: float) -> Depth | None:
     """Return a depth past 1 if drafts certainly fall there, else None.
 
-    Both shares are ratios of sums over rows, as in `conditional`. A row adds its distance from both to the error of
-    their difference.
+    Both shares are ratios of sums over rows, as in `conditional`. A row adds its distance from both
+    to the error of their difference.
 
     Args:
       accepted: drafts accepted at each anchor, [R, A], of a text that did not choose the depth.
@@ -158,7 +161,7 @@ def fallen(accepted: np.ndarray, anchors: np.ndarray, depth: int, level: float) 
 
 
 def gained(before: np.ndarray, after: np.ndarray, level: float = LEVEL) -> Estimate:
-    """Estimate the gain in tokens per step as a share, from the accepted drafts of each row before and after."""
+    """Estimate the gain in tokens per step, as a share, from the accepted drafts of each row."""
     logs = Estimate.of(np.log1p(after) - np.log1p(before), level)
     return Estimate(*(math.expm1(x) for x in (logs.mean, logs.low, logs.high)))
 

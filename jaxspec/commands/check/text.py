@@ -1,8 +1,8 @@
 """The texts of a check: prompts, and how the target continues them.
 
-Read `prompts_for`, then `decode_greedily`, which makes the first text. `further` makes the second text: the target
-samples several continuations of each prompt, and then continues these greedily. Sampled tokens are context only;
-drafts are compared after them.
+Read `prompts_for`, then `decode_greedily`, which makes the first text. `further` makes the second
+text: the target samples several continuations of each prompt, and then continues these greedily.
+Sampled tokens are context only; drafts are compared after them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HELD_OUT = "held-out prompts"
 DRAWS = 3  # rows of the second text for each prompt
 
 MAX_DRAWN = 512
-"""Largest number of tokens sampled to make rows of the second text longer than the target's window."""
+"""Largest number of tokens sampled to exceed the target's window in the second text."""
 
 PROMPTS = (
     "Explain how a binary search finds an item in a sorted list.",
@@ -94,7 +94,7 @@ def prompts_for(
 
 
 def cut(ids: Sequence[int], bos: int | None, rows: int) -> list[tuple[int, ...]]:
-    """Cut up to `rows` pieces of equal length, evenly spaced, out of a text; each begins with BOS."""
+    """Cut up to `rows` equal pieces, evenly spaced, out of a text; each begins with BOS."""
     head = () if bos is None else (bos,)
     body = tuple(ids[len(head) :])
     rows = min(rows, len(body) // MIN_TOKENS)
@@ -108,10 +108,10 @@ def cut(ids: Sequence[int], bos: int | None, rows: int) -> list[tuple[int, ...]]
 
 
 def special_ids(target: LoadedModel) -> tuple[int, ...]:
-    """Return ids that a drafter's mask may be: special tokens of the tokenizer, and the id after its last.
+    """Return candidates for a drafter's mask id: special tokens, and the id after the last token.
 
-    Reserved tokens ("<unused7>") and all after the first `MAX_SPECIAL_IDS` are left out. Without a tokenizer there are
-    none.
+    Reserved tokens ("<unused7>") and all after the first `MAX_SPECIAL_IDS` are left out. Without a
+    tokenizer there are none.
     """
     try:
         backend = Tokenizer.load(target.directory).backend
@@ -122,12 +122,12 @@ def special_ids(target: LoadedModel) -> tuple[int, ...]:
     return (*ids[:MAX_SPECIAL_IDS], max(backend.get_vocab().values()) + 1)
 
 
-# --- continuations ---------------------------------------------------------------------------------
+# --- continuations -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Text:
-    """Rows of tokens: prompts, then from `starts` on the target's own tokens; zeros from `ends` on."""
+    """Rows of tokens: prompts, from `starts` on the target's own tokens, from `ends` on zeros."""
 
     tokens: np.ndarray  # [R, L]
     starts: np.ndarray
@@ -175,7 +175,8 @@ def further(
       options: of the engine.
 
     Returns:
-      The text; None if the model has too few positions for rows longer than those of the first text.
+      The text; None if the model has too few positions for rows longer than those of the first
+      text.
     """
     longest = max(map(len, prompts))
     drawn = _drawn_tokens(target, min(map(len, prompts)), new_tokens)
@@ -205,14 +206,14 @@ def stop_ids_of(target: LoadedModel) -> tuple[int, ...]:
 
 
 def _drawn_tokens(target: LoadedModel, shortest: int, new_tokens: int) -> int:
-    """Return the number of tokens to sample: past the window from the shortest prompt, if that is not too far."""
+    """Return the number of tokens to sample: past the window, if that is not too far."""
     windows = [layer.window for layer in target.config.layers if layer.window is not None]
     over = min(windows, default=0) - shortest
     return over if new_tokens < over <= MAX_DRAWN else new_tokens
 
 
 def _row(request: Request, done: Completion) -> tuple[int, ...]:
-    """Return a prompt with its sampled tokens; with half of them if they ended, so that the target can go on."""
+    """Return a prompt with its sampled tokens; with half of them if they came to an end."""
     ids = done.token_ids
     return request.prompt_ids + (ids[: len(ids) // 2] if done.finish_reason == "stop" else ids)
 

@@ -15,7 +15,7 @@ from jaxspec.commands.generate.options import (
     TextOptions,
 )
 from jaxspec.commands.models import ModelOptions
-from jaxspec.commands.options import Fields, Given, command, explained
+from jaxspec.commands.options import Fields, PartialRecord, command, explained
 from jaxspec.options import Drafting, Sampling
 
 
@@ -24,7 +24,7 @@ def generate(
     text: Annotated[TextOptions, Fields("Prompts and text")],
     models: Annotated[ModelOptions, Fields("Models")],
     decoding: Annotated[DecodingOptions, Fields("Decoding")],
-    sampling: Annotated[Given[Sampling], Fields("Decoding")],
+    sampling: Annotated[PartialRecord[Sampling], Fields("Decoding")],
     drafting: Annotated[Drafting, Fields("Decoding", without=("synthetic_acceptance",))],
     running: Annotated[RunningOptions, Fields("Running")],
     prompts: Annotated[

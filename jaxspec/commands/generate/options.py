@@ -1,4 +1,4 @@
-"""What `jaxspec generate` can be asked, and what of it makes no sense together. Needs no JAX."""
+"""The options of `jaxspec generate`, and the refusal of impossible combinations. Needs no JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.commands.models import ModelOptions
-from jaxspec.commands.options import Given, UsageError, as_flag
+from jaxspec.commands.options import PartialRecord, UsageError, as_flag
 from jaxspec.commands.output import refuse_inputs
 from jaxspec.options import (
     CHOOSE_LENGTH_HELP,
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Prompts and what becomes of them."""
+    """Prompts, and the output of their text."""
 
     prompts_file: Path | None = option(
         None,
-        'Lines of {"prompt": text or ids} or, with --chat, {"messages": \\[...]}. A line may have an id, and '
-        "sampling values, seed, max_new_tokens and stop of its own.",
+        'Lines of {"prompt": text or ids} or, with --chat, {"messages": \\[...]}. A line may have an '
+        "id, and sampling values, seed, max_new_tokens and stop of its own.",
         metavar="FILE.jsonl",
         flag="--prompts",
     )
@@ -47,8 +47,8 @@ class TextOptions:
     stop: tuple[str, ...] = option((), "End before this text. Repeatable.", metavar="TEXT")
     json_path: str | None = option(
         None,
-        "Write one line of JSON a prompt and a summary line, and nothing else to stdout. A file gets each "
-        "line when it is done, and the same command goes on with what is missing. "
+        "Write one line of JSON a prompt and a summary line, and nothing else to stdout. A file "
+        "gets each line when it is done, and the same command goes on with what is missing. "
         "Log-probabilities are written here alone.",
         metavar="PATH|-",
         flag="--json",
@@ -56,7 +56,7 @@ class TextOptions:
     overwrite: bool = option(False, "With --json PATH: start anew, whatever the file holds.")
 
     def __post_init__(self) -> None:
-        """Refuse options that make no sense.
+        """Refuse impossible options.
 
         Raises:
           UsageError: naming the option.
@@ -72,7 +72,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """What the command adds to `Sampling` and `Drafting`."""
+    """Options of decoding beyond `Sampling` and `Drafting`."""
 
     max_new_tokens: int = option(128, "For each prompt.", range=at_least(1))
     ban_tokens: tuple[int, ...] = option(
@@ -80,15 +80,16 @@ class DecodingOptions:
     )
     sampling: Literal["model"] | None = option(
         None,
-        "Where not given here, temperature, top-k, top-p, min-p and repetition penalty are those of the "
-        "checkpoint (model).",
+        "Where not given here, temperature, top-k, top-p, min-p and repetition penalty are those "
+        "of the checkpoint (model).",
     )
     seed: int = option(
         0, "Each completion's own is made of this and its place in the list.", range=SEEDS
     )
     num_samples: int = option(
         1,
-        "Completions of each prompt; each reads the prompt for itself, unless --prefix-gib is given.",
+        "Completions of each prompt; each reads the prompt for itself, unless --prefix-gib is "
+        "given.",
         range=at_least(1),
     )
     stop_ids: tuple[int, ...] = option(
@@ -108,18 +109,18 @@ class DecodingOptions:
 
     @property
     def grammar(self) -> tuple[Kind, str] | None:
-        """What was asked for as a grammar: its kind and its source.
+        """The kind and source of the grammar; None without one.
 
         Raises:
-          UsageError: there are two, or a file cannot be read.
+          UsageError: there are several, or a file cannot be read.
         """
         kinds: tuple[Kind, ...] = ("json_schema", "regex", "lark")
-        given: dict[Kind, Path | str] = {
+        sources: dict[Kind, Path | str] = {
             kind: getattr(self, kind) for kind in kinds if getattr(self, kind) is not None
         }
-        if len(given) > 1:
-            raise UsageError(f"{' and '.join(map(as_flag, given))}: give one of them")
-        for kind, source in given.items():
+        if len(sources) > 1:
+            raise UsageError(f"{' and '.join(map(as_flag, sources))}: give one of them")
+        for kind, source in sources.items():
             if not isinstance(source, Path):
                 return kind, source
             try:
@@ -131,7 +132,7 @@ class DecodingOptions:
 
 @dataclass(frozen=True)
 class RunningOptions:
-    """Shapes, and where programs are kept."""
+    """Shapes, and the cache of programs."""
 
     batch_size: int | None = option(
         None,
@@ -145,14 +146,14 @@ class RunningOptions:
     )
     invariant: bool = option(
         False,
-        "No prompt's text depends on its neighbours, to the last bit: on a GPU, prompts then share small passes "
-        "only.",
+        "No prompt's text depends on its neighbours, to the last bit: on a GPU, prompts then share "
+        "small passes only.",
     )
     choose_length: ChooseLength = option("exact", CHOOSE_LENGTH_HELP)
     prefix_gib: float = option(
         0.0,
-        "GiB of each device for beginnings of prompts: samples of one prompt, and prompts that begin alike, are then "
-        "read once.",
+        "GiB of each device for beginnings of prompts: samples of one prompt, and prompts that "
+        "begin alike, are then read once.",
         range=Range("0 or more; 0: none", lambda x: (x >= 0) & (x < math.inf)),
     )
     compilation_cache: str | None = option(
@@ -164,17 +165,17 @@ class RunningOptions:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Everything that was asked for; where the choice is left to the run, None."""
+    """All options; None leaves a choice to the run."""
 
     text: TextOptions = TextOptions()
     models: ModelOptions = ModelOptions()
-    sampling: Given[Sampling] = Given(Sampling, {})
+    sampling: PartialRecord[Sampling] = PartialRecord(Sampling, {})
     drafting: Drafting = Drafting()
     decoding: DecodingOptions = DecodingOptions()
     running: RunningOptions = RunningOptions()
 
     def __post_init__(self) -> None:
-        """Refuse options that do not go together.
+        """Refuse options that exclude each other.
 
         Raises:
           UsageError: naming the options.
@@ -188,12 +189,12 @@ class GenerateOptions:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """List the tokens that may not be generated: those with a bias of -inf, then those banned by name."""
+        """The banned tokens: those with a bias of -inf, then those of --ban-token."""
         biases = self.sampling.values.get("logit_bias", {})
         return (*(t for t in biases if biases[t] == -math.inf), *self.decoding.ban_tokens)
 
     @property
     def biases(self) -> dict[int, float]:
-        """Return what is added to the logits of tokens, but for those that are banned by it."""
-        given = self.sampling.values.get("logit_bias", {})
-        return {token: bias for token, bias in given.items() if bias > -math.inf}
+        """The biases of tokens, without those that ban."""
+        biases = self.sampling.values.get("logit_bias", {})
+        return {token: bias for token, bias in biases.items() if bias > -math.inf}

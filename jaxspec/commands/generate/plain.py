@@ -1,8 +1,8 @@
-"""How fast plain decoding is on this device, with a run's batch and cache length: a few steps of it after the run.
+"""The speed of plain decoding with a run's batch and cache length, from a few steps after the run.
 
-Read `measure`. It reads the first prompts of the run again, times a few speculative steps, drops the drafter's state,
-and times a few plain ones: what a step takes is compared on the same rows. The plain loop is the one program that
-has to be compiled. No result depends on any of this.
+Read `measure`. It prefills the first prompts of the run again, times a few speculative steps, drops
+the drafter's state and times a few plain steps on the same rows. Only the plain loop must be
+compiled. No result depends on this.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from jaxspec.state import DecodeState
 from jaxspec.weights.sharding import fetch, own_context
 
 LONG_ENOUGH_S = 10.0
-"""Seconds of decoding from which on a run is worth a measurement. It takes about one with the bundled pair."""
+"""Least seconds of decoding of a run that is measured. Measuring takes about one (bundled pair)."""
 TIMES_COMPILING = 2
-"""And so many times what the run compiled for: a large model's loop takes long to compile."""
+"""Least decoding of such a run, in multiples of its compilation, which is slow for large models."""
 ROUNDS = 4  # the first one warms up, the quickest counts
 STEPS = 4  # of a round
 
 
 @dataclass(frozen=True)
 class PlainSpeed:
-    """What was found.
+    """The speed of plain decoding.
 
     Attributes:
-      ratio: tokens a second of plain decoding, for each one of the run.
-      measured_s: what it took, compiling included.
+      ratio: of its tokens per second to those of the run.
+      measured_s: duration of the measurement, with compilation.
     """
 
     ratio: float
@@ -45,7 +45,7 @@ class PlainSpeed:
 
 
 def is_worth_it(engine: Engine) -> bool:
-    """Tell whether a run was long enough to be compared with plain decoding, and did not do so itself."""
+    """Return whether a run was long enough for this, and has no plain steps of its own."""
     timings = engine.timings
     least = max(LONG_ENOUGH_S, TIMES_COMPILING * timings.compile_s)
     if engine.drafter is None or timings.decode_s < least or jax.process_count() > 1:
@@ -57,12 +57,12 @@ def is_worth_it(engine: Engine) -> bool:
 def measure(
     engine: Engine, requests: Sequence[Request], acceptance_length: float
 ) -> PlainSpeed | None:
-    """Compare plain steps with the run's own; None where the cache has no room for these.
+    """Compare plain steps with the run's own; return None if the cache is too short for them.
 
     Args:
-      engine: what has run and is idle. It shares its programs, and is not changed.
-      requests: some that it has decoded.
-      acceptance_length: tokens that the run committed a step.
+      engine: of the run, idle now. It shares its programs, and is not changed.
+      requests: decoded by the run.
+      acceptance_length: tokens per step of the run.
     """
     begin = time.perf_counter()
     spec, batch, length = engine.spec, engine.batch_size, engine.cache_length
@@ -84,9 +84,9 @@ def measure(
         state = fast.admit(state, admission)
         prompts = {slot: row.prompt_ids for slot, row in enumerate(rows)}
         state = fast.prefill(state, prompts, fast.ask(0))
-        most = engine.steps_per_return
-        state, speculative_s = _step_seconds(fast, state, most)
-        state, plain_s = _step_seconds(plain, dataclasses.replace(state, drafter=None), most)
+        max_steps = engine.steps_per_return
+        state, speculative_s = _step_seconds(fast, state, max_steps)
+        state, plain_s = _step_seconds(plain, dataclasses.replace(state, drafter=None), max_steps)
     if speculative_s is None or plain_s is None:
         return None
     ratio = speculative_s / (plain_s * acceptance_length)
@@ -94,19 +94,19 @@ def measure(
 
 
 def _step_seconds(
-    runtime: Runtime, state: DecodeState, most: int
+    runtime: Runtime, state: DecodeState, max_steps: int
 ) -> tuple[DecodeState, float | None]:
-    """Return what a step takes at least; None if rows ended before a round was timed.
+    """Return the state, and the least seconds of a step; None if rows ended too early.
 
     Args:
-      most: steps of the run's decode calls, whose program this is.
+      max_steps: steps of the run's decode calls, whose program is used.
     """
-    found, ask = [], runtime.ask(most)
+    seconds, ask = [], runtime.ask(max_steps)
     for _ in range(ROUNDS):
         before, call = int(fetch(state.num_steps).max()), runtime.decoding(state, ask, STEPS)
         begin = time.perf_counter()
         state, _ = jax.block_until_ready(call(state))
         taken_s = time.perf_counter() - begin
         if int(fetch(state.num_steps).max()) - before == STEPS:
-            found.append(taken_s / STEPS)
-    return state, min(found[1:], default=None)
+            seconds.append(taken_s / STEPS)
+    return state, min(seconds[1:], default=None)

@@ -1,8 +1,9 @@
 """Prompts as the user gives them: arguments, files of JSON lines, standard input.
 
-`read_prompts` gathers them without any model, so that mistakes show before one is loaded. `encode` then turns each into
-token ids. A line of a file may have settings of its own, see `FIELDS`. A line is refused if a known field has an
-impossible value. Unknown fields are passed on to the line's rows, so nothing in a line is dropped.
+`read_prompts` gathers them without any model, so that mistakes show before one is loaded. `encode`
+then turns each into token ids. A line of a file may have settings of its own, see `FIELDS`. A line
+is refused if a known field has an impossible value. Unknown fields are passed on to the line's
+rows, so nothing in a line is dropped.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def read_prompts(
     chat: bool = False,
     writes_json: bool = True,
 ) -> list[PromptInput]:
-    """Return all prompts: arguments, lists of ids, then a file; without any of these, standard input.
+    """Return all prompts: arguments, lists of ids, a file; without these, standard input.
 
     Args:
       id_lists: "5,6,7" each.
@@ -91,8 +92,8 @@ def read_prompts(
             raise PromptError(f"standard input is not UTF-8 text: {error}") from None
     if not prompts:
         raise PromptError(
-            "there is no prompt; give one as an argument, on standard input, with --prompts FILE.jsonl or "
-            "with --prompt-ids 5,6,7"
+            "there is no prompt; give one as an argument, on standard input, with --prompts "
+            "FILE.jsonl or with --prompt-ids 5,6,7"
         )
     for prompt in prompts:
         if chat and prompt.ids is not None:
@@ -108,7 +109,7 @@ def read_prompts(
 
 
 def parse_ids(origin: str, ids: str) -> PromptInput:
-    """Parse a comma-separated list of token ids; an empty list is an empty prompt, reported later."""
+    """Parse a comma-separated list of token ids; an empty list is an empty prompt."""
     try:
         return PromptInput(origin, ids=tuple(int(i) for i in ids.split(",")) if ids.strip() else ())
     except ValueError:
@@ -122,7 +123,7 @@ def encode(
     chat: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[str | None, tuple[int, ...]]:
-    """Return a prompt's text, as the model reads it, and its ids. Ids without a tokenizer have no text.
+    """Return a prompt's text as the model reads it, and its ids; ids alone have no text.
 
     Raises:
       TokenizerError: the text is empty or cannot be encoded.
@@ -140,7 +141,7 @@ def encode(
     return prompt.text, tokenizer.encode(prompt.text)
 
 
-# --- lines of a file ---------------------------------------------------------------------------------
+# --- lines of a file -----------------------------------------------------------------------------
 
 
 def read_jsonl(path: Path) -> list[PromptInput]:
@@ -247,7 +248,7 @@ def _finite_number(literal: str) -> float:
     return value
 
 
-# --- fields ------------------------------------------------------------------------------------------
+# --- fields --------------------------------------------------------------------------------------
 
 
 def _refuse(name: str, value: Any, expected: str) -> NoReturn:
@@ -381,6 +382,6 @@ def _refuse_misspelt(name: str) -> None:
     near = difflib.get_close_matches(_ELSEWHERE.get(plain, plain), known, n=1, cutoff=0.8)
     if near:
         raise _Refused(
-            f'{json.dumps(name)} is not known; is it "{near[0]}"? Under a name that is less like it, it is '
-            "passed on to the line's rows"
+            f'{json.dumps(name)} is not known; is it "{near[0]}"? Under a name that is less like it, '
+            "it is passed on to the line's rows"
         )

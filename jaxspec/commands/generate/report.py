@@ -1,7 +1,8 @@
 """The results of a run: a line of JSON per completion, text on the terminal, a table at the end.
 
-`PromptResult` is one completion, `Tally` adds completions up, and `Summary` is the whole run. The rest of the module
-shows these. Results go to standard output or a file, everything else to standard error.
+`PromptResult` is one completion, `Tally` adds completions up, and `Summary` is the whole run. The
+rest of the module shows these. Results go to standard output or a file, everything else to standard
+error.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class PromptResult:
         return self.request.error or self.done.error
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values of this completion's line. `rows` recognises the line by the first two."""
+        """Return the values of this completion's line; `rows` recognises it by the first two."""
         (index, sample), prompt = self.request.key, self.request.prompt
         request, done = self.request.request, self.done
         values: dict[str, Any] = {"index": index, "digest": self.request.digest}
@@ -82,7 +83,7 @@ class PromptResult:
         }
 
     def _logprobs(self) -> dict[str, Any]:
-        """Return the log-probabilities that this row asked for; another row of its batch may ask for more."""
+        """Return the log-probabilities that this row asked for; its batch may have more."""
         sampling, done = self.request.request.sampling, self.done
         if not (sampling.logprobs or sampling.top_logprobs):
             return {}
@@ -133,13 +134,16 @@ class Summary:
       prompt_tokens: of each prompt once, whatever its number of samples.
       new_tokens: returned tokens, the one of prefill included.
       decode_tokens: returned tokens without those of prefill, decoded in `decode_s`.
-      plain_tokens_per_s: speed of plain decoding on the same rows, see `plain`; None if not measured.
+      plain_tokens_per_s: speed of plain decoding on the same rows, see `plain`; None if not
+        measured.
       plain_measured_s: duration of that measurement.
       acceptance_length: mean tokens per verify step of all prompts.
       acceptance_by_position: share of verify steps that accepted draft token 1, 2, ...
-      steps_by_length: steps of the batch by their number of verified drafts; empty if that is fixed.
+      steps_by_length: steps of the batch by their number of verified drafts; empty if that is
+        fixed.
       compile_s: not part of `prefill_s` and `decode_s`.
-      drafting, choose_length: the options; `num_draft_tokens` is the number in use, 0 without a drafter.
+      drafting, choose_length: the options; `num_draft_tokens` is the number in use, 0 without a
+        drafter.
       sampling: of the run; bans are not in its biases, but in `ban_tokens`.
     """
 
@@ -182,7 +186,7 @@ class Summary:
 
     @property
     def plain_is_faster(self) -> bool:
-        """True if plain decoding was measured to be faster, by more than the error of such a measurement."""
+        """True if plain decoding was measured to be faster, by more than the error of measuring."""
         plain, own = self.plain_tokens_per_s, self.decode_tokens_per_s
         return plain is not None and own is not None and plain > own * 1.05
 
@@ -212,7 +216,7 @@ def mean(steps: Counter[int]) -> float | None:
     return sum(length * count for length, count in steps.items()) / total if total else None
 
 
-# --- terminal ----------------------------------------------------------------------------------------
+# --- terminal ------------------------------------------------------------------------------------
 
 
 def summary_table(summary: Summary) -> Group:
@@ -241,7 +245,8 @@ def summary_table(summary: Summary) -> Group:
         rows.add_row(
             "acceptance length",
             f"[bold green]{summary.acceptance_length:.2f}[/] tokens a step, "
-            f"{_count(summary.verify_steps, 'verify step')} of up to {len(summary.acceptance_by_position) + 1}",
+            f"{_count(summary.verify_steps, 'verify step')} of up to "
+            f"{len(summary.acceptance_by_position) + 1}",
         )
         for position, share in enumerate(summary.acceptance_by_position, 1):
             rows.add_row(
@@ -255,8 +260,8 @@ def summary_table(summary: Summary) -> Group:
     if summary.drafter_dtype not in (None, "float32", "bfloat16"):
         drafter += f" ({summary.drafter_dtype})"
     conditions = Text(
-        f"{summary.target}{drafter} · {summary.dtype} on {summary.device} · batch {summary.batch_size} · "
-        f"cache {summary.cache_length}",
+        f"{summary.target}{drafter} · {summary.dtype} on {summary.device} · batch "
+        f"{summary.batch_size} · cache {summary.cache_length}",
         style="dim",
     )
     return Group("", Padding(rows, (0, 0, 0, 1)), Padding(conditions, (0, 0, 0, 1)))
@@ -314,14 +319,16 @@ def _ids(ids: Sequence[int]) -> str:
 class RunProgress:
     """A progress bar for many prompts on standard error, hidden while results are printed.
 
-    It counts tokens, since rows of a batch finish in bursts. Without a terminal it prints a line at times.
+    It counts tokens, since rows of a batch finish in bursts. Without a terminal it prints a line at
+    times.
     """
 
     def __init__(self, console: Console, budgets: Mapping[Hashable, int]):
         """Start the bar.
 
         Args:
-          budgets: largest number of new tokens of each row, by its id; tokens after an early stop count as done.
+          budgets: largest number of new tokens of each row, by its id; tokens after an early stop
+            count as done.
         """
         self._budgets = budgets
         self._tokens = dict.fromkeys(budgets, 0)

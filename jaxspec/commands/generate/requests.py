@@ -1,4 +1,4 @@
-"""Requests for the engine, made of prompts and options. Read `make_requests`, then `check_requests`.
+"""The requests for the engine. Read `make_requests`, then `check_requests`.
 
 Options hold for all prompts; a line of a file may have settings of its own.
 """
@@ -33,7 +33,8 @@ FILTERS = ("top_k", "top_p", "min_p")  # greedy decoding ignores them
 class PromptRequest:
     """One sample of a prompt, ready for the engine.
 
-    Samples of a prompt are requests of their own, one after the other: each takes a slot when one is free.
+    Samples of a prompt are requests of their own, one after the other: each takes a slot when one
+    is free.
 
     Attributes:
       text: the prompt as the model reads it; None without a tokenizer.
@@ -116,8 +117,9 @@ def make_requests(
             stop_at=stop_at(stop),
             grammar=grammar,
         )
-        # The run's seed is combined with a row's index among all rows. A line's own seed is combined with the sample
-        # alone, so that the line gives the same rows at every place in the file.
+        # The run's seed is combined with a row's index among all rows. A line's own seed is
+        # combined with the sample alone, so that the line gives the same rows at every place in the
+        # file.
         first = index * decoding.num_samples if prompt.seed is None else 0
         for sample in range(decoding.num_samples):
             key = index, sample if decoding.num_samples > 1 else None
@@ -129,7 +131,7 @@ def make_requests(
 def check_requests(
     requests: Sequence[PromptRequest], engine: Engine, console: Console
 ) -> list[PromptRequest]:
-    """Return the requests, with the errors of those that the engine cannot decode, and report these.
+    """Return the requests with the errors of those that cannot be decoded, and print these.
 
     Raises:
       UsageError: all prompts are refused.
@@ -148,7 +150,7 @@ def check_requests(
 
 
 def _message(error: FieldError | None, prompt: PromptInput) -> str | None:
-    """Return the message of an error: fields of the prompt's own line in JSON's names, others as flags."""
+    """Return the message of an error. Fields of the prompt's line have JSON names, others flags."""
     if error is None:
         return None
     own = {
@@ -165,7 +167,7 @@ def print_error(message: str, console: Console) -> None:
     console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
 
 
-# --- settings ----------------------------------------------------------------------------------------
+# --- settings ------------------------------------------------------------------------------------
 
 
 def _compile_grammar(
@@ -192,7 +194,7 @@ def sampling_for(options: GenerateOptions, target: LoadedModel) -> Sampling:
 def _sampling_of_line(
     prompt: PromptInput, sampling: Sampling, decoding: DecodingOptions
 ) -> Sampling:
-    """Return the sampling of a prompt: its line's values over those of the run; bans hold for all."""
+    """Return the sampling of a prompt: its line's values over the run's; bans hold for all."""
     if not prompt.sampling:
         return sampling
     changes = dict(prompt.sampling)
@@ -217,14 +219,14 @@ def _sampling_of_checkpoint(target: LoadedModel) -> dict[str, Any]:
         Sampling(**own)
     except FieldError as error:
         raise UsageError(
-            f"--sampling model: in {target.source}'s generation config {error}; give the values as flags "
-            "instead"
+            f"--sampling model: in {target.source}'s generation config {error}; give the values as "
+            "flags instead"
         ) from None
     return own
 
 
 def stop_ids(options: DecodingOptions, target: LoadedModel) -> tuple[int, ...]:
-    """Return the ids that end a row: the checkpoint's own unless ignored, then those of the options."""
+    """Return the ids that end a row: the checkpoint's own unless ignored, and the options'."""
     _refuse_outside("--stop-id", options.stop_ids, target)
     own = () if options.ignore_eos or target.generation is None else target.generation.eos_token_ids
     return (*own, *options.stop_ids)

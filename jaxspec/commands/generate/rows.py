@@ -1,8 +1,8 @@
-"""The rows of a run: a file that keeps each as it finishes, or a stream in the order of the prompts.
+"""The rows of a run, in a file that keeps each, or on a stream in the order of the prompts.
 
-Read `RowsFile`. A run appends its rows to the file, each in one piece. They stay, whatever ends the run, and the same
-command continues with the missing ones. A row is recognised by a digest of everything that shapes it (`row_digest`).
-When all are there, the file is sorted by prompt.
+Read `RowsFile`. A run appends its rows to the file, each in one piece. They stay, whatever ends the
+run, and the same command continues with the missing ones. A row is recognised by a digest of
+everything that shapes it (`row_digest`). When all are there, the file is sorted by prompt.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class RowsFile:
 
     Attributes:
       is_complete: the file ends with a summary.
-      is_torn: its last line is cut short, as by a power cut or `kill -9`; that row counts as missing.
+      is_torn: its last line is cut short, as by a power cut or `kill -9`; that row counts as
+        missing.
     """
 
     def __init__(self, path: Path, name: str, *, overwrite: bool):
@@ -185,7 +186,8 @@ class RowsFile:
         """Append a row. It is in the file when this returns.
 
         Raises:
-          OutputError: it cannot be written, as on a full disk, and the rows before it stay; or the file is gone.
+          OutputError: it cannot be written, as on a full disk, and the rows before it stay; or the
+            file is gone.
         """
         line = as_json(row).encode() + b"\n"
         start = self._append(line)
@@ -214,8 +216,8 @@ class RowsFile:
             self._sorted_path.replace(self.path)
         except OSError as error:
             raise OutputError(
-                f"cannot write the summary of {self.name}: {error.strerror}; all its rows are there, in the "
-                "order in which they finished"
+                f"cannot write the summary of {self.name}: {error.strerror}; all its rows are "
+                "there, in the order in which they finished"
             ) from None
 
     def close(self) -> None:
@@ -227,7 +229,8 @@ class RowsFile:
                 self.path.unlink()
         self._file.close()
 
-    # --- inside ----------------------------------------------------------------------------------------
+    # --- inside
+    # ----------------------------------------------------------------------------------------
 
     def _open(self) -> IO[bytes]:
         """Open and lock the file."""
@@ -251,8 +254,8 @@ class RowsFile:
     def _check_it_is_at_path(self) -> None:
         if not self._is_at_path():
             raise OutputError(
-                f"{self.name} was removed or replaced while this run wrote to it, and what it wrote is lost; run "
-                "the same command again"
+                f"{self.name} was removed or replaced while this run wrote to it, and what it "
+                "wrote is lost; run the same command again"
             )
 
     def _lock(self, file: IO[bytes]) -> None:
@@ -291,16 +294,16 @@ class RowsFile:
             with contextlib.suppress(OSError):
                 self._file.truncate(start)
             raise OutputError(
-                f"cannot write {self.name}: {error.strerror}; the rows before it are there, and the same "
-                "command goes on from them"
+                f"cannot write {self.name}: {error.strerror}; the rows before it are there, and "
+                "the same command goes on from them"
             ) from None
         self._end = start + len(line)
         return start
 
     def _refusal(self, reason: str) -> OutputError:
         return OutputError(
-            f"{self.name} is there already, and {reason}; name another file, or add --overwrite to lose what it "
-            "holds"
+            f"{self.name} is there already, and {reason}; name another file, or add --overwrite to "
+            "lose what it holds"
         )
 
 
@@ -328,7 +331,7 @@ def _begins_like_a_row(line: bytes) -> bool:
     return any(line.startswith(ours) or ours.startswith(line) for ours in (_ROW, _SUMMARY))
 
 
-# --- digests -----------------------------------------------------------------------------------------
+# --- digests -------------------------------------------------------------------------------------
 
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
@@ -344,8 +347,8 @@ def models_digest(spec: DecodeSpec, target: LoadedModel, drafter: LoadedModel | 
 def row_digest(models: str, request: PromptRequest) -> str:
     """Return a digest of everything that shapes a row, given `models_digest`.
 
-    What only changes rounding is left out: batch size, cache length, mesh and device. So a run that had too little
-    memory continues with a smaller batch.
+    What only changes rounding is left out: batch size, cache length, mesh and device. So a run that
+    had too little memory continues with a smaller batch.
     """
     prompt, grammar = request.prompt, request.request.grammar
     values = dataclasses.asdict(
@@ -359,9 +362,10 @@ def row_digest(models: str, request: PromptRequest) -> str:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return a digest of a checkpoint's files: their names, sizes and contents, without the directory's own name.
+    """Return a digest of a checkpoint's files: their names, sizes and contents.
 
-    Eight pieces stand for a file above 32 KiB. Training changes all weights, so it changes these pieces too.
+    The name of the directory does not count. Eight pieces stand for a file above 32 KiB. Training
+    changes all weights, so it changes these pieces too.
     """
     digest = hashlib.sha256()
     for path in sorted(_files(directory)):

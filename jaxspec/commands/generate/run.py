@@ -1,7 +1,7 @@
 """One run of `jaxspec generate`: prompts, requests, engine, rows. Read `run`.
 
-Prompts keep their index throughout, which is part of their seed. A prompt that cannot be used becomes a row with an
-error. A mistake that concerns the whole run is one of `USER_ERRORS`.
+Prompts keep their index throughout, which is part of their seed. A prompt that cannot be used
+becomes a row with an error. A mistake that concerns the whole run is one of `USER_ERRORS`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ USER_ERRORS = (CheckpointError, ConfigError, DeviceMemoryError, TokenizerError, 
 
 
 def run(prompts: Sequence[PromptInput], options: GenerateOptions, console: Console) -> int:
-    """Generate for all prompts, show results and summary, and return the number of prompts with an error.
+    """Generate for all prompts, show the results, and return the number of prompts with an error.
 
     Args:
       console: standard error; results go to standard output or to `options.text.json_path`.
@@ -149,7 +149,8 @@ def make_engine(
 ) -> Engine:
     """Make an engine with as many rows and positions as all requests need, in buckets.
 
-    Finished rows count too: a run that continues has the shapes, and so the rounding, of the first one.
+    Finished rows count too: a run that continues has the shapes, and so the rounding, of the first
+    one.
     """
     running = options.running
     make = functools.partial(
@@ -188,13 +189,13 @@ def take_over(
 
 
 def agree(done: set[Key], requests: Sequence[PromptRequest]) -> set[Key]:
-    """Return the finished rows of the first of several processes, which decode the same rows together."""
+    """Return the finished rows of the first of several processes, for all of them."""
     flags = np.asarray([r.key in done for r in requests])
     flags = multihost_utils.broadcast_one_to_all(flags)
     return {r.key for r, is_done in zip(requests, flags.tolist(), strict=True) if is_done}
 
 
-# --- decoding ----------------------------------------------------------------------------------------
+# --- decoding ------------------------------------------------------------------------------------
 
 
 def decode(requests: Sequence[PromptRequest], engine: Engine) -> Iterator[Update | Completion]:
@@ -213,7 +214,7 @@ def show_stream(
     tally: Tally,
     console: Console,
 ) -> None:
-    """Decode one prompt and print its text as it becomes certain; on a terminal, after the prompt itself."""
+    """Decode one prompt and print its text as it comes; on a terminal, after the prompt itself."""
     stream = None if tokenizer is None else TextStream(tokenizer, request.stop)
     text = request.prompt.text
     events = decode([request], engine)
@@ -267,7 +268,7 @@ def show_many(
 def printer(
     requests: Sequence[PromptRequest], progress: RunProgress
 ) -> Callable[[PromptResult], None]:
-    """Return a function that prints results in the order of the prompts, without those with an error."""
+    """Return a function that prints results without an error in the order of the prompts."""
     due = iter(enumerate((r.key for r in requests), 1))
     early: dict[Key, PromptResult] = {}
     number, key = next(due)
@@ -288,7 +289,7 @@ def printer(
     return show
 
 
-# --- after decoding ----------------------------------------------------------------------------------
+# --- after decoding ------------------------------------------------------------------------------
 
 
 def compare(
