@@ -59,10 +59,10 @@ def step_floor_s(spec: DecodeSpec, batch: int, context: int, ceiling: Ceiling) -
 def target_cost(model_def: ModelDef, batch: int, tokens: int, context: int) -> StepCost:
     """Return the cost of one target pass over `tokens` tokens of each row, with logits for all.
 
-    The declaration of a parameter (`model_def.param`) says what kind it is. Of a `lookup` table a pass
-    reads some rows. Of a parameter with an "experts" axis a pass reads some experts. Every other
-    parameter is read whole, and a matrix is also multiplied. An embedding that is also the head
-    counts as such a matrix.
+    The declaration of a parameter (`model_def.param`) says what kind it is. Of a `lookup` table a
+    pass reads some rows. Of a parameter with an "experts" axis a pass reads some experts. Every
+    other parameter is read whole, and a matrix is also multiplied. An embedding that is also the
+    head counts as such a matrix.
 
     Args:
       batch: the number of rows.

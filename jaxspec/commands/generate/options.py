@@ -32,8 +32,8 @@ class TextOptions:
 
     prompts_file: Path | None = option(
         None,
-        'Lines of {"prompt": text or ids} or, with --chat, {"messages": \\[...]}. A line may have an '
-        "id, and sampling values, seed, max_new_tokens and stop of its own.",
+        'Lines of {"prompt": text or ids} or, with --chat, {"messages": \\[...]}. A line may have '
+        "an id, and sampling values, seed, max_new_tokens and stop of its own.",
         metavar="FILE.jsonl",
         flag="--prompts",
     )

@@ -382,6 +382,6 @@ def _refuse_misspelt(name: str) -> None:
     near = difflib.get_close_matches(_ELSEWHERE.get(plain, plain), known, n=1, cutoff=0.8)
     if near:
         raise _Refused(
-            f'{json.dumps(name)} is not known; is it "{near[0]}"? Under a name that is less like it, '
-            "it is passed on to the line's rows"
+            f'{json.dumps(name)} is not known; is it "{near[0]}"? Under a name that is less like '
+            "it, it is passed on to the line's rows"
         )
