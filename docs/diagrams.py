@@ -15,6 +15,27 @@ IMAGES = Path(__file__).parent / "images"
 WIDTH = 480
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
+MONOSPACE = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+
+PROMPT = "class Queue:\n    def __init__(self"
+# `pair.text_by_step` of the bundled pair, 64 greedy tokens in float32. The first piece is prefill's token.
+TEXT_BY_STEP = (
+    ",",
+    " name, mode=",
+    "None, name",
+    "=None, name",
+    '=None):\n        """Construct a',
+    " Termin",
+    "al instance",
+    ".\n\n        The name of the name is",
+    " a string, and",
+    " a tuple of\n        or None if",
+    ' the name is not None.\n        """',
+    "\n        self.name = name\n        self",
+    "._name",
+    " = name",
+)
+
 INK, FAINT, LINE = "#1f2937", "#6b7280", "#94a3b8"
 COMMITTED, ANCHOR, DRAFT, REJECTED, BONUS, EMPTY, MODEL = (
     "#bfdbfe",
@@ -151,6 +172,43 @@ def step() -> Picture:
     p.text(405, 250, "features of the", size=11, fill=FAINT)
     p.text(405, 265, "kept tokens go to", size=11, fill=FAINT)
     p.text(405, 280, "the drafter", size=11, fill=FAINT)
+    return p
+
+
+def accepted() -> Picture:
+    title = f"{len(TEXT_BY_STEP) - 1} verify steps wrote this text; plain decoding needs 63"
+    p = Picture(268, title)
+    p.text(14, 26, title, anchor="start", bold=True)
+    colours = (COMMITTED, DRAFT, ANCHOR, BONUS, REJECTED)
+    fills = [MODEL, *(colours[i % len(colours)] for i in range(len(TEXT_BY_STEP) - 1))]
+    pieces = [(EMPTY, PROMPT), *zip(fills, TEXT_BY_STEP, strict=True)]
+    width, height, left, top, row, column = 6.7, 20, 14, 42, 0, 0
+    for fill, piece in pieces:
+        for i, part in enumerate(piece.split("\n")):
+            if i:
+                row, column = row + 1, 0
+            words = part.lstrip() if column == 0 else part  # no colour under an indentation
+            column += len(part) - len(words)
+            if words:
+                x, y = left + column * width, top + row * height
+                p.parts.append(
+                    f'<rect x="{x:g}" y="{y:g}" width="{len(words) * width:g}" height="{height - 3}" '
+                    f'rx="2" fill="{fill}"/>\n'
+                    f'<text x="{x:g}" y="{y + 13:g}" font-size="11" fill="{INK}" xml:space="preserve" '
+                    f'font-family="{MONOSPACE}" textLength="{len(words) * width:g}">'
+                    f"{escape(words)}</text>"
+                )
+                column += len(words)
+    p.box(left, 240, 14, 14, MODEL, radius=2)
+    p.text(left + 20, 252, "prefill's token", size=12, anchor="start", fill=FAINT)
+    p.text(
+        left + 120,
+        252,
+        "then a colour for each verify step; the prompt is white",
+        size=12,
+        anchor="start",
+        fill=FAINT,
+    )
     return p
 
 
@@ -418,14 +476,16 @@ def residual() -> Picture:
 
 
 def layers() -> Picture:
-    p = Picture(392, "Who calls whom: imports go from the top to the bottom")
+    p = Picture(486, "Who calls whom: imports go from the top to the bottom")
     rows = (
-        ("commands", "jaxspec generate, check, bench, convert"),
+        ("commands · serving", "the command line · the HTTP server"),
         ("api", "load, Pair: text in, text out"),
-        ("engine · sampler", "a queue of requests · a function of arrays"),
-        ("runtime", "compiled programs, prefill chunks, cache lengths"),
+        ("engine · rollout", "a queue of requests · a function of arrays"),
+        ("runtime", "compiled programs, prefill passes, memory"),
         ("decode · state", "the algorithm, and what a slot holds"),
         ("drafters · models", "DFlash, MTP · Gemma 4, Qwen3"),
+        ("weights · registry", "checkpoints to arrays · kinds of model"),
+        ("quantised · configs", "8 and 4 bits · config.json"),
         ("verify · sampling · cache", "arrays alone, no model"),
         ("pallas_kernels", "GPU kernels beside their plain twins"),
     )
@@ -440,6 +500,7 @@ def layers() -> Picture:
 
 
 PICTURES: tuple[Callable[[], Picture], ...] = (
+    accepted,
     step,
     rollback,
     ring,
