@@ -17,7 +17,6 @@ from rich.console import Console
 
 from jaxspec.commands.generate.options import DecodingOptions, GenerateOptions
 from jaxspec.commands.generate.prompts import PromptInput, encode
-from jaxspec.commands.generate.rows import Key
 from jaxspec.commands.options import UsageError, as_flag, note
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
@@ -52,7 +51,7 @@ class PromptRequest:
     digest: str | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> tuple[int, int | None]:
         """The index of the prompt, and the number of the sample; None for the only sample."""
         assert isinstance(self.request.id, tuple)
         return self.request.id
