@@ -264,6 +264,19 @@ def test_pictures_are_drawn_by_their_script(diagrams: Any):
     assert there == drawn, "python docs/diagrams.py draws them anew"
 
 
+def test_the_map_of_the_code_names_what_there_is():
+    text = (ROOT / "docs/extend/code.md").read_text(encoding="utf-8")
+    defined = re.findall(r"`([\w/]+\.py)`: `(\w+)`", text)
+    assert len(defined) >= 10
+    for file, name in defined:
+        code = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^\s*(def|class) {name}\b", code, re.M), f"{file}: {name}"
+    packages = text.split("## Packages")[1].split("## ")[0]
+    for cell in re.findall(r"^\| ([^|]+) \|", packages, re.M):
+        for name in re.findall(r"`([\w/.]+)`", cell):
+            assert (ROOT / name).exists() or (ROOT / "jaxspec" / name).exists(), name
+
+
 def test_pages_are_in_the_navigation_and_pictures_on_pages():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [p.relative_to(ROOT / "docs") for p in PAGES if (ROOT / "docs") in p.parents]

@@ -69,7 +69,8 @@ def _backward(plan: Plan, kept: None, cotangent: Any) -> Any:
     del plan, kept, cotangent
     raise ValueError(
         "a sampler's result has no gradient: recompute its log-probabilities with "
-        "jaxspec.score(params, sequences, sampling), which has one, or use jax.lax.stop_gradient(result)"
+        "jaxspec.score(sampler, params, (prompts, result), sampling), which has one, or use "
+        "jax.lax.stop_gradient(result)"
     )
 
 

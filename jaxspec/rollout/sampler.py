@@ -179,8 +179,8 @@ class Sampler:
           prompts: padded ids and their lengths; an array whose rows are all prompt; or, outside of jit,
             sequences of ids.
           sampling: what all rows ask; or values of R rows, see `sampling`. None is greedy.
-          seeds: one integer, or R of them. A row's draws depend on nothing else but, with one integer, the
-            row's number: row i has the key `fold_in(key(seed), i)`, as request i of an engine has.
+          seeds: one integer from 0 to 2**32 - 1 or typed key, or R of them. With one for all, row i has
+            the key `fold_in(key(seed), i)`, as request i of an engine has. A row draws by its key alone.
           max_new_tokens: of each row, instead of the sampler's.
           stop_ids: [R, I] instead of the sampler's, padded with -1.
           stop_at: one for all rows or one a row, for stop texts: `tokenizer.stop_at_text` makes one. It
