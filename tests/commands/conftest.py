@@ -82,7 +82,9 @@ def generate(invoke: Run) -> Run:
             "--cache-length": "64",
             "--batch-size": "1",
         }
-        given = [x for name, value in defaults.items() if name not in args for x in (name, value)]
-        return invoke("generate", *given, *args, stdin=stdin)
+        arguments = [
+            x for name, value in defaults.items() if name not in args for x in (name, value)
+        ]
+        return invoke("generate", *arguments, *args, stdin=stdin)
 
     return run

@@ -238,9 +238,9 @@ def test_a_run_larger_than_the_device_is_refused_with_what_fits(
     memory.check_fits(pair, 5, 1024, mesh)
     with pytest.raises(memory.DeviceMemoryError) as refused:
         memory.check_fits(pair, 8, 1088, mesh)
-    found = re.findall(r"(\d+) rows of (\S+)", str(refused.value))
-    assert [rows for rows, _ in found] == ["4", "8"]
-    longest = int(found[1][1])
+    measured = re.findall(r"(\d+) rows of (\S+)", str(refused.value))
+    assert [rows for rows, _ in measured] == ["4", "8"]
+    longest = int(measured[1][1])
     memory.check_fits(pair, 8, longest, mesh)
     with pytest.raises(memory.DeviceMemoryError, match="8 rows with caches"):
         memory.check_fits(pair, 8, longest + 64, mesh)
@@ -654,9 +654,12 @@ def a_long_result(mode: str, label: str, scale: float) -> results.CaseResult:
 
 def test_tables_are_whole_at_80_columns_whatever_is_in_them() -> None:
     """Labels and numbers of the largest shapes make more tables, never cut ones; every column has its place."""
-    found = [a_long_result("plain", "plain", 10), a_long_result("speculative", "mtp tree 127", 10)]
+    measured = [
+        a_long_result("plain", "plain", 10),
+        a_long_result("speculative", "mtp tree 127", 10),
+    ]
     text = io.StringIO()
-    Console(file=text, width=80).print(*results.result_tables(found, 5), sep="\n")
+    Console(file=text, width=80).print(*results.result_tables(measured, 5), sep="\n")
     assert max(map(len, text.getvalue().splitlines())) <= 80
     assert "…" not in text.getvalue()
     words = text.getvalue().split()

@@ -88,11 +88,11 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Only:
     """Try these other conventions alone. Each that changes the model_def is a program to compile."""
 
     def limit(*names: str) -> None:
-        def some(*given: Any) -> tuple[list[Hypothesis], list[str]]:
-            hypotheses, left_out = alternatives(*given)
+        def filtered(*arguments: Any) -> tuple[list[Hypothesis], list[str]]:
+            hypotheses, left_out = alternatives(*arguments)
             return [r for r in hypotheses if r.name in names], left_out
 
-        monkeypatch.setattr(search, "alternatives", some)
+        monkeypatch.setattr(search, "alternatives", filtered)
 
     return limit
 
@@ -175,10 +175,10 @@ def test_the_bundled_pair_is_sound(check, only: Only, monkeypatch: pytest.Monkey
     assert "rows 1 to 16 of 16: mask id 0\n" in outcome.stderr
     assert report["differing"] == []
     (round_,) = report["rounds"]
-    found = {c["name"]: c["found"] for c in round_["comparisons"]}
-    assert len(found) == report["tried"] == len(SHARING)
-    assert found["layers 0 and 1 exchanged"] == found["rope theta 10000"] == "worse"
-    assert found["no logit soft cap"] == "no measurable difference", "drafts are the best tokens"
+    result = {c["name"]: c["found"] for c in round_["comparisons"]}
+    assert len(result) == report["tried"] == len(SHARING)
+    assert result["layers 0 and 1 exchanged"] == result["rope theta 10000"] == "worse"
+    assert result["no logit soft cap"] == "no measurable difference", "drafts are the best tokens"
     assert [r.split(":")[0] for r in round_["left_out"]] == [
         "feature layers one higher",
         "window of 256 keys",
@@ -259,13 +259,13 @@ def test_what_is_counted_is_what_decoding_accepts() -> None:
     )
     hypothesis = Hypothesis("", "", "", drafter.model_def, drafter.params)
     options = dict(num_draft_tokens=drafts, batch_size=16, notify=lambda _: None)
-    found = replay.replay_all(target, [hypothesis], text, text.starts, **options)
+    result = replay.replay_all(target, [hypothesis], text, text.starts, **options)
     anchors, same = text.anchors(drafts), []
     for row, completion in enumerate(done):
         ends = np.cumsum(completion.acceptance_lengths)
         for a, tokens in zip((0, *ends), completion.acceptance_lengths, strict=False):
             if a < anchors.shape[1] and anchors[row, a]:
-                same.append(found.accepted[0][row, a] == tokens - 1)
+                same.append(result.accepted[0][row, a] == tokens - 1)
     assert len(same) > 100
     assert np.mean(same) > 0.98  # features of one long pass round otherwise: a draft may change
 
@@ -548,8 +548,8 @@ def test_a_look_at_weights() -> None:
         "layers.1.two": matrix().at[0, 0, 0].set(jnp.nan),
         "layers.2.two": matrix(size=50),
     }
-    found = reference.oddities(reference.look_at(odd))
-    assert [(o.text.split(":")[0], o.wrong) for o in found] == [
+    result = reference.oddities(reference.look_at(odd))
+    assert [(o.text.split(":")[0], o.wrong) for o in result] == [
         ("layers.1.two", True),
         ("layers.0.one", True),
         ("layers.2.two", False),
@@ -588,10 +588,10 @@ def test_every_depth_is_judged_by_itself() -> None:
     assert fallen is not None
     assert (fallen.depth, fallen.rows) == (3, 16)
     assert fallen.share.high < 0.2
-    sound = np.cumprod(random.random((16, 40, 5)) < 0.7, axis=2).sum(axis=2)
-    assert statistics.collapse(statistics.by_depth(sound, anchors, 5), 0.3) is None
-    few = statistics.by_depth(np.where(accepted > 2, 2, accepted)[:, :1], anchors[:, :1], 5)
-    assert statistics.collapse(few, 0.3) is None, "16 positions are no evidence"
+    steady = np.cumprod(random.random((16, 40, 5)) < 0.7, axis=2).sum(axis=2)
+    assert statistics.collapse(statistics.by_depth(steady, anchors, 5), 0.3) is None
+    single = statistics.by_depth(np.where(accepted > 2, 2, accepted)[:, :1], anchors[:, :1], 5)
+    assert statistics.collapse(single, 0.3) is None, "16 positions are no evidence"
 
 
 def a_round(random: np.random.Generator, hypotheses: Sequence[Hypothesis], *gains: float) -> Round:
@@ -613,9 +613,9 @@ def a_round(random: np.random.Generator, hypotheses: Sequence[Hypothesis], *gain
         return search.compare(hypotheses[0], others, keys, [mask] * len(others), level), level
 
     first, level = on(16, range(len(hypotheses) - 1), statistics.FIRST_LEVEL)
-    found = Round("", first, [], level)
-    again = on(48, found.open, statistics.SECOND_LEVEL)[0] if found.open else []
-    return dataclasses.replace(found, again=again)
+    result = Round("", first, [], level)
+    again = on(48, result.open, statistics.SECOND_LEVEL)[0] if result.open else []
+    return dataclasses.replace(result, again=again)
 
 
 @pytest.fixture(scope="module")
@@ -672,17 +672,17 @@ def test_drafts_fall_where_training_ended(hypotheses: list[Hypothesis]) -> None:
     anchors = np.ones((16, 150), bool)
     drafts = accepted(7, 16)
     assert statistics.doubtful(statistics.by_depth(drafts, anchors, 15)) == 8
-    found = statistics.fallen(drafts, anchors, 8, statistics.SECOND_LEVEL)
-    assert found is not None
-    assert (found.depth, found.rows) == (8, 15), "one row gets nowhere"
+    result = statistics.fallen(drafts, anchors, 8, statistics.SECOND_LEVEL)
+    assert result is not None
+    assert (result.depth, result.rows) == (8, 15), "one row gets nowhere"
     assert statistics.fallen(drafts[:, :4], anchors[:, :4], 8, 0.99) is None, "few get that far"
     hypothesis = dataclasses.replace(hypotheses[0], num_draft_tokens=15)
     assert search.outruns_training(drafts, anchors, hypothesis, 7), "the block in force is right"
     assert not search.outruns_training(drafts, anchors, hypothesis, 4), "it is longer in truth"
-    sound = [accepted(15, 16) for _ in range(100)]
+    steady = [accepted(15, 16) for _ in range(100)]
     assert not any(
         statistics.fallen(drafts, anchors, depth, statistics.SECOND_LEVEL)
-        for drafts in sound
+        for drafts in steady
         for depth in (2, 5, 8)
     )
 
@@ -722,14 +722,14 @@ def test_layer_types_are_tried_before_causality_that_they_do_not_have(tmp_path: 
     drafter = load_drafter(copy("dflash", tmp_path / "drafter", types), dtype="float32")
     assert drafter.config.sliding_window is None
     hypothesis = Hypothesis("", "", "", drafter.model_def, drafter.params)
-    found = [
+    result = [
         r for r in alternatives(target, drafter, hypothesis, 99)[0] if r.field != "feature_layers"
     ]
-    names = [r.name for r in found]
+    names = [r.name for r in result]
     mixed = names.index("layer types all sliding but the last")
     assert mixed < names.index("all layers causal")
-    assert found[mixed].model_def.config.sliding_window == 99
-    assert found[mixed].model_def.config.causal == (True, False)
+    assert result[mixed].model_def.config.sliding_window == 99
+    assert result[mixed].model_def.config.causal == (True, False)
 
 
 @needs_mtp
@@ -747,9 +747,9 @@ def test_origins_of_a_converted_pair(checkpoints: Path) -> None:
     """What was read is the manifest, whatever config.json beside it says."""
     target, drafter = load(*(str(checkpoints / name) for name in ("target", "drafter")))
     assert drafter is not None
-    found = {c.name: (c.value, c.origin) for c in in_force(target, drafter)}
-    assert found["feature layers"] == ((0, 1), "manifest.json: config.feature_layers")
-    assert found["suppressed ids"] == ([], "target's manifest.json: generation.suppress_tokens")
+    result = {c.name: (c.value, c.origin) for c in in_force(target, drafter)}
+    assert result["feature layers"] == ((0, 1), "manifest.json: config.feature_layers")
+    assert result["suppressed ids"] == ([], "target's manifest.json: generation.suppress_tokens")
     hypothesis = Hypothesis("", "", "", drafter.model_def, drafter.params)
     hypotheses, left_out = alternatives(target, drafter, hypothesis, 100)
     named = {r.name: r for r in hypotheses}
@@ -777,10 +777,10 @@ def test_conventions_of_an_assistant(tmp_path: Path) -> None:
     target = LoadedModel(model_def, params, model_def.config, None, tmp_path, "target")
     weights = assistant.random_params(0)
     drafter = LoadedModel(assistant, weights, config, None, tmp_path, "drafter")
-    found = {c.name: (c.value, c.origin) for c in in_force(target, drafter)}
-    assert found["query position"] == ("next", "config.json: query_position")
-    assert found["window"] == (config.sliding_window, "default: as many as sliding_window")
-    assert found["suppressed in drafts"][0] == [7, 9]
+    result = {c.name: (c.value, c.origin) for c in in_force(target, drafter)}
+    assert result["query position"] == ("next", "config.json: query_position")
+    assert result["window"] == (config.sliding_window, "default: as many as sliding_window")
+    assert result["suppressed in drafts"][0] == [7, 9]
     hypothesis = Hypothesis("", "", "", assistant, weights)
     hypotheses, left_out = alternatives(target, drafter, hypothesis, config.sliding_window + 1)
     assert left_out == []
@@ -815,9 +815,9 @@ def test_intervals_are_students(level: float, degrees: int) -> None:
     expected = stats.t.ppf((1 + level) / 2, degrees)
     assert statistics.student_t(level, degrees) == pytest.approx(expected, abs=1e-3)
     rows = np.random.default_rng(0).normal(size=degrees + 1)
-    found = statistics.Estimate.of(rows, level)
+    result = statistics.Estimate.of(rows, level)
     low, high = stats.ttest_1samp(rows, 0).confidence_interval(level)
-    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-2)
+    assert (result.low, result.high) == pytest.approx((low, high), abs=1e-2)
 
 
 def test_a_text_is_cut_into_even_pieces() -> None:

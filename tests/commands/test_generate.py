@@ -244,8 +244,8 @@ def test_a_seed_gives_each_prompt_its_own(generate: Run) -> None:
 
 
 def test_options_that_change_nothing_are_pointed_out(generate: Run) -> None:
-    given = generate("a", "--top-k", "5", "--min-p", "0.1")
-    assert "note: --top-k, --min-p: without effect at temperature 0" in given.stderr
+    chosen = generate("a", "--top-k", "5", "--min-p", "0.1")
+    assert "note: --top-k, --min-p: without effect at temperature 0" in chosen.stderr
     assert "without effect" not in generate("a", "--top-k", "5", "--temperature", "1").stderr
 
 
@@ -280,7 +280,7 @@ def test_all_that_shapes_sampling_reaches_the_tokens(generate: Run) -> None:
     summary = {name: done.summary[name] for name in ("prompts", "num_samples", "errors")}
     assert summary == {"prompts": 2, "num_samples": 2, "errors": 1}
     assert done.summary["prompt_tokens"] == 3
-    given = {
+    chosen = {
         "min_p": 0.05,
         "repetition_penalty": 1.2,
         "presence_penalty": 0.5,
@@ -290,7 +290,7 @@ def test_all_that_shapes_sampling_reaches_the_tokens(generate: Run) -> None:
         "draft_sampling": True,
         "verification": "block",
     }
-    assert {name: done.summary[name] for name in given} == given
+    assert {name: done.summary[name] for name in chosen} == chosen
 
 
 def test_samples_are_different_and_one_after_the_other(generate: Run) -> None:
@@ -576,7 +576,7 @@ def test_compiled_programs_are_kept_where_the_user_keeps_caches(
 
 
 @pytest.mark.parametrize(
-    ("platforms", "plugins", "given", "expected"),
+    ("platforms", "plugins", "chosen", "expected"),
     [
         (None, (), None, "1"),
         (None, (), "6", "6"),
@@ -588,10 +588,10 @@ def test_one_thread_where_jax_starts_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
     platforms: str | None,
     plugins: Sequence[str],
-    given: str | None,
+    chosen: str | None,
     expected: str | None,
 ) -> None:
-    environment = {} if given is None else {"NPROC": given}
+    environment = {} if chosen is None else {"NPROC": chosen}
     monkeypatch.setattr(startup.os, "environ", environment)
     monkeypatch.setattr(startup.importlib.metadata, "entry_points", lambda group: plugins)
     monkeypatch.setattr(startup.jax, "config", SimpleNamespace(values={"jax_platforms": platforms}))
@@ -713,11 +713,11 @@ def test_two_processes_write_what_one_does(
         for rank in range(2)
     ]
     try:
-        found = [process.communicate(timeout=600) for process in pair]
+        outputs = [process.communicate(timeout=600) for process in pair]
     finally:
         for process in pair:
             process.kill()
-    (_, errors), (_, second_errors) = found
+    (_, errors), (_, second_errors) = outputs
     assert [process.returncode for process in pair] == [0, 0], errors + second_errors
     (written,) = tmp_path.iterdir()
     *rows, summary = map(json.loads, written.read_text().splitlines())

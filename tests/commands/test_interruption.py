@@ -68,8 +68,8 @@ READY = "import sys; print('ready', file=sys.stderr, flush=True)"
 )
 def test_a_signal_ends_what_python_cannot_interrupt(number: int, code: int, words: str) -> None:
     """A handler in Python runs after such a call, so Ctrl-C during a compilation waited for its end."""
-    found, seconds, stderr = ended(run_in(f"{READY}\n{BUSY}"), "ready", number)
-    assert (found, stderr) == (code, words)
+    outcome, seconds, stderr = ended(run_in(f"{READY}\n{BUSY}"), "ready", number)
+    assert (outcome, stderr) == (code, words)
     assert seconds < LIMIT_S
 
 
@@ -215,6 +215,6 @@ def test_a_library_leaves_signals_alone() -> None:
 @pytest.mark.parametrize("name", ["generate", "check", "bench", "convert"])
 def test_every_command_at_random_moments(name: str) -> None:
     """Twelve tries each; `python -m tests.tools.interrupts` makes more."""
-    found = interrupt_often(name, 12, seed=1, window_s=(0, 12))
-    assert found["good"] == 12, found
-    assert found["untidy"] == []
+    outcome = interrupt_often(name, 12, seed=1, window_s=(0, 12))
+    assert outcome["good"] == 12, outcome
+    assert outcome["untidy"] == []

@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs/command-line.md"
 
 
 def test_a_line_says_what_it_wants_for_itself() -> None:
-    given = {
+    line_values = {
         "prompt": "a",
         "id": "first",
         "seed": 2**32 - 1,
@@ -34,7 +34,7 @@ def test_a_line_says_what_it_wants_for_itself() -> None:
         "label": {"any": [1, None]},
         "target": "b",
     }
-    read = read_line("here", json.dumps(given))
+    read = read_line("here", json.dumps(line_values))
     assert (read.text, read.id, read.seed, read.max_new_tokens, read.stop) == (
         "a",
         "first",

@@ -118,9 +118,9 @@ def test_values_are_read_by_the_types_of_the_fields() -> None:
     ],
 )
 def test_mistakes_name_the_flag(args: list[str], message: str) -> None:
-    called, said, code = outcome(*args)
+    called, printed, code = outcome(*args)
     assert (called, code) == (None, 2)
-    assert message in " ".join(said.replace("│", " ").split())
+    assert message in " ".join(printed.replace("│", " ").split())
 
 
 def test_a_command_chooses_among_the_fields() -> None:
@@ -137,9 +137,9 @@ def test_what_was_given_is_told_from_defaults() -> None:
     assert code == 0
     assert given.values == {"temperature": 0.0, "top_p": 0.5}
     assert given.over({"temperature": 0.7, "top_k": 9}) == Sampling(0.0, 9, 0.5)
-    called, said, code = outcome("--min-p", "2", of=PartialRecord[Sampling])
+    called, printed, code = outcome("--min-p", "2", of=PartialRecord[Sampling])
     assert (called, code) == (None, 2)
-    assert "error: --min-p is 2; it must be in [0, 1]; 0: off" in said
+    assert "error: --min-p is 2; it must be in [0, 1]; 0: off" in printed
 
 
 def names_of(record: type, *without: str) -> set[str]:

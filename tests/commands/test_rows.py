@@ -32,7 +32,7 @@ KEPT_PROGRAMS = {CACHE: os.environ[CACHE]} if CACHE in os.environ else {}
 TEXTS = ("a", "b", "c", "a b", "the")
 
 
-SPOILT = 9  # a prompt that ends with this token comes to nothing while it is decoded
+NON_FINITE = 9  # a prompt that ends with this token comes to nothing while it is decoded
 
 
 class Broken(Exception):
@@ -40,21 +40,21 @@ class Broken(Exception):
 
 
 class FakeEngine(Engine):
-    """Finishes every second prompt first, and counts what it is asked; it breaks off after `most` rows."""
+    """Finishes every second prompt first, and counts what it is asked; it breaks off after `limit` rows."""
 
-    most = 10**6
+    limit = 10**6
     asked = 0
 
     def run(self, requests: Any) -> Iterator[Completion]:
         for count, request in enumerate([*requests[1::2], *requests[::2]]):
-            if count == FakeEngine.most:
+            if count == FakeEngine.limit:
                 raise Broken
             FakeEngine.asked += 1
             error = self.check(request)
             if error is not None:
                 yield Completion(request.id, error=str(error))
                 continue
-            if request.prompt_ids[-1] == SPOILT:
+            if request.prompt_ids[-1] == NON_FINITE:
                 yield Completion(request.id, (264,), error="the logits are not finite")
                 continue
             tokens = (263 + request.prompt_ids[-1] % 5, 264)
@@ -65,10 +65,10 @@ class FakeEngine(Engine):
 def fake(generate: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run `generate` with the fake engine."""
     monkeypatch.setattr(generation, "Engine", FakeEngine)
-    monkeypatch.setattr(FakeEngine, "most", 10**6)
+    monkeypatch.setattr(FakeEngine, "limit", 10**6)
 
-    def run(*args: str, stdin: bytes | None = None, most: int = 10**6) -> Outcome:
-        FakeEngine.most, FakeEngine.asked = most, 0
+    def run(*args: str, stdin: bytes | None = None, limit: int = 10**6) -> Outcome:
+        FakeEngine.limit, FakeEngine.asked = limit, 0
         return generate(*args, stdin=stdin)
 
     return run
@@ -80,7 +80,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def broken_off(fake: Run, out: Path, rows: int, *args: str) -> None:
     with pytest.raises(Broken):
-        fake(*args, "--json", str(out), most=rows)
+        fake(*args, "--json", str(out), limit=rows)
 
 
 # --- going on ----------------------------------------------------------------------------------------
@@ -147,9 +147,9 @@ def test_an_error_while_decoding_is_a_row_and_an_exit_code(fake: Run, tmp_path: 
         done = fake("--prompts", str(file), "--json", str(out))
         assert done.code == 1
         assert f"error: {file}:2: the logits are not finite" in done.stderr
-        _, spoilt, last = lines_of(out)
-        assert (spoilt["id"], spoilt["finish_reason"]) == ("x", "error")
-        assert (spoilt["error"], spoilt["token_ids"]) == ("the logits are not finite", [264])
+        _, failed, last = lines_of(out)
+        assert (failed["id"], failed["finish_reason"]) == ("x", "error")
+        assert (failed["error"], failed["token_ids"]) == ("the logits are not finite", [264])
         assert (last["summary"]["errors"], last["summary"]["new_tokens"]) == (1, 2)
     assert FakeEngine.asked == 1  # it may come to something the second time
 
@@ -194,11 +194,11 @@ def test_ctrl_c_says_that_the_rows_stay(
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "Broken", KeyboardInterrupt)
     out = tmp_path / "out.jsonl"
-    done = fake(*TEXTS, "--json", str(out), most=2)
+    done = fake(*TEXTS, "--json", str(out), limit=2)
     assert done.code == 130
     assert f"{out} keeps what is done, and the same command goes on from there" in done.stderr
     assert [row["index"] for row in lines_of(out)] == [1, 3]
-    assert "keeps" not in fake(*TEXTS, "--json", "-", most=2).stderr
+    assert "keeps" not in fake(*TEXTS, "--json", "-", limit=2).stderr
 
 
 # --- what is not ours --------------------------------------------------------------------------------
@@ -442,10 +442,10 @@ def test_a_full_disk_is_said(fake: Run) -> None:
 # --- kills -------------------------------------------------------------------------------------------
 
 
-def write_prompts(path: Path, count: int, most: int) -> None:
+def write_prompts(path: Path, count: int, limit: int) -> None:
     """Write prompts with limits of their own, so that they do not finish in order."""
     lines = [
-        {"prompt": "ab " * (i % 5) + "a", "max_new_tokens": 1 + i * 7 % most} for i in range(count)
+        {"prompt": "ab " * (i % 5) + "a", "max_new_tokens": 1 + i * 7 % limit} for i in range(count)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

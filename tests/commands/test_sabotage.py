@@ -18,6 +18,6 @@ def test_there_are_pairs_enough() -> None:
 @pytest.mark.parametrize("pair", sabotage.PAIRS, ids=sabotage.pair_name)
 @pytest.mark.usefixtures("invoke")
 def test_a_damaged_pair(pair: sabotage.Sabotage, tmp_path: Path) -> None:
-    found = sabotage.checked(pair, tmp_path)
-    assert found.caught, found.said
-    assert found.named, found.said
+    outcome = sabotage.checked(pair, tmp_path)
+    assert outcome.caught, outcome.said
+    assert outcome.named, outcome.said
