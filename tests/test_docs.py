@@ -270,7 +270,7 @@ def test_the_map_of_the_code_names_what_there_is():
     assert len(defined) >= 10
     for file, name in defined:
         code = (ROOT / file).read_text(encoding="utf-8")
-        assert re.search(rf"^\s*(def|class) {name}\b", code, re.M), f"{file}: {name}"
+        assert re.search(rf"^\s*(async )?(def|class) {name}\b", code, re.M), f"{file}: {name}"
     packages = text.split("## Packages")[1].split("## ")[0]
     for cell in re.findall(r"^\| ([^|]+) \|", packages, re.M):
         for name in re.findall(r"`([\w/.]+)`", cell):
