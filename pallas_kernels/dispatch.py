@@ -72,7 +72,7 @@ def dispatch(
 def _in_32_bits(kernel: Callable[..., T]) -> Callable[..., T]:
     """Return a kernel whose own numbers have 32 bits under `jax_enable_x64` too.
 
-    Kernels are cut for offsets of 32 bits, and their literals have no dtype of their own.
+    Kernels use offsets of 32 bits, and their literals have no dtype of their own.
     """
 
     def call(*args: Any) -> T:
@@ -122,8 +122,8 @@ def why_not_triton(
     """
     for array in arrays:
         if not interpret and array.dtype not in dtypes:
-            config_for = " and ".join(jnp.dtype(dtype).name for dtype in dtypes)
-            return f"the Triton kernel is cut for {config_for}, not {array.dtype}"
+            names = " and ".join(jnp.dtype(dtype).name for dtype in dtypes)
+            return f"the Triton kernel is cut for {names}, not {array.dtype}"
         if array.size >= MAX_NUMBERS:
             return f"the Triton kernel's offsets are 32 bits, and an array has {array.size} numbers"
     if devices := devices_of_mesh():
@@ -155,14 +155,14 @@ def why_not_rounding(x: Array, *, interpret: bool) -> str | None:
 
 
 def too_many_rows(x: Array, max_rows: int) -> str | None:
-    """Return why a Triton kernel that is cut for so many rows cannot take these, or None."""
+    """Return why a Triton kernel for up to `max_rows` rows cannot take these, or None."""
     if x.shape[0] > max_rows:
         return f"the Triton kernel is cut for {max_rows} rows at most, not {x.shape[0]}"
     return None
 
 
 def devices_of_mesh() -> int:
-    """Return over how many devices of a mesh XLA spreads arrays, or 0 where it does not."""
+    """Return the number of devices over which XLA spreads arrays, or 0 where it does not."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.size if mesh.size > 1 and not mesh.are_all_axes_manual else 0
 
@@ -182,28 +182,28 @@ H200_PROCESSORS = 132
 
 
 def processors() -> int:
-    """Return how many streaming multiprocessors the GPU of this machine has.
+    """Return the number of streaming multiprocessors of the GPU of this machine.
 
-    Kernels are cut for as many. Those of Hopper GPUs differ: an H200 has 132, an H100 for PCIe 114, an H20
-    78. On a machine without a GPU it is the number of an H200.
+    Tile sizes depend on it. Hopper GPUs differ: an H200 has 132, an H100 for PCIe 114, an H20 78. A
+    machine without a GPU counts as an H200.
     """
     if jax.default_backend() != "gpu":
         return H200_PROCESSORS
     return getattr(jax.devices()[0], "core_count", None) or H200_PROCESSORS
 
 
-# Shared memory of a block of threads, in KiB, by compute capability: "Maximum amount of shared memory
-# per thread block" in the technical specifications of the CUDA programming guide. GPUs with little of
-# it are RTX cards and those that share their chips, such as L4, L40S and A10.
+# Shared memory of a block of threads, in KiB, by compute capability: "Maximum amount of shared
+# memory per thread block" in the technical specifications of the CUDA programming guide. GPUs with
+# little of it are RTX cards and those that share their chips, such as L4, L40S and A10.
 _SHARED_KIB = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227, 11.0: 227}
 _MIN_SHARED_KIB = 99
 HOPPER_SHARED_BYTES = 227 << 10
 
 
 def shared_bytes() -> int:
-    """Return how much shared memory a program of a kernel can have on the GPU of this machine.
+    """Return the shared memory, in bytes, of a program of a kernel on the GPU of this machine.
 
-    A GPU that is not known has as little as any. On a machine without a GPU it is that of Hopper.
+    An unknown GPU counts as one with little. A machine without a GPU counts as a Hopper.
     """
     this_gpu = capability()
     if this_gpu is None:

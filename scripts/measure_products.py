@@ -1,11 +1,12 @@
-"""Time products of rows with a weight, kernel by kernel, as the tables of docs/weight-format-speed.md have them.
+"""Time products of rows with a weight, kernel by kernel, for docs/weight-format-speed.md.
 
-    python -m scripts.measure_products --size "31b down" --format int4 --rows 8 --rows 16 --json out/products.json
+    python -m scripts.measure_products --size "31b down" --format int4 --rows 8 --rows 16 \\
+        --json out/products.json
 
-A figure is the time of the GPU's own kernels, by its profile: the median of each kernel, and the sum of all that a call
-starts. Adding up parts is one of them, and launching is not. Weights are random. There are so many of them that none
-stays in the L2 cache from call to call. "GB/s" is the size of the weight by the time. "error" is that of a result in
-float32 against the plain reference's, in the 2-norm.
+A figure is the time of the GPU's own kernels, by its profile: the median of each kernel, and the
+sum of all kernels of a call. Adding up parts is a kernel. Launching is not counted. Weights are
+random, and so many that none stays in the L2 cache between calls. "GB/s" is the size of the weight
+by the time. "error" is that of a result in float32 against the plain reference's, in the 2-norm.
 """
 
 from __future__ import annotations
@@ -70,9 +71,10 @@ def weight(format: str, inputs: int, outputs: int, key: Array) -> tuple[Array, .
 
 
 def activated(format: str, implementation: Any, dtype: Any) -> Run:
-    """Return what multiplies rows by gate and up, and activates.
+    """Return the function that multiplies rows by gate and up, and applies the activation.
 
-    "auto" has one kernel for all of it, where models have one. Others have a product and an activation.
+    "auto" has one kernel for all of it, where models have one. Others have a product and an
+    activation.
     """
     if format == "fp8-dynamic":
         raise ValueError("scales of rounded rows come between the product and the activation")
@@ -94,9 +96,10 @@ def activated(format: str, implementation: Any, dtype: Any) -> Run:
 
 
 def product(format: str, implementation: Any, dtype: Any) -> Run:
-    """Return what multiplies rows [R, inputs] by a weight.
+    """Return the function that multiplies rows [R, inputs] by a weight.
 
-    Rows are bfloat16; for "fp8-dynamic" they are rounded to e4m3, which the norm before does in a model.
+    Rows are bfloat16; for "fp8-dynamic" they are rounded to e4m3, which the norm before does in a
+    model.
     """
     kwargs: Any = dict(dtype=dtype, implementation=implementation)
     if format == "bfloat16":

@@ -36,9 +36,9 @@ __all__ = ["KVSegment", "Tiling", "attention", "gathered", "reference"]
 
 Implementation = Literal["auto", "reference", "triton", "mosaic"]
 
-# More query tokens than this are a chunk of a prompt. "auto" takes the Triton kernel for one at head
-# dims up to 256, and Mosaic at head dim 512, where it can run. Microseconds of XLA and of the kernel
-# on an H200 (jax 0.11.2, bfloat16), for a layer's writes and reads of its cache:
+# More query tokens than this are a chunk of a prompt. "auto" takes the Triton kernel for one at
+# head dims up to 256, and Mosaic at head dim 512, where it can run. Microseconds of XLA and of the
+# kernel on an H200 (jax 0.11.2, bfloat16), for a layer's writes and reads of its cache:
 #
 #   rows x tokens        1x512     2x256     4x128     8x64        of a prompt that begins
 #   31B, ring of 1088    737, 255  345, 159  302, 163  317, 200
@@ -111,11 +111,11 @@ def attention(
         "mosaic" needs 16-bit queries, a GPU of compute capability 9.0, a multiple of 8 slots, no
         `seen_by`, and head dim 512 or 128. At head dim 512 it needs keys in 16 bits or fp8, one
         segment and no window. At head dim 128 it needs 16-bit keys, no `value_scale`, 8, 16, 32 or
-        64 query heads per kv head, and at most one further segment, of at most 128 slots. "auto" takes
-        Mosaic, else Triton, where the kernel can run and one of two things holds: the kernel is
-        faster (many keys for few tokens, short caches of few sequences on Hopper, most chunks of
-        prompts), or the scores of the reference would fill memory.
-        Elsewhere "auto" takes the reference.
+        64 query heads per kv head, and at most one further segment, of at most 128 slots. "auto"
+        takes Mosaic, else Triton, where the kernel can run and one of two things holds: the kernel
+        is faster (many keys for few tokens, short caches of few sequences on Hopper, most chunks of
+        prompts), or the scores of the reference would fill memory. Elsewhere "auto" takes the
+        reference.
       tiling: tile sizes of the Triton kernel; None takes them from the table in `tuning.py`.
       interpret: whether to interpret the Triton kernel. It then runs on any device, slowly. For
         tests.
@@ -149,7 +149,8 @@ def attention(
         return attention_triton(q, q_positions, _counted_in_32_bits(segments), **kwargs)
 
     # At head dim 128 "auto" takes Mosaic only for more than one tile of rows. The kernel was not
-    # measured with fewer rows. At head dim 512 Triton is as quick with few rows, and needs no padding.
+    # measured with fewer rows. At head dim 512 Triton is as quick with few rows, and needs no
+    # padding.
     mosaic_pays = hopper and (rows > FEW_ROWS if h == 512 else rows > 64)
     if narrow:
         # The form for fp8 keys, from a whole tile of rows on. For 4 sequences of 32768 keys of 31B,
@@ -225,8 +226,8 @@ def _check(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Non
         c = b if s.rows is None else s.k.shape[0]
         if not s.k.shape == s.v.shape == (c, k, size, h) or s.positions.shape != (b, size):
             raise ValueError(
-                f"for queries {q.shape}, keys and values must be [{c}, {k}, S, {h}] and their positions "
-                f"[{b}, S]; they are {s.k.shape}, {s.v.shape} and {s.positions.shape}"
+                f"for queries {q.shape}, keys and values must be [{c}, {k}, S, {h}] and their "
+                f"positions [{b}, S]; they are {s.k.shape}, {s.v.shape} and {s.positions.shape}"
             )
         if s.rows is not None and s.rows.shape != (b,):
             raise ValueError(f"for queries {q.shape}, rows must be {(b,)}, not {s.rows.shape}")
@@ -235,13 +236,13 @@ def _check(q: Array, q_positions: Array, segments: tuple[KVSegment, ...]) -> Non
         narrower = s.k.dtype.itemsize < q.dtype.itemsize
         if s.k.dtype != s.v.dtype or not (q.dtype == s.k.dtype or narrower):
             raise ValueError(
-                "keys and values must have one dtype, that of the queries or a narrower one; queries, "
-                f"keys and values are {q.dtype}, {s.k.dtype}, {s.v.dtype}"
+                "keys and values must have one dtype, that of the queries or a narrower one; "
+                f"queries, keys and values are {q.dtype}, {s.k.dtype}, {s.v.dtype}"
             )
 
 
 def _counted_in_32_bits(segments: tuple[KVSegment, ...]) -> tuple[KVSegment, ...]:
-    """Replace each cache that is too large for the Triton kernel by a copy of the rows that are read."""
+    """Replace each cache that is too large for the Triton kernel by a copy of the rows in use."""
     return tuple(gathered(s) if s.k.size >= MAX_NUMBERS else s for s in segments)
 
 

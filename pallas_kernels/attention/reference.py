@@ -20,7 +20,7 @@ class KVSegment(NamedTuple):
     seen_by: Bool[Array, "B T S"] | None = None
     """Which queries may see each key; None for all queries that its position allows."""
     rows: Int[Array, " B"] | None = None
-    """Which of C rows of a cache each batch row reads, 0 or more. None: batch row b reads cache row b."""
+    """The cache row, of C, of each batch row. None: batch row b reads cache row b."""
 
 
 def gathered(segment: KVSegment) -> KVSegment:

@@ -34,14 +34,14 @@ from pallas_kernels.common.triton import below, dot, load, store
 # A program that averages splits makes so many numbers, and loads so many splits at once.
 COMBINED = 512
 COMBINED_SPLITS = 16
-# A mask also needs shared memory. 128 rows of head dim 512 leave no room for it beside 32 keys. Masked
-# keys are those of a tree, and so few that smaller blocks cost nothing.
+# A mask also needs shared memory. 128 rows of head dim 512 leave no room for it beside 32 keys.
+# Masked keys are those of a tree, and so few that smaller blocks cost nothing.
 MASKED_KEYS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How the work is cut into programs and blocks.
+    """Tile sizes: programs, and blocks of keys.
 
     Attributes:
       rows: rows of a tile, a power of two and at least 16.
@@ -64,8 +64,8 @@ class Tiling:
         """Return how much shared memory a program takes at most, where tensor cores read registers.
 
         There are the queries, the weights of a block, and keys, values and positions of the blocks
-        that are loaded ahead. Tensor cores of Hopper and B200 read shared memory and need more of it,
-        and all tilings fit there.
+        that are loaded ahead. Tensor cores of Hopper and B200 read shared memory and need more of
+        it, and all tilings fit there.
 
         Args:
           key_bytes: of a number of a key.
@@ -118,8 +118,9 @@ def _attend(
         size, cache_row = k_ref.shape[2], b
         if rows_ref is not None:  # past the end stand rows without a sequence, which see no key
             cache_row = jnp.minimum(load(rows_ref, b), k_ref.shape[0] - 1)
-        # The GPU converts fp8 to float16 in one instruction, and to bfloat16 in several. Queries are
-        # normed, so they are within its range, and float16 has more bits of them and of weights.
+        # The GPU converts fp8 to float16 in one instruction, and to bfloat16 in several. Queries
+        # are normed, so they are within its range, and float16 has more bits of them and of
+        # weights.
         narrow = k_ref.dtype == jnp.float8_e4m3fn and q.dtype == jnp.bfloat16
         rows = q.astype(jnp.float16) if narrow else q
         max_keys = tiling.keys if seen_ref is None else MASKED_KEYS

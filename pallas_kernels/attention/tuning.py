@@ -37,8 +37,8 @@ from pallas_kernels.dispatch import HOPPER_SHARED_BYTES, processors
 # Least number of keys of a split. With fewer, starting and adding up take longer than reading.
 MIN_KEYS = 128
 
-# One query of each sequence, microseconds, bfloat16, keys not in L2 (31B and 26B-A4B at head dim 256
-# have 16 and 8 kv heads; at head dim 512, 4 and 2):
+# One query of each sequence, microseconds, bfloat16, keys not in L2 (31B and 26B-A4B at head dim
+# 256 have 16 and 8 kv heads; at head dim 512, 4 and 2):
 #
 #   head dim 256, blocks of 32 keys    2 stages   3 stages
 #   31B, 8 sequences of 1000 keys      58         42
@@ -200,7 +200,7 @@ def _tile(rows: int) -> int:
 
 
 def _splits(programs: int, longest: int) -> int:
-    # A GPU runs a program on each of its processors at once, at least. With a few programs more, most of
-    # it waits for these few. For the 32 programs of 26B-A4B at head dim 512, 5 splits took 371 us and 4
-    # splits 244 us on an H200.
+    # A GPU runs a program on each of its processors at once, at least. With a few programs more,
+    # most of it waits for these few. For the 32 programs of 26B-A4B at head dim 512, 5 splits took
+    # 371 us and 4 splits 244 us on an H200.
     return max(1, min(processors() // programs, longest // MIN_KEYS))

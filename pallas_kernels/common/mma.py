@@ -1,13 +1,14 @@
 """Products of few rows on the tensor cores by `mma.sync`, in Pallas Mosaic.
 
-wgmma with its left operand in registers takes as long for 8 rows as for 64. `mma.sync` takes time for the
-rows that there are. A warp multiplies 16 outputs and 16 inputs with 8 rows at once.
+wgmma with its left operand in registers takes as long for 8 rows as for 64. The time of `mma.sync`
+grows with the rows. A warp multiplies 16 outputs and 16 inputs with 8 rows at once.
 
-Four threads share the inputs of an output. Of 64 inputs thread t of them has the 16 from 16 * t on, in
-weights and in rows alike: which inputs meet in one instruction does not matter. So it loads them 16 bytes
-at a time, and they become numbers where they lie.
+Four threads share the inputs of an output. Of 64 inputs thread t has the 16 from 16 * t on, in
+weights and in rows alike. Any order of inputs gives the same sum, so a thread loads its inputs 16
+bytes at a time and converts them without an exchange.
 
-`multiply_tiles` of `pallas_kernels.common.mosaic` carries the sums from step to step. `int4_matmul/mma.py` has weights.
+`multiply_tiles` of `mosaic.py` carries the sums from step to step. `int4_matmul/mma.py` and
+`int8_matmul/mma.py` have the weights.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _MMA = (
 
 
 class Lane(NamedTuple):
-    """Where a thread is, as 32-bit values of MLIR.
+    """Position of a thread, as 32-bit values of MLIR.
 
     Attributes:
       first: of the outputs of a block of threads, the first one of its warp in the first piece.
@@ -60,9 +61,11 @@ class Lane(NamedTuple):
 
 
 Numbers = Callable[[int, int, int], list[list[Any]]]
-"""From a block of inputs counted from the warp's first one, a piece of outputs, and 0 for the first or 1
-for the second 8 outputs of a warp, return the 16 numbers of a thread: four times 2 x 2 bfloat16 in two
-registers."""
+"""A function that returns the 16 numbers of a thread: four times 2 x 2 bfloat16 in two registers.
+
+Its arguments are a block of inputs, counted from the warp's first one; a piece of outputs; and 0 for the
+first or 1 for the second 8 outputs of a warp.
+"""
 
 
 Refs = tuple[Any, ...]
@@ -70,10 +73,10 @@ Refs = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Weight(abc.ABC):
-    """A weight of codes, and how a kernel reads it. Each kind of codes has a subclass.
+    """A weight of codes that a kernel reads. Each kind of codes has a subclass.
 
     Attributes:
-      config: of the product: `experts.cuts.MmaConfig`, or one with the same attributes but `rows`.
+      config: of the product: `experts.tile_config.MmaConfig`, or one with the same attributes but `rows`.
       gated: whether it is two matrices, gate and up, of which each is a piece of a warpgroup.
     """
 
@@ -87,7 +90,7 @@ class Weight(abc.ABC):
 
     @property
     def width(self) -> int:
-        """Return how many outputs of a matrix a column has: what a block of threads multiplies at once."""
+        """Return the number of outputs of a matrix that a block of threads multiplies at once."""
         return self.config.outputs * (1 if self.gated else self.config.pieces)
 
     @property
@@ -103,7 +106,7 @@ class Weight(abc.ABC):
         return pl.ds(first if self.gated else first + piece * self.apart, own)
 
     def check(self, outputs: int) -> None:
-        """Raise ValueError if the cut does not fit a matrix of so many outputs."""
+        """Raise ValueError if the config does not fit a matrix of so many outputs."""
         if outputs % self.width or (self.config.shared and self.config.blocks % WARPS):
             raise ValueError(
                 f"{self.config} does not cut {outputs} outputs evenly, or blocks among {WARPS} warps"
@@ -116,7 +119,7 @@ class Weight(abc.ABC):
             )
 
     def memory(self, loaded_rows: int, rows: int) -> tuple[Any, ...]:
-        """Return the shared memory of a block of threads: rings, those of rows, parts of sums, and barriers.
+        """Return the shared memory of a block of threads: rings, parts of sums, and barriers.
 
         Args:
           loaded_rows: rows that TMA loads, as for `rows_ring`.
@@ -127,32 +130,31 @@ class Weight(abc.ABC):
             *self.rings,
             rows_ring(config.stages, loaded_rows, config.inputs),
             plgpu.SMEM((config.groups, config.pieces, WARPS, rows, MMA_OUTPUTS), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + self.loads, num_barriers=config.stages),  # it is there
-            plgpu.Barrier(
-                num_arrivals=config.groups, num_barriers=config.stages
-            ),  # all have read it
+            # A slot was loaded. All warpgroups have read it.
+            plgpu.Barrier(num_arrivals=1 + self.loads, num_barriers=config.stages),
+            plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages),
         )
 
     @property
     @abc.abstractmethod
     def arrays(self) -> tuple[Array, ...]:
-        """Return what it is made of."""
+        """Return the arrays of the weight."""
 
     @property
     @abc.abstractmethod
     def rings(self) -> tuple[Any, ...]:
-        """Return shared memory for steps of the first arrays, with `config.stages` places each."""
+        """Return shared memory for steps of the first arrays, with `config.stages` slots each."""
 
     @property
     @abc.abstractmethod
     def loads(self) -> int:
-        """Return how many copies a step takes."""
+        """Return the number of copies of a step."""
 
     @abc.abstractmethod
     def copies(
         self, refs: Refs, rings: Refs, index: Refs, column: Array, step: Array, slot: Array
     ) -> list[tuple[Any, Any]]:
-        """Return what TMA loads of a step of a column: from where, and where to.
+        """Return the copies of a step of a column, each a source and a destination.
 
         Args:
           refs, rings: references to `arrays` and to `rings`.
@@ -161,17 +163,17 @@ class Weight(abc.ABC):
 
     @abc.abstractmethod
     def numbers(self, lane: Lane, *memory: Any) -> Numbers:
-        """Return what makes numbers of codes in shared memory, as `add_products` asks."""
+        """Return the conversion of codes in shared memory to numbers, for `add_products`."""
 
     @abc.abstractmethod
     def factors(
         self, refs: Refs, index: Refs, column: Array, warpgroup: Array, rows: int
     ) -> list[Any]:
-        """Return what the sums of each piece are multiplied with. For the arguments see `copies`."""
+        """Return the factors of the sums of each piece. Arguments as in `copies`."""
 
 
 def rows_ring(stages: int, rows: int, inputs: int) -> Any:
-    """Return shared memory for rows, as `add_products` reads them: fewer than 8, or a multiple of it."""
+    """Return shared memory for rows: fewer than 8, or a multiple of 8."""
     if rows < MMA_ROWS:
         return plgpu.SMEM((stages, rows, inputs // BLOCK, BLOCK), jnp.bfloat16)
     return swizzled(stages, rows, inputs, dtype=jnp.bfloat16, line=BLOCK)
@@ -189,12 +191,13 @@ def add_products(
 
     Args:
       sums: [64, rows] for each piece of a warpgroup.
-      x_ref: [rows, inputs] of a place of `rows_ring`. Or [rows, blocks, 64] with fewer than 8 rows, of which
-        the last one is taken for those that are missing.
+      x_ref: [rows, inputs] of a slot of `rows_ring`. Or [rows, blocks, 64] with fewer than 8 rows,
+        of which the last one is taken for those that are missing.
       refs: weights in shared memory, as they lie.
       numbers: from a `Lane` and the memory of each reference to `Numbers`.
-      shared: whether the warps of a warpgroup have the same 16 outputs of a piece, and a quarter of the
-        blocks each. Then sums are four parts of [16, rows], one below the other: see `add_parts`.
+      shared: whether the warps of a warpgroup have the same 16 outputs of a piece, and a quarter of
+        the blocks each. Then sums are four parts of [16, rows], one below the other: see
+        `add_parts`.
     """
     count, inputs = x_ref.shape[0], math.prod(x_ref.shape[1:])
     columns = sums[0].shape[1] // MMA_ROWS
@@ -225,8 +228,8 @@ def add_products(
                     for column, x_words in enumerate(of_block):
                         both = x_words[2 * k : 2 * k + 2]
                         own[column] = _multiply(operand, both, own[column])
-        # Without it a thread says that it has read this memory while its last loads still wait in a queue,
-        # and TMA may write over what they are about to read.
+        # Without the fence a thread arrives at the barrier while its last loads wait in a queue,
+        # and TMA may write over the memory before they read it.
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
         return tuple(_array(t, own) for t, own in zip(totals, carried, strict=True))
 
@@ -246,8 +249,8 @@ def add_steps(
 
     Args:
       memory: references to `Weight.memory`.
-      x_of: from a place, return its rows.
-      first: how many steps of other columns came before.
+      x_of: from a slot, return its rows.
+      first: number of steps of earlier columns.
       rows: of sums.
     """
     *rings, _, parts, full, empty = memory
@@ -267,7 +270,7 @@ def add_steps(
 
 
 def add_parts(sums: tuple[Array, ...], parts_ref: Any) -> tuple[Array, ...]:
-    """Add up what the warps of a warpgroup have contracting_axes of the same outputs, in their order.
+    """Add up the sums that the warps of a warpgroup have of the same outputs, in their order.
 
     Args:
       sums: as `add_products` returns them where blocks are shared.
@@ -348,8 +351,8 @@ def write(
     """Write up to 8 rows of sums to memory. Nothing waits for it.
 
     Args:
-      x: [rows, 16] as `add_parts` returns it where blocks are shared; else [64, rows] as `add_products`
-        does.
+      x: [rows, 16] as `add_parts` returns it where blocks are shared; else [64, rows] as
+        `add_products` does.
       out_ref: in the memory of the GPU, the part of an array that begins with the first sum.
       row: the first row of x.
       width: numbers of a row of that array.
@@ -379,7 +382,7 @@ def write(
 
 
 def _first(width: int, *, part: int) -> Any:
-    """Return where the first sum of a thread lies in [rows, width].
+    """Return the offset of the first sum of a thread in [rows, width].
 
     Args:
       part: from those of a warp to those of the next.
@@ -391,17 +394,17 @@ def _first(width: int, *, part: int) -> Any:
 
 
 def _by_position(total: Any, column: int) -> list[tuple[tuple[int, int], Any]]:
-    """Return the sums of a thread of 8 rows, each with its row and output counted from the first one's."""
+    """Return the sums of a thread of 8 rows, each with its offsets in rows and outputs."""
     return [((i % 2, i // 2 * 8), value) for i, value in enumerate(_registers(total, column))]
 
 
 def _thread() -> Any:
-    """Return which thread of its warpgroup a thread is."""
+    """Return the index of a thread within its warpgroup."""
     return arith.andi(utils.thread_idx(), word(127))
 
 
 def _lane(pieces: int | None, blocks: int) -> Lane:
-    """Return where a thread is.
+    """Return the position of a thread.
 
     Args:
       pieces: of a warpgroup; None where its warps have the same outputs and share blocks.
@@ -421,7 +424,7 @@ def _lane(pieces: int | None, blocks: int) -> Lane:
 def _right_of_few(
     lane: Lane, memory: Any, count: int, blocks: int, each: int
 ) -> Iterator[list[list[Any]]]:
-    """Yield the same as `_right` of 8 rows, of which there are fewer.
+    """Yield the registers of `_right` where there are fewer than 8 rows.
 
     Eight threads load at once. They have two rows, so that at most two of them meet in a bank.
     """
@@ -477,13 +480,13 @@ def _multiply(left: Any, right: Any, sums: list[Any]) -> list[Any]:
 
 
 def _registers(total: Any, column: int) -> list[Any]:
-    """Return what a thread has of 8 rows: of each of its 2 outputs the sums of 2 rows."""
+    """Return the sums of a thread of 8 rows: of each of its 2 outputs those of 2 rows."""
     pairs = (total.registers[_index(total, column, below)] for below in range(2))
     return [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
 
 
 def _array(like: Any, columns: list[list[Any]]) -> Any:
-    """Return an array of what `_registers` returns of each column."""
+    """Return the array whose columns have these registers. The inverse of `_registers`."""
     pair, made = ir.VectorType.get((2,), ir.F32Type.get()), np.empty_like(like.registers)
     for column, own in enumerate(columns):
         for below in range(2):

@@ -1,7 +1,7 @@
-"""What Mosaic kernels of products with codes share. It needs a jax with their parts: import it late.
+"""The Mosaic kernel of products with codes. Import it late: older versions of jax lack its parts.
 
-`multiply_tiles` is one kernel. Each block of threads has its shares of tiles, one after the other.
-TMA loads all of them into one ring in shared memory, so that no share waits for its first step.
+`multiply_tiles` is one kernel. A block of threads multiplies its tiles one after the other. TMA
+loads all of them into one ring in shared memory, so only the first tile waits for its first step.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pallas_kernels.common.tiles import PIECE, TILE, padded, results_are_apart
 from pallas_kernels.dispatch import processors
 
 LEFT = plgpu.Layout.WGMMA
-"""How wgmma takes its left operand from registers, and how it leaves sums there."""
+"""Layout of wgmma's left operand in registers, and of its sums."""
 BY_OUTPUT = LEFT.reduce(1)
-"""How numbers of outputs lie beside it."""
+"""Layout of one number for each output, beside `LEFT`."""
 
 
 def load_as(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
-    """Load numbers from memory as a layout."""
+    """Load numbers from memory in a layout."""
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
 
 
@@ -52,7 +52,7 @@ def swizzled(*shape: int, dtype: DTypeLike, line: int | None = None) -> Any:
 
 
 def swizzle(line: int, dtype: DTypeLike) -> tuple[Any, ...]:
-    """Return how memory is tiled and swizzled, of which so many numbers are swizzled together."""
+    """Return the transforms of memory in which lines of so many numbers are swizzled."""
     line_bytes = line * jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line_bytes)
 
@@ -72,19 +72,23 @@ def activated(both: Sequence[Array], activation: Activation) -> Array:
 
 
 Sums = Literal["together", "apart", "carried"]
-"""Where sums of a share are: in the tensor cores from step to step; there for one step, and then added
-to the others outside of them, because sums of 8-bit floats have few bits there; or in registers, where
-`Steps.multiply` adds to them, and one more warpgroup loads."""
+"""Home of the sums of a tile.
+
+- "together": in the tensor cores, from step to step.
+- "apart": in the tensor cores for one step. Each step is then added to the others in float32,
+  because sums of 8-bit floats have few bits in the tensor cores.
+- "carried": in registers. `StepOps.multiply` adds to them, and one more warpgroup loads.
+"""
 
 
-class Steps(NamedTuple):
-    """How a kernel multiplies a step of inputs.
+class StepOps(NamedTuple):
+    """Functions that load, multiply and finish a step of inputs.
 
     Attributes:
-      load: from a tile of outputs, one of rows, a step, a place of the rings and its barrier, let TMA
-        load what is multiplied.
-      multiply: from sums and a place, hand it to wgmma. Where sums are carried, return them instead:
-        a tuple of [64, rows] for each piece of a warpgroup.
+      load: from a tile of outputs, one of rows, a step, a slot of the rings and its barrier, let
+        TMA load the operands.
+      multiply: from sums and a slot, hand the operands to wgmma. Where sums are carried, return
+        them instead: a tuple of [64, rows] for each piece of a warpgroup.
       finish: from sums [64 outputs, rows] and the first of these outputs, return the result.
     """
 
@@ -95,7 +99,7 @@ class Steps(NamedTuple):
 
 def multiply_tiles(
     name: str,
-    steps_of: Callable[..., Steps],
+    steps_of: Callable[..., StepOps],
     args: tuple[Array, ...],
     *,
     outputs: int,
@@ -112,22 +116,22 @@ def multiply_tiles(
 
     Args:
       name: what profiles call the kernel.
-      steps_of: from references to `args` and to `rings`, return how a step is multiplied.
+      steps_of: from references to `args` and to `rings` to `StepOps`.
       args: arrays, of which the first one is the rows.
       steps: of a tile.
       config: has `groups`, `outputs`, `row_tiles`, `splits`, `stages` and `whole`, as in
-        `int8_matmul.tuning.MosaicConfig`.
+        `tiles.MosaicConfig`.
       multiple: of rows that a tile has. Rows are padded to it.
       dtype: of the result. Parts are float32.
-      rings: from the rows of a tile, shared memory with `config.stages` places.
-      loads: of a place.
-      sums: where they are.
-      write: write a result to memory [rows, outputs], from an output on. None lets TMA do that, by way of
-        shared memory.
+      rings: from the rows of a tile, shared memory with `config.stages` slots.
+      loads: copies of a step.
+      sums: see `Sums`.
+      write: write a result to memory [rows, outputs], from an output on. None lets TMA do that, by
+        way of shared memory.
 
     Raises:
-      ValueError: the cut puts whole tiles before splits that are too short for it, or divides rows among
-        tiles, of which `write` does not know.
+      ValueError: the config puts whole tiles before splits that are too short for it, or divides rows
+        among tiles, of which `write` does not know.
     """
     x, *others = args
     if write and config.row_tiles > 1:
@@ -141,8 +145,8 @@ def multiply_tiles(
     pieces = config.outputs // (config.groups * TILE)  # of a warpgroup
     if not results_are_apart(config, steps):
         raise ValueError(
-            f"{config} gives a split {steps // config.splits} of {steps} steps; where whole tiles come first, "
-            "a split needs more steps than there are stages"
+            f"{config} gives a split {steps // config.splits} of {steps} steps; where whole tiles come "
+            "first, a split needs more steps than there are stages"
         )
     rest, dtype = tiles - whole, jnp.dtype(dtype)
     blocks = min(processors(), whole + rest * config.splits)
@@ -213,10 +217,9 @@ class Ring(NamedTuple):
     """Shared memory that TMA fills several steps ahead.
 
     Attributes:
-      full, empty: two barriers of each place. What was loaded is there, and all warpgroups have read
-        it.
-      load: from a tile and one of its steps into a place.
-      multiply: as in `Steps`.
+      full, empty: barriers of each slot: its loads are done; all warpgroups have read it.
+      load: a step of a tile into a slot.
+      multiply: as in `StepOps`.
       write: the sums of a share, those of a piece of its outputs.
     """
 
@@ -230,20 +233,20 @@ class Ring(NamedTuple):
 def _in_ring(
     schedule: TileSchedule, config: Any, rows: int, ring: Ring, sums: Sums, pieces: int
 ) -> None:
-    """Multiply shares of a block of threads.
+    """Multiply the tiles of a block of threads.
 
-    Its warpgroups take turns with loading. Where sums are carried, they do so for the first places only,
+    Its warpgroups take turns with loading. Where sums are carried, they load the first slots only,
     and the last warpgroup loads the rest.
     """
     warpgroup, stages = lax.axis_index("warpgroup"), config.stages
-    assert stages >= 3  # places are filled again a step after they are given back
+    assert stages >= 3  # slots are filled again a step after they are given back
     begins = schedule.begins
     count = begins[-1]
     accumulator = plgpu.WGMMAAccumulatorRef((TILE, rows), jnp.float32)
     zeros = functools.partial(jnp.zeros, (TILE, rows), jnp.float32)
 
     def loads(slot):
-        """Tell whether this warpgroup loads a place of the ring. The others need not wait for it."""
+        """Tell whether this warpgroup loads a slot of the ring. The others need not wait for it."""
         return lax.rem(slot, config.groups) == warpgroup
 
     @pl.loop(0, jnp.minimum(count, stages))
@@ -251,12 +254,12 @@ def _in_ring(
         pl.when(loads(i))(lambda: ring.load(*schedule.at(i), i))
 
     def load_again(i, slot):
-        """Load step i to a place which all have given back, or will."""
+        """Wait until all warpgroups have given a slot back, and load step i into it."""
         plgpu.barrier_wait(ring.empty.at[slot])
         ring.load(*schedule.at(i), slot)
 
     def begin(i, slot, total):
-        """Multiply a step, and load over what all have given back meanwhile."""
+        """Multiply a step, and load over the slot that all have given back meanwhile."""
         plgpu.barrier_wait(ring.full.at[slot])
         result = ring.multiply(total, slot)
         if sums != "carried":
@@ -266,7 +269,7 @@ def _in_ring(
         return result
 
     def end(slot):
-        """Give a place back, and return the next one."""
+        """Give a slot back, and return the next one."""
         plgpu.barrier_arrive(ring.empty.at[slot])
         return jnp.where(slot == stages - 1, 0, slot + 1)
 
@@ -274,8 +277,7 @@ def _in_ring(
         def steps(total):
             def step(i, slot):
                 begin(i, slot, total)
-                # The next step has the same registers for its left operand, which wgmma reads until
-                # here.
+                # wgmma reads its left operand until here. The next step has the same registers.
                 plgpu.wgmma_wait(0)
                 return end(slot)
 
@@ -310,7 +312,7 @@ def _in_ring(
     run_steps = dict(together=run_together, apart=run_apart, carried=run_carried)[sums]
 
     def run(share, first, slot):
-        """Multiply a share, whose steps are counted from `first` on, and return the place of the next."""
+        """Multiply a tile whose steps begin at `first`, and return the slot of the next."""
         slot, totals = run_steps(share, first, slot)
         for piece, total in enumerate(totals):
             ring.write(share, total, piece)

@@ -1,8 +1,7 @@
-"""Parts of the references: norm, rotary embedding, rounding, products contracting_axes in float32.
+"""Operations of the references: norm, rotary embedding, activation, rounding, float32 products.
 
-Models compute the same parts outside of kernels. They import these functions through
-`jaxspec.models.layers`, so that arithmetic which must agree to the last bit is written once. It is
-written here because nothing in this package may import `jaxspec`.
+Models import these functions through `jaxspec.models.layers`. So arithmetic that must agree to the
+last bit is written once. It is here because nothing in this package may import `jaxspec`.
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ def rotate(
 
 
 def stored_as(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-    """Round to the dtype of a cache. What fp8 (e4m3) has no number for becomes its largest one.
+    """Round to the dtype of a cache. Numbers beyond the range of fp8 (e4m3) become its largest.
 
-    A plain conversion makes NaN of such numbers.
+    A plain conversion makes NaN of them.
     """
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:

@@ -1,6 +1,6 @@
 """32-bit registers of a thread in Mosaic kernels, and assembly that works on them.
 
-It needs a jax with Mosaic's parts: import it late.
+Import it late: older versions of jax lack Mosaic's parts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def words(code: str, results: int, *registers: Any, effects: bool = True) -> lis
     """Apply assembly to registers of 32 bits.
 
     Args:
-      results: how many registers it makes.
-      effects: whether the compiler is told of effects. Else it moves what makes wgmma's operand behind
-        the start of a wgmma.
+      results: number of registers that it makes.
+      effects: whether the assembly is marked as having effects. Without the mark the compiler moves
+        the code that makes wgmma's operand behind the start of a wgmma.
     """
     operands = [utils.bitcast(register, i32()) for register in registers]
     asm: Any = code, ",".join(["=r"] * results + ["r"] * len(operands))
@@ -43,7 +43,7 @@ def twice(number: float) -> Any:
 
 
 def four_words(memory: Any, offset: Any) -> list[Any]:
-    """Load 16 bytes from an offset of shared memory on, which is a multiple of 16."""
+    """Load 16 bytes of shared memory from an offset that is a multiple of 16."""
     loaded = llvm.load(ir.VectorType.get((4,), i32()), at(memory, offset), alignment=16)
     return [vector.extract(loaded, [], [i]) for i in range(4)]
 

@@ -1,13 +1,13 @@
-"""Products of very few rows with codes in Pallas Mosaic, for Hopper: no sum is split.
+"""Products of very few rows with codes in Pallas Mosaic, for Hopper, without split sums.
 
-`mma.py` says how a warp multiplies. Here the warps of a warpgroup share inputs: they have the same 16
-outputs, and a quarter of the inputs of a step each. So a block of threads has few outputs, blocks are many,
-and each sums over all inputs. No part of a sum is written to the memory of the GPU, and none has to be
-added there. Of gate and up a warpgroup has the same 16 outputs each, so it has what their activation needs.
+`mma.py` shows the products of a warp. The warps of a warpgroup have the same 16 outputs, and a
+quarter of the inputs of a step each. So a block of threads has few outputs, blocks are many, and
+each sums over all inputs. No part of a sum goes through the memory of the GPU. Of gate and up a
+warpgroup has the same 16 outputs, so it computes their activation too.
 
-A block multiplies one column of outputs after the other. One of its warpgroups lets TMA load, several steps
-ahead, those of the next column too. The rows are loaded again for each column: little for up to 16 of them,
-and too much for more. `docs/weight-format-speed.md` has the times.
+A block multiplies one column of outputs after the other. One of its warpgroups lets TMA load
+several steps ahead, those of the next column too. The rows are loaded again for each column, which
+costs little for up to 16 rows and too much for more. `docs/weight-format-speed.md` has the times.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def multiply(
       name: what profiles call the kernel.
       weight: with a `SmallMConfig`: a matrix; or gate and up, `gated`.
       outputs: of a matrix.
-      dtype: of the result. Gate and up are rounded to it before the activation, as in the reference.
+      dtype: of the result. Gate and up are rounded to it before the activation.
       activation: for gate and up; None for a matrix.
 
     Raises:
-      ValueError: the cut does not fit.
+      ValueError: the config does not fit.
     """
     config: SmallMConfig = weight.config
     assert weight.gated == (activation is not None)
@@ -66,7 +66,7 @@ def multiply(
         weight_refs, (out_ref, *memory) = refs[: len(of_weight)], refs[len(of_weight) :]
         *rings, x_ring, _, full, empty = memory
         block, warpgroup = (lax.axis_index(axis) for axis in ("block", "warpgroup"))
-        own = lax.div(columns - block + blocks - 1, jnp.int32(blocks))  # how many columns
+        own = lax.div(columns - block + blocks - 1, jnp.int32(blocks))  # number of columns
         stages = jnp.int32(config.stages)
 
         def load_all() -> None:

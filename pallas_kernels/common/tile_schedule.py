@@ -1,6 +1,6 @@
-"""Which tiles of a product a block of threads of a Mosaic kernel multiplies, and in which order.
+"""The tiles that each block of threads of a Mosaic kernel multiplies, in their order.
 
-`tiles.py` says how a product is cut. `mosaic.py` multiplies what this file lists.
+`tiles.py` chooses the tiles. `mosaic.py` multiplies them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from jaxtyping import Array
 
 
 class WorkTile(NamedTuple):
-    """What a block multiplies of a tile: steps of inputs, and where the sums go."""
+    """Steps of a tile that a block multiplies, and the result that gets the sums."""
 
     tile: Array
     begin: Array
     count: Array
-    out: int  # which result
+    out: int  # index of the result
     split: Array
 
 
 class TileSchedule(NamedTuple):
-    """What a block multiplies, one after the other: whole tiles, and then parts of others.
+    """Tiles of a block: whole ones first, and then parts of others.
 
     Attributes:
-      wholes: how many whole tiles.
-      whole: which one is the i-th.
+      wholes: number of whole tiles.
+      whole: returns the i-th whole tile.
       steps: of each of them.
-      parts: the other shares.
+      parts: the parts of other tiles.
     """
 
     wholes: Array | int
@@ -46,12 +46,12 @@ class TileSchedule(NamedTuple):
 
     @property
     def begins(self) -> list[Array | int]:
-        """Return how many steps come before each part, and before the end."""
+        """Return the number of steps before each part, and of all."""
         counts = (part.count for part in self.parts)
         return list(itertools.accumulate(counts, initial=self.wholes * self.steps))
 
     def at(self, i: Array) -> tuple[Array, Array]:
-        """Return the tile, and which of its steps, that a step counted from the first one is."""
+        """Return the tile of the i-th step, and the index of the step within the tile."""
         tile, step = self.whole(0).tile, i
         if not self.one_at_most:
             each = jnp.int32(self.steps)
@@ -66,7 +66,7 @@ class TileSchedule(NamedTuple):
 
 
 def schedule_for(block: Array, blocks: int, tiles: int, steps: int, config: Any) -> TileSchedule:
-    """Return what one of all blocks multiplies.
+    """Return the tiles of one block.
 
     Args:
       steps: of a tile.
@@ -90,14 +90,14 @@ def schedule_for(block: Array, blocks: int, tiles: int, steps: int, config: Any)
 
 
 def whole_tiles(config: Any, tiles: int) -> int:
-    """Return how many tiles are whole."""
+    """Return the number of whole tiles."""
     return config.whole if config.splits > 1 else tiles
 
 
 def tile_position(tile: Array, config: Any) -> tuple[Array, Array | int]:
-    """Return which outputs and which rows a tile has.
+    """Return the index of the outputs of a tile, and that of its rows.
 
-    Tiles of the same outputs are neighbours. They are multiplied at once, and find codes in L2.
+    Tiles of the same outputs are neighbours. They run at once and share codes in L2.
     """
     if config.row_tiles == 1:
         return tile, 0

@@ -1,6 +1,6 @@
-"""How Mosaic kernels cut products of rows with codes: tiles of outputs, shares of inputs, pieces of rows.
+"""Tile configs of the Mosaic kernels of products with codes, and the choice of splits.
 
-`int8_matmul` and `int4_matmul` have such kernels. `pallas_kernels.common.mosaic` has what their programs share.
+`int8_matmul` and `int4_matmul` have such kernels. `mosaic.py` and `small_m.py` have their programs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ MANY_GROUPS = 2  # warpgroups of a block, where there are more
 
 @dataclasses.dataclass(frozen=True)
 class SmallMConfig:
-    """How the kernel of very few rows cuts a product, in `pallas_kernels/common/small_m.py`.
+    """Tile sizes of the kernel of very few rows, in `small_m.py`.
 
     Attributes:
       groups: warpgroups of a block that multiply, 16 outputs each. One more loads.
       blocks: of 64 inputs, of a step, a multiple of 4. The last step may reach past the inputs.
       stages: steps that the ring in shared memory holds.
-      per_processor: blocks of threads for each processor. Those that do not fit on it at once run when others end.
+      per_processor: blocks of threads for each processor. Those beyond what fits at once run when
+        others end.
       pieces: of a warpgroup: one, or gate and up. The launchers set it.
-      shared: as in `experts.cuts.MmaConfig`.
+      shared: as in `experts.tile_config.MmaConfig`.
     """
 
     groups: int = 1
@@ -62,7 +63,7 @@ class SmallMConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicConfig:
-    """How the kernel of `pallas_kernels/common/mosaic.py` tiles a product.
+    """Tile sizes of the kernel of `mosaic.py`.
 
     Each kind of codes has a subclass.
 
@@ -96,17 +97,17 @@ class MosaicConfig:
         raise NotImplementedError
 
     def shared_bytes(self, rows: int, result_bytes: int = 2) -> int:
-        """Return the shared memory of a block: the ring, and the part of a result written at once."""
+        """Return the shared memory of a block: the ring, and a piece of a result."""
         size = 4 if self.splits > 1 else result_bytes  # parts of sums are float32
         return self.stages * self.step_bytes(rows) + self.outputs * min(rows, PIECE) * size
 
 
 def small_m_is_faster(inputs: int, outputs: int, large: float) -> bool:
-    """Tell whether to take the kernel of `pallas_kernels/common/small_m.py`, where rows are few enough.
+    """Tell whether to take the kernel of `small_m.py`, where rows are few enough.
 
-    It was timed on an H100, whose memory is slower than an H200's. So large weights stay with the kernels that
-    were timed on an H200. If outputs leave some processors two tiles and most of them one, then the former
-    are still at work when the others are done. Small weights lose less by that than by sums of parts.
+    It was timed on an H100, whose memory is slower than an H200's. So large weights stay with the
+    kernels that were timed on an H200. If some processors have two tiles and most have one, most
+    are idle at the end. Small weights lose less by that than by sums of parts.
 
     Args:
       large: how many numbers a large weight has, or more.
@@ -116,7 +117,7 @@ def small_m_is_faster(inputs: int, outputs: int, large: float) -> bool:
 
 
 def padded(rows: int, multiple: int) -> int:
-    """Return the next multiple, from a number of rows on."""
+    """Return a number of rows rounded up to a multiple."""
     return -(-rows // multiple) * multiple
 
 
@@ -131,20 +132,19 @@ def split_options(
     join_ns: float = JOIN_NS,
     least_ns: float = 0,
 ) -> list[tuple[float, int, int]]:
-    """Return the ways to share a product among processors: nanoseconds, splits, whole tiles.
+    """Return the ways to split a product: nanoseconds, splits, whole tiles.
 
-    A tile may be split: several blocks share its inputs, and their parts are added. As many tiles as
-    all processors take at once, or several times, may come first and stay whole. A processor takes its
-    shares one after the other, and loads the next one while it multiplies.
+    A tile may be split: several blocks share its inputs, and their parts are added. As many tiles
+    as all processors take once or several times may come first and stay whole. A processor
+    multiplies its tiles one after the other, and loads the next one meanwhile.
 
     Args:
       outputs, rows: of a tile.
-      tile_ns: what one block takes for a whole tile.
+      tile_ns: time of one block for a whole tile.
       max_splits: blocks that may share a tile.
-      row_tiles: how many tiles have the same outputs. All of them are whole, or all are split.
-      join_ns: what it takes to put whole tiles and the rest together.
-      least_ns: what all tiles take at least, because memory delivers as much to some processors as to
-        all of them.
+      row_tiles: number of tiles with the same outputs. All of them are whole, or all are split.
+      join_ns: time of joining whole tiles and the rest.
+      least_ns: least time of all tiles, which the memory sets.
     """
     options, at_once = [], processors()
     together = math.lcm(at_once, row_tiles)
@@ -164,12 +164,12 @@ def split_options(
 
 
 class SplitOption(NamedTuple):
-    """A way to share a product of many rows.
+    """A way to split a product of many rows.
 
     Attributes:
       time: nanoseconds.
       rows: of a tile.
-      row_tiles, splits, whole: as in a cut.
+      row_tiles, splits, whole: as in `MosaicConfig`.
     """
 
     time: float
@@ -180,9 +180,10 @@ class SplitOption(NamedTuple):
 
 
 def split_options_of_many(rows: int, inputs: int, outputs: int, multiple: int) -> list[SplitOption]:
-    """Return the ways to share a product of many rows, the quickest first.
+    """Return the ways to split a product of many rows, the quickest first.
 
-    A block has two warpgroups, and a tile up to 256 rows. Their sums then fill half of all registers.
+    A block has two warpgroups, and a tile up to 256 rows. Their sums then fill half of all
+    registers.
 
     Args:
       multiple: of rows of a tile.
@@ -212,7 +213,7 @@ def config_of_many(
     multiple: int,
     result_bytes: int,
 ) -> Any:
-    """Return the config of the quickest way to share a product of many rows; None where none fits.
+    """Return the config of the quickest split of a product of many rows; None where none fits.
 
     Args:
       config_for: from the rows of a tile to a config, whose splits and tiles are set here.
@@ -232,7 +233,7 @@ def config_of_many(
 
 
 def with_stages(config: Any, rows: int, steps: int, result_bytes: int) -> Any:
-    """Return a cut with as many stages as shared memory has room for, or None if it does not fit.
+    """Return the config with as many stages as fit into shared memory; None if too few fit.
 
     Args:
       config: has `splits`, `stages`, `whole` and `shared_bytes`.
@@ -249,7 +250,7 @@ def with_stages(config: Any, rows: int, steps: int, result_bytes: int) -> Any:
 def results_are_apart(config: Any, steps: int) -> bool:
     """Tell whether no warpgroup writes parts of sums while another one still writes a whole tile.
 
-    Both are written from the same shared memory. A warpgroup is ahead of another by the steps of the
-    ring at most.
+    Both are written from the same shared memory. A warpgroup is ahead of another by the steps of
+    the ring at most.
     """
     return not config.whole or steps // config.splits > config.stages

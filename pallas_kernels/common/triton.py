@@ -52,8 +52,8 @@ def launch_split(
       name: what profiles call the kernel.
       config: has `rows`, `outputs`, `splits`, `warps` and `stages`.
       dtype: of the result if there is one split. Parts are float32.
-      rows_first: whether the first axis of the grid is that of rows. Else it is that of outputs. The
-        programs of the first axis run side by side.
+      rows_first: whether the first axis of the grid is that of rows. Else it is that of outputs.
+        The programs of the first axis run side by side.
     """
     rows = args[0].shape[0]
     tiles = outputs // config.outputs, pl.cdiv(rows, config.rows)

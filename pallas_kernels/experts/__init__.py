@@ -1,9 +1,16 @@
 """Experts for few tokens: the choice of a router, a gated MLP per expert, and a weighted sum.
 
-`reference.py` shows what is computed. `routing.py` and `triton.py` show how the kernels read each
-expert in use once and the others never. `coded.py` has the products for weights that are codes, and
-on Hopper `mma.py` those for few tokens and `mosaic.py` those for many. `launch.py` has the order of all,
-`tuning.py` tile sizes.
+| File | Content |
+|---|---|
+| `reference.py` | the operation in plain JAX |
+| `launch.py` | the kernels one after another |
+| `routing.py` | the choice of experts; tiles of pairs (token, choice) by expert |
+| `triton.py`, `coded.py` | products of most GPUs: with numbers, and with codes |
+| `mma.py`, `mosaic.py` | products with codes on Hopper: few tokens, and many |
+| `permute.py` | tokens to the rows of their pairs, and back |
+| `tile_config.py`, `tuning.py` | tile sizes |
+
+Kernels read each expert in use once, and the others never.
 """
 
 from __future__ import annotations
@@ -71,7 +78,7 @@ def experts(
       expert_scale: a factor of the weight of each expert.
       gate_up: gate and up matrices of each expert, side by side; or their codes. Codes of 8 bits
         have inputs last, [E, 2, F, D], and factors [E, 2, F]. Codes of 4 bits are
-        [E, D / 64, 2, F, 32], their scales [E, D / group, 2, F]: see `grouped.coding`.
+        [E, D / 64, 2, F, 32], their scales [E, D / group, 2, F]: see `int4_matmul.coding`.
       down: down matrix of each expert; or its codes, [E, D, F] or [E, F / 64, D, 32].
       real: which tokens are no padding. Experts that only the others chose are not read, and the
         results of the others are 0. None: all.
@@ -156,7 +163,7 @@ def _dividing(tiling: Tiling, f: int, d: int, weight: Codes) -> Tiling:
     """Return a tiling whose columns and steps divide the sizes of both products.
 
     Scales of one byte are read for twice as many outputs, for the reason that
-    `grouped.tuning.fitted` gives.
+    `int4_matmul.tuning.fitted` gives.
     """
     if f % BLOCK or d % BLOCK:
         return tiling
@@ -203,7 +210,7 @@ def _check(
 def _check_codes(
     x: Array, gate_up: Codes, down: Codes, coding: Coding | None
 ) -> tuple[int, int, int]:
-    """Do the same for codes."""
+    """Check codes, and return the numbers of experts, inputs and hidden numbers."""
     d = x.shape[1]
     if coding is None:
         (e, _, f), codes = down.codes.shape, down.codes.dtype

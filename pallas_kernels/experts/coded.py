@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.common.triton import load, store
 from pallas_kernels.experts.routing import Routed
 from pallas_kernels.int4_matmul.coding import BLOCK, Codes, Coding
-from pallas_kernels.int4_matmul.operand import EightBits, FourBits, multiply_blocks
+from pallas_kernels.int4_matmul.operand import Int4Operand, Int8Operand, multiply_blocks
 from pallas_kernels.int4_matmul.triton import TileConfig
 
 
@@ -45,11 +45,13 @@ def _operand(
     after: Any,
     config: TileConfig,
     interpret: bool,
-) -> FourBits | EightBits:
+) -> Int4Operand | Int8Operand:
     if isinstance(coding, jnp.dtype):
-        return EightBits(w.codes, coding, (expert,), after, _block_size(coding, config), interpret)
+        return Int8Operand(
+            w.codes, coding, (expert,), after, _block_size(coding, config), interpret
+        )
     options = config.early, config.warps, interpret
-    return FourBits(coding, w.codes, w.scales, w.zeros, (expert,), after, *options)
+    return Int4Operand(coding, w.codes, w.scales, w.zeros, (expert,), after, *options)
 
 
 def _block_size(coding: Coding | jnp.dtype, config: TileConfig) -> int:

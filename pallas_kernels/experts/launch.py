@@ -18,14 +18,14 @@ from pallas_kernels.int4_matmul.triton import TileConfig
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Rows of a tile, and how both products are cut.
+    """Rows of a tile, and tile sizes of both products.
 
-    Rows are a power of two, at least 16; or 8, for codes. Mosaic takes those of its cuts.
+    Rows are a power of two, at least 16; or 8, for codes. Mosaic takes those of its configs.
 
     Attributes:
       gate_up, down: `TileConfig`s for the kernels of `coded.py`, `Block`s for those of `triton.py`,
-        `MosaicConfig`s for those of `mosaic.py`, `MmaConfig`s for those of `mma.py`. A `Block` may come before a
-        `TileConfig`.
+        `MosaicConfig`s for those of `mosaic.py`, `MmaConfig`s for those of `mma.py`. A `Block` may
+        come before a `TileConfig`.
     """
 
     rows: int

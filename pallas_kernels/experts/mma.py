@@ -1,13 +1,14 @@
-"""The products of experts with codes for few tokens in Pallas Mosaic, for Hopper: TMA loads, mma.sync multiplies.
+"""The products of experts with codes for few tokens, for Hopper, by TMA and `mma.sync`.
 
-A block of threads multiplies tile after tile, each by some outputs of its expert. One of its warpgroups lets
-TMA load codes, scales and rows into a ring in shared memory, several steps ahead, those of the next tile
-too. So a block waits for its first step only. The others multiply: `pallas_kernels/common/mma.py` says how. Where
-the warps of a warpgroup share inputs, they add up what each has in shared memory. No part of a sum is
-written to the memory of the GPU.
+A block of threads multiplies tile after tile, each by some outputs of its expert. One of its
+warpgroups lets TMA load codes, scales and rows into a ring in shared memory, several steps ahead,
+those of the next tile too. So a block waits for its first step only. The others multiply, as in
+`common/mma.py`. Where the warps of a warpgroup share inputs, they add up what each has in shared
+memory. No part of a sum is written to the memory of the GPU.
 
-Up to 8 tokens are the rows of every tile, whether an expert was chosen for them or not: `mma.sync` takes
-8 rows at once. Nothing is copied then. More tokens lie in the order of their experts: see `rows.spread`.
+Up to 8 tokens are the rows of every tile, whether an expert was chosen for them or not: `mma.sync`
+takes 8 rows at once. Nothing is copied then. More tokens lie in the order of their experts: see
+`permute.spread`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from pallas_kernels.dispatch import processors
 from pallas_kernels.experts.routing import ALIGN, Placed
 from pallas_kernels.experts.tile_config import MmaConfig
 from pallas_kernels.int4_matmul.coding import Codes
-from pallas_kernels.int4_matmul.mma import FourBits
-from pallas_kernels.int8_matmul.mma import EightBits
+from pallas_kernels.int4_matmul.mma import Int4Weight
+from pallas_kernels.int8_matmul.mma import Int8Weight
 
 GROUP = 32  # inputs of a scale
 
@@ -60,7 +61,7 @@ def _multiply(
     own = lax.div(tiles_ref[0] * columns - block + blocks - 1, jnp.int32(blocks))
 
     def tile_and_column(i: Array) -> tuple[Array, Array]:
-        """Return the tile, and which of its outputs, that the i-th of this block is."""
+        """Return the i-th tile of this block, and its column of outputs."""
         at = block + i * blocks
         return lax.div(at, columns), lax.rem(at, columns)
 
@@ -146,14 +147,14 @@ def _launch(
     """Multiply the rows of all tiles by one of both weights.
 
     Raises:
-      ValueError: the cut does not fit.
+      ValueError: the config does not fit.
     """
     rows, outputs = config.rows[-1], weight.codes.shape[-2]  # outputs of a matrix
     if weight.scales is not None:
-        own = FourBits.of(weight, config, GROUP, experts=True, gated=gated)
+        own = Int4Weight.of(weight, config, GROUP, experts=True, gated=gated)
     else:
         assert weight.factors is not None
-        own = EightBits(config, gated, weight.codes, weight.factors)
+        own = Int8Weight(config, gated, weight.codes, weight.factors)
     own.check(outputs)
     blocks = processors() * config.per_processor
 
@@ -193,8 +194,8 @@ def multiply(
     """Run the experts of all tiles on their rows. Rows not in use are undefined.
 
     Args:
-      same_rows: whether all tiles have the same rows: tokens, of which there are `ALIGN` at most. In the
-        result tile i has those from `ALIGN` * i on.
+      same_rows: whether all tiles have the same rows: tokens, of which there are `ALIGN` at most.
+        In the result tile i has those from `ALIGN` * i on.
     """
     hidden = _launch(placed, rows, gate_up, configs[0], gated=True, same_rows=same_rows)
     return _launch(placed, hidden, down, configs[1], gated=False, same_rows=False)

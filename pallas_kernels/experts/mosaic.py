@@ -1,13 +1,13 @@
-"""The products of experts with codes for many tokens in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
+"""The products of experts with codes for many tokens, for Hopper, by TMA and wgmma.
 
 A block is one warpgroup. It multiplies all rows of an expert (up to 64, a tile) by two tiles of 64
-outputs, of gate and of up or both of down. So a code is read and converted once. TMA loads codes and
-rows into a ring in shared memory. The warpgroup takes codes into registers, converts them, and hands
-them to wgmma as its left operand. While these are multiplied it converts the next. Several blocks of
-a processor do so at once, and one works while another waits.
+outputs, of gate and of up or both of down. So a code is read and converted once. TMA loads codes
+and rows into a ring in shared memory. The warpgroup takes codes into registers, converts them, and
+hands them to wgmma as its left operand. While these are multiplied it converts the next. Several
+blocks of a processor do so at once, and one works while another waits.
 
-TMA reads rows that lie together. `rows.spread` has copied each token to the rows of its pairs, and put
-every 16 numbers into the order in which codes come into registers: see `rows.places`.
+TMA reads rows that lie together. `permute.spread` has copied each token to the rows of its pairs,
+and put every 16 numbers into the order in which codes come into registers: see `permute.places`.
 
 A tile has one of a few numbers of rows, the least that its pairs fit into (`MosaicConfig.rows`).
 """
@@ -109,7 +109,7 @@ def _of_four_bits(codes_ref: Any, scale_refs: list[Any]) -> Array:
 
 
 def _placed(x: Array) -> Array:
-    """Change the order of outputs [64, rows], as `rows.places` changes that of 16 numbers.
+    """Change the order of outputs [64, rows], as `permute.places` changes that of 16 numbers.
 
     Of the bits of an output, bit 3 says which of two registers, and bit 1 is bit 3 of the lane.
     """
@@ -144,7 +144,8 @@ class _Weight:
 
     Attributes:
       codes, scales: references: codes, and factors of outputs (8 bits) or scales (4 bits).
-      ring, scale_ring: the same in shared memory: [stage, ...]. Codes of 8 bits have no scales there.
+      ring, scale_ring: the same in shared memory: [stage, ...]. Codes of 8 bits have no scales
+        there.
       full: barriers of the stages.
       expert: which expert.
       inputs, outputs: of a matrix of an expert.
@@ -163,7 +164,7 @@ class _Weight:
 
     @property
     def columns(self) -> int:
-        """How many pairs of tiles there are."""
+        """Number of pairs of tiles."""
         return self.outputs // (TILE if self.gated else 2 * TILE)
 
     def output(self, column: Any, i: int) -> Any:
@@ -369,6 +370,6 @@ def multiply(
     down: Codes,
     configs: tuple[MosaicConfig, MosaicConfig],
 ) -> Float[Array, "padded D"]:
-    """Run the experts of all tiles on rows that `rows.spread` made. Rows not in use are undefined."""
+    """Run the experts of all tiles on rows of `permute.spread`. Rows not in use are undefined."""
     hidden = _launch(placed, rows, gate_up, configs[0], gated=True)
     return _launch(placed, hidden, down, configs[1], gated=False)

@@ -1,4 +1,4 @@
-"""Copy tokens to the rows of their pairs, for the kernels of `mosaic.py`, and add up what these return."""
+"""Copy tokens to the rows of their pairs, and add up the results of the pairs of a token."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def places(k: Array) -> Array:
     """Return which number of a token is the k-th of a row.
 
     Codes of 8 bits come into registers of wgmma by four neighbours of 16. A thread hands the first
-    two to it for the first 8 inputs, and the others for the last 8. So the fourth and the second bit
-    of a place change.
+    two to it for the first 8 inputs, and the others for the last 8. So the fourth and the second
+    bit of a place change.
     """
     return (k & ~10) | (k & 8) >> 2 | (k & 2) << 2
 

@@ -19,10 +19,11 @@ MAX_TOKENS_IN_PARTS = 512  # most tokens whose logits are computed in parts
 def router_logits(x: Float[Array, "T D"], weight: Float[Array, "D E"]) -> Float[Array, "S T E"]:
     """Multiply tokens by the router weight, in float32. Return S partial sums of the logits.
 
-    Up to 512 tokens have a part for every 256 inputs, where these divide. `experts` adds the parts up where
-    it reads them, which saves a kernel. XLA may also cut so small a product into parts, so that many
-    processors read the weight, but it adds them up in a separate kernel. `docs/weight-format-speed.md` has the
-    times of a GPU. A CPU takes longer with parts: some milliseconds for 512 tokens of 26B-A4B.
+    Up to 512 tokens have a part for every 256 inputs, where these divide. `experts` adds the parts
+    up where it reads them, which saves a kernel. XLA may also cut so small a product into parts, so
+    that many processors read the weight, but it adds them up in a separate kernel.
+    `docs/weight-format-speed.md` has the times of a GPU. A CPU takes longer with parts: some
+    milliseconds for 512 tokens of 26B-A4B.
     """
     (t, d), e = x.shape, weight.shape[1]
     parts = d // PART_INPUTS if t <= MAX_TOKENS_IN_PARTS and d % PART_INPUTS == 0 else 1

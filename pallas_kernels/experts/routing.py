@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.common.triton import load, store
 
-# Most tokens of a program that routes. Some dozens of tokens have more programs, of fewer tokens: 128
-# on an H200 take 5.0 us, instead of 6.6. Every program reads what all counted, so that thousands do not.
+# Most tokens of a program that routes. Some dozens of tokens have more programs, of fewer tokens:
+# 128 on an H200 take 5.0 us, instead of 6.6. Every program reads what all counted, so that
+# thousands do not.
 BLOCK_TOKENS = 16
 FEWER_TOKENS, MAX_TOKENS_OF_FEWER = 4, 512
 # Where tiles are not filled up, the rows of an expert begin at a multiple of this.
@@ -41,7 +42,7 @@ class Routed(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The same, where rows of all tiles lie together: those of an expert fill up `ALIGN` only."""
+    """The pairs in tiles whose rows lie together: those of an expert fill up `ALIGN` only."""
 
     expert: Int[Array, " tiles"]
     used: Int[Array, " tiles"]
@@ -248,7 +249,7 @@ def route_together(
     same_rows: bool = False,
     interpret: bool = False,
 ) -> Placed:
-    """Do the same, for tiles whose rows lie together.
+    """Route tokens to tiles whose rows lie together.
 
     Args:
       same_rows: whether the rows of every tile are all tokens, of which there are `ALIGN` at most.

@@ -1,4 +1,4 @@
-"""How the Mosaic kernels cut a product."""
+"""Tile sizes of the Mosaic kernels of experts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pallas_kernels.int4_matmul.coding import BLOCK
 
 @dataclasses.dataclass(frozen=True)
 class MosaicConfig:
-    """How the kernels of `mosaic.py` cut a product.
+    """Tile sizes of the kernels of `mosaic.py`.
 
     Attributes:
-      rows: numbers of rows that a tile may have, multiples of 8 that grow. A tile of an expert holds
-        as many pairs as the last.
+      rows: numbers of rows that a tile may have, multiples of 8 that grow. A tile of an expert
+        holds as many pairs as the last.
       columns: of a block: pairs of tiles of 64 outputs, which it multiplies one after another.
       stages: steps that the ring in shared memory holds, 2 at least.
     """
@@ -25,16 +25,17 @@ class MosaicConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MmaConfig:
-    """How the kernels of `mma.py` cut a product.
+    """Tile sizes of the kernels of `mma.py`.
 
     Attributes:
       rows: as in `MosaicConfig`.
       groups: warpgroups of a block that multiply. One more loads.
-      shared: whether the warps of a warpgroup share inputs. They then have 16 outputs of each piece, else
-        16 each.
+      shared: whether the warps of a warpgroup share inputs. They then have 16 outputs of each
+        piece, else 16 each.
       pieces: of a warpgroup: gate and up, or so many neighbours of down.
       stages: steps that the ring in shared memory holds.
-      blocks: of 64 inputs, of a step; where they are shared a multiple of 4, of which a warp has a quarter.
+      blocks: of 64 inputs, of a step; where they are shared a multiple of 4, of which a warp has a
+        quarter.
       per_processor: blocks of threads that a processor runs at once.
     """
 

@@ -34,7 +34,7 @@ from pallas_kernels.experts.routing import Routed
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """How a product is cut into blocks.
+    """Sizes of the blocks of a product.
 
     Attributes:
       columns: columns of a block.

@@ -56,8 +56,8 @@ def _coded(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> Tiling
 #
 # Blocks of 64 inputs are half a line of memory: gate and up take 97 for 8 tokens, and 186 for 32.
 # From 16 rows on four warps of `coded` use the instructions for whole groups of warps, for which
-# Triton takes bytes apart: 200 for 128 tokens. So `triton` has the middle sizes. Its down takes 91 for
-# 128 tokens. 512 tokens here and below are without `mosaic.py`, which has them on Hopper.
+# Triton takes bytes apart: 200 for 128 tokens. So `triton` has the middle sizes. Its down takes 91
+# for 128 tokens. 512 tokens here and below are without `mosaic.py`, which has them on Hopper.
 EIGHT_BITS = (
     (0.2, _coded(8, (64, 11, 2, 4, 2), (64, 1, 2, 2, 4))),
     (0.75, _coded(8, (64, 2, 2, 4, 3), (64, 1, 2, 2, 4))),
@@ -128,9 +128,9 @@ def _few(down_stages: int) -> Tiling:
     return Tiling(8, gate_up, down)
 
 
-# The Mosaic kernels, where these are faster. Each row: more tokens per expert than this, and at most
-# this. Measured like the others. For many tokens (`mosaic.py`) whole calls with routing, copies of tokens
-# and sums; best of the cuts:
+# The Mosaic kernels, where these are faster. Each row: more tokens per expert than this, and at
+# most this. Measured like the others. For many tokens (`mosaic.py`) whole calls with routing,
+# copies of tokens and sums; best of the configs:
 #
 #   tokens                     32   128   512
 #   int8, Triton              189   217   342
@@ -138,14 +138,14 @@ def _few(down_stages: int) -> Tiling:
 #   int4, Triton              137   164   349
 #   int4, Mosaic              147   176   222, of which 124 and 74 are products
 #
-# Since then codes become numbers in fewer instructions. In one run gate and up, and down, of 1, 8, 32, 128
-# and 512 tokens (the last ones Mosaic's) took:
+# Since then codes become numbers in fewer instructions. In one run gate and up, and down, of 1, 8,
+# 32, 128 and 512 tokens (the last ones Mosaic's) took:
 #
 #   int8   13.4  57.2  117   137   160        7.5  31.9  61.3  71.8  96.4
 #   int4   9.2   42.7  85.6  110   121        6.6  22.5  35.6  42.3  72.0
 #
-# Copies and sums are 7 of these for 32 tokens, and 15 for 512. Blocks take turns in waiting, so that
-# many on a processor are fast: int4 with two stages and two columns, 285 for 512 tokens. Two
+# Copies and sums are 7 of these for 32 tokens, and 15 for 512. Blocks take turns in waiting, so
+# that many on a processor are fast: int4 with two stages and two columns, 285 for 512 tokens. Two
 # warpgroups a block took 395 for int8 and 128 tokens, and 433 for 512.
 #
 # For few tokens (`mma.py`) gate and up, down, and all kernels of a call:
@@ -164,11 +164,11 @@ def _few(down_stages: int) -> Tiling:
 #                                           30    46    62
 #                                           92   137   181         223
 #
-# The totals of 8 and 32 tokens of int4 are added up of runs with other cuts, and 1 token was run with one
-# warpgroup for gate and up. Where warps of down share inputs it takes 21 and 41 for 8 and 32 tokens. 64
-# tokens in tiles of 16 rows take 89 and 47. Results that went through shared memory and TMA took 24 and 47
-# for down of 8 and 32 tokens: a warpgroup waited for the last one to be read. Of e4m3, 16 tokens take 85
-# and 51, and 109 and 46 in Triton.
+# The totals of 8 and 32 tokens of int4 are added up of runs with other configs, and 1 token was run
+# with one warpgroup for gate and up. Where warps of down share inputs it takes 21 and 41 for 8 and
+# 32 tokens. 64 tokens in tiles of 16 rows take 89 and 47. Results that went through shared memory
+# and TMA took 24 and 47 for down of 8 and 32 tokens: a warpgroup waited for the last one to be
+# read. Of e4m3, 16 tokens take 85 and 51, and 109 and 46 in Triton.
 _TO_16 = (8, 16)
 MOSAIC_EIGHT_BITS = (
     (0.4, 1.25, _few(down_stages=2)),

@@ -1,9 +1,15 @@
-"""A product of rows with a weight of four-bit codes and a scale for each group of inputs.
+"""A product of rows with a weight of 4-bit codes (int4, mxfp4, nvfp4) and a scale for each group.
 
-`coding.py` says what is stored. `reference.py` shows what is computed. `dequantise.py` shows how a GPU
-makes numbers of codes. `triton.py` multiplies rows by them and runs on most GPUs. On Hopper `small_m.py`
-multiplies very few rows, also by gate and up with the activation, `mma.py` few, and `mosaic.py` many.
-`tuning.py` has tile sizes.
+| File | Content |
+|---|---|
+| `coding.py` | the stored arrays |
+| `reference.py` | the product in plain JAX |
+| `dequantise.py` | codes to numbers inside of kernels |
+| `triton.py` | the kernel for most GPUs |
+| `small_m.py`, `mma.py`, `mosaic.py` | kernels for Hopper: very few, few and many rows |
+| `tuning.py` | tile sizes |
+
+`small_m.py` also multiplies by gate and up and applies their activation.
 """
 
 from __future__ import annotations
@@ -68,19 +74,20 @@ def linear(
     config: TileConfig | SmallMConfig | MosaicConfig | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
-    """Return x @ weight, contracting_axes in float32.
+    """Return x @ weight, summed in float32.
 
     Args:
       x: rows.
       weight: codes [K / 64, N, 32] and scales [K / group, N]; or, unless `inputs_first`,
-        [N, K / 64, 32] and [N, K / group]. `coding.Codes` has more.
+        [N, K / 64, 32] and [N, K / group]. See `coding.Codes`.
       dtype: of the result.
       implementation: "triton" needs bfloat16 rows, up to 512 of them, inputs that are a multiple of
         64, outputs that are a multiple of 16, and an NVIDIA GPU of compute capability 8.0 or newer
         (or `interpret`). "mosaic" needs bfloat16 rows, a GPU of compute capability 9.0, int4 in
         groups of 32, 64 or 128 with bfloat16 scales and without zeros, inputs first, and outputs
-        that are a multiple of 128, or of 16 where `small_m.py` takes them. "auto" takes Mosaic where
-        `tuning.mosaic_is_faster`, else Triton, where they can run, and takes "reference" elsewhere.
+        that are a multiple of 128, or of 16 where `small_m.py` takes them. "auto" takes Mosaic
+        where `tuning.mosaic_is_faster`, else Triton, where they can run, and takes "reference"
+        elsewhere.
       config: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
@@ -148,9 +155,9 @@ def gated(
     Args:
       x: rows.
       weight: gate and up side by side: codes [K / 64, 2, F, 32], scales [K / group, 2, F].
-      implementation: "mosaic" has one kernel for all. It needs what that of `linear` needs, and up to 8
-        rows. "auto" takes it where it can run and is faster. Elsewhere it takes the kernels of `linear`.
-        "reference" takes none.
+      implementation: "mosaic" has one kernel for all. It needs up to 8 rows, and otherwise the same
+        as in `linear`. "auto" takes it where it can run and is faster, and the kernels of `linear`
+        elsewhere. "reference" takes none.
       config: of that kernel; None takes it from `tuning.py`.
       others: as in `linear`.
 
@@ -202,7 +209,7 @@ def _why_not_mosaic(
     config: SmallMConfig | MosaicConfig | None,
     interpret: bool,
 ) -> str | None:
-    """Return why the Mosaic kernel cannot take these on the GPU of this machine, or None."""
+    """Return why the Mosaic kernel cannot run on the GPU of this machine, or None."""
     if reason := why_not_mosaic(interpret=interpret):
         return reason
     if not inputs_first or config is None:

@@ -1,4 +1,4 @@
-"""Four-bit codes with a scale for each group of inputs: what is stored, and the numbers it stands for.
+"""The arrays of 4-bit codes with a scale for each group of inputs, and the numbers they stand for.
 
 Two codings have 16 codes each:
 
@@ -33,7 +33,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclasses.dataclass(frozen=True)
 class Coding:
-    """How codes become numbers.
+    """The numbers that codes stand for.
 
     Attributes:
       kind: "int4" or "e2m1".
@@ -61,7 +61,7 @@ class Codes(NamedTuple):
 
 
 def pack(codes: Any, axis: int) -> Any:
-    """Pack codes from 0 to 15 by two: uint8 [*axes] becomes [*axes, 32]. Past the inputs they are 8.
+    """Pack codes from 0 to 15 by two: uint8 [*axes] becomes [*axes, 32]. Padding is 8.
 
     The codes are of JAX or of numpy, and so is the result.
     """
@@ -75,7 +75,7 @@ def pack(codes: Any, axis: int) -> Any:
 
 
 def pack_pairs(pairs: Any) -> Any:
-    """Pack codes that a file has by neighbours: uint8 [*axes, inputs / 2] becomes [*axes, blocks, 32].
+    """Pack pairs of neighbours, as in files: uint8 [*axes, inputs / 2] becomes [*axes, blocks, 32].
 
     Args:
       pairs: of JAX or of numpy, as the result is. Input 2j is in the low half of byte j.
@@ -106,7 +106,7 @@ def _pack_words(pairs: np.ndarray) -> np.ndarray:
 
 
 def unpack(packed: UInt8[Array, "*blocks 32"], axis: int, inputs: int) -> UInt8[Array, "*axes"]:
-    """Return the codes, from 0 to 15. `pack` undone."""
+    """Return the codes, from 0 to 15. The inverse of `pack`."""
     packed = jnp.moveaxis(packed, axis, -2)
     codes = jnp.stack([packed & 15, packed >> 4], axis=-2)
     codes = codes.reshape(*codes.shape[:-3], -1)[..., :inputs]

@@ -1,20 +1,20 @@
 """Codes of 4 bits to numbers inside of kernels, without the instructions that convert.
 
-Triton alone converts codes one at a time, which takes several times as many instructions. Here a byte
-permutation puts two bytes into the low halves of two bfloat16.
+Triton alone converts codes one at a time, which takes several times as many instructions. Here a
+byte permutation puts two bytes into the low halves of two bfloat16.
 
-**int4 times its scale.** A bfloat16 whose high byte is 0 is the number of its low byte times 2^-133. So
-one `fma` makes a code times a scale of it, rounded once:
+**int4 times its scale.** A bfloat16 whose high byte is 0 is the number of its low byte times
+2^-133. So one `fma` makes a code times a scale of it, rounded once:
 
     byte * (scale * 2^93) - 8 * scale * 2^-40 = (byte - 8) * scale * 2^-40
 
-The high four bits of a byte need no shift: they are 16 times as much. 2^133 is no bfloat16. Hence numbers
-are 2^40 times too small (`SHIFT`), and sums are shifted back. They are otherwise those of a product in
-bfloat16, if no scale is below 2^-86 or above 2^34. Eight codes take 10 instructions.
+The high four bits of a byte need no shift: they are 16 times as much. 2^133 is no bfloat16. Hence
+numbers are 2^40 times too small (`SHIFT`), and sums are shifted back. They are otherwise those of a
+product in bfloat16, if no scale is below 2^-86 or above 2^34. Eight codes take 10 instructions.
 
-**Without a scale**, int4 is 128 + code, less 136. Both are exact. **e2m1** has its bits put where bfloat16
-has sign, exponent and fraction. That number is 2^126 times too small, which a product makes good, also
-exactly.
+**Without a scale**, int4 is 128 + code, less 136. Both are exact. **e2m1** has its bits put where
+bfloat16 has sign, exponent and fraction. That number is 2^126 times too small, which a product
+makes good, also exactly.
 
 The interpreter has no assembly. There the same numbers come from `coding.numbers`.
 """
@@ -30,7 +30,7 @@ from pallas_kernels.int4_matmul.coding import numbers
 
 _LOW = "and.b32 x, $2, 0x0f0f0f0f;"
 _HIGH = "shr.u32 x, $2, 4; and.b32 x, x, 0x0f0f0f0f;"
-# c: what is subtracted of 128 + code.
+# c: the number subtracted from 128 + code.
 _INT4 = """{{ .reg .b32 x, y, one, c; mov.b32 one, 0x3f803f80; mov.b32 c, 0x{minus}{minus};
 {half}
 prmt.b32 y, x, 0x43434343, 0x4140; fma.rn.bf16x2 $0, y, one, c;
@@ -53,19 +53,22 @@ _DECODE = {
 }
 SHIFT = 40
 UP = 2.0 ** (133 - SHIFT), 2.0 ** (129 - SHIFT)
-"""What scales are multiplied by for the low and for the high half of bytes."""
+"""Factors of scales for the low and for the high half of bytes."""
 DOWN = -8 * 2.0**-SHIFT
 _SUBTRACT = "{ .reg .b32 minus; mov.b32 minus, 0xbf80bf80; fma.rn.bf16x2 $0, $2, minus, $1; }"
 _MULTIPLY_ADD = "fma.rn.f32 $0, $1, $2, $3;"
 
 
 def times(out: str, x: str, y: str) -> str:
-    """Return what multiplies two bfloat16 by two. The zero that is added keeps the sign of a zero."""
+    """Return assembly that multiplies two bfloat16 by two.
+
+    The zero that is added keeps the sign of a zero.
+    """
     return f"{{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 {out}, {x}, {y}, zero; }}"
 
 
 def scaled(mask: str, up: str, next_up: str, down: str, next_down: str) -> str:
-    """Return what makes four codes of half of the four bytes in $2 times their scales, in $0 and $1.
+    """Return assembly from half of the bytes in $2 to four codes times their scales, in $0 and $1.
 
     Args:
       mask: of the half.
@@ -79,7 +82,7 @@ fma.rn.bf16x2 $0, y, {up}, {down}; fma.rn.bf16x2 $1, z, {next_up}, {next_down}; 
 def half_numbers(
     packed: UInt8[Array, "N J"], kind: str, half: int, dtype: jnp.dtype, *, interpret: bool
 ) -> Float[Array, "N J"]:
-    """Return the numbers of the low (0) or high (1) halves of bytes. A dtype holds them exactly."""
+    """Return the numbers of the low (0) or high (1) halves of bytes, exactly."""
     if interpret:
         return numbers(packed >> 4 if half else packed & 15, kind).astype(dtype)
     return _asm(_DECODE[kind, half], "=r,=r,r", 4, jnp.dtype(jnp.bfloat16), packed)
@@ -88,7 +91,7 @@ def half_numbers(
 def scaled_numbers(
     packed: UInt8[Array, "N J"], scales: Float[Array, " N"], half: int
 ) -> Float[Array, "N J"]:
-    """Return int4 of the low (0) or high (1) halves of bytes times scales, 2^`SHIFT` times too small.
+    """Return int4 of the low (0) or high (1) halves of bytes times scales times 2^-`SHIFT`.
 
     It is assembly: for bfloat16, and not interpreted.
     """

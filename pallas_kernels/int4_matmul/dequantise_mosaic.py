@@ -1,4 +1,4 @@
-"""Codes of int4 times their scales, in registers of Mosaic kernels. `dequantise.py` says how."""
+"""Codes of int4 times their scales, in registers of Mosaic kernels. See `dequantise.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCALED = scaled("$3", "$4", "$4", "$5", "$5")
 
 
 class Half(NamedTuple):
-    """Which half of bytes a thread decodes, in registers: a mask, and what scales are multiplied by."""
+    """The half of bytes that a thread decodes, in registers: a mask, and the factor of scales."""
 
     mask: Any
     up: Any
@@ -29,7 +29,7 @@ def halves() -> tuple[Half, Half]:
 
 
 def factors(scale: Any, half: Half, *, effects: bool) -> tuple[Any, Any]:
-    """Return what `numbers` takes of a scale that a register holds twice, in bfloat16."""
+    """Return the factors for `numbers`, from a scale that a register holds twice, in bfloat16."""
     up, down = (
         words(times("$0", "$1", "$2"), 1, scale, by, effects=effects)[0]
         for by in (half.up, twice(DOWN))
@@ -38,7 +38,7 @@ def factors(scale: Any, half: Half, *, effects: bool) -> tuple[Any, Any]:
 
 
 def of_outputs(scales: Any, half: Half) -> list[tuple[Any, Any]]:
-    """Return the same for each scale that a thread has of an array of bfloat16."""
+    """Return the factors for each scale that a thread has of an array of bfloat16."""
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     pairs = (vector.broadcast(pair, vector.extract(s, [], [0])) for s in scales.registers.flat)
     return [factors(scale, half, effects=True) for scale in pairs]

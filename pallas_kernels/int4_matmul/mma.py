@@ -1,8 +1,8 @@
-"""A product of few rows with four-bit codes in Pallas Mosaic, for Hopper: TMA loads, mma.sync multiplies.
+"""A product of few rows with 4-bit codes in Pallas Mosaic, for Hopper, by TMA and `mma.sync`.
 
-`pallas_kernels/common/mma.py` says how it multiplies, and `dequantise.py` how codes become numbers. Of the 32 bytes
-of a block two threads take the low halves of 16 each, and two others the high halves. So all codes that
-a thread has of an output have one scale.
+`common/mma.py` has the products, and `dequantise.py` the conversion. Of the 32 bytes of a block two
+threads take the low halves of 16 each, and two others the high halves. So all codes that a thread
+has of an output have one scale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Float
 
 from pallas_kernels.common.mma import Lane, Numbers, Refs, Weight, add_products, rows_ring, write
-from pallas_kernels.common.mosaic import Steps
+from pallas_kernels.common.mosaic import StepOps
 from pallas_kernels.common.registers import at, four_words, i32, word, words
 from pallas_kernels.common.tiles import TILE
 from pallas_kernels.int4_matmul import dequantise_mosaic
@@ -33,8 +33,8 @@ _TWICE = "prmt.b32 $0, $1, 0, 0x1010;"
 
 def _steps(
     x_ref, codes_ref, scales_ref, ring, x_ring, scale_ring, *, group: int, config: MmaConfig
-) -> Steps:
-    """Return how `config.blocks` blocks of inputs are multiplied.
+) -> StepOps:
+    """Return the operations of a step of `config.blocks` blocks of inputs.
 
     Args:
       group: inputs that share a scale.
@@ -55,7 +55,7 @@ def _steps(
     def finish(total, first):
         return total * 2.0**SHIFT
 
-    return Steps(load, multiply, finish)
+    return StepOps(load, multiply, finish)
 
 
 def _write_rows(result: Array, out_ref: Any, first: Array) -> None:
@@ -69,10 +69,10 @@ def _write_rows(result: Array, out_ref: Any, first: Array) -> None:
 def numbers_of(
     lane: Lane, codes: Any, scales: Any, *, group: int, outputs: int, piece: int
 ) -> Numbers:
-    """Return what makes numbers of codes [blocks, outputs, 32] and scales [groups, outputs] in memory.
+    """Return the conversion of codes [blocks, outputs, 32] and scales [groups, outputs] in memory.
 
     Args:
-      piece: how many outputs lie between a piece and the next.
+      piece: number of outputs between a piece and the next.
     """
     half, high = arith.andi(lane.part, word(1)), arith.shrui(lane.part, word(1))
     is_high = arith.cmpi(arith.CmpIPredicate.ne, high, word(0))
@@ -104,11 +104,12 @@ def numbers_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class FourBits(Weight):
+class Int4Weight(Weight):
     """Codes of 4 bits.
 
     Attributes:
-      codes: uint8, [*experts, matrices * blocks, lines of a block, 128]. Gate and up of a block are neighbours.
+      codes: uint8, [*experts, matrices * blocks, lines of a block, 128]. Gate and up of a block are
+        neighbours.
       scales: bfloat16, [*experts, matrices * groups, outputs].
       group: inputs that share a scale.
     """
@@ -120,7 +121,7 @@ class FourBits(Weight):
     @classmethod
     def of(
         cls, weight: Codes, config: Any, group: int, *, experts: bool = False, gated: bool = False
-    ) -> FourBits:
+    ) -> Int4Weight:
         """Return a weight whose codes are [*experts, blocks, *matrices, outputs, 32]."""
         assert weight.scales is not None
         outputs, leading = weight.codes.shape[-2], weight.codes.shape[: 1 if experts else 0]

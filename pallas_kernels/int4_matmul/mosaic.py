@@ -1,18 +1,18 @@
-"""A product of many rows with four-bit codes in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
+"""A product of many rows with 4-bit codes in Pallas Mosaic, for Hopper, by TMA and wgmma.
 
-A block of threads has two or four warpgroups. Each multiplies 64 outputs with a tile of rows, over a
-share of the inputs. Up to 128 rows are one tile. More are one or several, of up to 256. TMA loads
-codes, scales and rows into a ring in shared memory, several steps ahead. It loads lines of 128 bytes,
-which are codes of 4 outputs. A warpgroup takes 64 x 64 codes into registers, makes numbers of them, and
-hands these to wgmma as its left operand. While these are multiplied it makes the next ones, and the
-other warpgroups make theirs. With up to 128 rows a step has two such blocks: with one, lines of 32
-bytes, and nothing made meanwhile, a thread ran five instructions a code where it ran three.
+A block of threads has two or four warpgroups. Each multiplies 64 outputs with a tile of rows, over
+a share of the inputs. Up to 128 rows are one tile. More are one or several, of up to 256. TMA loads
+codes, scales and rows into a ring in shared memory, several steps ahead. It loads lines of 128
+bytes, which are codes of 4 outputs. A warpgroup takes 64 x 64 codes into registers, makes numbers
+of them, and hands these to wgmma as its left operand. While these are multiplied it makes the next
+ones, and the other warpgroups make theirs. With up to 128 rows a step has two such blocks: with
+one, lines of 32 bytes, and nothing made meanwhile, a thread ran five instructions a code where it
+ran three.
 
-Numbers are multiplied by their scales in bfloat16, before the product. So they are the same ones as
-in the other kernels with their cuts.
+Numbers are multiplied by their scales in bfloat16, before the product, as in the other kernels.
 
-Where outputs are few, several blocks share the inputs of a tile (`splits`). XLA adds their parts, in
-their order.
+Where outputs are few, several blocks share the inputs of a tile (`splits`). XLA adds their parts,
+in their order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.common.mosaic import (
     BY_OUTPUT,
     LEFT,
-    Steps,
+    StepOps,
     Sums,
     load_as,
     multiply_tiles,
@@ -55,8 +55,8 @@ LINE = 128  # bytes that TMA loads side by side: it is slow with fewer
 
 def _steps(
     x_ref, codes_ref, scales_ref, ring, x_ring, scale_ring, *, group: int, config: MosaicConfig
-) -> Steps:
-    """Return how `config.blocks` blocks of inputs are multiplied.
+) -> StepOps:
+    """Return the operations of a step of `config.blocks` blocks of inputs.
 
     Args:
       group: inputs that share a scale.
@@ -82,14 +82,15 @@ def _steps(
             if block < count - 1:
                 plgpu.wgmma_wait(1)  # for the block before, whose registers the next one gets
 
-    return Steps(load, multiply, lambda total, first: total * 2.0**SHIFT)
+    return StepOps(load, multiply, lambda total, first: total * 2.0**SHIFT)
 
 
 def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
-    """Return a block of codes times their scales as wgmma's left operand, 64 outputs of a warpgroup.
+    """Return codes times scales as wgmma's left operand: a block of 64 outputs of a warpgroup.
 
-    A thread loads 4 neighbours of the 32 bytes of an output, and of them hands 2 to the thread beside
-    it, which needs these: wgmma takes 2 neighbours of 8 inputs from a thread, and 2 of the next 8.
+    A thread loads 4 neighbours of the 32 bytes of an output, and of them hands 2 to the thread
+    beside it, which needs these: wgmma takes 2 neighbours of 8 inputs from a thread, and 2 of the
+    next 8.
 
     Args:
       codes_ref: [outputs / 4, 128] of all warpgroups.
@@ -140,7 +141,7 @@ def _numbers(codes_ref: Any, *scale_refs: Any) -> Array:
 def loading(
     codes_ref: Any, scales_ref: Any, ring: Any, scale_ring: Any, *, group: int, config: MosaicConfig
 ) -> Callable[[Any, Any, Any, Any], None]:
-    """Return how codes and scales of a step of a tile are loaded: two copies."""
+    """Return the function that loads the codes and scales of a step, in two copies."""
     lines = ring.shape[2]
 
     def load(tile, step, slot, full):
@@ -166,7 +167,7 @@ def linear_mosaic(
 
 
 def launch(
-    steps_of: Callable[..., Steps],
+    steps_of: Callable[..., StepOps],
     x: Float[Array, "R K"],
     weight: Codes,
     x_ring: Callable[[int], Any],
@@ -181,7 +182,7 @@ def launch(
     """Launch a kernel of codes.
 
     Args:
-      steps_of: as in `multiply_tiles`, given `group` and `config` too.
+      steps_of: as in `multiply_tiles`; it also takes `group` and `config`.
       x_ring: from the rows of a tile, shared memory for them.
       loads, sums, write: as in `multiply_tiles`.
     """

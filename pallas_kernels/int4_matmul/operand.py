@@ -1,4 +1,4 @@
-"""The weight of a Triton kernel, read in blocks of 64 inputs as codes: of 4 bits with groups, or of 8.
+"""The weight of a Triton kernel, read in blocks of inputs: codes of 4 bits with groups, or of 8.
 
 A kernel multiplies outputs x inputs (the codes) by inputs x rows. So up to 8 rows are the right
 operand of the narrowest tensor core instruction, and numbers go from bytes to its left operand in
@@ -23,7 +23,7 @@ Scales = list[tuple[Any, ...]]  # arrays, or None
 
 
 @dataclasses.dataclass(frozen=True)
-class FourBits:
+class Int4Operand:
     """Codes [*before, blocks, *after, 32] and scales [*before, groups, *after]: see `coding`.
 
     Attributes:
@@ -67,15 +67,15 @@ class FourBits:
 
     @property
     def factor(self) -> float:
-        """How many times sums are too small."""
+        """Factor by which sums are too small."""
         return 2.0**dequantise.SHIFT if self._at_once else 1.0
 
     def load_scales(self, block: Array | int, count: int, *, ahead: bool) -> Scales:
         """Load what belongs to `count` blocks: for each product, its scales, and zeros if any.
 
         Args:
-          ahead: load what Triton does not load several steps ahead; otherwise the rest. In the
-            place of what is not loaded is None.
+          ahead: load the scales that Triton does not load several steps ahead; otherwise the rest.
+            The others are None.
         """
         loaded, scales = {}, []
         for first in range(0, count * BLOCK, min(self.coding.group, HALF)):
@@ -130,7 +130,7 @@ class FourBits:
 
 
 @dataclasses.dataclass(frozen=True)
-class EightBits:
+class Int8Operand:
     """Codes [*before, *after, inputs] of 8 bits, whose factors come after the product.
 
     Attributes:
@@ -150,7 +150,7 @@ class EightBits:
 
     @property
     def factor(self) -> float:
-        """How many times sums are too small."""
+        """Factor by which sums are too small."""
         return factor(self.dtype, interpret=self.interpret)
 
     def load_scales(self, block: Array | int, count: int, *, ahead: bool) -> Scales:
@@ -158,7 +158,7 @@ class EightBits:
         return []
 
     def add(self, total: Array, block: Array, preloaded: Scales, x: Any) -> Array:
-        """Add the product of a block to sums [outputs, rows]. Arguments as in `FourBits.add`."""
+        """Add the product of a block to sums [outputs, rows]. Arguments as in `Int4Operand.add`."""
         k = (block * self.size + lax.iota(jnp.int32, self.size))[None, :]
         mask = below(k, self.codes.shape[-1])
         codes = load(self.codes, *_columns(self.before), *_columns(self.after), k, mask=mask)
@@ -168,7 +168,7 @@ class EightBits:
 
 
 def multiply_blocks(
-    operands: tuple[FourBits | EightBits, ...],
+    operands: tuple[Int4Operand | Int8Operand, ...],
     shape: tuple[int, int],
     x_block: Any,
     start: Array | int,
@@ -179,7 +179,7 @@ def multiply_blocks(
 
     Args:
       shape: outputs and rows.
-      x_block: from a block to what `FourBits.add` takes as x.
+      x_block: from a block to what `Int4Operand.add` takes as x.
       unroll: blocks of a step; it divides the count.
     """
 

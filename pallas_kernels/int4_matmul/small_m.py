@@ -1,4 +1,4 @@
-"""Products of very few rows with four-bit codes, and gate and up with the activation, by `pallas_kernels/common/small_m.py`."""
+"""Products of very few rows with 4-bit codes, or with gate and up, for Hopper."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.common.small_m import multiply
 from pallas_kernels.common.tiles import SmallMConfig
 from pallas_kernels.int4_matmul.coding import Codes
-from pallas_kernels.int4_matmul.mma import FourBits
+from pallas_kernels.int4_matmul.mma import Int4Weight
 
 
 def linear_small_m(
@@ -30,7 +30,7 @@ def linear_small_m(
       activation: None for `linear`.
     """
     config = dataclasses.replace(config, pieces=2 if activation else 1)
-    own = FourBits.of(weight, config, group, gated=activation is not None)
+    own = Int4Weight.of(weight, config, group, gated=activation is not None)
     name = "grouped_gate_up" if activation else "grouped_linear"
     kwargs: Any = dict(outputs=weight.codes.shape[-2], dtype=dtype, activation=activation)
     return multiply(name, x, own, **kwargs)

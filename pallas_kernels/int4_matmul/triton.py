@@ -1,7 +1,7 @@
 """A product of few rows with codes in Pallas Triton.
 
-A program multiplies the codes of some outputs with some rows, over a share of the inputs. `operand`
-says how a block of inputs is read and multiplied. Where outputs are few, several programs share the
+A program multiplies a tile of outputs and rows, over a share of the inputs. `operand.py` reads and
+multiplies a block of inputs. Where outputs are few, several programs share the
 inputs of a tile (`splits`). XLA adds their parts.
 """
 
@@ -19,19 +19,19 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.common.triton import below, launch_split, load, store
 from pallas_kernels.int4_matmul.coding import BLOCK, Codes, Coding
-from pallas_kernels.int4_matmul.operand import FourBits, multiply_blocks
+from pallas_kernels.int4_matmul.operand import Int4Operand, multiply_blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """How a product is cut.
+    """Tile sizes of the kernel.
 
     Attributes:
       rows, outputs: of a program.
       splits: programs that share the inputs of a tile.
       unroll: blocks of inputs that a step of a program reads.
       warps, stages: of a program, and steps that it loads ahead.
-      early: whether scales are multiplied before the product, see `operand.FourBits`.
+      early: whether scales are multiplied before the product, see `operand.Int4Operand`.
     """
 
     rows: int
@@ -45,7 +45,7 @@ class TileConfig:
     def dividing(
         self, outputs: int, blocks: int, *, last_may_reach_past: bool = False
     ) -> TileConfig:
-        """Return a cut whose outputs, splits and steps divide these outputs and blocks of inputs.
+        """Return a config whose outputs, splits and steps divide these outputs and blocks of inputs.
 
         Args:
           last_may_reach_past: the last step may; then only splits divide steps.
@@ -76,7 +76,7 @@ def _linear(
     scales, zeros = (*per_group, None)[:2]
     before_after = ((), (out,)) if inputs_first else ((out,), ())
     options = config.early, config.warps, interpret
-    operand = FourBits(coding, codes_ref, scales, zeros, *before_after, *options)
+    operand = Int4Operand(coding, codes_ref, scales, zeros, *before_after, *options)
 
     def x_block(block):
         def x(first, size):

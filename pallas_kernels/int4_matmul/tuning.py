@@ -24,8 +24,8 @@ from pallas_kernels.dispatch import processors
 from pallas_kernels.int4_matmul.coding import BLOCK, HALF
 from pallas_kernels.int4_matmul.triton import TileConfig
 
-# Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with the sum
-# of parts, and for 5376 x 43008 with joining the first tiles with the last ones:
+# Measured on an NVIDIA H200 (jax 0.11.2, bfloat16, int4 in groups of 32), in microseconds with the
+# sum of parts, and for 5376 x 43008 with joining the first tiles with the last ones:
 #
 #   inputs x outputs       rows  1      8      16     32     64     128
 #   5376 x 43008     Triton      36     39 *   45 *   65 *   100 *  174 *
@@ -50,13 +50,13 @@ from pallas_kernels.int4_matmul.triton import TileConfig
 #   2112 x 2816      Triton      4.2    4.7 *  5.3 *  6.1 *  8.5 *  13 *
 #                    mma                4.4    4.9    5.8
 #
-# An asterisk: before codes became numbers times scales in one `fma`. "mma" for 4096 x 2816, 2816 x 4224, and
-# 32 rows of 2816 x 8192 had steps of 128 inputs; with 256 of them 8 and 16 rows of 2816 x 8192 take 7.1 and 8.0
-# instead of 7.9 and 8.5. For 5376 x 43008 they take 37.4, 39.0 and 50.5 instead of 37.6, 40.6 and 51.7, and
-# are no faster where tiles are split and have 256 outputs.
+# An asterisk: before codes became numbers times scales in one `fma`. "mma" for 4096 x 2816, 2816 x
+# 4224, and 32 rows of 2816 x 8192 had steps of 128 inputs; with 256 of them 8 and 16 rows of 2816 x
+# 8192 take 7.1 and 8.0 instead of 7.9 and 8.5. For 5376 x 43008 they take 37.4, 39.0 and 50.5
+# instead of 37.6, 40.6 and 51.7, and are no faster where tiles are split and have 256 outputs.
 #
-# Many rows, in a loop of products, which adds some 2 to each. From 513 rows on Triton's kernel is not
-# used, and the figure is that of a weight that is written out in 16 bits:
+# Many rows, in a loop of products, which adds some 2 to each. From 513 rows on Triton's kernel is
+# not used, and the figure is that of a weight that is written out in 16 bits:
 #
 #   inputs x outputs       rows  256    512    2048
 #   5376 x 43008     Triton             661
@@ -74,12 +74,12 @@ from pallas_kernels.int4_matmul.triton import TileConfig
 #   2112 x 2816      Triton      27     27
 #                    Mosaic      18     21.5
 #
-# bfloat16 takes 115, 64, 18 and 12 for 2 rows of 5376 x 43008, 21504 x 5376, 2816 x 8192 and
-# 4096 x 2816. Tiles of 64 x 128 and 128 x 128 of Triton's kernel took 200 and 274 for 128 rows of
-# 5376 x 43008. All cuts are `early`, so that numbers are the same ones in a plain pass and in a verify
+# bfloat16 takes 115, 64, 18 and 12 for 2 rows of 5376 x 43008, 21504 x 5376, 2816 x 8192 and 4096 x
+# 2816. Tiles of 64 x 128 and 128 x 128 of Triton's kernel took 200 and 274 for 128 rows of 5376 x
+# 43008. All configs are `early`, so that numbers are the same ones in a plain pass and in a verify
 # pass, whatever their rows.
 TABLE = (
-    # Each row: most rows of x, cut.
+    # Each row: most rows of x, config.
     (8, TileConfig(8, 128, warps=2, stages=6, early=True)),
     (16, TileConfig(16, 128, warps=2, stages=6, early=True)),
     (32, TileConfig(32, 128, warps=2, stages=4, early=True)),
@@ -90,7 +90,7 @@ WARPS = 8
 
 
 def config_for(rows: int, blocks: int, outputs: int, scale_bytes: int = 2) -> TileConfig:
-    """Return how to cut a product: the first row of the table whose limit is not exceeded, `fitted`."""
+    """Return the tile sizes of Triton's kernel: the first row of the table that holds, `fitted`."""
     config = next(config for max_rows, config in TABLE if rows <= max_rows)
     return fitted(config, rows, blocks, outputs, scale_bytes)
 
@@ -98,12 +98,12 @@ def config_for(rows: int, blocks: int, outputs: int, scale_bytes: int = 2) -> Ti
 def fitted(
     config: TileConfig, rows: int, blocks: int, outputs: int, scale_bytes: int = 2
 ) -> TileConfig:
-    """Return a cut whose outputs, splits and steps divide these sizes.
+    """Return a config whose outputs, splits and steps divide these sizes.
 
     The splits keep all processors reading, and give the one with most programs as little as can be:
-    at 2 rows 21504 x 5376 takes 22.6 us with 12 splits, which are 3.8 programs a processor, and 26.7
-    with 14, which are 4.5. A split reads 3 blocks at least, because its part of the result is written
-    and read again.
+    at 2 rows 21504 x 5376 takes 22.6 us with 12 splits, which are 3.8 programs a processor, and
+    26.7 with 14, which are 4.5. A split reads 3 blocks at least, because its part of the result is
+    written and read again.
 
     Args:
       scale_bytes: of a scale or of a zero, whichever is shorter. With few rows there are no more
@@ -144,7 +144,7 @@ LARGE_NUMBERS = 30e6  # of a weight; smaller ones have smaller tiles
 
 @dataclasses.dataclass(frozen=True)
 class MosaicConfig(tiles.MosaicConfig):
-    """How the Mosaic kernel tiles a product.
+    """Tile sizes of the Mosaic kernel.
 
     Attributes:
       blocks: of 64 inputs, of a step.
@@ -162,7 +162,7 @@ class MosaicConfig(tiles.MosaicConfig):
 
 @dataclasses.dataclass(frozen=True)
 class MmaConfig(MosaicConfig):
-    """The same for the kernel of few rows, in `mma.py`.
+    """Tile sizes of the kernel of few rows, in `mma.py`.
 
     Attributes:
       pieces: of 64 outputs, of a warpgroup.
@@ -178,8 +178,9 @@ class MmaConfig(MosaicConfig):
 def mosaic_is_faster(rows: int, blocks: int, outputs: int) -> bool:
     """Tell whether a Mosaic kernel is faster than Triton's, by the figures above.
 
-    That of very few rows is, where it has a cut. The others take 8 rows and more. Other rows than a multiple
-    of 8 are padded before, by a kernel of 1 us or so: 9 to 15 rows of small weights gain less than that.
+    The kernel of very few rows is faster wherever it has a config. The others take 8 rows and more.
+    Rows are padded to a multiple of 8 by a kernel of about 1 us. 9 to 15 rows of small weights gain
+    less.
     """
     if _small_m_config_for(rows, blocks, outputs):
         return True
@@ -191,7 +192,7 @@ def mosaic_is_faster(rows: int, blocks: int, outputs: int) -> bool:
 def mosaic_config_for(
     rows: int, blocks: int, outputs: int, result_bytes: int = 2
 ) -> SmallMConfig | MosaicConfig | None:
-    """Return how a Mosaic kernel cuts a product; None where it does not fit."""
+    """Return the tile sizes of a Mosaic kernel; None where none fits."""
     if config := _small_m_config_for(rows, blocks, outputs):
         return config
     if rows <= MAX_MMA_ROWS:
@@ -214,7 +215,7 @@ def mosaic_config_for(
 
 
 def _small_m_config_for(rows: int, blocks: int, outputs: int) -> SmallMConfig | None:
-    """Return how the kernel of very few rows cuts a product; None where it does not fit, or is slower."""
+    """Return the tile sizes of the kernel of very few rows; None where none fits or is faster."""
     inputs, narrow = blocks * BLOCK, outputs <= 3 * processors() * MMA_OUTPUTS
     large = LARGE_NUMBERS if narrow and rows > ROWS else LARGE_FOR_SMALL_M
     if rows > MAX_SMALL_M_ROWS or not small_m_is_faster(inputs, outputs, large):
@@ -231,11 +232,11 @@ def _small_m_config_for(rows: int, blocks: int, outputs: int) -> SmallMConfig | 
 
 
 def gated_config_for(rows: int, outputs: int) -> SmallMConfig | None:
-    """Return how the kernel of gate and up with the activation cuts them; None where it is not faster.
+    """Return the tile sizes of gate and up with the activation; None where it is not faster.
 
-    Three blocks a processor with three stages were the fastest of six cuts for 1 and 8 rows of 31B on an
-    H100: 47.5 and 48.8 us. 16 rows are slower than with `mma.py` by the forecast for an H200 in
-    `docs/weight-format-speed.md`.
+    Three blocks a processor with three stages were the fastest of six configs for 1 and 8 rows of 31B
+    on an H100: 47.5 and 48.8 us. 16 rows are slower than with `mma.py` by the forecast for an H200
+    in `docs/weight-format-speed.md`.
 
     Args:
       outputs: of gate.
@@ -247,7 +248,7 @@ def gated_config_for(rows: int, outputs: int) -> SmallMConfig | None:
 def _mma_config_for(
     rows: int, blocks: int, outputs: int, result_bytes: int = 2
 ) -> MmaConfig | None:
-    """Return how the kernel of few rows cuts a product; None where it does not fit."""
+    """Return the tile sizes of the kernel of few rows; None where none fits."""
     rows = padded(rows, ROWS)
     options, max_splits = [], max(1, min(12, blocks // 4))
     for pieces in (2, 1) if blocks * BLOCK * outputs >= LARGE_NUMBERS else (1,):

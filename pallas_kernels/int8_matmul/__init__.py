@@ -1,9 +1,16 @@
-"""A product of rows with a weight of 8-bit codes and a scale for each output.
+"""A product of rows with a weight of 8-bit codes (int8, fp8) and a scale for each output.
 
-`reference.py` shows what is computed. `dequantise.py` shows how a GPU makes numbers of codes. `triton.py`
-multiplies few rows by them. On Hopper `small_m.py` multiplies up to 8, also by gate and up with the activation.
-`mosaic.py` multiplies many, and rows that are 8-bit floats too. `tuning.py` has tile sizes, and says which
-is faster.
+| File | Content |
+|---|---|
+| `reference.py` | the product in plain JAX |
+| `dequantise.py` | codes to numbers inside of kernels |
+| `triton.py` | the kernel for most GPUs |
+| `small_m.py`, `mosaic.py` | kernels for Hopper: up to 8 rows, and more |
+| `mma.py` | the weight of `small_m.py` |
+| `tuning.py` | tile sizes, and the sizes for which each kernel is faster |
+
+`small_m.py` also multiplies by gate and up and applies their activation. `mosaic.py` also
+multiplies rows of 8-bit floats.
 """
 
 from __future__ import annotations
@@ -79,9 +86,9 @@ def linear(
       dtype: of the result.
       implementation: "triton" needs bfloat16 rows, up to `tuning.MAX_ROWS` of them, inputs and
         outputs that are multiples of 64, and an NVIDIA GPU of compute capability 8.0 or newer, 8.9
-        for e4m3 (or `interpret`). "mosaic" needs the same, but 9.0, any number of rows, and with more
-        than 8 of them outputs that are a multiple of 128. "auto" takes one of them where it can run and
-        is fastest, and takes "reference" elsewhere.
+        for e4m3 (or `interpret`). "mosaic" needs the same, but 9.0, any number of rows, and with
+        more than 8 of them outputs that are a multiple of 128. "auto" takes one of them where it
+        can run and is fastest, and takes "reference" elsewhere.
       config: tile sizes of the kernel; None takes them from `tuning.py`.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
@@ -144,9 +151,9 @@ def gated(
       x: rows.
       codes: of gate and of up, int8 or e4m3: [2, F, *in].
       scales: of both, float32: [2, F].
-      implementation: "mosaic" has one kernel for all. It needs what that of `linear` needs, and up to 8
-        rows. "auto" takes it where it can run and is faster. Elsewhere it takes the kernels of `linear`.
-        "reference" takes none.
+      implementation: "mosaic" has one kernel for all. It needs up to 8 rows, and otherwise the same
+        as in `linear`. "auto" takes it where it can run and is faster, and the kernels of `linear`
+        elsewhere. "reference" takes none.
       config: of that kernel; None takes it from `tuning.py`.
       others: as in `linear`.
 
@@ -194,7 +201,7 @@ def rounded_sums(
       ValueError: shapes do not fit together.
       NotImplementedError: implementation is "mosaic" and it cannot run.
     """
-    first = codes.ndim - x.ndim + 1  # of the axes that are contracting_axes
+    first = codes.ndim - x.ndim + 1  # contracting axis of the codes
     shape = codes.shape[:first]
     if codes.shape != (*shape, *x.shape[1:]):
         raise ValueError(f"rows {x.shape} and codes {codes.shape} do not have the same inputs")
@@ -238,10 +245,10 @@ def _why_not_triton(
     dtypes: tuple[Any, ...] = (jnp.bfloat16,),
     codes_dtypes: tuple[Any, ...] = CODES,
 ) -> str | None:
-    """Return why the Triton kernel cannot take these on the GPU of this machine, or None.
+    """Return why the Triton kernel cannot run on the GPU of this machine, or None.
 
     Args:
-      dtypes, codes_dtypes: what it takes for rows, and for codes.
+      dtypes, codes_dtypes: dtypes of rows and of codes that it takes.
     """
     return why_not_triton(x, interpret=interpret, dtypes=dtypes) or why_not_triton(
         codes, interpret=interpret, dtypes=codes_dtypes
@@ -255,7 +262,7 @@ def _why_not_mosaic(
     interpret: bool,
     *dtypes: tuple[Any, ...],
 ) -> str | None:
-    """Return why a Mosaic kernel cannot take these on the GPU of this machine, or None.
+    """Return why a Mosaic kernel cannot run on the GPU of this machine, or None.
 
     Args:
       dtypes: as in `_why_not_triton`.

@@ -1,13 +1,13 @@
 """Codes of 8 bits to bfloat16 inside of kernels: four codes in 5 (int8) or 10 (e4m3) instructions.
 
-The compiler alone converts codes one at a time, through float32, with instructions of which a processor
-of an H200 does 16 a clock. That is some 4 TB of codes a second on all processors, and the memory delivers
-4.3. Here a byte permutation spreads two codes over two bfloat16.
+The compiler alone converts codes one at a time, through float32, with instructions of which a
+processor of an H200 does 16 a clock. That is some 4 TB of codes a second on all processors, and the
+memory delivers 4.3. Here a byte permutation spreads two codes over two bfloat16.
 
-    int8    A bfloat16 whose high byte is 0 is the number of its low byte times 2^-133. With its sign bit
-            turned, a code is 128 more, as a number from 0 to 255. One `fma` takes the 128 off again.
-            What 2^133 would make good is 2^127, the largest power that bfloat16 has. So numbers are
-            `factor` = 64 times too small.
+    int8    A bfloat16 whose high byte is 0 is the number of its low byte times 2^-133. With its sign
+            bit turned, a code is 128 more, as a number from 0 to 255. One `fma` multiplies by 2^127,
+            the largest power of bfloat16, and takes the 128 off again. So numbers are `factor` = 64
+            times too small.
     e4m3    Seven bits go where bfloat16 has exponent and fraction, and the sign where it has the
             sign. That number is 2^120 times too small, which a product makes good.
 
@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Shaped
 
-# What comes first: constants, and what is done to all codes at once.
+# First come constants, and the instructions for all codes at once.
 _FIRST = {
     "int8": "mov.b32 up, 0x7f007f00; mov.b32 down, 0xc000c000; xor.b32 x, {codes}, 0x80808080;",
     # The zero that is added is negative, so that the sign of a zero stays.
@@ -41,17 +41,17 @@ _SPREAD = {"int8": ("0x4140", "0x4342"), "float8_e4m3fn": ("0x1100", "0x3322")}
 
 
 def factor(kind: DTypeLike, *, interpret: bool = False) -> float:
-    """Return how many times numbers are too small."""
+    """Return the factor by which numbers are too small."""
     return 64.0 if jnp.dtype(kind) == jnp.int8 and not interpret else 1.0
 
 
 def assembly(kind: DTypeLike) -> str:
-    """Return what makes two registers $0 and $1 of bfloat16 of a register $2 of four codes."""
+    """Return assembly from four codes in a register $2 to bfloat16 in registers $0 and $1."""
     return _assembly(jnp.dtype(kind).name, "$2", "$0", "$1")
 
 
 def pair(kind: DTypeLike) -> str:
-    """Return what makes a register $0 of two bfloat16 of two codes, the low half of a register $1."""
+    """Return assembly from two codes in the low half of a register $1 to bfloat16 in $0."""
     return _assembly(jnp.dtype(kind).name, "$1", "$0")
 
 
@@ -71,7 +71,7 @@ def numbers(
 
     Args:
       codes: int8 or e4m3; or their bytes, as uint8.
-      kind: what they are.
+      kind: dtype of the codes.
     """
     if interpret:
         return lax.bitcast_convert_type(codes, kind).astype(jnp.bfloat16)

@@ -19,10 +19,10 @@ from pallas_kernels.int8_matmul.dequantise import assembly, factor
 
 
 def numbers_of(lane: Lane, codes: Any, *, kind: Any, inputs: int, piece: int) -> Numbers:
-    """Return what makes numbers of codes [outputs, inputs] in memory.
+    """Return the conversion of codes [outputs, inputs] in memory.
 
     Args:
-      piece: how many outputs lie between a piece and the next.
+      piece: number of outputs between a piece and the next.
     """
     of_output = arith.muli(arith.addi(lane.first, lane.output), word(inputs))
     of_inputs = arith.addi(arith.muli(lane.block, word(BLOCK)), arith.muli(lane.part, word(16)))
@@ -37,7 +37,7 @@ def numbers_of(lane: Lane, codes: Any, *, kind: Any, inputs: int, piece: int) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class EightBits(Weight):
+class Int8Weight(Weight):
     """Codes of 8 bits.
 
     Attributes:

@@ -1,19 +1,19 @@
-"""Products of rows with codes of 8 bits in Pallas Mosaic, for Hopper: TMA loads, wgmma multiplies.
+"""Products of rows with codes of 8 bits in Pallas Mosaic, for Hopper, by TMA and wgmma.
 
-A block of threads has two or four warpgroups. Each multiplies 64 outputs with a tile of rows, over a
-share of the inputs. TMA loads codes and rows into a ring in shared memory, several steps ahead. With
-few rows it loads whole lines of memory, 128 codes of an output: with 64 of them side by side 16 rows
-of 5376 x 43008 take 93 us, and not 66. More than 128 rows are one tile or several, of up to 256. Their
-time is that of multiplying, and 64 codes side by side leave room for more steps in the ring. In a step
-a warpgroup takes its codes into registers, converts them, and hands them to wgmma as its left operand.
-While these are multiplied the other warpgroups convert theirs.
+A block of threads has two or four warpgroups. Each multiplies 64 outputs with a tile of rows, over
+a share of the inputs. TMA loads codes and rows into a ring in shared memory, several steps ahead.
+With few rows it loads whole lines of memory, 128 codes of an output: with 64 of them side by side
+16 rows of 5376 x 43008 take 93 us, and not 66. More than 128 rows are one tile or several, of up to
+256. Their time is that of multiplying, and 64 codes side by side leave room for more steps in the
+ring. In a step a warpgroup takes its codes into registers, converts them, and hands them to wgmma
+as its left operand. While these are multiplied the other warpgroups convert theirs.
 
-Rows that are rounded to 8-bit floats need no conversion: wgmma reads them and codes that are floats, too,
-from shared memory. The tensor cores add 8-bit floats with few bits. So the sums of each step leave them,
-and are added to the others in float32.
+Rows that are rounded to 8-bit floats need no conversion: wgmma reads them and codes that are
+floats, too, from shared memory. The tensor cores add 8-bit floats with few bits. So the sums of
+each step leave them, and are added to the others in float32.
 
-Where outputs are few, several blocks share the inputs of a tile (`splits`). XLA adds their parts, in
-their order.
+Where outputs are few, several blocks share the inputs of a tile (`splits`). XLA adds their parts,
+in their order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.common.mosaic import BY_OUTPUT, Steps, Sums, load_as, multiply_tiles, swizzled
+from pallas_kernels.common.mosaic import BY_OUTPUT, StepOps, Sums, load_as, multiply_tiles, swizzled
 from pallas_kernels.common.registers import i32, words
 from pallas_kernels.common.tiles import TILE
 from pallas_kernels.int8_matmul.dequantise import factor, pair
@@ -41,8 +41,10 @@ from pallas_kernels.int8_matmul.tuning import ROWS, MosaicConfig
 SWIZZLED_BYTES = 128  # the most of a line
 
 
-def _codes_converted(x_ref, codes_ref, scales_ref, ring, x_ring, *, config: MosaicConfig) -> Steps:
-    """Return how a step is multiplied whose codes become bfloat16 in registers."""
+def _codes_converted(
+    x_ref, codes_ref, scales_ref, ring, x_ring, *, config: MosaicConfig
+) -> StepOps:
+    """Return the operations of a step whose codes become bfloat16 in registers."""
     warpgroup = lax.axis_index("warpgroup")
 
     def multiply(total, slot):
@@ -53,22 +55,22 @@ def _codes_converted(x_ref, codes_ref, scales_ref, ring, x_ring, *, config: Mosa
         scales = load_as(scales_ref.at[pl.ds(first, TILE)], BY_OUTPUT, optimized=False)
         return total * lax.broadcast_in_dim(scales * factor(codes_ref.dtype), total.shape, [0])
 
-    return Steps(_loading(x_ref, codes_ref, ring, x_ring, config), multiply, finish)
+    return StepOps(_loading(x_ref, codes_ref, ring, x_ring, config), multiply, finish)
 
 
-def _codes_as_they_are(x_ref, codes_ref, ring, x_ring, *, config: MosaicConfig) -> Steps:
-    """Return how a step is multiplied whose codes and rows wgmma reads from shared memory."""
+def _codes_as_they_are(x_ref, codes_ref, ring, x_ring, *, config: MosaicConfig) -> StepOps:
+    """Return the operations of a step whose codes and rows wgmma reads from shared memory."""
     warpgroup = lax.axis_index("warpgroup")
 
     def multiply(total, slot):
         codes = ring.at[slot, pl.ds(warpgroup * TILE, TILE)]
         plgpu.wgmma(total, codes, x_ring.at[slot].transpose((1, 0)))
 
-    return Steps(_loading(x_ref, codes_ref, ring, x_ring, config), multiply)
+    return StepOps(_loading(x_ref, codes_ref, ring, x_ring, config), multiply)
 
 
 def _loading(x_ref, codes_ref, ring, x_ring, config: MosaicConfig) -> Any:
-    """Return how `config.line` inputs of codes and of rows are loaded."""
+    """Return the function that loads `config.line` inputs of codes and of rows."""
     rows = x_ring.shape[1]
 
     def load(tile, row_tile, step, slot, full):
@@ -86,8 +88,8 @@ def _loading(x_ref, codes_ref, ring, x_ring, config: MosaicConfig) -> Any:
 def _numbers(codes_ref: Any) -> Array:
     """Return codes [64, inputs] in shared memory as bfloat16 in registers, as wgmma takes them.
 
-    A thread loads two codes at once, which are neighbours in wgmma's operand. Of four codes it would
-    hand two to another thread.
+    A thread loads two codes at once, which are neighbours in wgmma's operand. Of four codes it
+    would hand two to another thread.
     """
     layout = plgpu.Layout.WGMMA
     codes = plgpu.load(codes_ref, layout=layout)  # pyright: ignore[reportCallIssue]
@@ -129,7 +131,7 @@ def linear_mosaic(
 def sums_mosaic(
     x: Float[Array, "R K"], codes: Float[Array, "N K"], *, dtype: DTypeLike, config: MosaicConfig
 ) -> Float[Array, "R N"]:
-    """Launch the kernel. Arguments as in `pallas_kernels.int8_matmul.rounded_sums`, which checks them."""
+    """Launch the kernel. Arguments as in `int8_matmul.rounded_sums`, which checks them."""
     kwargs: Any = dict(dtype=dtype, config=config, sums="apart")
     return _launch("eight_bit_sums", _codes_as_they_are, x, codes, **kwargs)
 

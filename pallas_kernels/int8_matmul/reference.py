@@ -1,6 +1,7 @@
 """The product in plain JAX: convert the codes, multiply, and scale the sums.
 
-XLA makes the conversion part of the product that reads the codes, and writes nothing out in 16 bits.
+XLA makes the conversion part of the product that reads the codes, and writes nothing out in 16
+bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products of very few rows with codes of 8 bits, and gate and up with the activation, by `pallas_kernels/common/small_m.py`."""
+"""Products of very few rows with 8-bit codes, or with gate and up, for Hopper."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.common.small_m import multiply
 from pallas_kernels.common.tiles import SmallMConfig
-from pallas_kernels.int8_matmul.mma import EightBits
+from pallas_kernels.int8_matmul.mma import Int8Weight
 
 
 def linear_small_m(
@@ -34,7 +34,7 @@ def linear_small_m(
     outputs = math.prod(result)
     codes, scales = codes.reshape(*matrices, outputs, -1), scales.reshape(*matrices, outputs)
     config = dataclasses.replace(config, pieces=2 if activation else 1)
-    own = EightBits(config, activation is not None, codes, scales)
+    own = Int8Weight(config, activation is not None, codes, scales)
     name = "eight_bit_gate_up" if activation else "eight_bit_linear"
     kwargs: Any = dict(outputs=outputs, dtype=dtype, activation=activation)
     out = multiply(name, x.reshape(x.shape[0], -1), own, **kwargs)

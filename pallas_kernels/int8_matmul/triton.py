@@ -1,6 +1,6 @@
 """A product of few rows with codes of 8 bits in Pallas Triton.
 
-A program multiplies the codes of some outputs with some rows, over a share of the inputs. The codes
+A program multiplies a tile of outputs and rows, over a share of the inputs. The codes
 are the left operand of the tensor cores, and go there through registers. Where outputs are few,
 several programs share the inputs of a tile (`splits`). XLA adds their parts, in their order.
 """
@@ -23,7 +23,7 @@ from pallas_kernels.int8_matmul.dequantise import factor, numbers
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """How a product is cut.
+    """Tile sizes of the kernel.
 
     Attributes:
       rows, outputs: of a program.

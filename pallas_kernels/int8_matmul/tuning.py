@@ -92,18 +92,18 @@ MAX_SMALL_M_ROWS = 8  # of `small_m.py`
 #                  int8       17.5   22
 #                  bfloat16   17     22
 #
-# Since then four int8 become numbers in 5 instructions instead of 8. It gives, in Mosaic's kernel, 78.4 to
-# 74.9 for 64 rows of 5376 x 43008 and 112.5 to 108.0 for 128; 52.8 to 49.1 for 128 rows of 21504 x 5376; 31.4
-# to 27.6 for 64 rows of 5376 x 16384; and for 16 rows 64.5 to 63.5, 35.8 to 35.1, 25.4 to 24.8, 17.8 to
-# 16.7 (8192 x 5376), 10.9 to 10.6 (2816 x 8192), 7.9 to 6.6 (4096 x 2816), 7.8 to 6.8 (2816 x 4224) and
-# 5.5 to 5.0 (2112 x 2816). Triton's takes 8.9, 5.3 and 3.9 instead of 9.2, 5.5 and 4.2 for 1 row of
-# 2816 x 8192, 2816 x 4224 and 2112 x 2816.
+# Since then four int8 become numbers in 5 instructions instead of 8. It gives, in Mosaic's kernel,
+# 78.4 to 74.9 for 64 rows of 5376 x 43008 and 112.5 to 108.0 for 128; 52.8 to 49.1 for 128 rows of
+# 21504 x 5376; 31.4 to 27.6 for 64 rows of 5376 x 16384; and for 16 rows 64.5 to 63.5, 35.8 to
+# 35.1, 25.4 to 24.8, 17.8 to 16.7 (8192 x 5376), 10.9 to 10.6 (2816 x 8192), 7.9 to 6.6 (4096 x
+# 2816), 7.8 to 6.8 (2816 x 4224) and 5.5 to 5.0 (2112 x 2816). Triton's takes 8.9, 5.3 and 3.9
+# instead of 9.2, 5.5 and 4.2 for 1 row of 2816 x 8192, 2816 x 4224 and 2112 x 2816.
 #
-# fp8 of XLA takes 60 for 512 rows of 2816 x 8192, and 229 for 21504 x 5376. Tiles of 128 rows and lines
-# of 128 codes take 46 and 197 in fp8, and 46 and 200 in int8.
+# fp8 of XLA takes 60 for 512 rows of 2816 x 8192, and 229 for 21504 x 5376. Tiles of 128 rows and
+# lines of 128 codes take 46 and 197 in fp8, and 46 and 200 in int8.
 #
-# fp8 takes 36, 26, 17 and 67 for 16 rows of 21504 x 5376, 5376 x 16384, 8192 x 5376 and 5376 x 43008 in
-# Mosaic's kernel, and 42, 29, 16 and 62 in XLA.
+# fp8 takes 36, 26, 17 and 67 for 16 rows of 21504 x 5376, 5376 x 16384, 8192 x 5376 and 5376 x
+# 43008 in Mosaic's kernel, and 42, 29, 16 and 62 in XLA.
 #
 # Rounded rows, fp8 x fp8, kernels alone with the sum of parts. XLA's kernel adds with fewer bits:
 #
@@ -116,16 +116,16 @@ MAX_SMALL_M_ROWS = 8  # of `small_m.py`
 #                  floats     22    22     23     23     24     27
 #   8192 x 5376    floats     14    14     15     16     17     20
 #
-# With tiles of 256 outputs it takes 57 without a join for 16 rows of 5376 x 43008. A copy of rows for
-# two blocks at once, by TMA's multicast, changes nothing.
+# With tiles of 256 outputs it takes 57 without a join for 16 rows of 5376 x 43008. A copy of rows
+# for two blocks at once, by TMA's multicast, changes nothing.
 #
-# The kernel of codes is Triton's for up to 8 rows, and Mosaic's from 16 on. Mosaic's for 32 rows, and for
-# fp8, was measured when the first tiles and the last ones had a kernel each. Triton's takes 67, 36, 30
-# and 17 for 16 rows of 5376 x 43008, 21504 x 5376, 5376 x 16384 and 8192 x 5376, and 83, 38, 30 and 20
-# for 32.
+# The kernel of codes is Triton's for up to 8 rows, and Mosaic's from 16 on. Mosaic's for 32 rows,
+# and for fp8, was measured when the first tiles and the last ones had a kernel each. Triton's takes
+# 67, 36, 30 and 17 for 16 rows of 5376 x 43008, 21504 x 5376, 5376 x 16384 and 8192 x 5376, and 83,
+# 38, 30 and 20 for 32.
 ANY, SMALL = float("inf"), 26e6
 TABLE = (
-    # Each row: most rows of x, most numbers of the weight, most outputs, cut, programs for each
+    # Each row: most rows of x, most numbers of the weight, most outputs, config, programs for each
     # processor.
     (8, SMALL, ANY, TileConfig(8, 64, inputs=128, warps=4, stages=5), 2),
     (8, ANY, 8192, TileConfig(8, 128, inputs=128, warps=4, stages=4), 2),
@@ -149,7 +149,7 @@ ROWS = 16  # Mosaic's kernel pads rows to a multiple of it
 
 @dataclasses.dataclass(frozen=True)
 class MosaicConfig(tiles.MosaicConfig):
-    """How a Mosaic kernel tiles a product.
+    """Tile sizes of a Mosaic kernel.
 
     Attributes:
       line: inputs of a step, 128 or 64.
@@ -169,7 +169,7 @@ class MosaicConfig(tiles.MosaicConfig):
 
 
 def config_for(rows: int, inputs: int, outputs: int) -> TileConfig:
-    """Return how Triton's kernel cuts a product: by the first row of the table that fits."""
+    """Return the tile sizes of Triton's kernel, from the first row of the table that fits."""
     fit = (
         row[3:]
         for row in TABLE
@@ -191,7 +191,7 @@ def config_for(rows: int, inputs: int, outputs: int) -> TileConfig:
 def mosaic_config_for(
     rows: int, inputs: int, outputs: int, result_bytes: int = 2
 ) -> SmallMConfig | MosaicConfig | None:
-    """Return how a Mosaic kernel cuts a product; None where it does not fit."""
+    """Return the tile sizes of a Mosaic kernel; None where none fits."""
     if rows <= MAX_SMALL_M_ROWS:
         # As many stages as shared memory has room for.
         config = SmallMConfig(blocks=4, stages=8 if rows <= 2 else 6)
@@ -216,10 +216,11 @@ def mosaic_config_for(
 
 
 def gated_config_for(rows: int, outputs: int) -> SmallMConfig | None:
-    """Return how the kernel of gate and up with the activation cuts them; None where it does not fit.
+    """Return the tile sizes of gate and up with the activation; None where none fits.
 
-    With 8 rows two of the four blocks fit on a processor at once. On an H100 8 rows of 31B take 79.4 us, and
-    82.5 with three blocks; those of E4B 21.0, 22.0 with three, and 21.3 with four stages, where four fit.
+    With 8 rows two of the four blocks fit on a processor at once. On an H100 8 rows of 31B take
+    79.4 us, and 82.5 with three blocks; those of E4B 21.0, 22.0 with three, and 21.3 with four
+    stages, where four fit.
 
     Args:
       outputs: of gate.
@@ -243,7 +244,7 @@ def _large_m_config_for(rows: int, inputs: int, outputs: int, result_bytes: int)
 def sums_config_for(
     rows: int, inputs: int, outputs: int, result_bytes: int = 2
 ) -> MosaicConfig | None:
-    """Return how the kernel of 8-bit floats cuts a product; None where it does not fit."""
+    """Return the tile sizes of the kernel of 8-bit floats; None where none fits."""
     config = MosaicConfig(groups=2, line=LINE if inputs % LINE == 0 else MIN_LINE, row_bytes=1)
     if rows > FEW_ROWS or outputs % config.outputs or inputs % config.line:
         return None
@@ -255,7 +256,8 @@ def sums_config_for(
         max(1, min(12, steps // 4)),
     )
     ways = split_options(*sizes, tile_ns, max_splits, least_ns=inputs * outputs / BYTES_A_NS)
-    # Whole tiles before others were no faster: 74 us and a join, not 72, for 128 rows of 5376 x 43008.
+    # Whole tiles before others were no faster: 74 us and a join, not 72, for 128 rows of 5376 x
+    # 43008.
     _, splits, _ = min(way for way in ways if not way[2])
     return with_stages(dataclasses.replace(config, splits=splits), rows, steps, result_bytes)
 
@@ -297,5 +299,5 @@ def gated_is_faster(inputs: int, outputs: int) -> bool:
 
 
 def sums_are_faster(rows: int, inputs: int, outputs: int) -> bool:
-    """Tell whether the kernel of 8-bit floats is faster than XLA's product, by the figures above."""
+    """Tell whether the kernel of 8-bit floats is faster than XLA's, by the figures above."""
     return rows <= 64 and inputs * outputs >= MIN_NUMBERS_OF_SUMS and outputs <= 20_000

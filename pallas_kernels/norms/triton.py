@@ -4,8 +4,8 @@ A program handles one row. It reads and writes each number once. XLA instead mak
 norm. Each of these kernels computes the sum again. Where one norm depends on another, every block
 of columns computes the other one again.
 
-What a product of 8-bit floats left, `Sums`, meets its scales where it is loaded. A norm that the next
-such product reads is rounded where it is stored.
+`Sums` of a product of 8-bit floats are multiplied with their scales where they are loaded. A norm
+that the next such product reads is rounded where it is stored.
 
 Measured on an H200 after the attention of 26B-A4B: for 2 rows 1.9 us instead of 3.3 us, for 512
 rows 4.9 us instead of 7.9 us. XLA's kernels for 2 rows take 10.6 us in all and run side by side.

@@ -59,13 +59,13 @@ def qkv(
       eps: added to the mean square in each norm.
       norm_values: whether values are normed. Their norm has no weight.
       kv_dtype: the dtype of the keys and values in the result; None for that of the caches, or else
-        of `projected`. Keys and values are rounded to the dtype of `projected` first. Numbers beyond
-        the largest of fp8 (e4m3) become that one.
+        of `projected`. Keys and values are rounded to the dtype of `projected` first. Numbers
+        beyond the largest of fp8 (e4m3) become that one.
       value_factor: what values are multiplied with before they are rounded to `kv_dtype`. A factor
         of keys is part of `k_scale`, which may be float32.
-      implementation: "triton" needs 16-bit numbers, caches in 16 bits or fp8, and an NVIDIA GPU of compute capability 8.0 or
-        newer, 8.9 for fp8 (or `interpret`). "auto" takes it where it can run, and takes "reference"
-        elsewhere.
+      implementation: "triton" needs 16-bit numbers, caches in 16 bits or fp8, and an NVIDIA GPU of
+        compute capability 8.0 or newer, 8.9 for fp8 (or `interpret`). "auto" takes it where it can
+        run, and takes "reference" elsewhere.
       interpret: whether to interpret the kernel. It then runs on any device, slowly. For tests.
 
     Raises:

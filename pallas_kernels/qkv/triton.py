@@ -79,7 +79,7 @@ def _split(
 def _load_heads(
     ref, b, token, head, which, *, columns: Halves, mask: Array | None = None
 ) -> Halves:
-    """Load heads of a product, or of its sums, which are multiplied with their scales and rounded."""
+    """Load heads of a product, or of its sums, multiplied with their scales and rounded."""
     if not isinstance(ref, Sums):
         return _load_halves(ref, b, token, head, which, columns=columns, mask=mask)
     sums = _load_halves(ref.sums, b, token, head, which, columns=columns, mask=mask)

@@ -1,4 +1,4 @@
-"""Rounding in plain JAX, and what holds rounded rows and their products. Tests compare kernels with it."""
+"""Rounding in plain JAX, and the types of rounded rows and their products."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rounded(NamedTuple):
 class Sums(NamedTuple):
     """A product of rounded rows with codes, which is yet to be multiplied with the scales of both.
 
-    Who reads it multiplies, in the kernel that reads it anyway.
+    The kernel that reads it multiplies.
 
     Attributes:
       rows, outputs: the scales, float32.
@@ -77,9 +77,9 @@ def reference(x: Float[Array, "*rows D"]) -> Rounded:
 
 
 def factor_of(largest: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """Return what numbers of a row become codes by, given their largest magnitude.
+    """Return the factor from the numbers of a row to its codes, from their largest magnitude.
 
-    A row of zeros, or of numbers so small that their scale's inverse is not finite, has codes of zero.
+    A row whose largest magnitude is 0, or too small for a finite factor, has codes of zero.
     """
     least = float(jnp.finfo(jnp.float32).tiny) * LARGEST
     return jnp.where(largest >= least, LARGEST / jnp.maximum(largest, least), 0.0)

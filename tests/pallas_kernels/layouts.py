@@ -1,4 +1,4 @@
-"""Which elements of an array the threads of a warpgroup hold, by a layout of Mosaic."""
+"""The elements of an array that each thread of a warpgroup holds, by a layout of Mosaic."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_every_code_of_4_bits(kind: str, half: int) -> None:
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("scale", [1.0, -0.0123, 3.4e-5, 2.0**-80, 1.99 * 2.0**33])
 def test_every_int4_times_a_scale_is_rounded_once(scale: float, half: int) -> None:
-    """They are the numbers of a product in bfloat16, shifted, also for scales that are hardly usual."""
+    """Numbers are those of a product in bfloat16, shifted, also for unusual scales."""
     by = jnp.bfloat16(scale)
     registers = {
         "up": twice(by * jnp.bfloat16(dequantise.UP[half])),

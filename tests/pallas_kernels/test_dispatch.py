@@ -1,4 +1,4 @@
-"""Which implementation is called: by name, by preference, or the reference."""
+"""The choice of an implementation: by name, by preference, or the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def times(factor: float, x: jax.Array) -> jax.Array:
 
 
 def call(implementation: str, **changes: Any) -> float:
-    """Return which implementation ran: 1 for the reference, 2 for the first candidate, 3 for the second."""
+    """Return 1 if the reference ran, 2 for the first candidate, 3 for the second."""
     first, second = (
         Candidate(name, functools.partial(times, factor), reason=None, **changes.get(name, {}))
         for name, factor in (("fast", 2.0), ("simple", 3.0))

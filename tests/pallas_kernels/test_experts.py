@@ -88,8 +88,8 @@ def check_routed(logits: jax.Array, scale: jax.Array, top_k: int, rows: int) -> 
     return routed
 
 
-# Both sides of the 16 tokens (or the rows of a tile) that one program routes, and of the 512 whose counts
-# are read at once.
+# Both sides of the 16 tokens (or the rows of a tile) that one program routes, and of the 512 whose
+# counts are read at once.
 @pytest.mark.parametrize(
     ("tokens", "rows"),
     [(1, 16), (2, 16), (40, 16), (20, 8), pytest.param(600, 64, marks=pytest.mark.slow)],
@@ -161,7 +161,7 @@ def test_the_table_covers_any_number_of_tokens() -> None:
 
 @pytest.mark.parametrize("room_kib", [99, 163, 227], ids=["RTX", "A100", "Hopper"])
 def test_blocks_fit_the_shared_memory_of_every_gpu(room_kib: int) -> None:
-    """What steps load ahead: gate and up of 64 columns, 128 inputs and 16 rows are 36 KiB a step."""
+    """A step of gate and up, of 64 columns, 128 inputs and 16 rows, loads 36 KiB."""
     for tokens_an_expert, bits in itertools.product((0.1, 1, 8, 20, 50, 100), (16, 8)):
         tiling = tiling_for(tokens_an_expert, bits, room_kib << 10)
         for block, matrices in ((tiling.gate_up, 2), (tiling.down, 1)):

@@ -205,8 +205,8 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
 @pytest.mark.parametrize(
     ("name", "fp8", "kernels", "elsewhere"),
     [
-        # X: XLA, T: Triton, M: Mosaic; for 8, 16, 32, 64, 128, 256 and 2048 rows. Then what is taken
-        # where Mosaic's kernel cannot run.
+        # X: XLA, T: Triton, M: Mosaic; for 8, 16, 32, 64, 128, 256 and 2048 rows. Then what is
+        # taken where Mosaic's kernel cannot run.
         ("31b gate_up", False, "XMMMMMM", "XTTXXXX"),
         ("31b gate_up", True, "XXMXXMM", "XXTXXXX"),
         ("31b down", False, "TMMMMMM", "TTTXXXX"),

@@ -1,7 +1,8 @@
-"""Which code meets which number of a row in `mma.sync`: the threads of a warp, one by one, on a CPU.
+"""The numbers that meet in `mma.sync`: the threads of a warp, one by one, on a CPU.
 
-The kernel itself runs on Hopper only. Here its own address arithmetic runs on integers, and a matrix
-product stands in for the instruction. `test_decode.py` has the assembly that makes numbers of codes.
+The kernel itself runs on Hopper only. Here its own address arithmetic runs on integers, and a
+matrix product stands in for the instruction. `test_decode.py` has the assembly that makes numbers
+of codes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def on_integers(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def swizzled(x: np.ndarray) -> np.ndarray:
-    """Return the bytes of rows [rows, inputs] as TMA leaves them: tiles of 8 x 64, chunks of 16 bytes."""
+    """Return the bytes of rows [rows, inputs] as TMA leaves them, in tiles of 8 x 64."""
     inputs = x.shape[1]
     row, k = np.indices(x.shape)
     tile = row // 8 * (inputs // 64) + k // 64

@@ -1,8 +1,8 @@
-"""What XLA makes of the decode loop on an H200, compiled without one: caches stay in place, weights are not copied.
+"""Decode loops compiled for an H200 without one: caches stay in place, weights are not copied.
 
-Needs the CUDA wheels (`pip install 'jax[cuda13]'`), no GPU; where there is none, set JAX_PLATFORMS=cpu, or
-the wheels look for a driver and do not start. Without them there is nothing to compile with, and the tests are
-skipped.
+Needs the CUDA wheels (`pip install 'jax[cuda13]'`), no GPU; where there is none, set
+JAX_PLATFORMS=cpu, or the wheels look for a driver and do not start. Without them there is nothing
+to compile with, and the tests are skipped.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ from pallas_kernels.int4_matmul import Codes, Coding, TileConfig, linear
 from pallas_kernels.int8_matmul.cases import SHAPES
 from tests.tools.chips import H200, OTHERS, Chip, has_cuda_wheels
 
-# Any copy of a weight of these shapes is larger (but the router's, 0.7 MB), any activation of one row smaller.
+# Any copy of a weight of these shapes is larger (but the router's, 0.7 MB), any activation of one
+# row smaller.
 LIMIT_BYTES = 5 << 20
 
 pytestmark = pytest.mark.skipif(not has_cuda_wheels(), reason="the CUDA wheels are not installed")
 
 
 def small(preset: str, drafts: str) -> DecodeSpec:
-    """Return a released shape with one sliding and one full layer, and as much of its DFlash drafter.
+    """Return a released shape with one sliding and one full layer, and as much of its drafter.
 
     Assistants ("mtp", "mtp tree") stay whole: they are small, and their four layers read these two.
     """
@@ -134,7 +135,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = \(?(\w+)\[([\d,]*)\]\S* 
 
 
 def big_moves(hlo: str, limit_bytes: int = LIMIT_BYTES) -> list[str]:
-    """List what writes over `limit_bytes` and computes nothing: copies, transposes, joins, conversions."""
+    """List instructions that write over `limit_bytes` and compute nothing, such as copies."""
     bodies: dict[str, list[str]] = {}
     for block in re.split(r"\n(?=\S)", hlo):
         header = re.match(r"(?:ENTRY )?%([\w.-]+) ", block)
@@ -266,7 +267,8 @@ def compile_pass(spec: DecodeSpec, slots: int, rows: int, tokens: int) -> tuple[
         ("31b", "none", 16, True),
         ("26b-a4b", "chain", 512, False),  # absorbs the chunk too
         ("26b-a4b", "none", 1, False),
-        # Six more layers read the same keys and values. In fewer layers XLA copies no ring either way.
+        # Six more layers read the same keys and values. In fewer layers XLA copies no ring either
+        # way.
         ("e4b", "mtp", 512, False),
     ],
 )
@@ -296,7 +298,7 @@ def test_a_pass_over_a_few_of_many_slots_copies_no_cache(
 
 
 def moves_of_caches(hlo: str, caches: list[Any]) -> list[str]:
-    """List what makes keys or values of all positions of a cache, whole caches that are written in place aside."""
+    """List instructions that make all positions of a cache, but for writes in place."""
     sizes = {(str(cache.k.shape[2]), str(cache.k.shape[3])) for cache in caches}
     whole = {",".join(map(str, cache.k.shape)) for cache in caches}
     found = []
@@ -515,7 +517,7 @@ def test_the_mosaic_kernels_fit_and_keep_their_results_in_registers(
     kind: Any,
     cache_rows: int | None,
 ) -> None:
-    """31B's full layers: 227 KB of shared memory, and results that take half of all registers; its drafter's."""
+    """Layers of 31B take 227 KB of shared memory, and results half of all registers."""
     shape = (8, 16, *heads, head_dim)  # B T K G H
 
     def keys(size: int, cache_rows: int | None = None) -> tuple[Any, ...]:
@@ -749,7 +751,7 @@ def test_gate_and_up_of_few_rows_are_one_kernel(
 
 
 def steps_end_with_a_fence(ptx: str) -> None:
-    """Check that a step is given back behind a fence, so that TMA does not write over what is yet to be read."""
+    """Check for a fence before a step is given back, or TMA writes over unread memory."""
     products = ptx[ptx.index("mma.sync") :]
     ends = [at.start() for at in re.finditer(r"mbarrier\.arrive\.release", products)]
     assert ends
@@ -779,7 +781,7 @@ def test_few_rows_of_eight_bit_codes_spill_nothing(
 def test_many_rows_of_four_bit_codes_spill_nothing(
     rows: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And wgmma multiplies while the next numbers are made. The sizes are those of no model, as above."""
+    """Nothing spills, and wgmma multiplies while the next numbers are made."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     blocks, outputs, shape = 78, 43008, jax.ShapeDtypeStruct
     of_weight: Any = (
@@ -878,13 +880,14 @@ def test_experts_of_few_tokens_run_as_many_blocks_as_they_are_cut_for(
     assert big_moves(compiled.as_text(), limit_bytes=64 << 20) == []  # no weight is copied
 
 
-# --- other GPUs --------------------------------------------------------------------------------------
+# --- other GPUs
+# --------------------------------------------------------------------------------------
 
 ON_OTHERS = pytest.mark.parametrize("chip", OTHERS, ids=lambda chip: chip.name)
 
 
 @pytest.fixture
-def found(chip: Chip, monkeypatch: pytest.MonkeyPatch) -> None:
+def chip_is_seen(chip: Chip, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the choice of kernels see the GPU that is compiled for."""
     for module in ("dispatch", "attention"):
         where = "pallas_kernels" + f".{module}.capability"
@@ -892,7 +895,7 @@ def found(chip: Chip, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @ON_OTHERS
-@pytest.mark.usefixtures("found")
+@pytest.mark.usefixtures("chip_is_seen")
 @pytest.mark.parametrize("head_dim", [128, 256, 512])
 @pytest.mark.parametrize(
     ("kind", "tree"), [(jnp.bfloat16, False), (jnp.bfloat16, True), (jnp.float8_e4m3fn, False)]
@@ -926,7 +929,7 @@ def test_attention_fits_the_shared_memory_of_every_gpu(
 
 
 @ON_OTHERS
-@pytest.mark.usefixtures("found")
+@pytest.mark.usefixtures("chip_is_seen")
 @pytest.mark.parametrize("format", ["bfloat16", "int8", "int4"])
 def test_experts_fit_the_shared_memory_of_every_gpu(chip: Chip, format: str) -> None:
     shape, of = GEMMA4_26B_A4B, jax.ShapeDtypeStruct
@@ -945,7 +948,7 @@ def test_experts_fit_the_shared_memory_of_every_gpu(chip: Chip, format: str) -> 
 
 
 @ON_OTHERS
-@pytest.mark.usefixtures("found")
+@pytest.mark.usefixtures("chip_is_seen")
 @pytest.mark.parametrize(
     ("preset", "batch", "drafts", "format"),
     [

@@ -1,4 +1,4 @@
-"""GPUs to compile for without having one: what XLA has to know of each."""
+"""Descriptions of GPUs, to compile for them without having one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 def has_cuda_wheels() -> bool:
-    """Tell whether there is something to compile with."""
+    """Tell whether the CUDA wheels are installed."""
     if importlib.util.find_spec("jax_plugins") is None:
         return False
     return any(importlib.util.find_spec(name) is not None for name in CUDA_PLUGINS)
@@ -24,7 +24,7 @@ def has_cuda_wheels() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A GPU. Numbers: CUDA's device properties, and the CUDA programming guide's table of capabilities.
+    """A GPU. Numbers are from CUDA's device properties and the programming guide's table.
 
     Attributes:
       name: one that jax knows.
@@ -114,8 +114,8 @@ def _sharding(chip: Chip) -> NamedSharding:
 
 
 H200 = Chip("NVIDIA H200", "9.0", 132, 227, True, memory_gb=150, gb_a_second=4800, l2_mb=50)
-# One GPU of each size of shared memory and each generation. L40S, L4 and RTX 40 cards are as the RTX
-# 4090, A10 stands for RTX 30 cards and A40, and RTX PRO 6000 for RTX 50 cards.
+# One GPU of each size of shared memory and each generation. L40S, L4 and RTX 40 cards are as the
+# RTX 4090, A10 stands for RTX 30 cards and A40, and RTX PRO 6000 for RTX 50 cards.
 OTHERS = (
     Chip("NVIDIA A100", "8.0", 108, 163, memory_gb=80, gb_a_second=2000, l2_mb=40),
     Chip("NVIDIA A10", "8.6", 72, 99, threads=1536, gb_a_second=600, l2_mb=6),
