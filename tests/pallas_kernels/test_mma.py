@@ -185,7 +185,7 @@ def test_every_sum_is_written_to_its_place(on_integers, monkeypatch, width, part
     for (warp, lane), registers in held.items():
         on_integers.thread = 128 + warp * 32 + lane  # of the second warpgroup
         first = mma._first(width, part=part)
-        for (row, output), i in mma._by_place(None, 0):
+        for (row, output), i in mma._by_position(None, 0):
             # As `_registers` orders them: two rows of an output, then those of the output 8 below.
             element = registers[(0, 0, 0, 0, i // 2, *(0,) * rest)][i % 2]
             output_of, row_of = divmod(element, 8)
