@@ -1,7 +1,6 @@
 """Time products of rows with a weight, kernel by kernel, for docs/weight-format-speed.md.
 
-    python -m scripts.measure_products --size "31b down" --format int4 --rows 8 --rows 16 \\
-        --json out/products.json
+    python -m scripts.measure_products --size "31b down" --format int4 --rows 8 --json out/x.json
 
 A figure is the time of the GPU's own kernels, by its profile: the median of each kernel, and the
 sum of all kernels of a call. Adding up parts is a kernel. Launching is not counted. Weights are
