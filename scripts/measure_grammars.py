@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxspec import constraint
 from jaxspec.api import BUNDLED
 from jaxspec.commands.bench.pair import ModelPair, make_pair
 from jaxspec.commands.models import ModelOptions

@@ -142,7 +142,7 @@ def test_rows_with_an_error_are_done_again(fake: Run, tmp_path: Path) -> None:
 
 def test_an_error_while_decoding_is_a_row_and_an_exit_code(fake: Run, tmp_path: Path) -> None:
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    file.write_text(f'{{"prompt": "a"}}\n{{"prompt": [2, {SPOILT}], "id": "x"}}\n')
+    file.write_text(f'{{"prompt": "a"}}\n{{"prompt": [2, {NON_FINITE}], "id": "x"}}\n')
     for _ in range(2):
         done = fake("--prompts", str(file), "--json", str(out))
         assert done.code == 1
