@@ -12,7 +12,19 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints_convert")
 COLUMNS = 120
 
 # Each has a word of the field in its place; `docs/extend/code.md` has the vocabulary.
-BANNED = ["door", "graph", "served", "summed", "wish", "wishes"]
+BANNED = [
+    "aside",
+    "door",
+    "extras",
+    "graph",
+    "judge",
+    "served",
+    "summed",
+    "verdict",
+    "wish",
+    "wishes",
+    "written_aside",
+]
 BEGINNINGS = ["That", "Those", "When", "Who", "Whose"]
 
 
