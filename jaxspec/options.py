@@ -426,15 +426,49 @@ class ProgramFeatures:
             )
 
     @classmethod
-    def wanted_by(cls, requests: Iterable[Sampling], **more: Any) -> ProgramFeatures:
-        """Return the features that all these requests need; `more` are fields to set besides."""
-        asked = list(requests)
-        top = max((s.top_logprobs for s in asked), default=0)
-        biases = max((len(s.logit_bias) for s in asked), default=0)
-        features: dict[str, Any] = dict(
-            penalties=any(s.penalties for s in asked),
+    def wanted_by(cls, requests: Iterable[Sampling], **fields: Any) -> ProgramFeatures:
+        """Return the features that all of these need; `fields` are set besides."""
+        samplings = list(requests)
+        top = max((s.top_logprobs for s in samplings), default=0)
+        biases = max((len(s.logit_bias) for s in samplings), default=0)
+        needed: dict[str, Any] = dict(
+            penalties=any(s.penalties for s in samplings),
             num_biases=1 << (biases - 1).bit_length() if biases else 0,  # few sizes, few programs
-            logprobs=top > 0 or any(s.logprobs for s in asked),
+            logprobs=top > 0 or any(s.logprobs for s in samplings),
             top_logprobs=top,
         )
-        return cls(**(features | more))
+        return cls(**(needed | fields))
+
+    def refusal(
+        self, sampling: Sampling, *, owner: str, grammar: bool = False
+    ) -> FieldError | None:
+        """Return why programs with these features cannot decode a request, or None if they can.
+
+        Args:
+          owner: of the programs, such as "engine".
+          grammar: whether the request has a grammar.
+        """
+        if sampling.penalties and not self.penalties:
+            name = sampling.penalties[0]
+            return FieldError(
+                name,
+                f"is {getattr(sampling, name):g}, but the {owner} was made without penalties=True",
+            )
+        if (biases := len(sampling.logit_bias)) > self.num_biases:
+            return FieldError(
+                "logit_bias",
+                f"names {biases} tokens, but the {owner} was made for {self.num_biases}; "
+                f"pass num_biases={biases}",
+            )
+        if sampling.logprobs and not self.logprobs:
+            return FieldError("logprobs", f"is on, but the {owner} was made without logprobs=True")
+        if sampling.top_logprobs > self.top_logprobs:
+            return FieldError(
+                "top_logprobs",
+                f"is {sampling.top_logprobs}, but the {owner} was made for {self.top_logprobs}",
+            )
+        if grammar and not self.grammars:
+            return FieldError(
+                "grammar", f"was given, but the {owner} was made without grammars=True"
+            )
+        return None

@@ -33,7 +33,7 @@ from rich.table import Table
 
 import jaxspec
 from jaxspec import Engine, Request
-from jaxspec.engine.prefix_cache.pool import Pool, least_bytes
+from jaxspec.engine.prefix_cache.pool import Pool, min_bytes
 from jaxspec.engine.request import Completion
 from jaxspec.registry import family_of, presets
 from jaxspec.runtime.runtime import Programs, cache_bucket
@@ -101,7 +101,7 @@ def main(
     length = cache_bucket(second_tokens + NEW + 16)
     options: dict[str, Any] = dict(batch_size=slots, cache_length=length, programs=Programs())
     off = Engine(*pair, **options)
-    nbytes = SNAPSHOTS * least_bytes(off.runtime)
+    nbytes = SNAPSHOTS * min_bytes(off.runtime)
     pool = Pool(off.runtime, nbytes)  # tells sizes, and allocates nothing
     on = Engine(*pair, prefix_bytes=nbytes, prefix_host_bytes=4 * nbytes, **options)
 

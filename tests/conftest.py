@@ -100,7 +100,7 @@ def all_drafts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no slow machine make a test's engine choose other verify lengths, unless it is warmed up."""
     from jaxspec.engine import draft_length_policy
 
-    monkeypatch.setattr(draft_length_policy, "LEAST_S", math.inf)
+    monkeypatch.setattr(draft_length_policy, "MIN_DECODE_S", math.inf)
 
 
 @pytest.fixture

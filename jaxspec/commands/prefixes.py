@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.prefix_cache.pool import least_bytes
+from jaxspec.engine.prefix_cache.pool import min_bytes
 from jaxspec.options import FieldError
 from jaxspec.runtime import memory
 from jaxspec.runtime.prefill import on_cpu
@@ -29,7 +29,7 @@ def prefix_bytes(engine: Engine, gib: float | None) -> int:
         return 0
     if is_split:
         raise FieldError("prefix_gib", "needs a mesh whose data axis has one device; leave it out")
-    least, left = least_bytes(engine.runtime), None
+    least, left = min_bytes(engine.runtime), None
     if limit is not None:
         sizes = engine.spec, engine.batch_size, engine.cache_length, mesh
         left = limit - memory.footprint(*sizes, read_ahead=engine.read_ahead).total

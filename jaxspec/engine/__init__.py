@@ -1,7 +1,7 @@
-"""Requests in, tokens out: a queue over a fixed batch of slots that are refilled as rows finish.
+"""The engine: continuous batching of requests over a fixed number of slots.
 
-`request` says what is asked and answered, `scheduler` what the device does next, and `slots` who has which row.
-`draft_length` chooses how many drafts a step verifies, and `prefix_cache` keeps what prompts have in common.
+`request` has requests and replies, `scheduler` chooses the device's next call, and `slots` has the rows. `draft_length`
+chooses the number of drafts that a step verifies, and `prefix_cache` stores prefixes that prompts have in common.
 Read `engine` first.
 """
 

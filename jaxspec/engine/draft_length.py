@@ -1,10 +1,11 @@
-"""How an engine chooses its verify length: it asks a `Chooser` before each decode call, and tells it what came.
+"""Choice of the verify length of an engine's decode calls.
 
-Read `ChosenLength`. `verify_length` holds the rule. Here is what it needs of an engine: which lengths may be used,
-what their steps cost on this device, and how many drafts were accepted.
+Read `DraftLengthController`. It asks a `Chooser` before each call, and reports the call's result to it.
+`draft_length_policy` has the rule. This module supplies its data: the lengths that may be used, the cost of their
+steps on this device, and the number of accepted drafts.
 
-Costs are measured in `Engine.warm_up`, with all rows active. An engine that was not warmed up begins with all
-drafts, and learns the rest while it decodes: see `verify_length.LEAST_S`.
+`Engine.warm_up` measures costs with all rows active. An engine that was not warmed up begins with all drafts, and
+measures the rest while it decodes: see `draft_length_policy.MIN_DECODE_S`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import jax
 import numpy as np
 
 from jaxspec.engine.draft_length_policy import Choice, Chooser, ladder
-from jaxspec.engine.request import Request, sampling_values
+from jaxspec.engine.request import Request
 from jaxspec.options import FieldError, Sampling
 from jaxspec.row_subset import fill
 from jaxspec.runtime.runtime import Runtime
-from jaxspec.runtime.step_output import Ask
+from jaxspec.runtime.step_output import OutputRequest
 from jaxspec.state import DecodeState
 from jaxspec.weights.sharding import fetch
 
@@ -30,23 +31,23 @@ CALLS, STEPS = 3, 8  # of a measurement
 
 
 class LengthUse(NamedTuple):
-    """What became of a verify length: steps that verified so many drafts, and seconds of one; None: not timed."""
+    """Use of a verify length: its steps, and the seconds of one step; None: not timed."""
 
     steps: int
     step_s: float | None
 
 
-class ChosenLength:
+class DraftLengthController:
     """Chooses the verify length of an engine's decode calls.
 
-    It does nothing without a drafter, with a draft tree, with `invariant`, and where several processes have to run
+    The length is fixed without a drafter, with a draft tree, with `invariant`, and if several processes have to run
     the same program.
 
     Args:
-      choose: a `records.ChooseLength`.
+      choose: an `options.ChooseLength`.
 
     Raises:
-      FieldError: `choose` is no such word, or "always" with `invariant`.
+      FieldError: `choose` is not one, or is "always" with `invariant`.
     """
 
     def __init__(self, runtime: Runtime, choose: str, *, invariant: bool):
@@ -76,37 +77,39 @@ class ChosenLength:
 
     @property
     def used(self) -> dict[int, LengthUse]:
-        """What became of each length; empty where none is chosen."""
+        """Use of each length; empty if the length is fixed."""
         if (chooser := self.chooser) is None:
             return {}
         rows = self.runtime.batch_size
         return {v: LengthUse(chooser.steps[v], chooser.costs.of(v, rows)) for v in chooser.lengths}
 
-    def next(self, running: Sequence[Request], most_steps: int) -> Choice:
-        """Choose for a decode call.
+    def next(self, running: Sequence[Request], max_steps: int) -> Choice:
+        """Choose the steps and the verify length of a decode call.
 
         Args:
           running: the requests that it decodes.
-          most_steps: of the call.
+          max_steps: of the call.
         """
         if (chooser := self.chooser) is None:
-            return Choice(most_steps, self.runtime.spec.num_draft_tokens)
-        choice = Choice(most_steps, chooser.full)
+            return Choice(max_steps, self.runtime.spec.num_draft_tokens)
+        choice = Choice(max_steps, chooser.full)
         if any(r.grammar is not None for r in running):
-            self._call = None  # its steps wait for the host too, and say nothing of others
+            self._call = (
+                None  # its steps wait for the host too, so their times mean nothing for others
+            )
             return choice
         if self.choose == "always" or all(r.sampling.temperature == 0 for r in running):
-            choice = chooser.next(len(running), most_steps, self._compile_s)
+            choice = chooser.next(len(running), max_steps, self._compile_s)
         is_new = not chooser.steps[choice.length] and not chooser.costs.is_known(choice.length)
         self._call = choice.length, is_new, self.runtime.timings.compile_s, len(running)
         return choice
 
     def learn(self, acceptance_lengths: Sequence[np.ndarray], seconds: float) -> None:
-        """Take in what came of that call.
+        """Learn from the result of that call.
 
         Args:
-          acceptance_lengths: tokens that each step committed, a row's steps at a time.
-          seconds: that it took.
+          acceptance_lengths: tokens that each step committed, by row.
+          seconds: that the call took.
         """
         if (chooser := self.chooser) is None or self._call is None or not acceptance_lengths:
             return
@@ -124,43 +127,52 @@ class ChosenLength:
             steps,
             None if is_new else seconds,
             dict(zip(accepted.tolist(), counts.tolist(), strict=True)),
-            begun if chooser.costs.few else None,
+            begun if chooser.costs.small_batches else None,
         )
 
-    def has_few(self, length: int) -> bool:
-        """Tell whether few rows have a program of their own for a length: for no drafts, and for all of them."""
+    def has_small_batches(self, length: int) -> bool:
+        """Return whether a length has small-batch programs: no drafts and all drafts have."""
         return length in (0, self.runtime.spec.num_draft_tokens)
 
-    def begin_compiling(self, state: DecodeState, ask: Ask, few: Sequence[int]) -> None:
-        """Ask for the programs of every length; arguments as in `measure`."""
+    def begin_compiling(
+        self, state: DecodeState, output: OutputRequest, small_batches: Sequence[int]
+    ) -> None:
+        """Bind the programs of every length; arguments as in `measure`."""
         full = self.runtime.spec.num_draft_tokens
         for length in self.chooser.lengths if self.chooser else ():
-            self.runtime.decoding(state, ask, 1, 0, length)
-        for length in filter(self.has_few, self.chooser.lengths if self.chooser else (full,)):
-            for rows in few:
+            self.runtime.bind_decode(state, output, 1, 0, length)
+        for length in filter(
+            self.has_small_batches, self.chooser.lengths if self.chooser else (full,)
+        ):
+            for rows in small_batches:
                 slots = fill([], rows, self.runtime.batch_size)
-                self.runtime.decoding(state, ask, 1, 0, length, slots=slots)
+                self.runtime.bind_decode(state, output, 1, 0, length, slots=slots)
 
-    def measure(self, state: DecodeState, ask: Ask, few: Sequence[int]) -> DecodeState:
-        """Compile every length and time its steps, on rows that were made up; return the state, all slots empty.
+    def measure(
+        self, state: DecodeState, output: OutputRequest, small_batches: Sequence[int]
+    ) -> DecodeState:
+        """Compile every length and time its steps on dummy rows; return the state with all slots empty.
 
         Args:
-          ask: what is asked of all decode calls, which is a part of their programs.
-          few: rows of programs for few of the slots.
+          output: of all decode calls, which is a part of their programs.
+          small_batches: rows of small-batch programs.
         """
         if (chooser := self.chooser) is None:
             return state
         runtime = self.runtime
         steps = min(STEPS, (runtime.cache_length - 2) // runtime.spec.step_tokens)
-        if steps < 1:  # no row can be so short
+        if steps < 1:  # the cache is too short for a step
             return state
-        state = runtime.admit(state, self._made_up(state))
-        chooser.costs.few = tuple(few)
+        state = runtime.admit(state, self._dummy_rows(state))
+        chooser.costs.small_batches = tuple(small_batches)
         for length in chooser.lengths:
-            for rows in (runtime.batch_size, *(few if self.has_few(length) else ())):
-                state, seconds = self._timed(state, ask, length, rows, steps)
-                # A length without a program for few rows takes for them what it takes for all.
-                others = () if self.has_few(length) else few
+            for rows in (
+                runtime.batch_size,
+                *(small_batches if self.has_small_batches(length) else ()),
+            ):
+                state, seconds = self._timed(state, output, length, rows, steps)
+                # Without a small-batch program a length takes as long for few rows as for all.
+                others = () if self.has_small_batches(length) else small_batches
                 # The first call of a program takes longer than others will.
                 for step_s in seconds[1:]:
                     for computed in (rows, *others):
@@ -169,41 +181,41 @@ class ChosenLength:
         return runtime.clear(state, np.ones(runtime.batch_size, bool))
 
     def _timed(
-        self, state: DecodeState, ask: Ask, length: int, rows: int, steps: int
+        self, state: DecodeState, output: OutputRequest, length: int, rows: int, steps: int
     ) -> tuple[DecodeState, list[float]]:
-        """Return the state, and the seconds of a step in each of some calls with so many active rows."""
+        """Return the state, and the seconds of a step in each of several calls."""
         runtime, seconds = self.runtime, []
         slots = None if rows == runtime.batch_size else fill(range(rows), rows, runtime.batch_size)
-        for most in (1, *[steps] * CALLS):
-            state = self._started(state, most, rows)
-            call = runtime.decoding(state, ask, most, 0, length, slots=slots)
+        for max_steps in (1, *[steps] * CALLS):
+            state = self._with_active(state, max_steps, rows)
+            call = runtime.bind_decode(state, output, max_steps, 0, length, slots=slots)
             begin = time.perf_counter()
             state, _ = jax.block_until_ready(call(state))
             taken_s = time.perf_counter() - begin
-            if int(fetch(state.num_steps).max()) == most:
-                seconds.append(taken_s / most)
+            if int(fetch(state.num_steps).max()) == max_steps:
+                seconds.append(taken_s / max_steps)
         return state, seconds
 
-    def _made_up(self, state: DecodeState) -> Any:
-        """Return requests for all slots, greedy, and never done."""
+    def _dummy_rows(self, state: DecodeState) -> Any:
+        """Return greedy rows for all slots, without stop ids."""
         runtime, (b, num_stop_ids) = self.runtime, state.stop_ids.shape
         return runtime.admission(
             range(b),
             [runtime.cache_length] * b,
             np.full((b, num_stop_ids), -1, np.int32),
-            sampling_values(runtime.spec, [Sampling()] * b),
+            [Sampling()] * b,
             np.zeros((b, 2), np.uint32),
         )
 
-    def _started(self, state: DecodeState, steps: int, rows: int) -> DecodeState:
-        """Let all rows stand in the middle of their caches, each after another token; the first ones are active."""
+    def _with_active(self, state: DecodeState, steps: int, rows: int) -> DecodeState:
+        """Put all rows in the middle of their caches, after random tokens; the first `rows` are active."""
         b, length = self.runtime.batch_size, self.runtime.cache_length
-        room = length - steps * self.runtime.spec.step_tokens - 1
+        last = length - steps * self.runtime.spec.step_tokens - 1
         tokens = np.random.default_rng(0).integers(
             self.runtime.spec.target.config.vocab_size, size=b
         )
         values = dict(
-            lengths=np.full(b, max(min(length // 2, room), 1), np.int32),
+            lengths=np.full(b, max(min(length // 2, last), 1), np.int32),
             anchors=tokens.astype(np.int32),
             active=np.arange(b) < rows,
             num_tokens=np.ones(b, np.int32),

@@ -1,19 +1,17 @@
-"""What an engine is asked and what it answers; and which requests the programs of a spec can decode.
+"""Requests to an engine, its replies, and the check of a request.
 
-Read `Request`, then `Completion`. Nothing here runs anything.
+Read `Request`, then `Completion`, then `check_request`. Nothing here runs anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-
-from jaxspec.options import SEEDS, VALUES, FieldError, Sampling, at_least, is_a, shown, whole
-from jaxspec.runtime.runtime import NewRows, Runtime, cache_length_for
-from jaxspec.state import NO_GUIDE, DecodeSpec
+from jaxspec.options import SEEDS, FieldError, Sampling, at_least, is_a, shown, whole
+from jaxspec.runtime.runtime import cache_length_for
+from jaxspec.state import DecodeSpec
 
 if TYPE_CHECKING:
     from jaxspec.text.grammars import Grammar
@@ -21,11 +19,11 @@ if TYPE_CHECKING:
 PRIORITIES = whole(-(2**31), 2**31 - 1)
 
 
-def kept(returned: Any) -> int | None:
-    """Return what a `stop_at` returned: how many tokens stay, or None.
+def num_kept_tokens(returned: Any) -> int | None:
+    """Return the value of a `stop_at` as a number of tokens to keep, or None to go on.
 
     Raises:
-      FieldError: it is neither.
+      FieldError: the value is neither.
     """
     if returned is None:
         return None
@@ -57,11 +55,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "what GrammarTokens.compile returns, or None",
     ),
 }
-"""Fields of a request that are no numbers: what they must be, as a test and in words."""
+"""Tests of the fields of a request that are no numbers, and what they must be in words."""
 
 
 def kind_refusal(name: str, value: Any) -> str | None:
-    """Say why a value is not of the kind of this field of a request, or None where it is."""
+    """Return why a value is not of the kind of this field of a request, or None if it is."""
     fits, words = _KINDS[name]
     return None if fits(value) else f"is {shown(value)}; it must be {words}"
 
@@ -73,18 +71,18 @@ class Request:
     Attributes:
       prompt_ids: token ids, BOS included where the model wants one.
       stop_ids: generation ends with (and keeps) the first of these.
-      seed: 0 to 2**32 - 1. With `sample`, it names the request's random draws; nothing else does.
-      sample: which of the draws of that seed. None: 0, or the request's place in the list that `run` is given.
-      id: what updates and the completion are called. None: a number that the engine chooses, or the place in
-        the list that `run` is given.
+      seed: 0 to 2**32 - 1. The random draws follow from `seed` and `sample` alone.
+      sample: number of the sample of that seed. None: 0, or the request's index in a list for `run`.
+      id: name of the request in updates and the completion. None: a number that the engine chooses,
+        or the request's index in a list for `run`.
       stop_at: called with the tokens so far whenever the loop returns to the host. A number n ends the
-        row and keeps its first n tokens. For stop texts: `tokenizer.stop_at_text` makes one.
+        row and keeps its first n tokens. `tokenizer.stop_at_text` makes one for stop texts.
       priority: requests of a smaller number leave the engine's queue sooner; equal ones in their order.
-      grammar: what the reply may be, from `grammars.GrammarTokens.compile`. It ends with one of the grammar's stop ids,
-        beside those given here.
+      grammar: the form of the reply, from `GrammarTokens.compile`. One of the grammar's stop ids ends
+        the reply, or one of `stop_ids`.
 
     Raises:
-      FieldError: a field is of another kind than these. What values may be is asked by the engine.
+      FieldError: a field is of another kind than these. The engine checks the values.
     """
 
     prompt_ids: tuple[int, ...]
@@ -105,21 +103,48 @@ class Request:
 
     @property
     def num_stop_ids(self) -> int:
-        """How many different stop ids it has."""
+        """Number of its different stop ids."""
         return len(self.all_stop_ids)
 
     @property
     def all_stop_ids(self) -> set[int]:
-        """What ends it, the ends of its grammar included."""
+        """Its stop ids and those of its grammar."""
         return {*self.stop_ids, *(self.grammar.tokens.stop_ids if self.grammar else ())}
+
+
+class RequestLimits(NamedTuple):
+    """Limits of an engine that a request must not exceed.
+
+    Attributes:
+      cache_length: positions of a slot.
+      num_stop_ids: most stop ids of a request.
+    """
+
+    spec: DecodeSpec
+    cache_length: int
+    num_stop_ids: int
+
+
+@dataclass(frozen=True)
+class CheckedRequest(Request):
+    """A request that `check_request` accepts for these limits. `Engine.validate` makes it."""
+
+    limits: RequestLimits | None = field(default=None, repr=False, compare=False)
+
+
+def with_identity(request: Request, id: Hashable, sample: int | None) -> Request:
+    """Return a request with this id and this sample number, where it has none of its own."""
+    id = id if request.id is None else request.id
+    sample = sample if request.sample is None else request.sample
+    return replace(request, id=id, sample=sample)
 
 
 @dataclass(frozen=True)
 class Update:
-    """A request has more tokens; `token_ids` are all it has so far.
+    """All tokens of a request so far, sent when it has more of them.
 
-    `acceptance_lengths`, `verify_lengths` and log-probabilities are those of a `Completion`; the last of requests that
-    ask for them.
+    `acceptance_lengths`, `verify_lengths` and log-probabilities are those of a `Completion`.
+    Log-probabilities are None unless the request asks for them.
     """
 
     id: Hashable
@@ -132,27 +157,28 @@ class Update:
 
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-"""Why a request is done."""
+"""Reason for the end of a request."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A request is done, or `error` says why it cannot be.
+    """The end of a request.
 
     Attributes:
-      finish_reason: "stop": a stop id, or `Request.stop_at`. "length": the limit. "cancelled": `Engine.cancel`.
-        "error": it was refused, and nothing was generated; or the target's logits were not finite somewhere,
-        and `token_ids` are those before.
-      acceptance_lengths: one number a verify step, the tokens it committed, bonus included, before any cut by a
-        stop or the limit. Prefill's token belongs to no step. Empty after an error, so that no statistic
-        counts them.
-      verify_lengths: one number a verify step, the drafts that it verified.
-      logprobs: one number a token, under the target as it is. None where the engine does not keep them.
+      finish_reason: "stop": a stop id, or `Request.stop_at`. "length": the limit. "cancelled":
+        `Engine.cancel`. "error": the request was refused, and nothing was generated; or the target's
+        logits were not finite at some position, and `token_ids` are the tokens before it.
+      acceptance_lengths: tokens that each verify step committed, bonus included, before any cut by a
+        stop or the limit. Prefill's token belongs to no step. Empty after an error, so that no
+        statistic counts them.
+      verify_lengths: drafts that each verify step verified.
+      logprobs: log-probability of each token under the target. None if the engine does not keep them.
       sampled_logprobs: the same under the distribution that was sampled from: after suppressed tokens,
         penalties, temperature and filters. 0 in greedy rows.
-      top_logprobs: the target's best tokens in each one's place, as pairs of id and log-probability, best first.
-      field: the field of the request that `error` is about, where it is the request's fault.
-      cached_tokens: of the prompt, which were not read again, since an earlier prompt began with them.
+      top_logprobs: for each token, the target's best tokens at its position, as pairs of id and
+        log-probability, best first.
+      field: the field of the request that caused `error`, if one did.
+      cached_tokens: prompt tokens that came from the prefix cache.
     """
 
     id: Hashable
@@ -177,20 +203,20 @@ def callback_failed(
     request: Request, error: Exception, token_ids: tuple[int, ...], **logprobs: Any
 ) -> Completion:
     """Return the completion of a request whose `stop_at` raised an error."""
-    said = f"stop_at raised {type(error).__name__}: {error}"
-    return Completion(request.id, token_ids, "error", error=said, **logprobs)
+    message = f"stop_at raised {type(error).__name__}: {error}"
+    return Completion(request.id, token_ids, "error", error=message, **logprobs)
 
 
 def grammar_failed(
-    request: Request, why: str, token_ids: tuple[int, ...], **logprobs: Any
+    request: Request, reason: str, token_ids: tuple[int, ...], **logprobs: Any
 ) -> Completion:
-    """Return the completion of a row whose grammar says nothing of what follows these tokens."""
-    error = f"grammar: after {len(token_ids)} tokens {why}"
+    """Return the completion of a row whose grammar failed after these tokens."""
+    error = f"grammar: after {len(token_ids)} tokens {reason}"
     return Completion(request.id, token_ids, "error", error=error, field="grammar", **logprobs)
 
 
 def failed(request: Request, token_ids: tuple[int, ...], **logprobs: Any) -> Completion:
-    """Return the completion of a row whose logits after these tokens were not sound."""
+    """Return the completion of a row whose logits after these tokens were not finite."""
     error = (
         f"the target's logits at position {len(request.prompt_ids) + len(token_ids)} are not "
         "finite (NaN, "
@@ -201,11 +227,11 @@ def failed(request: Request, token_ids: tuple[int, ...], **logprobs: Any) -> Com
     return Completion(request.id, token_ids, "error", error=error, **logprobs)
 
 
-def check_room(spec: DecodeSpec, cache_length: int) -> None:
-    """Refuse caches of fewer positions than each request needs.
+def check_min_cache_length(spec: DecodeSpec, cache_length: int) -> None:
+    """Refuse caches of fewer positions than any request needs.
 
     Raises:
-      FieldError: naming it.
+      FieldError: `cache_length` is too small.
     """
     least = cache_length_for(spec, 2)
     if cache_length < least:
@@ -219,46 +245,70 @@ def check_room(spec: DecodeSpec, cache_length: int) -> None:
         )
 
 
-def check_cache_length(spec: DecodeSpec, cache_length: int) -> None:
+def check_max_cache_length(spec: DecodeSpec, cache_length: int) -> None:
     """Refuse caches of more positions than any request can use.
 
     Raises:
-      FieldError: naming it.
+      FieldError: `cache_length` is too large.
     """
-    most = cache_length_for(spec, spec.target.config.max_positions)
-    if cache_length > most:
+    limit = cache_length_for(spec, spec.target.config.max_positions)
+    if cache_length > limit:
         raise FieldError(
             "cache_length",
             lambda format_field: (
                 f"{format_field('cache_length', cache_length)}: the target has "
                 f"{spec.target.config.max_positions} "
-                f"positions, and one step takes {spec.step_tokens} more; pass at most {most}"
+                f"positions, and one step takes {spec.step_tokens} more; pass at most {limit}"
             ),
         )
 
 
-def positions(spec: DecodeSpec, request: Request) -> int:
-    """Return the positions that a request needs in a cache."""
+def num_positions(spec: DecodeSpec, request: Request) -> int:
+    """Return the cache positions that a request needs."""
     return cache_length_for(spec, len(request.prompt_ids) + request.max_new_tokens)
 
 
 def ids_refusal(ids: Iterable[Any], vocab_size: int) -> str | None:
-    """Say which of some token ids are none of a vocabulary, or None where all are.
+    """Return which ids do not belong to a vocabulary, or None if all do.
 
-    A number that is not whole is refused, because to cut it would make another token of it.
+    Numbers that are not whole are refused. Rounding would make another token of them.
     """
-    is_plain = set(map(type, ids)) <= {int}  # nearly always, and quickly told of a long prompt
-    if odd := [] if is_plain else [i for i in ids if not is_a("a whole number", i)]:
+    all_ints = set(map(type, ids)) <= {int}  # the usual case, and quick for a long prompt
+    if odd := [] if all_ints else [i for i in ids if not is_a("a whole number", i)]:
         return f"{shown(odd)} are not whole numbers; expected ids, as a tokenizer gives"
     if bad := [i for i in ids if not 0 <= i < vocab_size]:
         return f"{shown(bad)} are outside the vocabulary; expected 0 to {vocab_size - 1}"
     return None
 
 
-def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
-    """Say why programs of this spec cannot decode a request, whatever their shapes; None when they can."""
-    config, sampling, program_features = spec.target.config, request.sampling, spec.program_features
-    count, most, size = len(request.prompt_ids), request.max_new_tokens, config.vocab_size
+def check_request(limits: RequestLimits, request: Request) -> FieldError | None:
+    """Return why an engine with these limits cannot decode a request, or None if it can."""
+    spec, cache_length, num_stop_ids = limits
+    if error := check_for_spec(spec, request):
+        return error
+    needed = num_positions(spec, request)
+    if needed > cache_length:
+        return FieldError(
+            "cache_length",
+            lambda format_field: (
+                f"cache holds {cache_length} positions, but prompt ({len(request.prompt_ids)} tokens) "
+                f"+ {format_field('max_new_tokens')} ({request.max_new_tokens}) + one step "
+                f"({spec.step_tokens}) needs {needed}; pass {format_field('cache_length', needed)}"
+            ),
+        )
+    if request.num_stop_ids > num_stop_ids:
+        return FieldError(
+            "stop_ids",
+            f"names {request.num_stop_ids} tokens, but the engine was made for {num_stop_ids}; "
+            f"pass num_stop_ids={request.num_stop_ids}",
+        )
+    return None
+
+
+def check_for_spec(spec: DecodeSpec, request: Request) -> FieldError | None:
+    """Return why no program of this spec can decode a request, or None if some can."""
+    config, sampling = spec.target.config, request.sampling
+    count, new, size = len(request.prompt_ids), request.max_new_tokens, config.vocab_size
     if count == 0:
         return FieldError("prompt_ids", lambda _: "the prompt is empty; give at least one token")
     for name, words, ids in (
@@ -268,103 +318,35 @@ def refusal(spec: DecodeSpec, request: Request) -> FieldError | None:
         if wrong := ids_refusal(ids, size):
             return FieldError(name, lambda _, words=words, wrong=wrong: f"{words} {wrong}")
     for name, allowed, value in (
-        ("max_new_tokens", at_least(1), most),
+        ("max_new_tokens", at_least(1), new),
         ("seed", SEEDS, request.seed),
         ("sample", SEEDS, request.sample or 0),
         ("priority", PRIORITIES, request.priority),
     ):
         if wrong := allowed.refusal(value):
             return FieldError(name, wrong)
-    if sampling.penalties and not program_features.penalties:
-        name = sampling.penalties[0]
-        return FieldError(
-            name, f"is {getattr(sampling, name):g}, but the engine was made without penalties=True"
-        )
     for token in sampling.logit_bias:
         if not 0 <= token < size:
             return FieldError(
                 "logit_bias", f"{token} is outside the vocabulary; expected 0 to {size - 1}"
             )
-    if (biases := len(sampling.logit_bias)) > program_features.num_biases:
+    grammar = request.grammar
+    if error := spec.program_features.refusal(
+        sampling, owner="engine", grammar=grammar is not None
+    ):
+        return error
+    if grammar is not None and grammar.tokens.vocab_size != size:
         return FieldError(
-            "logit_bias",
-            f"names {biases} tokens, but the engine was made for {program_features.num_biases}; "
-            "pass "
-            f"num_biases={biases}",
+            "grammar",
+            f"was made for {grammar.tokens.vocab_size} tokens; the target has {size}: make it with "
+            f"GrammarTokens(tokenizer, {size}, stop_ids)",
         )
-    if sampling.logprobs and not program_features.logprobs:
-        return FieldError("logprobs", "is on, but the engine was made without logprobs=True")
-    if sampling.top_logprobs > program_features.top_logprobs:
-        return FieldError(
-            "top_logprobs",
-            f"is {sampling.top_logprobs}, but the engine was made for "
-            f"{program_features.top_logprobs}",
-        )
-    if (grammar := request.grammar) is not None:
-        if not program_features.grammars:
-            return FieldError("grammar", "was given, but the engine was made without grammars=True")
-        if grammar.tokens.vocab_size != size:
-            return FieldError(
-                "grammar",
-                f"was made for {grammar.tokens.vocab_size} tokens; the target has {size}: make it "
-                "with "
-                f"GrammarTokens(tokenizer, {size}, stop_ids)",
-            )
-    if count + most > config.max_positions:
+    if count + new > config.max_positions:
         return FieldError(
             "max_new_tokens",
             lambda format_field: (
-                f"prompt ({count} tokens) + {format_field('max_new_tokens')} ({most}) needs "
-                f"{count + most} "
-                f"positions; the model has {config.max_positions}"
+                f"prompt ({count} tokens) + {format_field('max_new_tokens')} ({new}) needs "
+                f"{count + new} positions; the model has {config.max_positions}"
             ),
         )
     return None
-
-
-def sampling_values(spec: DecodeSpec, rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
-    """Return what rows ask of sampling as arrays, a row each, as `DecodeSpec.sampling` takes them."""
-    values: dict[str, np.ndarray] = {
-        name: np.asarray([getattr(r, name) for r in rows], np.float32) for name in VALUES
-    }
-    most = spec.target.config.vocab_size
-    values["top_k"] = np.asarray([min(r.top_k, most) for r in rows], np.int32)
-    ids = np.full((len(rows), spec.program_features.num_biases), -1, np.int32)
-    biases = np.zeros(ids.shape, np.float32)
-    for row, asked in enumerate(rows):
-        count = len(asked.logit_bias)
-        ids[row, :count] = list(asked.logit_bias)
-        biases[row, :count] = list(asked.logit_bias.values())
-    return dict(values, bias_ids=ids, bias_values=biases)
-
-
-def admission(
-    runtime: Runtime,
-    new: Mapping[int, Request],
-    guides: Mapping[int, int],
-    *,
-    rows: int,
-    num_stop_ids: int,
-) -> NewRows:
-    """Return requests as the program takes them that gives them rows of a state.
-
-    Args:
-      new: by row.
-      guides: the numbers of their guides, of those that have grammars.
-      rows: of the state.
-    """
-    asked = [new.get(row, Request((), 0)) for row in range(rows)]
-    stop_ids = np.full((rows, num_stop_ids), -1, np.int32)
-    seeds = np.zeros((rows, 2), np.uint32)
-    for row, request in new.items():
-        unique = sorted(request.all_stop_ids)
-        stop_ids[row, : len(unique)] = unique
-        seeds[row] = request.seed, request.sample or 0
-    return runtime.admission(
-        [row if row in new else rows for row in range(rows)],
-        [r.max_new_tokens for r in asked],
-        stop_ids,
-        sampling_values(runtime.spec, [r.sampling for r in asked]),
-        seeds,
-        [guides.get(row, NO_GUIDE) for row in range(rows)] if guides else None,
-    )

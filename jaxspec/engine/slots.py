@@ -1,7 +1,6 @@
-"""The rows of a state, and the requests that have them: what each got so far, and how it ends.
+"""Slots: the rows of a decode state, the requests that have them, and what each request got so far.
 
-Read `Slots.start` and `Slots.look`. What is new `news` says. When to read prompts and when to decode is the engine's
-business.
+Read `Slots.launch` and `Slots.collect`. The scheduler decides when to prefill and when to decode.
 """
 
 from __future__ import annotations
@@ -21,69 +20,72 @@ from jaxspec.engine.request import (
     Reason,
     Request,
     Update,
-    admission,
     callback_failed,
     failed,
     grammar_failed,
-    kept,
+    num_kept_tokens,
 )
-from jaxspec.runtime.runtime import Runtime, Told
-from jaxspec.runtime.step_output import Ask, Most, News
+from jaxspec.runtime.runtime import NewRows, Runtime, StepResult
+from jaxspec.runtime.step_output import OutputRequest, OutputSizes, StepOutput
 from jaxspec.sampling import Logprobs
-from jaxspec.state import DecodeState, PrefillChunk
+from jaxspec.state import NO_GUIDE, DecodeState, PrefillChunk
 from jaxspec.text.grammars.guides import Guide
 from jaxspec.text.grammars.matcher import ALL
 
-Work = tuple[DecodeState, News, float]
-"""What work on a state comes to: the next state, what is new, and the seconds that it took."""
+LaunchResult = tuple[DecodeState, StepOutput, float]
+"""Result of a launched call: the next state, its output, and the seconds that the call took."""
 
 
 @dataclasses.dataclass
 class Row:
-    """A request that has a row, and what it got so far.
+    """A request that has a slot, and what it got so far.
 
     Attributes:
       guide: follows its grammar.
-      is_read: whether its prompt is read, so that its first token is there.
-      cached_tokens: of the prompt, which were copied and not read.
+      is_prefilled: whether its whole prompt is prefilled, so that its first token is there.
+      cached_tokens: prompt tokens that came from the prefix cache.
     """
 
     request: Request
     guide: Guide | None = None
-    is_read: bool = False
+    is_prefilled: bool = False
     cached_tokens: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     verify_lengths: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
 
-    def hear(self, news: News, place: int, verified: int) -> None:
-        """Take what is new of the row in some place, whose new steps verified so many drafts."""
-        new = int(news.num_tokens[place]) - len(self.tokens)
-        steps = int(news.num_steps[place]) - len(self.acceptance_lengths)
-        assert new <= news.tokens.shape[1]
-        assert steps <= news.acceptance_lengths.shape[1]
-        self.tokens += news.tokens[place, :new].tolist()
-        self.acceptance_lengths += news.acceptance_lengths[place, :steps].tolist()
-        self.verify_lengths += [verified] * steps
-        if news.logprobs is not None and new:
-            self.logprobs.append(jax.tree.map(lambda x: x[place, :new], news.logprobs))
-
-    def update(self) -> Update:
-        """Return its tokens so far."""
-        asks = self.request.sampling.logprobs or self.request.sampling.top_logprobs
-        lengths = tuple(self.acceptance_lengths), tuple(self.verify_lengths)
-        logprobs = self._logprobs() if asks else {}
-        return Update(self.request.id, tuple(self.tokens), *lengths, **logprobs)
-
-    def completion(self, reason: Reason, error: Exception | None = None) -> Completion:
-        """Return how it ended.
+    def update(self, output: StepOutput, slot: int, verify_length: int) -> None:
+        """Add the output of the row's slot.
 
         Args:
-          error: what its `stop_at` raised.
+          verify_length: drafts that each new step verified.
         """
-        done = self._completion(reason, error)
-        return dataclasses.replace(done, cached_tokens=self.cached_tokens)
+        new = int(output.num_tokens[slot]) - len(self.tokens)
+        steps = int(output.num_steps[slot]) - len(self.acceptance_lengths)
+        assert new <= output.tokens.shape[1]
+        assert steps <= output.acceptance_lengths.shape[1]
+        self.tokens += output.tokens[slot, :new].tolist()
+        self.acceptance_lengths += output.acceptance_lengths[slot, :steps].tolist()
+        self.verify_lengths += [verify_length] * steps
+        if output.logprobs is not None and new:
+            self.logprobs.append(jax.tree.map(lambda x: x[slot, :new], output.logprobs))
+
+    def as_update(self) -> Update:
+        """Return its tokens so far."""
+        sampling = self.request.sampling
+        lengths = tuple(self.acceptance_lengths), tuple(self.verify_lengths)
+        logprobs = self._logprobs() if sampling.logprobs or sampling.top_logprobs else {}
+        return Update(self.request.id, tuple(self.tokens), *lengths, **logprobs)
+
+    def as_completion(self, reason: Reason, error: Exception | None = None) -> Completion:
+        """Return its completion.
+
+        Args:
+          error: the exception that its `stop_at` raised.
+        """
+        completion = self._completion(reason, error)
+        return dataclasses.replace(completion, cached_tokens=self.cached_tokens)
 
     def _completion(self, reason: Reason, error: Exception | None) -> Completion:
         tokens, logprobs = tuple(self.tokens), self._logprobs()
@@ -104,34 +106,37 @@ class Row:
             return {}
         count = len(self.tokens)
         whole = jax.tree.map(lambda *x: np.concatenate(x)[:count].tolist(), *self.logprobs)
-        found = dict(logprobs=tuple(whole.target), sampled_logprobs=tuple(whole.sampled))
+        fields = dict(logprobs=tuple(whole.target), sampled_logprobs=tuple(whole.sampled))
         if whole.top_ids is not None:
             best = zip(whole.top_ids, whole.top_values, strict=True)
-            found["top_logprobs"] = tuple(tuple(zip(*row, strict=True)) for row in best)
-        return found
+            fields["top_logprobs"] = tuple(tuple(zip(*row, strict=True)) for row in best)
+        return fields
 
 
 class Slots:
-    """A state of some rows, and who has them.
+    """A decode state, and the request of each of its rows.
 
     Args:
-      count: rows.
+      count: rows of the state.
+
+    Attributes:
+      rows: by slot; None where the slot is free.
     """
 
     def __init__(self, runtime: Runtime, count: int, num_stop_ids: int):
         self.runtime, self.count, self.num_stop_ids = runtime, count, num_stop_ids
         self.rows: list[Row | None] = [None] * count
-        self._spoilt = np.zeros(count, bool)  # as the device last said
-        self._work: Future[Work] | Work | None = None  # what the device does
-        self._news: News | None = None
-        self._read_then: list[int] = []  # rows whose prompts were read when it was started
-        self._verified = 0  # drafts that each of its steps verifies
+        self._non_finite = np.zeros(count, bool)  # by the newest output
+        self._launched: Future[LaunchResult] | LaunchResult | None = None
+        self._output: StepOutput | None = None
+        self._launched_slots: list[int] = []  # prefilled ones at the launch
+        self._verify_length = 0  # of each step of the launched call
         self._state: DecodeState | None = None
 
     @property
     def state(self) -> DecodeState:
-        """The device's part. Every program takes the old one's memory, so set what it returns."""
-        assert self._work is None, "the device has it"
+        """The state on the device. Every program takes the old one's memory, so set the one that it returns."""
+        assert self._launched is None, "a launched call has the state"
         if self._state is None:
             self._state = self.runtime.init_state(self.num_stop_ids, self.count)
         return self._state
@@ -142,162 +147,186 @@ class Slots:
 
     @property
     def free(self) -> list[int]:
-        """Rows that nobody has."""
-        return [place for place, row in enumerate(self.rows) if row is None]
+        """Slots without a request."""
+        return [slot for slot, row in enumerate(self.rows) if row is None]
 
     @property
-    def read(self) -> list[int]:
-        """Rows whose prompts are read."""
-        return [place for place, row in enumerate(self.rows) if row is not None and row.is_read]
+    def prefilled(self) -> list[int]:
+        """Slots whose prompts are prefilled."""
+        return [slot for slot, row in enumerate(self.rows) if row is not None and row.is_prefilled]
 
     @property
-    def requests(self) -> list[Request]:
-        """The requests whose prompts are read."""
-        return [row.request for row in self.rows if row is not None and row.is_read]
+    def prefilled_requests(self) -> list[Request]:
+        """Requests whose prompts are prefilled."""
+        return [row.request for row in self.rows if row is not None and row.is_prefilled]
 
     @property
     def new_acceptance_lengths(self) -> list[np.ndarray]:
-        """What the steps of each row committed that `look` tells of next."""
-        news, found = self._news, []
-        assert news is not None
-        for place in self._read_then:
-            if (row := self.rows[place]) is not None:
-                count = int(news.num_steps[place]) - len(row.acceptance_lengths)
-                found.append(np.asarray(news.acceptance_lengths[place, :count]))
-        return found
+        """Tokens that each new step committed, by row; `collect` adds them to the rows."""
+        output, lengths = self._output, []
+        assert output is not None
+        for slot in self._launched_slots:
+            if (row := self.rows[slot]) is not None:
+                count = int(output.num_steps[slot]) - len(row.acceptance_lengths)
+                lengths.append(np.asarray(output.acceptance_lengths[slot, :count]))
+        return lengths
 
     def admit(self, new: Mapping[int, Request]) -> None:
-        """Give free rows to requests, whose prompts are to be read."""
+        """Give free slots to requests. Their prompts are prefilled later."""
         guides: dict[int, int] = {}
-        for place, request in new.items():
+        for slot, request in new.items():
             guide = None if request.grammar is None else Guide(request.grammar)
-            self.rows[place] = Row(request, guide)
+            self.rows[slot] = Row(request, guide)
             if guide is not None:
-                guides[place] = guide.number
-        mine = np.isin(np.arange(self.count), [*new])
-        if (spoilt := mine & self._spoilt).any():
-            self.state = self.runtime.clear(self.state, spoilt)
-            self._spoilt &= ~mine
-        sizes = dict(rows=self.count, num_stop_ids=self.num_stop_ids)
-        self.state = self.runtime.admit(self.state, admission(self.runtime, new, guides, **sizes))
+                guides[slot] = guide.number
+        is_new = np.isin(np.arange(self.count), [*new])
+        if (non_finite := is_new & self._non_finite).any():
+            self.state = self.runtime.clear(self.state, non_finite)
+            self._non_finite &= ~is_new
+        self.state = self.runtime.admit(self.state, self._new_rows(new, guides))
+
+    def _new_rows(self, new: Mapping[int, Request], guides: Mapping[int, int]) -> NewRows:
+        """Return requests as the admitting program takes them.
+
+        Args:
+          new: by slot.
+          guides: numbers of the guides of requests with grammars, by slot.
+        """
+        empty = Request((), 0)
+        requests = [new.get(slot, empty) for slot in range(self.count)]
+        stop_ids = np.full((self.count, self.num_stop_ids), -1, np.int32)
+        seeds = np.zeros((self.count, 2), np.uint32)
+        for slot, request in new.items():
+            unique = sorted(request.all_stop_ids)
+            stop_ids[slot, : len(unique)] = unique
+            seeds[slot] = request.seed, request.sample or 0
+        return self.runtime.admission(
+            [slot if slot in new else self.count for slot in range(self.count)],
+            [request.max_new_tokens for request in requests],
+            stop_ids,
+            [request.sampling for request in requests],
+            seeds,
+            [guides.get(slot, NO_GUIDE) for slot in range(self.count)] if guides else None,
+        )
 
     def with_masks(self, chunk: PrefillChunk, ended: Sequence[int]) -> PrefillChunk:
-        """Add to a pass what rows may say first, where their grammars rule that.
+        """Return a pass with the masks of first tokens, if any grammar restricts one.
 
         Args:
-          ended: rows whose prompts end in it.
+          ended: slots whose prompts end in the pass.
         """
-        rows = {place: self.rows[place] for place in ended}
-        first = {p: row.guide.first_mask() for p, row in rows.items() if row and row.guide}
+        rows = {slot: self.rows[slot] for slot in ended}
+        first = {slot: row.guide.first_mask() for slot, row in rows.items() if row and row.guide}
         if not first:
             return chunk
-        places = np.asarray(chunk.slots).tolist()
+        slots = np.asarray(chunk.slots).tolist()
         free = np.full_like(next(iter(first.values())), ALL)
-        masks = np.stack([first.get(place, free) for place in places])
+        masks = np.stack([first.get(slot, free) for slot in slots])
         return dataclasses.replace(chunk, masks=masks)
 
-    def is_spoilt(self, place: int) -> bool:
-        """Tell whether a row's numbers are not finite, as far as the work that was waited for says."""
-        assert self._news is not None
-        return bool(self._news.spoilt[place])
+    def is_non_finite(self, slot: int) -> bool:
+        """Return whether a slot holds numbers that are not finite, by the newest output."""
+        assert self._output is not None
+        return bool(self._output.non_finite[slot])
 
-    def place_of(self, id: Hashable) -> int | None:
-        """Return the row that a request has."""
-        return next((p for p, row in enumerate(self.rows) if row and row.request.id == id), None)
+    def slot_of(self, id: Hashable) -> int | None:
+        """Return the slot of a request."""
+        return next((s for s, row in enumerate(self.rows) if row and row.request.id == id), None)
 
-    def take(self, other: Slots, targets: Mapping[int, int]) -> None:
-        """Move rows of others to free rows of these.
+    def move_from(self, other: Slots, targets: Mapping[int, int]) -> None:
+        """Move rows of other slots to free slots of these.
 
         Args:
-          targets: the row here for each row there.
+          targets: the slot here for each slot there.
         """
         self.state = self.runtime.insert(self.state, other.state, targets)
         for source, target in targets.items():
             self.rows[target], other.rows[source] = other.rows[source], None
-            self._spoilt[target] = other._spoilt[source]
+            self._non_finite[target] = other._non_finite[source]
 
-    def ask(self, steps: int) -> Ask:
-        """Return what to ask the next program on this state.
+    def output_request(self, steps: int) -> OutputRequest:
+        """Return the output to request from the next program on this state.
 
         Args:
-          steps: decode steps that it takes, at most; 0: it reads prompts.
+          steps: decode steps of the program at most; 0: a prefill pass.
         """
         known = [
             (len(row.tokens), len(row.acceptance_lengths)) if row else (0, 0) for row in self.rows
         ]
-        return self.runtime.ask(steps, np.array(known, np.int32))
+        return self.runtime.output_request(steps, np.array(known, np.int32))
 
-    def start(
+    def launch(
         self,
-        pool: Executor | None,
-        most: Most,
-        call: Callable[[DecodeState], Told],
-        verified: int = 0,
+        executor: Executor | None,
+        sizes: OutputSizes,
+        call: Callable[[DecodeState], StepResult],
+        verify_length: int = 0,
     ) -> None:
-        """Send work to the device; `look` waits for it. Until then the state is not here.
+        """Send a call to the device. Until `wait` returns, the state belongs to the call.
 
         Args:
-          pool: who waits for the device; None: this call does. XLA's loops keep the thread that starts them busy,
-            so only another one leaves the caller free.
-          most: what the work was asked for.
-          verified: drafts that each of its steps verifies.
+          executor: waits for the device; None: this method does. XLA's loops keep the thread busy that
+            starts them, so only another thread leaves the caller free.
+          sizes: of the call's output.
+          verify_length: drafts that each step of the call verifies.
         """
         before, self._state = self.state, None
 
         begun = threading.Event()
 
-        def work() -> Work:
+        def run() -> LaunchResult:
             begun.set()
             begin = time.perf_counter()
             state, packed = call(before)
             assert packed is not None
-            return state, News.of(packed, most), time.perf_counter() - begin
+            return state, StepOutput.fetch(packed, sizes), time.perf_counter() - begin
 
-        self._read_then, self._verified = self.read, verified
-        if pool is None:
-            self._work = work()
+        self._launched_slots, self._verify_length = self.prefilled, verify_length
+        if executor is None:
+            self._launched = run()
             return
-        self._work = pool.submit(work)
+        self._launched = executor.submit(run)
         begun.wait()  # else Python lets it wait while this thread is busy, for milliseconds
 
     def wait(self) -> float:
-        """Wait for the work that was started, and return the seconds that it took."""
-        done = self._work.result() if isinstance(self._work, Future) else self._work
-        assert done is not None
-        self._state, self._news, taken_s = done
-        self._work = None
+        """Wait for the launched call, and return the seconds that it took."""
+        launched = self._launched
+        result = launched.result() if isinstance(launched, Future) else launched
+        assert result is not None
+        self._state, self._output, taken_s = result
+        self._launched = None
         return taken_s
 
-    def look(self) -> list[Update | Completion]:
-        """Tell what is new of each row whose prompt was read, and free the rows that are done."""
-        assert self._news is not None
-        news = self._news
-        self._spoilt = np.array(news.spoilt)
+    def collect(self) -> list[Update | Completion]:
+        """Return the events of the call that `wait` waited for, and free the slots of rows that are done."""
+        assert self._output is not None
+        output = self._output
+        self._non_finite = np.array(output.non_finite)
         events: list[Update | Completion] = []
-        for place in self._read_then:
-            if (row := self.rows[place]) is None:  # cancelled since
+        for slot in self._launched_slots:
+            if (row := self.rows[slot]) is None:  # cancelled since
                 continue
             before = len(row.tokens)
-            row.hear(news, place, self._verified)
+            row.update(output, slot, self._verify_length)
             reason: Reason | None = None
-            if not news.active[place]:
-                reason = "error" if news.failed[place] else "length"
-                reason = "stop" if news.stopped[place] else reason
+            if not output.active[slot]:
+                reason = "error" if output.failed[slot] else "length"
+                reason = "stop" if output.stopped[slot] else reason
             error = None
             if len(row.tokens) > before and row.request.stop_at is not None:
-                try:  # it is the user's: where it fails this request does, and the others go on
-                    keep = kept(row.request.stop_at(tuple(row.tokens)))
+                try:  # the user's function: an exception ends this request and no other
+                    keep = num_kept_tokens(row.request.stop_at(tuple(row.tokens)))
                 except Exception as raised:
                     keep, reason, error = None, "error", raised
                 if keep is not None:
                     reason = "stop"
                     del row.tokens[keep:]
             if len(row.tokens) > before:
-                events.append(row.update())
+                events.append(row.as_update())
             if reason is not None:
-                events.append(row.completion(reason, error))
-                self.rows[place] = None
-        over = np.array([row is None for row in self.rows])
-        if (over & news.active).any():  # the device still thinks that these run
-            self.state = self.runtime.retire(self.state, over)
+                events.append(row.as_completion(reason, error))
+                self.rows[slot] = None
+        ended = np.array([row is None for row in self.rows])
+        if (ended & output.active).any():  # still active on the device
+            self.state = self.runtime.retire(self.state, ended)
         return events

@@ -1,5 +1,5 @@
-"""Many prompts in one compiled program, for training and evaluation: params and prompts in, arrays out.
+"""Rollouts: many prompts in one compiled program, for training and evaluation.
 
-`batch` is what goes in and comes out, `rollout` and `refill` are the functions that programs are compiled of, and
+`batch` has the prompts and results, `rollout` and `refill` the functions that programs are compiled from, and
 `scoring` computes log-probabilities with gradients. Read `sampler` first.
 """

@@ -1,8 +1,8 @@
-"""Check what a sampler is called with, and bring it into the one form that its programs take.
+"""Check the arguments of a sampler's call, and convert them to the inputs of its programs.
 
-Read `read`. Values are looked at where they can be: what JAX traces has a shape and a dtype, and no value.
-What is traced is therefore cast and clipped where what is known is refused. `padded` rounds shapes up, so
-that a few programs serve all calls.
+Read `make_inputs`. Values are checked unless JAX traces them: a traced array has a shape and a dtype, and no value.
+It is cast and clipped where a known value would be refused. `pad_inputs` rounds shapes up, so that a few programs
+serve all calls.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxspec.options import FieldError, Sampling, shown
-from jaxspec.rollout.batch import Prompts, padded_on_host, same_for_all, width_bucket
-from jaxspec.rollout.rollout import Given, Plan
+from jaxspec.rollout.batch import (
+    Prompts,
+    has_adjustments_of,
+    padded_on_host,
+    same_for_all,
+    width_bucket,
+)
+from jaxspec.rollout.rollout import RolloutInputs, RolloutPlan
 from jaxspec.runtime.prefill import bucket
 from jaxspec.sampling import SamplingParams
 from jaxspec.text.grammars.automaton import Automaton
@@ -29,18 +35,18 @@ Value = Any
 
 
 def is_traced(tree: Value) -> bool:
-    """Tell whether JAX traces some of these values."""
-    # Of each array to ask for its own type takes most of a millisecond.
+    """Return whether JAX traces any of these values."""
+    # A check of each array by itself takes most of a millisecond.
     return any(issubclass(kind, Tracer) for kind in set(map(type, jax.tree.leaves(tree))))
 
 
 def is_inside_jit() -> bool:
-    """Tell whether this runs while JAX traces a function: then operations on constants are traced too."""
+    """Return whether JAX traces a function now. Operations on constants are then traced too."""
     return isinstance(jnp.zeros(()), Tracer)
 
 
-def read(
-    plan: Plan,
+def make_inputs(
+    plan: RolloutPlan,
     prompts: Prompts | Value,
     sampling: Sampling | SamplingParams | None,
     seeds: Value,
@@ -49,26 +55,26 @@ def read(
     grammar: Any = None,
     *,
     default_stop_ids: Sequence[int],
-) -> Given:
-    """Return the arguments of a call as programs take them.
+) -> RolloutInputs:
+    """Return the inputs of programs for the arguments of a call.
 
     Raises:
-      FieldError: naming the argument that cannot be used.
+      FieldError: an argument cannot be used.
     """
-    found = _prompts(plan, prompts)
-    rows, b = plan.rows(found), len(found.tokens)
+    prompts = _prompts(plan, prompts)
+    rows, b = plan.rows(prompts), len(prompts.tokens)
     expected = f"expected {rows}: {b} prompts, {rows // b} of num_samples"
     limits = _limits(plan, max_new_tokens, rows, expected)
-    count: Any = np.int32(rows) if plan.is_refilled(found) else None
-    _check_positions(plan, found, limits)
+    count: Any = np.int32(rows) if plan.is_refilled(prompts) else None
+    _check_positions(plan, prompts, limits)
     stops, starts = _stop_ids(plan, stop_ids, default_stop_ids, rows, expected), None
     if grammar is not None:
         starts = _starts(plan, grammar, rows, b)
         ends = grammar.stops if is_traced(grammar.stops) else np.asarray(grammar.stops)
         xnp: Any = jnp if is_traced((stops, ends)) else np
         stops = xnp.concatenate([stops, xnp.broadcast_to(ends, (rows, len(ends)))], axis=1)
-    return Given(
-        found,
+    return RolloutInputs(
+        prompts,
         _sampling(plan, sampling, rows, expected),
         _seeds(seeds, rows, expected),
         limits,
@@ -79,19 +85,19 @@ def read(
     )
 
 
-def padded(plan: Plan, given: Given, mesh: Mesh) -> Given:
-    """Round rows and the width of prompts up, see `rows_bucket` and `width_bucket`.
+def pad_inputs(plan: RolloutPlan, inputs: RolloutInputs, mesh: Mesh) -> RolloutInputs:
+    """Round rows and the width of prompts up, see `prompts_bucket` and `width_bucket`.
 
-    Rows of padding repeat the last prompt, and are over after one token.
+    Rows of padding repeat the last prompt, and end after one token.
     """
-    prompts = given.prompts
+    prompts = inputs.prompts
     b, t = prompts.tokens.shape
-    width = max(t, min(width_bucket(t), plan.most_positions))
+    width = max(t, min(width_bucket(t), plan.max_positions))
     more = prompts_bucket(b, mesh.shape["data"]) - b
     if width > t:
-        given = dataclasses.replace(given, prompts=prompts.widened(width))
+        inputs = dataclasses.replace(inputs, prompts=prompts.widened(width))
     if not more:
-        return given
+        return inputs
     rows = plan.rows(prompts)
 
     def repeated(x: Any) -> Any:
@@ -101,11 +107,11 @@ def padded(plan: Plan, given: Given, mesh: Mesh) -> Given:
         xnp: Any = jnp if isinstance(x, jax.Array) else np
         return xnp.concatenate([x, xnp.repeat(x[-1:], times, axis=0)])
 
-    grammar = given.grammar
-    given = jax.tree.map(repeated, dataclasses.replace(given, grammar=None))
-    limits = np.asarray(given.max_new_tokens)
+    grammar = inputs.grammar
+    inputs = jax.tree.map(repeated, dataclasses.replace(inputs, grammar=None))
+    limits = np.asarray(inputs.max_new_tokens)
     limits = np.where(np.arange(len(limits)) < rows, limits, np.int32(1))
-    return dataclasses.replace(given, max_new_tokens=limits, grammar=grammar)
+    return dataclasses.replace(inputs, max_new_tokens=limits, grammar=grammar)
 
 
 def prompts_bucket(count: int, parts: int) -> int:
@@ -124,7 +130,7 @@ def prompts_bucket(count: int, parts: int) -> int:
 # --- each argument -----------------------------------------------------------------------------------
 
 
-def _prompts(plan: Plan, prompts: Any) -> Prompts:
+def _prompts(plan: RolloutPlan, prompts: Any) -> Prompts:
     if not isinstance(prompts, Prompts):
         if not hasattr(prompts, "ndim"):
             prompts = padded_on_host(prompts)
@@ -165,42 +171,39 @@ def _prompts(plan: Plan, prompts: Any) -> Prompts:
     return dataclasses.replace(prompts, tokens=_int32(tokens), lengths=_int32(lengths))
 
 
-def _check_positions(plan: Plan, prompts: Prompts, limits: Any) -> None:
+def _check_positions(plan: RolloutPlan, prompts: Prompts, limits: Any) -> None:
     """Refuse rows that need more positions than the model has. Padding needs none.
 
-    Of traced lengths nothing is known but that they are at most the width.
+    Traced lengths count as the width.
     """
-    most, width = plan.most_positions, prompts.tokens.shape[1]
+    limit, width = plan.max_positions, prompts.tokens.shape[1]
     if is_traced(prompts.lengths):
-        if width + plan.max_new_tokens > most:
+        if width + plan.max_new_tokens > limit:
             raise FieldError(
                 "prompts",
                 f"are {width} wide, and with max_new_tokens ({plan.max_new_tokens}) need "
-                f"{width + plan.max_new_tokens} positions; the model has {most}. Lengths that are "
+                f"{width + plan.max_new_tokens} positions; the model has {limit}. Lengths that are "
                 "traced "
-                f"may be as long as the width: cut it to {most - plan.max_new_tokens}",
+                f"may be as long as the width: cut it to {limit - plan.max_new_tokens}",
             )
         return
     lengths = np.repeat(np.asarray(prompts.lengths), plan.rows(prompts) // len(prompts.tokens))
     new = np.full(len(lengths), plan.max_new_tokens) if is_traced(limits) else np.asarray(limits)
     row = int(np.argmax(lengths + new))
-    if lengths[row] + new[row] > most:
+    if lengths[row] + new[row] > limit:
         raise FieldError(
             "prompts",
             f"have {lengths[row]} tokens in row {row}, and with max_new_tokens ({new[row]}) need "
-            f"{lengths[row] + new[row]} positions; the model has {most}",
+            f"{lengths[row] + new[row]} positions; the model has {limit}",
         )
 
 
-def _sampling(plan: Plan, sampling: Any, rows: int, expected: str) -> SamplingParams:
+def _sampling(plan: RolloutPlan, sampling: Any, rows: int, expected: str) -> SamplingParams:
     if sampling is None or isinstance(sampling, Sampling):
         return same_for_all(plan.spec, rows, sampling or Sampling())
     if sampling.temperature.shape != (rows,):
         raise FieldError("sampling", f"has {sampling.temperature.shape[0]} rows; {expected}")
-    adjusts, program_features = sampling.adjustments, plan.spec.program_features
-    wanted = bool(program_features.penalties or program_features.num_biases)
-    biases = None if adjusts is None else adjusts.bias_ids.shape
-    if (adjusts is not None) != wanted or biases not in (None, (rows, program_features.num_biases)):
+    if not has_adjustments_of(plan.spec, sampling, rows):
         raise FieldError(
             "sampling",
             "was made for another sampler: penalties or num_biases differ; make it with this "
@@ -235,19 +238,21 @@ def _seeds(seeds: Any, rows: int, expected: str) -> Any:
     return seeds
 
 
-def _limits(plan: Plan, limits: Any, rows: int, expected: str) -> Any:
-    name, most = "max_new_tokens", plan.max_new_tokens
+def _limits(plan: RolloutPlan, limits: Any, rows: int, expected: str) -> Any:
+    name, largest = "max_new_tokens", plan.max_new_tokens
     if limits is None:
-        return np.full(rows, most, np.int32)
+        return np.full(rows, largest, np.int32)
     if np.shape(limits) not in ((), (rows,)):
         raise FieldError(name, f"has shape {np.shape(limits)}; {expected}, or one for all")
     if is_traced(limits):
-        return jnp.broadcast_to(jnp.clip(limits, 1, most).astype(np.int32), (rows,))
-    found = _whole(name, limits, 1, most, np.int32, f"{most} is the sampler's")
-    return np.broadcast_to(found, (rows,))
+        return jnp.broadcast_to(jnp.clip(limits, 1, largest).astype(np.int32), (rows,))
+    numbers = _whole(name, limits, 1, largest, np.int32, f"{largest} is the sampler's")
+    return np.broadcast_to(numbers, (rows,))
 
 
-def _stop_ids(plan: Plan, stop_ids: Any, default: Sequence[int], rows: int, expected: str) -> Any:
+def _stop_ids(
+    plan: RolloutPlan, stop_ids: Any, default: Sequence[int], rows: int, expected: str
+) -> Any:
     if stop_ids is None:
         stops: Any = np.asarray(tuple(default) or (-1,), np.int32)
     elif is_traced(stop_ids):
@@ -265,19 +270,20 @@ def token_ids(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:
     """Return ids as a tuple.
 
     Raises:
-      FieldError: they are no list of ids of the vocabulary.
+      FieldError: they are not a list of ids of the vocabulary.
     """
-    found = np.asarray([*ids] if isinstance(ids, Iterable) else ids)
-    if found.ndim != 1:
-        raise FieldError(name, f"has shape {found.shape}; expected a list of ids")
-    return tuple(_whole(name, found, -1, vocab_size - 1, np.int32, "-1 is padding").tolist())
+    array = np.asarray([*ids] if isinstance(ids, Iterable) else ids)
+    if array.ndim != 1:
+        raise FieldError(name, f"has shape {array.shape}; expected a list of ids")
+    return tuple(_whole(name, array, -1, vocab_size - 1, np.int32, "-1 is padding").tolist())
 
 
-def _starts(plan: Plan, grammar: Any, rows: int, prompts: int) -> Any:
-    """Return the state that each row begins with.
+def _starts(plan: RolloutPlan, grammar: Any, rows: int, prompts: int) -> Any:
+    """Return the first grammar state of each row.
 
     Raises:
-      FieldError: this is no automaton, it is of another vocabulary, or prompts are not as many as its grammars.
+      FieldError: `grammar` is not an automaton, has another vocabulary, or has another number of grammars than
+        there are prompts.
     """
     if not isinstance(grammar, Automaton):
         raise FieldError(
@@ -309,7 +315,7 @@ def _starts(plan: Plan, grammar: Any, rows: int, prompts: int) -> Any:
 
 
 def _whole(name: str, value: Any, low: int, high: int, dtype: Any, more: str) -> np.ndarray:
-    """Return whole numbers of a range; refuse others instead of cutting them to fit."""
+    """Return whole numbers as an array, and refuse others and those out of range."""
     numbers = np.asarray(value)
     if numbers.size == 0:
         return numbers.astype(dtype)

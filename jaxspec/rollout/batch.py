@@ -1,4 +1,4 @@
-"""What goes into a sampler and what comes out of it: prompts, sampling values and results, a row each."""
+"""Prompts, sampling parameters and results of a sampler, one row each."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jaxspec.state import DecodeSpec
 
 
 def check_ids(name: str, ids: Sequence[Any] | np.ndarray | Array) -> None:
-    """Refuse ids that are not whole numbers of 32 bits: others would be cut to such silently.
+    """Refuse ids that are not whole numbers of 32 bits. NumPy would convert others silently.
 
     Raises:
-      ValueError: naming the prompt and the first such id.
+      ValueError: an id is not such a number.
     """
     if hasattr(ids, "dtype"):
         wrong = (
@@ -45,18 +45,18 @@ def check_ids(name: str, ids: Sequence[Any] | np.ndarray | Array) -> None:
 
 
 def is_sequence(value: Any) -> bool:
-    """Tell whether something is a list or an array, and no text."""
+    """Return whether a value is a list or an array, and no text."""
     return isinstance(value, Sequence | np.ndarray | jax.Array) and not isinstance(value, str)
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Tell whether a prompt is a list of messages."""
+    """Return whether a prompt is a list of messages."""
     is_list = isinstance(prompt, Sequence) and len(prompt) > 0
     return is_list and all(isinstance(message, Mapping) for message in prompt)
 
 
 def is_one(prompts: Any) -> bool:
-    """Tell one prompt from a list of them.
+    """Return whether this is one prompt and not a list of them.
 
     Raises:
       ValueError: there is none.
@@ -71,7 +71,7 @@ def is_one(prompts: Any) -> bool:
 
 
 class FinishReason(enum.IntEnum):
-    """Why a row ended."""
+    """Reason for the end of a row."""
 
     UNFINISHED = 0  # in what a stream yields
     STOP = 1
@@ -80,12 +80,12 @@ class FinishReason(enum.IntEnum):
 
 
 class Past(struct.PyTreeNode):
-    """What rows did before the call that goes on with them.
+    """History of rows before the call that continues them.
 
     Attributes:
-      steps: how many numbers of steps their draws have used up, prefill's included.
-      generated: which tokens of their prompts were generated; penalties of the output count them.
-      finished: the `FinishReason` of rows that are over, which get no more tokens; 0 for the others.
+      steps: step numbers that their draws have used, prefill's included.
+      generated: whether each token of their prompts was generated; penalties of the output count those.
+      finished: the `FinishReason` of finished rows, which get no more tokens; 0 for the others.
     """
 
     steps: Int[Array, " B"]
@@ -97,7 +97,7 @@ class Prompts(struct.PyTreeNode):
     """Prompt ids, padded on the right with anything.
 
     Attributes:
-      past: of rows that go on, see `after`. They have a row for each sample.
+      past: of rows that are continued, see `after`. They have a row for each sample.
     """
 
     tokens: Int[Array, "B T"]
@@ -109,7 +109,7 @@ class Prompts(struct.PyTreeNode):
         """Pad prompts to a common width, see `width_bucket`: few widths mean few programs.
 
         Raises:
-          ValueError: there is no prompt, or one is empty or has an id that is no whole number.
+          ValueError: there is no prompt, or one is empty or has an id that is not a whole number.
         """
         return jax.tree.map(jnp.asarray, padded_on_host(prompts))
 
@@ -132,14 +132,14 @@ class Prompts(struct.PyTreeNode):
         result: GenerateResult,
         appended: Sequence[Sequence[int]] | Prompts | None = None,
     ) -> Prompts:
-        """Return these prompts with what was generated after them: a call goes on from there.
+        """Return these prompts and the tokens that were generated after them, to continue in another call.
 
-        The call needs the seeds and the sampling of the first one. It draws what one long call would
+        That call needs the seeds and the sampling of the first one. It draws what one long call would
         draw next. Rows that a stop ended get no more tokens, unless something is appended to them.
 
         Args:
           result: of a call with these prompts, a row for each sample.
-          appended: ids that follow in each row, such as a tool's answer; a row's may be none. Inside of
+          appended: ids that follow in each row, such as a tool's answer; a row's may be empty. Inside of
             jit: `Prompts`, whose lengths may be 0.
 
         Raises:
@@ -158,8 +158,7 @@ class Prompts(struct.PyTreeNode):
             )
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((self, result, appended)))
         if not is_traced:
-            given = jax.tree.map(np.asarray, (self, result, appended))
-            longer = _after(np, *given)
+            longer = _after(np, *jax.tree.map(np.asarray, (self, result, appended)))
             width = width_bucket(int(longer.lengths.max()))
             longer = longer.widened(width, np)
             return jax.tree.map(jnp.asarray, longer)
@@ -169,7 +168,7 @@ class Prompts(struct.PyTreeNode):
         """Return them padded, or cut, to a width.
 
         Args:
-          xnp: numpy, where it is not to be done by the device.
+          xnp: `numpy` to compute on the host.
         """
 
         def of(x: Any) -> Any:
@@ -185,7 +184,7 @@ class Prompts(struct.PyTreeNode):
 def width_bucket(length: int) -> int:
     """Round a width of prompts up: to a power of two up to 128, and then as caches are.
 
-    So at most a quarter of a long cache is for padding.
+    At most a quarter of a long cache is padding.
     """
     return bucket(length, SMALLEST_PREFILL) if length <= 128 else cache_bucket(length)
 
@@ -213,7 +212,7 @@ def _on_host(rows: Sequence[Sequence[int]], width: int) -> Prompts:
 
 
 def _after(xnp: Any, prompts: Prompts, result: GenerateResult, appended: Prompts) -> Prompts:
-    """Return prompts, what was generated and what is appended, one after the other, with padding."""
+    """Return prompts, generated and appended tokens, one after the other, with padding."""
     index = np.repeat(np.arange(len(prompts.tokens)), len(result.tokens) // len(prompts.tokens))
     past, lengths = prompts.past, prompts.lengths[index]
     was_generated = xnp.zeros(prompts.tokens.shape, bool) if past is None else past.generated
@@ -245,7 +244,7 @@ def _after(xnp: Any, prompts: Prompts, result: GenerateResult, appended: Prompts
 
 
 class GenerateResult(struct.PyTreeNode):
-    """What was generated. R rows: the samples of prompt i are rows i * num_samples and following.
+    """Generated tokens of R rows. The samples of prompt i are rows i * num_samples and following.
 
     Everything past a row's length is 0. Rows that ended in an error count in no statistic.
     """
@@ -253,7 +252,7 @@ class GenerateResult(struct.PyTreeNode):
     tokens: Int[Array, "R M"]
     lengths: Int[Array, " R"]
     finish_reasons: Int[Array, " R"]  # a FinishReason
-    logprobs: Logprobs | None  # of each token, where the sampler keeps them
+    logprobs: Logprobs | None  # of each token, if the sampler keeps them
     num_steps: Int[Array, " R"]  # verify steps
     acceptance_lengths: Int[Array, "R M"]  # tokens that each of them committed, uncut
     depth: int = struct.field(pytree_node=False)  # most drafts that a step can accept
@@ -265,23 +264,23 @@ class GenerateResult(struct.PyTreeNode):
         return jnp.sum(lengths[:, :, None] > depths, axis=(0, 1)) / steps
 
     def acceptance_length(self) -> Float[Array, ""]:
-        """Return the mean tokens a verify step."""
+        """Return the mean number of tokens per verify step."""
         lengths, steps = self._counted()
         return jnp.sum(lengths) / steps
 
     def _counted(self) -> tuple[Int[Array, "R M"], Int[Array, ""]]:
         """Return the acceptance lengths of rows that did not fail, and their verify steps, at least 1."""
-        sound = self.finish_reasons != FinishReason.ERROR
-        steps = jnp.sum(jnp.where(sound, self.num_steps, 0))
-        return jnp.where(sound[:, None], self.acceptance_lengths, 0), jnp.maximum(steps, 1)
+        finite = self.finish_reasons != FinishReason.ERROR
+        steps = jnp.sum(jnp.where(finite, self.num_steps, 0))
+        return jnp.where(finite[:, None], self.acceptance_lengths, 0), jnp.maximum(steps, 1)
 
     def cut(
         self, lengths: Int[Array, " R"], stopped: Bool[Array, " R"] | None = None
     ) -> GenerateResult:
-        """End rows earlier, as by a stop.
+        """End rows earlier, as a stop does.
 
         Args:
-          stopped: which rows a stop ended, perhaps where they end anyway; None for those that are cut.
+          stopped: whether a stop ended each row, even at its own end; None: those that are cut.
         """
         kept = jnp.arange(self.tokens.shape[1], dtype=jnp.int32) < lengths[:, None]
 
@@ -302,8 +301,8 @@ class GenerateResult(struct.PyTreeNode):
 # --- sampling values ---------------------------------------------------------------------------------
 
 
-def sampling_values(spec: DecodeSpec, rows: int, values: Mapping[str, Any]) -> SamplingParams:
-    """Return values of sampling as programs of a spec take them: one for all rows, or one a row.
+def sampling_params(spec: DecodeSpec, rows: int, values: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling values as programs of a spec take them: one for all rows, or one a row.
 
     Args:
       values: by the name of a field of `Sampling`; biases are `bias_ids` and `bias_values`, [rows, N] each.
@@ -314,12 +313,12 @@ def sampling_values(spec: DecodeSpec, rows: int, values: Mapping[str, Any]) -> S
     """
     for name, value in values.items():
         _check_value(spec, name, value, rows)
-    given = [name for name in ("bias_ids", "bias_values") if name in values]
-    if len(given) == 1:
-        raise FieldError(given[0], "was given alone; give bias_ids and bias_values")
-    if given and np.shape(values["bias_ids"]) != np.shape(values["bias_values"]):
-        shapes = [np.shape(values[name]) for name in given]
-        raise FieldError(given[1], f"has shape {shapes[1]}, and bias_ids has {shapes[0]}")
+    biases = [name for name in ("bias_ids", "bias_values") if name in values]
+    if len(biases) == 1:
+        raise FieldError(biases[0], "was given alone; give bias_ids and bias_values")
+    if biases and np.shape(values["bias_ids"]) != np.shape(values["bias_values"]):
+        shapes = [np.shape(values[name]) for name in biases]
+        raise FieldError(biases[1], f"has shape {shapes[1]}, and bias_ids has {shapes[0]}")
     arrays = {name: jnp.asarray(value) for name, value in values.items()}
     if "bias_ids" in arrays:  # fewer than the spec allows: padded
         pad = [(0, 0), (0, spec.program_features.num_biases - arrays["bias_ids"].shape[1])]
@@ -329,22 +328,33 @@ def sampling_values(spec: DecodeSpec, rows: int, values: Mapping[str, Any]) -> S
 
 
 def same_for_all(spec: DecodeSpec, rows: int, sampling: Sampling) -> SamplingParams:
-    """Return what one record asks, for all rows.
+    """Return one record's sampling values for all rows.
 
     Raises:
-      FieldError: it asks for something that the spec was made without.
+      FieldError: the record needs a feature that the spec lacks.
     """
-    for name in ("logprobs", "top_logprobs"):
-        if getattr(sampling, name) > getattr(spec.program_features, name):
-            raise FieldError(
-                name, "is asked for, but the sampler was made without it in its program_features"
-            )
+    if error := spec.program_features.refusal(sampling, owner="sampler"):
+        raise error
     wanted = [name for name in VALUES if name not in PENALTIES or name in sampling.penalties]
     values: dict[str, Any] = {name: getattr(sampling, name) for name in wanted}
     if biases := sampling.logit_bias:
         values["bias_ids"] = np.tile(np.asarray([*biases], np.int32), (rows, 1))
         values["bias_values"] = np.tile(np.asarray([*biases.values()], np.float32), (rows, 1))
-    return sampling_values(spec, rows, values)
+    return sampling_params(spec, rows, values)
+
+
+def has_adjustments_of(spec: DecodeSpec, sampling: SamplingParams, rows: int | None = None) -> bool:
+    """Return whether sampling parameters have the penalties and biases of a spec.
+
+    Args:
+      rows: that the biases must have; None: any number.
+    """
+    features, adjustments = spec.program_features, sampling.adjustments
+    if adjustments is None:
+        return not (features.penalties or features.num_biases)
+    count, num_biases = adjustments.bias_ids.shape
+    has_any = bool(features.penalties or features.num_biases)
+    return has_any and num_biases == features.num_biases and rows in (None, count)
 
 
 def _check_value(spec: DecodeSpec, name: str, value: Any, rows: int) -> None:

@@ -1,8 +1,8 @@
-"""What a sampler does with prompts: pure functions from weights and prompts to results.
+"""A rollout: pure functions from weights and prompts to results.
 
-Read `generate`. Its parts are `read`, which reads every prompt once; `fork`, where the samples of a prompt part;
-and `result_of`. A `Plan` is all that is static. `refill` has fewer slots than rows, `arguments` makes what the
-functions are given, and `rollout_programs` compiles them.
+Read `generate`. Its parts are `prefill_heads`, which prefills every prompt once; `fork`, where the samples of a prompt
+part; and `result_of`. A `RolloutPlan` has all that is static. `refill` has fewer slots than rows, `arguments` makes
+the inputs of the functions, and `programs` compiles them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Past, Prompts
-from jaxspec.runtime.prefill import read_prompts
+from jaxspec.runtime.prefill import prefill_prompts
 from jaxspec.runtime.runtime import cache_length_for
 from jaxspec.sampling import SamplingParams
 from jaxspec.shapes import Array, Int, Params
@@ -29,8 +29,8 @@ from jaxspec.weights.sharding import varying_as
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All that is static about a sampler."""
+class RolloutPlan:
+    """The static part of a rollout."""
 
     spec: DecodeSpec
     max_new_tokens: int
@@ -38,20 +38,20 @@ class Plan:
     batch_size: int | None = None
 
     @property
-    def most_positions(self) -> int:
-        """Positions that the model has."""
+    def max_positions(self) -> int:
+        """Positions of the model."""
         return self.spec.target.config.max_positions
 
     def rows(self, prompts: Prompts) -> int:
-        """Return how many rows a call has: rows that go on are samples already."""
+        """Return the number of rows of a call. Prompts with a past are samples already."""
         return len(prompts.tokens) * (1 if prompts.past is not None else self.num_samples)
 
     def is_refilled(self, prompts: Prompts) -> bool:
-        """Tell whether a call has more rows than slots."""
+        """Return whether a call has more rows than slots."""
         return self.batch_size is not None and self.rows(prompts) > self.batch_size
 
     def slots(self, parts: int) -> tuple[int, int]:
-        """Return how many slots rows share, and how many of these are refilled at a time.
+        """Return the number of slots, and how many of them are refilled at a time.
 
         Args:
           parts: of a mesh's data axis; each has as many slots as the others.
@@ -63,21 +63,21 @@ class Plan:
         return each * parts, parts * (group if group <= 16 else group // 8 * 8)
 
     def cache_length(self, width: int) -> int:
-        """Return the length of caches for prompts of a width, in multiples of 8, as kernels want it.
+        """Return the length of caches for prompts of a width, in multiples of 8, as kernels need.
 
-        A row may be shorter than its padding, so that it fits where the width would not.
+        It never exceeds the model's positions, since a row may be shorter than its padding.
         """
-        positions = min(width + self.max_new_tokens, self.most_positions)
+        positions = min(width + self.max_new_tokens, self.max_positions)
         return cache_length_for(self.spec, positions, multiple=8)
 
 
-class Given(struct.PyTreeNode):
-    """What a call is given beside weights, in the one form that programs take.
+class RolloutInputs(struct.PyTreeNode):
+    """Inputs of a call beside weights, in the form that programs take.
 
     Attributes:
       seeds: uint32 or typed PRNG keys, one for all rows or one for each, see `row_keys`.
-      count: how many rows are no padding, where there are more than slots; None: every row has a slot.
-      starts: the state of a grammar that each row begins with, where there is one.
+      count: number of rows without padding, if there are more rows than slots; None: every row has a slot.
+      starts: the first grammar state of each row, if there is a grammar.
       grammar: of all rows.
     """
 
@@ -90,104 +90,104 @@ class Given(struct.PyTreeNode):
     starts: Int[Array, " R"] | None = None
     grammar: Automaton | None = None
 
-    def take(self, rows: Int[Array, " r"]) -> Given:
-        """Return what some rows are given, and the prompt of each. All rows have seeds of their own."""
+    def take(self, rows: Int[Array, " r"]) -> RolloutInputs:
+        """Return the inputs of some rows, with a prompt for each. Every row must have its own seed."""
         samples = len(self.max_new_tokens) // len(self.prompts.tokens)
         own = (self.sampling, self.seeds, self.max_new_tokens, self.stop_ids)
         prompts = self.prompts.take(rows // samples)
-        some = jax.tree.map(lambda x: x[rows], (*own, None, self.starts))
-        return Given(prompts, *some, grammar=self.grammar)
+        values = jax.tree.map(lambda x: x[rows], (*own, None, self.starts))
+        return RolloutInputs(prompts, *values, grammar=self.grammar)
 
 
 # --- functions ---------------------------------------------------------------------------------------
 
 
 def generate(
-    plan: Plan,
+    plan: RolloutPlan,
     mesh: Mesh | None,
     target_params: Params,
     drafter_params: Params | None,
-    given: Given,
+    inputs: RolloutInputs,
 ) -> GenerateResult:
-    """Generate rows: prefill, decode until all have finished, and say what came of it."""
-    state = prefill(plan, mesh, target_params, drafter_params, given)
+    """Generate rows: prefill, and decode until all have finished."""
+    state = prefill(plan, mesh, target_params, drafter_params, inputs)
     steps = jnp.int32(plan.max_new_tokens)
     state = decode.decode_loop(
-        plan.spec, target_params, drafter_params, state, steps, grammar=given.grammar
+        plan.spec, target_params, drafter_params, state, steps, grammar=inputs.grammar
     )
-    return result_of(plan, state, given.prompts.past)
+    return result_of(plan, state, inputs.prompts.past)
 
 
 def prefill(
-    plan: Plan,
+    plan: RolloutPlan,
     mesh: Mesh | None,
     target_params: Params,
     drafter_params: Params | None,
-    given: Given,
+    inputs: RolloutInputs,
 ) -> DecodeState:
-    """Read every prompt once, and let each sample choose its first token."""
-    b, rows = len(given.prompts.tokens), plan.rows(given.prompts)
-    given = dataclasses.replace(given, seeds=row_keys(given.seeds, rows))
-    state = read(plan, mesh, target_params, drafter_params, given)
+    """Prefill every prompt once, and choose the first token of each sample."""
+    b, rows = len(inputs.prompts.tokens), plan.rows(inputs.prompts)
+    inputs = dataclasses.replace(inputs, seeds=row_keys(inputs.seeds, rows))
+    state = prefill_heads(plan, mesh, target_params, drafter_params, inputs)
     index = None
     if rows > b:
         index = jnp.repeat(jnp.arange(b, dtype=jnp.int32), rows // b)
-        given = dataclasses.replace(given, prompts=given.prompts.take(index))
-    return fork(plan, target_params, drafter_params, state, given, index)
+        inputs = dataclasses.replace(inputs, prompts=inputs.prompts.take(index))
+    return fork(plan, target_params, drafter_params, state, inputs, index)
 
 
-def read(
-    plan: Plan,
+def prefill_heads(
+    plan: RolloutPlan,
     mesh: Mesh | None,
     target_params: Params,
     drafter_params: Params | None,
-    given: Given,
+    inputs: RolloutInputs,
 ) -> DecodeState:
-    """Read prompts but for their last tokens. The state has a slot for each prompt, and no row is active."""
-    prompts = given.prompts
-    empty = empty_state(plan, mesh, target_params, drafter_params, given, len(prompts.tokens))
+    """Prefill prompts without their last tokens. The state has a slot for each prompt, and no row is active."""
+    prompts = inputs.prompts
+    empty = empty_state(plan, mesh, target_params, drafter_params, inputs, len(prompts.tokens))
     tokens, head = prompts.tokens[:, :-1], prompts.lengths - 1
-    return read_prompts(plan.spec, target_params, drafter_params, empty, tokens, head)
+    return prefill_prompts(plan.spec, target_params, drafter_params, empty, tokens, head)
 
 
 def fork(
-    plan: Plan,
+    plan: RolloutPlan,
     target_params: Params,
     drafter_params: Params | None,
     state: DecodeState,
-    given: Given,
+    inputs: RolloutInputs,
     index: Int[Array, " R"] | None,
 ) -> DecodeState:
-    """Go on from prompts that are read: each row reads the last token and chooses the first new one.
+    """Prefill the last token of each row's prompt, and choose the first new one.
 
     Args:
-      given: a prompt and a key for each row.
-      index: the slot that each row's prompt was read in; None: row i's in slot i.
+      inputs: a prompt and a key for each row.
+      index: the slot in which each row's prompt was prefilled; None: row i's in slot i.
     """
-    prompts, rows = given.prompts, len(given.max_new_tokens)
+    prompts, rows = inputs.prompts, len(inputs.max_new_tokens)
     if index is not None:
         state = jax.tree.map(lambda x: x[index], state)
     state = dataclasses.replace(
         state,
-        sampling=given.sampling,
-        keys=given.seeds,
-        max_new_tokens=given.max_new_tokens,
-        stop_ids=given.stop_ids,
-        automaton=given.starts,
+        sampling=inputs.sampling,
+        keys=inputs.seeds,
+        max_new_tokens=inputs.max_new_tokens,
+        stop_ids=inputs.stop_ids,
+        automaton=inputs.starts,
     )
     goes_on = jnp.ones(rows, bool)
     if (past := prompts.past) is not None:
-        # The next draw has the number that it would have had in the call before.
+        # The next draw gets the number that it would get in one long call.
         state = dataclasses.replace(state, num_steps=past.steps - 1)
         goes_on = past.finished == FinishReason.UNFINISHED
         column = jnp.arange(prompts.tokens.shape[1], dtype=jnp.int32)
-        said = past.generated & (column < prompts.lengths[:, None])
+        generated = past.generated & (column < prompts.lengths[:, None])
         if state.counts is not None:
-            counts = state.counts.with_output(prompts.tokens, said)
+            counts = state.counts.with_output(prompts.tokens, generated)
             state = dataclasses.replace(state, counts=counts)
-        if given.grammar is not None:
-            assert given.starts is not None
-            at = state_after(given.grammar, given.starts, prompts.tokens, said)
+        if inputs.grammar is not None:
+            assert inputs.starts is not None
+            at = state_after(inputs.grammar, inputs.starts, prompts.tokens, generated)
             state = dataclasses.replace(state, automaton=at)
     head = prompts.lengths - 1
     last = PrefillChunk(
@@ -197,11 +197,11 @@ def fork(
         count=jnp.ones(rows, jnp.int32),
         is_last=goes_on,
     )
-    return decode.prefill(plan.spec, target_params, drafter_params, state, last, given.grammar)
+    return decode.prefill(plan.spec, target_params, drafter_params, state, last, inputs.grammar)
 
 
-def result_of(plan: Plan, state: DecodeState, past: Past | None) -> GenerateResult:
-    """Return what a state has generated, of rows with such a past."""
+def result_of(plan: RolloutPlan, state: DecodeState, past: Past | None) -> GenerateResult:
+    """Return the result of a state whose rows have this past."""
     m = plan.max_new_tokens
     reasons = jnp.where(state.stopped, jnp.int32(FinishReason.STOP), FinishReason.LENGTH)
     reasons = jnp.where(state.failed, FinishReason.ERROR, reasons)
@@ -226,33 +226,33 @@ def result_of(plan: Plan, state: DecodeState, past: Past | None) -> GenerateResu
 
 
 def empty_state(
-    plan: Plan,
+    plan: RolloutPlan,
     mesh: Mesh | None,
     target_params: Params,
     drafter_params: Params | None,
-    given: Given,
+    inputs: RolloutInputs,
     slots: int,
 ) -> DecodeState:
-    """Return slots that hold nothing, for rows of what is given."""
+    """Return a state of empty slots for these inputs."""
     state = states.init_state(
         plan.spec,
         slots,
-        cache_length=plan.cache_length(given.prompts.tokens.shape[1]),
-        num_stop_ids=given.stop_ids.shape[1],
+        cache_length=plan.cache_length(inputs.prompts.tokens.shape[1]),
+        num_stop_ids=inputs.stop_ids.shape[1],
         cache_dtype=plan.spec.target.cache_dtype,
         mesh=mesh,
     )
-    if given.grammar is not None:
+    if inputs.grammar is not None:
         state = dataclasses.replace(state, automaton=jnp.full_like(state.lengths, FREE))
-    return varying_as(state, target_params, drafter_params, given)
+    return varying_as(state, target_params, drafter_params, inputs)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def row_keys(seeds: Array, rows: int) -> Array:
-    """Return the key of each row: of its own seed, or of its number under one seed for all.
+    """Return the key of each row, from its own seed, or from its number and one seed for all.
 
-    A program of its own, so that the large ones need not be compiled for each kind of seeds. Keys of rows
-    are returned as they are.
+    It is a separate program, so that the large ones are not compiled for each kind of seeds. Keys of rows
+    are returned unchanged.
     """
     is_key = jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key)
     if seeds.ndim:

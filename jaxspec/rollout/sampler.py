@@ -1,17 +1,16 @@
-"""The sampler: decoding as a function, params and prompts in, arrays out, for programs that train or evaluate.
+"""The sampler: decoding as a function of params and prompts, for programs that train or evaluate.
 
     pair = jaxspec.load()
     sampler = jaxspec.Sampler(pair, max_new_tokens=64)
     result = sampler(pair.target.params, pair.drafter.params, [[2, 17, 5]], Sampling(temperature=1.0), seeds=0)
 
-A `Sampler` holds what is static: both model definitions, the number of new tokens, what sampling may do. Weights,
-prompts, sampling values and seeds are arguments: new values compile nothing. Inside a jitted function of
-your own the same call traces the same program. Stop texts and streaming need the host and are refused there.
+A `Sampler` has the static part: model definitions, the number of new tokens, program features. Weights, prompts,
+sampling values and seeds are arguments: new values compile nothing. Inside a jitted function of your own the same
+call traces the same program. Stop texts and streaming need the host and are refused there.
 
-Every prompt is read once, up to its last token; then the state is repeated for each of its samples, and
-each sample reads the last token and goes its own way. With `batch_size` rows take turns in few slots, all
-inside the program; `refill` says how. `engine.Engine` is the other way to decode: requests of many kinds, which
-come at any time.
+Every prompt is prefilled once, up to its last token. Then the state is repeated for each sample, and each sample
+prefills the last token and goes its own way. With `batch_size` rows take turns in fewer slots, all inside the program,
+see `refill`. `engine.Engine` is for requests of many kinds that come at any time.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxspec.engine.request import kept
+from jaxspec.engine.request import num_kept_tokens
 from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling, at_least
-from jaxspec.rollout.arguments import is_inside_jit, is_traced, padded, read, token_ids
-from jaxspec.rollout.batch import GenerateResult, Prompts, sampling_values
-from jaxspec.rollout.programs import first_rows, inside, look, on, programs_of, retire
-from jaxspec.rollout.rollout import Given, Plan, row_keys
+from jaxspec.rollout.arguments import is_inside_jit, is_traced, make_inputs, pad_inputs, token_ids
+from jaxspec.rollout.batch import GenerateResult, Prompts, sampling_params
+from jaxspec.rollout.programs import first_rows, inside, on, programs_of, result_of, retire
+from jaxspec.rollout.rollout import RolloutInputs, RolloutPlan, row_keys
 from jaxspec.runtime import memory
 from jaxspec.runtime.runtime import make_spec
 from jaxspec.sampling import SamplingParams
@@ -47,28 +46,28 @@ from jaxspec.weights.trees import KnownParams, accept_params
 
 T = TypeVar("T")
 Models = Iterable[Any]
-"""A target and its drafter or None: what a `Pair` unpacks to."""
+"""A target and its drafter or None, as a `Pair` unpacks."""
 
 StopAt = Callable[[Sequence[int]], int | None]
-"""Given a row's tokens so far: how many of them to keep, which ends the row, or None to go on."""
+"""Function of a row's tokens so far. It returns how many to keep, which ends the row, or None to go on."""
 
 
 class Sampler:
     """Generates from a target and at most one drafter.
 
     Args:
-      target: a pair, as `load` returns it. Or a loaded model, or its definition alone; a model definition suppresses nothing
-        and has no stop ids but those given.
-      drafter: likewise; None decodes plainly. A pair brings its own.
-      max_new_tokens: most tokens a row; a call may set less for each row.
+      target: a pair, as `load` returns it. Or a loaded model, or its definition alone, which suppresses
+        nothing and has no stop ids of its own.
+      drafter: likewise; None decodes without drafts. A pair brings its own.
+      max_new_tokens: most tokens of a row; a call may set less for each row.
       num_samples: samples of each prompt.
-      batch_size: rows that decode at a time. A call with more of them begins the next ones where others are
-        over, see `refill`. None: a call decodes all of its rows at a time.
+      batch_size: slots. A call with more rows starts the next ones as others finish, see `refill`. None:
+        every row has a slot.
       stop_ids: generation ends with (and keeps) the first of these; None for the checkpoint's own.
-      drafting: how to draft and to judge drafts.
-      program_features: what rows may ask for beyond the least, such as penalties and log-probabilities.
-      dtype: "float32" or "bfloat16" to decode in, whatever the dtype of the params: each call casts them
-        first, and holds the copy while it runs. None: params must have the dtype of the models.
+      drafting: how to draft and to verify drafts.
+      program_features: what rows may ask for, such as penalties and log-probabilities.
+      dtype: "float32" or "bfloat16" to decode in. Each call casts the params first, and holds the copy
+        while it runs. None: params must have the dtype of the models.
 
     Raises:
       ConfigError: the drafter does not fit the target.
@@ -106,12 +105,12 @@ class Sampler:
                 raise ValueError("the pair has its own drafter; give pair.target to use another")
             target, drafter = cast(tuple[LoadedModel, LoadedModel | None], tuple(target))
         spec = make_spec(target, drafter, drafting, program_features).of_dtype(dtype)
-        self.plan = Plan(spec, max_new_tokens, num_samples, batch_size)
+        self.plan = RolloutPlan(spec, max_new_tokens, num_samples, batch_size)
         self.dtype = dtype
-        if max_new_tokens >= (most := self.plan.most_positions):
+        if max_new_tokens >= (limit := self.plan.max_positions):
             raise FieldError(
                 "max_new_tokens",
-                f"is {max_new_tokens}; the model has {most} positions, prompt included",
+                f"is {max_new_tokens}; the model has {limit} positions, prompt included",
             )
         if stop_ids is None:
             generation = target.generation if isinstance(target, LoadedModel) else None
@@ -119,11 +118,11 @@ class Sampler:
         self.stop_ids = token_ids("stop_ids", stop_ids, spec.target.config.vocab_size)
         self._programs = programs_of(self.plan)
         self._known = KnownParams()
-        self._fitting: set[Any] = set()  # shapes of prompts for which there is memory
+        self._fitting: set[Any] = set()  # shapes of prompts that fit into memory
 
     @property
     def spec(self) -> DecodeSpec:
-        """What is decoded, and how."""
+        """The spec of its programs."""
         return self.plan.spec
 
     @property
@@ -138,7 +137,7 @@ class Sampler:
 
     @property
     def num_compilations(self) -> int:
-        """How many programs calls have compiled: one for each bucket of rows and of widths of prompts.
+        """Number of programs that calls have compiled, one for each bucket of rows and of prompt widths.
 
         Samplers of the same models and options share their programs, and this number.
         """
@@ -153,10 +152,10 @@ class Sampler:
             each, padded with id -1. A bias of -inf bans.
 
         Raises:
-          ValueError: a value is out of range, has another number of rows, or is of something that this
-            sampler was made without.
+          ValueError: a value is out of range, has another number of rows, or needs a feature that this
+            sampler lacks.
         """
-        return sampling_values(self.spec, rows, values)
+        return sampling_params(self.spec, rows, values)
 
     def __call__(
         self,
@@ -174,34 +173,33 @@ class Sampler:
         """Generate R = B * num_samples rows.
 
         Args:
-          target_params, drafter_params: what `load` or a training step returns, as `trees.flat_params` takes
-            it; never changed.
-          prompts: padded ids and their lengths; an array whose rows are all prompt; or, outside of jit,
-            sequences of ids.
-          sampling: what all rows ask; or values of R rows, see `sampling`. None is greedy.
+          target_params, drafter_params: from `load` or a training step, as `trees.flat_params` takes them.
+            They are not donated.
+          prompts: padded ids and their lengths; an array without padding; or, outside of jit, sequences
+            of ids.
+          sampling: of all rows; or parameters of R rows, see `sampling`. None is greedy.
           seeds: one integer from 0 to 2**32 - 1 or typed key, or R of them. With one for all, row i has
             the key `fold_in(key(seed), i)`, as request i of an engine has. A row draws by its key alone.
           max_new_tokens: of each row, instead of the sampler's.
           stop_ids: [R, I] instead of the sampler's, padded with -1.
-          stop_at: one for all rows or one a row, for stop texts: `tokenizer.stop_at_text` makes one. It
-            needs the host, which looks every 16 steps.
-          grammar: what replies have to be, as tables of `grammars.tables.automaton`: one for all prompts, or one
-            for each. Its stop ids end rows too. Rows are those of the masked target. A `Grammar` is refused: it needs
-            the host.
+          stop_at: one for all rows or one a row, for stop texts: `tokenizer.stop_at_text` makes one. The
+            host calls it every 16 steps.
+          grammar: form of the replies, as tables of `grammars.tables.automaton`, one for all prompts or one
+            for each. Its stop ids end rows too. A `Grammar` is refused: it needs the host.
 
         Raises:
           ValueError: params, prompts, sampling or seeds do not fit; every difference in params is named.
         """
         target_params, drafter_params = self._accept(target_params, drafter_params)
-        asked = (prompts, sampling, seeds, max_new_tokens, stop_ids, grammar)
-        if is_traced((target_params, drafter_params, *asked)) or is_inside_jit():
+        arguments = (prompts, sampling, seeds, max_new_tokens, stop_ids, grammar)
+        if is_traced((target_params, drafter_params, *arguments)) or is_inside_jit():
             if stop_at is not None:
                 raise ValueError(
                     "stop_at needs the host; inside jit use stop_ids, or cut the result"
                 )
             self._check_drafter(drafter_params)
-            given = read(self.plan, *asked, default_stop_ids=self.stop_ids)
-            return inside(self.plan, target_params, drafter_params, given)
+            inputs = make_inputs(self.plan, *arguments, default_stop_ids=self.stop_ids)
+            return inside(self.plan, target_params, drafter_params, inputs)
         if stop_at is not None:
             *_, result = self.stream(
                 target_params,
@@ -215,8 +213,8 @@ class Sampler:
                 grammar=grammar,
             )
             return result
-        mesh, weights, given, rows = self._ready(target_params, drafter_params, asked)
-        result = self._run("generate", mesh, weights, given)
+        mesh, weights, inputs, rows = self._ready(target_params, drafter_params, arguments)
+        result = self._run("generate", mesh, weights, inputs)
         with on(mesh):
             return _without_padding(result, rows)
 
@@ -234,19 +232,19 @@ class Sampler:
         grammar: Automaton | Grammar | None = None,
         steps_per_return: int = 16,
     ) -> Iterator[GenerateResult]:
-        """Yield all that was generated so far, every `steps_per_return` verify steps; the last is whole.
+        """Yield the result so far every `steps_per_return` verify steps, and the whole result last.
 
         Raises:
           ValueError: as in a call; or this is inside of jit.
         """
         target_params, drafter_params = self._accept(target_params, drafter_params)
-        asked = (prompts, sampling, seeds, max_new_tokens, stop_ids, grammar)
-        if is_traced((target_params, drafter_params, *asked)) or is_inside_jit():
+        arguments = (prompts, sampling, seeds, max_new_tokens, stop_ids, grammar)
+        if is_traced((target_params, drafter_params, *arguments)) or is_inside_jit():
             raise ValueError("streaming needs the host; inside jit call the sampler itself")
         if steps_per_return < 1:
             raise ValueError(f"steps_per_return is {steps_per_return}; it must be 1 or more")
-        mesh, weights, given, rows = self._ready(target_params, drafter_params, asked)
-        if given.count is not None:
+        mesh, weights, inputs, rows = self._ready(target_params, drafter_params, arguments)
+        if inputs.count is not None:
             raise FieldError(
                 "batch_size",
                 f"is {self.plan.batch_size}, and the call has {rows} rows: a stream, or stop_at, has all of its "
@@ -257,20 +255,20 @@ class Sampler:
             raise ValueError(
                 f"stop_at has {len(stops)} entries; expected one for each of {rows} rows"
             )
-        stops += [None] * (len(given.max_new_tokens) - rows)  # rows of padding
+        stops += [None] * (len(inputs.max_new_tokens) - rows)  # rows of padding
         lengths = np.full(len(stops), self.max_new_tokens, np.int32)  # where the host ended rows
         ended = np.zeros(len(stops), bool)
-        state = self._run("prefill", mesh, weights, given)
+        state = self._run("prefill", mesh, weights, inputs)
         steps = _placed(np.int32(steps_per_return), mesh)
         while True:
             with on(mesh):
-                result = look(self.plan, state, given.prompts.past)
+                result = result_of(self.plan, state, inputs.prompts.past)
             active, tokens, counts = fetch((state.active, result.tokens, result.lengths))
             if any(stops):
                 for row, stop in enumerate(stops):
                     if stop is None or ended[row]:
                         continue
-                    keep = kept(stop(tokens[row, : counts[row]].tolist()))
+                    keep = num_kept_tokens(stop(tokens[row, : counts[row]].tolist()))
                     if keep is not None:
                         lengths[row], ended[row] = min(keep, counts[row]), True
                 with on(mesh):
@@ -282,47 +280,47 @@ class Sampler:
             yield result
             if not (active & ~ended).any():
                 return
-            state = self._run("advance", mesh, weights, state, steps, given.grammar)
+            state = self._run("advance", mesh, weights, state, steps, inputs.grammar)
 
     def _accept(self, target_params: Any, drafter_params: Any) -> tuple[Any, Any]:
-        """Return weights as programs take them: flat, and in the sampler's dtype if it has one."""
+        """Return flat weights, in the sampler's dtype if it has one."""
         accept = functools.partial(accept_params, cast=self.dtype is not None)
         return accept(self.spec.target, target_params), accept(self.spec.drafter, drafter_params)
 
     def _ready(
-        self, target_params: Params, drafter_params: Params | None, asked: tuple[Any, ...]
-    ) -> tuple[Mesh, tuple[Params, Params | None], Given, int]:
-        """Check a call, and return where it runs, weights and arguments there, and how many rows it has.
+        self, target_params: Params, drafter_params: Params | None, arguments: tuple[Any, ...]
+    ) -> tuple[Mesh, tuple[Params, Params | None], RolloutInputs, int]:
+        """Check a call, and return its mesh, the weights and inputs there, and the number of rows.
 
-        The arguments have rows of padding besides.
+        The inputs have rows of padding besides.
         """
-        given = read(self.plan, *asked, default_stop_ids=self.stop_ids)
+        inputs = make_inputs(self.plan, *arguments, default_stop_ids=self.stop_ids)
         mesh, weights = self._check(target_params, drafter_params)
-        rows = self.plan.rows(given.prompts)
-        given = padded(self.plan, given, mesh)
-        b, t = given.prompts.tokens.shape
+        rows = self.plan.rows(inputs.prompts)
+        inputs = pad_inputs(self.plan, inputs, mesh)
+        b, t = inputs.prompts.tokens.shape
         if (shape := (b, t, mesh)) not in self._fitting:
-            slots = self.plan.rows(given.prompts)
-            if given.count is not None:
+            slots = self.plan.rows(inputs.prompts)
+            if inputs.count is not None:
                 slots, _ = self.plan.slots(mesh.shape["data"])
             memory.check_fits(self.spec, slots, self.plan.cache_length(t), mesh)
             self._fitting.add(shape)
-        everywhere = _whole_on(given.grammar, mesh)
-        given = _placed(dataclasses.replace(given, grammar=None), mesh)
-        given = dataclasses.replace(given, grammar=everywhere)
+        everywhere = _whole_on(inputs.grammar, mesh)
+        inputs = _placed(dataclasses.replace(inputs, grammar=None), mesh)
+        inputs = dataclasses.replace(inputs, grammar=everywhere)
         with on(mesh):
-            keys = row_keys(given.seeds, self.plan.rows(given.prompts))
-            if mesh.size > 1:  # in one place, whichever seeds they were made of
+            keys = row_keys(inputs.seeds, self.plan.rows(inputs.prompts))
+            if mesh.size > 1:  # the same sharding for all kinds of seeds
                 keys = place(keys, NamedSharding(mesh, partition(("batch",), keys.shape, mesh)))
-        return mesh, weights, dataclasses.replace(given, seeds=keys), rows
+        return mesh, weights, dataclasses.replace(inputs, seeds=keys), rows
 
     def _run(
-        self, name: str, mesh: Mesh, weights: tuple[Params, Params | None], *given: Any
+        self, name: str, mesh: Mesh, weights: tuple[Params, Params | None], *inputs: Any
     ) -> Any:
         """Call a program."""
-        program = self._programs.get(name, mesh, weights, *given)
+        program = self._programs.get(name, mesh, weights, *inputs)
         try:
-            return program(*weights, *given)
+            return program(*weights, *inputs)
         except TypeError:
             # Weights of other shapes than the program's. `_check` looks at shapes only in the first call.
             self.spec.bind(*weights)
@@ -331,21 +329,21 @@ class Sampler:
     def _check(
         self, target_params: Params, drafter_params: Params | None
     ) -> tuple[Mesh, tuple[Params, Params | None]]:
-        """Refuse params that do not fit; return the mesh that they are on, and the params on that mesh."""
-        some = dict(target=self._known.check("target", self.spec.target, target_params))
+        """Refuse params that do not fit; return their mesh, and the params on that mesh."""
+        models = dict(target=self._known.check("target", self.spec.target, target_params))
         self._check_drafter(drafter_params)
         if self.spec.drafter is not None:
-            some["drafter"] = self._known.check("drafter", self.spec.drafter, drafter_params)
-        mesh = mesh_of(**some)
-        if any(on_decoding_mesh(params) is not params for params in some.values()):
+            models["drafter"] = self._known.check("drafter", self.spec.drafter, drafter_params)
+        mesh = mesh_of(**models)
+        if any(on_decoding_mesh(params) is not params for params in models.values()):
             target_params = on_decoding_mesh(target_params)
             drafter_params = None if drafter_params is None else on_decoding_mesh(drafter_params)
         return mesh, (target_params, drafter_params)
 
     def _check_drafter(self, drafter_params: Params | None) -> None:
         if (self.spec.drafter is None) != (drafter_params is None):
-            has, given = ("no", "were") if self.spec.drafter is None else ("a", "were not")
-            raise ValueError(f"drafter_params {given} given, but this sampler has {has} drafter")
+            has, were = ("no", "were") if self.spec.drafter is None else ("a", "were not")
+            raise ValueError(f"drafter_params {were} given, but this sampler has {has} drafter")
 
 
 def _without_padding(result: GenerateResult, rows: int) -> GenerateResult:
@@ -353,12 +351,12 @@ def _without_padding(result: GenerateResult, rows: int) -> GenerateResult:
 
 
 def _whole_on(grammar: Automaton | None, mesh: Mesh) -> Automaton | None:
-    """Put tables onto every device of a mesh. They are no rows."""
+    """Replicate tables on all devices of a mesh."""
     if grammar is None or mesh.size == 1:
         return grammar
     return jax.tree.map(lambda x: place(x, NamedSharding(mesh, PartitionSpec())), grammar)
 
 
 def _placed(tree: T, mesh: Mesh) -> T:
-    """Put what the host knows about rows onto the mesh. Programs of one device take it as it is."""
+    """Put values of rows onto the mesh. Programs of one device take them as they are."""
     return tree if mesh.size == 1 else place_rows(tree, mesh)

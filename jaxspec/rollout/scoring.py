@@ -1,11 +1,11 @@
-"""Log-probabilities of given tokens, with gradients: what a trainer computes of a sampler's rollouts.
+"""Log-probabilities of tokens, with gradients, for training on a sampler's rollouts.
 
     result = sampler(params, drafter_params, prompts, sampling, seeds)
     logprobs = jaxspec.score(sampler, params, (prompts, result), sampling)
     ratio = jnp.exp(logprobs.sampled - result.logprobs.sampled)    # 1, until params change
 
-Read `score`, then `Sequences`. The target reads each text once, without caches. Logits are made, shaped and
-forgotten a chunk at a time. `sampling` shapes them, as it does for the sampler.
+Read `score`, then `Sequences`. One pass of the target computes the hidden states of all texts, without caches. Logits
+are computed and adjusted a chunk at a time, as the sampler adjusts them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from jax.typing import ArrayLike
 from jaxspec.models.target import Placement, Target
 from jaxspec.options import ProgramFeatures, Sampling
 from jaxspec.rollout.arguments import is_traced
-from jaxspec.rollout.batch import GenerateResult, Prompts, check_ids, same_for_all
+from jaxspec.rollout.batch import (
+    GenerateResult,
+    Prompts,
+    check_ids,
+    has_adjustments_of,
+    same_for_all,
+)
 from jaxspec.rollout.sampler import Models, Sampler
 from jaxspec.runtime.runtime import make_spec
 from jaxspec.sampling import Logprobs, SamplingParams, TokenCounts, adjust, logprobs_of
@@ -46,10 +52,9 @@ class Sequences(struct.PyTreeNode):
     Attributes:
       tokens: padded with anything.
       positions: of each token in its own text.
-      texts: which text a token belongs to; -1 is padding. The tokens of a text stand together.
-      generated: whether a token was generated. Others are given: a prompt, say, or what a tool said.
-      places: where in its row each scored token stands; T or more is none. None scores in place:
-        then M is T.
+      texts: the text of each token; -1 is padding. The tokens of a text are adjacent.
+      generated: whether a token was generated. Others belong to a prompt or a tool's answer.
+      places: the column of each scored token; T or more is none. None scores every column, and M is T.
       packed: whether a row may have several texts.
     """
 
@@ -67,7 +72,7 @@ class Sequences(struct.PyTreeNode):
         prompt_lengths: ArrayLike | Sequence[int],
         lengths: ArrayLike | Sequence[int],
     ) -> Sequences:
-        """Return texts that begin at the left of their rows. Scores have the shape of `tokens`.
+        """Return texts that begin in the first column of their rows. Scores have the shape of `tokens`.
 
         Args:
           tokens: [R, T] ids.
@@ -75,7 +80,7 @@ class Sequences(struct.PyTreeNode):
           lengths: [R], prompt included; what follows is padding.
 
         Raises:
-          ValueError: shapes do not fit together, or a number is no whole one.
+          ValueError: shapes do not fit together, or a number is not whole.
         """
         tokens = _whole("tokens", tokens, 2)
         rows, width = tokens.shape
@@ -104,7 +109,7 @@ class Sequences(struct.PyTreeNode):
     def of(
         cls, prompts: Prompts | ArrayLike | Sequence[Sequence[int]], result: GenerateResult
     ) -> Sequences:
-        """Return what a sampler generated, behind its prompts. Scores have the shape of `result.tokens`.
+        """Return prompts and the tokens that a sampler generated. Scores have the shape of `result.tokens`.
 
         Raises:
           ValueError: the rows of the result are not samples of so many prompts.
@@ -142,21 +147,21 @@ class Sequences(struct.PyTreeNode):
         *,
         rows: int | None = None,
     ) -> Sequences:
-        """Return texts put side by side into rows, each in the first row that has room for it.
+        """Return texts side by side in rows, each in the first row with enough free columns.
 
         Scores have the shape of the rows: those of text i are `scores[sequences.texts == i]`, with 0 for
         its prompt.
 
         Args:
-          texts: ids of prompt and of what was generated, for each.
+          texts: ids of the prompt and of the generated tokens, for each.
           width: of the rows.
-          rows: how many rows, so that batches share a program; None for as many as are needed.
+          rows: number of rows, so that batches share a program; None for as many as are needed.
 
         Raises:
-          ValueError: a text is wider than a row, has no prompt, or finds no room.
+          ValueError: a text is wider than a row, has no prompt, or no row has enough free columns.
         """
-        free: list[int] = []  # places left in each row
-        where: list[tuple[int, int]] = []
+        free: list[int] = []  # columns of each row
+        starts: list[tuple[int, int]] = []
         for i, (prompt, new) in enumerate(texts):
             check_ids(f"text {i}", [*prompt, *new])
             size = len(prompt) + len(new)
@@ -168,14 +173,14 @@ class Sequences(struct.PyTreeNode):
             row = next((r for r, left in enumerate(free) if left >= size), len(free))
             if row == len(free):
                 free.append(width)
-            where.append((row, width - free[row]))
+            starts.append((row, width - free[row]))
             free[row] -= size
         if rows is not None and len(free) > rows:
             raise ValueError(f"the texts need {len(free)} rows of width {width}; rows is {rows}")
         shape = (len(free) if rows is None else rows, width)
         tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         owner, generated = np.full(shape, -1, np.int32), np.zeros(shape, bool)
-        for i, ((prompt, new), (row, begin)) in enumerate(zip(texts, where, strict=True)):
+        for i, ((prompt, new), (row, begin)) in enumerate(zip(texts, starts, strict=True)):
             size = len(prompt) + len(new)
             at = (row, slice(begin, begin + size))
             tokens[at], positions[at], owner[at] = [*prompt, *new], np.arange(size), i
@@ -194,30 +199,30 @@ def score(
     remat: bool = True,
     chunk: int | None = CHUNK,
 ) -> Logprobs:
-    """Return the log-probability of each generated token: under the target, and under what it was sampled from.
+    """Return the log-probability of each generated token under the target, and under the sampled distribution.
 
-    Both have gradients in `params`. Filters count as constant masks. It runs inside a jitted function of
-    yours too, and compiles once for each shape.
+    Both have gradients in `params`. Filters count as constant masks. The function runs inside a jitted
+    function of yours too, and compiles once for each shape.
 
     Args:
-      model: the sampler that generated, for the same suppressed tokens and program_features. Or a pair, a loaded
-        target, or a model_def, which suppresses nothing.
+      model: the sampler that generated the tokens, for its suppressed tokens and features. Or a pair, a
+        loaded target, or a model definition, which suppresses nothing.
       params: the target's, as `trees.flat_params` takes them.
-      sequences: what to score; or the prompts and the result of a sampler's call.
-      sampling: what all texts asked; or values of one row for each text, as `Sampler.sampling` returns
+      sequences: the texts; or the prompts and the result of a sampler's call.
+      sampling: of all texts; or parameters of one row for each text, as `Sampler.sampling` returns
         them. None is greedy.
-      program_features: of a model that is no sampler; None for what `sampling` needs. A `logits_fn` stands here.
+      program_features: of a model that is not a sampler, such as a `logits_fn`; None for what `sampling` needs.
       dtype: "float32" or "bfloat16" to compute in. Params are cast to it, and gradients come in the
         params' own. None is the sampler's `dtype`; without one, params must have the model's dtype.
-      remat: whether a backward pass computes each layer again. That is a third more work, and the memory
-        of one layer instead of all.
+      remat: whether the backward pass computes each layer again, for a third more work and the memory of
+        one layer.
       chunk: tokens whose logits are in memory at once; None for all.
 
     Returns:
-      `target` and `sampled`, in the shape that the maker of `sequences` names, 0 where nothing is scored.
-      With `top_logprobs` in `program_features`, `top_ids` and `top_values` have the target's best tokens in each place.
-      `sampled` is 0 for greedy texts, as in a sampler's result. A token that the filters leave out has -inf.
-      In float32 a trained model's differ from the sampler's own by up to 3e-5, by rounding in the logits.
+      `target` and `sampled`, in the shape that the method of `Sequences` states, 0 where nothing is scored.
+      With `top_logprobs` in `program_features`, `top_ids` and `top_values` have the target's best tokens at each position.
+      `sampled` is 0 for greedy texts, as in a sampler's result. A token that the filters exclude has -inf.
+      In float32 they differ from those of the sampler by up to 3e-5 for a trained model, by rounding in the logits.
 
     Raises:
       ValueError: params, sequences or sampling do not fit each other.
@@ -228,8 +233,8 @@ def score(
     if not isinstance(sequences, Sequences):
         sequences = Sequences.of(*sequences)
     rows, width = sequences.tokens.shape
-    if width > (most := spec.target.config.max_positions) and not sequences.packed:
-        raise ValueError(f"sequences are {width} tokens wide; the model has {most} positions")
+    if width > (limit := spec.target.config.max_positions) and not sequences.packed:
+        raise ValueError(f"sequences are {width} tokens wide; the model has {limit} positions")
     if sampling is None or isinstance(sampling, Sampling):
         sampling = same_for_all(spec, 1, sampling or Sampling())
     elif not sequences.packed and sampling.temperature.shape != (rows,):
@@ -245,7 +250,7 @@ def score(
 
 
 def _spec_of(model: Any, sampling: Any, program_features: ProgramFeatures | None) -> DecodeSpec:
-    """Return what shapes the logits: the sampler's own spec, or one that was made for these values."""
+    """Return the sampler's own spec, or one for these sampling values."""
     if isinstance(model, Sampler):
         if program_features is not None:
             raise ValueError("a sampler has its own program_features; leave program_features out")
@@ -261,12 +266,8 @@ def _spec_of(model: Any, sampling: Any, program_features: ProgramFeatures | None
 
 
 def _check_values(spec: DecodeSpec, sequences: Sequences, sampling: SamplingParams) -> None:
-    """Refuse ids and texts out of range, where they are known, and sampling for other program_features."""
-    adjusts, program_features = sampling.adjustments, spec.program_features
-    wanted = bool(program_features.penalties or program_features.num_biases)
-    if (adjusts is not None) != wanted or (
-        adjusts is not None and adjusts.bias_ids.shape[1] != program_features.num_biases
-    ):
+    """Refuse ids and texts out of range, if their values are known, and sampling for other features."""
+    if not has_adjustments_of(spec, sampling):
         raise ValueError(
             "sampling was made for other program_features: penalties or num_biases differ; make it with the "
             "`sampling` of the sampler that is scored"
@@ -307,7 +308,7 @@ def _score(
     # A row's padding may hold anything: an id that the embedding lacks would give NaN.
     tokens = jnp.where(sequences.texts >= 0, sequences.tokens, 0)
     sequences = sequences.replace(tokens=tokens)
-    hidden = _read(target, sequences, remat)
+    hidden = _hidden_states(target, sequences, remat)
     if (places := sequences.places) is None:
         places = jnp.broadcast_to(jnp.arange(width), (rows, width))
         places = jnp.where(sequences.generated, places, width)
@@ -327,8 +328,8 @@ def _score(
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1, *x.shape[3:])[:, :count], done)
 
 
-def _read(target: Target, sequences: Sequences, remat: bool) -> Float[Array, "R T D"]:
-    """Return the hidden states of whole rows, after the final norm; no text sees another."""
+def _hidden_states(target: Target, sequences: Sequences, remat: bool) -> Float[Array, "R T D"]:
+    """Return the hidden states of whole rows, after the final norm. No text attends to another."""
     rows, width = sequences.tokens.shape
     texts = sequences.texts
     where = Placement(
@@ -350,7 +351,7 @@ def _score_places(
     sampling: SamplingParams,
     places: Int[Array, "R C"],
 ) -> Logprobs:
-    """Score the tokens at some places of each row. Each becomes a row of its own, with its text's values."""
+    """Score the tokens in some columns of each row. Each becomes a row of its own, with its text's sampling."""
     width = sequences.tokens.shape[1]
     known = places < width
     at = jnp.minimum(places, width - 1)
@@ -358,7 +359,7 @@ def _score_places(
     def of(x: Array, at: Array = at) -> Array:
         return jnp.take_along_axis(x, at, axis=1).reshape(-1)
 
-    before = jnp.maximum(at - 1, 0)  # whose logits choose the token
+    before = jnp.maximum(at - 1, 0)  # its logits choose the token
     logits = target.logits(jnp.take_along_axis(hidden, before[:, :, None], axis=1))
     logits = logits.reshape(-1, 1, logits.shape[-1])
     tokens, text = of(sequences.tokens), of(sequences.texts)
@@ -377,17 +378,17 @@ def _score_places(
         program_features=spec.program_features,
     )
     top = spec.program_features.top_logprobs
-    found = logprobs_of(tokens[:, None], logits, adjusted, sampling, top=top)
+    logprobs = logprobs_of(tokens[:, None], logits, adjusted, sampling, top=top)
 
     def masked(x: Array) -> Array:
         x = x.reshape(*known.shape, *x.shape[2:])
         return jnp.where(known.reshape(known.shape + (1,) * (x.ndim - 2)), x, jnp.zeros_like(x))
 
-    return jax.tree.map(masked, found)
+    return jax.tree.map(masked, logprobs)
 
 
 def _counts(spec: DecodeSpec, sequences: Sequences, at: Int[Array, "R C"]) -> TokenCounts:
-    """Return what penalties count for each place: the tokens of its text before it."""
+    """Return the counts of penalties for each column: the tokens of its text before it."""
     width, vocab = sequences.tokens.shape[1], spec.target.config.vocab_size
     text = jnp.take_along_axis(sequences.texts, at, axis=1)
     seen = sequences.texts[:, None] == text[:, :, None]

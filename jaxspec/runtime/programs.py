@@ -1,6 +1,6 @@
 """Compiled programs, each for arguments of certain shapes, kept to be used again.
 
-Read `Programs.get`. Which programs there are is `runtime`'s and `prefixes.pool`'s business.
+Read `Programs.get`. `runtime` and the pool of the prefix cache have the programs' functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxspec import state as states
 from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS
-from jaxspec.runtime.step_output import Most, Packed, pack
+from jaxspec.runtime.step_output import OutputSizes, PackedOutput, pack
 from jaxspec.state import DecodeSpec, DecodeState
 
 jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
@@ -25,34 +25,34 @@ jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
 
 def options_of_loops(mesh: Mesh) -> dict[str, Any]:
-    """Return the options that a loop of steps is compiled with. Several devices talk between kernels of a step."""
+    """Return the options that compile a loop of steps. Several devices communicate between its kernels."""
     return LOOP_OPTIONS if mesh.size == 1 else COMPILER_OPTIONS
 
 
 class Compiler:
-    """Compiles what it is given, one program after the other, since on a GPU programs are tuned by timing them.
+    """Compiles programs one after the other in a thread. On a GPU compilation tunes kernels by timing them.
 
-    Its thread is one that the end of Python does not wait for: a server that is stopped while it loads ends at once.
+    Python does not wait for the thread at exit, so a server that is stopped while it loads ends at once.
     """
 
     def __init__(self) -> None:
         """Start its thread."""
-        self._asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         threading.Thread(target=self._compile, name="jaxspec-compiler", daemon=True).start()
 
     def submit(self, compiling: Callable[[], Any]) -> Future[Any]:
-        """Return what will be the program."""
+        """Return the future of a program."""
         future: Future[Any] = Future()
-        self._asked.put((future, compiling))
+        self._queue.put((future, compiling))
         return future
 
     def close(self) -> None:
-        """End the thread when it has compiled what it was given."""
-        self._asked.put(None)
+        """End the thread when its queue is empty."""
+        self._queue.put(None)
 
     def _compile(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            future, compiling = asked
+        while (job := self._queue.get()) is not None:
+            future, compiling = job
             try:
                 future.set_result(compiling())
             except BaseException as error:
@@ -60,11 +60,11 @@ class Compiler:
 
 
 class Programs:
-    """Compiled programs, by everything that shapes them: pass one on, and nothing is compiled twice."""
+    """Compiled programs by everything that shapes them. Engines that share one compile nothing twice."""
 
     def __init__(self) -> None:
         self.compiled: dict[Any, Any] = {}
-        self.coming: dict[Any, Future[Any]] = {}  # another thread compiles them
+        self.pending: dict[Any, Future[Any]] = {}  # that a `Compiler` compiles
         self.state_makers: dict[Any, Callable[[], DecodeState]] = {}
 
     def new_state(self, *sizes: Any) -> DecodeState:
@@ -81,7 +81,7 @@ class Programs:
         donate: int | None,
         mesh: Mesh,
         spec: DecodeSpec | None = None,
-        most: Most | None = None,
+        sizes: OutputSizes | None = None,
         loops: bool = False,
         compiler: Compiler | None = None,
     ) -> Any:
@@ -89,50 +89,51 @@ class Programs:
 
         Args:
           function: takes a state and returns the next one, which gets the old one's memory.
-          donate: the place of the state in `args`; None where no argument gives its memory.
-          spec: the function's first argument, before `args`; None where it takes none.
-          most: sizes of the news that the program returns beside the state. Then `Ask.known` is the last argument,
-            and the function does not take it. None: it returns the state alone.
-          loops: whether the function is a loop of steps that never asks the host.
-          compiler: who compiles what is new; the program comes with a later call. None: this call does, and waits.
+          donate: the index of the state in `args`; None: no argument is donated.
+          spec: the function's first argument, before `args`; None: it takes none.
+          sizes: of the output that the program returns beside the state. Then `OutputRequest.known` is the
+            last argument, and the function does not take it. None: the program returns the state alone.
+          loops: whether the function is a loop of steps without a callback to the host.
+          compiler: compiles a new program; a later call returns it. None: this call compiles it.
 
         Returns:
           The program; a `Future` of it with a `compiler` that is not done.
         """
         leaves, tree = jax.tree.flatten(args)
         shapes = tuple((x.shape, str(x.dtype), x.sharding) for x in leaves)
-        key = (function, spec, most, donate, tree, shapes)
+        key = (function, spec, sizes, donate, tree, shapes)
         if key not in self.compiled:
-            if key not in self.coming:
+            if key not in self.pending:
                 bound = function if spec is None else _with_spec(function, spec)
-                bound = bound if most is None else _with_news(bound, most)
-                how: dict[str, Any] = {"tells": most is not None, "loops": loops}
-                compiling = _traced(bound, args, donate, mesh, **how).compile
+                bound = bound if sizes is None else _with_output(bound, sizes)
+                compiling = _lower(
+                    bound, args, donate, mesh, has_output=sizes is not None, loops=loops
+                ).compile
                 if compiler is None:
                     self.compiled[key] = compiling()
                     return self.compiled[key]
-                self.coming[key] = compiler.submit(compiling)
+                self.pending[key] = compiler.submit(compiling)
             if compiler is not None:
-                return self.coming[key]
-            self.compiled[key] = self.coming.pop(key).result()
+                return self.pending[key]
+            self.compiled[key] = self.pending.pop(key).result()
         return self.compiled[key]
 
 
-def _traced(
+def _lower(
     function: Any,
     args: tuple[Any, ...],
     donate: int | None,
     mesh: Mesh,
     *,
-    tells: bool,
+    has_output: bool,
     loops: bool,
 ) -> jax.stages.Lowered:
-    """Trace a function. Python does that, for as long as XLA takes to compile what comes of it."""
+    """Trace a function. Python takes about as long for that as XLA for the compilation."""
     placed = None if donate is None else jax.tree.map(lambda x: x.sharding, args[donate])
     jitted = jax.jit(
         function,
         donate_argnums=() if donate is None else donate,
-        out_shardings=(placed, None) if tells else placed,
+        out_shardings=(placed, None) if has_output else placed,
         compiler_options=options_of_loops(mesh) if loops else COMPILER_OPTIONS,
     )
     with jax.set_mesh(mesh):
@@ -147,11 +148,11 @@ def _with_spec(function: Any, spec: DecodeSpec) -> Any:
     return bound
 
 
-def _with_news(function: Any, most: Most) -> Any:
-    def telling(*args: Any) -> tuple[DecodeState, Packed]:
-        *given, known = args
-        state = function(*given)
-        return state, pack(state, known, most)
+def _with_output(function: Any, sizes: OutputSizes) -> Any:
+    def bound(*args: Any) -> tuple[DecodeState, PackedOutput]:
+        *inputs, known = args
+        state = function(*inputs)
+        return state, pack(state, known, sizes)
 
-    telling.__name__ = function.__name__
-    return telling
+    bound.__name__ = function.__name__
+    return bound

@@ -1,13 +1,13 @@
-"""What runs the algorithm: compiled programs, the shapes they are compiled for, and where their arrays are.
+"""The runtime: compiled programs of the algorithm, and the shapes that they are compiled for.
 
-`decode` says what happens to a batch of slots; this module decides in which shapes. Read `Runtime`: it has
+`decode` has the algorithm for a batch of slots. This module chooses its shapes. Read `Runtime`. It has
 slots and knows no requests. Shapes are buckets, so that a handful of programs serves every prompt:
 
     rows      powers of two, for every part of a mesh's data axis      `prefill.rows_bucket`
     chunks    prompts are fed in passes of a few shapes                `prefill.Shapes`
     caches    multiples of a step that grows with the length           `cache_bucket`, `cache_length_for`
 
-The engine, the sampler and the benchmark use it. Whoever wants to share programs passes a `Programs` on.
+Several runtimes share programs if they have one `Programs`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jax.typing import ArrayLike
 from jaxspec import decode
 from jaxspec import state as states
 from jaxspec.drafters.tree import settle_num_draft_tokens
-from jaxspec.options import Drafting, FieldError, ProgramFeatures
+from jaxspec.options import VALUES, Drafting, FieldError, ProgramFeatures, Sampling
 from jaxspec.runtime.prefill import Shapes, chunks
 from jaxspec.runtime.programs import Compiler, Programs
-from jaxspec.runtime.step_output import Ask, Most, Packed
+from jaxspec.runtime.step_output import OutputRequest, OutputSizes, PackedOutput
 from jaxspec.shapes import Params
 from jaxspec.state import NO_GUIDE, Admission, DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.text.grammars.masking import words_of
@@ -42,8 +42,8 @@ from jaxspec.weights.trees import flat_params
 
 Phase = Literal["admit", "prefill", "decode", "retire", "clear", "insert"]
 
-Told = tuple[DecodeState, Packed | None]
-"""The next state, and the news that were asked for."""
+StepResult = tuple[DecodeState, PackedOutput | None]
+"""The next state, and the output that was requested."""
 
 
 # --- what is decoded ---------------------------------------------------------------------------------
@@ -55,10 +55,10 @@ def make_spec(
     drafting: Drafting = Drafting(),
     program_features: ProgramFeatures = ProgramFeatures(),
 ) -> DecodeSpec:
-    """Return what a pair of models is to do: the checkpoint's suppressed tokens, as many drafts as asked.
+    """Return the spec of a pair of models, with the checkpoint's suppressed tokens.
 
     Args:
-      drafting: without a number of draft tokens it gets the drafter's own.
+      drafting: `num_draft_tokens` of None becomes the drafter's own number.
 
     Raises:
       ConfigError: the drafter does not fit the target.
@@ -98,7 +98,7 @@ def cache_bucket(length: int) -> int:
 
 
 def cache_length_for(spec: DecodeSpec, positions: int, *, multiple: int = 1) -> int:
-    """Return the length of caches for so many positions and one step's tokens, rounded up to a multiple."""
+    """Return the length of caches for these positions and one step's tokens, rounded up to a multiple."""
     return -(-(positions + spec.step_tokens) // multiple) * multiple
 
 
@@ -107,16 +107,16 @@ def cache_length_for(spec: DecodeSpec, positions: int, *, multiple: int = 1) -> 
 
 @dataclass
 class Timings:
-    """Seconds of wall clock, device work waited for; compilation stands apart from the other two."""
+    """Seconds of wall clock in prefill, decoding and compilation. None of them contains another."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compile_s: float = 0.0
-    decode_tokens: int = 0  # returned tokens but those of prefill
+    decode_tokens: int = 0  # returned tokens, except those of prefill
 
 
 class NewRows(NamedTuple):
-    """A `state.Admission` as the host has it."""
+    """A `state.Admission` in host memory."""
 
     slots: np.ndarray
     max_new_tokens: np.ndarray
@@ -148,12 +148,12 @@ class Runtime:
 
     Args:
       batch_size: slots; a multiple of the mesh's data axis, see `rows_bucket`.
-      cache_length: positions a slot holds: prompt, new tokens and one step's tokens.
-      read_ahead: rows of a second state, in which prompts are read. 0: they are read in the slots themselves.
-      max_prefill_tokens: prompt tokens that are read before rows decode on; no pass has more, see
+      cache_length: positions of a slot, for prompt, new tokens and one step's tokens.
+      read_ahead: rows of a second state, in which prompts are prefilled. 0: slots prefill their own.
+      max_prefill_tokens: prompt tokens that are prefilled before rows decode on. No pass has more, see
         `prefill.full_pass`. None: no bound.
       invariant: whether the shapes of all passes over a row follow from its own prompt alone.
-      programs: where compiled programs are kept; None for a place of its own.
+      programs: compiled programs to share; None for its own.
     """
 
     def __init__(
@@ -177,27 +177,24 @@ class Runtime:
         self.invariant = invariant
         rows = read_ahead or batch_size
         self.shapes = Shapes.of(
-            spec.target, rows, self.mesh, invariant=invariant, most=max_prefill_tokens
+            spec.target, rows, self.mesh, invariant=invariant, max_prefill_tokens=max_prefill_tokens
         )
         self.programs = Programs() if programs is None else programs
         self.used: dict[tuple[Any, ...], Any] = {}  # programs by name and shape, of this runtime
         self.timings = Timings()
-        self.few: tuple[int, ...] = ()  # rows of programs for few of the slots, once compiled
-        self._compiler: Compiler | None = None  # who compiles meanwhile
-        self.begun = (
-            0.0  # when the last pass or steps were sent to the device, by `time.perf_counter`
-        )
+        self.small_batches: tuple[int, ...] = ()  # rows of compiled small-batch programs
+        self._compiler: Compiler | None = None  # in `compiling_in_background`
 
     @property
     def num_compilations(self) -> int:
-        """How many programs it needed so far."""
+        """Number of programs that it used so far."""
         return len(self.used)
 
     @property
     def target_params(self) -> Params:
-        """The target's weights; others of the same shapes compile nothing. Set them as any `flat_params`.
+        """The target's weights, set as any `flat_params`. New ones of the same shapes compile nothing.
 
-        Setting what does not fit raises ValueError, and the old weights stay.
+        Weights that do not fit raise ValueError, and the old ones stay.
         """
         return self._target_params
 
@@ -222,11 +219,15 @@ class Runtime:
         self._drafter_params = params
 
     def place(self, rows: Any) -> Any:
-        """Put what the host knows about rows onto the mesh."""
+        """Put values of rows onto the mesh."""
         return place_rows(rows, self.mesh)
 
     def init_state(self, num_stop_ids: int, rows: int | None = None) -> DecodeState:
-        """Return a state of empty slots, or of some other number of rows."""
+        """Return a state of empty slots.
+
+        Args:
+          rows: None for `batch_size`.
+        """
         return self.programs.new_state(
             self.spec,
             rows or self.batch_size,
@@ -241,16 +242,15 @@ class Runtime:
         slots: Sequence[int] | np.ndarray,
         max_new_tokens: Sequence[int],
         stop_ids: np.ndarray,
-        sampling: Mapping[str, np.ndarray],
+        sampling: Sequence[Sampling],
         seeds: np.ndarray,
         guides: Sequence[int] | np.ndarray | None = None,
     ) -> NewRows:
-        """Return what `admit` takes, a row each; a slot of `batch_size` is no slot at all.
+        """Return the argument of `admit`, with one entry a row. A slot number past the last is no slot.
 
         Args:
           stop_ids: [rows, I], padded with -1.
-          sampling: as `requests.sampling_values` returns it.
-          seeds: [rows, 2]: a seed, and which sample of it.
+          seeds: [rows, 2], a seed and the number of its sample.
           guides: numbers of `grammars.guides`; None: no row has a grammar.
         """
         if self.spec.program_features.grammars and guides is None:
@@ -259,51 +259,70 @@ class Runtime:
             slots=np.asarray(slots, np.int32),
             max_new_tokens=np.asarray(max_new_tokens, np.int32),
             stop_ids=np.asarray(stop_ids, np.int32),
-            sampling=dict(sampling),
+            sampling=self._sampling_arrays(sampling),
             seeds=seeds.astype(np.uint32),
             guides=None if guides is None else np.asarray(guides, np.int32),
         )
 
-    def ask(self, steps: int, known: np.ndarray | None = None) -> Ask:
-        """Return what to ask of a pass over prompts, or of a decode call.
+    def _sampling_arrays(self, rows: Sequence[Sampling]) -> dict[str, np.ndarray]:
+        """Return sampling options as arrays, one row each, as `DecodeSpec.sampling` takes them."""
+        arrays: dict[str, np.ndarray] = {
+            name: np.asarray([getattr(r, name) for r in rows], np.float32) for name in VALUES
+        }
+        vocab = self.spec.target.config.vocab_size
+        arrays["top_k"] = np.asarray([min(r.top_k, vocab) for r in rows], np.int32)
+        ids = np.full((len(rows), self.spec.program_features.num_biases), -1, np.int32)
+        biases = np.zeros(ids.shape, np.float32)
+        for row, sampling in enumerate(rows):
+            count = len(sampling.logit_bias)
+            ids[row, :count] = list(sampling.logit_bias)
+            biases[row, :count] = list(sampling.logit_bias.values())
+        return dict(arrays, bias_ids=ids, bias_values=biases)
+
+    def output_request(self, steps: int, known: np.ndarray | None = None) -> OutputRequest:
+        """Return the output to request from a program.
 
         Args:
-          steps: of the call, at most; 0: it reads prompts.
-          known: as `Ask.known`; None: nothing is known of any slot.
+          steps: decode steps of the program at most; 0: a prefill pass.
+          known: as `OutputRequest.known`; None: the host has nothing of any slot.
         """
         if known is None:
             known = np.zeros((self.batch_size, 2), np.int32)
         tokens = max(1, steps * (self.spec.depth + 1))
-        return Ask(known, Most(min(tokens, self.cache_length), steps))
+        return OutputRequest(known, OutputSizes(min(tokens, self.cache_length), steps))
 
     def admit(self, state: DecodeState, new: NewRows) -> DecodeState:
         """Give slots to new rows."""
-        return self._change("admit", state, self.given(new))
+        return self._run_small("admit", state, self.as_inputs(new))
 
     def prefill(
         self,
         state: DecodeState,
         prompts: Mapping[int, Sequence[int] | np.ndarray],
-        ask: Ask | None = None,
+        output: OutputRequest | None = None,
     ) -> DecodeState:
-        """Read the prompts of slots, and choose the first token of each.
+        """Prefill the prompts of slots, and choose the first token of each.
 
         Args:
-          ask: what others ask of the same programs; nobody hears what they pack.
+          output: as in `bind_prefill`, to use the same programs. The output is dropped.
         """
         for chunk in chunks(prompts, self.shapes):
-            state, _ = self.feeding(state, chunk, ask)(state)
+            state, _ = self.bind_prefill(state, chunk, output)(state)
         return state
 
-    def feeding(
-        self, state: DecodeState, chunk: PrefillChunk, ask: Ask | None = None
-    ) -> Callable[[DecodeState], Told]:
-        """Return the call that reads one chunk into such a state, and packs what is asked."""
+    def bind_prefill(
+        self, state: DecodeState, chunk: PrefillChunk, output: OutputRequest | None = None
+    ) -> Callable[[DecodeState], StepResult]:
+        """Return the call that prefills one chunk in a state like this one.
+
+        Args:
+          output: the output to return beside the next state; None: none.
+        """
         if self.spec.program_features.grammars and chunk.masks is None:
             words = words_of(self.spec.target.config.vocab_size)
             chunk = dataclasses.replace(chunk, masks=np.full((len(chunk.tokens), words), ALL))
         chunk = self.place(chunk)
-        return self._telling("prefill", state, ask, chunk)
+        return self._bind("prefill", state, output, chunk)
 
     def decode(
         self,
@@ -313,56 +332,58 @@ class Runtime:
         verify_length: int | None = None,
         guided: bool = False,
     ) -> DecodeState:
-        """Run up to so many steps; fewer when no more than `until_active` rows are active.
+        """Run `max_steps` decode steps, or fewer once at most `until_active` rows are active.
 
         Args:
           verify_length: drafts that each step verifies; None for all.
           guided: whether rows have grammars.
         """
-        return self.decoding(state, None, max_steps, until_active, verify_length, guided)(state)[0]
+        call = self.bind_decode(state, None, max_steps, until_active, verify_length, guided)
+        return call(state)[0]
 
-    def decoding(
+    def bind_decode(
         self,
         state: DecodeState,
-        ask: Ask | None,
+        output: OutputRequest | None,
         max_steps: int,
         until_active: int = 0,
         verify_length: int | None = None,
         guided: bool = False,
         slots: np.ndarray | None = None,
-    ) -> Callable[[DecodeState], Told]:
-        """Return the call that decodes such a state, and packs what is asked; other arguments as in `decode`.
+    ) -> Callable[[DecodeState], StepResult]:
+        """Return the call that decodes a state like this one; other arguments as in `decode`.
 
         Args:
-          slots: the only ones that are computed, see `some_rows.fill`; no other may be active. None: all.
+          output: the output to return beside the next state; None: none.
+          slots: the only slots to compute, see `row_subset.fill`. No other may be active. None: all.
         """
-        given = (np.int32(max_steps), np.int32(until_active))
-        given = self.given(given if slots is None else (*given, slots))
+        inputs = (np.int32(max_steps), np.int32(until_active))
+        inputs = self.as_inputs(inputs if slots is None else (*inputs, slots))
         spec = self.spec.verifying(verify_length).asking(guided)
-        return self._telling("decode", state, ask, *given, spec=spec)
+        return self._bind("decode", state, output, *inputs, spec=spec)
 
-    def _telling(
+    def _bind(
         self,
         phase: Phase,
         state: DecodeState,
-        ask: Ask | None,
-        *given: Any,
+        output: OutputRequest | None,
+        *inputs: Any,
         spec: DecodeSpec | None = None,
-    ) -> Callable[[DecodeState], Told]:
-        """Return the call of a program that packs what is asked when it is done."""
-        if ask is None:
-            silent = self.program(phase, state, *given, spec=spec)
-            return lambda state: (silent(state, *given), None)
-        known = self.given(ask.known)
-        program = self.program(phase, state, *given, known, spec=spec, most=ask.most)
-        return lambda state: program(state, *given, known)
+    ) -> Callable[[DecodeState], StepResult]:
+        """Return the call of a program with everything but its state."""
+        if output is None:
+            without_output = self.program(phase, state, *inputs, spec=spec)
+            return lambda state: (without_output(state, *inputs), None)
+        known = self.as_inputs(output.known)
+        program = self.program(phase, state, *inputs, known, spec=spec, sizes=output.sizes)
+        return lambda state: program(state, *inputs, known)
 
     def retire(self, state: DecodeState, finished: np.ndarray) -> DecodeState:
-        """End the rows of slots that the host found finished."""
-        return self._change("retire", state, self.given(finished))
+        """End the rows of slots that are finished on the host."""
+        return self._run_small("retire", state, self.as_inputs(finished))
 
     def clear(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
-        """Empty the caches of slots that are spoilt."""
+        """Empty the caches of slots that hold numbers which are not finite."""
         return self.program("clear", state, rows := self.place(slots))(state, rows)
 
     def insert(
@@ -375,16 +396,16 @@ class Runtime:
         """
         pairs = np.full((len(other.active), 2), -1, np.int32)
         pairs[: len(targets)] = [*targets.items()] or pairs[:0]
-        given = other, self.given(pairs)
-        return self.program("insert", state, *given)(state, *given)
+        inputs = other, self.as_inputs(pairs)
+        return self.program("insert", state, *inputs)(state, *inputs)
 
     @contextlib.contextmanager
-    def compiling_aside(self) -> Iterator[None]:
-        """Trace what is asked for in this block while another thread compiles what was; call nothing of it in there.
+    def compiling_in_background(self) -> Iterator[None]:
+        """Compile programs in another thread while this block binds more of them. Call none in the block.
 
-        XLA compiles without Python's lock. So the two take as long as the longer one of them.
+        XLA compiles without Python's lock, so tracing and compilation overlap.
         """
-        if jax.process_count() > 1:  # they would have to compile in one order
+        if jax.process_count() > 1:  # all processes have to compile in one order
             yield
             return
         self._compiler = Compiler()
@@ -394,67 +415,68 @@ class Runtime:
             self._compiler.close()
             self._compiler = None
 
-    def given(self, rows: Any) -> Any:
-        """Return what a program is given of the host's. On one device the call itself places it, more quickly."""
+    def as_inputs(self, rows: Any) -> Any:
+        """Return values of the host as inputs of a program. On one device the call places them, more quickly."""
         return rows if self.mesh.size == 1 else self.place(rows)
 
-    def _change(self, phase: Phase, state: DecodeState, given: Any) -> DecodeState:
-        """Run a program that touches no caches: then it need not take them, which takes the host longer."""
+    def _run_small(self, phase: Phase, state: DecodeState, inputs: Any) -> DecodeState:
+        """Run a program without the caches, which it does not need. They would take the host longer."""
         small = state.small
-        return state.with_small(self.program(phase, small, given)(small, given))
+        return state.with_small(self.program(phase, small, inputs)(small, inputs))
 
     def program(
         self,
         phase: Phase,
         state: DecodeState,
-        *given: ArrayLike | Any,
+        *inputs: ArrayLike | Any,
         spec: DecodeSpec | None = None,
-        most: Most | None = None,
+        sizes: OutputSizes | None = None,
     ) -> Bound:
-        """Return the program of a phase for a state and what else it is given, compiled if it is new.
+        """Return the program of a phase for a state and inputs, compiled if it is new.
 
         Args:
           spec: a variant of the runtime's own; None for that one.
-          most: sizes of the news that it returns beside the state, of `Ask.known`, which it is given last; None: it
-            returns the state alone.
+          sizes: of the output beside the state. Then `OutputRequest.known` is the last input. None: the
+            program returns the state alone.
         """
         function, spec = _FUNCTIONS[phase], self.spec if spec is None else spec
-        chunk = given[0].tokens.shape if isinstance(given[0], PrefillChunk) else ()
-        rows = np.shape(given[-1 - (most is not None)]) if phase == "decode" else ()  # of few slots
+        chunk = inputs[0].tokens.shape if isinstance(inputs[0], PrefillChunk) else ()
+        # The slots of a small-batch program.
+        rows = np.shape(inputs[-1 - (sizes is not None)]) if phase == "decode" else ()
         key = (phase, *chunk, *rows, *state.stop_ids.shape)
         if spec.verify_length is not None:
             key = (*key, f"verifying {spec.verify_length}")
         if spec.guided:
             key = (*key, "guided")
-        if most is not None:
-            key = (*key, *most)
+        if sizes is not None:
+            key = (*key, *sizes)
         runs_models = phase in ("prefill", "decode")
         weights = (self.target_params, self.drafter_params) if runs_models else ()
         if key not in self.used:
             begin = time.perf_counter()
-            found = self.programs.get(
+            program = self.programs.get(
                 function,
-                (*weights, state, *self.place(given)),
+                (*weights, state, *self.place(inputs)),
                 donate=len(weights),
                 mesh=self.mesh,
                 spec=spec if runs_models or phase == "admit" else None,
-                most=most,
+                sizes=sizes,
                 loops=phase == "decode" and not spec.guided,
                 compiler=self._compiler,
             )
             self.timings.compile_s += time.perf_counter() - begin
-            if isinstance(found, Future):
-                return Bound(found, weights)
-            self.used[key] = found
+            if isinstance(program, Future):
+                return Bound(program, weights)
+            self.used[key] = program
         return Bound(self.used[key], weights)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A compiled program, called without the weights that it takes first."""
+    """A compiled program with its first arguments, the weights."""
 
     compiled: Any
     weights: tuple[Any, ...]
 
-    def __call__(self, *given: Any) -> Any:
-        return self.compiled(*self.weights, *given)
+    def __call__(self, *inputs: Any) -> Any:
+        return self.compiled(*self.weights, *inputs)

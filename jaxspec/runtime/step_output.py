@@ -1,7 +1,7 @@
-"""What rows have that the host does not know yet: packed at the end of the program that made it.
+"""Output of a step: what rows gained since the host last fetched it.
 
-Read `Ask`, then `pack`. The device says in a few numbers a row what is new since the host last looked, and only that is
-fetched. A program that packs costs no further one; on a GPU each one costs the host most of a millisecond.
+Read `OutputRequest`, then `pack`. The program that makes the output packs it too, into few arrays. A
+separate program would cost the host most of a millisecond on a GPU. Only new tokens are fetched.
 """
 
 from __future__ import annotations
@@ -18,43 +18,44 @@ from jaxspec.shapes import Array, Int
 from jaxspec.state import DecodeState
 from jaxspec.weights.sharding import fetch
 
-Packed = tuple[Int[Array, "B _"], Logprobs | None]
-"""`News` on the device, with all whole numbers in one array: each array takes a fetch."""
+PackedOutput = tuple[Int[Array, "B _"], Logprobs | None]
+"""`StepOutput` on the device, with all whole numbers in one array: each array takes a fetch."""
 
 
-class Most(NamedTuple):
-    """The most tokens and steps of a row that can be new: sizes of what a program packs, and so a part of it."""
+class OutputSizes(NamedTuple):
+    """Most new tokens and steps of a row: static sizes of the packed output."""
 
     tokens: int
     steps: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
-    """What the host wants to hear of a program.
+class OutputRequest:
+    """The output that the host needs from a program.
 
     Attributes:
-      known: how many tokens of each row the host knows, and how many steps: [B, 2].
+      known: tokens and steps of each row that the host has already, [B, 2].
     """
 
     known: np.ndarray
-    most: Most
+    sizes: OutputSizes
 
 
 @dataclasses.dataclass(frozen=True)
-class News:
-    """What rows have that the host does not know yet.
+class StepOutput:
+    """What rows gained since the host last fetched it, in host memory.
 
     Attributes:
-      num_tokens: all tokens of a row, known ones included; `num_steps` likewise.
-      tokens: the first ones that are not known. Columns past a row's last token mean nothing.
+      non_finite: whether the caches of a row may hold numbers that are not finite.
+      num_tokens, num_steps: all of a row, those included that the host has already.
+      tokens: new tokens. Columns past a row's last token mean nothing.
       acceptance_lengths, logprobs: likewise.
     """
 
     active: np.ndarray
     stopped: np.ndarray
     failed: np.ndarray
-    spoilt: np.ndarray
+    non_finite: np.ndarray
     num_tokens: np.ndarray
     num_steps: np.ndarray
     tokens: np.ndarray
@@ -62,36 +63,36 @@ class News:
     logprobs: Logprobs | None
 
     @classmethod
-    def of(cls, packed: Packed, most: Most) -> News:
-        """Wait for a program, and fetch what it packed."""
-        on_host: Any = fetch(packed)  # arrays of numpy now
+    def fetch(cls, packed: PackedOutput, sizes: OutputSizes) -> StepOutput:
+        """Wait for a program, and fetch its packed output."""
+        on_host: Any = fetch(packed)  # NumPy arrays now
         numbers, logprobs = on_host
-        active, stopped, failed, spoilt = numbers[:, :4].astype(bool).T
+        active, stopped, failed, non_finite = numbers[:, :4].astype(bool).T
         return cls(
-            *(active, stopped, failed, spoilt),
+            *(active, stopped, failed, non_finite),
             num_tokens=numbers[:, 4],
             num_steps=numbers[:, 5],
-            tokens=numbers[:, 6 : 6 + most.tokens],
-            acceptance_lengths=numbers[:, 6 + most.tokens :],
+            tokens=numbers[:, 6 : 6 + sizes.tokens],
+            acceptance_lengths=numbers[:, 6 + sizes.tokens :],
             logprobs=logprobs,
         )
 
 
-def pack(state: DecodeState, known: Int[Array, "B 2"], most: Most) -> Packed:
-    """Return what is new in a state, inside a program."""
+def pack(state: DecodeState, known: Int[Array, "B 2"], sizes: OutputSizes) -> PackedOutput:
+    """Return the output of a state, inside a program."""
 
     def since(values: Array, start: Int[Array, " B"], count: int) -> Array:
         columns = start[:, None] + jnp.arange(count, dtype=jnp.int32)
         return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(values, columns)
 
-    of_rows = (
+    row_scalars = (
         *(state.active, state.stopped, state.failed, state.non_finite),
         *(state.num_tokens, state.num_steps),
     )
-    some = (
-        jnp.stack([x.astype(jnp.int32) for x in of_rows], axis=1),
-        since(state.tokens, known[:, 0], most.tokens),
-        since(state.acceptance_lengths, known[:, 1], most.steps),
+    numbers = (
+        jnp.stack([x.astype(jnp.int32) for x in row_scalars], axis=1),
+        since(state.tokens, known[:, 0], sizes.tokens),
+        since(state.acceptance_lengths, known[:, 1], sizes.steps),
     )
-    logprobs = jax.tree.map(lambda x: since(x, known[:, 0], most.tokens), state.logprobs)
-    return jnp.concatenate(some, axis=1), logprobs
+    logprobs = jax.tree.map(lambda x: since(x, known[:, 0], sizes.tokens), state.logprobs)
+    return jnp.concatenate(numbers, axis=1), logprobs

@@ -19,7 +19,7 @@ from tests.runtime.test_prefill import mesh_of
 def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let an engine note how many rows each decode call computes."""
     rows: list[int] = []
-    decoding = engine.runtime.decoding
+    decoding = engine.runtime.bind_decode
 
     def noting(*given: Any, **named: Any) -> Any:
         slots = named.get("slots", given[6] if len(given) > 6 else None)

@@ -19,7 +19,7 @@ import pytest
 from jaxspec import decode
 from jaxspec.drafters.base import Draft
 from jaxspec.engine import draft_length_policy
-from jaxspec.engine.draft_length import ChosenLength
+from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.draft_length_policy import Acceptance, Choice, Chooser, Costs, ladder
 from jaxspec.engine.request import Request, admission
 from jaxspec.options import FieldError, Tree
@@ -44,7 +44,7 @@ def test_ladders_are_short_and_hold_both_ends() -> None:
         lengths = ladder(drafts)
         assert lengths[0] == 0
         assert lengths[-1] == drafts
-        assert len(lengths) <= draft_length_policy.MOST_PROGRAMS
+        assert len(lengths) <= draft_length_policy.MAX_PROGRAMS
         assert sorted(set(lengths)) == list(lengths)
 
 
@@ -82,7 +82,7 @@ def test_rows_that_one_program_computes_cost_the_same() -> None:
     """Two rows of 32 take the program for eight, not that for one. A call is filed by the rows that it began with."""
     chooser = Chooser((0, 3))
     costs = chooser.costs
-    costs.few = (1, 8)
+    costs.small_batches = (1, 8)
     for rows, seconds in ((1, 1.0), (8, 2.0), (32, 6.0)):
         costs.add(3, rows, seconds)
     assert [costs.of(3, rows) for rows in (1, 2, 3, 8, 20, 32)] == [1.0, 2.0, 2.0, 2.0, 6.0, 6.0]
@@ -133,7 +133,7 @@ class Machine:
         chooser, took, plain, full = Chooser(ladder(self.drafts)), 0.0, 0.0, 0.0
         log = [] if log is None else log
         for length in chooser.lengths if self.warm else ():
-            for _ in range(3):  # as `ChosenLength.measure` does
+            for _ in range(3):  # as `DraftLengthController.measure` does
                 chooser.costs.add(length, self.rows, self.seconds[length] * rng.lognormal(0, 0.02))
         for rates, tokens in self.texts:
             left = float(tokens)
@@ -238,7 +238,7 @@ def test_lengths_that_are_not_compiled_wait_until_they_pay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a table, decoding begins with all drafts. Plain decoding comes first, and others only if they promise."""
-    monkeypatch.setattr(draft_length_policy, "LEAST_S", 2.0)
+    monkeypatch.setattr(draft_length_policy, "MIN_DECODE_S", 2.0)
     chooser = Chooser(ladder(7), compiled=[7])
     seconds, chosen = {0: 0.01, 1: 0.012, 3: 0.02, 7: 0.05}, []
     for _ in range(2000):
@@ -259,11 +259,11 @@ def switched(monkeypatch: pytest.MonkeyPatch, seed: int, lengths: Sequence[int])
     """Let lengths and steps of every call be drawn; return a list that lengths are added to."""
     rng, used = np.random.default_rng(seed), []
 
-    def next(self: ChosenLength, running: Any, most_steps: int) -> Choice:
+    def next(self: DraftLengthController, running: Any, most_steps: int) -> Choice:
         used.append(int(rng.choice(lengths)))
         return Choice(int(rng.integers(1, most_steps + 1)), used[-1])
 
-    monkeypatch.setattr(ChosenLength, "next", next)
+    monkeypatch.setattr(DraftLengthController, "next", next)
     return used
 
 
@@ -330,11 +330,11 @@ def test_a_drafter_goes_on_after_plain_steps(drafter: str) -> None:
 def test_a_warm_engine_knows_all_costs_and_chooses_among_what_is_compiled() -> None:
     c = case(NAME)
     engine = c.engine("hostile")
-    assert engine.chosen_length.used == dict.fromkeys((0, 1, 3, 4), (0, None))
+    assert engine.draft_length.used == dict.fromkeys((0, 1, 3, 4), (0, None))
     engine.warm_up()
     known = engine.num_compilations
-    assert all(use.steps == 0 and use.step_s for use in engine.chosen_length.used.values())
-    chooser = engine.chosen_length.chooser
+    assert all(use.steps == 0 and use.step_s for use in engine.draft_length.used.values())
+    chooser = engine.draft_length.chooser
     assert chooser is not None
     for length, seconds in (
         (0, 1.0),
@@ -360,24 +360,24 @@ def test_where_no_length_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         dict(tree=Tree(2, 3), num_draft_tokens=4),
     ]
     for options in fixed:
-        assert c.engine("mixed", **options).chosen_length.used == {}
-    assert c.engine(None).chosen_length.used == {}
+        assert c.engine("mixed", **options).draft_length.used == {}
+    assert c.engine(None).draft_length.used == {}
     halved = mock.Mock(spec=Runtime)
     halved.batch_size, halved.spec = 4, c.engine("mixed").runtime.spec.of_dtype("bfloat16")
-    assert ChosenLength(halved, "exact", invariant=False).used == {}
-    assert ChosenLength(halved, "always", invariant=False).used.keys() == {0, 1, 3, 4}
+    assert DraftLengthController(halved, "exact", invariant=False).used == {}
+    assert DraftLengthController(halved, "always", invariant=False).used.keys() == {0, 1, 3, 4}
     for word, invariant, message in (
         ("sometimes", False, 'is \'sometimes\'; it is "exact", "always" or "never"'),
         ("always", True, "lets a row depend on its neighbours, which invariant rules out"),
     ):
         with pytest.raises(FieldError, match=message) as error:
-            ChosenLength(c.engine("mixed").runtime, word, invariant=invariant)
+            DraftLengthController(c.engine("mixed").runtime, word, invariant=invariant)
         assert error.value.field == "choose_length"
     plainly = Choice(3, 0)
     monkeypatch.setattr(Chooser, "next", lambda self, rows, most_steps, compile_s: plainly)
     asked = request(c.prompts[0], 4, temperature=1.0)
     full = Choice(16, 4)
     for choose, sampled in (("exact", full), ("always", plainly)):
-        chosen = c.engine("mixed", choose_length=choose).chosen_length
+        chosen = c.engine("mixed", choose_length=choose).draft_length
         assert chosen.next([Request(c.prompts[0], 4)], 16) == plainly
         assert chosen.next([Request(c.prompts[0], 4), asked], 16) == sampled

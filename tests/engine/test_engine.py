@@ -103,7 +103,7 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
         return feeding(state, chunk, ask)
 
     in_slot: dict[int, int] = {}
-    feeding = engine.runtime.feeding
+    feeding = engine.runtime.bind_prefill
     monkeypatch.setattr(engine.runtime, "feeding", remember)
     asked = [dataclasses.replace(r, stop_ids=(9,)) for r in requests()]
     expected = run(engine, asked)

@@ -43,7 +43,7 @@ TOLERANCE = 1e-3
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "BLOCK", 4)
-    monkeypatch.setattr(store, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(store, "MIN_TOKENS", 4)
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def engines(name: str, drafter: str, read_ahead: int) -> tuple[Engine, Engine]:
     options: dict[str, Any] = dict(cache_length=CACHE, draft_sampling=True, logprobs=True)
     options |= dict(choose_length="never", steps_per_return=2)
     cold = case(name).engine(drafter, batch_size=1, **options)
-    of_slot = pool.least_bytes(cold.runtime)
+    of_slot = pool.min_bytes(cold.runtime)
     hot = case(name).engine(
         drafter,
         batch_size=SLOTS,

@@ -30,37 +30,37 @@ class Tokens:
         }
 
     def keep(self, state: Any, row: int, blocks: Sequence[Any], snapshot: int) -> None:
-        for number, place in blocks:
-            self.held["block"][place] = state[number * BLOCK : (number + 1) * BLOCK]
+        for number, index in blocks:
+            self.held["block"][index] = state[number * BLOCK : (number + 1) * BLOCK]
         self.held["snapshot"][snapshot] = state
 
     def restore(
-        self, state: Any, row: int, places: Sequence[int], snapshot: int, tokens: np.ndarray
+        self, state: Any, row: int, indices: Sequence[int], snapshot: int, tokens: np.ndarray
     ) -> Any:
-        read = [t for place in places for t in self.held["block"][place]]
+        read = [t for index in indices for t in self.held["block"][index]]
         assert read[: len(tokens)] == tokens.tolist()
         whole = self.held["snapshot"][snapshot]
         assert whole[: len(tokens)] == tokens.tolist()
         assert self.slack is None or len(whole) - len(tokens) <= self.slack
         return True
 
-    def lift(self, kind: str, place: int) -> Any:
-        return self.held[kind][place]
+    def lift(self, kind: str, index: int) -> Any:
+        return self.held[kind][index]
 
-    def lower(self, kind: str, place: int, copy: Any) -> None:
+    def lower(self, kind: str, index: int, copy: Any) -> None:
         assert copy is not None
-        self.held[kind][place] = copy
+        self.held[kind][index] = copy
 
     def warm_up(self, state: Any, *, with_host: bool) -> Any:
         return state
 
     def drop(self) -> None:
-        for kind, places in self.held.items():
-            self.held[kind] = [None] * len(places)
+        for kind, indices in self.held.items():
+            self.held[kind] = [None] * len(indices)
 
 
 def store_of(blocks: int = 20, snapshots: int = 4, slack: int | None = 2, host: int = 0) -> Store:
-    return Store(Tokens(blocks, snapshots, slack), host, least_tokens=BLOCK)
+    return Store(Tokens(blocks, snapshots, slack), host, min_tokens=BLOCK)
 
 
 def put(store: Store, ids: Sequence[int], *, is_spare: bool = False) -> None:
@@ -81,13 +81,13 @@ def check(store: Store) -> None:
     """Nothing is lost, counted twice, or found after it is gone."""
     pool = store.pool
     on_device, on_host = [*store._device], [*store._host]
-    assert all(e.place is not None and e.host is None for e in on_device)
-    assert all(e.place is None and e.host is not None for e in on_host)
-    snapshots: list[Any] = [e.place for e in on_device] + store._free_snapshots
+    assert all(e.index is not None and e.host is None for e in on_device)
+    assert all(e.index is None and e.host is not None for e in on_host)
+    snapshots: list[Any] = [e.index for e in on_device] + store._free_snapshots
     assert sorted(snapshots) == list(range(pool.num_snapshots))
     used = {b for e in on_device for b in e.blocks}
-    places: list[Any] = [b.place for b in used] + store._free_blocks
-    assert sorted(places) == list(range(pool.num_blocks))
+    indices: list[Any] = [b.index for b in used] + store._free_blocks
+    assert sorted(indices) == list(range(pool.num_blocks))
     hosted = {b for e in on_host for b in e.blocks}
     assert all(b.host is not None for b in hosted)
     assert all(b.host is None for b in used - hosted)

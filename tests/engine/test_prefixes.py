@@ -26,7 +26,7 @@ PLENTY: dict[str, Any] = dict(prefix_bytes=MANY, prefix_host_bytes=MANY)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "BLOCK", 4)
-    monkeypatch.setattr(store, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(store, "MIN_TOKENS", 4)
 
 
 def ids(count: int, seed: int = 0) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ def test_with_invariance_a_hit_gives_the_same_bits() -> None:
 def test_prefixes_come_back_from_host_memory() -> None:
     """The device holds one whole slot here: each prompt evicts the one before."""
     cold = engine()
-    hot = engine(prefix_bytes=least_bytes(cold), prefix_host_bytes=MANY)
+    hot = engine(prefix_bytes=min_bytes(cold), prefix_host_bytes=MANY)
     prompts = [ids(40, seed) for seed in range(3)]
     for count, prompt in enumerate([*prompts, *prompts]):
         done = one(hot, prompt)
@@ -130,12 +130,12 @@ def test_prefixes_come_back_from_host_memory() -> None:
     assert stats.offloads >= 4
     assert stats.entries == 1
     assert stats.host_bytes > 2 * (stats.used_bytes - 3000)
-    forgetful = engine(prefix_bytes=least_bytes(cold))
+    forgetful = engine(prefix_bytes=min_bytes(cold))
     assert [one(forgetful, prompt).cached_tokens for prompt in [*prompts, *prompts]] == [0] * 6
 
 
-def least_bytes(engine: Engine) -> int:
-    return pool.least_bytes(engine.runtime)
+def min_bytes(engine: Engine) -> int:
+    return pool.min_bytes(engine.runtime)
 
 
 def test_samples_of_a_prompt_and_what_prompts_share_are_read_once() -> None:
@@ -227,7 +227,7 @@ def test_nothing_is_stored_of_numbers_that_are_not_finite() -> None:
 
 
 def test_a_warm_engine_compiles_nothing_and_its_memory_does_not_grow() -> None:
-    nbytes = 3 * least_bytes(engine(drafter=None))
+    nbytes = 3 * min_bytes(engine(drafter=None))
     hot = engine(drafter=None, prefix_bytes=nbytes, prefix_host_bytes=MANY, read_ahead=2)
     hot.warm_up()
     known = hot.num_compilations

@@ -130,7 +130,7 @@ SOME_PREFIXES = 3  # that the store has room for, on the device and in host memo
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "BLOCK", 4)
-    monkeypatch.setattr(store, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(store, "MIN_TOKENS", 4)
 
 
 def engine_of(drafter: str | None, read_ahead: int, most: int | None, stored: bool) -> Engine:
@@ -145,7 +145,7 @@ def engine_of(drafter: str | None, read_ahead: int, most: int | None, stored: bo
         options |= dict(read_ahead=read_ahead, max_prefill_tokens=most)
         made = case(NAME).engine(drafter, **options)
         if stored:
-            nbytes = SOME_PREFIXES * pool.least_bytes(made.runtime)
+            nbytes = SOME_PREFIXES * pool.min_bytes(made.runtime)
             options |= dict(prefix_bytes=nbytes, prefix_host_bytes=nbytes)
             made = case(NAME).engine(drafter, **options)
         if drafter is None:

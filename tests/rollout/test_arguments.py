@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxspec.options import FieldError, Sampling
-from jaxspec.rollout.arguments import padded, prompts_bucket, read
+from jaxspec.rollout.arguments import make_inputs, pad_inputs, prompts_bucket
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Prompts, check_ids, width_bucket
-from jaxspec.rollout.rollout import Plan, row_keys
+from jaxspec.rollout.rollout import RolloutPlan, row_keys
 from jaxspec.runtime.runtime import make_spec
 from jaxspec.weights.sharding import make_mesh
 from tests import tiny
@@ -23,14 +23,14 @@ POSITIONS = 2048
 SHORT = dataclasses.replace(
     GRAPH, config=dataclasses.replace(GRAPH.config, max_positions=POSITIONS)
 )
-PLAN = Plan(make_spec(SHORT, None), max_new_tokens=8, num_samples=2)
+PLAN = RolloutPlan(make_spec(SHORT, None), max_new_tokens=8, num_samples=2)
 
 
-def asked(plan: Plan = PLAN, **changes: Any) -> Any:
+def asked(plan: RolloutPlan = PLAN, **changes: Any) -> Any:
     given: dict[str, Any] = dict(
         prompts=[[2, 3], [4]], sampling=None, seeds=0, max_new_tokens=None, stop_ids=None
     )
-    return read(plan, *(given | changes).values(), default_stop_ids=(1,))
+    return make_inputs(plan, *(given | changes).values(), default_stop_ids=(1,))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_rows_and_widths_go_to_a_few_buckets() -> None:
     assert all(prompts_bucket(n, 4) % 4 == 0 for n in range(1, 200))
     found = [width_bucket(n) for n in (1, 16, 17, 128, 129, 300, 600, 1100, 1500, 5000)]
     assert found == [16, 16, 32, 128, 256, 384, 640, 1280, 1536, 5120]
-    given = padded(PLAN, asked(prompts=np.full((5, 20), 9), sampling=Sampling(top_k=3)), one)
+    given = pad_inputs(PLAN, asked(prompts=np.full((5, 20), 9), sampling=Sampling(top_k=3)), one)
     assert given.prompts.tokens.shape == (8, 32)
     assert given.sampling.top_k.tolist() == [3] * 16
     assert given.max_new_tokens.tolist() == [8] * 10 + [1] * 6

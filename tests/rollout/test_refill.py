@@ -19,7 +19,7 @@ import jaxspec
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling, Tree
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Prompts
-from jaxspec.rollout.rollout import Plan
+from jaxspec.rollout.rollout import RolloutPlan
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.runtime.runtime import make_spec
 from jaxspec.weights.loading import LoadedModel
@@ -191,7 +191,7 @@ def test_an_eighth_of_the_slots_is_refilled_at_a_time(target: LoadedModel) -> No
     spec = make_spec(target, None)
 
     def slots(batch_size: int, parts: int) -> tuple[int, int]:
-        return Plan(spec, 4, 1, batch_size).slots(parts)
+        return RolloutPlan(spec, 4, 1, batch_size).slots(parts)
 
     assert [slots(n, 1) for n in (1, 7, 8, 64, 100, 200)] == [
         (1, 1), (7, 1), (8, 1), (64, 8), (100, 12), (200, 24)

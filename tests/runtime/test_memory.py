@@ -233,7 +233,7 @@ def test_an_engine_counts_rows_read_ahead_and_prefixes(monkeypatch: pytest.Monke
     for fits in (dict(store, read_ahead=3), dict(store, prefix_bytes=(1 << 24) - 1)):
         made(**fits)
     # Nobody asked for a number of rows read ahead: as many as there is room for.
-    monkeypatch.setattr(engines, "rows_ahead", lambda *_: 4)
+    monkeypatch.setattr(engines, "default_read_ahead", lambda *_: 4)
     assert made(read_ahead=None, prefix_bytes=1 << 24).read_ahead == 2
 
 

@@ -39,7 +39,7 @@ def chunks_as_shipped(tight: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_reading_the_weights_costs(preset: str, tokens: int) -> None:
     """A mixture of experts reads all experts and computes with few of them."""
     model_def = model_def_of(presets()[preset], "bfloat16")
-    assert round(prefill.reading_tokens(model_def)) == tokens
+    assert round(prefill.balance_tokens(model_def)) == tokens
 
 
 def test_a_shared_pass_has_no_more_tokens_than_rows_may_wait_for() -> None:
@@ -131,12 +131,12 @@ def test_little_of_the_passes_over_a_stream_is_padding(
 
 def test_decoding_stops_for_as_many_prompts_as_fill_a_pass() -> None:
     shapes = Shapes(64, mesh_of("gpu"), full=2048, longest=8192, reading=1215.0)
-    assert shapes.worth_reading([]) == 0
-    assert shapes.worth_reading([100]) == 1
-    assert shapes.worth_reading([300] * 20) == 4
-    assert shapes.worth_reading([20] * 20) == 8  # never more than an eighth of the slots
+    assert shapes.min_free_slots([]) == 0
+    assert shapes.min_free_slots([100]) == 1
+    assert shapes.min_free_slots([300] * 20) == 4
+    assert shapes.min_free_slots([20] * 20) == 8  # never more than an eighth of the slots
     few = Shapes(8, mesh_of("gpu"), full=2048, longest=8192, reading=1215.0)
-    assert few.worth_reading([300] * 20) == 1
+    assert few.min_free_slots([300] * 20) == 1
 
 
 # --- turns -------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_rows_that_decode_wait_for_no_more_tokens_than_they_may(
     long = max(c.prompts, key=len)
     bounded = c.engine("mixed", batch_size=4, steps_per_return=1, max_prefill_tokens=130)
     read: list[int] = [0]
-    feeding, decoding = bounded.runtime.feeding, bounded.runtime.decoding
+    feeding, decoding = bounded.runtime.bind_prefill, bounded.runtime.bind_decode
 
     def feed(state: Any, chunk: Any, *rest: Any) -> Any:
         read[-1] += chunk.tokens.size

@@ -62,7 +62,7 @@ def test_the_loop_of_steps_has_its_own_options(monkeypatch):
     assert LOOP_OPTIONS not in asked.values()
     assert options_of_loops(make_mesh(data=1, model=1)) is LOOP_OPTIONS
     # A loop that asks the host what grammars allow cannot be one model_def.
-    engine.runtime.decoding(engine.runtime.init_state(1), None, 1, guided=True)
+    engine.runtime.bind_decode(engine.runtime.init_state(1), None, 1, guided=True)
     assert asked["decode_loop"] == COMPILER_OPTIONS
 
 
@@ -282,13 +282,13 @@ def test_state_is_donated():
     c = case("31b")
     engine = c.engine("dflash")
     states = []
-    decoding = engine.runtime.decoding
+    decoding = engine.runtime.bind_decode
 
     def remember(state: Any, *limits: Any) -> Any:
         states.append(state)
         return decoding(state, *limits)
 
-    engine.runtime.decoding = remember  # type: ignore[method-assign]
+    engine.runtime.bind_decode = remember  # type: ignore[method-assign]
     run(engine, [Request(c.prompts[1], NEW_TOKENS)])
     caches = jax.tree.leaves([(s.caches, s.drafter) for s in states])
     assert caches

@@ -91,7 +91,7 @@ def test_no_memory_while_prompts_are_read(
 ) -> None:
     """The engine is reset. A request without a token has a second try. The error has no details."""
     runtime = live.engine.runtime
-    feeding = runtime.feeding
+    feeding = runtime.bind_prefill
     left = [3]
 
     def fail(state: Any) -> Any:

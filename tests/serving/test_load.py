@@ -22,7 +22,7 @@ import pytest
 import jaxspec
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.prefix_cache.store import LEAST_TOKENS
+from jaxspec.engine.prefix_cache.store import MIN_TOKENS
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import Sampling
 from jaxspec.runtime.runtime import Programs
@@ -112,7 +112,7 @@ def test_many_clients_get_their_own_tokens(read_ahead: int, prefix_mib: int) -> 
     offline = Engine(*pair, **shared)
     engine = Engine(*pair, **shared, read_ahead=read_ahead, prefix_bytes=prefix_mib * 2**20)
     rng = random.Random(0)
-    long = LEAST_TOKENS + 20 if prefix_mib else 0
+    long = MIN_TOKENS + 20 if prefix_mib else 0
     begin = [tuple(pair.encode(text * 99)[:long]) for text in PROMPTS[:2]]
     requests = [
         Request(

@@ -22,9 +22,8 @@ from jaxspec.commands.bench.floor import Ceiling, share_of_group
 from jaxspec.commands.bench.pair import ModelPair, bench_cache_length
 from jaxspec.commands.bench.profile import Block, distinct_experts, draft_loop, verify_loop
 from jaxspec.commands.bench.results import CaseResult, Observed
-from jaxspec.engine.request import sampling_values
 from jaxspec.options import Sampling
-from jaxspec.runtime.prefill import PREFILL_CHUNK, chunk_of
+from jaxspec.runtime.prefill import PREFILL_CHUNK, make_chunk
 from jaxspec.runtime.runtime import Bound, NewRows, Runtime
 from jaxspec.shapes import Int
 from jaxspec.state import DecodeState, PrefillChunk
@@ -200,8 +199,7 @@ def admission_of(runtime: Runtime, max_new_tokens: int, seed: int, sampling: Sam
     batch = runtime.batch_size
     seeds = np.stack([np.full(batch, seed), np.arange(batch)], axis=1)
     limits, no_stop = [max_new_tokens] * batch, np.full((batch, 1), -1)
-    values = sampling_values(runtime.spec, [sampling] * batch)
-    return runtime.admission(range(batch), limits, no_stop, values, seeds)
+    return runtime.admission(range(batch), limits, no_stop, [sampling] * batch, seeds)
 
 
 def chunks_of(prompts: np.ndarray, longest: int) -> list[PrefillChunk]:
@@ -213,7 +211,7 @@ def chunks_of(prompts: np.ndarray, longest: int) -> list[PrefillChunk]:
     batch, length = prompts.shape
     width = max(PREFILL_CHUNK, longest // batch)
     return [
-        chunk_of(
+        make_chunk(
             {i: (p, begin) for i, p in enumerate(prompts)}, batch, min(width, length - begin), batch
         )
         for begin in range(0, length, width)

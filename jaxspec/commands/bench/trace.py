@@ -266,7 +266,7 @@ def run(
         acceptance_length=float(np.mean(lengths)) if engine.drafter and lengths else None,
         lengths={
             v: dict(steps=use.steps, step_ms=None if use.step_s is None else use.step_s * 1e3)
-            for v, use in engine.chosen_length.used.items()
+            for v, use in engine.draft_length.used.items()
         },
         programs=programs,
         compile_s=before.compile_s,

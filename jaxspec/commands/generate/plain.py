@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.request import Request, sampling_values
+from jaxspec.engine.request import Request
 from jaxspec.runtime.runtime import Runtime, make_spec
 from jaxspec.state import DecodeState
 from jaxspec.weights.sharding import fetch, own_context
@@ -50,7 +50,7 @@ def is_worth_it(engine: Engine) -> bool:
     least = max(LONG_ENOUGH_S, TIMES_COMPILING * timings.compile_s)
     if engine.drafter is None or timings.decode_s < least or jax.process_count() > 1:
         return False
-    plain = engine.chosen_length.used.get(0)
+    plain = engine.draft_length.used.get(0)
     return plain is None or not plain.steps
 
 
@@ -78,12 +78,12 @@ def measure(
             range(batch),
             [length - spec.step_tokens - len(row.prompt_ids) for row in rows],
             np.full((batch, engine.num_stop_ids), -1, np.int32),  # none stops
-            sampling_values(spec, [row.sampling for row in rows]),
+            [row.sampling for row in rows],
             np.zeros((batch, 2), np.uint32),
         )
         state = fast.admit(state, admission)
         prompts = {slot: row.prompt_ids for slot, row in enumerate(rows)}
-        state = fast.prefill(state, prompts, fast.ask(0))
+        state = fast.prefill(state, prompts, fast.output_request(0))
         max_steps = engine.steps_per_return
         state, speculative_s = _step_seconds(fast, state, max_steps)
         state, plain_s = _step_seconds(plain, dataclasses.replace(state, drafter=None), max_steps)
@@ -101,9 +101,9 @@ def _step_seconds(
     Args:
       max_steps: steps of the run's decode calls, whose program is used.
     """
-    seconds, ask = [], runtime.ask(max_steps)
+    seconds, output = [], runtime.output_request(max_steps)
     for _ in range(ROUNDS):
-        before, call = int(fetch(state.num_steps).max()), runtime.decoding(state, ask, STEPS)
+        before, call = int(fetch(state.num_steps).max()), runtime.bind_decode(state, output, STEPS)
         begin = time.perf_counter()
         state, _ = jax.block_until_ready(call(state))
         taken_s = time.perf_counter() - begin

@@ -338,7 +338,7 @@ def summarise(
         verify_steps=steps.total(),
         acceptance_length=mean(steps),
         acceptance_by_position=acceptance_by_position(steps, engine.spec.depth),
-        steps_by_length={v: use.steps for v, use in engine.chosen_length.used.items() if use.steps},
+        steps_by_length={v: use.steps for v, use in engine.draft_length.used.items() if use.steps},
         prefill_s=timings.prefill_s,
         decode_s=timings.decode_s,
         compile_s=timings.compile_s,

@@ -27,7 +27,7 @@ from jaxspec.commands.startup import (
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.request import check_cache_length
+from jaxspec.engine.request import check_max_cache_length
 from jaxspec.options import Drafting, FieldError, ProgramFeatures
 from jaxspec.runtime.runtime import cache_length_for, make_spec
 from jaxspec.serving import server
@@ -210,7 +210,7 @@ def make_engine(
     length = programs.cache_length
     if length is None:
         length = min(CACHE_LENGTH, cache_length_for(spec, spec.target.config.max_positions))
-    check_cache_length(spec, length)
+    check_max_cache_length(spec, length)
     engine = Engine(target, drafter, cache_length=length, **shared)
     shared |= dict(cache_length=length, read_ahead=engine.read_ahead)
     nbytes = prefix_bytes(engine, programs.prefix_gib)

@@ -1,4 +1,4 @@
-"""What a store of prefixes is made of: prompts, blocks and entries, and what it counts."""
+"""Data of the prefix cache: prompts, blocks, entries and counts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Passes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """The tokens of a prompt, and what their beginnings are found by.
+    """The tokens of a prompt, and the keys of its prefixes.
 
     Attributes:
       keys: of the first block, of the first two, and so on; the last tokens may be in none.
-      passes: that read it, where entries have to come of the same ones; None where they may come of any.
+      passes: over the prompt, if entries have to come from the same ones; None if from any.
     """
 
     tokens: np.ndarray
@@ -40,10 +40,10 @@ class Prompt:
         return len(self.tokens)
 
     def common(self, other: np.ndarray) -> int:
-        """Return how many tokens it has in common with others, from the first one on."""
-        most = min(len(self.tokens), len(other))
-        differ = np.flatnonzero(self.tokens[:most] != other[:most])
-        return int(differ[0]) if differ.size else most
+        """Return the length of its common prefix with other tokens."""
+        length = min(len(self.tokens), len(other))
+        differ = np.flatnonzero(self.tokens[:length] != other[:length])
+        return int(differ[0]) if differ.size else length
 
 
 @dataclass(eq=False)
@@ -51,14 +51,14 @@ class Block:
     """The K/V of some tokens in all full layers.
 
     Attributes:
-      key: of the tokens up to its last; None where it is not full, so that one entry alone has it.
-      place: in the pool; None where no entry there uses it.
+      key: of the tokens up to its last; None if it is not full, so that one entry alone has it.
+      index: in the pool; None if no entry there uses it.
       host: its copy in host memory, likewise.
       users, host_users: entries that use either.
     """
 
     key: int | None
-    place: int | None = None
+    index: int | None = None
     host: Any = None
     users: int = 0
     host_users: int = 0
@@ -66,14 +66,14 @@ class Block:
 
 @dataclass(eq=False)
 class Entry:
-    """What a row holds after some tokens.
+    """Contents of a row after some tokens.
 
     Attributes:
       reach: positions that were ever written into the snapshot's rings. A row that was restored from a longer entry
-        still has that entry's positions there, so its own entry may be shortened by less than one of the same
-        length that was read from the start.
-      is_spare: nobody used it yet, and it is where a pass ended by chance.
-      place: of its snapshot in the pool; None where the entry is in host memory.
+        still has that entry's positions there. So its own entry may be shortened by less than an entry of the
+        same length that was prefilled from the start.
+      is_spare: whether it is unused, and where a pass ended by chance.
+      index: of its snapshot in the pool; None if the entry is in host memory.
       host: the snapshot there.
     """
 
@@ -83,7 +83,7 @@ class Entry:
     blocks: list[Block]
     reach: int
     is_spare: bool
-    place: int | None = None
+    index: int | None = None
     host: Any = None
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Hit:
-    """An entry, and how many of its tokens a prompt has."""
+    """An entry, and the number of its tokens that a prompt has."""
 
     entry: Entry
     length: int
@@ -100,11 +100,11 @@ class Hit:
 
 @dataclass
 class PrefixStats:
-    """What a store did since it was made, and what it holds now.
+    """Counts of a store since it was made, and its current contents.
 
     Attributes:
-      queries, hits: prompts that were looked up, and those of which a beginning was there.
-      query_tokens, hit_tokens: of all prompts, and those that were not read again.
+      queries, hits: prompts that were looked up, and those of which a prefix was there.
+      query_tokens, hit_tokens: of all prompts, and those that were copied.
       host_hits: hits that had to come from host memory.
       evictions: entries that had to leave the device; moves to host memory are among them.
       entries, host_entries: held now.

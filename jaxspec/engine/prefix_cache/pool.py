@@ -1,7 +1,7 @@
 """The arrays of stored prefixes, and the programs that copy rows into them and back.
 
-Read `keep` and `restore`. Both run over as many blocks as they are told, so that each is one program for all
-lengths. The pool is donated to `keep`, and the state to `restore`: everything else stays in place.
+Read `keep` and `restore`. The number of blocks is an input of both, so that each is one program for all
+lengths. The pool is donated to `keep`, and the state to `restore`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _AXES = (None, "kv_heads", None, None)
 _PINNED = "pinned_host"
 
 
-class Pages(struct.PyTreeNode):
-    """What is stored, one place of a first axis after the other.
+class PoolArrays(struct.PyTreeNode):
+    """Stored blocks and snapshots, along the first axis.
 
     Attributes:
       blocks: keys and values of each full layer, [M, K, tokens, H].
@@ -44,7 +44,7 @@ class Pages(struct.PyTreeNode):
 
 
 def split(state: DecodeState) -> tuple[list[Any], list[Any], Callable[..., DecodeState]]:
-    """Return what blocks are cut of, what snapshots are taken of, and how to put both back into the state.
+    """Return the arrays of blocks, the arrays of snapshots, and a function that puts both back into the state.
 
     Arrays may be shapes alone.
     """
@@ -66,7 +66,7 @@ def split(state: DecodeState) -> tuple[list[Any], list[Any], Callable[..., Decod
 
 
 def slack_of(state: DecodeState) -> int | None:
-    """Return by how many tokens the rings of a row may be shortened; None: by any, since there are none."""
+    """Return the tokens by which a row's rings may be shortened; None: there are no rings, and no limit."""
     caches = jax.tree.leaves(
         (state.caches, state.drafter), is_leaf=lambda x: isinstance(x, KVCache)
     )
@@ -75,7 +75,7 @@ def slack_of(state: DecodeState) -> int | None:
 
 
 def _cut(array: Array, row: Any, number: Any, tokens: int) -> Array:
-    """Return a block of a row. Past the end, the last tokens that there are; `restore` puts them there."""
+    """Return a block of a row. Past the end it has the last tokens, where `restore` puts them."""
     sizes = (1, array.shape[1], tokens, array.shape[3])
     return lax.dynamic_slice(array, (row, jnp.int32(0), number * tokens, jnp.int32(0)), sizes)
 
@@ -86,36 +86,36 @@ def _put(array: Array, piece: Array, row: Any, number: Any) -> Array:
 
 
 def keep(
-    pages: Pages,
+    arrays: PoolArrays,
     state: DecodeState,
     row: Int[Array, ""],
     numbers: Int[Array, " N"],
-    places: Int[Array, " N"],
+    indices: Int[Array, " N"],
     count: Int[Array, ""],
     snapshot: Int[Array, ""],
-) -> Pages:
+) -> PoolArrays:
     """Copy blocks of a row, and its snapshot.
 
     Args:
-      numbers: of the blocks in the row; the first `count` of them.
-      places: where each of them goes.
+      numbers: of blocks in the row, of which the first `count` are copied.
+      indices: of them in the pool.
     """
     full, other, _ = split(state)
 
     def one(i: Any, blocks: list[Array]) -> list[Array]:
         pairs = zip(full, blocks, strict=True)
         cut = [_cut(x, row, numbers[i], block.shape[2]) for x, block in pairs]
-        return lower(blocks, cut, places[i])
+        return lower(blocks, cut, indices[i])
 
-    blocks = lax.fori_loop(0, count, one, pages.blocks) if full else []
-    return Pages(blocks, lower(pages.snapshots, lift(other, row), snapshot))
+    blocks = lax.fori_loop(0, count, one, arrays.blocks) if full else []
+    return PoolArrays(blocks, lower(arrays.snapshots, lift(other, row), snapshot))
 
 
 def restore(
     state: DecodeState,
-    pages: Pages,
+    arrays: PoolArrays,
     row: Int[Array, ""],
-    places: Int[Array, " N"],
+    indices: Int[Array, " N"],
     count: Int[Array, ""],
     snapshot: Int[Array, ""],
     tokens: Int[Array, " T"],
@@ -124,39 +124,39 @@ def restore(
     """Copy the first blocks of a prefix and its snapshot into a row.
 
     Args:
-      tokens: of the prefix, of which `length` are real; penalties count them.
+      tokens: of the prefix, of which `length` are valid; penalties count them.
     """
     full, other, join = split(state)
 
     def one(i: Any, full: list[Array]) -> list[Array]:
-        pairs = zip(full, lift(pages.blocks, places[i]), strict=True)
+        pairs = zip(full, lift(arrays.blocks, indices[i]), strict=True)
         return [_put(x, block, row, i) for x, block in pairs]
 
     if full:
         full = lax.fori_loop(0, count, one, full)
-    state = join(full, lower(other, lift(pages.snapshots, snapshot), row))
+    state = join(full, lower(other, lift(arrays.snapshots, snapshot), row))
     if state.counts is not None:
         counts = state.counts.with_prompt(tokens[None], length[None], row[None])
         state = state.replace(counts=counts)
     return state
 
 
-def lift(arrays: list[Array], place: Int[Array, ""]) -> list[Array]:
-    """Return what is in a place of all arrays."""
-    return [lax.dynamic_slice_in_dim(x, place, 1) for x in arrays]
+def lift(arrays: list[Array], index: Int[Array, ""]) -> list[Array]:
+    """Return the contents of all arrays at an index."""
+    return [lax.dynamic_slice_in_dim(x, index, 1) for x in arrays]
 
 
-def lower(arrays: list[Array], copies: list[Array], place: Int[Array, ""]) -> list[Array]:
-    """Write into a place of all arrays."""
+def lower(arrays: list[Array], copies: list[Array], index: Int[Array, ""]) -> list[Array]:
+    """Write into all arrays at an index."""
     return [
-        lax.dynamic_update_slice_in_dim(x, copy, place, 0)
+        lax.dynamic_update_slice_in_dim(x, copy, index, 0)
         for x, copy in zip(arrays, copies, strict=True)
     ]
 
 
-def least_bytes(runtime: Runtime) -> int:
-    """Return the bytes of the smallest pool that a runtime can have: for one whole slot."""
-    return Pool(runtime, 1 << 62).least_bytes
+def min_bytes(runtime: Runtime) -> int:
+    """Return the bytes of a runtime's smallest pool, for one slot."""
+    return Pool(runtime, 1 << 62).min_bytes
 
 
 class Pool:
@@ -176,7 +176,7 @@ class Pool:
             )
         self.runtime = runtime
         self.block = min(BLOCK, runtime.cache_length)
-        self.most_blocks = -(-runtime.cache_length // self.block)
+        self.max_blocks = -(-runtime.cache_length // self.block)
         row = jax.eval_shape(lambda: runtime.init_state(num_stop_ids=1, rows=1))
         drafter = runtime.spec.drafter
         goes_back = drafter is None or drafter.bind_abstract().absorbs_again
@@ -188,31 +188,31 @@ class Pool:
         self.block_bytes = self._bytes(self._full)
         self.snapshot_bytes = self._bytes(self._other)
         self.num_blocks, self.num_snapshots = self._sizes(nbytes)
-        self._pages: Pages | None = None
+        self._arrays: PoolArrays | None = None
 
     @property
-    def least_bytes(self) -> int:
-        """Bytes of one slot, which is the least there must be."""
-        return self.most_blocks * self.block_bytes + self.snapshot_bytes
+    def min_bytes(self) -> int:
+        """Bytes of the smallest pool, for one slot."""
+        return self.max_blocks * self.block_bytes + self.snapshot_bytes
 
     def _sizes(self, nbytes: int) -> tuple[int, int]:
-        """Split bytes into blocks and snapshots: blocks for half a slot with each of these, for one at least."""
-        if nbytes < self.least_bytes:
+        """Split bytes into blocks and snapshots: for each snapshot half a slot of blocks, and one slot at least."""
+        if nbytes < self.min_bytes:
             raise FieldError(
                 "prefix_bytes",
                 lambda format_field: (
                     f"{format_field('prefix_bytes', nbytes)} holds no prefix of a whole slot, "
                     "which takes "
-                    f"{self.least_bytes:,} bytes; give as many, or 0 for no store"
+                    f"{self.min_bytes:,} bytes; give as many, or 0 for no store"
                 ),
             )
         if not self.snapshot_bytes:
             return (count := nbytes // self.block_bytes), count
-        of_blocks = self.block_bytes * self.most_blocks
+        of_blocks = self.block_bytes * self.max_blocks
         snapshots = int(nbytes // (self.snapshot_bytes + of_blocks / 2))
         snapshots = max(1, min(snapshots, (nbytes - of_blocks) // self.snapshot_bytes))
         if not self.block_bytes:
-            return self.most_blocks * snapshots, snapshots
+            return self.max_blocks * snapshots, snapshots
         return (nbytes - snapshots * self.snapshot_bytes) // self.block_bytes, snapshots
 
     def _bytes(self, shapes: list[Any]) -> int:
@@ -220,18 +220,20 @@ class Pool:
         return sum(int(np.prod(shape)) * x.dtype.itemsize for x, shape in sizes)
 
     @property
-    def pages(self) -> Pages:
+    def arrays(self) -> PoolArrays:
         """The arrays, empty at first."""
-        if self._pages is None:
-            self._pages = self._empty()
-        return self._pages
+        if self._arrays is None:
+            self._arrays = self._empty()
+        return self._arrays
 
-    def _empty(self) -> Pages:
-        def room(count: int, shapes: list[Any]) -> list[Array]:
+    def _empty(self) -> PoolArrays:
+        def zeros(count: int, shapes: list[Any]) -> list[Array]:
             return [jnp.zeros((count, *x.shape[1:]), x.dtype) for x in shapes]
 
-        def make() -> Pages:
-            return Pages(room(self.num_blocks, self._full), room(self.num_snapshots, self._other))
+        def make() -> PoolArrays:
+            return PoolArrays(
+                zeros(self.num_blocks, self._full), zeros(self.num_snapshots, self._other)
+            )
 
         mesh = self.runtime.mesh
         shardings = jax.tree.map(lambda x: _sharding(x, mesh), jax.eval_shape(make))
@@ -239,47 +241,48 @@ class Pool:
 
     def drop(self) -> None:
         """Give back all arrays."""
-        self._pages = None
+        self._arrays = None
 
     def keep(
         self, state: DecodeState, row: int, blocks: Sequence[tuple[int, int]], snapshot: int
     ) -> None:
-        """Copy numbered blocks of a row to their places, and its snapshot."""
-        numbers, places = self._padded([n for n, _ in blocks]), self._padded([p for _, p in blocks])
-        given = (np.int32(row), numbers, places, np.int32(len(blocks)), np.int32(snapshot))
-        self._pages = self._run(keep, state.stop_ids.shape, self.pages, state, *given)
+        """Copy numbered blocks of a row to their indices, and its snapshot."""
+        numbers = self._padded([number for number, _ in blocks])
+        indices = self._padded([index for _, index in blocks])
+        inputs = (np.int32(row), numbers, indices, np.int32(len(blocks)), np.int32(snapshot))
+        self._arrays = self._run(keep, state.stop_ids.shape, self.arrays, state, *inputs)
 
     def restore(
         self,
         state: DecodeState,
         row: int,
-        places: Sequence[int],
+        indices: Sequence[int],
         snapshot: int,
         tokens: np.ndarray,
     ) -> DecodeState:
         """Copy the first blocks of an entry and its snapshot into a row."""
-        room = np.zeros(self.runtime.cache_length, np.int32)
-        room[: len(tokens)] = tokens
-        given = (np.int32(row), self._padded(places), np.int32(len(places)), np.int32(snapshot))
-        given = (*given, room, np.int32(len(tokens)))
-        return self._run(restore, state.stop_ids.shape, state, self.pages, *given)
+        padded = np.zeros(self.runtime.cache_length, np.int32)
+        padded[: len(tokens)] = tokens
+        inputs = (np.int32(row), self._padded(indices), np.int32(len(indices)), np.int32(snapshot))
+        inputs = (*inputs, padded, np.int32(len(tokens)))
+        return self._run(restore, state.stop_ids.shape, state, self.arrays, *inputs)
 
-    def lift(self, kind: str, place: int) -> list[Array]:
+    def lift(self, kind: str, index: int) -> list[Array]:
         """Return a copy of a block or a snapshot in host memory; the caller does not wait for it."""
-        arrays = getattr(self.pages, f"{kind}s")
-        copies = self._run(lift, (kind,), arrays, np.int32(place), donate=False)
+        arrays = getattr(self.arrays, f"{kind}s")
+        copies = self._run(lift, (kind,), arrays, np.int32(index), donate=False)
         host = [x.sharding.with_memory_kind(_PINNED) for x in copies]
         return jax.device_put(copies, host)
 
-    def lower(self, kind: str, place: int, copy: list[Array]) -> None:
-        """Put such a copy into a place of the pool."""
-        arrays = getattr(self.pages, f"{kind}s")
+    def lower(self, kind: str, index: int, copy: list[Array]) -> None:
+        """Put such a copy into the pool."""
+        arrays = getattr(self.arrays, f"{kind}s")
         copies = jax.device_put(copy, [x.sharding for x in arrays])
-        arrays = self._run(lower, (kind,), arrays, copies, np.int32(place))
-        self._pages = self.pages.replace(**{f"{kind}s": arrays})
+        arrays = self._run(lower, (kind,), arrays, copies, np.int32(index))
+        self._arrays = self.arrays.replace(**{f"{kind}s": arrays})
 
     def warm_up(self, state: DecodeState, *, with_host: bool) -> DecodeState:
-        """Compile all programs; no place that is in use may be in the pool."""
+        """Compile all programs; the pool may hold no entry."""
         self.keep(state, 0, [], 0)
         state = self.restore(state, 0, [], 0, np.zeros(0, np.int32))
         if with_host:
@@ -288,18 +291,18 @@ class Pool:
         return state
 
     def _padded(self, values: Sequence[int]) -> np.ndarray:
-        room = np.zeros(self.most_blocks, np.int32)
-        room[: len(values)] = values
-        return room
+        padded = np.zeros(self.max_blocks, np.int32)
+        padded[: len(values)] = values
+        return padded
 
     def _run(
         self, function: Callable[..., Any], shape: tuple[Any, ...], *args: Any, donate: bool = True
     ) -> Any:
-        """Run a program, compiled if it is new. Its first argument's memory is its result's.
+        """Run a program, compiled if it is new. Its result takes the memory of its first argument.
 
         Args:
-          shape: what tells it from the other programs of the function.
-          donate: False: the first argument stays.
+          shape: distinguishes it from other programs of the function.
+          donate: whether the result takes the memory of the first argument.
         """
         runtime = self.runtime
         if (key := ("prefix", function.__name__, *shape)) not in runtime.used:
@@ -308,7 +311,7 @@ class Pool:
                 function, runtime.place(args), donate=0 if donate else None, mesh=runtime.mesh
             )
             runtime.timings.compile_s += time.perf_counter() - begin
-        return runtime.used[key](*runtime.given(args))
+        return runtime.used[key](*runtime.as_inputs(args))
 
 
 def _sharding(array: Any, mesh: Mesh) -> NamedSharding:

@@ -1,7 +1,6 @@
-"""Which prefixes are stored, where, and for how long.
+"""The store of prefixes: lookup, storage and eviction.
 
-This module knows no arrays. It tells a `pool.Pool` what to copy where, and states go through it as they are.
-Read `Store.find`, then `Store.keep`.
+This module knows no arrays. A `pool.Pool` copies them. Read `Store.find`, then `Store.keep`.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import numpy as np
 
 from jaxspec.engine.prefix_cache.entries import Block, Entry, Hit, PrefixStats, Prompt
 
-LEAST_TOKENS = 256
-"""Fewer tokens are not worth a copy: a GPU reads so many in the time in which it reads its weights once."""
-MOST_SEEN = 1 << 16
-"""Blocks of prompts that are remembered, to see where two prompts part. They take 100 bytes each."""
+MIN_TOKENS = 256
+"""Fewer tokens are not worth a copy: a GPU prefills them in the time of reading its weights once."""
+MAX_SEEN = 1 << 16
+"""Remembered blocks of prompts, to find where two prompts part. They take 100 bytes each."""
 
 
 @runtime_checkable
 class Copies(Protocol):
-    """What a store needs of a `pool.Pool`. Bytes are those of one device."""
+    """The part of a `pool.Pool` that a store needs. Bytes are those of one device."""
 
     block: int
     num_blocks: int
@@ -34,26 +33,26 @@ class Copies(Protocol):
     slack: int | None
 
     def keep(self, state: Any, row: int, blocks: Sequence[tuple[int, int]], snapshot: int) -> None:
-        """Copy numbered blocks of a row to their places, and its snapshot."""
+        """Copy numbered blocks of a row to their indices, and its snapshot."""
         ...
 
     def restore(
         self,
         state: Any,
         row: int,
-        places: Sequence[int],
+        indices: Sequence[int],
         snapshot: int,
         tokens: np.ndarray,
     ) -> Any:
         """Copy the first blocks of an entry and its snapshot into a row."""
         ...
 
-    def lift(self, kind: str, place: int) -> Any:
+    def lift(self, kind: str, index: int) -> Any:
         """Return a copy of a block or a snapshot in host memory."""
         ...
 
-    def lower(self, kind: str, place: int, copy: Any) -> None:
-        """Put such a copy into a place of the pool."""
+    def lower(self, kind: str, index: int, copy: Any) -> None:
+        """Put such a copy into the pool."""
         ...
 
     def warm_up(self, state: Any, *, with_host: bool) -> Any:
@@ -70,8 +69,8 @@ class Store:
     """The stored prefixes of one engine.
 
     Args:
-      host_bytes: of host memory for what is evicted from the device; 0 for none.
-      least_tokens: nothing shorter is stored.
+      host_bytes: of host memory for entries that leave the device; 0 for none.
+      min_tokens: least length of a stored entry.
 
     Attributes:
       version: another number after each `clear`.
@@ -79,7 +78,7 @@ class Store:
 
     pool: Copies
     host_bytes: int = 0
-    least_tokens: int = field(default_factory=lambda: LEAST_TOKENS)
+    min_tokens: int = field(default_factory=lambda: MIN_TOKENS)
     version: int = 0
     counts: PrefixStats = field(default_factory=PrefixStats)
 
@@ -90,23 +89,20 @@ class Store:
         self._device: OrderedDict[Entry, None] = OrderedDict()  # least recently used first
         self._host: OrderedDict[Entry, None] = OrderedDict()
         self._blocks: dict[int, Block] = {}
-        self._at: dict[int, dict[Entry, None]] = {}  # entries that a prompt with such a key may use
+        self._at: dict[int, dict[Entry, None]] = {}  # entries for prompts with that key
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._free_blocks = list(range(self.pool.num_blocks))[::-1]
         self._free_snapshots = list(range(self.pool.num_snapshots))[::-1]
         self._host_used = 0
-        self._coming: Entry | None = (
-            None  # on its way from host memory, where it may not be evicted
-        )
 
     @property
     def slack(self) -> float:
-        """How many positions below an entry's reach a row may go on."""
+        """Positions below an entry's reach at which a row may go on."""
         return math.inf if self.pool.slack is None else self.pool.slack
 
     @property
     def stats(self) -> PrefixStats:
-        """What it did and holds."""
+        """Its counts and contents."""
         pool, now = self.pool, PrefixStats(**vars(self.counts))
         blocks = pool.num_blocks - len(self._free_blocks)
         snapshots = pool.num_snapshots - len(self._free_snapshots)
@@ -122,7 +118,7 @@ class Store:
         """Forget all entries.
 
         Args:
-          drop_arrays: give back their memory too; it is allocated again when it is needed.
+          drop_arrays: whether to free their memory too; it is allocated again when it is needed.
         """
         self.version += 1
         self._forget()
@@ -130,14 +126,14 @@ class Store:
             self.pool.drop()
 
     def warm_up(self, state: Any) -> Any:
-        """Compile all programs that it can need, and forget all entries."""
+        """Compile all programs, and forget all entries."""
         self.clear()
         return self.pool.warm_up(state, with_host=self.host_bytes > 0)
 
     # --- looking up --------------------------------------------------------------------------------------
 
     def find(self, prompt: Prompt) -> Hit | None:
-        """Return the entry that saves a prompt most; at least its last token is left to read."""
+        """Return the entry that saves a prompt most. At least its last token is left to prefill."""
         for key in reversed(prompt.keys):
             hits = [Hit(entry, self._usable(entry, prompt)) for entry in self._at.get(key, ())]
             if (best := max(hits, key=lambda hit: hit.length, default=None)) and best.length:
@@ -145,7 +141,7 @@ class Store:
         return None
 
     def _usable(self, entry: Entry, prompt: Prompt) -> int:
-        """Return how many tokens of a prompt an entry spares, or 0."""
+        """Return the tokens of a prompt that an entry saves, or 0."""
         length = min(prompt.common(entry.tokens), len(prompt) - 1)
         if entry.reach - length > self.slack:
             return 0
@@ -155,10 +151,10 @@ class Store:
         return length
 
     def look_up(self, prompt: Prompt) -> tuple[Hit | None, int]:
-        """Count a prompt that is to be read, and remember it.
+        """Count a prompt that is about to be prefilled, and remember it.
 
         Returns:
-          What is stored of it; and how many of its tokens, in whole blocks, some earlier prompt had too.
+          The entry for it, and the number of its tokens, in whole blocks, that an earlier prompt had too.
         """
         shared = 0
         for shared, key in enumerate((*prompt.keys, None)):  # noqa: B007
@@ -167,7 +163,7 @@ class Store:
         for key in prompt.keys:
             self._seen[key] = None
             self._seen.move_to_end(key)
-        while len(self._seen) > MOST_SEEN:
+        while len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         hit = self.find(prompt)
         self.counts.queries += 1
@@ -175,10 +171,10 @@ class Store:
         return hit, min(shared, (len(prompt) - 1) // self.pool.block) * self.pool.block
 
     def restore(self, state: Any, row: int, hit: Hit) -> Any:
-        """Copy what an entry holds into a row; None where there is no room to bring it from host memory."""
+        """Copy an entry into a row; return None if the device has no space for it."""
         entry = hit.entry
         entry.is_spare = False
-        if entry.place is None:
+        if entry.index is None:
             if not self._bring_back(entry):
                 return None
             self.counts.host_hits += 1
@@ -186,9 +182,9 @@ class Store:
         self.counts.hits += 1
         self.counts.hit_tokens += hit.length
         count = -(-hit.length // self.pool.block)
-        places = [_placed(block) for block in entry.blocks[:count]]
-        assert entry.place is not None
-        return self.pool.restore(state, row, places, entry.place, entry.tokens[: hit.length])
+        indices = [_index_of(block) for block in entry.blocks[:count]]
+        assert entry.index is not None
+        return self.pool.restore(state, row, indices, entry.index, entry.tokens[: hit.length])
 
     # --- storing -----------------------------------------------------------------------------------------
 
@@ -202,13 +198,13 @@ class Store:
         reach: int | None = None,
         is_spare: bool,
     ) -> Entry | None:
-        """Store what a row holds after the first tokens of its prompt, unless it is there or there is no room.
+        """Store a row after the first tokens of its prompt, unless it is stored or there is no space.
 
         Args:
           reach: positions that were ever written into the row's rings. None: as many as `length`.
-          is_spare: it is where a pass ended by chance. Such an entry evicts none but its like.
+          is_spare: whether a pass ended there by chance. Such an entry evicts only its like.
         """
-        if length < max(self.least_tokens, self.pool.block):
+        if length < max(self.min_tokens, self.pool.block):
             return None
         reach = length if reach is None else reach
         assert reach >= length
@@ -223,7 +219,7 @@ class Store:
                     self.forget([entry])
                     break
                 entry.is_spare &= is_spare
-                (self._host if entry.place is None else self._device).move_to_end(entry)
+                (self._host if entry.index is None else self._device).move_to_end(entry)
                 return entry
         partial = [None] if length % self.pool.block else []
         blocks = [
@@ -231,16 +227,16 @@ class Store:
             for key in (*keys, *partial)
         ]
         entry = Entry(prompt.tokens[:length].copy(), keys, passes, blocks, reach, is_spare)
-        if (new := self._make_room(entry)) is None:
+        if (new := self._allocate(entry)) is None:
             return None
-        assert entry.place is not None
-        self.pool.keep(state, row, [(n, _placed(blocks[n])) for n in new], entry.place)
+        assert entry.index is not None
+        self.pool.keep(state, row, [(n, _index_of(blocks[n])) for n in new], entry.index)
         for level in self._levels(entry):
             self._at.setdefault(keys[level - 1], {})[entry] = None
         return entry
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Drop entries, as of a row whose numbers were not finite."""
+        """Drop entries, such as those of a row whose numbers are not finite."""
         for entry in entries:
             if entry in self._device:
                 self._leave_device(entry)
@@ -250,15 +246,15 @@ class Store:
                 self._drop(entry)
 
     def _levels(self, entry: Entry) -> Iterator[int]:
-        """Yield after how many blocks a prompt that may use an entry can part from it."""
+        """Yield the numbers of blocks after which a prompt may part from an entry and still use it."""
         least = max(0, entry.reach - self.slack)
         yield from range(max(1, int(least) // self.pool.block), len(entry.keys) + 1)
 
-    def _make_room(self, entry: Entry) -> list[int] | None:
-        """Give places to an entry, and evict others for them; return which of its blocks are new to the pool."""
+    def _allocate(self, entry: Entry) -> list[int] | None:
+        """Allocate an entry in the pool, evicting others; return which of its blocks are new there."""
         for block in entry.blocks:
             block.users += 1  # so that none of them is evicted
-        new = [n for n, block in enumerate(entry.blocks) if block.place is None]
+        new = [n for n, block in enumerate(entry.blocks) if block.index is None]
         while len(self._free_blocks) < len(new) or not self._free_snapshots:
             victims = (e for e in self._device if e.is_spare)
             if (victim := next(victims, None)) is None and not entry.is_spare:
@@ -268,8 +264,8 @@ class Store:
                 return None
             self._evict(victim)
         for n in new:
-            entry.blocks[n].place = self._free_blocks.pop()
-        entry.place = self._free_snapshots.pop()
+            entry.blocks[n].index = self._free_blocks.pop()
+        entry.index = self._free_snapshots.pop()
         self._device[entry] = None
         self._blocks |= {block.key: block for block in entry.blocks if block.key is not None}
         return new
@@ -277,7 +273,7 @@ class Store:
     # --- leaving -----------------------------------------------------------------------------------------
 
     def _evict(self, entry: Entry) -> None:
-        """Take an entry off the device: to host memory, if it is worth it and there is room."""
+        """Take an entry off the device, into host memory if it is worth that and there is space."""
         self.counts.evictions += 1
         is_moved = not entry.is_spare and self._move_to_host(entry)
         self._leave_device(entry)
@@ -296,9 +292,9 @@ class Store:
             self._leave_host(oldest)
             self._drop(oldest)
         for block in new:
-            block.host = pool.lift("block", _placed(block))
-        assert entry.place is not None
-        entry.host = pool.lift("snapshot", entry.place)
+            block.host = pool.lift("block", _index_of(block))
+        assert entry.index is not None
+        entry.host = pool.lift("snapshot", entry.index)
         self._host_used += needed
         self._host[entry] = None
         self.counts.offloads += 1
@@ -307,21 +303,21 @@ class Store:
     def _bring_back(self, entry: Entry) -> bool:
         """Move an entry from host memory to the device."""
         blocks, snapshot = [block.host for block in entry.blocks], entry.host
-        self._leave_host(entry)  # so that what it evicts has room there
-        if (new := self._make_room(entry)) is None:
+        self._leave_host(entry)  # to free space there for evicted entries
+        if (new := self._allocate(entry)) is None:
             self._drop(entry)
             return False
         for n in new:
-            self.pool.lower("block", _placed(entry.blocks[n]), blocks[n])
-        assert entry.place is not None
-        self.pool.lower("snapshot", entry.place, snapshot)
+            self.pool.lower("block", _index_of(entry.blocks[n]), blocks[n])
+        assert entry.index is not None
+        self.pool.lower("snapshot", entry.index, snapshot)
         return True
 
     def _leave_device(self, entry: Entry) -> None:
-        assert entry.place is not None
+        assert entry.index is not None
         del self._device[entry]
-        self._free_snapshots.append(entry.place)
-        entry.place = None
+        self._free_snapshots.append(entry.index)
+        entry.index = None
         self._release(entry.blocks)
 
     def _leave_host(self, entry: Entry) -> None:
@@ -336,12 +332,12 @@ class Store:
                 self._forget_block(block)
 
     def _release(self, blocks: Sequence[Block]) -> None:
-        """Count an entry of the device less that uses them, and free the places that nobody needs."""
+        """Count one user less of each block, and free those without users."""
         for block in blocks:
             block.users -= 1
-            if not block.users and block.place is not None:
-                self._free_blocks.append(block.place)
-                block.place = None
+            if not block.users and block.index is not None:
+                self._free_blocks.append(block.index)
+                block.index = None
             self._forget_block(block)
 
     def _forget_block(self, block: Block) -> None:
@@ -349,7 +345,7 @@ class Store:
             self._blocks.pop(block.key, None)
 
     def _drop(self, entry: Entry) -> None:
-        """Let no prompt find an entry."""
+        """Remove an entry from lookup."""
         for level in self._levels(entry):
             key = entry.keys[level - 1]
             self._at[key].pop(entry, None)
@@ -357,6 +353,6 @@ class Store:
                 del self._at[key]
 
 
-def _placed(block: Block) -> int:
-    assert block.place is not None
-    return block.place
+def _index_of(block: Block) -> int:
+    assert block.index is not None
+    return block.index

@@ -1,0 +1,197 @@
+"""Use of the prefix cache by a scheduler: hits, waiting requests, and new entries.
+
+Read `PrefixPlanner.ready`, `begin` and `keep`: before, at and after the prefill of a row's prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from jaxspec.engine.prefix_cache.entries import Entry, Passes, Prompt
+from jaxspec.engine.prefix_cache.store import Store
+from jaxspec.engine.request import Request
+from jaxspec.engine.slots import Row, Slots
+from jaxspec.runtime.prefill import PrefillPlanner
+
+
+@dataclass(eq=False)
+class PrefillProgress:
+    """Progress of a prompt that is being prefilled, or is about to be.
+
+    Attributes:
+      row: of the prompt; None before it has one.
+      position: tokens of the prompt that are prefilled.
+      reach: positions that were ever written into the row's rings; more than `position` after a longer entry was
+        copied into the row.
+      stops: positions where a pass has to end, and an entry is made.
+      version: of the store at the begin.
+      made: entries of the row so far. They are dropped if its numbers turn out not to be finite.
+    """
+
+    prompt: Prompt
+    row: Row | None = None
+    position: int = 0
+    reach: int = 0
+    stops: set[int] = field(default_factory=set)
+    version: int = 0
+    made: list[Entry] = field(default_factory=list)
+
+    @property
+    def last_reach(self) -> int:
+        """Reach of the row when its prompt is prefilled."""
+        return max(self.reach, len(self.prompt))
+
+
+class PrefixPlanner:
+    """Prompts of a scheduler's requests, and their stored prefixes.
+
+    Args:
+      invariant: rows go on, and entries are made, only where passes over a prompt alone end.
+    """
+
+    def __init__(self, store: Store, planner: PrefillPlanner, *, invariant: bool):
+        self.store, self.planner, self.invariant = store, planner, invariant
+        self._prompts: dict[Hashable, Prompt] = {}  # of waiting requests
+        self._stops: dict[Hashable, set[int]] = {}  # positions where passes over them have to end
+        self._progress: dict[int, PrefillProgress] = {}  # by slot
+
+    # --- before a request has a slot ---------------------------------------------------------------------
+
+    def ready(self, waiting: Iterable[Request], count: int) -> list[Request]:
+        """Return the first requests that gain nothing by waiting, at most `count`.
+
+        The others share a prefix with a prompt that is being prefilled, or is among these. Its passes are cut
+        where they part.
+        """
+        requests = list(waiting)
+        self._prompts = {
+            request.id: self._prompts.get(request.id) or self._prompt_of(request)
+            for request in requests
+        }
+        self._stops = {name: at for name, at in self._stops.items() if name in self._prompts}
+        ready: list[Request] = []
+        others = [
+            progress
+            for slot, progress in self._progress.items()
+            if slot in self.planner.pending and progress.version == self.store.version
+        ]
+        for request in requests:
+            if len(ready) == count:
+                break
+            prompt = self._prompts[request.id]
+            if not any(self._gains(prompt, other) for other in others):
+                ready.append(request)
+                others.append(PrefillProgress(prompt, stops=self._planned(request)))
+        return ready
+
+    def forget(self, id: Hashable) -> None:
+        """Forget a cancelled request. Its id may come again, with another prompt."""
+        self._prompts.pop(id, None)
+        self._stops.pop(id, None)
+
+    def _prompt_of(self, request: Request) -> Prompt:
+        ids = request.prompt_ids
+        passes = self._passes(len(ids)) if self.invariant else None
+        return Prompt.of(ids, self.store.pool.block, passes)
+
+    def _passes(self, length: int) -> Passes:
+        """Return the passes over a prompt of some length."""
+        passes, begin = [], 0
+        while begin < length:
+            passes.append((begin, self.planner.shapes.width(length - begin)))
+            begin += passes[-1][1]
+        return tuple(passes)
+
+    def _planned(self, request: Request) -> set[int]:
+        return self._stops.setdefault(request.id, set())
+
+    def _gains(self, prompt: Prompt, other: PrefillProgress) -> bool:
+        """Return whether a prompt gains by waiting for another one, and cut that one's passes where they part."""
+        if not prompt.keys or not other.prompt.keys or prompt.keys[0] != other.prompt.keys[0]:
+            return False
+        store, first = self.store, other.prompt
+        shared = min(prompt.common(first.tokens), len(prompt) - 1)
+        point, stop = shared, None
+        if self.invariant:
+            assert prompt.passes is not None
+            assert first.passes is not None
+            both = zip(prompt.passes, first.passes, strict=False)
+            ends = [sum(one) for one, two in both if one == two and sum(one) <= shared]
+            point = max(ends, default=0)
+        elif other.last_reach - shared > store.slack:
+            point = stop = shared // store.pool.block * store.pool.block
+        hit = store.find(prompt)
+        if point <= other.position or point - (hit.length if hit else 0) < store.min_tokens:
+            return False
+        if stop is not None:
+            other.stops.add(stop)
+        return True
+
+    # --- when it gets one --------------------------------------------------------------------------------
+
+    def begin(self, slots: Slots, new: Mapping[int, Request]) -> None:
+        """Copy the stored prefixes of new rows' prompts, and plan the prefill of the rest."""
+        for slot, request in new.items():
+            row = slots.rows[slot]
+            assert row is not None
+            prompt = self._prompts.pop(request.id, None) or self._prompt_of(request)
+            hit, shared = self.store.look_up(prompt)
+            state = hit and self.store.restore(slots.state, slot, hit)
+            if hit and state is not None:
+                slots.state, row.cached_tokens = state, hit.length
+            progress = PrefillProgress(
+                prompt,
+                row,
+                position=row.cached_tokens,
+                reach=hit.entry.reach if hit and state is not None else 0,
+                stops=self._stops.pop(request.id, set()),
+                version=self.store.version,
+            )
+            if self._is_worth_a_stop(progress, shared):
+                progress.stops.add(shared)
+            self._progress[slot] = progress
+            self.planner.add({slot: request.prompt_ids}, row.cached_tokens, progress.stops)
+
+    def _is_worth_a_stop(self, progress: PrefillProgress, shared: int) -> bool:
+        """Return whether to make an entry where a prompt parts from earlier ones."""
+        is_far = (
+            progress.last_reach - shared > self.store.slack
+        )  # else the entry at its end serves, too
+        new = shared - progress.position
+        return not self.invariant and is_far and new >= self.store.min_tokens
+
+    # --- after each pass ---------------------------------------------------------------------------------
+
+    def keep(self, slots: Slots) -> None:
+        """Store rows after the newest pass."""
+        for slot, end in self.planner.last_ends.items():
+            progress = self._progress.get(slot)
+            if progress is None:
+                continue
+            is_over = end == len(progress.prompt)
+            if slots.rows[slot] is not progress.row:  # it was cancelled
+                is_over = True
+            elif slots.is_non_finite(slot):
+                self.store.forget(progress.made)
+            elif progress.version == self.store.version:
+                self._keep(slots, slot, progress, end)
+            if is_over:
+                del self._progress[slot]
+
+    def _keep(self, slots: Slots, slot: int, progress: PrefillProgress, end: int) -> None:
+        progress.position, progress.reach = end, max(progress.reach, end)
+        prompt, is_end = progress.prompt, end == len(progress.prompt)
+        is_spare = not is_end and end not in progress.stops
+        if self.invariant:
+            if is_end:
+                return  # no other prompt has a pass that ends here
+            assert prompt.passes is not None
+            is_spare = end < sum(prompt.passes[-2])  # the last one before the end is as good as it
+        elif is_spare and progress.last_reach - end <= self.store.slack:
+            return  # the entry at the prompt's end serves, too
+        made = self.store.keep(
+            slots.state, slot, prompt, end, reach=progress.reach, is_spare=is_spare
+        )
+        if made is not None:
+            progress.made.append(made)
