@@ -23,7 +23,7 @@ from scipy import stats
 
 from jaxspec import decode, verify
 from jaxspec.configs.gemma4 import Gemma4Config
-from jaxspec.engine.draft_length import ChosenLength
+from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.draft_length_policy import Choice
 from jaxspec.models.gemma4 import Gemma4
 from jaxspec.options import Drafting, Sampling, Tree
@@ -229,16 +229,16 @@ def test_verify_lengths_that_follow_from_the_past_keep_the_distribution(
     """Each step's length follows from what all rows accepted before, in as wild a way as there is."""
     past, used = [0], set()
 
-    def next(self: ChosenLength, running: Any, most_steps: int) -> Choice:
+    def next(self: DraftLengthController, running: Any, most_steps: int) -> Choice:
         length = (0, 2, DRAFTS)[past[0] % 3]
         used.add(length)
         return Choice(most_steps, length)
 
-    def learn(self: ChosenLength, acceptance_lengths: Any, seconds: float) -> None:
+    def learn(self: DraftLengthController, acceptance_lengths: Any, seconds: float) -> None:
         past[0] += int(sum(x.sum() for x in acceptance_lengths))
 
-    monkeypatch.setattr(ChosenLength, "next", next)
-    monkeypatch.setattr(ChosenLength, "learn", learn)
+    monkeypatch.setattr(DraftLengthController, "next", next)
+    monkeypatch.setattr(DraftLengthController, "learn", learn)
     tokens, accepted = sampled(drafter, "temperature 1", steps_per_return=1, **options)
     assert used == {0, 2, DRAFTS}
     assert accepted > 0.001

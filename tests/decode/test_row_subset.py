@@ -26,7 +26,7 @@ def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(engine.batch_size if slots is None else len(slots))
         return decoding(*given, **named)
 
-    monkeypatch.setattr(engine.runtime, "decoding", noting)
+    monkeypatch.setattr(engine.runtime, "bind_decode", noting)
     return rows
 
 

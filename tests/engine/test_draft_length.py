@@ -21,8 +21,8 @@ from jaxspec.drafters.base import Draft
 from jaxspec.engine import draft_length_policy
 from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.draft_length_policy import Acceptance, Choice, Chooser, Costs, ladder
-from jaxspec.engine.request import Request, admission
-from jaxspec.options import FieldError, Tree
+from jaxspec.engine.request import Request
+from jaxspec.options import FieldError, Sampling, Tree
 from jaxspec.runtime.runtime import Runtime
 from jaxspec.state import DecodeState
 from jaxspec.weights.sharding import own_context
@@ -305,9 +305,9 @@ def test_a_drafter_goes_on_after_plain_steps(drafter: str) -> None:
 
     def drafts(prompt: tuple[int, ...], steps: int, length: int) -> list[int]:
         state = runtime.init_state(4)
-        state = runtime.admit(
-            state, admission(runtime, {0: Request(prompt, NEW_TOKENS)}, {}, rows=1, num_stop_ids=4)
-        )
+        no_stop, seeds = np.full((1, 4), -1, np.int32), np.zeros((1, 2), np.uint32)
+        row = runtime.admission([0], [NEW_TOKENS], no_stop, [Sampling()], seeds)
+        state = runtime.admit(state, row)
         state = runtime.decode(runtime.prefill(state, {0: prompt}), steps, 0, 0)
 
         @jax.jit

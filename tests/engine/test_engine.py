@@ -12,7 +12,7 @@ import pytest
 import jaxspec
 from jaxspec.engine import slots
 from jaxspec.engine.engine import Completion, Engine, Request, Update
-from jaxspec.engine.request import positions
+from jaxspec.engine.request import num_positions
 from jaxspec.options import FieldError, Sampling
 from jaxspec.runtime import prefill, runtime
 from tests.cases import (
@@ -104,7 +104,7 @@ def test_a_row_takes_part_in_passes_of_the_same_shapes_in_any_company(monkeypatc
 
     in_slot: dict[int, int] = {}
     feeding = engine.runtime.bind_prefill
-    monkeypatch.setattr(engine.runtime, "feeding", remember)
+    monkeypatch.setattr(engine.runtime, "bind_prefill", remember)
     asked = [dataclasses.replace(r, stop_ids=(9,)) for r in requests()]
     expected = run(engine, asked)
     assert [passes[20 + i] for i in (1, 2, 3)] == [
@@ -377,7 +377,7 @@ def test_a_request_that_just_fits(engine):
     prompt = c.prompts[3]
     most = CACHE_LENGTH - engine.spec.step_tokens - len(prompt)
     longest = Request(prompt, most)
-    assert positions(engine.spec, longest) == CACHE_LENGTH
+    assert num_positions(engine.spec, longest) == CACHE_LENGTH
     assert engine.check(longest) is None
     assert engine.check(dataclasses.replace(longest, max_new_tokens=most + 1))
     (done,) = run(engine, [longest])

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from jaxspec.engine.draft_length import ChosenLength
+from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.draft_length_policy import Choice
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Request
@@ -159,11 +159,11 @@ def test_any_verify_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also none, where a drafter absorbs the tokens of many plain steps at once."""
     lengths: list[int] = []
 
-    def next(self: ChosenLength, running: Any, most_steps: int) -> Choice:
+    def next(self: DraftLengthController, running: Any, most_steps: int) -> Choice:
         lengths.append((0, cases.BLOCK - 1)[len(lengths) % 2])
         return Choice(3, lengths[-1])
 
-    monkeypatch.setattr(ChosenLength, "next", next)
+    monkeypatch.setattr(DraftLengthController, "next", next)
     check(run(engine("mixed"), mixed()))
     assert {*lengths} == {0, cases.BLOCK - 1}
 

@@ -249,7 +249,7 @@ def test_an_error_in_a_step_drops_the_arrays(monkeypatch: pytest.MonkeyPatch) ->
     hot = engine(**PLENTY)
     one(hot, BASE)
     with monkeypatch.context() as context:
-        context.setattr(hot.runtime, "feeding", lambda *args: 1 / 0)
+        context.setattr(hot.runtime, "bind_prefill", lambda *args: 1 / 0)
         hot.add(Request(BASE, NEW))
         with pytest.raises(ZeroDivisionError):
             hot.step()

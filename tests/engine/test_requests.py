@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.engine.request import Request, kind_refusal, refusal
+from jaxspec.engine.request import Request, check_for_spec, kind_refusal
 from jaxspec.options import FieldError, Sampling
 from jaxspec.runtime.runtime import make_spec
 from jaxspec.weights.define import model_def_of
@@ -22,7 +22,7 @@ def _refusal(**changes: Any) -> FieldError | None:
     request = Request((2, 3), 4)
     for name, value in changes.items():
         object.__setattr__(request, name, value)
-    return refusal(SPEC, request)
+    return check_for_spec(SPEC, request)
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,8 @@ def test_rows_that_decode_wait_for_no_more_tokens_than_they_may(
         read.append(0)
         return decoding(*given)
 
-    monkeypatch.setattr(bounded.runtime, "feeding", feed)
-    monkeypatch.setattr(bounded.runtime, "decoding", decode)
+    monkeypatch.setattr(bounded.runtime, "bind_prefill", feed)
+    monkeypatch.setattr(bounded.runtime, "bind_decode", decode)
     bounded.add(Request(c.prompts[0], NEW_TOKENS))
     bounded.step()
     for _ in range(3):

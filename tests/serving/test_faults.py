@@ -98,7 +98,9 @@ def test_no_memory_while_prompts_are_read(
         left[0] -= 1
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
-    monkeypatch.setattr(runtime, "feeding", lambda *args: fail if left[0] > 0 else feeding(*args))
+    monkeypatch.setattr(
+        runtime, "bind_prefill", lambda *args: fail if left[0] > 0 else feeding(*args)
+    )
     prompt, replies = [2, 50, 60], []
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
     threads = [
