@@ -7,11 +7,16 @@ C context-feature width. In code, lower-case letters are the unpacked sizes: `b,
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, UInt32
 
-Params = dict[str, Array]
-"""The weights of one model: dotted module paths to arrays, such as `layers.0.attention.qkv`."""
+Params = dict[str, Any]
+"""The weights of one model by dotted module path, such as `layers.0.attention.qkv`.
+
+A weight is an array, or a `quantised.QuantisedArray`.
+"""
 
 __all__ = ["Array", "Bool", "DTypeLike", "Float", "Int", "Params", "UInt32"]

@@ -7,10 +7,9 @@ Other places are about quantised weights too. `checkpoints_convert/quantised` re
 programs, `jaxspec/weights/quantised_files.py` brings what they hold into a format of this package,
 `jaxspec/weights/define.py` chooses formats, and the kernels multiply.
 
-In a flat dict of parameters a quantised weight is its arrays: `layers.0.mlp.down.codes` and
-`layers.0.mlp.down.scales` stand for `layers.0.mlp.down`. So whatever shards, donates, stores or
-swaps arrays does so with these. `model_def.ModelDef.formats` says which weights are quantised, and
-`ModelDef.bind` puts their arrays together.
+A `QuantisedArray` is a pytree, so shardings, donation and swaps of weights apply to its arrays.
+`model_def.ModelDef.formats` names the quantised weights. Files hold each array by itself, such as
+`layers.0.mlp.down.codes` and `layers.0.mlp.down.scales`; `weights/arrays.py` knows that.
 """
 
 # Both register their formats, in the order of this import: those of 8 bits come first.

@@ -20,7 +20,6 @@ from pallas_kernels.int4_matmul import Codes, Coding
 from pallas_kernels.rounding import Rounded, Sums, round_rows
 
 
-@jax.tree_util.register_pytree_node_class
 class QuantisedArray:
     """A weight as the arrays of a format. It is a pytree of these arrays.
 
@@ -139,6 +138,15 @@ class QuantisedArray:
         """Look rows of a table up, as numbers."""
         return get_format(self.format).rows(self, ids)
 
+    def has_type_of(self, other: QuantisedArray) -> bool:
+        """Return whether both have one format, shape, dtype and contracting axes."""
+        return (self.format, self.shape, self.dtype, self.contracting_axes) == (
+            other.format,
+            other.shape,
+            other.dtype,
+            other.contracting_axes,
+        )
+
     def with_parts(self, parts: Mapping[str, Any]) -> QuantisedArray:
         """Return a weight of the same format and shape with other arrays."""
         about: dict[str, Any] = dict(
@@ -146,22 +154,29 @@ class QuantisedArray:
         )
         return QuantisedArray(parts, format=self.format, **about)
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        names = tuple(sorted(self.parts))
-        about = (names, self.format, self.shape, self.dtype, self.contracting_axes)
-        return tuple(self.parts[name] for name in names), about
-
-    @classmethod
-    def tree_unflatten(cls, about: Any, leaves: Any) -> QuantisedArray:
-        names, format, shape, dtype, contracting_axes = about
-        parts = dict(zip(names, leaves, strict=True))
-        return cls(
-            parts, format=format, shape=shape, dtype=dtype, contracting_axes=contracting_axes
-        )
-
     def __repr__(self) -> str:
         """Return one line, without numbers."""
         return f"QuantisedArray({self.format}, {list(self.shape)}, {self.dtype})"
+
+
+# A registered dataclass, because JAX flattens one without a call of Python. Params are flattened in
+# every call of a program.
+jax.tree_util.register_dataclass(
+    QuantisedArray,
+    data_fields=["parts"],
+    meta_fields=["format", "shape", "dtype", "contracting_axes"],
+)
+
+
+def named_arrays(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arrays of weights by name. That of a part is `weight.part`, as files have it."""
+    arrays: dict[str, Any] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, QuantisedArray):
+            arrays |= {f"{name}.{part}": weight.parts[part] for part in sorted(weight.parts)}
+        else:
+            arrays[name] = weight
+    return arrays
 
 
 def quantise(

@@ -18,7 +18,7 @@ from jaxspec.configs.dflash import (
 from jaxspec.registry.base import Assumption, Change, Conventions, Family, WeightChange
 from jaxspec.registry.costs import DraftStep, StepCost, operations, stored_bytes
 from jaxspec.registry.describe import shown_scale
-from jaxspec.registry.weight_changes import changed, common_changes
+from jaxspec.registry.weight_changes import changed, common_changes, is_quantised
 
 if TYPE_CHECKING:
     from checkpoints_convert.rules import RuleSet
@@ -251,7 +251,7 @@ def _attention_changes(target: TargetConfig, c: DFlashConfig) -> Iterator[Change
 
 def _weight_changes(target: TargetConfig, params: Params) -> Iterator[WeightChange]:
     scale = target.embedding_scale
-    added = [name for name in params if name.endswith((".out", ".down"))]
+    added = [n for n, x in params.items() if n.endswith((".out", ".down")) and not is_quantised(x)]
     if scale != 1:
         # What layers add to the embeddings is smaller beside larger embeddings, and norms undo the rest.
         yield WeightChange(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxspec.registry.base import WeightChange
 
@@ -33,6 +33,11 @@ def changed(params: Params, names: list[str], change: Callable[[Array], Array]) 
     return {**params, **{name: change(params[name]) for name in names}}
 
 
+def is_quantised(weight: Any) -> bool:
+    """Return whether a weight is a `QuantisedArray`, whose numbers no change is made of."""
+    return hasattr(weight, "parts")
+
+
 def offset_norms(params: Params) -> Iterator[WeightChange]:
     """Yield norms whose scales are stored as they are, or less 1. Engines disagree on that too."""
     names = [name for name in params if name.endswith("norm")]
@@ -53,7 +58,9 @@ def transposed(params: Params) -> Iterator[WeightChange]:
         names = [
             name
             for name, x in params.items()
-            if name.rpartition(".")[2] == kind and math.prod(x.shape[:cut]) ** 2 == x.size
+            if name.rpartition(".")[2] == kind
+            and not is_quantised(x)
+            and math.prod(x.shape[:cut]) ** 2 == x.size
         ]
         if not names:
             continue

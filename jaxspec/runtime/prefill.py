@@ -94,7 +94,7 @@ def balance_tokens(target: ModelDef) -> float:
     """
     config, declared = target.config, target.declared()
     read = products = 0.0
-    for name, array in target.abstract_weights().items():
+    for name, array in target.abstract_params().items():
         if declared[name].lookup or array.ndim < 2:
             continue
         share = 1.0

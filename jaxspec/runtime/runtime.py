@@ -200,7 +200,7 @@ class Runtime:
 
     @target_params.setter
     def target_params(self, params: Any) -> None:
-        params = flat_params(params)
+        params = flat_params(params, self.spec.target)
         self.spec.target.check(params)
         self._target_params = on_decoding_mesh(params)
 
@@ -212,7 +212,7 @@ class Runtime:
     @drafter_params.setter
     def drafter_params(self, params: Any) -> None:
         if params is not None:
-            params = flat_params(params)
+            params = flat_params(params, self.spec.drafter)
             if self.spec.drafter is not None:
                 self.spec.drafter.check(params)
             params = on_decoding_mesh(params)

@@ -1,11 +1,15 @@
 """The weights of a directory in jaxspec's format: the Orbax tree `params/`, a flat dict of arrays.
 
-Read `save_params`, then `restore_params`. Orbax is imported only when a function here needs it.
+A quantised weight is stored as its arrays, such as `layers.0.mlp.down.codes` and
+`layers.0.mlp.down.scales`. Only this file knows these names.
+
+Read `save_params`, then `restore_weights`. Orbax is imported only when a function here needs it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -23,8 +27,9 @@ from jax.sharding import Mesh
 
 from checkpoints_convert.errors import CheckpointError, listed
 from checkpoints_convert.files import read_json
-from jaxspec.shapes import Params
-from jaxspec.weights.finite import check_on_devices, checked
+from jaxspec.quantised import QuantisedArray
+from jaxspec.quantised.array import named_arrays
+from jaxspec.weights.finite import checked, checked_on_devices
 from jaxspec.weights.model_def import ModelDef
 
 # The size of a chunk of a stored array. It bounds the memory of a write beside the array itself.
@@ -43,8 +48,39 @@ class LazyArray:
     make: Callable[[], np.ndarray]
 
 
-def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
-    """Write arrays as one Orbax tree, one array after another.
+@dataclass(frozen=True)
+class LazyWeight:
+    """A quantised weight that is made when the first of its arrays is written.
+
+    Its arrays are made together. Those that are not written yet wait in memory. These are the scales,
+    which are small: the codes come first, because arrays are written in the order of their names.
+
+    Attributes:
+      abstract: the weight with abstract arrays.
+    """
+
+    abstract: QuantisedArray
+    make: Callable[[], QuantisedArray]
+
+    def arrays(self) -> QuantisedArray:
+        """Return the weight with a lazy array for each of its arrays."""
+        waiting: dict[str, Any] = {}
+
+        def part_of(part: str) -> np.ndarray:
+            if part not in waiting:
+                waiting.update(self.make().parts)
+            return np.asarray(waiting.pop(part))
+
+        return self.abstract.with_parts(
+            {
+                part: LazyArray(a.shape, np.dtype(a.dtype), functools.partial(part_of, part))
+                for part, a in self.abstract.parts.items()
+            }
+        )
+
+
+def save_params(directory: Path, weights: Mapping[str, LazyArray | LazyWeight]) -> None:
+    """Write weights as one Orbax tree, one array after another.
 
     Peak memory is the largest array, what it takes to make that array, and a few chunks. Chunks are
     not compressed, because weights hardly compress.
@@ -56,6 +92,9 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
     from orbax.checkpoint import type_handlers
 
     interrupted = threading.Event()
+    arrays = named_arrays(
+        {n: w.arrays() if isinstance(w, LazyWeight) else w for n, w in weights.items()}
+    )
 
     class OneByOne(type_handlers.NumpyHandler):
         """Orbax's handler of numpy arrays, but it writes one array before it makes the next."""
@@ -82,7 +121,7 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
             ),
         )
         path = (directory / "params").resolve()
-        args = ocp.args.PyTreeSave(dict(arrays), save_args=chunked)
+        args = ocp.args.PyTreeSave(arrays, save_args=chunked)
         with ocp.Checkpointer(handler) as checkpointer, ThreadPoolExecutor(1) as pool:
             try:
                 pool.submit(checkpointer.save, path, args=args).result()
@@ -91,43 +130,59 @@ def save_params(directory: Path, arrays: Mapping[str, LazyArray]) -> None:
                 raise
 
 
-def restore_params(
-    directory: Path, model_def: ModelDef, mesh: Mesh | None = None, stored: ModelDef | None = None
-) -> Params:
-    """Read the weights of a directory in jaxspec's format, cast to the model definition's dtype.
+def restore_weights(
+    directory: Path, model_def: ModelDef, mesh: Mesh | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield each weight of a directory in jaxspec's format by name, on the devices.
 
     Args:
+      model_def: of what the directory holds. Arrays are cast to its dtypes.
       mesh: where to place the weights; None is the default device.
-      stored: what the directory holds: the model_def, with fewer formats. None: the model definition itself. A
-        weight that has a format in `model_def` alone is quantised as soon as it is on the devices.
 
     Raises:
-      CheckpointError: names or shapes are not the model definition's (they are listed), a file is damaged, or
-        weights are not finite.
+      CheckpointError: names or shapes are not the model definition's (they are listed), a file is
+        damaged; or, at the end, weights are not finite.
     """
     import orbax.checkpoint as ocp
 
-    stored = stored or model_def
-    expected = stored.abstract_params()
+    weights = model_def.abstract_params()
+    expected = named_arrays(weights)
     check_tree(directory, {name: a.shape for name, a in expected.items()})
     if mesh is None:
         # Arrays go through the host. Orbax commits the arrays that it places to their device, and
         # everything computed from them would be committed too.
-        arrays = zip(expected.items(), read_params(directory, list(expected)), strict=True)
-        params: Params = {}
-        for (n, a), x in arrays:
-            params |= model_def.pack(n, jnp.asarray(x.astype(a.dtype, copy=False)))
-        return params
-    shardings = stored.shardings(mesh)
+        stored = zip(expected.values(), read_params(directory, list(expected)), strict=True)
+        yield from _joined(weights, (jnp.asarray(x.astype(a.dtype, copy=False)) for a, x in stored))
+        return
+    shardings = named_arrays(model_def.shardings(mesh))
     restore_args = {
         name: ocp.ArrayRestoreArgs(dtype=a.dtype, sharding=shardings[name], global_shape=a.shape)
         for name, a in expected.items()
     }
-    params = {}
-    for name, x in _restored(directory, restore_args):
-        params |= model_def.pack(name, x)
-    check_on_devices(directory, params)
-    return params
+
+    def placed() -> Iterator[Any]:
+        with checked_on_devices(directory) as see:
+            for name, x in _restored(directory, restore_args):
+                see(name, x)
+                yield x
+                del x
+
+    yield from _joined(weights, placed())
+
+
+def _joined(weights: Mapping[str, Any], arrays: Iterator[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each weight by name, made of its arrays, which come in the order of `named_arrays`.
+
+    Raises:
+      CheckpointError: `arrays` raises it at its end.
+    """
+    for name, abstract in weights.items():
+        if isinstance(abstract, QuantisedArray):
+            yield name, abstract.with_parts({p: next(arrays) for p in sorted(abstract.parts)})
+        else:
+            yield name, next(arrays)
+    for _ in arrays:
+        raise AssertionError("more arrays than weights have")
 
 
 def read_params(directory: Path, names: Sequence[str]) -> Iterator[np.ndarray]:

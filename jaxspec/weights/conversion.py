@@ -1,6 +1,6 @@
 """Conversion of Hugging Face files: to a directory in jaxspec's format, back, and into memory.
 
-Read `convert`; `source.py` has what it reads. `convert` and `to_hf` hold one parameter at a time. Peak memory is
+Read `convert`; `source.py` reads the files. `convert` and `to_hf` hold one parameter at a time. Peak memory is
 the size of the largest parameter plus a few hundred MB. A parameter that is joined or transposed
 counts twice. Output goes to a directory beside the destination, which is renamed at the end, see
 `atomic_dir`. Until then nothing is at the destination, and the directory does not load.
@@ -8,7 +8,6 @@ counts twice. Output goes to a directory beside the destination, which is rename
 
 from __future__ import annotations
 
-import functools
 import math
 import shutil
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,14 +29,20 @@ from jaxspec.quantised.choice import check_format
 from jaxspec.registry import ModelConfig
 from jaxspec.shapes import Array
 from jaxspec.weights.acceptance import FIELD, read_acceptance, write_acceptance
-from jaxspec.weights.arrays import LazyArray, check_tree, read_params, save_params, stored_arrays
+from jaxspec.weights.arrays import (
+    LazyArray,
+    LazyWeight,
+    check_tree,
+    read_params,
+    save_params,
+    stored_arrays,
+)
 from jaxspec.weights.atomic_dir import atomic_directory
-from jaxspec.weights.define import model_def_of, quantised_def
+from jaxspec.weights.define import quantised_def
 from jaxspec.weights.finite import checked
 from jaxspec.weights.manifest import MANIFEST, Manifest
 from jaxspec.weights.memory import check_host_fits
-from jaxspec.weights.model_def import ModelDef
-from jaxspec.weights.source import open_source, parameter_shapes, rule_set
+from jaxspec.weights.source import open_hf_source, parameter_shapes, rule_set
 
 Progress = Callable[[str, int, int], None]
 """Called after every parameter with its name, the bytes done so far, and the total bytes."""
@@ -108,20 +114,19 @@ def convert(
             revision = directory.name
         if (directory / MANIFEST).is_file():
             raise CheckpointError(f"{directory} is converted already; --to-hf is the way back")
-        opened = open_source(directory)
+        opened = open_hf_source(directory)
         fills = opened.plan.fills
         total = sum(opened.nbytes(fill) for fill in fills)
         done = 0
-        model_def = model_def_of(opened.config, dtype or "bfloat16")
-        stored = opened.quantised_def(model_def, quantize)
+        stored = opened.model_def(dtype or "bfloat16", quantize)
         model_def = quantised_def(stored, str(directory), quantize, quantize_head, "quantize")
 
         def stored_as(fill: Fill) -> np.dtype:
             stored = opened.dtype_of(fill) if dtype is None else hf_io.numpy_dtype(dtype)
             return fill.cast(stored)
 
-        def lazily(fill: Fill) -> dict[str, LazyArray]:
-            def make() -> np.ndarray | dict[str, np.ndarray]:
+        def lazily(fill: Fill) -> LazyArray | LazyWeight:
+            def read() -> np.ndarray | QuantisedArray:
                 nonlocal done
                 array = opened.read(fill, model_def, stored_as(fill), see)
                 done += opened.nbytes(fill)
@@ -129,15 +134,24 @@ def convert(
                     progress(fill.path, done, total)
                 return array
 
-            if fill.path in dict(model_def.formats):
-                return _quantised(model_def, fill.path, make)
-            return {fill.path: LazyArray(fill.shape, stored_as(fill), make)}  # type: ignore[arg-type]
+            def quantised() -> QuantisedArray:
+                made = read()
+                if isinstance(made, QuantisedArray):
+                    return made
+                packed = model_def.pack(fill.path, jnp.asarray(made))
+                return jax.tree.map(np.asarray, packed)
+
+            abstract = expected[fill.path]
+            if isinstance(abstract, QuantisedArray):
+                return LazyWeight(abstract, quantised)
+            return LazyArray(fill.shape, stored_as(fill), read)  # type: ignore[arg-type]
 
         _check_memory(fills, opened.dtype_of)
         kv_scales = opened.kv_scales  # refused before anything is written
-        arrays = {name: array for fill in fills for name, array in lazily(fill).items()}
+        expected = model_def.abstract_params()
+        weights = {fill.path: lazily(fill) for fill in fills}
         with checked(directory) as see:
-            save_params(temporary, arrays)
+            save_params(temporary, weights)
         _copy_files(directory, temporary)
         of_floats = [fill for fill in fills if not fill.transform.integers]
         dtypes = {stored_as(fill).name for fill in of_floats}
@@ -171,33 +185,6 @@ def convert(
         dict(Counter(opened.skipped.values())),
         left_behind,
     )
-
-
-def _quantised(
-    model_def: ModelDef, name: str, make: Callable[[], np.ndarray | dict[str, np.ndarray]]
-) -> dict[str, LazyArray]:
-    """Return the arrays of a weight that is read, or quantised, when the first of them is written.
-
-    The arrays are made together. What is not written yet waits in memory: that is the scales, which
-    are small. The codes come first, because names are written in order.
-    """
-    weight = model_def.abstract_weights()[name]
-    assert isinstance(weight, QuantisedArray)
-    waiting: dict[str, np.ndarray] = {}
-
-    def part_of(part: str) -> np.ndarray:
-        if part not in waiting:
-            made = make()
-            if not isinstance(made, dict):
-                packed = model_def.pack(name, jnp.asarray(made))
-                made = {part: np.asarray(packed[f"{name}.{part}"]) for part in weight.parts}
-            waiting.update(made)
-        return waiting.pop(part)
-
-    return {
-        f"{name}.{part}": LazyArray(a.shape, np.dtype(a.dtype), functools.partial(part_of, part))
-        for part, a in weight.parts.items()
-    }
 
 
 # --- to Hugging Face -----------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def quantised_def(
 
 def _same_arrays(model_def: ModelDef, name: str, format: str) -> bool:
     """Tell whether the stored arrays of a quantised weight are those of another format too."""
-    weight = model_def.abstract_weights()[name]
+    weight = model_def.abstract_params()[name]
     assert isinstance(weight, QuantisedArray)
     return weight.parts == get_format(format).parts(weight.shape, weight.contracting_axes)
 

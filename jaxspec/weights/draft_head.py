@@ -43,8 +43,8 @@ def with_draft_head(drafter: LoadedModel, target: LoadedModel, format: str) -> L
     model_def = model_def_with_head(drafter.model_def, target.model_def, format)
     assert target.model_def.head is not None
     check_weights_fit(model_def, mesh_of(target=target.params), target.model_def)
-    copy = model_def.pack(HEAD, target.model_def.weights(target.params)[target.model_def.head])
-    return dataclasses.replace(drafter, model_def=model_def, params={**drafter.params, **copy})
+    copy = model_def.pack(HEAD, target.params[target.model_def.head])
+    return dataclasses.replace(drafter, model_def=model_def, params={**drafter.params, HEAD: copy})
 
 
 def model_def_with_head(drafter: ModelDef, target: ModelDef, format: str) -> ModelDef:

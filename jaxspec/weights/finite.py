@@ -1,7 +1,7 @@
 """Refuse weights that are not finite, while their bytes are in memory anyway.
 
 A target with one NaN would agree with itself in every draft, and a drafter's acceptance would be
-low without a reason. Read `checked`; `check_on_devices` is for arrays that never were on the host.
+low without a reason. Read `checked`. `checked_on_devices` is for arrays that never were on the host.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
-from jaxspec.shapes import Array, Params
+from jaxspec.shapes import Array
 from jaxspec.weights.sharding import fetch
 
 See = Callable[[str, np.ndarray], None]
-"""Takes a tensor's name and its values, which must not change before the next call."""
+"""Checks a tensor, by its name and values. The values must not change before the next call."""
 
 _SLAB_BYTES = 4 << 20  # fits a cache, since values are read twice
 _NAMED = 5  # tensors that a message names
@@ -28,20 +28,20 @@ _NAMED = 5  # tensors that a message names
 
 @contextlib.contextmanager
 def checked(where: Path) -> Iterator[See]:
-    """Yield a function that looks at weights. What it found is told when the context ends.
+    """Yield a function that checks a weight. The context raises its error when it ends.
 
-    Large arrays are looked at in a thread, while the caller reads the next one or writes this one.
-    At most one array waits.
+    A thread checks large arrays, while the caller reads the next one or writes this one. At most one
+    array waits.
 
     Raises:
       CheckpointError: values are not finite. It names the tensors.
     """
-    found: dict[str, str] = {}
+    non_finite: dict[str, str] = {}
     waiting: list[Future[None]] = []
 
     def look(name: str, array: np.ndarray) -> None:
-        if count := num_unsound(array):
-            found[name] = _told(count, array.size)
+        if count := num_non_finite(array):
+            non_finite[name] = _message(count, array.size)
 
     def see(name: str, array: np.ndarray) -> None:
         if array.nbytes <= _SLAB_BYTES:
@@ -54,20 +54,28 @@ def checked(where: Path) -> Iterator[See]:
         yield see
     for last in waiting:
         last.result()
-    _refuse(where, found)
+    _refuse(where, non_finite)
 
 
-def check_on_devices(where: Path, params: Params) -> None:
-    """Look at weights where they are: one small program for each shape.
+@contextlib.contextmanager
+def checked_on_devices(where: Path) -> Iterator[Callable[[str, Array], None]]:
+    """Yield a function that checks a weight where it is: one small program for each shape.
+
+    The context raises its error when it ends.
 
     Raises:
       CheckpointError: as in `checked`.
     """
-    counts = fetch(
-        {n: _count(x) for n, x in params.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    )
-    wrong = {n: int(count) for n, count in counts.items() if count}
-    _refuse(where, {n: _told(count, params[n].size) for n, count in wrong.items()})
+    counts: dict[str, Array] = {}
+    sizes: dict[str, int] = {}
+
+    def see(name: str, array: Array) -> None:
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            counts[name], sizes[name] = _count(array), array.size
+
+    yield see
+    wrong = {name: int(count) for name, count in fetch(counts).items() if count}
+    _refuse(where, {name: _message(count, sizes[name]) for name, count in wrong.items()})
 
 
 @jax.jit
@@ -75,7 +83,7 @@ def _count(x: Array) -> Array:
     return jnp.sum(~jnp.isfinite(x), dtype=jnp.uint32)
 
 
-def num_unsound(array: np.ndarray) -> int:
+def num_non_finite(array: np.ndarray) -> int:
     """Return how many values are NaN or infinite; 0 for integers.
 
     As whole numbers, the bits of such a value are the largest of its sign. Two maxima find them, and
@@ -95,14 +103,14 @@ def num_unsound(array: np.ndarray) -> int:
     return count
 
 
-def _told(count: int, size: int) -> str:
+def _message(count: int, size: int) -> str:
     return f"{count:,} of {size:,} values NaN or infinite"
 
 
-def _refuse(where: Path, found: Mapping[str, str]) -> None:
-    if not found:
+def _refuse(where: Path, non_finite: Mapping[str, str]) -> None:
+    if not non_finite:
         return
-    lines = [f"{name}: {what}" for name, what in found.items()]
+    lines = [f"{name}: {message}" for name, message in non_finite.items()]
     if more := lines[_NAMED:]:
         lines[_NAMED:] = [f"and {len(more)} more tensor{'' if len(more) == 1 else 's'}"]
     raise CheckpointError(

@@ -1,6 +1,6 @@
 """Load a model from a converted directory, from Hugging Face files, or from the hub.
 
-Read `load_target`. `storage` describes what a converted directory holds.
+Read `load_target`. `source.WeightSource` is the interface of both kinds of directories.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from jax.sharding import Mesh
 from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
 from jaxspec.configs.base import GenerationDefaults
-from jaxspec.registry import Family, ModelConfig, families, get_family
-from jaxspec.shapes import Array, Params
-from jaxspec.weights.arrays import restore_params
-from jaxspec.weights.define import model_def_of, quantised_def, with_kv_dtype
+from jaxspec.quantised import QuantisedArray
+from jaxspec.registry import Family, ModelConfig, families
+from jaxspec.shapes import Params
+from jaxspec.weights.define import quantised_def, with_kv_dtype
 from jaxspec.weights.manifest import MANIFEST, Manifest
 from jaxspec.weights.memory import check_weights_fit
 from jaxspec.weights.model_def import ModelDef
-from jaxspec.weights.sharding import make_mesh, place
-from jaxspec.weights.source import open_source, read_ahead
+from jaxspec.weights.native import NativeSource
+from jaxspec.weights.sharding import make_mesh
+from jaxspec.weights.source import WeightSource, open_hf_source
 from jaxspec.weights.trees import flat_params
 
 __all__ = ["CheckpointError", "LoadedModel", "default_dtype", "load_drafter", "load_target"]
@@ -33,7 +34,7 @@ __all__ = ["CheckpointError", "LoadedModel", "default_dtype", "load_drafter", "l
 
 @dataclass(frozen=True, repr=False)
 class LoadedModel:
-    """A model ready to run: its model_def, its weights on the devices, and its origin."""
+    """A model ready to run: its definition, its weights on the devices, and its origin."""
 
     model_def: ModelDef
     params: Params
@@ -44,7 +45,7 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         """Return one line. The weights are left out, because they would fill pages."""
-        size = sum(weight.size for weight in self.model_def.abstract_weights().values())
+        size = sum(weight.size for weight in self.model_def.abstract_params().values())
         name = f"{self.source}: {self.model_def.module.__name__}"
         return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.model_def.dtypes})"
 
@@ -54,7 +55,7 @@ class LoadedModel:
         Raises:
           ValueError: they do not fit the model definition; every difference is named.
         """
-        params = flat_params(params)
+        params = flat_params(params, self.model_def)
         self.model_def.check(params)
         return dataclasses.replace(self, params=params)
 
@@ -75,10 +76,10 @@ def load_target(
 
     Without `mesh`, arrays go to the default device one at a time. They are uncommitted, like all
     arrays that JAX places by itself. With `mesh`, each shard goes straight to its own device.
-    A weight that is to be quantised is so as soon as it is on the device. So a device holds the
-    quantised weights, and the largest weight as numbers. What a file holds quantised goes to the
-    device as it is. A GPU transposes and packs large weights itself, and holds one of them twice
-    for that. The host reads the next weight meanwhile.
+    A weight is quantised as soon as it is on the device. So a device holds the quantised weights, and
+    the largest weight as numbers. A weight that a file holds quantised goes to the device unchanged.
+    A GPU transposes and packs large weights itself, and holds one of them twice for that. The host
+    reads the next weight meanwhile.
 
     Args:
       dtype: "float32" or "bfloat16". All arrays are cast to it.
@@ -130,53 +131,33 @@ def _load(
         raise ValueError(f"dtype must be float32 or bfloat16, not {dtype!r}")
     option = "quantize" if role == "target" else "quantize_drafter"
     directory = hf_io.resolve(source, revision=revision, token=token, offline=offline)
-    if (directory / MANIFEST).is_file():
-        manifest = Manifest.read(directory)
-        _check_role(source, get_family(manifest.kind), role)
-        stored = manifest.model_def(dtype)
-        model_def = quantised_def(stored, source, *formats, option)
-        model_def = with_kv_dtype(model_def, kv_dtype, manifest.kv_scales)
-        check_weights_fit(model_def, mesh or _default_mesh())
-        params = restore_params(directory, model_def, mesh, stored)
-        return LoadedModel(
-            model_def, params, manifest.config, manifest.generation, directory, source
-        )
-    opened = open_source(directory)
-    _check_role(source, opened.family, role)
-    stored = opened.quantised_def(model_def_of(opened.config, dtype), formats[0])
+    checkpoint = open_source(directory)
+    _check_role(source, checkpoint.family, role)
+    stored = checkpoint.model_def(dtype, formats[0])
     model_def = quantised_def(stored, source, *formats, option)
-    model_def = with_kv_dtype(model_def, kv_dtype, opened.kv_scales if kv_dtype == "fp8" else None)
+    kv_scales = checkpoint.kv_scales if kv_dtype == "fp8" else None
+    model_def = with_kv_dtype(model_def, kv_dtype, kv_scales)
     check_weights_fit(model_def, mesh or _default_mesh())
-    shardings = (
-        {} if mesh is None else {**model_def.weight_shardings(mesh), **model_def.shardings(mesh)}
+    params: Params = {}
+    for name, weight in checkpoint.weights(model_def, mesh):
+        is_packed = isinstance(weight, QuantisedArray)
+        params[name] = weight if is_packed else model_def.pack(name, weight)
+        del weight
+    params = model_def.adopt(params)
+    return LoadedModel(
+        model_def, params, checkpoint.config, checkpoint.generation, directory, source
     )
 
-    def placed(name: str, array: Any) -> Array:
-        return jnp.asarray(array) if mesh is None else place(array, shardings[name])
 
-    there = mesh is None and _moves_fast()
-    params: Params = {}
-    pieces_of_all = opened.all_pieces(model_def, jnp.dtype(dtype))
-    for name, recipe, pieces in read_ahead(pieces_of_all) if there else pieces_of_all:
-        large = sum(x.nbytes for x in jax.tree.leaves(pieces)) >= _LARGE_BYTES
-        worthwhile = there and large and recipe.moves
-        array = recipe.on_device(pieces) if worthwhile else recipe.on_host(pieces)
-        del pieces
-        if isinstance(array, dict):  # as the file has them
-            params |= {f"{name}.{part}": placed(f"{name}.{part}", x) for part, x in array.items()}
-        else:
-            params |= model_def.pack(name, placed(name, array))
-        del array
-    return LoadedModel(model_def, params, opened.config, opened.generation, directory, source)
+def open_source(directory: Path) -> WeightSource:
+    """Open a directory of ours or of Hugging Face's.
 
-
-_LARGE_BYTES = 4 << 20
-"""From this size on a device moves numbers to their places. Others are not worth compiling for."""
-
-
-def _moves_fast() -> bool:
-    """Tell whether the default device transposes faster than the host, as all but the CPU do."""
-    return jax.default_backend() != "cpu"
+    Raises:
+      CheckpointError, ConfigError: it is no checkpoint, or one that is damaged or not supported.
+    """
+    if (directory / MANIFEST).is_file():
+        return NativeSource(directory, Manifest.read(directory))
+    return open_hf_source(directory)
 
 
 def _check_role(source: str, family: Family, wanted: Literal["target", "drafter"]) -> None:

@@ -43,8 +43,8 @@ def bytes_limit(mesh: Mesh) -> int | None:
 
 def weight_bytes(model_def: ModelDef, mesh: Mesh) -> int:
     """Return the size of a model's weights on each device, in bytes."""
-    shardings = model_def.shardings(mesh)
-    return shard_bytes((a, shardings[name]) for name, a in model_def.abstract_params().items())
+    arrays = jax.tree.leaves(model_def.abstract_params())
+    return shard_bytes(zip(arrays, jax.tree.leaves(model_def.shardings(mesh)), strict=True))
 
 
 def check_weights_fit(model_def: ModelDef, mesh: Mesh, *beside: ModelDef) -> None:

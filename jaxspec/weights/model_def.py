@@ -1,12 +1,12 @@
 """Keep modules and their weights apart.
 
-A `ModelDef` is static and hashable. `Params` is a flat dict of arrays. Every jitted function takes a
+A `ModelDef` is static and hashable. `Params` is a flat dict of weights. Every jitted function takes a
 `ModelDef` as a static argument and `Params` as an ordinary one, and calls `model_def.bind(params)` inside.
 Swapping weights therefore compiles nothing. Training code, conversion and decoding share one plain
 pytree.
 
-A quantised weight is several arrays of that dict (`jaxspec.quantised`). `ModelDef.formats` names such
-weights, and `ModelDef.bind` puts their arrays together.
+A quantised weight is a `QuantisedArray` in that dict (`jaxspec.quantised`). `ModelDef.formats` names
+such weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.quantised import QuantisedArray, get_format
-from jaxspec.quantised.array import quantiser
+from jaxspec.quantised.array import named_arrays, quantiser
 from jaxspec.quantised.kv import KVFormat
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.sharding import partition
@@ -144,41 +145,36 @@ class ModelDef:
         """Return one line."""
         return f"ModelDef({self.module.__name__}, {self.config}, {self.dtypes})"
 
-    def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shape and dtype of every array of this model's params, by name."""
-        arrays = {}
-        for name, weight in self.abstract_weights().items():
-            parts = weight.parts if isinstance(weight, QuantisedArray) else None
-            arrays |= {name: weight} if parts is None else _flat(name, parts)
-        return arrays
+    def abstract_params(self) -> dict[str, Any]:
+        """Return the shape and dtype of every weight by name, in the structure of this model's params.
 
-    def abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct | QuantisedArray]:
-        """Return the shape and dtype of every weight, by name, whatever its format."""
-        return _abstract_weights(self)
-
-    def shardings(self, mesh: Mesh | AbstractMesh) -> dict[str, NamedSharding]:
-        """Return where each array of the params lives on a mesh, by name. The mesh may be abstract.
-
-        Scales follow the axes of their codes.
+        A quantised weight is a `QuantisedArray` of abstract arrays.
         """
-        shardings = {}
-        for name, sharding in self.unquantised().weight_shardings(mesh).items():
-            shardings |= self.split_sharding(name, sharding)
-        return shardings
+        return dict(_abstract_params(self))
+
+    def shardings(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+        """Return the sharding of every weight by name, in the structure of this model's params.
+
+        Scales follow the axes of their codes. The mesh may be abstract.
+        """
+        return {
+            name: self.split_sharding(name, sharding)
+            for name, sharding in self.unquantised().weight_shardings(mesh).items()
+        }
 
     def weight_shardings(self, mesh: Mesh | AbstractMesh) -> dict[str, NamedSharding]:
-        """Return where each weight lives on a mesh, by name, before it is quantised."""
+        """Return the sharding of each weight by name, before it is quantised."""
         _, variables = _abstract(self)
         return {
             name: NamedSharding(mesh, partition(v.get_metadata().get("axes", ()), v.shape, mesh))
             for name, v in variables.items()
         }
 
-    def split_sharding(self, name: str, sharding: NamedSharding) -> dict[str, NamedSharding]:
-        """Return where the arrays of a weight live, given where the weight would live."""
-        weight = self.abstract_weights()[name]
+    def split_sharding(self, name: str, sharding: NamedSharding) -> NamedSharding | QuantisedArray:
+        """Return the shardings of a weight's arrays, given that of the weight before it is quantised."""
+        weight = _abstract_params(self)[name]
         if not isinstance(weight, QuantisedArray):
-            return {name: sharding}
+            return sharding
         spec = (*sharding.spec, *[None] * (weight.ndim - len(sharding.spec)))
         format, placed = get_format(weight.format), {}
         for part, array in weight.parts.items():
@@ -191,32 +187,31 @@ class ModelDef:
                 if size % math.prod(sharding.mesh.shape[name] for name in among):
                     of_part[axis] = None
             placed[part] = NamedSharding(sharding.mesh, PartitionSpec(*of_part))
-        return _flat(name, placed)
+        return weight.with_parts(placed)
 
     def unquantised(self) -> ModelDef:
         """Return the same model with every weight as numbers."""
         return dataclasses.replace(self, formats=()) if self.formats else self
 
-    def pack(self, name: str, weight: Array | QuantisedArray) -> Params:
-        """Return the arrays that hold a weight: itself, or those of its format.
+    def pack(self, name: str, weight: Array | QuantisedArray) -> Array | QuantisedArray:
+        """Return a weight in its format: itself, or quantised.
 
-        On a mesh they lie as the weight does. The weight is not kept. One of another format is
-        quantised again, see `quantised.array.quantise`.
+        On a mesh its arrays lie as the weight does. The weight is not kept. A weight that is
+        quantised already is quantised again, see `quantised.array.quantise`.
         """
-        format = dict(self.formats).get(name)
-        if format is None:
+        abstract, placed, along = _abstract_params(self)[name], None, None
+        if not isinstance(abstract, QuantisedArray):
             assert not isinstance(weight, QuantisedArray)
-            return {name: weight}
-        abstract, placed, along = self.abstract_weights()[name], None, None
-        assert isinstance(abstract, QuantisedArray)
+            return weight
         if isinstance(weight.sharding, NamedSharding):
             at = self.split_sharding(name, weight.sharding)
-            placed = tuple((part, at[f"{name}.{part}"]) for part in sorted(abstract.parts))
+            assert isinstance(at, QuantisedArray)
+            placed = tuple(sorted(at.parts.items()))
             split = {i for i, axes in enumerate(weight.sharding.spec) if axes is not None}
             along = tuple(i for i in range(weight.ndim) if i not in split)
-        make = quantiser(format, abstract.contracting_axes, placed, along)
+        make = quantiser(abstract.format, abstract.contracting_axes, placed, along)
         # Waiting bounds memory: without it weights that are not quantised yet would pile up.
-        return _flat(name, jax.block_until_ready(make(weight)))
+        return abstract.with_parts(jax.block_until_ready(make(weight)))
 
     def declared(self) -> dict[str, Declared]:
         """Return what `param` declared for each weight, by name."""
@@ -238,13 +233,13 @@ class ModelDef:
           ValueError: names, shapes or dtypes differ from `abstract_params`. The message lists the
             first differences and counts the others.
         """
-        wanted = _wanted(self)
-        wrong = [f"{n}: missing" for n in wanted if n not in params]
-        wrong += [f"{n}: unknown" for n in params if n not in wanted]
+        expected, arrays = _expected(self), named_arrays(params)
+        wrong = [f"{n}: missing" for n in expected if n not in arrays]
+        wrong += [f"{n}: unknown" for n in arrays if n not in expected]
         wrong += [
-            f"{n}: {params[n].dtype}{params[n].shape}, expected {dtype}{shape}"
-            for n, (shape, dtype) in wanted.items()
-            if n in params and (params[n].shape != shape or params[n].dtype != dtype)
+            f"{n}: {arrays[n].dtype}{arrays[n].shape}, expected {dtype}{shape}"
+            for n, (shape, dtype) in expected.items()
+            if n in arrays and (arrays[n].shape != shape or arrays[n].dtype != dtype)
         ]
         if wrong:
             raise ValueError(f"params do not fit {self.module.__name__}:\n  {listed(wrong)}")
@@ -255,32 +250,68 @@ class ModelDef:
         Raises:
           ValueError: as `check`.
         """
+        params = self.adopt(params)
         self.check(params)
         graphdef, variables = _abstract(self)
-        weights = self.weights(params)
         state = nnx.from_flat_state(
-            [(_path(n), v.replace(weights[n])) for n, v in variables.items()]
+            [(_path(n), v.replace(params[n])) for n, v in variables.items()]
         )
         module = nnx.merge(graphdef, state)
         return module if self.kv is None else module.store_kv(self.kv)
 
-    def weights(self, params: Params) -> dict[str, Array | QuantisedArray]:
-        """Return each weight by name: an array, or the arrays of a quantised one put together."""
-        weights: dict[str, Array | QuantisedArray] = {}
-        for name, weight in self.abstract_weights().items():
+    def adopt(self, params: Params) -> Params:
+        """Return params whose quantised weights have the formats and dtypes of this model.
+
+        One format may have the arrays of another, as fp8-dynamic has those of fp8. `check` finds what
+        does not fit. Params are returned as they are if nothing differs.
+
+        The arrays of a quantised weight may be in params by themselves, under names such as
+        `layers.0.mlp.down.codes`. That is deprecated.
+        """
+        adopted: Params = {}
+        joined: set[str] = set()
+        for name, abstract in _abstract_params(self).items() if self.formats else ():
+            if not isinstance(abstract, QuantisedArray):
+                continue
+            weight = params.get(name)
             if isinstance(weight, QuantisedArray):
-                parts = {part: params[f"{name}.{part}"] for part in weight.parts}
-                weights[name] = weight.with_parts(parts)
-            else:
-                weights[name] = params[name]
-        return weights
+                if (
+                    not weight.has_type_of(abstract)
+                    and weight.parts.keys() == abstract.parts.keys()
+                ):
+                    adopted[name] = abstract.with_parts(weight.parts)
+            elif all(f"{name}.{part}" in params for part in abstract.parts):
+                parts = {part: params[f"{name}.{part}"] for part in abstract.parts}
+                adopted[name] = abstract.with_parts(parts)
+                joined |= {f"{name}.{part}" for part in parts}
+        if joined:
+            warnings.warn(
+                f"params have {min(joined)}: pass the QuantisedArray of a weight in place of its arrays",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+        if not adopted:
+            return params
+        return {name: x for name, x in params.items() if name not in joined} | adopted
 
     def dequantise(self, params: Params) -> Params:
         """Return the weights as numbers, for the model definition `unquantised`. It needs memory for them."""
         return {
             name: x.dequantise() if isinstance(x, QuantisedArray) else x
-            for name, x in self.weights(params).items()
+            for name, x in self.adopt(params).items()
         }
+
+    def abstract_weights(self) -> dict[str, Any]:
+        """Return `abstract_params()`. Deprecated."""
+        warnings.warn(
+            "ModelDef.abstract_weights is abstract_params now", DeprecationWarning, stacklevel=2
+        )
+        return self.abstract_params()
+
+    def weights(self, params: Params) -> Params:
+        """Return `adopt(params)`. Deprecated: params hold quantised weights as they are."""
+        warnings.warn("ModelDef.weights is not needed any more", DeprecationWarning, stacklevel=2)
+        return self.adopt(params)
 
     def bind_abstract(self) -> Any:
         """Return the module with abstract shapes in place of weights.
@@ -303,7 +334,7 @@ class ModelDef:
             own device. None: all weights are made on the default device.
         """
         _, variables = _abstract(self)
-        params = {}
+        params: Params = {}
         for i, (name, v) in enumerate(sorted(variables.items())):
             make = _random_array(
                 v.shape,
@@ -311,7 +342,7 @@ class ModelDef:
                 v.get_metadata().get("fan_in"),
                 None if shardings is None else shardings[name],
             )
-            params |= self.pack(name, make(seed, i))
+            params[name] = self.pack(name, make(seed, i))
         return params
 
 
@@ -321,21 +352,23 @@ def cast_params(model_def: ModelDef, params: Params) -> Params:
 
     Only floats are cast. What does not fit otherwise stays as it is, for `ModelDef.check` to find.
     """
-    wanted = _wanted(model_def)
+    expected = _expected(model_def)
 
-    def cast(name: str, x: Array) -> Array:
-        floats = name in wanted and jnp.issubdtype(wanted[name][1], jnp.floating)
+    def cast(name: str, x: Any) -> Any:
+        if isinstance(x, QuantisedArray):
+            return x.with_parts({part: cast(f"{name}.{part}", a) for part, a in x.parts.items()})
+        floats = name in expected and jnp.issubdtype(expected[name][1], jnp.floating)
         if not floats or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        return x.astype(wanted[name][1])
+        return x.astype(expected[name][1])
 
-    return {name: cast(name, x) for name, x in params.items()}
+    return {name: cast(name, x) for name, x in model_def.adopt(params).items()}
 
 
-def listed(names: list[str], most: int = 20) -> str:
-    """Return names line by line. Of many, the first are shown and the others counted."""
-    more = [f"and {len(names) - most:,} more"] if len(names) > most else []
-    return "\n  ".join([*names[:most], *more])
+def listed(names: list[str], limit: int = 20) -> str:
+    """Return names line by line. Beyond `limit` they are counted."""
+    more = [f"and {len(names) - limit:,} more"] if len(names) > limit else []
+    return "\n  ".join([*names[:limit], *more])
 
 
 def _abstract(model_def: ModelDef) -> tuple[Any, dict[str, Any]]:
@@ -350,7 +383,7 @@ def _abstract_module(model_def: ModelDef) -> tuple[Any, dict[str, Any]]:
 
 
 @functools.cache
-def _abstract_weights(model_def: ModelDef) -> dict[str, jax.ShapeDtypeStruct | QuantisedArray]:
+def _abstract_params(model_def: ModelDef) -> dict[str, jax.ShapeDtypeStruct | QuantisedArray]:
     _, variables = _abstract(model_def)
     formats, weights = dict(model_def.formats), {}
     for name, v in variables.items():
@@ -366,17 +399,13 @@ def _abstract_weights(model_def: ModelDef) -> dict[str, jax.ShapeDtypeStruct | Q
 
 
 @functools.cache
-def _wanted(model_def: ModelDef) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return the shape and dtype of each weight, by name.
+def _expected(model_def: ModelDef) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return the shape and dtype of each array, by name.
 
     The result is cached, because reading it from the variables takes 10 ms for a large model.
     """
-    return {name: (v.shape, v.dtype) for name, v in model_def.abstract_params().items()}
-
-
-def _flat(name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of a weight by their names in params."""
-    return {f"{name}.{part}": array for part, array in parts.items()}
+    arrays = named_arrays(model_def.abstract_params())
+    return {name: (v.shape, v.dtype) for name, v in arrays.items()}
 
 
 def _path(name: str) -> tuple[str | int, ...]:

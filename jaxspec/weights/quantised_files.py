@@ -1,7 +1,7 @@
-"""Which of our formats holds what a quantised file stores, and the arrays of that format.
+"""The way from a quantised file to a format of `jaxspec.quantised`.
 
-`checkpoints_convert.quantised` knows files. `jaxspec.quantised` knows what models multiply by. Only
-here they meet.
+`checkpoints_convert.quantised` knows files, and `jaxspec.quantised` knows the formats that models
+multiply by. Only this file knows both. Read `format_of`, then `to_quantised`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from checkpoints_convert.quantised.stored_weights import (
     StoredWeight,
 )
 from checkpoints_convert.rules import Shape
+from jaxspec.quantised.array import QuantisedArray
 from jaxspec.quantised.format import get_format
 from jaxspec.quantised.int4 import GROUPS, from_float4, from_int4, int4_name
 
@@ -41,13 +42,13 @@ def format_of(
     contracting_axes: tuple[int, ...],
     quantize: str | None = None,
 ) -> str | None:
-    """Return the format of a weight that a file stores in some way; None if it is read as numbers.
+    """Return the format of a weight that a file stores quantised; None if it is read as numbers.
 
-    Numbers are what the few weights become whose format no model multiplies by, such as GGUF's Q6_K.
+    Weights in a format that no model multiplies by, such as GGUF's Q6_K, are read as numbers.
 
     Args:
       name, shape, contracting_axes: of the weight.
-      quantize: the format that was asked for.
+      quantize: the format that the user chose.
 
     Raises:
       CheckpointError: its groups do not divide its inputs.
@@ -99,14 +100,14 @@ def _check_groups(name: str, spec: Spec, shape: Shape, contracting_axes: tuple[i
         )
 
 
-def parts_of(
+def to_quantised(
     source: StoredWeight, format: str, shape: Shape, contracting_axes: tuple[int, ...]
-) -> dict[str, Any]:
-    """Return the arrays of a format that hold a weight of a file. Nothing is rounded.
+) -> QuantisedArray:
+    """Return a weight of a file in a format. Nothing is rounded. Its dtype is float32.
 
     Args:
       source: the weight with its rows in the order of the kept axes. Its arrays are of JAX or of
-        numpy, as the result is.
+        numpy, and so are those of the result.
     """
     about: dict[str, Any] = dict(shape=shape, contracting_axes=contracting_axes, dtype=np.float32)
     if isinstance(source, GroupedInt4):
@@ -125,6 +126,6 @@ def parts_of(
         inputs = tuple(shape[i] for i in contracting_axes)
         kept = tuple(n for i, n in enumerate(shape) if i not in contracting_axes)
         codes, scales = source.codes.reshape(*kept, *inputs), source.scales.reshape(kept)
-        return {"codes": codes, "scales": scales}
+        return QuantisedArray({"codes": codes, "scales": scales}, format=format, **about)
     assert made.format == format, (made.format, format)
-    return made.parts
+    return made

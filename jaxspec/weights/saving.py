@@ -19,9 +19,10 @@ import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.rules import fills_for
+from jaxspec.quantised import QuantisedArray
 from jaxspec.registry import family_of
 from jaxspec.shapes import Array, Params
-from jaxspec.weights.arrays import LazyArray, save_params
+from jaxspec.weights.arrays import LazyArray, LazyWeight, save_params
 from jaxspec.weights.atomic_dir import atomic_directory
 from jaxspec.weights.bridge import checkpoint_prefix
 from jaxspec.weights.conversion import _copy_files, refuse_quantised, write_weights
@@ -30,7 +31,7 @@ from jaxspec.weights.draft_head import refuse_copy
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.manifest import MANIFEST, Manifest
 from jaxspec.weights.model_def import ModelDef
-from jaxspec.weights.source import open_source, parameter_shapes, rule_set
+from jaxspec.weights.source import open_hf_source, parameter_shapes, rule_set
 from jaxspec.weights.trees import flat_params
 
 _STORED = {"float32": "F32", "bfloat16": "BF16"}
@@ -107,10 +108,10 @@ def save_hf(directory: str | Path, model: LoadedModel, params: Any = None) -> No
 
 def _checked(model: LoadedModel, params: Any) -> tuple[Params, str]:
     """Return weights that fit the model, and their dtype, which need not be the one it was loaded in."""
-    params = model.params if params is None else flat_params(params)
+    params = model.params if params is None else flat_params(params, model.model_def)
     quantised = dict(model.model_def.formats)
     plain = [
-        params[n] for n in model.model_def.abstract_weights() if n in params and n not in quantised
+        params[n] for n in model.model_def.abstract_params() if n in params and n not in quantised
     ]
     dtypes = {str(x.dtype) for x in plain if jnp.issubdtype(x.dtype, jnp.floating)}
     dtype = dtypes.pop() if len(dtypes) == 1 else model.model_def.dtype
@@ -134,11 +135,13 @@ def _kv_scales(model: LoadedModel) -> tuple[tuple[float, float], ...] | None:
         return Manifest.read(model.directory).kv_scales
     if (model.directory / "config.json").is_file():
         with contextlib.suppress(CheckpointError):
-            return open_source(model.directory).kv_scales
+            return open_hf_source(model.directory).kv_scales
     return None if model.model_def.kv is None else model.model_def.kv.scales
 
 
-def _lazily(x: Array) -> LazyArray:
+def _lazily(x: Array | QuantisedArray) -> LazyArray | LazyWeight:
+    if isinstance(x, QuantisedArray):
+        return LazyWeight(x, lambda: x)
     return LazyArray(x.shape, np.dtype(x.dtype), lambda: np.asarray(x))
 
 

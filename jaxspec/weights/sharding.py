@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -288,16 +288,19 @@ def on_decoding_mesh(params: Params) -> Params:
 
     No weight moves or is copied. `mesh_of` says which meshes can be replaced.
     """
+    arrays, structure = jax.tree.flatten(params)
     moved = {}
-    for name, x in params.items():
+    for i, x in enumerate(arrays):
         sharding = x.sharding
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
             continue
         if (ours := decoding_mesh(sharding.mesh)) is not sharding.mesh:
-            moved[name] = NamedSharding(ours, _without_other_axes(sharding.spec))
+            moved[i] = NamedSharding(ours, _without_other_axes(sharding.spec))
     if not moved:
         return params
-    return params | jax.device_put({name: params[name] for name in moved}, moved)
+    for i, x in jax.device_put({i: arrays[i] for i in moved}, moved).items():
+        arrays[i] = x
+    return jax.tree.unflatten(structure, arrays)
 
 
 def _without_other_axes(spec: PartitionSpec) -> PartitionSpec:
@@ -311,7 +314,7 @@ def _without_other_axes(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*map(of, spec))
 
 
-def mesh_of(**params: Mapping[str, Array] | None) -> Mesh:
+def mesh_of(**params: Params | None) -> Mesh:
     """Return the decoding mesh that the weights of all models are on.
 
     The mesh has the axes `data` and `model`. Weights on one device are on a mesh of 1 x 1. The
@@ -327,8 +330,9 @@ def mesh_of(**params: Mapping[str, Array] | None) -> Mesh:
     """
     placed: dict[Any, str] = {}
     for model, weights in params.items():
-        for name, x in (weights or {}).items():
-            placed.setdefault(x.sharding, f"{model} {name}")
+        for name, weight in (weights or {}).items():
+            for x in jax.tree.leaves(weight):
+                placed.setdefault(x.sharding, f"{model} {name}")
     meshes: dict[Mesh, str] = {}
     for sharding, name in placed.items():
         if len(sharding.device_set) == 1:

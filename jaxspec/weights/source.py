@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint as our parameters: opened, recognised, and read weight by weight.
+"""Sources of weights. `WeightSource` is the interface; `HFSource` reads a Hugging Face checkpoint.
 
-Read `open_source`, then `Source.read`. A weight that the file holds quantised is read as codes and
-scales, to the bit, where the model multiplies by such a format (`jaxspec.quantised`). Elsewhere it
-is read as numbers.
+Read `WeightSource`, `open_hf_source`, then `HFSource.weights`. A weight that the file holds quantised
+is read as codes and scales, to the bit, where the model multiplies by such a format
+(`jaxspec.quantised`). Elsewhere it is read as numbers. `native.py` reads a directory of ours.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
@@ -35,16 +37,68 @@ from checkpoints_convert.rules import (
     same,
 )
 from jaxspec.configs.base import ConfigError, GenerationDefaults
+from jaxspec.quantised import QuantisedArray
 from jaxspec.registry import Family, ModelConfig, family_of, recognise
+from jaxspec.shapes import Array
 from jaxspec.weights.define import model_def_of
 from jaxspec.weights.finite import See, checked
 from jaxspec.weights.model_def import ModelDef
-from jaxspec.weights.quantised_files import format_of, is_lossless, parts_of
+from jaxspec.weights.quantised_files import format_of, is_lossless, to_quantised
+from jaxspec.weights.sharding import place
+
+
+class WeightSource(Protocol):
+    """A checkpoint that was opened and recognised, and whose weights can be read.
+
+    Attributes:
+      generation: the defaults of decoding; None for drafters.
+      kv_scales: the scales of keys and values for each layer; None where there are none.
+    """
+
+    @property
+    def family(self) -> Family: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def generation(self) -> GenerationDefaults | None: ...
+
+    @property
+    def kv_scales(self) -> tuple[tuple[float, float], ...] | None: ...
+
+    def model_def(self, dtype: str, quantize: str | None = None) -> ModelDef:
+        """Return the model definition with the formats of what the checkpoint holds quantised.
+
+        Args:
+          quantize: the format of weights that have to be rounded again; None for int8.
+
+        Raises:
+          CheckpointError: a weight has a format that is not read, or that the model does not have.
+        """
+        ...
+
+    def weights(
+        self, model_def: ModelDef, mesh: Mesh | None = None
+    ) -> Iterator[tuple[str, Array | QuantisedArray]]:
+        """Yield each weight by name, on the devices.
+
+        A weight that the checkpoint holds quantised is a `QuantisedArray`. All others are arrays,
+        those too that `model_def` quantises beyond the checkpoint.
+
+        Args:
+          model_def: as `model_def` returned it, or with more formats.
+          mesh: where to place the weights; None is the default device.
+
+        Raises:
+          CheckpointError: a file is damaged; or, at the end, weights are not finite.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the tensors of a file become the arrays of a parameter. It moves codes and numbers.
+    """The way from the tensors of a file to a parameter. It moves codes and numbers.
 
     Attributes:
       transform, shape: of the parameter.
@@ -57,27 +111,27 @@ class Recipe:
     contracting_axes: tuple[int, ...] = ()
 
     def __call__(self, pieces: Sequence[Any]) -> Any:
-        """Return an array, or the arrays of the format by name.
+        """Return an array, or a `QuantisedArray`.
 
         Args:
-          pieces: what `Source.pieces` returned, in numpy; or the same on a device, inside jit.
+          pieces: as `HFSource.pieces` returned them, in numpy; or the same on a device, inside jit.
         """
         if self.format is None:
             return self.transform.to_param(pieces, self.shape)
         rows = self.transform.rows
         assert rows is not None
         joined = stored_weights.arrange(pieces, lambda arrays: rows(arrays, self.shape))
-        return parts_of(joined, self.format, self.shape, self.contracting_axes)
+        return to_quantised(joined, self.format, self.shape, self.contracting_axes)
 
     @property
     def moves(self) -> bool:
         """Whether the arrays lie in another order than the pieces."""
         return self.format is not None or self.transform not in (same, integers, permutation)
 
-    def on_host(self, pieces: Sequence[Any]) -> np.ndarray | dict[str, np.ndarray]:
+    def on_host(self, pieces: Sequence[Any]) -> np.ndarray | QuantisedArray:
         """Return arrays of numpy, whose numbers lie in order."""
         if self.format is not None:
-            return {part: np.ascontiguousarray(x) for part, x in self(pieces).items()}
+            return jax.tree.map(np.ascontiguousarray, self(pieces))
         # As whole numbers, which numpy moves several times faster than bfloat16.
         dtype = pieces[0].dtype
         return self([piece.view(f"u{dtype.itemsize}") for piece in pieces]).view(dtype)
@@ -93,7 +147,7 @@ def _compiled(recipe: Recipe) -> Callable[[Sequence[Any]], Any]:
 
 
 @dataclass(frozen=True)
-class Source:
+class HFSource:
     """A Hugging Face checkpoint that was opened and recognised. It lacks no tensor."""
 
     checkpoint: hf_io.HFCheckpoint
@@ -138,23 +192,16 @@ class Source:
         """
         specs = {name: self.view.spec(name) for name in fill.sources}
         if len(set(specs.values())) > 1:
-            said = ", ".join(f"{n} is {spec or 'plain numbers'}" for n, spec in specs.items())
+            formats = ", ".join(f"{n} is {spec or 'plain numbers'}" for n, spec in specs.items())
             raise CheckpointError(
-                f"{self.checkpoint.directory}: {said}. They are one weight here, {fill.path}, and "
+                f"{self.checkpoint.directory}: {formats}. They are one weight here, {fill.path}, and "
                 "must have one format; take a build that treats them alike"
             )
         return specs[fill.sources[0]]
 
-    def quantised_def(self, model_def: ModelDef, quantize: str | None = None) -> ModelDef:
-        """Return the model definition with the formats of what the file holds quantised.
-
-        Args:
-          model_def: of the model, with nothing quantised.
-          quantize: the format of weights that have to be rounded again; None for int8.
-
-        Raises:
-          CheckpointError: a weight has a format that is not read, or several.
-        """
+    def model_def(self, dtype: str, quantize: str | None = None) -> ModelDef:
+        """Return the model definition, as `WeightSource.model_def` describes it."""
+        model_def = model_def_of(self.config, dtype)
         formats, declared = {}, model_def.declared()
         for fill in self.plan.fills:
             spec, about = self.spec_of(fill), declared[fill.path]
@@ -165,8 +212,8 @@ class Source:
 
     def read(
         self, fill: Fill, model_def: ModelDef, dtype: np.dtype, see: See
-    ) -> np.ndarray | dict[str, np.ndarray]:
-        """Read a parameter: an array, or the arrays of its format as the file has them.
+    ) -> np.ndarray | QuantisedArray:
+        """Read a parameter: an array, or a `QuantisedArray` with the arrays that the file has.
 
         Arguments are those of `pieces`.
         """
@@ -176,11 +223,11 @@ class Source:
     def pieces(
         self, fill: Fill, model_def: ModelDef, dtype: np.dtype, see: See
     ) -> tuple[Recipe, list[Any]]:
-        """Read the tensors of a parameter, and return them with what makes the parameter of them.
+        """Read the tensors of a parameter, and return them with the recipe of the parameter.
 
         Args:
-          model_def: as `quantised_def` returned it, or with more formats. What it quantises beyond
-            the file is returned as numbers.
+          model_def: as `self.model_def` returned it, or with more formats. Weights that it quantises
+            beyond the file are returned as numbers.
           dtype: of arrays. Numbers that are to be quantised again are float32.
         """
         spec, format = self.spec_of(fill), dict(model_def.formats).get(fill.path)
@@ -205,6 +252,38 @@ class Source:
             for fill in self.plan.fills:
                 yield fill.path, *self.pieces(fill, model_def, fill.cast(dtype), see)
 
+    def weights(
+        self, model_def: ModelDef, mesh: Mesh | None = None
+    ) -> Iterator[tuple[str, Array | QuantisedArray]]:
+        """Yield each weight by name, as `WeightSource.weights` describes it."""
+        abstract = model_def.abstract_params()
+        split = {} if mesh is None else model_def.shardings(mesh)
+        whole = {} if mesh is None else model_def.weight_shardings(mesh)
+        on_device = mesh is None and _moves_fast()
+        pieces_of_all = self.all_pieces(model_def, np.dtype(hf_io.numpy_dtype(model_def.dtype)))
+        for name, recipe, pieces in read_ahead(pieces_of_all) if on_device else pieces_of_all:
+            large = sum(x.nbytes for x in jax.tree.leaves(pieces)) >= _LARGE_BYTES
+            worthwhile = on_device and large and recipe.moves
+            array = recipe.on_device(pieces) if worthwhile else recipe.on_host(pieces)
+            del pieces
+            shardings = whole
+            if isinstance(array, QuantisedArray):
+                array, shardings = abstract[name].with_parts(array.parts), split
+            if mesh is None:
+                yield name, jax.tree.map(jnp.asarray, array)
+            else:
+                yield name, jax.tree.map(place, array, shardings[name])
+            del array
+
+
+_LARGE_BYTES = 4 << 20
+"""From this size on a device moves numbers to their places. Others are not worth compiling for."""
+
+
+def _moves_fast() -> bool:
+    """Return whether the default device transposes faster than the host, as all but the CPU do."""
+    return jax.default_backend() != "cpu"
+
 
 def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
     """Yield items, and make the next one in a thread meanwhile. So at most two are in memory."""
@@ -217,7 +296,7 @@ def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
             del item
 
 
-def open_source(directory: Path) -> Source:
+def open_hf_source(directory: Path) -> HFSource:
     """Open a Hugging Face directory and match its tensors with the model's parameters.
 
     Raises:
@@ -231,10 +310,10 @@ def open_source(directory: Path) -> Source:
     shapes = parameter_shapes(config)
     rules = rule_set(config, shapes)
     try:
-        announced = read_quantization_config(checkpoint.config, checkpoint.quantization)
+        quantization = read_quantization_config(checkpoint.config, checkpoint.quantization)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from None
-    view = open_view(checkpoint, rules, announced, str(directory))
+    view = open_view(checkpoint, rules, quantization, str(directory))
     plan = match(rules, shapes, view.tensors, str(directory))
     for name, original in plan.copies.items():
         if not view.quantised & {name, original}:
@@ -242,7 +321,7 @@ def open_source(directory: Path) -> Source:
     for fill in plan.fills:
         if fill.transform is permutation:
             _check_ordering(checkpoint, fill.sources[0], str(directory))
-    return Source(checkpoint, family, config, generation, plan, view)
+    return HFSource(checkpoint, family, config, generation, plan, view)
 
 
 def read_configs(

@@ -1,4 +1,7 @@
-"""Trees of weights as trainers hold them, and the flat dict that everything here takes."""
+"""Weights as a caller passes them, and the flat dict that programs take.
+
+Read `flat_params`. `KnownParams` checks the same weights again in every call, so it is quick.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,33 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxspec.quantised import QuantisedArray
+from jaxspec.quantised.array import named_arrays
 from jaxspec.shapes import Params
 from jaxspec.weights.model_def import ModelDef, cast_params, listed
 from jaxspec.weights.sharding import decoding_mesh, mesh_left_to_xla
 
 
-def flat_params(params: Any) -> Params:
-    """Return weights as a flat dict, from names such as `layers.0.mlp.down` to arrays.
+def flat_params(params: Any, model_def: ModelDef | None = None) -> Params:
+    """Return weights as a flat dict, by names such as `layers.0.mlp.down`.
 
     A flat dict of JAX arrays is returned as it is. Arrays are not copied, except those of numpy: they
     go to the default device.
 
     Args:
       params: a dict; or dicts within dicts (and lists), a `nnx.State`, or a module of nnx. The names of
-        all levels are joined by dots. Arrays are of JAX or numpy, or are in a `nnx.Variable`. A
-        `QuantisedArray` becomes the arrays it consists of.
+        all levels are joined by dots. Arrays are of JAX or numpy, are in a `nnx.Variable`, or make up
+        a `QuantisedArray`.
+      model_def: the model that quantised weights are for, see `ModelDef.adopt`.
 
     Raises:
       ValueError: something is no array, or two arrays have one name.
     """
-    if isinstance(params, dict) and all_arrays(params):
-        return params
+    if not (isinstance(params, dict) and all_arrays(params)):
+        params = _flattened(params)
+    return params if model_def is None else model_def.adopt(params)
+
+
+def _flattened(params: Any) -> Params:
     if isinstance(params, nnx.Module):
         params = nnx.state(params, nnx.Param)
     if not isinstance(params, Mapping):
@@ -48,7 +57,7 @@ def flat_params(params: Any) -> Params:
         if isinstance(leaf, nnx.Variable):
             leaf = leaf[...]
         if isinstance(leaf, QuantisedArray):
-            flat |= {f"{name}.{part}": jnp.asarray(x) for part, x in leaf.parts.items()}
+            flat[name] = jax.tree.map(jnp.asarray, leaf)
             continue
         if not isinstance(leaf, jax.Array | np.ndarray):
             raise ValueError(f"params: {name} is a {type(leaf).__name__}; expected an array")
@@ -57,9 +66,14 @@ def flat_params(params: Any) -> Params:
 
 
 def all_arrays(params: Mapping[str, Any]) -> bool:
-    """Tell whether all values are arrays of JAX, by their types: few, where values are many."""
-    one_of_each = {type(x): x for x in params.values()}
-    return all(isinstance(x, jax.Array) for x in one_of_each.values())
+    """Return whether all values are arrays of JAX, or quantised arrays of these."""
+    one_of_each = {type(x): x for x in params.values()}  # there are few types, and many values
+    return all(isinstance(x, jax.Array | QuantisedArray) for x in one_of_each.values()) and all(
+        isinstance(part, jax.Array)
+        for x in params.values()
+        if type(x) is QuantisedArray
+        for part in x.parts.values()
+    )
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -75,10 +89,10 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def accept_params(model_def: ModelDef | None, params: Any, *, cast: bool) -> Params | None:
-    """Return weights that a caller gave, flat, and in the dtypes of a model_def if `cast`; None stays None."""
+    """Return a caller's weights, flat, and in the dtypes of `model_def` if `cast`. None stays None."""
     if params is None:
         return None
-    params = flat_params(params)
+    params = flat_params(params, model_def)
     return cast_params(model_def, params) if cast and model_def is not None else params
 
 
@@ -86,11 +100,13 @@ class KnownParams:
     """Checks the weights that a caller passes in every call. Unchanged shardings make it quick."""
 
     def __init__(self) -> None:
-        self._shardings: dict[str, Any] = {}  # by role: shardings of the last params
-        self._kinds: dict[str, list[str]] = {}  # by role: names of one param per sharding
+        self._shardings: dict[str, Any] = {}  # by role: structure and shardings of the last params
+        self._samples: dict[
+            str, dict[str, int]
+        ] = {}  # by role: the index of one array per sharding
 
     def check(self, role: str, model_def: ModelDef, params: Any) -> Params:
-        """Raise an error if params do not fit; otherwise return one param of each sharding.
+        """Raise an error if params do not fit; otherwise return one array of each sharding.
 
         The result is for callers that need only the shardings.
 
@@ -103,29 +119,32 @@ class KnownParams:
                 f"the {role}'s params must be jax.Arrays by name, as `load` returns them; jnp.asarray makes "
                 "one of an array of numpy"
             )
-        shardings = {name: value.sharding for name, value in params.items()}
+        arrays, structure = jax.tree.flatten(params)
+        shardings = [x.sharding for x in arrays]
         known = self._shardings.get(role)
-        # The shardings are equal in nearly every call. Comparing them takes a third of the
-        # time of a check of each param.
-        if shardings == known:
-            return {name: params[name] for name in self._kinds[role]}
+        # Structure and shardings are equal in nearly every call. Comparing them takes a third of the
+        # time of a check of each array.
+        if (structure, shardings) == known:
+            return {name: arrays[i] for name, i in self._samples[role].items()}
         # In later calls, new shapes or dtypes make JAX trace again, and tracing checks them.
-        if known is None or params.keys() != known.keys():
+        if known is None or structure != known[0]:
             model_def.check(params)
-            known = shardings
+            known = structure, shardings
+        names = list(named_arrays(dict(sorted(params.items()))))
         wrong = [
-            f"{name}: {s}, before {known[name]}"
-            for name, s in shardings.items()
-            if not s.is_equivalent_to(known[name], params[name].ndim)
+            f"{name}: {new}, before {old}"
+            for name, x, new, old in zip(names, arrays, shardings, known[1], strict=True)
+            if not new.is_equivalent_to(old, x.ndim)
         ]
         if wrong:
             raise ValueError(
                 f"the {role}'s params are sharded otherwise than in the first call; put them back with "
                 f"jax.device_put, or make another Sampler:\n  {listed(wrong, 5)}"
             )
-        kinds = {sharding: name for name, sharding in shardings.items()}
-        self._shardings[role], self._kinds[role] = shardings, list(kinds.values())
-        return {name: params[name] for name in self._kinds[role]}
+        samples = {sharding: i for i, sharding in enumerate(shardings)}
+        self._shardings[role] = structure, shardings
+        self._samples[role] = {names[i]: i for i in samples.values()}
+        return {name: arrays[i] for name, i in self._samples[role].items()}
 
 
 def place_params(params: Any, model_def: ModelDef, mesh: Mesh) -> Params:
@@ -140,7 +159,7 @@ def place_params(params: Any, model_def: ModelDef, mesh: Mesh) -> Params:
       mesh: any mesh of the devices, such as that of a training program; see `decoding_mesh`. Where its
         axis for parts of weights is not named `model`, pass `make_mesh(data=..., model=...)`.
     """
-    return jax.device_put(flat_params(params), model_def.shardings(decoding_mesh(mesh)))
+    return jax.device_put(flat_params(params, model_def), model_def.shardings(decoding_mesh(mesh)))
 
 
 def constrain_params(params: Params, model_def: ModelDef) -> Params:
@@ -151,5 +170,6 @@ def constrain_params(params: Params, model_def: ModelDef) -> Params:
     """
     if (mesh := mesh_left_to_xla()) is None:
         return params
-    specs = {name: sharding.spec for name, sharding in model_def.shardings(mesh).items()}
+    params = model_def.adopt(params)
+    specs = jax.tree.map(lambda sharding: sharding.spec, model_def.shardings(mesh))
     return lax.with_sharding_constraint(params, specs)

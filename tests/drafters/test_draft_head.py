@@ -75,7 +75,7 @@ def test_a_copy_changes_what_is_drafted_and_no_token() -> None:
     assert with_copy.drafter is not None
     params = with_copy.drafter.params
     useless = with_copy.with_params(
-        drafter={**params, "head.scales": jnp.zeros_like(params["head.scales"])}
+        drafter={**params, "head": jax.tree.map(jnp.zeros_like, params["head"])}
     )
     plain, drafted = generated(with_copy.plain()), generated(useless)
     assert [g.token_ids for g in drafted] == [g.token_ids for g in plain]
@@ -134,7 +134,7 @@ def test_the_copy_is_of_the_head(model_def: ModelDef, params: Params, name: str)
     table = np.asarray(params[name], np.float64)
     np.testing.assert_allclose(logits, np.asarray(x, np.float64) @ table.T, rtol=1e-4, atol=1e-4)
 
-    head = with_copy.model_def.weights(with_copy.params)["head"]
+    head = with_copy.params["head"]
     assert isinstance(head, QuantisedArray)
     expected = quantise(params[name], "int8", (1,))
     for part, array in expected.parts.items():
@@ -160,8 +160,8 @@ def test_a_copy_of_a_quantised_head(stored: str, format: str) -> None:
     small = jaxspec.load(**options, quantize_draft_head=format)
     assert small.drafter is not None
     assert small.target.model_def.head is not None
-    table = small.target.model_def.weights(small.target.params)[small.target.model_def.head]
-    copy = small.drafter.model_def.weights(small.drafter.params)["head"]
+    table = small.target.params[small.target.model_def.head]
+    copy = small.drafter.params["head"]
     assert isinstance(table, QuantisedArray)
     assert isinstance(copy, QuantisedArray)
     assert (table.format, copy.format) == (stored, format)
@@ -318,7 +318,7 @@ def test_random_weights_may_have_a_copy(monkeypatch: pytest.MonkeyPatch) -> None
     models = ModelOptions(drafter="dflash", dtype="float32", quantize_draft_head="int8")
     made = make_pair(models, Drafting(), "31b")
     assert made.drafter_params is not None
-    assert made.drafter_params["head.codes"].dtype == jnp.int8
+    assert made.drafter_params["head"].codes.dtype == jnp.int8
     assert made.target_name == "31b, random weights, draft head int8"
     assert made.spec.drafter is not None
     assert made.spec.drafter.storage == "float32, head int8"

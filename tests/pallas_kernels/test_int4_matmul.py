@@ -444,7 +444,7 @@ def test_a_product_gives_the_same_bits_every_time_on_a_gpu(rows, config):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_product_of_every_target_is_cut_evenly(preset):
     model_def = model_def_of(PRESETS[preset], "bfloat16")
-    weights, declared = model_def.abstract_weights(), model_def.declared()
+    weights, declared = model_def.abstract_params(), model_def.declared()
     for name in formats_for(model_def, "int4", "int4"):
         w, contracting_axes = weights[name], declared[name].contracting_axes
         inputs = int(np.prod([w.shape[i] for i in contracting_axes]))
@@ -555,8 +555,9 @@ def test_blocks_that_a_mesh_cannot_split_are_whole_everywhere():
     model_def = model_def_of(PRESETS["26b-a4b"], "bfloat16")
     model_def = model_def.with_formats(formats_for(model_def, "int4", "int4"))
     shardings = model_def.shardings(mesh)
-    for name, abstract in model_def.abstract_params().items():
-        shardings[name].shard_shape(abstract.shape)  # every split divides
-    assert tuple(shardings["layers.0.mlp.down.codes"].spec) == (None, None, None)
-    assert tuple(shardings["layers.0.mlp.down.scales"].spec) == ("model", None)
-    assert shardings["layers.0.experts.down.codes"].spec[0] == "model"
+    pairs = zip(*map(jax.tree.leaves, (shardings, model_def.abstract_params())), strict=True)
+    for sharding, abstract in pairs:
+        sharding.shard_shape(abstract.shape)  # every split divides
+    assert tuple(shardings["layers.0.mlp.down"].codes.spec) == (None, None, None)
+    assert tuple(shardings["layers.0.mlp.down"].scales.spec) == ("model", None)
+    assert shardings["layers.0.experts.down"].codes.spec[0] == "model"

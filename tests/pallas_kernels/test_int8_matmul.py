@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxspec.configs.gemma4 import PRESETS
+from jaxspec.quantised import QuantisedArray
 from jaxspec.weights.define import formats_for, model_def_of
 from pallas_kernels.common.reference_ops import Activation
 from pallas_kernels.common.tiles import (
@@ -164,11 +165,11 @@ def test_every_product_of_every_target_is_cut_evenly(preset):
     model_def = model_def_of(PRESETS[preset], "bfloat16")
     model_def = model_def.with_formats(formats_for(model_def, "int8", None))
     found = set()
-    for name, codes in model_def.abstract_params().items():
-        if not name.endswith(".codes") or "experts" in name:
+    for name, weight in model_def.abstract_params().items():
+        if not isinstance(weight, QuantisedArray) or "experts" in name:
             continue
-        outputs = math.prod(model_def.abstract_params()[name[:-5] + "scales"].shape)
-        found.add((codes.size // outputs, outputs))
+        outputs = math.prod(weight.scales.shape)
+        found.add((weight.codes.size // outputs, outputs))
     assert found == {size for name, size in SHAPES.items() if name.startswith(preset + " ")}
     for inputs, outputs in found:
         for rows in (1, *(row[0] for row in TABLE), 300, 512, 2048, 8192):

@@ -24,7 +24,7 @@ from jaxspec.configs.gemma4 import PRESETS
 from jaxspec.models.layers import project, table_logits
 from jaxspec.options import FieldError
 from jaxspec.quantised import QuantisedArray
-from jaxspec.quantised.array import quantise
+from jaxspec.quantised.array import named_arrays, quantise
 from jaxspec.runtime import memory
 from jaxspec.weights import conversion, loading
 from jaxspec.weights.define import formats_for, model_def_of, quantised_def
@@ -202,7 +202,7 @@ def test_a_model_computes_with_codes_what_it_computes_with_their_numbers():
     """26B-A4B's features: experts, k = v, and a tied head that is quantised too."""
     model_def, params = tiny.target("26b-a4b")
     packed_def = model_def.with_formats(formats_for(model_def, "int8", "fp8"))
-    packed = {n: a for name, x in params.items() for n, a in packed_def.pack(name, x).items()}
+    packed = {name: packed_def.pack(name, x) for name, x in params.items()}
     formats = dict(packed_def.formats)
     assert formats["embedder.table"] == "fp8"
     assert formats["layers.0.experts.down"] == "int8"
@@ -223,7 +223,7 @@ def test_per_layer_inputs_stay():
     formats = formats_for(model_def, "int8", "int8")
     assert not any("per_layer" in name for name in formats)
     quantised_bytes = sum(
-        a.size for name, a in model_def.abstract_weights().items() if name in formats
+        a.size for name, a in model_def.abstract_params().items() if name in formats
     )
     # Of E2B's 4.6 billion numbers the table of per-layer inputs has 2.3.
     assert quantised_bytes > 2.2e9
@@ -234,7 +234,7 @@ def test_scales_lie_where_their_codes_do():
     mesh = AbstractMesh((1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     model_def = model_def_of(PRESETS["26b-a4b"], "bfloat16")
     model_def = model_def.with_formats(formats_for(model_def, "int8", "int8"))
-    shardings = model_def.shardings(mesh)
+    shardings = named_arrays(model_def.shardings(mesh))
     specs = {name: tuple(s.spec) for name, s in shardings.items()}
     assert specs["layers.0.attention.qkv.codes"] == ("model", None, None, None)
     assert specs["layers.0.attention.qkv.scales"] == ("model", None, None)
@@ -242,7 +242,7 @@ def test_scales_lie_where_their_codes_do():
     assert specs["layers.0.attention.out.scales"] == (None,)
     assert specs["layers.0.experts.down.scales"] == ("model", None)
     assert specs["embedder.table.scales"] == ("model",)
-    for name, array in model_def.abstract_params().items():
+    for name, array in named_arrays(model_def.abstract_params()).items():
         shardings[name].shard_shape(array.shape)  # every split divides
 
 
@@ -263,7 +263,7 @@ def test_random_weights_are_the_same_numbers_quantised():
     plain, packed = model_def.random_params(3), packed_def.random_params(3)
     name = "layers.1.mlp.down"
     expected = quantise(plain[name], "int8", (0,))
-    np.testing.assert_array_equal(packed[f"{name}.codes"], expected.codes)
+    np.testing.assert_array_equal(packed[name].codes, expected.codes)
     np.testing.assert_array_equal(packed["final_norm"], plain["final_norm"])
 
 
@@ -277,6 +277,7 @@ def bundled(request) -> LoadedModel:
 
 
 def same(a: Any, b: Any) -> bool:
+    a, b = named_arrays(a), named_arrays(b)
     return a.keys() == b.keys() and all(
         x.dtype == b[name].dtype and np.array_equal(np.asarray(x), np.asarray(b[name]))
         for name, x in a.items()
@@ -292,12 +293,14 @@ def test_a_saved_model_comes_back_to_the_bit_in_any_dtype(bundled, tmp_path):
     ) * 3
     back = loading.load_target(str(tmp_path / "saved"), dtype="float32")
     assert same(back.params, bundled.params)
+    stored = {folder.name for folder in (tmp_path / "saved" / "params").iterdir()}
+    assert stored >= set(named_arrays(bundled.params))  # files have an array in each folder
     assert back.model_def == bundled.model_def
     narrow = loading.load_target(str(tmp_path / "saved"), dtype="bfloat16")
-    assert narrow.params["layers.0.mlp.down.scales"].dtype == jnp.float32
+    assert narrow.params["layers.0.mlp.down"].scales.dtype == jnp.float32
     assert narrow.params["final_norm"].dtype == jnp.bfloat16
     assert np.array_equal(
-        narrow.params["layers.0.mlp.down.codes"], bundled.params["layers.0.mlp.down.codes"]
+        narrow.params["layers.0.mlp.down"].codes, bundled.params["layers.0.mlp.down"].codes
     )
     on_mesh = loading.load_target(
         str(tmp_path / "saved"), dtype="float32", mesh=make_mesh(devices=jax.devices()[:1])
@@ -335,15 +338,28 @@ def test_loading_holds_one_weight_as_numbers_at_a_time(monkeypatch):
     monkeypatch.setattr(ModelDef, "pack", watched)
     model = loading.load_target(str(BUNDLED / "target"), dtype="float32", quantize="int8")
     codes = sum(a.nbytes for a in model.params.values())
-    largest = max(4 * w.size for w in model.model_def.abstract_weights().values())
+    largest = max(4 * w.size for w in model.model_def.abstract_params().values())
     assert held
     assert max(held) <= codes + largest
 
 
 def test_swapped_weights_may_be_quantised_arrays(bundled):
-    nested: dict[str, Any] = dict(bundled.model_def.weights(bundled.params))
-    assert isinstance(nested["layers.0.mlp.down"], QuantisedArray)
+    nested: dict[str, Any] = {"layers": {}}
+    for name, weight in bundled.params.items():
+        first, _, rest = name.partition(".")
+        (nested["layers"] if first == "layers" else nested)[rest if first == "layers" else name] = (
+            weight
+        )
+    assert isinstance(nested["layers"]["0.mlp.down"], QuantisedArray)
     assert same(bundled.with_params(nested).params, bundled.params)
+
+
+def test_arrays_of_a_weight_by_themselves_are_deprecated(bundled):
+    """Params were flat dicts of arrays before they held quantised arrays."""
+    with pytest.warns(DeprecationWarning, match=r"pass the QuantisedArray of a weight"):
+        again = bundled.with_params(named_arrays(bundled.params))
+    assert jax.tree.structure(again.params) == jax.tree.structure(bundled.params)
+    assert same(again.params, bundled.params)
 
 
 def test_a_model_refuses_codes_of_another_format(bundled):

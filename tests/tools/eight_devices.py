@@ -192,7 +192,7 @@ def load() -> dict[str, Any]:
                             for drafter, target in zip((split, whole), of, strict=True)
                         )
                     pairs[kind] = parted.model_def, parted.params, one.params
-                    assert not parted.params["head.codes"].sharding.is_fully_replicated
+                    assert not parted.params["head"].codes.sharding.is_fully_replicated
     wrong = []
     for kind, (model_def, params, expected) in pairs.items():
         shardings = model_def.shardings(mesh)

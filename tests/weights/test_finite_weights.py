@@ -35,13 +35,13 @@ def test_every_value_is_judged_by_itself(dtype: Any) -> None:
     array[0] = most
     array[1] = -most
     array[2, 5] = ml_dtypes.finfo(dtype).smallest_subnormal
-    assert finite.num_unsound(array) == 0
+    assert finite.num_non_finite(array) == 0
     for bad in (np.nan, -np.nan, np.inf, -np.inf, odd, -odd):
         array[1, 999] = bad
-        assert finite.num_unsound(array) == 1
+        assert finite.num_non_finite(array) == 1
     array[2] = np.inf
-    assert finite.num_unsound(array) == 1001
-    assert finite.num_unsound(np.full(5, -1)) == 0
+    assert finite.num_non_finite(array) == 1001
+    assert finite.num_non_finite(np.full(5, -1)) == 0
 
 
 def test_no_slab_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_no_slab_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         for at in range(size):
             array = np.ones(size, np.float32)
             array[at] = np.nan
-            assert finite.num_unsound(array) == 1
+            assert finite.num_non_finite(array) == 1
 
 
 @pytest.fixture

@@ -20,13 +20,13 @@ import pytest
 from checkpoints_convert.quantised.quantization_config import read_quantization_config
 from jaxspec.options import FieldError
 from jaxspec.quantised import QuantisedArray
+from jaxspec.quantised.array import named_arrays
 from jaxspec.weights.bridge import from_hf_names
 from jaxspec.weights.conversion import convert
-from jaxspec.weights.define import model_def_of
 from jaxspec.weights.loading import CheckpointError, LoadedModel, load_target
 from jaxspec.weights.model_def import ModelDef
 from jaxspec.weights.sharding import make_mesh
-from jaxspec.weights.source import Recipe, Source, open_source, read_ahead
+from jaxspec.weights.source import HFSource, Recipe, open_hf_source, read_ahead
 from tests.checkpoints_convert import quantised_layout as layout
 
 IGNORED = ["lm_head", r"re:.*(vision_tower|embed_vision|audio_tower).*", r"re:.*router.*"]
@@ -101,7 +101,7 @@ def check_numbers(model: LoadedModel, numbers: dict[str, np.ndarray], rtol: floa
         np.testing.assert_allclose(found[name], array, rtol=0, atol=rtol * scale, err_msg=name)
 
 
-def check_read(opened: Source, numbers: dict[str, np.ndarray]) -> None:
+def check_read(opened: HFSource, numbers: dict[str, np.ndarray]) -> None:
     """Compare what is read of a file, tensor by tensor. It compiles nothing."""
     for fill in opened.plan.fills:
         for name in fill.sources:
@@ -117,9 +117,9 @@ def test_a_file_of_each_format_is_loaded_as_the_numbers_that_it_stands_for(name,
     """26B-A4B's features: experts one by one, and full layers whose values are their keys."""
     writer, config = FORMATS[name]
     numbers, _ = layout.write(tmp_path / "hf", "26b-a4b", writer, config)
-    opened = open_source(tmp_path / "hf")
+    opened = open_hf_source(tmp_path / "hf")
     check_read(opened, numbers)
-    formats = dict(opened.quantised_def(model_def_of(opened.config, "float32")).formats)
+    formats = dict(opened.model_def("float32").formats)
     if name in LOADED:
         model = load(tmp_path / "hf")
         check_numbers(model, numbers)
@@ -141,7 +141,7 @@ def test_a_file_of_each_format_is_loaded_as_the_numbers_that_it_stands_for(name,
 def test_experts_are_found_under_every_name(name, moe, stacked, tmp_path):
     writer, config = FORMATS[name]
     numbers, _ = layout.write(tmp_path / "hf", "26b-a4b", writer, config, moe=moe, stacked=stacked)
-    opened = open_source(tmp_path / "hf")
+    opened = open_hf_source(tmp_path / "hf")
     check_read(opened, numbers)
 
 
@@ -169,7 +169,7 @@ def test_stacked_experts_may_have_the_names_of_parameters(name, last, tmp_path):
     where = tmp_path / "hf"
     numbers, tensors = layout.write(where, "26b-a4b", writer, config, stacked=True, edit=rename)
     assert f"model.language_model.layers.0.experts.gate_up_proj{last}" in tensors
-    check_read(open_source(where), numbers)
+    check_read(open_hf_source(where), numbers)
 
 
 def test_experts_one_by_one_may_be_plain_numbers(tmp_path):
@@ -188,15 +188,15 @@ def test_blocks_are_rounded_again_with_a_scale_a_channel(name, tmp_path):
     model = load(tmp_path / "hf")
     assert model.model_def.storage == "int8 and float32"
     check_numbers(model, numbers, rtol=0.5 / 127 * 1.001)
-    opened = open_source(tmp_path / "hf")
-    asked = opened.quantised_def(model_def_of(opened.config, "float32"), "fp8")
+    opened = open_hf_source(tmp_path / "hf")
+    asked = opened.model_def("float32", "fp8")
     assert asked.storage == "fp8 and float32"
 
 
 def test_scales_of_activations_and_unused_layers_are_named_as_skipped(tmp_path):
     """E2B's last layers read the keys and values of others, and files hold some for them all the same."""
     numbers, _ = layout.write(tmp_path / "hf", "e2b", *FORMATS["nvfp4 modelopt"])
-    skipped = open_source(tmp_path / "hf").skipped
+    skipped = open_hf_source(tmp_path / "hf").skipped
     layer = "model.language_model.layers"
     unused = "keys and values of layers that share an earlier layer's"
     for part in ("weight", "weight_scale", "weight_scale_2"):
@@ -208,7 +208,7 @@ def test_scales_of_activations_and_unused_layers_are_named_as_skipped(tmp_path):
     manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
     assert f"{layer}.7.self_attn.k_proj.weight_scale_2" in manifest["skipped"]
     assert manifest["tensors"][f"{layer}.0.mlp.down_proj.weight"] == "U8"
-    check_read(open_source(tmp_path / "hf"), numbers)
+    check_read(open_hf_source(tmp_path / "hf"), numbers)
 
 
 def test_a_mixture_of_formats_is_loaded_if_it_is_announced(tmp_path):
@@ -249,21 +249,22 @@ def test_a_round_trip_through_convert_keeps_codes_and_scales_to_the_bit(name, tm
     mesh = make_mesh(devices=jax.devices()[:1])
     for again in (load(tmp_path / "ours"), load(tmp_path / "hf", mesh=mesh)):
         assert again.model_def == direct.model_def
-        for param, array in direct.params.items():
-            assert array.dtype == again.params[param].dtype, param
-            bits = [np.asarray(x).tobytes() for x in (array, again.params[param])]
+        ours = named_arrays(again.params)
+        for param, array in named_arrays(direct.params).items():
+            assert array.dtype == ours[param].dtype, param
+            bits = [np.asarray(x).tobytes() for x in (array, ours[param])]
             assert bits[0] == bits[1], param
     if name == "fp8 channel":
         stored = tensors["model.language_model.layers.0.mlp.down_proj.weight"]
-        ours = np.asarray(direct.params["layers.0.mlp.down.codes"])
+        ours = np.asarray(direct.params["layers.0.mlp.down"].codes)
         assert stored.tobytes() == ours.tobytes()
-        assert direct.params["layers.0.mlp.down.scales"].dtype == jnp.float32
+        assert direct.params["layers.0.mlp.down"].scales.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("name", ["26b-a4b", "e2b"])
 def test_gguf_files_are_read_beside_a_config(name, tmp_path):
     numbers = layout.write_gguf(tmp_path / "hf", name)
-    opened = open_source(tmp_path / "hf")
+    opened = open_hf_source(tmp_path / "hf")
     check_read(opened, numbers)
     if name == "e2b":
         return
@@ -276,18 +277,18 @@ def test_gguf_files_are_read_beside_a_config(name, tmp_path):
 def test_gguf_files_of_others_and_damaged_ones_are_refused(tmp_path):
     layout.write_gguf(tmp_path / "llama", "26b-a4b", family="llama")
     with pytest.raises(CheckpointError, match="a model of 'llama'; only gemma4"):
-        open_source(tmp_path / "llama")
+        open_hf_source(tmp_path / "llama")
     layout.write_gguf(tmp_path / "cut", "26b-a4b")
     (file,) = (tmp_path / "cut").glob("*.gguf")
     whole = file.read_bytes()
     for size in (3, 20, 100, 5000, len(whole) - 64):
         file.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=r"truncated|no GGUF file|no whole"):
-            open_source(tmp_path / "cut")
+            open_hf_source(tmp_path / "cut")
     (tmp_path / "cut" / "config.json").unlink()
     file.write_bytes(whole)
     with pytest.raises(CheckpointError, match=r"Put config.json and .* beside model-q4_0.gguf"):
-        open_source(tmp_path / "cut")
+        open_hf_source(tmp_path / "cut")
 
 
 @pytest.mark.parametrize("name", ["plain", "fp8 channel", "int4 g32 zeros", "nvfp4 ct"])
@@ -295,8 +296,8 @@ def test_a_device_arranges_weights_as_the_host_does(name, tmp_path):
     """Large weights go to a GPU as they lie in the file, and are transposed and packed there."""
     writer, config = FORMATS.get(name, ({}, None))
     layout.write(tmp_path / "hf", "26b-a4b", writer, config)
-    opened = open_source(tmp_path / "hf")
-    model_def = opened.quantised_def(model_def_of(opened.config, "bfloat16"))
+    opened = open_hf_source(tmp_path / "hf")
+    model_def = opened.model_def("bfloat16")
     everything = opened.all_pieces(model_def, np.dtype(ml_dtypes.bfloat16))
     for path, recipe, pieces in read_ahead(everything):
         expected, found = recipe.on_host(pieces), recipe.on_device(pieces)
@@ -313,17 +314,19 @@ def test_a_scale_for_a_whole_channel_is_repeated_for_its_groups(tmp_path):
     config = of_int4(32, False)
     config["config_groups"]["group_0"]["weights"] |= {"strategy": "channel", "group_size": None}
     numbers, _ = layout.write(tmp_path / "hf", "26b-a4b", write, config)
-    opened = open_source(tmp_path / "hf")
+    opened = open_hf_source(tmp_path / "hf")
     check_read(opened, numbers)
-    model_def = opened.quantised_def(model_def_of(opened.config, "float32"))
+    model_def = opened.model_def("float32")
     fill = next(f for f in opened.plan.fills if f.path == "layers.0.experts.down")
-    parts = opened.read(fill, model_def, np.dtype(np.float32), lambda name, array: None)
-    assert isinstance(parts, dict)
-    abstract = model_def.abstract_weights()[fill.path]
+    weight = opened.read(fill, model_def, np.dtype(np.float32), lambda name, array: None)
+    assert isinstance(weight, QuantisedArray)
+    abstract = model_def.abstract_params()[fill.path]
     assert isinstance(abstract, QuantisedArray)
     made_of = [numbers[name] for name in fill.sources]
     expected = Recipe(fill.transform, fill.shape).on_host(made_of)
-    found = abstract.with_parts({part: jnp.asarray(x) for part, x in parts.items()}).dequantise()
+    found = abstract.with_parts(
+        {part: jnp.asarray(x) for part, x in weight.parts.items()}
+    ).dequantise()
     np.testing.assert_array_equal(found, expected)
 
 
@@ -341,10 +344,10 @@ def test_what_no_model_multiplies_in_codes_becomes_numbers(tmp_path):
         config,
         edit=lambda tensors: tensors.update(head),
     )
-    opened = open_source(tmp_path / "hf")
+    opened = open_hf_source(tmp_path / "hf")
     check_read(opened, numbers)
     assert opened.skipped["lm_head.weight_scale"] == "tied head"
-    formats = dict(opened.quantised_def(model_def_of(opened.config, "float32")).formats)
+    formats = dict(opened.model_def("float32").formats)
     assert "layers.0.mlp.down" in formats
     assert not any("per_layer" in name for name in formats)
 
@@ -501,16 +504,16 @@ def test_the_ignore_list_is_honoured_tensor_by_tensor(ignored, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"1 problem:\n.*gate_proj.weight: is fp8, .* no format"
     ):
-        open_source(tmp_path / "hf")
+        open_hf_source(tmp_path / "hf")
 
 
 def test_codes_that_no_config_announces_are_refused(tmp_path):
     layout.write(tmp_path / "hf", "26b-a4b", FORMATS["nvfp4 modelopt"][0], None)
     with pytest.raises(CheckpointError, match="announces no format"):
-        open_source(tmp_path / "hf")
+        open_hf_source(tmp_path / "hf")
     # ModelOpt may say it in a file of its own.
     layout.write(tmp_path / "two", "26b-a4b", FORMATS["nvfp4 modelopt"][0], None, beside=BESIDE)
-    assert open_source(tmp_path / "two").view.spec(f"{GATE}.weight") is not None
+    assert open_hf_source(tmp_path / "two").view.spec(f"{GATE}.weight") is not None
 
 
 def test_groups_in_the_order_of_activations_are_refused(tmp_path):

@@ -17,7 +17,13 @@ from jaxspec.configs.dflash import DFlashConfig
 from jaxspec.configs.qwen3 import PRESETS, Qwen3Config
 from jaxspec.registry import family_of, presets, recognise
 from jaxspec.weights.bridge import from_hf_names, to_hf_names
-from jaxspec.weights.conversion import convert, open_source, parameter_shapes, to_hf, write_weights
+from jaxspec.weights.conversion import (
+    convert,
+    open_hf_source,
+    parameter_shapes,
+    to_hf,
+    write_weights,
+)
 from jaxspec.weights.loading import CheckpointError, load_drafter, load_target
 from jaxspec.weights.manifest import Manifest
 from tests.checkpoints_convert import hf_layout
@@ -323,7 +329,7 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path: Path):
     tensors = load_file(file)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    assert open_source(tmp_path / "hf").plan.skipped == {"lm_head.weight": "tied head"}
+    assert open_hf_source(tmp_path / "hf").plan.skipped == {"lm_head.weight": "tied head"}
 
 
 def test_what_is_missing_and_what_is_not_known_is_listed(tmp_path: Path):

@@ -72,7 +72,7 @@ def target_cost(model_def: ModelDef, batch: int, tokens: int, context: int) -> S
     rows = batch * tokens
     weight_bytes = flops = 0.0
     declared = model_def.declared()
-    for name, a in model_def.abstract_weights().items():
+    for name, a in model_def.abstract_params().items():
         nbytes, products = stored_bytes(a), operations(a, rows)
         if declared[name].lookup:
             nbytes, products = nbytes * rows / a.shape[0], 0.0
@@ -95,10 +95,10 @@ def draft_step(spec: DecodeSpec) -> DraftStep:
     """Return the facts of a step that the cost of drafting depends on."""
     target, drafter = spec.target, spec.drafter
     assert drafter is not None
-    head = None if target.head is None else target.abstract_weights()[target.head]
+    head = None if target.head is None else target.abstract_params()[target.head]
     return DraftStep(
         drafter.config,
-        drafter.abstract_weights(),
+        drafter.abstract_params(),
         depth=spec.depth,
         topk=1 if spec.tree is None else spec.tree.topk,
         num_draft_tokens=spec.num_draft_tokens,

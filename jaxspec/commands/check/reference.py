@@ -29,6 +29,7 @@ from jaxspec.commands.check.statistics import Estimate, classify, format_gain, g
 from jaxspec.commands.check.text import PromptSet
 from jaxspec.commands.options import UsageError
 from jaxspec.configs.base import to_json
+from jaxspec.quantised.array import named_arrays
 from jaxspec.registry import ModelConfig
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.acceptance import FIELD, config_file, read_acceptance, write_acceptance
@@ -76,10 +77,11 @@ def look_at(params: Params) -> dict[str, Look]:
     """Look at all weights on their devices, reading each once."""
     if not params:
         return {}
+    params = named_arrays(params)
     patterns = {name: [_pattern(n, i) for i, n in enumerate(x.shape)] for name, x in params.items()}
     return {
         name: Look(float(rms), float(mark), bool(finite))
-        for name, (rms, mark, finite) in fetch(_numbers(dict(params), patterns)).items()
+        for name, (rms, mark, finite) in fetch(_numbers(params, patterns)).items()
     }
 
 
@@ -178,7 +180,7 @@ def looks_of(marks: Mapping[str, str], names: Iterable[str]) -> dict[str, Look]:
 
 def weights_record(model: LoadedModel, looks: Mapping[str, Look]) -> dict[str, Any]:
     """Return the record of a model's weights: a digest of names and shapes, and marks."""
-    shapes = sorted((name, list(x.shape)) for name, x in model.params.items())
+    shapes = sorted((name, list(x.shape)) for name, x in named_arrays(model.params).items())
     return {"shapes": _digest(shapes), "marks": marks_of(looks)}
 
 

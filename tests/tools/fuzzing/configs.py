@@ -20,7 +20,7 @@ from jaxspec.configs.base import ConfigError, GenerationDefaults, from_json, to_
 from jaxspec.registry import recognise
 from jaxspec.weights.loading import CheckpointError
 from jaxspec.weights.manifest import Manifest
-from jaxspec.weights.source import open_source, read_configs
+from jaxspec.weights.source import open_hf_source, read_configs
 from tests import tiny_qwen3
 from tests.checkpoints_convert import hf_layout
 from tests.checkpoints_convert.hf_layout import (
@@ -148,7 +148,7 @@ def read(base: Base) -> tuple[Any, GenerationDefaults | None]:
         manifest = Manifest.read(base.directory)
         return manifest.config, manifest.generation
     if base.weights:
-        source = open_source(base.directory)
+        source = open_hf_source(base.directory)
         return source.config, source.generation
     values = read_json(base.directory / "config.json")
     file = base.directory / "generation_config.json"
@@ -352,7 +352,7 @@ def _base(
 
 def _manifest(path: Path, source: Path) -> Base:
     path.mkdir()
-    opened = open_source(source)
+    opened = open_hf_source(source)
     Manifest(
         kind=opened.family.name,
         config=opened.config,

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from jaxspec.configs.base import ConfigError
 from jaxspec.weights.loading import CheckpointError
-from jaxspec.weights.source import open_source
+from jaxspec.weights.source import open_hf_source
 from tests.checkpoints_convert import hf_layout
 from tests.checkpoints_convert.hf_layout import TINY, TINY_DRAFTER
 from tests.tools.fuzzing import mutate
@@ -54,7 +54,7 @@ def _case(place: Path, good: Path, rng: random.Random, number: int) -> Case:
     places = (str(place),)
 
     def run() -> None:
-        source = open_source(place)
+        source = open_hf_source(place)
         _check(place, {n: source.checkpoint.read(n) for n in source.checkpoint.tensors})
 
     return judge(
