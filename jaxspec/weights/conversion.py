@@ -147,7 +147,7 @@ def convert(
             return LazyArray(fill.shape, stored_as(fill), read)  # type: ignore[arg-type]
 
         _check_memory(fills, opened.dtype_of)
-        kv_scales = opened.kv_scales  # refused before anything is written
+        kv_scales = opened.kv_scales()  # refused before anything is written
         expected = model_def.abstract_params()
         weights = {fill.path: lazily(fill) for fill in fills}
         with checked(directory) as see:

@@ -21,10 +21,10 @@ from jaxspec.quantised import QuantisedArray
 from jaxspec.registry import Family, ModelConfig, families
 from jaxspec.shapes import Params
 from jaxspec.weights.define import quantised_def, with_kv_dtype
-from jaxspec.weights.manifest import MANIFEST, Manifest
+from jaxspec.weights.manifest import MANIFEST
 from jaxspec.weights.memory import check_weights_fit
 from jaxspec.weights.model_def import ModelDef
-from jaxspec.weights.native import NativeSource
+from jaxspec.weights.native import open_native_source
 from jaxspec.weights.sharding import make_mesh
 from jaxspec.weights.source import WeightSource, open_hf_source
 from jaxspec.weights.trees import flat_params
@@ -135,7 +135,7 @@ def _load(
     _check_role(source, checkpoint.family, role)
     stored = checkpoint.model_def(dtype, formats[0])
     model_def = quantised_def(stored, source, *formats, option)
-    kv_scales = checkpoint.kv_scales if kv_dtype == "fp8" else None
+    kv_scales = checkpoint.kv_scales() if kv_dtype == "fp8" else None
     model_def = with_kv_dtype(model_def, kv_dtype, kv_scales)
     check_weights_fit(model_def, mesh or _default_mesh())
     params: Params = {}
@@ -156,7 +156,7 @@ def open_source(directory: Path) -> WeightSource:
       CheckpointError, ConfigError: it is no checkpoint, or one that is damaged or not supported.
     """
     if (directory / MANIFEST).is_file():
-        return NativeSource(directory, Manifest.read(directory))
+        return open_native_source(directory)
     return open_hf_source(directory)
 
 

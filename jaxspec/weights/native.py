@@ -15,29 +15,21 @@ from jaxspec.shapes import Array
 from jaxspec.weights.arrays import restore_weights
 from jaxspec.weights.manifest import Manifest
 from jaxspec.weights.model_def import ModelDef
+from jaxspec.weights.source import WeightSource
 
 
 @dataclass(frozen=True)
-class NativeSource:
-    """A directory in jaxspec's format, as a `source.WeightSource`."""
+class NativeSource(WeightSource):
+    """A directory in jaxspec's format."""
 
     directory: Path
     manifest: Manifest
+    family: Family
+    config: ModelConfig
+    generation: GenerationDefaults | None
 
-    @property
-    def family(self) -> Family:
-        return get_family(self.manifest.kind)
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.manifest.config
-
-    @property
-    def generation(self) -> GenerationDefaults | None:
-        return self.manifest.generation
-
-    @property
     def kv_scales(self) -> tuple[tuple[float, float], ...] | None:
+        """Return the scales, as `WeightSource.kv_scales` describes them."""
         return self.manifest.kv_scales
 
     def model_def(self, dtype: str, quantize: str | None = None) -> ModelDef:
@@ -53,3 +45,14 @@ class NativeSource:
     ) -> Iterator[tuple[str, Array | QuantisedArray]]:
         """Yield each weight by name, as `WeightSource.weights` describes it."""
         return restore_weights(self.directory, self.manifest.model_def(model_def.dtype), mesh)
+
+
+def open_native_source(directory: Path) -> NativeSource:
+    """Open a directory in jaxspec's format.
+
+    Raises:
+      CheckpointError: its manifest is missing or corrupt.
+    """
+    manifest = Manifest.read(directory)
+    family = get_family(manifest.kind)
+    return NativeSource(directory, manifest, family, manifest.config, manifest.generation)

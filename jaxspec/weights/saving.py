@@ -135,7 +135,7 @@ def _kv_scales(model: LoadedModel) -> tuple[tuple[float, float], ...] | None:
         return Manifest.read(model.directory).kv_scales
     if (model.directory / "config.json").is_file():
         with contextlib.suppress(CheckpointError):
-            return open_hf_source(model.directory).kv_scales
+            return open_hf_source(model.directory).kv_scales()
     return None if model.model_def.kv is None else model.model_def.kv.scales
 
 

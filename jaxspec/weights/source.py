@@ -7,12 +7,13 @@ is read as codes and scales, to the bit, where the model multiplies by such a fo
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,26 +48,26 @@ from jaxspec.weights.quantised_files import format_of, is_lossless, to_quantised
 from jaxspec.weights.sharding import place
 
 
-class WeightSource(Protocol):
+class WeightSource(abc.ABC):
     """A checkpoint that was opened and recognised, and whose weights can be read.
 
     Attributes:
       generation: the defaults of decoding; None for drafters.
-      kv_scales: the scales of keys and values for each layer; None where there are none.
     """
 
-    @property
-    def family(self) -> Family: ...
+    family: Family
+    config: ModelConfig
+    generation: GenerationDefaults | None
 
-    @property
-    def config(self) -> ModelConfig: ...
+    @abc.abstractmethod
+    def kv_scales(self) -> tuple[tuple[float, float], ...] | None:
+        """Return the scales of keys and values for each layer of a target; None where there are none.
 
-    @property
-    def generation(self) -> GenerationDefaults | None: ...
+        Raises:
+          CheckpointError: some layers have none, or one is no positive number.
+        """
 
-    @property
-    def kv_scales(self) -> tuple[tuple[float, float], ...] | None: ...
-
+    @abc.abstractmethod
     def model_def(self, dtype: str, quantize: str | None = None) -> ModelDef:
         """Return the model definition with the formats of what the checkpoint holds quantised.
 
@@ -76,8 +77,8 @@ class WeightSource(Protocol):
         Raises:
           CheckpointError: a weight has a format that is not read, or that the model does not have.
         """
-        ...
 
+    @abc.abstractmethod
     def weights(
         self, model_def: ModelDef, mesh: Mesh | None = None
     ) -> Iterator[tuple[str, Array | QuantisedArray]]:
@@ -93,7 +94,6 @@ class WeightSource(Protocol):
         Raises:
           CheckpointError: a file is damaged; or, at the end, weights are not finite.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _compiled(recipe: Recipe) -> Callable[[Sequence[Any]], Any]:
 
 
 @dataclass(frozen=True)
-class HFSource:
+class HFSource(WeightSource):
     """A Hugging Face checkpoint that was opened and recognised. It lacks no tensor."""
 
     checkpoint: hf_io.HFCheckpoint
@@ -157,9 +157,8 @@ class HFSource:
     plan: ConversionPlan
     view: View
 
-    @functools.cached_property
     def kv_scales(self) -> tuple[tuple[float, float], ...] | None:
-        """The scales of keys and values for each layer of a target; None where there are none."""
+        """Read the scales, as `WeightSource.kv_scales` describes them."""
         if self.family.role != "target":
             return None
         layers = self.config.num_layers

@@ -39,6 +39,7 @@ from jaxspec.api import BUNDLED
 from jaxspec.engine.engine import Engine, Request
 from jaxspec.models.layers import project
 from jaxspec.options import Drafting, ProgramFeatures, Sampling
+from jaxspec.quantised.array import named_arrays
 from jaxspec.rollout.batch import GenerateResult, Prompts
 from jaxspec.rollout.sampler import Sampler
 from jaxspec.runtime import prefill
@@ -194,8 +195,9 @@ def load() -> dict[str, Any]:
                     pairs[kind] = parted.model_def, parted.params, one.params
                     assert not parted.params["head"].codes.sharding.is_fully_replicated
     wrong = []
-    for kind, (model_def, params, expected) in pairs.items():
-        shardings = model_def.shardings(mesh)
+    for kind, (model_def, *trees) in pairs.items():
+        params, expected = map(named_arrays, trees)
+        shardings = named_arrays(model_def.shardings(mesh))
         assert any(not s.is_fully_replicated for s in shardings.values())
         for name, x in params.items():
             shards = {shard.data.shape for shard in x.addressable_shards}
