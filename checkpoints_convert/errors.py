@@ -13,7 +13,7 @@ class CheckpointError(ValueError):
 def listed(names: Iterable[str], between: str = ", ") -> str:
     """Join names for a message. Of many, the first are shown and the others counted."""
     all_names = list(names)
-    some = [n if len(n) <= _MOST_CHARACTERS else f"{n[:_MOST_CHARACTERS]}…" for n in all_names]
-    if len(some) > MOST_LISTED + 1:
-        some = [*some[:MOST_LISTED], f"and {len(some) - MOST_LISTED:,} more"]
-    return between.join(some)
+    shown = [n if len(n) <= _MOST_CHARACTERS else f"{n[:_MOST_CHARACTERS]}…" for n in all_names]
+    if len(shown) > MOST_LISTED + 1:
+        shown = [*shown[:MOST_LISTED], f"and {len(shown) - MOST_LISTED:,} more"]
+    return between.join(shown)

@@ -134,7 +134,7 @@ def _entry(entry: Any, file: Path, data_start: int) -> StoredTensor:
 
 
 def _are_sizes(values: Any) -> bool:
-    """Tell whether values are a list of sizes, of 63 bits as the format has them."""
+    """Return whether values are a list of sizes, of 63 bits as the format has them."""
     return (
         isinstance(values, list)
         and len(values) <= 16

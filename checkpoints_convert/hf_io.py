@@ -162,7 +162,7 @@ class HFCheckpoint:
                 yield piece.view(DTYPES[tensor.dtype])
 
     def equal(self, first: str, second: str) -> bool:
-        """Tell whether two tensors are equal bit for bit."""
+        """Return whether two tensors are equal bit for bit."""
         a, b = self.tensors[first], self.tensors[second]
         return (a.shape, a.dtype) == (b.shape, b.dtype) and all(
             np.array_equal(x.view(np.uint8), y.view(np.uint8))

@@ -35,25 +35,25 @@ def read_kv_scales(
     Raises:
       CheckpointError: only some layers have scales, or one is no positive number.
     """
-    found: dict[int, dict[str, float]] = {}
+    scales: dict[int, dict[str, float]] = {}
     for name in checkpoint.tensors:
         if match := re.fullmatch(_NAME, name):
             layer, which = int(match[1]), match[2]
-            found.setdefault(layer, {})[which] = _number(checkpoint, name)
-    if not any(layer in found for layer in owners):
+            scales.setdefault(layer, {})[which] = _number(checkpoint, name)
+    if not any(layer in scales for layer in owners):
         return None
-    if missing := sorted(set(owners) - set(found)):
+    if missing := sorted(set(owners) - set(scales)):
         raise CheckpointError(
-            f"{checkpoint.directory} has scales of keys and values for {len(found)} layers, but none for "
+            f"{checkpoint.directory} has scales of keys and values for {len(scales)} layers, but none for "
             f"layer {missing[0]}; get the checkpoint again"
         )
     return tuple(
-        _both(found[layer]) if layer in owners else (1.0, 1.0) for layer in range(num_layers)
+        _both(scales[layer]) if layer in owners else (1.0, 1.0) for layer in range(num_layers)
     )
 
 
-def _both(found: Mapping[str, float]) -> tuple[float, float]:
-    return found.get("k", found.get("v", 1.0)), found.get("v", found.get("k", 1.0))
+def _both(scales: Mapping[str, float]) -> tuple[float, float]:
+    return scales.get("k", scales.get("v", 1.0)), scales.get("v", scales.get("k", 1.0))
 
 
 def _number(checkpoint: HFCheckpoint, name: str) -> float:

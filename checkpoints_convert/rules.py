@@ -1,4 +1,4 @@
-"""How the tensors of a Hugging Face checkpoint become our parameters, and back.
+"""The tables that turn the tensors of a Hugging Face checkpoint into our parameters, and back.
 
 A `Rule` names source tensors, the parameter they fill, and the transform between them. A `RuleSet`
 is the whole table of a model. `match` compares the table with the tensors of a checkpoint. It
@@ -289,7 +289,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What to do with every tensor of a checkpoint.
+    """The use of every tensor of a checkpoint.
 
     Attributes:
       fills: the parameters and the tensors that fill them.
@@ -382,7 +382,9 @@ def _advice(rules: RuleSet, prefix: str, tensors: Mapping[str, TensorSpec]) -> l
         for s, name in zip(r.sources, r.names(prefix), strict=True)
         if name not in tensors
     ]
-    return [say for pattern, say in rules.advice if any(re.fullmatch(pattern, s) for s in missing)]
+    return [
+        advice for pattern, advice in rules.advice if any(re.fullmatch(pattern, s) for s in missing)
+    ]
 
 
 @functools.cache

@@ -105,7 +105,7 @@ def _read(header: _Header, size: int) -> dict[str, StoredTensor]:
     if not isinstance(alignment, int) or alignment < 1:
         raise CheckpointError(f"{file} is corrupt: general.alignment is {alignment!r}")
     start = -(-header.position // alignment) * alignment
-    found: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     unknown: list[str] = []
     for name, shape, kind, offset in entries:
         known = _hugging_face_name(name)
@@ -120,16 +120,16 @@ def _read(header: _Header, size: int) -> dict[str, StoredTensor]:
         known = known or name
         if kind in _BLOCKS:
             known = f"{known.removesuffix('.weight')}.{_BLOCKS[kind][0]}"
-        if known in found:
+        if known in stored:
             raise CheckpointError(f"{file} is corrupt: {name} occurs twice")
-        found[known] = tensor
+        stored[known] = tensor
     if unknown:
         types = ", ".join([*_PLAIN.values(), *(name.upper() for name, _, _ in _BLOCKS.values())])
         raise CheckpointError(
             f"{file} has tensors of types that are not read ({types} are); take a Q4_0 build:\n  "
             + listed(unknown, "\n  ")
         )
-    return found
+    return stored
 
 
 def _hugging_face_name(name: str) -> str | None:

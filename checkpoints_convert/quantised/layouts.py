@@ -75,7 +75,7 @@ _AWQ_NIBBLES = np.asarray([0, 4, 1, 5, 2, 6, 3, 7])
 
 
 def is_quantised(parts: Parts, configured: bool) -> bool:
-    """Tell whether the tensors of a module are a quantised weight, sound or not.
+    """Return whether the tensors of a module are a quantised weight, valid or not.
 
     Args:
       configured: whether the config announces any. Codes without scales are some then.

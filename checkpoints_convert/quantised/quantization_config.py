@@ -1,7 +1,7 @@
-"""What a config.json says about quantised weights: `read_quantization_config` returns it as an `QuantizationConfig`.
+"""The formats of quantised weights that a config.json announces. Read `read_quantization_config`.
 
 A config names formats, the modules that have each of them, and modules that stay as they are.
-`QuantizationConfig.of` says what it announces for one module. `view.py` compares that with the tensors.
+`QuantizationConfig.of` returns the format of one module. `view.py` compares it with the tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAY_OUT = (
 
 @dataclass(frozen=True)
 class Spec:
-    """How the numbers of a weight are stored.
+    """The format in which the numbers of a weight are stored.
 
     Attributes:
       kind: "int8", "fp8", "int4", "nvfp4" or "mxfp4".
@@ -43,7 +43,7 @@ class Spec:
     scales: str = dataclasses.field(default="", compare=False)
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Return the format in words."""
         shared = {
             "tensor": "one scale a matrix",
             "channel": "one scale a channel",
@@ -143,18 +143,18 @@ def read_quantization_config(
       CheckpointError: the format is not read. The message names it, and what is read.
     """
     text = config.get("text_config")
-    found = [
+    configs = [
         part[key]
         for part in (config, text)
         if isinstance(part, Mapping)
         for key in ("quantization_config", "compression_config")
         if part.get(key)
     ]
-    if not found and beside is not None:
-        found = [{"quant_method": "modelopt", **_object(beside, "quantization")}]
-    if not found:
+    if not configs and beside is not None:
+        configs = [{"quant_method": "modelopt", **_object(beside, "quantization")}]
+    if not configs:
         return None
-    values = found[0]
+    values = configs[0]
     if not isinstance(values, Mapping):
         raise CheckpointError(f"config.json has a quantization_config that is no object: {WAY_OUT}")
     method = str(values.get("quant_method", "")).lower()
@@ -344,17 +344,17 @@ def _refuse(title: str, why: str) -> NoReturn:
 
 
 def _object(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = values.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"quantization_config: {key} is {_short(found)}, expected an object")
-    return found
+    value = values.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"quantization_config: {key} is {_short(value)}, expected an object")
+    return value
 
 
 def _words(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    found = values.get(key) or []
-    if not isinstance(found, Sequence) or not all(isinstance(word, str) for word in found):
-        raise CheckpointError(f"quantization_config: {key} is {_short(found)}, expected names")
-    return tuple(found)
+    value = values.get(key) or []
+    if not isinstance(value, Sequence) or not all(isinstance(word, str) for word in value):
+        raise CheckpointError(f"quantization_config: {key} is {_short(value)}, expected names")
+    return tuple(value)
 
 
 def _patterns(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -371,5 +371,5 @@ def _patterns(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _short(value: Any) -> str:
-    said = repr(value)
-    return said if len(said) <= 80 else f"{said[:80]}…"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

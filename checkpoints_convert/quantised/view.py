@@ -103,15 +103,15 @@ class View:
         wanted = dtype or DTYPES[self.tensors[name].dtype]
         out = np.empty(weight.shape, wanted)
         for index, row in enumerate(weight.matrices):
-            start, place = 0, out[index] if weight.stacked else out
+            start, target = 0, out[index] if weight.stacked else out
             for matrix in row:
                 rows = slice(start, start + matrix.shape[0])
                 if matrix.spec is None:
                     array = self.checkpoint.read(matrix.parts["weight"], wanted)
                     see(matrix.name, array)
-                    place[rows] = array
+                    target[rows] = array
                 else:
-                    place[rows] = stored_weights.numbers(self._read(matrix, see), wanted)
+                    target[rows] = stored_weights.numbers(self._read(matrix, see), wanted)
                 start += matrix.shape[0]
         return out
 
@@ -211,11 +211,11 @@ def _grouped(checkpoint: HFCheckpoint, rules: RuleSet, configured: bool) -> _Gro
     groups = _Groups(checkpoint, {}, {}, {}, {})
     for name in checkpoint.tensors:
         base, _, last = name.rpartition(".")
-        if configured and (found := _FUSED.fullmatch(name)):
-            if found[2]:
-                base, last = found[1], f"weight_{found[2]}"
+        if configured and (match := _FUSED.fullmatch(name)):
+            if match[2]:
+                base, last = match[1], f"weight_{match[2]}"
             elif checkpoint.tensors[name].dtype in layouts.CODES:
-                base, last = found[1], "weight"
+                base, last = match[1], "weight"
         if last in UNUSED:
             groups.skipped[name] = UNUSED[last]
         elif last in (*WEIGHTS, *SCALES):
@@ -251,7 +251,7 @@ def _known_as(name: str, rules: RuleSet) -> str:
 
 
 class _Reader:
-    """Looks at the weights that rules need, one by one.
+    """A reader of the weights that rules need, one by one.
 
     Attributes:
       weights: those that are quantised or stacked.
@@ -264,7 +264,7 @@ class _Reader:
         self.wrong: list[str] = []
 
     def look(self, name: str, stacks: Iterable[Stack]) -> None:
-        """Look at a tensor that a rule needs. What is missing altogether is found by `match`."""
+        """Read what a tensor holds that a rule needs. `rules.match` refuses absent tensors."""
         if name in self._groups.modules or name in self._groups.tensors:
             matrix = self._matrix(name)
             if matrix is not None and matrix.spec is not None:
@@ -275,7 +275,7 @@ class _Reader:
                 self._stack(name, stack)
 
     def _matrix(self, name: str) -> Matrix | None:
-        """Return a matrix; None if it is not sound."""
+        """Return a matrix; None if it is not whole, which is then in `wrong`."""
         groups = self._groups
         try:
             configured = self._of(name)
@@ -302,14 +302,14 @@ class _Reader:
         if self._quantization is None:
             return None
         full = self._groups.origins[name][0]
-        if found := _FUSED.fullmatch(full):
-            return self._quantization.of(found[1])
+        if match := _FUSED.fullmatch(full):
+            return self._quantization.of(match[1])
         return self._quantization.of(full.rpartition(".")[0] if name.endswith(".weight") else full)
 
     def _stack(self, name: str, stack: Stack) -> None:
         """Put the matrices of a stacked tensor together."""
         rows: list[tuple[Matrix, ...]] = []
-        sound = True
+        is_whole = True
         known = {*self._groups.modules, *self._groups.tensors}
         while (names := stack.names(name, len(rows)))[0] in known:
             if absent := [n for n in names if n not in known]:
@@ -317,8 +317,8 @@ class _Reader:
                 return
             matrices = [self._matrix(n) for n in names]
             rows.append(tuple(m for m in matrices if m is not None))
-            sound &= all(m is not None for m in matrices)
-        if not rows or not sound:
+            is_whole &= all(m is not None for m in matrices)
+        if not rows or not is_whole:
             return
         specs = {matrix.spec for row in rows for matrix in row}
         if len(specs) > 1:

@@ -1,4 +1,4 @@
-"""What all configs share: the layers of a target, defaults of decoding, and readers.
+"""The common part of all configs: the layers of a target, defaults of decoding, and readers.
 
 Read `LayerSpec` and `TargetConfig`. Caches, memory, costs and drafters know a target only through
 these. Hugging Face field names appear only in `from_hf` functions and their helpers. Nothing here
@@ -75,7 +75,7 @@ class LayerSpec:
 
 
 class TargetConfig(abc.ABC):
-    """What other modules know of a target. Each family derives a frozen dataclass from this class.
+    """The interface of targets' configs. Each family derives a frozen dataclass from this class.
 
     Attributes:
       num_experts: the number of experts of each layer; 0 for a dense model.
@@ -213,8 +213,8 @@ def from_json(cls: type[ConfigT], values: Any) -> ConfigT:
         if "entries" in fields[name].metadata:
             made[name] = entries(fields[name], name, value)
             continue
-        if said := refusal(fields[name], name, value):
-            raise ConfigError(said)
+        if message := refusal(fields[name], name, value):
+            raise ConfigError(message)
         made[name] = tuple(value) if isinstance(value, list) else value
     return kind(**made)
 
@@ -224,7 +224,7 @@ def from_json(cls: type[ConfigT], values: Any) -> ConfigT:
 
 def layer_types(*, least: int = 1) -> Any:
     """Declare a field that has the type of each layer."""
-    return several(_LAYER_TYPE, least=least, most=MOST_LAYERS)
+    return several(_LAYER_TYPE, least=least, limit=MOST_LAYERS)
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

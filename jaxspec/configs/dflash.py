@@ -64,14 +64,14 @@ class DFlashConfig:
     vocab_size: int = size()
     hidden_size: int = size()
     layer_types: tuple[LayerType, ...] = layer_types()
-    causal: tuple[bool, ...] = several(FLAGS, most=MOST_LAYERS)
+    causal: tuple[bool, ...] = several(FLAGS, limit=MOST_LAYERS)
     num_heads: int = size()
     num_kv_heads: int = size()
     head_dim: int = limited(EVEN)
     intermediate_size: int = size()
     block_size: int = limited(BLOCKS)
     mask_token_id: int = limited(IDS)
-    feature_layers: tuple[int, ...] = several(LAYER_IDS, most=MOST_LAYERS)
+    feature_layers: tuple[int, ...] = several(LAYER_IDS, limit=MOST_LAYERS)
     num_target_layers: int = limited(LAYERS)
     max_positions: int = size()
     sliding_window: int | None = limited(SIZES, None)
@@ -191,7 +191,7 @@ def _causal(config: Mapping[str, Any], layer_types: tuple[LayerType, ...]) -> tu
 
 
 def _nested(*keys: str) -> tuple[str, ...]:
-    return tuple(place for key in keys for place in (f"dflash_config.{key}", key))
+    return tuple(path for key in keys for path in (f"dflash_config.{key}", key))
 
 
 KEYS: dict[str, tuple[str, ...]] = {

@@ -1,4 +1,4 @@
-"""What the fields of configs may hold, and how they are read from files.
+"""The ranges of the fields of configs, and their readers from files.
 
 Each field of a config declares its range with `size`, `limited`, `flag` or `several`. `check_fields` refuses a config
 that was made in Python; `read_fields` refuses a file, and names the file's own key. Ranges keep out what no model can
@@ -63,13 +63,13 @@ def flag(default: Any = REQUIRED) -> Any:
     return limited(FLAGS, default)
 
 
-def several(range: Range, default: Any = REQUIRED, *, least: int = 1, most: int = 2**31) -> Any:
+def several(range: Range, default: Any = REQUIRED, *, least: int = 1, limit: int = 2**31) -> Any:
     """Declare a tuple, each entry of it in a range.
 
     Args:
-      least, most: its number of entries.
+      least, limit: bounds of its number of entries.
     """
-    metadata = dict(range=range, entries=(least, most))
+    metadata = dict(range=range, entries=(least, limit))
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -88,7 +88,7 @@ def check_fields(config: Any) -> None:
 
 
 def refusal(field: dataclasses.Field[Any], name: str, value: Any) -> str | None:
-    """Say what is wrong with the value of a field, or None if it is allowed.
+    """Return why the value of a field is refused; None if it is allowed.
 
     Args:
       name: what the message calls the field.
@@ -98,20 +98,20 @@ def refusal(field: dataclasses.Field[Any], name: str, value: Any) -> str | None:
     if "range" not in about or (value is None and may_be_none):
         return None
     if "entries" in about:
-        least, most = about["entries"]
-        return _refusal_of_entries(about["range"], least, most, name, value)
+        least, limit = about["entries"]
+        return _refusal_of_entries(about["range"], least, limit, name, value)
     wrong = about["range"].refusal(value)
     return f"{name} {wrong}" if wrong else None
 
 
 def _refusal_of_entries(
-    allowed: Range, least: int, most: int, name: str, values: Any
+    allowed: Range, least: int, limit: int, name: str, values: Any
 ) -> str | None:
-    if not least <= len(values) <= most:
-        expected = f"{least:,} or more" if len(values) < least else f"at most {most:,}"
+    if not least <= len(values) <= limit:
+        expected = f"{least:,} or more" if len(values) < least else f"at most {limit:,}"
         return f"{name} has {len(values):,} entries; expected {expected}"
-    said = ((i, allowed.refusal(value)) for i, value in enumerate(values))
-    return next((f"{name}[{i}] {wrong}" for i, wrong in said if wrong), None)
+    refusals = ((i, allowed.refusal(value)) for i, value in enumerate(values))
+    return next((f"{name}[{i}] {wrong}" for i, wrong in refusals if wrong), None)
 
 
 # --- files are read by their keys --------------------------------------------------------------------
@@ -216,10 +216,10 @@ def read_fields(
         if "entries" not in field.metadata:
             values[name] = read(config, places, field.metadata["range"], default, file)
             continue
-        key, found = find_key(config, places)
+        key, value = find_key(config, places)
         if key is None and default is REQUIRED:
             raise ConfigError(f"{file} has no {' or '.join(places)}")
-        values[name] = default if key is None else entries(field, f"{file}: {key}", found)
+        values[name] = default if key is None else entries(field, f"{file}: {key}", value)
     return values
 
 

@@ -263,10 +263,10 @@ def _full_layer_values(
     they are compared as integers.
     """
     overrides = {}
-    for key in (given := object_of(text, "per_layer_config")):
+    for key in (layer_config := object_of(text, "per_layer_config")):
         if not (key.isascii() and key.isdigit()):
             raise ConfigError(f"per_layer_config has {shown(key)}; its keys must be layer numbers")
-        overrides[int(key)] = dict(object_of(given, key))
+        overrides[int(key)] = dict(object_of(layer_config, key))
     values: dict[LayerType, set[tuple[int, int]]] = {"sliding": set(), "full": set()}
     for i, kind in enumerate(layer_types):
         override = overrides.pop(i, {})

@@ -1,4 +1,4 @@
-"""A quantised weight: what models hold in place of an array."""
+"""A quantised weight, which models hold in place of an array."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class QuantisedArray:
 
     @property
     def sharding(self) -> Sharding:
-        """Where the weight lies: as its codes do."""
+        """The sharding of the weight: that of its codes, on the axes of the weight."""
         at = self.codes.sharding
         if not isinstance(at, NamedSharding):
             return at
@@ -81,7 +81,7 @@ class QuantisedArray:
 
     @property
     def rounds_activations(self) -> bool:
-        """Whether a product rounds what it multiplies. Those of tables, whose logits feel it most, and of experts do not."""
+        """True if a product rounds activations. Tables, whose logits feel it most, and experts do not."""
         return 0 in self.contracting_axes and get_format(self.format).rounds_activations
 
     def dequantise(self) -> Float[Array, "..."]:
@@ -91,7 +91,7 @@ class QuantisedArray:
     def multiply(
         self, rows: Float[Array, "R *in"], dtype: Any, *, rounding: bool = False
     ) -> Float[Array, "R *out"]:
-        """Multiply rows by the weight. The axes of rows after the first meet the contracting_axes axes.
+        """Multiply rows by the weight. The axes of rows after the first meet the contracting axes.
 
         Args:
           dtype: of the result. Sums and scales are float32.
@@ -135,7 +135,7 @@ class QuantisedArray:
         return self.rows(index)
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
-        """Look rows of a table up, as numbers."""
+        """Return rows of a table, as numbers."""
         return get_format(self.format).rows(self, ids)
 
     def has_type_of(self, other: QuantisedArray) -> bool:

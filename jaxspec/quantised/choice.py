@@ -38,12 +38,12 @@ def missing_support(format: str) -> tuple[str, str] | None:
 
     Of formats with variants only the first is named: int4 stands for int4-g64 too.
     """
-    least, found = get_format(format).least_capability, capability()
-    if found is None or found >= least:
+    least, available = get_format(format).least_capability, capability()
+    if available is None or available >= least:
         return None
-    works = [name for name in names(on_load=True) if get_format(name).least_capability <= found]
+    works = [name for name in names(on_load=True) if get_format(name).least_capability <= available]
     kind = jax.devices()[0].device_kind
     return (
-        f"which needs an NVIDIA GPU of compute capability {least}; {kind} has {found}",
+        f"which needs an NVIDIA GPU of compute capability {least}; {kind} has {available}",
         " or ".join(name for name in works if "-" not in name),
     )

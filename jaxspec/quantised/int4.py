@@ -1,4 +1,6 @@
-"""Four bits a number and a scale for each group of inputs: integers (`int4`) and floats (`nvfp4`, `mxfp4`).
+"""The formats of 4 bits a number, with a scale for each group of inputs: int4, nvfp4 and mxfp4.
+
+`int4` has integers, `nvfp4` and `mxfp4` have floats.
 
     int4     q from -8 to 7                       w = q * scale              groups of 16 to 128
     zeros    the same, and a zero for each group  w = (q - zero) * scale
@@ -84,16 +86,16 @@ class Grouped(Format):
         def cut(size: int) -> list[int]:
             return [-(-n // size) if i == last else n for i, n in enumerate(shape)]
 
-        found = {
+        arrays = {
             "codes": ((*cut(BLOCK), BLOCK // 2), jnp.uint8),
             "scales": (tuple(cut(self.coding.group)), self.scales_dtype),
         }
         if self.zeros:
-            found["zeros"] = found["scales"][0], jnp.int8
+            arrays["zeros"] = arrays["scales"][0], jnp.int8
         if self.factors:
             kept = tuple(n for i, n in enumerate(shape) if i not in contracting_axes)
-            found["factors"] = kept, jnp.float32
-        return {part: jax.ShapeDtypeStruct(*about) for part, about in found.items()}
+            arrays["factors"] = kept, jnp.float32
+        return {part: jax.ShapeDtypeStruct(*about) for part, about in arrays.items()}
 
     def axes(
         self, part: str, ndim: int, contracting_axes: tuple[int, ...]
@@ -105,12 +107,12 @@ class Grouped(Format):
     def quantise(
         self, x: Float[Array, "..."], contracting_axes: tuple[int, ...]
     ) -> dict[str, Array]:
-        last, group, found = contracting_axes[-1], self.coding.group, {}
+        last, group, arrays = contracting_axes[-1], self.coding.group, {}
         x = x.astype(jnp.float32)
         if self.factors:
             factors = jnp.max(jnp.abs(x), axis=contracting_axes, keepdims=True)
             factors = factors / np.float32(_LARGEST_E2M1 * _LARGEST_E4M3)
-            found["factors"] = jnp.squeeze(factors, contracting_axes)
+            arrays["factors"] = jnp.squeeze(factors, contracting_axes)
             x = x / _divisor(factors)
         groups = jnp.moveaxis(x, last, -1)
         padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[last] % group)]
@@ -120,14 +122,14 @@ class Grouped(Format):
             codes = jnp.round(groups / _divisor(scales.astype(jnp.float32))) + zeros
             codes = (jnp.clip(codes, -8, 7) + 8).astype(jnp.uint8)
             if self.zeros:
-                found["zeros"] = jnp.moveaxis(zeros[..., 0].astype(jnp.int8), -1, last)
+                arrays["zeros"] = jnp.moveaxis(zeros[..., 0].astype(jnp.int8), -1, last)
         else:
             scales = self._float_scales(groups)
             codes = _e2m1_codes(groups / _divisor(scale_numbers(scales)))
         codes = codes.reshape(*codes.shape[:-2], -1)[..., : x.shape[last]]
-        found["codes"] = pack(jnp.moveaxis(codes, -1, last), last)
-        found["scales"] = jnp.moveaxis(scales[..., 0], -1, last)
-        return found
+        arrays["codes"] = pack(jnp.moveaxis(codes, -1, last), last)
+        arrays["scales"] = jnp.moveaxis(scales[..., 0], -1, last)
+        return arrays
 
     def _steps(self, groups: Float[Array, "... g"]) -> tuple[Array, Array]:
         """Return the scale and the zero of each group, [..., 1]."""
@@ -157,7 +159,7 @@ class Grouped(Format):
         """Return the weight in float32."""
         last = weight.contracting_axes[-1]
         parts = dict(weight.parts)
-        if self.factors:  # they have no contracting_axes axis at all
+        if self.factors:  # they have no contracting axis at all
             parts["factors"] = jnp.expand_dims(parts["factors"], weight.contracting_axes[:-1])
         codes = Codes(**parts)
         return dequantise(codes, self.coding, axis=last, inputs=weight.shape[last])
@@ -199,8 +201,8 @@ class Grouped(Format):
         activation: Activation,
         dtype: Any,
     ) -> Float[Array, "R F"]:
-        how: Any = dict(coding=self.coding, activation=activation, dtype=dtype)
-        return gated(rows, Codes(**weight.parts), **how)
+        options: Any = dict(coding=self.coding, activation=activation, dtype=dtype)
+        return gated(rows, Codes(**weight.parts), **options)
 
     def rows(self, weight: QuantisedWeight, ids: Int[Array, "*ids"]) -> Float[Array, "*ids D"]:
         assert 0 not in weight.contracting_axes
@@ -235,7 +237,7 @@ class Grouped(Format):
             [*outputs, inputs / 2], as files hold matrices.
           scales, zeros: [*outputs, groups].
           factors: [*outputs].
-          shape, contracting_axes: of the weight, whose contracting_axes axes make up the axis of inputs.
+          shape, contracting_axes: of the weight, whose contracting axes make up the axis of inputs.
 
         Raises:
           FormatError: groups do not divide the inputs, or shapes do not fit.
@@ -257,20 +259,20 @@ class Grouped(Format):
                 raise FormatError(f"{name} has {array.size} numbers, expected {expected}")
             return array.reshape(*sizes, inputs // size)
 
-        found = {
+        arrays = {
             "codes": pack_pairs(by_axes("codes", pairs, 2)).transpose(*order, len(order)),
             "scales": by_axes("scales", xp.asarray(scales, self.scales_dtype), group).transpose(
                 order
             ),
         }
         if self.zeros:
-            found["zeros"] = by_axes("zeros", xp.asarray(zeros, np.int8), group).transpose(order)
+            arrays["zeros"] = by_axes("zeros", xp.asarray(zeros, np.int8), group).transpose(order)
         if self.factors:
             of_outputs = tuple(shape[i] for i in kept)
             factors = xp.asarray(factors, np.float32)
             one_each = factors.reshape(of_outputs) if factors.size > 1 else factors.reshape(())
-            found["factors"] = xp.broadcast_to(one_each, of_outputs)
-        return found
+            arrays["factors"] = xp.broadcast_to(one_each, of_outputs)
+        return arrays
 
 
 def from_int4(
@@ -289,7 +291,7 @@ def from_int4(
         the low half. All arrays are of JAX, or all of numpy.
       scales: float32, bfloat16 or float16, [*outputs, inputs / group].
       zeros: int8 from -8 to 7, as scales; None where all are 0.
-      shape, contracting_axes, dtype: of the weight. Its contracting_axes axes make up the axis of inputs.
+      shape, contracting_axes, dtype: of the weight. Its contracting axes make up the axis of inputs.
 
     Raises:
       FormatError: there is no format for such groups or scales, or shapes do not fit.
@@ -314,7 +316,7 @@ def from_float4(
       scales: [*outputs, inputs / group]. float8_e4m3fn and groups of 16 (NVFP4), or uint8 and groups
         of 32, where u stands for 2^(u - 127) (MXFP4).
       factor: float32 [*outputs] or a scalar, which multiplies; None for 1.
-      shape, contracting_axes, dtype: of the weight. Its contracting_axes axes make up the axis of inputs.
+      shape, contracting_axes, dtype: of the weight. Its contracting axes make up the axis of inputs.
 
     Raises:
       FormatError: there is no format for such groups or scales, or shapes do not fit.

@@ -10,7 +10,7 @@ float32 sums by the scales. `pallas_kernels.int8_matmul` has kernels. Where none
 conversion part of the product that reads the codes. So nothing is written out in 16 bits
 (`tests/runtime/test_compiled_for_gpu.py`).
 
-Codes are stored with the contracting_axes axes last, [*out, *in], as Hugging Face stores matrices. A GPU then
+Codes are stored with the contracting axes last, [*out, *in], as Hugging Face stores matrices. A GPU then
 finds neighbouring codes of one sum side by side. XLA's product of 2 rows with codes of 5376 x 43008
 takes 73 us on an H200 (int8, jax 0.11.2), 108 us with codes in the order of the weight, and 131 us
 with bfloat16 weights.
@@ -35,7 +35,7 @@ from pallas_kernels.rounding import Rounded, Sums
 
 
 class PerChannel(Format):
-    """A code for each number, and a scale for each place of the axes that are not contracting_axes."""
+    """A code for each number, and a scale for each place of the axes that are not contracted."""
 
     def __init__(self, name: str, title: str, codes: Any, largest: float, least_capability: float):
         """Make a format whose codes go from -`largest` to `largest`."""

@@ -1,4 +1,4 @@
-"""How a target stores keys and values: the dtype of its caches, and the scales of fp8.
+"""Storage of keys and values: the dtype of a target's caches, and the scales of fp8.
 
 An fp8 number (e4m3) has four significant bits from 2^-6 to 448. Below 2^-6 it loses bits, and nothing is
 above 448. So keys and values are divided by a scale before they are stored. Keys are multiplied by
@@ -39,7 +39,7 @@ DTYPES = {"bfloat16": jnp.dtype(jnp.bfloat16), "float32": jnp.dtype(jnp.float32)
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How a target stores keys and values.
+    """The format in which a target stores keys and values.
 
     Attributes:
       name: one of `DTYPES`.
@@ -56,7 +56,7 @@ class KVFormat:
     def of_layer(
         self, layer: int, k_norm: Float[Array, " H"], compute: jnp.dtype
     ) -> KVStorage | None:
-        """Return how one layer stores its keys and values; None as they are computed.
+        """Return the storage of one layer's keys and values; None for the compute dtype.
 
         Args:
           layer: a layer that owns its keys and values.
@@ -71,13 +71,13 @@ class KVFormat:
             k, v = self.scales[layer]
             return KVStorage(jnp.asarray(k, jnp.float32), v, FP8)
         longest = math.sqrt(k_norm.shape[0])
-        most = longest * jnp.max(jnp.abs(k_norm.astype(jnp.float32)))
+        bound = longest * jnp.max(jnp.abs(k_norm.astype(jnp.float32)))
         v = 2.0 ** math.ceil(math.log2(longest / LARGEST))
-        return KVStorage(power_of_two_above(most / LARGEST), v, FP8)
+        return KVStorage(power_of_two_above(bound / LARGEST), v, FP8)
 
 
 class KVStorage(struct.PyTreeNode):
-    """How one layer stores keys and values, where that is not as they are computed.
+    """The storage of keys and values of one layer, where it differs from the compute dtype.
 
     Attributes:
       k_scale: what keys are divided by; None for 1.

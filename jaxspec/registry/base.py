@@ -1,4 +1,4 @@
-"""What an entry of the registry holds. Read `Family` first. `Conventions` is for drafters.
+"""The entries of the registry. Read `Family` first. `Conventions` is for drafters.
 
 An entry is plain data and functions. Its functions import modules and tables of rules when called.
 """

@@ -79,8 +79,8 @@ def swapped_layers(params: Params) -> Iterator[WeightChange]:
     """Yield neighbouring layers in each other's place, where their weights have the same shapes."""
     layers: dict[int, dict[str, str]] = {}
     for name in params:
-        if found := _LAYER.fullmatch(name):
-            layers.setdefault(int(found[1]), {})[found[2]] = name
+        if match := _LAYER.fullmatch(name):
+            layers.setdefault(int(match[1]), {})[match[2]] = name
     for i in sorted(layers)[:-1]:
         one, other = layers[i], layers[i + 1]
         if one.keys() != other.keys() or any(

@@ -1,4 +1,4 @@
-"""What a drafter's maker measured, as an optional field of its config.json, or of our manifest.json.
+"""The acceptance that a drafter's maker measured: a field of config.json, or of our manifest.json.
 
 `jaxspec check --record` writes the field, and `check` compares with it later. Nothing else reads it.
 Conversion keeps it, either way. What it holds is `commands.check.reference`'s business.

@@ -133,7 +133,7 @@ def _lock(file: int) -> bool | None:
 
 
 def is_at(file: int, path: Path) -> bool:
-    """Tell whether an open file is still the one at a path."""
+    """Return whether an open file is still the one at a path."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:

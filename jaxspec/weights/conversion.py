@@ -50,7 +50,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
       kind: the family's name.

@@ -60,12 +60,12 @@ def formats_for(
       tables: of embedding and head, likewise. Where they are one table (a tied head), its rows are
         rounded on the way in and on the way out.
     """
-    found = {}
+    formats = {}
     for name, about in model_def.declared().items():
         format = tables if about.table else linears
         if about.contracting_axes and format is not None:
-            found[name] = format
-    return found
+            formats[name] = format
+    return formats
 
 
 def quantised_def(
@@ -120,7 +120,7 @@ def quantised_def(
 
 
 def _same_arrays(model_def: ModelDef, name: str, format: str) -> bool:
-    """Tell whether the stored arrays of a quantised weight are those of another format too."""
+    """Return whether the stored arrays of a quantised weight are those of another format too."""
     weight = model_def.abstract_params()[name]
     assert isinstance(weight, QuantisedArray)
     return weight.parts == get_format(format).parts(weight.shape, weight.contracting_axes)

@@ -31,7 +31,7 @@ rounded again, and the steps of int8 are finer than those of fp8 for all but the
 
 
 def is_lossless(spec: Spec) -> bool:
-    """Tell whether our format keeps codes and scales of the file to the bit."""
+    """Return whether our format keeps codes and scales of the file to the bit."""
     return spec.per != "block"
 
 

@@ -130,9 +130,9 @@ def mesh_left_to_xla() -> AbstractMesh | None:
 
 
 def constrain(x: Activation, *axes: str | None) -> Activation:
-    """Tell XLA how an activation is split. Do nothing where no mesh is left to XLA.
+    """Constrain how XLA splits an activation. Do nothing where no mesh is left to XLA.
 
-    Of what has scales the numbers are split so, and XLA follows with the scales.
+    Of an activation with scales, the numbers are split so. XLA splits the scales accordingly.
     """
     if (mesh := mesh_left_to_xla()) is None:
         return x
@@ -180,7 +180,7 @@ def row_parts() -> int:
 
 
 def whole_rows(x: Activation) -> Activation:
-    """Tell XLA that each row of an activation is whole on one device.
+    """Constrain each row of an activation to be whole on one device.
 
     If the activation comes from a sum over devices, this call completes the sum.
     """
@@ -231,20 +231,20 @@ def place_rows(tree: T, mesh: Mesh) -> T:
     def is_placed(x: Any) -> bool:
         if not isinstance(x, jax.Array) or x.sharding.device_set != devices:
             return False
-        found = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else mesh
-        return isinstance(found, Mesh) and decoding_mesh(found) is found
+        of_x = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else mesh
+        return isinstance(of_x, Mesh) and decoding_mesh(of_x) is of_x
 
     leaves, structure = jax.tree.flatten(tree)
-    places = [i for i, x in enumerate(leaves) if not is_placed(x)]
-    if not places:
+    indices = [i for i, x in enumerate(leaves) if not is_placed(x)]
+    if not indices:
         return tree
-    some = [leaves[i] for i in places]
-    shardings = [_sharding_of_rows(np.shape(x), mesh) for x in some]
+    unplaced = [leaves[i] for i in indices]
+    shardings = [_sharding_of_rows(np.shape(x), mesh) for x in unplaced]
     if shardings[0].is_fully_addressable:  # one call for all of them is several times quicker
-        placed = jax.device_put(some, shardings)
+        placed = jax.device_put(unplaced, shardings)
     else:
-        placed = [place(x, sharding) for x, sharding in zip(some, shardings, strict=True)]
-    for i, x in zip(places, placed, strict=True):
+        placed = [place(x, sharding) for x, sharding in zip(unplaced, shardings, strict=True)]
+    for i, x in zip(indices, placed, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
 
@@ -350,9 +350,9 @@ def mesh_of(**params: Params | None) -> Mesh:
             )
         meshes.setdefault(decoding_mesh(mesh), name)
     if len(meshes) > 1:
-        found = [f"{name} on {_described(mesh)}" for mesh, name in meshes.items()]
+        locations = [f"{name} on {_described(mesh)}" for mesh, name in meshes.items()]
         raise ValueError(
-            f"weights are not on the same devices: {'; '.join(found)}. Load all with the same mesh, or "
+            f"weights are not on the same devices: {'; '.join(locations)}. Load all with the same mesh, or "
             "put each model's there by jaxspec.place_params(params, model_def, mesh)"
         )
     return next(iter(meshes))

@@ -125,7 +125,7 @@ class Recipe:
 
     @property
     def moves(self) -> bool:
-        """Whether the arrays lie in another order than the pieces."""
+        """True if the arrays lie in another order than the pieces."""
         return self.format is not None or self.transform not in (same, integers, permutation)
 
     def on_host(self, pieces: Sequence[Any]) -> np.ndarray | QuantisedArray:

@@ -163,9 +163,9 @@ def place_params(params: Any, model_def: ModelDef, mesh: Mesh) -> Params:
 
 
 def constrain_params(params: Params, model_def: ModelDef) -> Params:
-    """Tell XLA, inside a jitted function, to bring weights to where decoding wants them.
+    """Constrain weights, inside a jitted function, to the shardings of decoding.
 
-    What another axis than `model` splits, such as `fsdp`, is brought together once and not in every
+    XLA gathers weights that another axis than `model` splits, such as `fsdp`, once and not in every
     step. Do nothing where no mesh is left to XLA.
     """
     if (mesh := mesh_left_to_xla()) is None:

@@ -14,7 +14,7 @@ import pytest
 
 from jaxspec.quantised.array import quantise, quantise_in_slices
 
-# Shapes and contracting_axes axes of all kinds of weights: experts, gate and up, an output projection, a head.
+# Shapes and contracting axes of all kinds of weights: experts, gate and up, an output projection, a head.
 WEIGHTS = [((6, 64, 2, 10), (1,)), ((64, 2, 37), (0,)), ((2, 64, 21), (0, 1)), ((45, 128), (1,))]
 FORMATS = ["int8", "fp8", "int4", "int4-g128", "int4-g16-zeros", "nvfp4", "mxfp4"]
 
