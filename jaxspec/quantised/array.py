@@ -47,13 +47,13 @@ class QuantisedArray:
         self.contracting_axes = contracting_axes
 
     @property
-    def codes(self) -> Array:
-        """The array of small numbers."""
+    def codes(self) -> Any:
+        """The array of small numbers. In a tree of shapes or shardings, that of the array."""
         return self.parts["codes"]
 
     @property
-    def scales(self) -> Array:
-        """The factors of the codes."""
+    def scales(self) -> Any:
+        """The factors of the codes, likewise."""
         return self.parts["scales"]
 
     @property
