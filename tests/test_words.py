@@ -79,6 +79,6 @@ def test_lines_fit():
         f"{path}:{number}: {len(line)} columns"
         for path, text in files("tests", "scripts", "examples", "docs")
         for number, line in enumerate(text.splitlines(), 1)
-        if len(line) > COLUMNS
+        if len(re.sub(r"  # pyright: ignore\[\w+\]$", "", line)) > COLUMNS
     ]
     assert not offenders, "\n".join(offenders)

@@ -38,7 +38,8 @@ def generate(
 
       jaxspec generate 'def read_config(path):'
 
-      jaxspec generate --target google/gemma-4-26B-A4B-it --drafter z-lab/gemma-4-26B-A4B-it-DFlash --chat 'Why is the sky blue?'
+      jaxspec generate --target google/gemma-4-26B-A4B-it --drafter z-lab/gemma-4-26B-A4B-it-DFlash \
+--chat 'Why is the sky blue?'
 
       jaxspec generate --prompts prompts.jsonl --json out.jsonl
     """
