@@ -24,9 +24,10 @@ from jaxspec import state as states
 from jaxspec.commands.bench import floor, plot, profile, results, run
 from jaxspec.commands.bench import measure as measuring
 from jaxspec.commands.bench import pair as pairs
-from jaxspec.commands.bench.command import BenchOptions, bench_command
+from jaxspec.commands.bench.command import bench_command
 from jaxspec.commands.bench.floor import Ceiling, StepCost, expected_experts, share_of_group
 from jaxspec.commands.bench.measure import measure
+from jaxspec.commands.bench.options import BenchOptions
 from jaxspec.commands.bench.pair import ModelPair, make_pair
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import UsageError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -12,81 +11,14 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from jaxspec.commands.bench import PROMPT_LENGTH
+from jaxspec.commands.bench.options import BenchOptions, TraceOptions
 from jaxspec.commands.models import ModelOptions
 from jaxspec.commands.options import Fields, UsageError, as_flag, command, explained
 from jaxspec.commands.output import OutputOptions, refuse_inputs, write_line
 from jaxspec.commands.progress import ticking
-from jaxspec.options import (
-    CHOOSE_LENGTH_HELP,
-    DEFAULTS,
-    VALUES,
-    ChooseLength,
-    Drafting,
-    Range,
-    Sampling,
-    at_least,
-    option,
-)
-from jaxspec.registry import families, presets
+from jaxspec.options import DEFAULTS, VALUES, Drafting, Sampling, option
 
-KINDS = tuple(f.name for f in families("drafter") if f.drafter_for)
 FILTERS = ("top_k", "top_p", "min_p")  # greedy decoding ignores them
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """The cases to measure."""
-
-    random_weights: str | None = option(
-        None,
-        "Random weights of this target's shape, and of its drafter's: --drafter then names a kind, "
-        f"{', '.join(KINDS)} or none. One of {', '.join(presets())}.",
-        metavar="PRESET",
-    )
-    batch_size: tuple[int, ...] = option(
-        (), "Rows. Repeatable. Default: 1, 8 and 32.", range=at_least(1)
-    )
-    prompt_length: int | None = option(
-        None,
-        "Tokens of each prompt. Default: 256; with the bundled target 64, as its prompts have no "
-        "more.",
-        range=at_least(1),
-    )
-    context_length: tuple[int, ...] = option(
-        (),
-        "Start with so many tokens in every row's caches, which hold random numbers: nothing is "
-        "prefilled. Instead of prompts; a drafter needs --synthetic-acceptance with it. "
-        "Repeatable.",
-        range=at_least(1),
-    )
-    new_tokens: int = option(
-        256, "Tokens to decode in each row, after prefill's own.", range=at_least(1)
-    )
-    repeats: int = option(5, "Timed runs of each case.", range=at_least(1))
-    seed: int = option(0, "Of random weights and prompts.", range=at_least(0))
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """The batch sizes to measure."""
-        return self.batch_size or (1, 8, 32)
-
-    @property
-    def positions(self) -> int:
-        """Positions of the longest case, a step's own tokens not counted."""
-        starts = self.context_length or (self.prompt_length or PROMPT_LENGTH,)
-        return max(starts) + self.new_tokens + 1
-
-    def __post_init__(self) -> None:
-        """Refuse options that exclude each other.
-
-        Raises:
-          UsageError: naming them.
-        """
-        if self.context_length and self.prompt_length is not None:
-            raise UsageError(
-                "--prompt-length and --context-length exclude each other; leave one out"
-            )
 
 
 @dataclass(frozen=True)
@@ -100,50 +32,6 @@ class BenchOutput(OutputOptions):
         metavar="FILE.png",
         flag="--plot",
     )
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    """A stream of requests, and its engine."""
-
-    trace: str | None = option(
-        None,
-        "Send a stream of requests through the engine, and measure that: generated ones, whose "
-        "prompts have 32 to 2048 tokens (log-normal around 300) and 64 to 512 new ones; or those "
-        "of a file with lines of "
-        '{"prompt_tokens": 300, "new_tokens": 128, "arrival_s": 0.5}.',
-        metavar="generated|FILE.jsonl",
-    )
-    requests: int = option(192, "Generated requests.", range=at_least(1))
-    rate: float | None = option(
-        None,
-        "Generated requests arrive at random, this many a second on average. Default: all at once.",
-        range=Range("finite and above 0", lambda x: (x > 0) & (x < math.inf)),
-        metavar="R",
-    )
-    trace_seed: int = option(
-        7, "Of the lengths and arrivals that are generated.", range=at_least(0)
-    )
-    slots: int = option(32, "Requests that are decoded together.", range=at_least(1))
-    steps_per_return: int = option(
-        16, "Most decode steps between two looks at what came.", range=at_least(1)
-    )
-    max_prefill_tokens: int | None = option(
-        None,
-        "Prompt tokens, padding included, that are read before rows decode on. Default: all that "
-        "wait.",
-        range=at_least(1),
-    )
-    read_ahead: int | None = option(
-        None,
-        "Prompts that are read before they have a slot. Default: as many as keep passes full on a "
-        "GPU.",
-        range=at_least(0),
-    )
-    invariant: bool = option(
-        False, "No row depends on its neighbours, to the last bit: prompts share small passes only."
-    )
-    choose_length: ChooseLength = option("exact", CHOOSE_LENGTH_HELP)
 
 
 @command

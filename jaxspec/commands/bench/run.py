@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from rich.console import Console
 from jaxspec.commands.bench import GENERATED, trace
 from jaxspec.commands.bench.floor import Ceiling, measure_ceiling, step_cost
 from jaxspec.commands.bench.measure import measure
+from jaxspec.commands.bench.options import BenchOptions, TraceOptions
 from jaxspec.commands.bench.pair import ModelPair, make_pair
 from jaxspec.commands.bench.results import Case, floor_tables, result_tables
 from jaxspec.commands.models import ModelOptions
@@ -26,9 +27,6 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.options import DEFAULTS, VALUES, Drafting, Sampling
 from jaxspec.runtime.runtime import cache_bucket
-
-if TYPE_CHECKING:
-    from jaxspec.commands.bench.command import BenchOptions, TraceOptions
 
 
 def run(

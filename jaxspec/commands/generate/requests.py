@@ -27,6 +27,9 @@ from jaxspec.weights.loading import LoadedModel
 
 FILTERS = ("top_k", "top_p", "min_p")  # greedy decoding ignores them
 
+Key = tuple[int, int | None]
+"""A row: the prompt's index, and the number of its sample; None for the only one."""
+
 
 @dataclass(frozen=True)
 class PromptRequest:

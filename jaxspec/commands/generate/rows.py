@@ -22,12 +22,9 @@ from jaxspec.commands.output import OutputError, as_json, json_lines, write_line
 from jaxspec.weights.atomic_dir import is_at
 
 if TYPE_CHECKING:
-    from jaxspec.commands.generate.requests import PromptRequest
+    from jaxspec.commands.generate.requests import Key, PromptRequest
     from jaxspec.state import DecodeSpec
     from jaxspec.weights.loading import LoadedModel
-
-Key = tuple[int, int | None]
-"""A row: the prompt's index, and the number of its sample; None for the only one."""
 
 _ROW, _SUMMARY = b'{"index": ', b'{"summary": '
 """The beginnings of our lines."""

@@ -38,6 +38,7 @@ from jaxspec.commands.generate.report import (
     summary_table,
 )
 from jaxspec.commands.generate.requests import (
+    Key,
     PromptRequest,
     check_requests,
     load_tokenizer,
@@ -47,7 +48,6 @@ from jaxspec.commands.generate.requests import (
     sampling_for,
 )
 from jaxspec.commands.generate.rows import (
-    Key,
     RowsFile,
     RowsStream,
     models_digest,
