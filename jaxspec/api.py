@@ -57,7 +57,7 @@ Prompt = str | Messages | Sequence[int] | np.ndarray | jax.Array
 
 @dataclass(frozen=True)
 class Generation:
-    """How one prompt goes on.
+    """The continuation of one prompt.
 
     Attributes:
       prompt: as the model reads it, chat template included. None where the checkpoint has no tokenizer.
@@ -66,7 +66,7 @@ class Generation:
         target's logits were not finite: the tokens are those before, and `error` says where.
       acceptance_lengths: one number a verify step, the tokens it committed; prefill's token belongs to none.
         Empty after an error.
-      logprobs, sampled_logprobs, top_logprobs: of each token, where `Sampling` asks, see `requests.Completion`.
+      logprobs, sampled_logprobs, top_logprobs: of each token, where `Sampling` asks, see `engine.request.Completion`.
     """
 
     prompt: str | None
@@ -186,7 +186,7 @@ class Pair:
           prompts: text, a conversation, or token ids; or a list of such. A conversation is a list of messages,
             {"role": ..., "content": ...} each, and goes through the checkpoint's chat template.
           sampling: what each prompt asks; the default is greedy.
-          drafting: how to draft and to judge drafts.
+          drafting: how to draft and to verify drafts.
           seed: 0 to 2**32 - 1. With a completion's place in the list it names that completion's random draws.
           num_samples: completions of each prompt, one after the other; each reads the prompt for itself.
             `Sampler` reads it once for all.
@@ -197,7 +197,7 @@ class Pair:
           grammar: what each completion may be, such as `pair.grammar_tokens.compile("regex", "[0-9]+")`.
           batch_size: prompts decoded together; None for all, up to 8.
           cache_length: positions of each; None for as many as the longest needs.
-          invariant: with `batch_size` and `cache_length` given, what follows a prompt at its place in the list
+          invariant: with `batch_size` and `cache_length` given, the continuation of a prompt at its index in the list
             does not depend on the others, to the last bit. On a CPU that holds in any case.
 
         Returns:
@@ -209,14 +209,14 @@ class Pair:
         if wrong := at_least(1).refusal(num_samples):
             raise FieldError("num_samples", wrong)
         alone = is_one(prompts)
-        given: Sequence[Any] = [prompts] if alone else list(prompts)
-        names = ["the prompt"] if alone else [f"prompt {i}" for i in range(len(given))]
-        read = [
-            self._read(name, prompt, chat, chat_options)
-            for name, prompt in zip(names, given, strict=True)
+        all_prompts: Sequence[Any] = [prompts] if alone else list(prompts)
+        names = ["the prompt"] if alone else [f"prompt {i}" for i in range(len(all_prompts))]
+        encoded = [
+            self._encode(name, prompt, chat, chat_options)
+            for name, prompt in zip(names, all_prompts, strict=True)
         ]
         options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos, grammar)
-        requests = [Request(ids, **options) for _, ids in read for _ in range(num_samples)]
+        requests = [Request(ids, **options) for _, ids in encoded for _ in range(num_samples)]
         engine = Engine.fitting(
             self.target,
             self.drafter,
@@ -227,18 +227,23 @@ class Pair:
             invariant=invariant,
             programs=self.programs,
         )
-        errors = [engine.check(request) for request in requests[::num_samples]]
-        if alone and errors[0]:
-            raise errors[0]
-        if any(errors):
-            wrong = [f"{name}: {e}" for name, e in zip(names, errors, strict=True) if e]
-            raise ValueError("\n".join(wrong))
-        done = {e.id: e for e in engine.run(requests) if isinstance(e, Completion)}
-        found = [
-            self._generation(read[i // num_samples], done[i], stop_texts)
-            for i in range(len(requests))
+        checked: list[Request] = []
+        errors: list[str] = []
+        for name, request in zip(names, requests[::num_samples], strict=True):
+            try:
+                checked += [engine.validate(request)] * num_samples
+            except FieldError as error:
+                if alone:
+                    raise
+                errors.append(f"{name}: {error}")
+        if errors:
+            raise ValueError("\n".join(errors))
+        done = {e.id: e for e in engine.run(checked) if isinstance(e, Completion)}
+        generations = [
+            self._generation(encoded[i // num_samples], done[i], stop_texts)
+            for i in range(len(checked))
         ]
-        return found[0] if alone and num_samples == 1 else found
+        return generations[0] if alone and num_samples == 1 else generations
 
     def stream(
         self,
@@ -264,9 +269,9 @@ class Pair:
         """
         if not is_one(prompt):
             raise ValueError("stream takes one prompt; generate takes several")
-        read = self._read("the prompt", prompt, chat, chat_options)
+        encoded = self._encode("the prompt", prompt, chat, chat_options)
         options = self._options(max_new_tokens, sampling, seed, stop_texts, ignore_eos, grammar)
-        request = Request(read[1], **options)
+        request = Request(encoded[1], **options)
         engine = Engine.fitting(
             self.target,
             self.drafter,
@@ -276,8 +281,7 @@ class Pair:
             steps_per_return=STREAMING_STEPS,
             programs=self.programs,
         )
-        if error := engine.check(request):
-            raise error
+        request = engine.validate(request)
         text = TextStream(self.tokenizer, stop_texts)
 
         def pieces() -> Generator[str, None, Generation]:
@@ -290,7 +294,7 @@ class Pair:
                 if piece:
                     yield piece
             assert done is not None
-            return self._generation(read, done, stop_texts)
+            return self._generation(encoded, done, stop_texts)
 
         return pieces()
 
@@ -306,7 +310,7 @@ class Pair:
         Raises:
           TokenizerError: it is empty, or there is no tokenizer or chat template.
         """
-        return self._read("the prompt", prompt, chat, chat_options)[1]
+        return self._encode("the prompt", prompt, chat, chat_options)[1]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens left out."""
@@ -324,7 +328,7 @@ class Pair:
         pieces[-1] += text.finish(generation.token_ids)
         return pieces
 
-    def _read(
+    def _encode(
         self,
         name: str,
         prompt: Any,
@@ -377,7 +381,7 @@ class Pair:
 
     def _generation(
         self,
-        read: tuple[str | None, tuple[int, ...]],
+        encoded: tuple[str | None, tuple[int, ...]],
         done: Completion,
         stop_texts: Sequence[str],
     ) -> Generation:
@@ -385,7 +389,7 @@ class Pair:
         with contextlib.suppress(TokenizerError):
             text = completed_text(self.tokenizer, done.token_ids, stop_texts)
         return Generation(
-            *read,
+            *encoded,
             text,
             done.token_ids,
             done.finish_reason,

@@ -57,8 +57,10 @@ class FakeEngine:
     def is_idle(self) -> bool:
         return not (self.waiting or self.running or self.ended)
 
-    def check(self, request: Request) -> FieldError | None:
-        return None if request.prompt_ids else FieldError("prompt_ids", "is empty")
+    def validate(self, request: Request) -> Request:
+        if not request.prompt_ids:
+            raise FieldError("prompt_ids", "is empty")
+        return request
 
     def warm_up(self) -> None:
         self._own()
