@@ -106,7 +106,7 @@ class HostGuides(Constraint):
         columns = columns + jnp.arange(self.max_new, dtype=jnp.int32)
         recent = jnp.take_along_axis(state.tokens, jnp.maximum(columns, 0), axis=1)
 
-        def ask() -> Any:
+        def from_host() -> Any:
             host = functools.partial(_on_host, words=words, force=draft.log_q is None)
             return tuple(io_callback(host, shapes, numbers, state.num_tokens, recent, drafts))
 
@@ -114,7 +114,7 @@ class HostGuides(Constraint):
             return drafts, jnp.full(shapes[1].shape, ALL)
 
         with jax.named_scope("grammar"):
-            tokens, masks = lax.cond(jnp.any(numbers != NO_GUIDE), ask, all_allowed)
+            tokens, masks = lax.cond(jnp.any(numbers != NO_GUIDE), from_host, all_allowed)
         return dataclasses.replace(draft, tokens=tokens), Allowed(masks)
 
 

@@ -152,10 +152,10 @@ def whole(low: int, high: int) -> Range:
 SEEDS = whole(0, 2**32 - 1)
 """Seeds of random draws have 32 bits. A larger seed is refused: it would equal a smaller one."""
 
-MOST = 1e6
+LIMIT = 1e6
 """The limit of numbers that change logits, far beyond any use. Near float32's end, NaN appears."""
 
-BIAS = Range("1e6 at most, or -inf to ban", lambda x: x <= MOST)
+BIAS = Range("1e6 at most, or -inf to ban", lambda x: x <= LIMIT)
 
 
 REQUIRED = dataclasses.MISSING
@@ -222,7 +222,7 @@ class Sampling:
     temperature: float = option(
         0.0,
         "Divide logits by this before sampling; 0 is greedy.",
-        range=Range("from 0 to 1e6; 0: greedy", lambda x: (x >= 0) & (x <= MOST)),
+        range=Range("from 0 to 1e6; 0: greedy", lambda x: (x >= 0) & (x <= LIMIT)),
     )
     top_k: int = option(0, "Sample among the k likeliest tokens; 0: off.", range=at_least(0, "off"))
     top_p: float = option(
@@ -240,17 +240,17 @@ class Sampling:
         "Divide the positive logits of tokens of prompt and output by this, and multiply the "
         "negative "
         "ones; 1: off.",
-        range=Range("from 1e-6 to 1e6; 1: off", lambda x: (x >= 1 / MOST) & (x <= MOST)),
+        range=Range("from 1e-6 to 1e6; 1: off", lambda x: (x >= 1 / LIMIT) & (x <= LIMIT)),
     )
     presence_penalty: float = option(
         0.0,
         "Subtract this from the logits of tokens that are in the output.",
-        range=Range("from -1e6 to 1e6; 0: off", lambda x: abs(x) <= MOST),
+        range=Range("from -1e6 to 1e6; 0: off", lambda x: abs(x) <= LIMIT),
     )
     frequency_penalty: float = option(
         0.0,
         "Subtract this from the logit of a token for each time that it is in the output.",
-        range=Range("from -1e6 to 1e6; 0: off", lambda x: abs(x) <= MOST),
+        range=Range("from -1e6 to 1e6; 0: off", lambda x: abs(x) <= LIMIT),
     )
     logit_bias: Mapping[int, float] = option(
         {},

@@ -15,26 +15,35 @@ COLUMNS = 120
 BANNED = [
     "announced",
     "aside",
+    "ask",
+    "asked",
     "door",
     "extras",
+    "found",
     "graph",
     "hear",
     "how",
     "judge",
+    "most",
     "news",
     "room",
     "said",
+    "say",
     "served",
     "some",
     "sound",
     "spoilt",
     "summed",
+    "told",
     "verdict",
+    "whose",
     "wish",
     "wishes",
     "written_aside",
 ]
-BEGINNINGS = ["That", "Those", "When", "Where", "Which", "Who", "Whose"]
+# Names of before that work for one more release.
+FORMER = {("jaxspec/options.py", "say"), ("jaxspec/serving/open_engine.py", "told")}
+BEGINNINGS = ["How", "That", "Those", "What", "When", "Where", "Whether", "Which", "Who", "Whose"]
 
 
 def files(*folders: str) -> Iterator[tuple[str, str]]:
@@ -66,7 +75,7 @@ def test_no_name_is_a_banned_word():
         for path, text in files(*PACKAGES)
         for node in ast.walk(ast.parse(text))
         for name in names(node)
-        if name.strip("_").lower() in BANNED
+        if name.strip("_").lower() in BANNED and (path, name) not in FORMER
     ]
     assert not offenders, "\n".join(offenders)
 
@@ -86,7 +95,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
 def test_lines_fit():
     offenders = [
         f"{path}:{number}: {len(line)} columns"
-        for path, text in files("tests", "scripts", "examples", "docs")
+        for path, text in files(*PACKAGES, "tests", "scripts", "examples", "docs")
         for number, line in enumerate(text.splitlines(), 1)
         if len(re.sub(r"  # pyright: ignore\[\w+\]$", "", line)) > COLUMNS
     ]

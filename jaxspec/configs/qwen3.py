@@ -120,8 +120,8 @@ _KEYS: dict[str, tuple[str, ...]] = {
 
 def _refuse_windows(config: Mapping[str, Any]) -> None:
     """Refuse sliding windows, which no release has. `sliding_window` alone does not ask for one."""
-    asked = read(config, "use_sliding_window", FLAGS, False)
-    if asked or "sliding" in layer_types_of(config, full_every=1):
+    sliding = read(config, "use_sliding_window", FLAGS, False)
+    if sliding or "sliding" in layer_types_of(config, full_every=1):
         raise ConfigError(
             "config.json asks for sliding windows (use_sliding_window, layer_types); only full "
             "attention is supported for Qwen3, as in all its releases"

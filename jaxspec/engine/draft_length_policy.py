@@ -71,7 +71,7 @@ class Acceptance:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no draft was verified yet."""
+        """Return whether no draft was verified yet."""
         return not any(self.trials)
 
     def add(self, length: int, accepted: Mapping[int, int], steps: int, rows: float) -> None:
@@ -156,14 +156,14 @@ class Costs:
         self.table[key] = statistics.median(times) if len(times) > FIRST_TIMES else min(times)
 
     def is_sure(self, length: int) -> bool:
-        """Whether such a step was timed more than once, with any number of rows."""
+        """Return whether such a step was timed more than once, with any number of rows."""
         return (
             sum(len(times) for (known, _), times in self._times.items() if known == length)
             >= FIRST_TIMES
         )
 
     def is_known(self, length: int) -> bool:
-        """Whether such a step was timed, with any number of rows."""
+        """Return whether such a step was timed, with any number of rows."""
         return any(known == length for known, _ in self.table)
 
     def of(self, length: int, rows: float) -> float | None:

@@ -375,7 +375,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the completions of all requests were returned."""
+        """Return whether the completions of all requests were returned."""
         return not self._live
 
     def step(self) -> list[Update | Completion]:

@@ -77,11 +77,11 @@ class Gemma4(Target):
         features: dict[int, Array] = {}
         norms = [*(layer.norm_before() for layer in self.layers), self.final_norm[...]]
         stream = Residual(x, self.config.rms_norm_eps).norm(norms[0])
-        run, asked = forgotten(run_layer, where.remat), where
+        run, whole = forgotten(run_layer, where.remat), where
         narrow_at = self.first_behind_keys(feature_layers)
         for i, (layer, spec) in enumerate(zip(self.layers, self.config.layers, strict=True)):
-            if i == narrow_at and asked.wanted is not None:
-                only = asked.replace(wanted=_two_at_least(asked.wanted))
+            if i == narrow_at and whole.wanted is not None:
+                only = whole.replace(wanted=_two_at_least(whole.wanted))
                 stream, per_layer = jax.tree.map(only.only_wanted, (stream, per_layer))
                 where = only.narrowed()
             stream, new_cache, seen = run(
@@ -99,8 +99,8 @@ class Gemma4(Target):
                 features[i] = stream.value
         assert isinstance(stream.normed, Array)  # a head rounds nothing
         hidden = where.only_wanted(stream.normed)
-        if asked.wanted is not None:
-            hidden = hidden[:, : asked.wanted.shape[1]]
+        if whole.wanted is not None:
+            hidden = hidden[:, : whole.wanted.shape[1]]
         return LayersOutput(
             hidden,
             tuple(features[i] for i in feature_layers),

@@ -151,8 +151,8 @@ def _changes(target: TargetConfig, c: MTPConfig, special_ids: Sequence[int]) -> 
         values = usual if own is None else (getattr(own, field), *usual)
         for value in dict.fromkeys(values):
             if value != getattr(c, field):
-                whose = ", the target's" if own and value == getattr(own, field) else ""
-                yield Change(f"{name} {value:g}{whose}", field, value)
+                origin = ", the target's" if own and value == getattr(own, field) else ""
+                yield Change(f"{name} {value:g}{origin}", field, value)
 
 
 def _weight_changes(target: TargetConfig, params: Params) -> Iterator[WeightChange]:

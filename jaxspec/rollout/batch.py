@@ -364,12 +364,12 @@ def _check_value(spec: DecodeSpec, name: str, value: Any, rows: int) -> None:
         raise ValueError(f"{name} is not a sampling value; known are {', '.join(known)}")
     if name in PENALTIES and not spec.program_features.penalties:
         raise FieldError(name, "was given, but the sampler was made without penalties=True")
-    shape, most = np.shape(value), spec.program_features.num_biases
+    shape, max_biases = np.shape(value), spec.program_features.num_biases
     if name in biases:
-        if len(shape) != 2 or shape[0] != rows or shape[1] > most:
+        if len(shape) != 2 or shape[0] != rows or shape[1] > max_biases:
             raise FieldError(
                 name,
-                f"has shape {shape}; expected [{rows}, at most {most}], the sampler's num_biases",
+                f"has shape {shape}; expected [{rows}, at most {max_biases}], the sampler's num_biases",
             )
     elif shape not in ((), (1,), (rows,)):
         raise FieldError(name, f"has shape {shape}; expected one value, or {rows}")

@@ -220,7 +220,8 @@ def score(
 
     Returns:
       `target` and `sampled`, in the shape that the method of `Sequences` states, 0 where nothing is scored.
-      With `top_logprobs` in `program_features`, `top_ids` and `top_values` have the target's best tokens at each position.
+      With `top_logprobs` in `program_features`, `top_ids` and `top_values` have the target's best tokens at each
+      position.
       `sampled` is 0 for greedy texts, as in a sampler's result. A token that the filters exclude has -inf.
       In float32 they differ from those of the sampler by up to 3e-5 for a trained model, by rounding in the logits.
 

@@ -43,7 +43,7 @@ class OutputRequest:
 
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """What rows gained since the host last fetched it, in host memory.
+    """Tokens and steps that rows gained since the last fetch, in host memory.
 
     Attributes:
       non_finite: whether the caches of a row may hold numbers that are not finite.

@@ -85,9 +85,9 @@ def quantised_def(
         already.
       CheckpointError: what is stored does not run here.
     """
-    asked = {field: quantize, "quantize_head": quantize_head}
-    asked = {name: format for name, format in asked.items() if format is not None}
-    for name, format in asked.items():
+    requested = {field: quantize, "quantize_head": quantize_head}
+    requested = {name: format for name, format in requested.items() if format is not None}
+    for name, format in requested.items():
         check_format(name, format)
     stored = dict(model_def.formats)
     of_option = {
@@ -102,7 +102,7 @@ def quantised_def(
                 name,
                 lambda format_field: (
                     f"{source} is quantised already, its weights are {model_def.storage}: leave out "
-                    f"{' and '.join(format_field(option) for option in asked)}, or load the model "
+                    f"{' and '.join(format_field(option) for option in requested)}, or load the model "
                     "that it was made of"
                 ),
             )

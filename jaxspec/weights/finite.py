@@ -39,16 +39,16 @@ def checked(where: Path) -> Iterator[See]:
     non_finite: dict[str, str] = {}
     waiting: list[Future[None]] = []
 
-    def look(name: str, array: np.ndarray) -> None:
+    def check(name: str, array: np.ndarray) -> None:
         if count := num_non_finite(array):
             non_finite[name] = _message(count, array.size)
 
     def see(name: str, array: np.ndarray) -> None:
         if array.nbytes <= _SLAB_BYTES:
-            return look(name, array)
+            return check(name, array)
         if waiting:
             waiting.pop().result()
-        waiting.append(pool.submit(look, name, array))
+        waiting.append(pool.submit(check, name, array))
 
     with ThreadPoolExecutor(1) as pool:
         yield see
