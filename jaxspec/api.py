@@ -455,8 +455,8 @@ def load(
         check_borrows(None, quantize_draft_head)
     if source != "none":  # first, being the quicker one to be wrong
         at = str(BUNDLED / source) if source in BUNDLED_DRAFTERS else source
-        asked: Any = dict(quantize=quantize_drafter, revision=drafter_revision, **hub)
-        loaded_drafter = load_drafter(at, **asked)
+        kwargs: Any = dict(quantize=quantize_drafter, revision=drafter_revision, **hub)
+        loaded_drafter = load_drafter(at, **kwargs)
         if quantize_draft_head is not None:
             check_borrows(loaded_drafter.model_def, quantize_draft_head)
             check_differs(quantize_draft_head, quantize_head)
