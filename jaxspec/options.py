@@ -111,7 +111,7 @@ class Range:
 
 
 def is_a(kind: Kind, value: Any) -> bool:
-    """Tell whether a value is of a kind. Scalars of numpy and JAX are numbers; booleans are not."""
+    """Return whether a value is of a kind. Scalars of numpy and JAX are numbers; booleans are not."""
     if kind == "a word":
         return isinstance(value, str)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):

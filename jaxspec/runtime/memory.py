@@ -96,7 +96,7 @@ def footprint(
 
 
 def fits(spec: DecodeSpec, rows: int, cache_length: int, mesh: Mesh, **beside: int) -> bool:
-    """Tell whether decoding a batch fits into the devices, as far as that is known.
+    """Return whether decoding a batch fits into the devices, as far as that is known.
 
     Args:
       beside: as in `footprint`.
