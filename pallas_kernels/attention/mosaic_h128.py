@@ -81,28 +81,28 @@ def _attend(
         plgpu.set_max_registers(40, action="decrease")
         for i in range(ROWS // groups):
             token = jnp.minimum(tile * (ROWS // groups) + i, tokens - 1)
-            place = queries.at[pl.ds(i * groups, groups)]
-            plgpu.copy_gmem_to_smem(q_ref.at[b, token, head], place, queries_there)
+            heads = queries.at[pl.ds(i * groups, groups)]
+            plgpu.copy_gmem_to_smem(q_ref.at[b, token, head], heads, queries_there)
         cache_row = cache_row_of(spans_ref, (b, group, 5), sources[0])
 
         @pl.loop(0, count)
         def _(i):
             for piece in range(2):
                 number = 2 * i + piece
-                place = lax.rem(number, RING)
-                pl.when(number >= RING)(functools.partial(plgpu.barrier_wait, free.at[place]))
+                ring_slot = lax.rem(number, RING)
+                pl.when(number >= RING)(functools.partial(plgpu.barrier_wait, free.at[ring_slot]))
 
-                def load(place=place, piece=piece):
+                def load(ring_slot=ring_slot, piece=piece):
                     plgpu.copy_gmem_to_smem(
                         sources[piece].at[cache_row, head, pl.ds((first + i) * KEYS, KEYS)],
-                        ring.at[place],
-                        there.at[place],
+                        ring.at[ring_slot],
+                        there.at[ring_slot],
                         collective_axes=("tile",) if cluster > 1 else None,
                     )
 
-                def load_fresh(place=place, piece=piece):
-                    to = ring.at[place, pl.ds(0, fresh)]
-                    plgpu.copy_gmem_to_smem(sources[2 + piece].at[b, head], to, there.at[place])
+                def load_fresh(ring_slot=ring_slot, piece=piece):
+                    to = ring.at[ring_slot, pl.ds(0, fresh)]
+                    plgpu.copy_gmem_to_smem(sources[2 + piece].at[b, head], to, there.at[ring_slot])
 
                 pl.when(i >= extra)(load)
                 if fresh:

@@ -59,15 +59,15 @@ def _load(keys_and_values, ring, there, free, *, first, count, cluster):
         keys = pl.ds((first + i) * KEYS, KEYS)
         for piece in range(PIECES):
             number = PIECES * i + piece
-            place = lax.rem(number, RING)
+            ring_slot = lax.rem(number, RING)
 
-            wait = functools.partial(plgpu.barrier_wait, free.at[place])
+            wait = functools.partial(plgpu.barrier_wait, free.at[ring_slot])
             pl.when(number >= RING)(wait)
             columns = pl.ds(piece % 2 * COLUMNS, COLUMNS)
             plgpu.copy_gmem_to_smem(
                 keys_and_values[piece // 2].at[keys, columns],
-                ring.at[place],
-                there.at[place],
+                ring.at[ring_slot],
+                there.at[ring_slot],
                 collective_axes=("tile",) if cluster > 1 else None,
             )
 
@@ -178,20 +178,20 @@ def _attend(
         def step(i, carry):
             total, row_max, weight = carry
             places = ring.shape[0]
-            place = [lax.rem(PIECES * i + piece, places) for piece in range(PIECES)]
+            ring_slot = [lax.rem(PIECES * i + piece, places) for piece in range(PIECES)]
             values = ring.at[lax.rem(PIECES * i + 2 + warpgroup, places)]
             slot = (first + start + i) * KEYS
 
             def products(ref):
                 for half in range(2):
-                    plgpu.barrier_wait(there.at[place[half]])
-                    plgpu.wgmma(ref, queries.at[half], ring.at[place[half]].transpose((1, 0)))
+                    plgpu.barrier_wait(there.at[ring_slot[half]])
+                    plgpu.wgmma(ref, queries.at[half], ring.at[ring_slot[half]].transpose((1, 0)))
                 plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(free.at[place[0]])
+                plgpu.barrier_arrive(free.at[ring_slot[0]])
                 return ref[...]
 
             score = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((ROWS, KEYS), jnp.float32))
-            plgpu.barrier_arrive(free.at[place[1]])
+            plgpu.barrier_arrive(free.at[ring_slot[1]])
 
             def masked(score):
                 positions = positions_ref.at[b, pl.ds(slot, KEYS)]
@@ -212,8 +212,8 @@ def _attend(
             weight = weight * kept + jnp.sum(p, axis=1)
             total *= lax.broadcast_in_dim(kept, total.shape, [0])
             p = p.astype(ring.dtype)
-            plgpu.barrier_wait(there.at[place[2]])
-            plgpu.barrier_wait(there.at[place[3]])
+            plgpu.barrier_wait(there.at[ring_slot[2]])
+            plgpu.barrier_wait(there.at[ring_slot[3]])
 
             @pl.when(slot + KEYS > end)
             def _():
@@ -227,8 +227,8 @@ def _attend(
 
             add = lambda ref: plgpu.wgmma(ref, p, values)  # noqa: E731
             total = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(total))
-            plgpu.barrier_arrive(free.at[place[2]])
-            plgpu.barrier_arrive(free.at[place[3]])
+            plgpu.barrier_arrive(free.at[ring_slot[2]])
+            plgpu.barrier_arrive(free.at[ring_slot[3]])
             return total, new, weight
 
         of_rows = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), by_row)  # noqa: E731

@@ -63,8 +63,8 @@ class Lane(NamedTuple):
 Numbers = Callable[[int, int, int], list[list[Any]]]
 """A function that returns the 16 numbers of a thread: four times 2 x 2 bfloat16 in two registers.
 
-Its arguments are a block of inputs, counted from the warp's first one; a piece of outputs; and 0 for the
-first or 1 for the second 8 outputs of a warp.
+Its arguments are a block of inputs, counted from the warp's first one; a piece of outputs; and 0
+for the first or 1 for the second 8 outputs of a warp.
 """
 
 
@@ -76,7 +76,8 @@ class Weight(abc.ABC):
     """A weight of codes that a kernel reads. Each kind of codes has a subclass.
 
     Attributes:
-      config: of the product: `experts.tile_config.MmaConfig`, or one with the same attributes but `rows`.
+      config: of the product: `experts.tile_config.MmaConfig`, or one with the same attributes but
+        `rows`.
       gated: whether it is two matrices, gate and up, of which each is a piece of a warpgroup.
     """
 

@@ -130,8 +130,8 @@ def multiply_tiles(
         way of shared memory.
 
     Raises:
-      ValueError: the config puts whole tiles before splits that are too short for it, or divides rows
-        among tiles, of which `write` does not know.
+      ValueError: the config puts whole tiles before splits that are too short for it, or divides
+        rows among tiles, of which `write` does not know.
     """
     x, *others = args
     if write and config.row_tiles > 1:

@@ -54,9 +54,10 @@ def multiply(
     assert weight.gated == (activation is not None)
     weight.check(outputs)
     (count, inputs), rows = x.shape, padded(x.shape[0], MMA_ROWS)
-    few, steps, columns = count < MMA_ROWS, -(-inputs // config.inputs), outputs // weight.width
+    few_rows = count < MMA_ROWS
+    steps, columns = -(-inputs // config.inputs), outputs // weight.width
     blocks = min(processors() * config.per_processor, columns)
-    if few:
+    if few_rows:
         x = x.reshape(count, -1, BLOCK)
     elif count < rows:
         x = jnp.pad(x, ((0, rows - count), (0, 0)))
@@ -77,7 +78,7 @@ def multiply(
                     done = i * steps + step
                     slot = lax.rem(done, stages)
                     pl.when(done >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                    size = config.blocks if few else config.inputs
+                    size = config.blocks if few_rows else config.inputs
                     of_x = x_ref.at[:, pl.ds(step * size, size)], x_ring.at[slot]
                     where = block + i * blocks, step, slot
                     for of, to in (of_x, *weight.copies(weight_refs, tuple(rings), (), *where)):
@@ -112,6 +113,6 @@ def multiply(
         grid_names=("block",),
         num_threads=config.groups + 1,
         thread_name="warpgroup",
-        scratch_types=weight.memory(count if few else rows, rows),
+        scratch_types=weight.memory(count if few_rows else rows, rows),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
     )(x, *of_weight)

@@ -97,8 +97,8 @@ def experts_mosaic(
     from pallas_kernels.experts import mma, mosaic  # not in every jax
 
     tokens, first, second = x.shape[0], tiling.gate_up, tiling.down
-    few = isinstance(first, MmaConfig)
-    same_rows = few and tokens <= ALIGN == tiling.rows
+    few_rows = isinstance(first, MmaConfig)
+    same_rows = few_rows and tokens <= ALIGN == tiling.rows
     kwargs: dict[str, Any] = dict(top_k=top_k, dtype=x.dtype, rows=tiling.rows, same_rows=same_rows)
     placed = route_together(logits, expert_scale, real, **kwargs)
     ones = jnp.ones(tokens, jnp.int32) if real is None else real.astype(jnp.int32)
@@ -106,8 +106,8 @@ def experts_mosaic(
         rows = jnp.pad(x, ((0, ALIGN - tokens), (0, 0)))
     else:
         padded = ALIGN * num_tiles(placed.weight.size, logits.shape[2], ALIGN)
-        rows = permute.spread(x, placed, ones, padded, in_order=few)
-    if few:
+        rows = permute.spread(x, placed, ones, padded, in_order=few_rows)
+    if few_rows:
         assert isinstance(second, MmaConfig)
         out = mma.multiply(placed, rows, gate_up, down, (first, second), same_rows=same_rows)
     else:

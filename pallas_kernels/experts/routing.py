@@ -297,8 +297,8 @@ def _route(
     if programs == 1:
         kwargs: dict[str, Any] = dict(top_k=top_k, dtype=dtype, rows=rows, same_rows=same_rows)
         kernel = functools.partial(_route_few, block=block, **kwargs)
-        few = call(kernel, out_shape=(*of_tiles, weight), name="experts_route")
-        return tuple(few(logits, expert_scale, real))
+        few_rows = call(kernel, out_shape=(*of_tiles, weight), name="experts_route")
+        return tuple(few_rows(logits, expert_scale, real))
     padded = pl.next_power_of_2(num_experts)
     weight, choice, count = call(
         functools.partial(_choose_block, block=block, top_k=top_k, dtype=dtype),

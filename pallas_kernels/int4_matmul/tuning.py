@@ -110,8 +110,8 @@ def fitted(
         warps than let each thread load 4 bytes of scales: see `operand.FourBits`.
     """
     tile = min(config.outputs, outputs & -outputs)
-    warps, few = config.warps, config.rows <= 16
-    if few:
+    warps, few_rows = config.warps, config.rows <= 16
+    if few_rows:
         warps = max(1, min(warps, tile * scale_bytes // 128))
     tiles, at_once = outputs // tile * -(-rows // config.rows), processors()
 
@@ -126,7 +126,7 @@ def fitted(
     busy = [s for s in divisors if programs(s) * warps >= WARPS]
     splits = min(busy, key=time) if busy else divisors[-1]
     stages = config.stages
-    if few:  # so many steps that the programs of a processor run at once
+    if few_rows:  # so many steps that the programs of a processor run at once
         step_bytes = tile * (HALF + 2 * scale_bytes) + 2 * BLOCK * config.rows
         shared_memory = SHARED_BYTES // min(programs(splits), WARPS) - 1024
         stages = max(3, min(stages, shared_memory // step_bytes))
@@ -234,9 +234,9 @@ def _small_m_config_for(rows: int, blocks: int, outputs: int) -> SmallMConfig | 
 def gated_config_for(rows: int, outputs: int) -> SmallMConfig | None:
     """Return the tile sizes of gate and up with the activation; None where it is not faster.
 
-    Three blocks a processor with three stages were the fastest of six configs for 1 and 8 rows of 31B
-    on an H100: 47.5 and 48.8 us. 16 rows are slower than with `mma.py` by the forecast for an H200
-    in `docs/weight-format-speed.md`.
+    Three blocks a processor with three stages were the fastest of six configs for 1 and 8 rows of
+    31B on an H100: 47.5 and 48.8 us. 16 rows are slower than with `mma.py` by the forecast for an
+    H200 in `docs/weight-format-speed.md`.
 
     Args:
       outputs: of gate.

@@ -5,9 +5,9 @@ processor of an H200 does 16 a clock. That is some 4 TB of codes a second on all
 memory delivers 4.3. Here a byte permutation spreads two codes over two bfloat16.
 
     int8    A bfloat16 whose high byte is 0 is the number of its low byte times 2^-133. With its sign
-            bit turned, a code is 128 more, as a number from 0 to 255. One `fma` multiplies by 2^127,
-            the largest power of bfloat16, and takes the 128 off again. So numbers are `factor` = 64
-            times too small.
+            bit turned, a code is 128 more, as a number from 0 to 255. One `fma` multiplies by
+            2^127, the largest power of bfloat16, and takes the 128 off again. So numbers are
+            `factor` = 64 times too small.
     e4m3    Seven bits go where bfloat16 has exponent and fraction, and the sign where it has the
             sign. That number is 2^120 times too small, which a product makes good.
 
