@@ -176,7 +176,7 @@ def multiply_gate_up(
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="experts_gate_up",
-    )(routed.expert, routed.used, routed.pair, x, *_given(gate_up))
+    )(routed.expert, routed.used, routed.pair, x, *_codes_and_scales(gate_up))
     if config.splits == 1:
         return out
     total = jnp.sum(out, axis=0)
@@ -203,7 +203,7 @@ def multiply_down(
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
         name="experts_down",
-    )(*routed, hidden, *_given(down))
+    )(*routed, hidden, *_codes_and_scales(down))
 
 
 def _as_bytes(weight: Codes, coding: Coding | None) -> tuple[Codes, Coding | jnp.dtype]:
@@ -214,5 +214,5 @@ def _as_bytes(weight: Codes, coding: Coding | None) -> tuple[Codes, Coding | jnp
     return weight._replace(codes=codes), weight.codes.dtype
 
 
-def _given(weight: Codes) -> list[Array]:
+def _codes_and_scales(weight: Codes) -> list[Array]:
     return [array for array in weight if array is not None]
