@@ -20,6 +20,7 @@ BANNED = [
     "door",
     "extras",
     "found",
+    "given",
     "graph",
     "hear",
     "how",
