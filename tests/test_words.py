@@ -19,6 +19,7 @@ BANNED = [
     "asked",
     "door",
     "extras",
+    "few",
     "found",
     "given",
     "graph",

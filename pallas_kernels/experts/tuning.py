@@ -121,7 +121,7 @@ def _mosaic(rows: tuple[int, ...], gate_up: tuple[int, int], down: tuple[int, in
     return Tiling(rows[-1], MosaicConfig(rows, *gate_up), MosaicConfig(rows, *down))
 
 
-def _few(down_stages: int) -> Tiling:
+def _few_tokens_tiling(down_stages: int) -> Tiling:
     """Return a tiling of 8 rows for the kernels of `mma.py`."""
     gate_up = MmaConfig((8,), groups=2, stages=4, per_processor=2)
     down = MmaConfig((8,), groups=1, stages=down_stages, per_processor=3, shared=False)
@@ -171,11 +171,11 @@ def _few(down_stages: int) -> Tiling:
 # read. Of e4m3, 16 tokens take 85 and 51, and 109 and 46 in Triton.
 _TO_16 = (8, 16)
 MOSAIC_EIGHT_BITS = (
-    (0.4, 1.25, _few(down_stages=2)),
+    (0.4, 1.25, _few_tokens_tiling(down_stages=2)),
     (16.0, 48.0, _mosaic((32, 64), (1, 3), (1, 3))),
 )
 MOSAIC_FOUR_BITS = (
-    (0.1, 4.0, _few(down_stages=3)),
+    (0.1, 4.0, _few_tokens_tiling(down_stages=3)),
     (
         4.0,
         16.0,
