@@ -1,11 +1,11 @@
 """Choice of the verify length of an engine's decode calls.
 
-Read `DraftLengthController`. It asks a `Chooser` before each call, and reports the call's result to it.
-`draft_length_policy` has the rule. This module supplies its data: the lengths that may be used, the cost of their
-steps on this device, and the number of accepted drafts.
+Read `DraftLengthController`. It asks a `Chooser` before each call, and reports the call's result to
+it. `draft_length_policy` has the rule. This module supplies its data: the lengths that may be used,
+the cost of their steps on this device, and the number of accepted drafts.
 
-`Engine.warm_up` measures costs with all rows active. An engine that was not warmed up begins with all drafts, and
-measures the rest while it decodes: see `draft_length_policy.MIN_DECODE_S`.
+`Engine.warm_up` measures costs with all rows active. An engine that was not warmed up begins with
+all drafts, and measures the rest while it decodes: see `draft_length_policy.MIN_DECODE_S`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LengthUse(NamedTuple):
 class DraftLengthController:
     """Chooses the verify length of an engine's decode calls.
 
-    The length is fixed without a drafter, with a draft tree, with `invariant`, and if several processes have to run
-    the same program.
+    The length is fixed without a drafter, with a draft tree, with `invariant`, and if several
+    processes have to run the same program.
 
     Args:
       choose: an `options.ChooseLength`.

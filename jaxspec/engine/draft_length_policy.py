@@ -1,13 +1,14 @@
 """Rule for the number of drafts that a step verifies, from the cost of steps and recent acceptance.
 
-Read `Chooser`. A step that verifies v drafts takes cost(v) seconds. It commits the drafts before the first wrong one,
-and one more token. r(d) is the acceptance rate of drafts at depth d after accepted ones. Then a step commits
+Read `Chooser`. A step that verifies v drafts takes cost(v) seconds. It commits the drafts before
+the first wrong one, and one more token. r(d) is the acceptance rate of drafts at depth d after
+accepted ones. Then a step commits
 
     E(v) = 1 + r(1) + r(1) r(2) + ... + r(1) ... r(v)        tokens a step
 
-The chooser takes the v of a short ladder with the most tokens a second, E(v) / cost(v). 0 is plain decoding. Each
-call of the decode loop measures both numbers for its own v. Other lengths are tried now and then, for a few steps, at
-a bounded loss: a text may become easy to draft again.
+The chooser takes the v of a short ladder with the most tokens a second, E(v) / cost(v). 0 is plain
+decoding. Each call of the decode loop measures both numbers for its own v. Other lengths are tried
+now and then, for a few steps, at a bounded loss: a text may become easy to draft again.
 
 Nothing here knows models or devices. `draft_length` uses the chooser for an engine.
 """
@@ -115,9 +116,9 @@ def bucket_of(rows: float) -> int:
 class Costs:
     """Seconds of a step, by verify length and by bucket of active rows.
 
-    Only times that were taken close to each other are comparable: contexts grow, and a machine may be busy
-    for a while. So the table holds the proportions of lengths. The pace scales all of them to the current
-    speed of the length in use.
+    Only times that were taken close to each other are comparable: contexts grow, and a machine may
+    be busy for a while. So the table holds the proportions of lengths. The pace scales all of them
+    to the current speed of the length in use.
     """
 
     def __init__(self) -> None:
@@ -140,8 +141,8 @@ class Costs:
         """Count the time of a step.
 
         Args:
-          in_use: whether the calls before it were of this length too. Then the time updates the pace, else
-            the proportion of this length.
+          in_use: whether the calls before it were of this length too. Then the time updates the
+            pace, else the proportion of this length.
         """
         key = length, self.bucket(rows)
         times = self._times.setdefault(key, deque(maxlen=TRIES))
@@ -169,7 +170,8 @@ class Costs:
     def of(self, length: int, rows: float) -> float | None:
         """Return the current seconds of a step; None if this length was never timed.
 
-        A bucket without a time takes that of the nearest one, scaled by a length that was timed in both.
+        A bucket without a time takes that of the nearest one, scaled by a length that was timed in
+        both.
         """
         here = self.bucket(rows)
         if (length, here) in self.table:
@@ -212,8 +214,8 @@ class Choice(NamedTuple):
 class Chooser:
     """Chooses the verify length of each call from the calls before.
 
-    It uses the past alone. So the number of drafts is fixed before any random number of a step is drawn, and every
-    row keeps the target's distribution.
+    It uses the past alone. So the number of drafts is fixed before any random number of a step is
+    drawn, and every row keeps the target's distribution.
 
     Args:
       lengths: in order; the first is 0, the last is all drafts.
@@ -336,8 +338,8 @@ class Chooser:
     def _to_try(self, best: int, steps: int, rows: float) -> int | None:
         """Return the longest unused length whose loss in a try is saved up; None for none.
 
-        More drafts may be better than they look: nothing recent is known of drafts that were not verified. Any
-        length may be, if it was timed wrongly.
+        More drafts may be better than they look: nothing recent is known of drafts that were not
+        verified. Any length may be, if it was timed wrongly.
         """
         affordable = [
             v

@@ -1,13 +1,14 @@
 """The engine: continuous batching of requests over a fixed number of slots.
 
-Read `Engine.step`. A step collects the output of the device's last call and launches the next one: a prefill pass
-over prompts of waiting requests, or some steps of the compiled decode loop. `scheduler` chooses which. `Engine.run`
-decodes a list of requests by such steps. `runtime` has the arrays and the programs.
+Read `Engine.step`. A step collects the output of the device's last call and launches the next one:
+a prefill pass over prompts of waiting requests, or some steps of the compiled decode loop.
+`scheduler` chooses which. `Engine.run` decodes a list of requests by such steps. `runtime` has the
+arrays and the programs.
 
-Prompts that wait together share passes, as many as fill the device. Passes of other shapes round differently, so a
-row's last bits may depend on the requests beside it. With `invariant=True` they do not: the shapes of all passes
-over a row follow from its own prompt's length alone. A request's random draws always follow from its own seed and
-sample number.
+Prompts that wait together share passes, as many as fill the device. Passes of other shapes round
+differently, so a row's last bits may depend on the requests beside it. With `invariant=True` they
+do not: the shapes of all passes over a row follow from its own prompt's length alone. A request's
+random draws always follow from its own seed and sample number.
 """
 
 from __future__ import annotations
@@ -67,17 +68,18 @@ class Engine:
       cache_length: positions of a slot; prompt, new tokens and one step's tokens must fit.
       num_stop_ids: most stop ids of a request; rounded up to a power of two, at least 4.
       steps_per_return: most decode steps between returns to the host.
-      max_prefill_tokens: prompt tokens, padding included, that are prefilled before rows decode on; at
-        least one pass. None: those of all prompts that have slots.
-      read_ahead: rows beside the slots, in which prompts of waiting requests are prefilled while all
-        slots are taken. A free slot then goes on at once. None: as many as keep passes full on a GPU,
-        fewer if memory is short; none with one slot, on a CPU, or on a mesh with a data axis.
+      max_prefill_tokens: prompt tokens, padding included, that are prefilled before rows decode on;
+        at least one pass. None: those of all prompts that have slots.
+      read_ahead: rows beside the slots, in which prompts of waiting requests are prefilled while
+        all slots are taken. A free slot then goes on at once. None: as many as keep passes full on
+        a GPU, fewer if memory is short; none with one slot, on a CPU, or on a mesh with a data
+        axis.
       invariant: whether a row is independent of its neighbours, to the last bit; prompts then share
         small passes only.
       choose_length: when to verify fewer drafts than there are, if that is quicker. See
         `options.ChooseLength`.
-      prefix_bytes: of each device's memory, for the prefix cache. Prompts that begin with a stored prefix
-        copy it, see `prefix_cache`. 0: none.
+      prefix_bytes: of each device's memory, for the prefix cache. Prompts that begin with a stored
+        prefix copy it, see `prefix_cache`. 0: none.
       prefix_host_bytes: of host memory, for prefixes that the device evicts. 0: they are dropped.
       programs: compiled programs to share with other engines; None for its own.
 
@@ -194,7 +196,8 @@ class Engine:
         Requests that the model cannot take do not count. `check` refuses them later.
 
         Args:
-          program_features: None for what these requests ask for. Programs without features are quicker.
+          program_features: None for what these requests ask for. Programs without features are
+            quicker.
           cache_length: None for as many positions as the longest request needs, in buckets.
           read_ahead: None for the engine's default if there are more requests than slots, else 0.
           options: of the engine, such as `steps_per_return` and `invariant`.
@@ -338,8 +341,8 @@ class Engine:
     def add(self, request: Request) -> Hashable:
         """Queue a request behind those of its priority, and return its id.
 
-        More stop ids than the engine was made for are refused: their number is part of the shapes, and `step`
-        never compiles programs for a second one.
+        More stop ids than the engine was made for are refused: their number is part of the shapes,
+        and `step` never compiles programs for a second one.
 
         Raises:
           FieldError: `check` refuses the request, or its id belongs to a request that is not done.
@@ -381,9 +384,9 @@ class Engine:
     def step(self) -> list[Update | Completion]:
         """Wait for the running call, launch the next one, and return the events of the first.
 
-        The next step returns the events of the launched call, so that the caller and the device work at the
-        same time. A decode call ends after `steps_per_return` steps, or as soon as enough slots are free for
-        waiting requests. An idle engine returns nothing.
+        The next step returns the events of the launched call, so that the caller and the device
+        work at the same time. A decode call ends after `steps_per_return` steps, or as soon as
+        enough slots are free for waiting requests. An idle engine returns nothing.
         """
         try:
             with own_context(self.mesh):
@@ -413,8 +416,9 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> Iterator[Update | Completion]:
         """Decode all requests, and yield updates as tokens come and one completion for each.
 
-        Completions come as rows finish, not in order. A request that `check` refuses completes at once
-        with its error, without effect on the others. `num_stop_ids` grows to what the requests need.
+        Completions come as rows finish, not in order. A request that `check` refuses completes at
+        once with its error, without effect on the others. `num_stop_ids` grows to what the requests
+        need.
 
         Raises:
           ValueError: the engine has other requests, or two of these have the same id.

@@ -72,14 +72,16 @@ class Request:
       prompt_ids: token ids, BOS included where the model wants one.
       stop_ids: generation ends with (and keeps) the first of these.
       seed: 0 to 2**32 - 1. The random draws follow from `seed` and `sample` alone.
-      sample: number of the sample of that seed. None: 0, or the request's index in a list for `run`.
+      sample: number of the sample of that seed. None: 0, or the request's index in a list for
+        `run`.
       id: name of the request in updates and the completion. None: a number that the engine chooses,
         or the request's index in a list for `run`.
-      stop_at: called with the tokens so far whenever the loop returns to the host. A number n ends the
-        row and keeps its first n tokens. `tokenizer.stop_at_text` makes one for stop texts.
-      priority: requests of a smaller number leave the engine's queue sooner; equal ones in their order.
-      grammar: the form of the reply, from `GrammarTokens.compile`. One of the grammar's stop ids ends
-        the reply, or one of `stop_ids`.
+      stop_at: called with the tokens so far whenever the loop returns to the host. A number n ends
+        the row and keeps its first n tokens. `tokenizer.stop_at_text` makes one for stop texts.
+      priority: requests of a smaller number leave the engine's queue sooner; equal ones in their
+        order.
+      grammar: the form of the reply, from `GrammarTokens.compile`. One of the grammar's stop ids
+        ends the reply, or one of `stop_ids`.
 
     Raises:
       FieldError: a field is of another kind than these. The engine checks the values.
@@ -166,15 +168,16 @@ class Completion:
 
     Attributes:
       finish_reason: "stop": a stop id, or `Request.stop_at`. "length": the limit. "cancelled":
-        `Engine.cancel`. "error": the request was refused, and nothing was generated; or the target's
-        logits were not finite at some position, and `token_ids` are the tokens before it.
-      acceptance_lengths: tokens that each verify step committed, bonus included, before any cut by a
-        stop or the limit. Prefill's token belongs to no step. Empty after an error, so that no
+        `Engine.cancel`. "error": the request was refused, and nothing was generated; or the
+        target's logits were not finite at some position, and `token_ids` are the tokens before it.
+      acceptance_lengths: tokens that each verify step committed, bonus included, before any cut by
+        a stop or the limit. Prefill's token belongs to no step. Empty after an error, so that no
         statistic counts them.
       verify_lengths: drafts that each verify step verified.
-      logprobs: log-probability of each token under the target. None if the engine does not keep them.
-      sampled_logprobs: the same under the distribution that was sampled from: after suppressed tokens,
-        penalties, temperature and filters. 0 in greedy rows.
+      logprobs: log-probability of each token under the target. None if the engine does not keep
+        them.
+      sampled_logprobs: the same under the distribution that was sampled from: after suppressed
+        tokens, penalties, temperature and filters. 0 in greedy rows.
       top_logprobs: for each token, the target's best tokens at its position, as pairs of id and
         log-probability, best first.
       field: the field of the request that caused `error`, if one did.

@@ -1,7 +1,7 @@
 """The scheduler: chooses the device's next call, a prefill pass or some decode steps.
 
-Read `Scheduler.step`. Waiting requests get slots. Passes that fill the device prefill their prompts.
-Then their rows decode, and each row that is done frees its slot.
+Read `Scheduler.step`. Waiting requests get slots. Passes that fill the device prefill their
+prompts. Then their rows decode, and each row that is done frees its slot.
 """
 
 from __future__ import annotations

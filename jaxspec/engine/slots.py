@@ -265,8 +265,8 @@ class Slots:
         """Send a call to the device. Until `wait` returns, the state belongs to the call.
 
         Args:
-          executor: waits for the device; None: this method does. XLA's loops keep the thread busy that
-            starts them, so only another thread leaves the caller free.
+          executor: waits for the device; None: this method does. XLA's loops keep the thread busy
+            that starts them, so only another thread leaves the caller free.
           sizes: of the call's output.
           verify_length: drafts that each step of the call verifies.
         """

@@ -1,8 +1,8 @@
 """Check the arguments of a sampler's call, and convert them to the inputs of its programs.
 
-Read `make_inputs`. Values are checked unless JAX traces them: a traced array has a shape and a dtype, and no value.
-It is cast and clipped where a known value would be refused. `pad_inputs` rounds shapes up, so that a few programs
-serve all calls.
+Read `make_inputs`. Values are checked unless JAX traces them: a traced array has a shape and a
+dtype, and no value. It is cast and clipped where a known value would be refused. `pad_inputs`
+rounds shapes up, so that a few programs serve all calls.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def pad_inputs(plan: RolloutPlan, inputs: RolloutInputs, mesh: Mesh) -> RolloutI
 def prompts_bucket(count: int, parts: int) -> int:
     """Round a number of prompts up, for every part of a mesh's data axis.
 
-    To a power of two up to 8, and then to a multiple of 8 or of a quarter of the next power of two: at most
-    a third of the rows of a large batch are padding.
+    To a power of two up to 8, and then to a multiple of 8 or of a quarter of the next power of two:
+    at most a third of the rows of a large batch are padding.
     """
     each = -(-count // parts)
     if each <= 8:
@@ -282,8 +282,8 @@ def _starts(plan: RolloutPlan, grammar: Any, rows: int, prompts: int) -> Any:
     """Return the first grammar state of each row.
 
     Raises:
-      FieldError: `grammar` is not an automaton, has another vocabulary, or has another number of grammars than
-        there are prompts.
+      FieldError: `grammar` is not an automaton, has another vocabulary, or has another number of
+        grammars than there are prompts.
     """
     if not isinstance(grammar, Automaton):
         raise FieldError(

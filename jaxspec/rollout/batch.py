@@ -84,7 +84,8 @@ class Past(struct.PyTreeNode):
 
     Attributes:
       steps: step numbers that their draws have used, prefill's included.
-      generated: whether each token of their prompts was generated; penalties of the output count those.
+      generated: whether each token of their prompts was generated; penalties of the output count
+        those.
       finished: the `FinishReason` of finished rows, which get no more tokens; 0 for the others.
     """
 
@@ -134,13 +135,14 @@ class Prompts(struct.PyTreeNode):
     ) -> Prompts:
         """Return these prompts and the tokens that were generated after them, to continue in another call.
 
-        That call needs the seeds and the sampling of the first one. It draws what one long call would
-        draw next. Rows that a stop ended get no more tokens, unless something is appended to them.
+        That call needs the seeds and the sampling of the first one. It draws what one long call
+        would draw next. Rows that a stop ended get no more tokens, unless something is appended to
+        them.
 
         Args:
           result: of a call with these prompts, a row for each sample.
-          appended: ids that follow in each row, such as a tool's answer; a row's may be empty. Inside of
-            jit: `Prompts`, whose lengths may be 0.
+          appended: ids that follow in each row, such as a tool's answer; a row's may be empty.
+            Inside of jit: `Prompts`, whose lengths may be 0.
 
         Raises:
           ValueError: the rows of the result, or of what is appended, are not those of the prompts.
@@ -305,11 +307,12 @@ def sampling_params(spec: DecodeSpec, rows: int, values: Mapping[str, Any]) -> S
     """Return sampling values as programs of a spec take them: one for all rows, or one a row.
 
     Args:
-      values: by the name of a field of `Sampling`; biases are `bias_ids` and `bias_values`, [rows, N] each.
+      values: by the name of a field of `Sampling`; biases are `bias_ids` and `bias_values`, [rows,
+        N] each.
 
     Raises:
-      ValueError: a value is out of range, has another number of rows, or is of something that the spec was
-        made without.
+      ValueError: a value is out of range, has another number of rows, or is of something that the
+        spec was made without.
     """
     for name, value in values.items():
         _check_value(spec, name, value, rows)

@@ -83,8 +83,8 @@ _without_gradient.defvjp(_forward, _backward)
 class RolloutPrograms:
     """Compiled programs of a plan, by the shapes of their inputs.
 
-    They are compiled for shapes and shardings of weights. So arrays that are committed to their device, such as a
-    restored checkpoint's, share the programs of those that are not.
+    They are compiled for shapes and shardings of weights. So arrays that are committed to their
+    device, such as a restored checkpoint's, share the programs of those that are not.
     """
 
     def __init__(self, plan: RolloutPlan):
@@ -100,9 +100,9 @@ class RolloutPrograms:
         """Return the program of a function of `_FUNCTIONS`, compiled if it is new.
 
         Args:
-          mesh: the devices. If it is the default device alone, results are uncommitted, as JAX's own are.
-            Committed ones would compile the caller's programs twice, the second time for weights that an
-            update had made committed.
+          mesh: the devices. If it is the default device alone, results are uncommitted, as JAX's
+            own are. Committed ones would compile the caller's programs twice, the second time for
+            weights that an update had made committed.
         """
         alone = mesh.size == 1
         leaves, tree = jax.tree.flatten(inputs)

@@ -1,6 +1,7 @@
 """Continuous batching inside one program, for rollouts of more rows than slots.
 
-`rollout.generate` gives every row a slot, so the batch waits for its longest row. Here a free slot takes the next row:
+`rollout.generate` gives every row a slot, so the batch waits for its longest row. Here a free slot
+takes the next row:
 
     prefill   prompts of a group, without their last tokens     `rollout.prefill_heads`, into a state of its own
     fork      the group's rows choose their first tokens        `rollout.fork`, likewise
@@ -8,9 +9,9 @@
     insert    the group into these slots                        every array of a slot is replaced
     decode    until the next group has slots                    `decode.decode_loop`
 
-A group is an eighth of the slots. A pass reads all weights, for one row as for many, so rows do not come one by one.
-While a group waits, half of its slots are idle on average. Groups of one size have static shapes, and the loop over
-them needs no branch: XLA may copy caches that pass through one.
+A group is an eighth of the slots. A pass reads all weights, for one row as for many, so rows do not
+come one by one. While a group waits, half of its slots are idle on average. Groups of one size have
+static shapes, and the loop over them needs no branch: XLA may copy caches that pass through one.
 
 Prompts are prefilled beside the batch and not in its slots, for three reasons:
 
@@ -18,7 +19,8 @@ Prompts are prefilled beside the batch and not in its slots, for three reasons:
 - Nothing of an earlier row is left in a slot, neither step numbers nor a NaN in its caches.
 - A prompt is prefilled once for all of its samples, in whatever groups they are.
 
-The price is memory: caches of an eighth more rows during a prefill, and with samples another eighth always.
+The price is memory: caches of an eighth more rows during a prefill, and with samples another eighth
+always.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A rollout: pure functions from weights and prompts to results.
 
-Read `generate`. Its parts are `prefill_heads`, which prefills every prompt once; `fork`, where the samples of a prompt
-part; and `result_of`. A `RolloutPlan` has all that is static. `refill` has fewer slots than rows, `arguments` makes
-the inputs of the functions, and `programs` compiles them.
+Read `generate`. Its parts are `prefill_heads`, which prefills every prompt once; `fork`, where the
+samples of a prompt part; and `result_of`. A `RolloutPlan` has all that is static. `refill` has
+fewer slots than rows, `arguments` makes the inputs of the functions, and `programs` compiles them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class RolloutInputs(struct.PyTreeNode):
 
     Attributes:
       seeds: uint32 or typed PRNG keys, one for all rows or one for each, see `row_keys`.
-      count: number of rows without padding, if there are more rows than slots; None: every row has a slot.
+      count: number of rows without padding, if there are more rows than slots; None: every row has
+        a slot.
       starts: the first grammar state of each row, if there is a grammar.
       grammar: of all rows.
     """
@@ -251,8 +252,8 @@ def empty_state(
 def row_keys(seeds: Array, rows: int) -> Array:
     """Return the key of each row, from its own seed, or from its number and one seed for all.
 
-    It is a separate program, so that the large ones are not compiled for each kind of seeds. Keys of rows
-    are returned unchanged.
+    It is a separate program, so that the large ones are not compiled for each kind of seeds. Keys
+    of rows are returned unchanged.
     """
     is_key = jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key)
     if seeds.ndim:

@@ -4,13 +4,15 @@
     sampler = jaxspec.Sampler(pair, max_new_tokens=64)
     result = sampler(pair.target.params, pair.drafter.params, [[2, 17, 5]], Sampling(temperature=1.0), seeds=0)
 
-A `Sampler` has the static part: model definitions, the number of new tokens, program features. Weights, prompts,
-sampling values and seeds are arguments: new values compile nothing. Inside a jitted function of your own the same
-call traces the same program. Stop texts and streaming need the host and are refused there.
+A `Sampler` has the static part: model definitions, the number of new tokens, program features.
+Weights, prompts, sampling values and seeds are arguments: new values compile nothing. Inside a
+jitted function of your own the same call traces the same program. Stop texts and streaming need the
+host and are refused there.
 
-Every prompt is prefilled once, up to its last token. Then the state is repeated for each sample, and each sample
-prefills the last token and goes its own way. With `batch_size` rows take turns in fewer slots, all inside the program,
-see `refill`. `engine.Engine` is for requests of many kinds that come at any time.
+Every prompt is prefilled once, up to its last token. Then the state is repeated for each sample,
+and each sample prefills the last token and goes its own way. With `batch_size` rows take turns in
+fewer slots, all inside the program, see `refill`. `engine.Engine` is for requests of many kinds
+that come at any time.
 """
 
 from __future__ import annotations
@@ -56,18 +58,18 @@ class Sampler:
     """Generates from a target and at most one drafter.
 
     Args:
-      target: a pair, as `load` returns it. Or a loaded model, or its definition alone, which suppresses
-        nothing and has no stop ids of its own.
+      target: a pair, as `load` returns it. Or a loaded model, or its definition alone, which
+        suppresses nothing and has no stop ids of its own.
       drafter: likewise; None decodes without drafts. A pair brings its own.
       max_new_tokens: most tokens of a row; a call may set less for each row.
       num_samples: samples of each prompt.
-      batch_size: slots. A call with more rows starts the next ones as others finish, see `refill`. None:
-        every row has a slot.
+      batch_size: slots. A call with more rows starts the next ones as others finish, see `refill`.
+        None: every row has a slot.
       stop_ids: generation ends with (and keeps) the first of these; None for the checkpoint's own.
       drafting: how to draft and to verify drafts.
       program_features: what rows may ask for, such as penalties and log-probabilities.
-      dtype: "float32" or "bfloat16" to decode in. Each call casts the params first, and holds the copy
-        while it runs. None: params must have the dtype of the models.
+      dtype: "float32" or "bfloat16" to decode in. Each call casts the params first, and holds the
+        copy while it runs. None: params must have the dtype of the models.
 
     Raises:
       ConfigError: the drafter does not fit the target.
@@ -147,13 +149,13 @@ class Sampler:
         """Return sampling parameters for `rows` rows: one value for all of them, or one a row.
 
         Args:
-          values: temperature (0: greedy), top_k (0: off), top_p, min_p; with penalties, repetition_penalty,
-            presence_penalty and frequency_penalty; with num_biases, bias_ids and bias_values, [rows, N]
-            each, padded with id -1. A bias of -inf bans.
+          values: temperature (0: greedy), top_k (0: off), top_p, min_p; with penalties,
+            repetition_penalty, presence_penalty and frequency_penalty; with num_biases, bias_ids
+            and bias_values, [rows, N] each, padded with id -1. A bias of -inf bans.
 
         Raises:
-          ValueError: a value is out of range, has another number of rows, or needs a feature that this
-            sampler lacks.
+          ValueError: a value is out of range, has another number of rows, or needs a feature that
+            this sampler lacks.
         """
         return sampling_params(self.spec, rows, values)
 
@@ -173,22 +175,25 @@ class Sampler:
         """Generate R = B * num_samples rows.
 
         Args:
-          target_params, drafter_params: from `load` or a training step, as `trees.flat_params` takes them.
-            They are not donated.
-          prompts: padded ids and their lengths; an array without padding; or, outside of jit, sequences
-            of ids.
+          target_params, drafter_params: from `load` or a training step, as `trees.flat_params`
+            takes them. They are not donated.
+          prompts: padded ids and their lengths; an array without padding; or, outside of jit,
+            sequences of ids.
           sampling: of all rows; or parameters of R rows, see `sampling`. None is greedy.
-          seeds: one integer from 0 to 2**32 - 1 or typed key, or R of them. With one for all, row i has
-            the key `fold_in(key(seed), i)`, as request i of an engine has. A row draws by its key alone.
+          seeds: one integer from 0 to 2**32 - 1 or typed key, or R of them. With one for all, row i
+            has the key `fold_in(key(seed), i)`, as request i of an engine has. A row draws by its
+            key alone.
           max_new_tokens: of each row, instead of the sampler's.
           stop_ids: [R, I] instead of the sampler's, padded with -1.
-          stop_at: one for all rows or one a row, for stop texts: `tokenizer.stop_at_text` makes one. The
-            host calls it every 16 steps.
-          grammar: form of the replies, as tables of `grammars.tables.automaton`, one for all prompts or one
-            for each. Its stop ids end rows too. A `Grammar` is refused: it needs the host.
+          stop_at: one for all rows or one a row, for stop texts: `tokenizer.stop_at_text` makes
+            one. The host calls it every 16 steps.
+          grammar: form of the replies, as tables of `grammars.tables.automaton`, one for all
+            prompts or one for each. Its stop ids end rows too. A `Grammar` is refused: it needs the
+            host.
 
         Raises:
-          ValueError: params, prompts, sampling or seeds do not fit; every difference in params is named.
+          ValueError: params, prompts, sampling or seeds do not fit; every difference in params is
+            named.
         """
         target_params, drafter_params = self._accept(target_params, drafter_params)
         arguments = (prompts, sampling, seeds, max_new_tokens, stop_ids, grammar)

@@ -4,8 +4,8 @@
     logprobs = jaxspec.score(sampler, params, (prompts, result), sampling)
     ratio = jnp.exp(logprobs.sampled - result.logprobs.sampled)    # 1, until params change
 
-Read `score`, then `Sequences`. One pass of the target computes the hidden states of all texts, without caches. Logits
-are computed and adjusted a chunk at a time, as the sampler adjusts them.
+Read `score`, then `Sequences`. One pass of the target computes the hidden states of all texts,
+without caches. Logits are computed and adjusted a chunk at a time, as the sampler adjusts them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Sequences(struct.PyTreeNode):
       positions: of each token in its own text.
       texts: the text of each token; -1 is padding. The tokens of a text are adjacent.
       generated: whether a token was generated. Others belong to a prompt or a tool's answer.
-      places: the column of each scored token; T or more is none. None scores every column, and M is T.
+      places: the column of each scored token; T or more is none. None scores every column, and M is
+        T.
       packed: whether a row may have several texts.
     """
 
@@ -149,8 +150,8 @@ class Sequences(struct.PyTreeNode):
     ) -> Sequences:
         """Return texts side by side in rows, each in the first row with enough free columns.
 
-        Scores have the shape of the rows: those of text i are `scores[sequences.texts == i]`, with 0 for
-        its prompt.
+        Scores have the shape of the rows: those of text i are `scores[sequences.texts == i]`, with
+        0 for its prompt.
 
         Args:
           texts: ids of the prompt and of the generated tokens, for each.
@@ -201,29 +202,31 @@ def score(
 ) -> Logprobs:
     """Return the log-probability of each generated token under the target, and under the sampled distribution.
 
-    Both have gradients in `params`. Filters count as constant masks. The function runs inside a jitted
-    function of yours too, and compiles once for each shape.
+    Both have gradients in `params`. Filters count as constant masks. The function runs inside a
+    jitted function of yours too, and compiles once for each shape.
 
     Args:
-      model: the sampler that generated the tokens, for its suppressed tokens and features. Or a pair, a
-        loaded target, or a model definition, which suppresses nothing.
+      model: the sampler that generated the tokens, for its suppressed tokens and features. Or a
+        pair, a loaded target, or a model definition, which suppresses nothing.
       params: the target's, as `trees.flat_params` takes them.
       sequences: the texts; or the prompts and the result of a sampler's call.
       sampling: of all texts; or parameters of one row for each text, as `Sampler.sampling` returns
         them. None is greedy.
-      program_features: of a model that is not a sampler, such as a `logits_fn`; None for what `sampling` needs.
+      program_features: of a model that is not a sampler, such as a `logits_fn`; None for what
+        `sampling` needs.
       dtype: "float32" or "bfloat16" to compute in. Params are cast to it, and gradients come in the
         params' own. None is the sampler's `dtype`; without one, params must have the model's dtype.
-      remat: whether the backward pass computes each layer again, for a third more work and the memory of
-        one layer.
+      remat: whether the backward pass computes each layer again, for a third more work and the
+        memory of one layer.
       chunk: tokens whose logits are in memory at once; None for all.
 
     Returns:
-      `target` and `sampled`, in the shape that the method of `Sequences` states, 0 where nothing is scored.
-      With `top_logprobs` in `program_features`, `top_ids` and `top_values` have the target's best tokens at each
-      position.
-      `sampled` is 0 for greedy texts, as in a sampler's result. A token that the filters exclude has -inf.
-      In float32 they differ from those of the sampler by up to 3e-5 for a trained model, by rounding in the logits.
+      `target` and `sampled`, in the shape that the method of `Sequences` states, 0 where nothing is
+      scored. With `top_logprobs` in `program_features`, `top_ids` and `top_values` have the
+      target's best tokens at each position.
+      `sampled` is 0 for greedy texts, as in a sampler's result. A token that the filters exclude
+      has -inf. In float32 they differ from those of the sampler by up to 3e-5 for a trained model,
+      by rounding in the logits.
 
     Raises:
       ValueError: params, sequences or sampling do not fit each other.

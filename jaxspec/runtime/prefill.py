@@ -1,8 +1,8 @@
 """Prefill passes: the chunks of prompts, and the chunks that share a pass.
 
-Read `Shapes`, then `PrefillPlanner`. Each shape of a pass, rows times width, is a program to compile, so there
-are few. The time of a pass depends on its tokens, padding included. Up to `balance_tokens` of them the device is
-busy reading weights.
+Read `Shapes`, then `PrefillPlanner`. Each shape of a pass, rows times width, is a program to
+compile, so there are few. The time of a pass depends on its tokens, padding included. Up to
+`balance_tokens` of them the device is busy reading weights.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def rows_bucket(count: int, mesh: Mesh) -> int:
 def default_read_ahead(slots: int, mesh: Mesh) -> int:
     """Return the rows to prefill ahead of free slots: twice those of one pass of 128 tokens a row.
 
-    0 with one slot, which no other row shares; on a CPU, where all passes take as long for a token; and
-    if slots are split over devices, since a row is copied within one.
+    0 with one slot, which no other row shares; on a CPU, where all passes take as long for a token;
+    and if slots are split over devices, since a row is copied within one.
     """
     if slots == 1 or on_cpu(mesh) or mesh.shape["data"] > 1:
         return 0
@@ -78,8 +78,8 @@ def full_pass(mesh: Mesh, max_prefill_tokens: int | None) -> int:
     On a CPU arithmetic binds from the start, so passes are small.
 
     Args:
-      max_prefill_tokens: prompt tokens after which rows decode on; None for no bound. A pass has no more
-        than that, or `SHARED_PREFILL`.
+      max_prefill_tokens: prompt tokens after which rows decode on; None for no bound. A pass has no
+        more than that, or `SHARED_PREFILL`.
     """
     full = SHARED_PREFILL if on_cpu(mesh) else FULL_PASS
     if max_prefill_tokens is not None:
@@ -90,7 +90,8 @@ def full_pass(mesh: Mesh, max_prefill_tokens: int | None) -> int:
 def balance_tokens(target: ModelDef) -> float:
     """Return the number of tokens whose arithmetic takes as long as reading the weights.
 
-    184 for a dense model. A mixture of experts reads all experts and computes with few: 1,215 for 26B-A4B.
+    184 for a dense model. A mixture of experts reads all experts and computes with few: 1,215 for
+    26B-A4B.
     """
     config, declared = target.config, target.declared()
     read = products = 0.0
@@ -112,8 +113,8 @@ class Shapes:
 
     Attributes:
       slots: of the batch.
-      full: tokens of a pass that many waiting prompts share; see `full_pass`. If it is `SHARED_PREFILL`,
-        the shapes of the passes over a prompt follow from its own length alone.
+      full: tokens of a pass that many waiting prompts share; see `full_pass`. If it is
+        `SHARED_PREFILL`, the shapes of the passes over a prompt follow from its own length alone.
       longest: most tokens of a pass if there is one slot.
       balance: tokens whose arithmetic takes as long as reading the weights; see `balance_tokens`.
     """
@@ -169,8 +170,8 @@ class Shapes:
     def next_pass(self, left: Mapping[int, int]) -> tuple[int, int, list[int]]:
         """Return the rows, the width and the slots of the next pass.
 
-        A pass takes the slots in their order. Its width is the one of the most tokens for its cost. If all
-        tokens that are left fit one full pass, it is the width of the lowest total cost.
+        A pass takes the slots in their order. Its width is the one of the most tokens for its cost.
+        If all tokens that are left fit one full pass, it is the width of the lowest total cost.
 
         Args:
           left: tokens of each slot that are not prefilled yet.
@@ -214,8 +215,8 @@ class Shapes:
     def min_free_slots(self, waiting: Iterable[int]) -> int:
         """Return the free slots for which decoding should stop; 0 if no prompt waits.
 
-        A pass takes about as long for one prompt as for all that fill it. So slots wait for each other, an
-        eighth of them at most.
+        A pass takes about as long for one prompt as for all that fill it. So slots wait for each
+        other, an eighth of them at most.
 
         Args:
           waiting: tokens of the waiting prompts, the first one first.
@@ -284,7 +285,8 @@ class PrefillPlanner:
     """Plans prefill passes over the prompts of slots. More prompts may come between two passes.
 
     Attributes:
-      pending: by slot, prompts that are not prefilled to the end, and the number of tokens that are.
+      pending: by slot, prompts that are not prefilled to the end, and the number of tokens that
+        are.
       stops: by slot, positions where a pass has to end.
       last_ends: by slot of the newest pass, the number of prefilled tokens after it.
     """

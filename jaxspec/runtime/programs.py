@@ -32,7 +32,8 @@ def options_of_loops(mesh: Mesh) -> dict[str, Any]:
 class Compiler:
     """Compiles programs one after the other in a thread. On a GPU compilation tunes kernels by timing them.
 
-    Python does not wait for the thread at exit, so a server that is stopped while it loads ends at once.
+    Python does not wait for the thread at exit, so a server that is stopped while it loads ends at
+    once.
     """
 
     def __init__(self) -> None:
@@ -91,8 +92,9 @@ class Programs:
           function: takes a state and returns the next one, which gets the old one's memory.
           donate: the index of the state in `args`; None: no argument is donated.
           spec: the function's first argument, before `args`; None: it takes none.
-          sizes: of the output that the program returns beside the state. Then `OutputRequest.known` is the
-            last argument, and the function does not take it. None: the program returns the state alone.
+          sizes: of the output that the program returns beside the state. Then `OutputRequest.known`
+            is the last argument, and the function does not take it. None: the program returns the
+            state alone.
           loops: whether the function is a loop of steps without a callback to the host.
           compiler: compiles a new program; a later call returns it. None: this call compiles it.
 

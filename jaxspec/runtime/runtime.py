@@ -1,7 +1,8 @@
 """The runtime: compiled programs of the algorithm, and the shapes that they are compiled for.
 
-`decode` has the algorithm for a batch of slots. This module chooses its shapes. Read `Runtime`. It has
-slots and knows no requests. Shapes are buckets, so that a handful of programs serves every prompt:
+`decode` has the algorithm for a batch of slots. This module chooses its shapes. Read `Runtime`. It
+has slots and knows no requests. Shapes are buckets, so that a handful of programs serves every
+prompt:
 
     rows      powers of two, for every part of a mesh's data axis      `prefill.rows_bucket`
     chunks    prompts are fed in passes of a few shapes                `prefill.Shapes`
@@ -149,9 +150,10 @@ class Runtime:
     Args:
       batch_size: slots; a multiple of the mesh's data axis, see `rows_bucket`.
       cache_length: positions of a slot, for prompt, new tokens and one step's tokens.
-      read_ahead: rows of a second state, in which prompts are prefilled. 0: slots prefill their own.
-      max_prefill_tokens: prompt tokens that are prefilled before rows decode on. No pass has more, see
-        `prefill.full_pass`. None: no bound.
+      read_ahead: rows of a second state, in which prompts are prefilled. 0: slots prefill their
+        own.
+      max_prefill_tokens: prompt tokens that are prefilled before rows decode on. No pass has more,
+        see `prefill.full_pass`. None: no bound.
       invariant: whether the shapes of all passes over a row follow from its own prompt alone.
       programs: compiled programs to share; None for its own.
     """
@@ -355,7 +357,8 @@ class Runtime:
 
         Args:
           output: the output to return beside the next state; None: none.
-          slots: the only slots to compute, see `row_subset.fill`. No other may be active. None: all.
+          slots: the only slots to compute, see `row_subset.fill`. No other may be active. None:
+            all.
         """
         inputs = (np.int32(max_steps), np.int32(until_active))
         inputs = self.as_inputs(inputs if slots is None else (*inputs, slots))
@@ -436,8 +439,8 @@ class Runtime:
 
         Args:
           spec: a variant of the runtime's own; None for that one.
-          sizes: of the output beside the state. Then `OutputRequest.known` is the last input. None: the
-            program returns the state alone.
+          sizes: of the output beside the state. Then `OutputRequest.known` is the last input. None:
+            the program returns the state alone.
         """
         function, spec = _FUNCTIONS[phase], self.spec if spec is None else spec
         chunk = inputs[0].tokens.shape if isinstance(inputs[0], PrefillChunk) else ()

@@ -1,7 +1,7 @@
 """Output of a step: what rows gained since the host last fetched it.
 
-Read `OutputRequest`, then `pack`. The program that makes the output packs it too, into few arrays. A
-separate program would cost the host most of a millisecond on a GPU. Only new tokens are fetched.
+Read `OutputRequest`, then `pack`. The program that makes the output packs it too, into few arrays.
+A separate program would cost the host most of a millisecond on a GPU. Only new tokens are fetched.
 """
 
 from __future__ import annotations

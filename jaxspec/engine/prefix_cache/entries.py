@@ -69,9 +69,9 @@ class Entry:
     """Contents of a row after some tokens.
 
     Attributes:
-      reach: positions that were ever written into the snapshot's rings. A row that was restored from a longer entry
-        still has that entry's positions there. So its own entry may be shortened by less than an entry of the
-        same length that was prefilled from the start.
+      reach: positions that were ever written into the snapshot's rings. A row that was restored
+        from a longer entry still has that entry's positions there. So its own entry may be
+        shortened by less than an entry of the same length that was prefilled from the start.
       is_spare: whether it is unused, and where a pass ended by chance.
       index: of its snapshot in the pool; None if the entry is in host memory.
       host: the snapshot there.

@@ -22,8 +22,8 @@ class PrefillProgress:
     Attributes:
       row: of the prompt; None before it has one.
       position: tokens of the prompt that are prefilled.
-      reach: positions that were ever written into the row's rings; more than `position` after a longer entry was
-        copied into the row.
+      reach: positions that were ever written into the row's rings; more than `position` after a
+        longer entry was copied into the row.
       stops: positions where a pass has to end, and an entry is made.
       version: of the store at the begin.
       made: entries of the row so far. They are dropped if its numbers turn out not to be finite.
@@ -61,8 +61,8 @@ class PrefixPlanner:
     def ready(self, waiting: Iterable[Request], count: int) -> list[Request]:
         """Return the first requests that gain nothing by waiting, at most `count`.
 
-        The others share a prefix with a prompt that is being prefilled, or is among these. Its passes are cut
-        where they part.
+        The others share a prefix with a prompt that is being prefilled, or is among these. Its
+        passes are cut where they part.
         """
         requests = list(waiting)
         self._prompts = {

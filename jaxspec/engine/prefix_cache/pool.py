@@ -1,7 +1,7 @@
 """The arrays of stored prefixes, and the programs that copy rows into them and back.
 
-Read `keep` and `restore`. The number of blocks is an input of both, so that each is one program for all
-lengths. The pool is donated to `keep`, and the state to `restore`.
+Read `keep` and `restore`. The number of blocks is an input of both, so that each is one program for
+all lengths. The pool is donated to `keep`, and the state to `restore`.
 """
 
 from __future__ import annotations

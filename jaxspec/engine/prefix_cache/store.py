@@ -154,7 +154,8 @@ class Store:
         """Count a prompt that is about to be prefilled, and remember it.
 
         Returns:
-          The entry for it, and the number of its tokens, in whole blocks, that an earlier prompt had too.
+          The entry for it, and the number of its tokens, in whole blocks, that an earlier prompt
+          had too.
         """
         shared = 0
         for shared, key in enumerate((*prompt.keys, None)):  # noqa: B007
