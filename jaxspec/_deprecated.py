@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 MODULES = {
     "jaxspec.chat": "jaxspec.text.chat",
@@ -62,26 +66,32 @@ def forward(module: str, name: str) -> Any:
     new = NAMES.get(module, {}).get(name)
     if new is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    _warn(f"{module}.{name}", new)
+    warn_renamed(f"{module}.{name}", new)
     home, _, attribute = new.rpartition(".")
     return getattr(importlib.import_module(home), attribute)
 
 
-def renamed(old: str, new: str, value: Any, default: Any, old_value: Any) -> Any:
-    """Return the value of a keyword argument that has a new name, and warn if it came by the old one.
+def renamed_keywords(**new_names: str) -> Callable[[Function], Function]:
+    """Decorate a function whose keyword arguments have new names, so that the old ones still work.
 
     Args:
-      old_value: what came by the old name. None: nothing.
-
-    Raises:
-      TypeError: both were passed.
+      new_names: the new name, by the old one.
     """
-    if old_value is None:
-        return value
-    if value is not default:
-        raise TypeError(f"{old} is the old name of {new}; pass {new} alone")
-    _warn(f"{old}=", f"{new}=")
-    return old_value
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in new_names.keys() & kwargs:
+                new = new_names[old]
+                if new in kwargs:
+                    raise TypeError(f"{old} is the old name of {new}; pass {new} alone")
+                warn_renamed(f"{old}=", f"{new}=")
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return cast(Function, call)
+
+    return decorate
 
 
 def new_name(module: str) -> str | None:
@@ -119,7 +129,7 @@ class _Loader:
 
     def exec_module(self, module: ModuleType) -> None:
         new = importlib.import_module(self.new)
-        _warn(module.__name__, self.new)
+        warn_renamed(module.__name__, self.new)
 
         def __getattr__(name: str) -> Any:
             is_renamed = name in NAMES.get(module.__name__, {})
@@ -129,7 +139,8 @@ class _Loader:
         module.__dict__["__getattr__"] = __getattr__
 
 
-def _warn(old: str, new: str) -> None:
+def warn_renamed(old: str, new: str) -> None:
+    """Warn at the line of the user, who used an old name."""
     message = f"{old} is now {new}; the old name goes in the next release"
     # The warning names the caller's line, past this package and what checks its types. Python itself
     # leaves the import system out of the count.

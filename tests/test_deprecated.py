@@ -63,6 +63,30 @@ def test_the_warning_points_at_the_line_that_uses_the_old_name() -> None:
     assert [w.filename for w in caught] == [__file__]
 
 
+def test_old_keywords_are_passed_on_by_their_new_names() -> None:
+    @_deprecated.renamed_keywords(extras="program_features")
+    def function(*, program_features: int = 0) -> int:
+        return program_features
+
+    with pytest.warns(DeprecationWarning, match="extras= is now program_features="):
+        assert function(extras=3) == 3  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="extras is the old name of program_features"):
+        function(extras=3, program_features=3)  # pyright: ignore[reportCallIssue]
+    assert function(program_features=2) == 2
+
+
+def test_old_keywords_and_attributes_of_the_library_work() -> None:
+    pair = jaxspec.load()
+    with pytest.warns(DeprecationWarning, match="LoadedModel.graph is now"):
+        assert pair.target.graph is pair.target.model_def
+    with pytest.warns(DeprecationWarning, match="extras= is now program_features="):
+        sampler = jaxspec.Sampler(pair, max_new_tokens=2, extras=jaxspec.ProgramFeatures())  # pyright: ignore[reportCallIssue]
+    with pytest.warns(DeprecationWarning, match="extras= is now program_features="):
+        engine = jaxspec.Engine(*pair, cache_length=64, extras=jaxspec.ProgramFeatures())  # pyright: ignore[reportCallIssue]
+    assert isinstance(sampler, jaxspec.Sampler)
+    assert engine.spec.program_features == jaxspec.ProgramFeatures()
+
+
 def test_a_name_that_never_was_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="module 'jaxspec' has no attribute 'nothing'"):
         _ = jaxspec.nothing  # pyright: ignore[reportAttributeAccessIssue]

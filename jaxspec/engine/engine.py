@@ -22,6 +22,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxspec._deprecated import renamed_keywords
 from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.prefix_cache.entries import PrefixStats
 from jaxspec.engine.prefix_cache.pool import Pool
@@ -89,6 +90,7 @@ class Engine:
       DeviceMemoryError: the devices cannot hold all of this. Nothing was allocated.
     """
 
+    @renamed_keywords(extras="program_features")
     def __init__(
         self,
         target: LoadedModel,
@@ -178,6 +180,7 @@ class Engine:
         self._begin()
 
     @classmethod
+    @renamed_keywords(extras="program_features")
     def fitting(
         cls,
         target: LoadedModel,

@@ -28,6 +28,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from jaxspec._deprecated import renamed_keywords
 from jaxspec.engine.request import num_kept_tokens
 from jaxspec.options import Drafting, FieldError, ProgramFeatures, Sampling, at_least
 from jaxspec.rollout.arguments import is_inside_jit, is_traced, make_inputs, pad_inputs, token_ids
@@ -76,6 +77,7 @@ class Sampler:
       FieldError: a number is out of range, or options do not fit each other.
     """
 
+    @renamed_keywords(extras="program_features")
     def __init__(
         self,
         target: Models | LoadedModel | ModelDef,

@@ -23,6 +23,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jaxspec._deprecated import renamed_keywords
 from jaxspec.models.target import Placement, Target
 from jaxspec.options import ProgramFeatures, Sampling
 from jaxspec.rollout.arguments import is_traced
@@ -189,6 +190,7 @@ class Sequences(struct.PyTreeNode):
         return cls(*map(jnp.asarray, (tokens, positions, owner, generated)), packed=True)
 
 
+@renamed_keywords(extras="program_features")
 def score(
     model: Sampler | Models | LoadedModel | ModelDef,
     params: Any,

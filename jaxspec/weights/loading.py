@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from checkpoints_convert import hf_io
 from checkpoints_convert.errors import CheckpointError
+from jaxspec._deprecated import warn_renamed
 from jaxspec.configs.base import GenerationDefaults
 from jaxspec.quantised import QuantisedArray
 from jaxspec.registry import Family, ModelConfig, families
@@ -48,6 +49,12 @@ class LoadedModel:
         size = sum(weight.size for weight in self.model_def.abstract_params().values())
         name = f"{self.source}: {self.model_def.module.__name__}"
         return f"LoadedModel({name}, {size / 1e6:,.1f}M {self.model_def.dtypes})"
+
+    @property
+    def graph(self) -> ModelDef:
+        """The old name of `model_def`."""
+        warn_renamed("LoadedModel.graph", "LoadedModel.model_def")
+        return self.model_def
 
     def with_params(self, params: Any) -> LoadedModel:
         """Return the model with other weights, such as trained ones, as `trees.flat_params` takes them.

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxspec._deprecated import renamed_keywords
 from jaxspec.quantised import QuantisedArray
 from jaxspec.quantised.array import named_arrays
 from jaxspec.shapes import Params
@@ -147,6 +148,7 @@ class KnownParams:
         return {name: arrays[i] for name, i in self._samples[role].items()}
 
 
+@renamed_keywords(graph="model_def")
 def place_params(params: Any, model_def: ModelDef, mesh: Mesh) -> Params:
     """Move weights from any mesh to where decoding needs them.
 
