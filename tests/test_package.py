@@ -98,8 +98,8 @@ def test_the_files_that_a_document_names_exist(document: str):
             if line.startswith(" "):
                 named += [folder + name for name in names]
             else:
-                (folder,) = names
-                named.append(folder)
+                folder = names[0]
+                named += names
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
