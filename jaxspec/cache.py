@@ -3,8 +3,8 @@
 Each array of a cache is [B, K, S, H]. Heads come before positions, because XLA transposes the other
 order at the edge of the decode loop. The cache of a full layer holds every position. The cache of a
 sliding layer is a ring of R slots, in which position p is in slot p mod R. Nothing is ever erased.
-The number of written positions tells which position a slot holds. To roll back rejected tokens, the
-caller keeps the old length.
+The number of written positions tells which position a slot holds. Rejected
+tokens are rolled back by a length that does not count them.
 
 A ring has at least `slack` more slots than its window. A pass may therefore write up to `slack`
 tokens before it reads, and any of these tokens may be rejected. No write hides a key that a later

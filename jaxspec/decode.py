@@ -193,8 +193,7 @@ def decode_loop(
     return rows if slots is None else put_rows(state, rows)
 
 
-# --- the parts of a step
-# -----------------------------------------------------------------------------
+# --- the parts of a step --------------------------------------------------------------------------
 
 
 def propose(target: Target, drafter: AnyDrafter, spec: DecodeSpec, state: DecodeState) -> Draft:

@@ -78,7 +78,8 @@ def is_quantised(parts: Parts, configured: bool) -> bool:
     """Return whether the tensors of a module are a quantised weight, valid or not.
 
     Args:
-      configured: whether the config announces any. Codes without scales are some then.
+      configured: whether the config has a quantisation. Then codes without scales count as a
+        quantised weight, too.
     """
     if any(part != "weight" and part in parts for part in (*WEIGHTS, *SCALES)):
         return True

@@ -160,7 +160,7 @@ class Scheduler:
 
     @property
     def _min_free_slots(self) -> int:
-        """Free slots for which decoding stops to prefill prompts; 0 if no request waits."""
+        """Number of free slots at which decoding stops for a prefill; 0 if no request waits."""
         lengths = (len(request.prompt_ids) for request in self.waiting)
         return self.runtime.shapes.min_free_slots(lengths)
 

@@ -183,9 +183,8 @@ class Target(nnx.Module):
           slots: the cache row of each batch row; None: row i has cache row i.
           feature_layers: layers whose outputs are returned.
           logit_rows: the rows of T to compute logits for; None: all.
-          only_logit_rows: whether no other row's hidden state is wanted. Layers behind the last one
-            with keys and values of its own, and behind the last of `feature_layers`, then compute
-            these rows alone.
+          only_logit_rows: whether no other row's hidden state is wanted. The last layers, which
+            share keys and values and have no features, then compute these rows alone.
           ancestors: for a tree; [b, i, j] is whether j is i itself or on i's way up to the root. A
             token stands as many positions past `start` as it has ancestors. The caches are read but
             not written. `keep_rows` writes them after acceptance.

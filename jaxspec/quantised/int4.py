@@ -13,7 +13,8 @@ nothing. Each output of nvfp4 has a float32 factor, which puts its e4m3 scales w
 their bits.
 
 Files may have scales of another dtype, and a group size of their own. Each such combination is a
-format: "int4-g128-float16-zeros". `from_source` makes weights of what files hold.
+format: "int4-g128-float16-zeros". `from_int4` and `from_float4` make
+weights of the arrays of a file.
 
 `pallas_kernels.int4_matmul` multiplies. `pallas_kernels.int4_matmul.coding` says how codes are packed.
 """

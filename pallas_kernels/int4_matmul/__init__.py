@@ -4,7 +4,8 @@
 |---|---|
 | `coding.py` | the stored arrays |
 | `reference.py` | the product in plain JAX |
-| `dequantise.py` | codes to numbers inside of kernels |
+| `dequantise.py`, `dequantise_mosaic.py` | codes to numbers inside of kernels |
+| `operand.py` | the weight of a Triton kernel, in blocks of inputs |
 | `triton.py` | the kernel for most GPUs |
 | `small_m.py`, `mma.py`, `mosaic.py` | kernels for Hopper: very few, few and many rows |
 | `tuning.py` | tile sizes |
@@ -155,9 +156,9 @@ def gated(
     Args:
       x: rows.
       weight: gate and up side by side: codes [K / 64, 2, F, 32], scales [K / group, 2, F].
-      implementation: "mosaic" has one kernel for all. It needs up to 8 rows, and otherwise the same
-        as in `linear`. "auto" takes it where it can run and is faster, and the kernels of `linear`
-        elsewhere. "reference" takes none.
+      implementation: "mosaic" is one kernel for products and activation, for up to 8 rows and the
+        weights that `linear` takes. "auto" chooses it where it runs and is faster, and otherwise
+        the kernels of `linear`. "reference" is plain JAX.
       config: of that kernel; None takes it from `tuning.py`.
       others: as in `linear`.
 

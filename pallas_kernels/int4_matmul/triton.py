@@ -48,7 +48,8 @@ class TileConfig:
         """Return a config whose outputs, splits and steps divide these outputs and blocks of inputs.
 
         Args:
-          last_may_reach_past: the last step may; then only splits divide steps.
+          last_may_reach_past: whether the last step may reach past the inputs. Then splits divide the
+            number of steps, and steps need not divide the blocks.
         """
         if last_may_reach_past:
             steps = TileConfig.dividing(self, outputs, -(-blocks // self.unroll))

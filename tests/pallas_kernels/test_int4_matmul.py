@@ -51,8 +51,7 @@ def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-# --- codes
-# -------------------------------------------------------------------------------------------
+# --- codes ----------------------------------------------------------------------------------------
 
 
 def test_the_options_name_every_format_of_loading():
@@ -128,8 +127,7 @@ def test_no_number_moves_by_more_than_half_a_step_of_its_group(format):
     assert not np.asarray(quantise(jnp.zeros((64, 2)), format, (0,)).dequantise()).any()
 
 
-# --- products
-# ----------------------------------------------------------------------------------------
+# --- products -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "int4-g128"])
@@ -477,8 +475,7 @@ def test_experts_read_codes_of_four_bits(format):
         experts(x, logits, scale, *wrong, top_k=3, coding=coding)
 
 
-# --- files
-# -------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def on_device(weight: quantised.QuantisedArray) -> quantised.QuantisedArray:
@@ -545,8 +542,7 @@ def test_files_that_do_not_fit_are_refused():
         from_float4(pairs, np.ones((4, 3), np.float32), **how)
 
 
-# --- meshes
-# ------------------------------------------------------------------------------------------
+# --- meshes ---------------------------------------------------------------------------------------
 
 
 def test_blocks_that_a_mesh_cannot_split_are_whole_everywhere():

@@ -880,8 +880,7 @@ def test_experts_of_few_tokens_run_as_many_blocks_as_they_are_cut_for(
     assert big_moves(compiled.as_text(), limit_bytes=64 << 20) == []  # no weight is copied
 
 
-# --- other GPUs
-# --------------------------------------------------------------------------------------
+# --- other GPUs -----------------------------------------------------------------------------------
 
 ON_OTHERS = pytest.mark.parametrize("chip", OTHERS, ids=lambda chip: chip.name)
 

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from jaxspec.commands.check.report import Report
 
 FLOOR = 0.3
-"""Least share of first drafts that must be accepted. Below it even a drafter that keeps its rate at
-every position adds less than 0.43 tokens a step, about the cost of drafting and verifying. Working
-drafters have 0.6 to 0.9, broken ones less than 0.1."""
+"""Least share of first drafts that must be accepted. With a rate of 0.3 at every position a drafter
+adds 0.43 tokens a step, which is about what drafting and verifying cost. Working drafters have 0.6
+to 0.9, broken ones less than 0.1."""
 
 UNUSED = ("target", "drafter", "distributed", "quantize_drafter", "quantize_draft_head")
-"""Model options that `check` lacks. It changes a drafter's weights, which must be numbers."""
+"""Model options that `check` does not have. Target and drafter are arguments. A quantised drafter is
+none, because `check` tries other weights of the drafter."""
 
 
 @dataclass(frozen=True)
