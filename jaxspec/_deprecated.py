@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any, TypeVar, cast
@@ -121,7 +122,7 @@ class Finder:
         return None if new is None else ModuleSpec(name, _Loader(new), is_package=True)
 
 
-class _Loader:
+class _Loader(Loader):
     """Load a module that has nothing of its own, and looks up every name in another one."""
 
     def __init__(self, new: str):

@@ -56,6 +56,7 @@ def _without_gradient(
 ) -> GenerateResult:
     target_params = constrain_params(target_params, plan.spec.target)
     if drafter_params is not None:
+        assert plan.spec.drafter is not None
         drafter_params = constrain_params(drafter_params, plan.spec.drafter)
     return generate(plan, None, target_params, drafter_params, inputs)
 
