@@ -554,7 +554,9 @@ def test_it_works_out_what_it_can(target: LoadedModel, drafter: LoadedModel) -> 
     assert [list(tokens) for _, tokens in done] == sampled.tokens.tolist()
     jitted = jax.jit(lambda t, d, seed: ask(t, d, jnp.asarray([PROMPTS[0]] * 2), seeds=seed))
     assert jitted(*weights, 7).tokens.tolist() == [greedy.tokens[0].tolist()] * 2
-    with pytest.raises(ValueError, match="presence_penalty was given, but the sampler was made"):
+    with pytest.raises(
+        ValueError, match="presence_penalty is 1, but the sampler was made without penalties=True"
+    ):
         ask(*weights, PROMPTS, Sampling(presence_penalty=1.0))
     with pytest.raises(ValueError, match=r"prompt 0 has the id 2\.5; expected whole numbers"):
         check_ids(

@@ -55,7 +55,7 @@ lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
 @settings(max_examples=30, deadline=None)
 @given(lengths=lengths, slots=st.sampled_from([1, 4, 32]), full=st.sampled_from([256, 512, 2048]))
 def test_every_token_is_read_once_and_in_order(lengths: list[int], slots: int, full: int) -> None:
-    shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192, reading=1215.0)
+    shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192, balance=1215.0)
     prompts = {slot: np.arange(length) for slot, length in enumerate(lengths[:slots])}
     read = dict.fromkeys(prompts, 0)
     known = shapes.all()
@@ -79,7 +79,7 @@ def test_every_token_is_read_once_and_in_order(lengths: list[int], slots: int, f
 @given(lengths=lengths)
 def test_small_passes_follow_from_a_prompts_own_length(lengths: list[int]) -> None:
     """What `invariant` promises: the same shapes in the same places, whoever waits."""
-    shapes = Shapes(64, mesh_of("gpu"), full=prefill.SHARED_PREFILL, longest=8192, reading=1215.0)
+    shapes = Shapes(64, mesh_of("gpu"), full=prefill.SHARED_PREFILL, longest=8192, balance=1215.0)
 
     def passes_of(prompts: dict[int, np.ndarray]) -> dict[int, list[tuple[Any, ...]]]:
         found: dict[int, list[tuple[Any, ...]]] = {slot: [] for slot in prompts}
@@ -97,7 +97,7 @@ def test_small_passes_follow_from_a_prompts_own_length(lengths: list[int]) -> No
 
 def test_prompts_that_wait_together_share_a_pass() -> None:
     """Of 26B-A4B: six prompts in one pass, where each by itself would take half as long as all."""
-    shapes = Shapes(32, mesh_of("gpu"), full=2048, longest=8192, reading=1215.0)
+    shapes = Shapes(32, mesh_of("gpu"), full=2048, longest=8192, balance=1215.0)
     waiting = {slot: np.zeros(length, int) for slot, length in enumerate((300, 400, 60, 200))}
     assert [chunk.tokens.shape for chunk in chunks(waiting, shapes)] == [(4, 512)]
     alone = [chunk.tokens.shape for chunk in chunks({0: waiting[0]}, shapes)]
@@ -111,7 +111,7 @@ def test_little_of_the_passes_over_a_stream_is_padding(
     full: int, slots: int, most_padding: float
 ) -> None:
     """Rows are refilled as prompts end, as an engine that reads ahead does."""
-    shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192, reading=1215.0)
+    shapes = Shapes(slots, mesh_of("gpu"), full=full, longest=8192, balance=1215.0)
     coming = [job.prompt_tokens for job in trace.generate(192, 7, None, 4096)]
     left: dict[int, int] = {}
     read = computed = number = 0
@@ -130,12 +130,12 @@ def test_little_of_the_passes_over_a_stream_is_padding(
 
 
 def test_decoding_stops_for_as_many_prompts_as_fill_a_pass() -> None:
-    shapes = Shapes(64, mesh_of("gpu"), full=2048, longest=8192, reading=1215.0)
+    shapes = Shapes(64, mesh_of("gpu"), full=2048, longest=8192, balance=1215.0)
     assert shapes.min_free_slots([]) == 0
     assert shapes.min_free_slots([100]) == 1
     assert shapes.min_free_slots([300] * 20) == 4
     assert shapes.min_free_slots([20] * 20) == 8  # never more than an eighth of the slots
-    few = Shapes(8, mesh_of("gpu"), full=2048, longest=8192, reading=1215.0)
+    few = Shapes(8, mesh_of("gpu"), full=2048, longest=8192, balance=1215.0)
     assert few.min_free_slots([300] * 20) == 1
 
 

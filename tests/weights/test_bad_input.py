@@ -483,12 +483,12 @@ from jaxspec.commands import interruption
 from jaxspec.weights import source
 from jaxspec.commands.convert import convert_command
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in a shell's background have not
-read = source.Source.read
+read = source.HFSource.read
 def slowly(self, *args):
     print("reading", flush=True)
     time.sleep(0.5)
     return read(self, *args)
-source.Source.read = slowly
+source.HFSource.read = slowly
 import sys
 sys.argv = ["convert", {str(target)!r}, {str(tmp_path / "ours")!r}]
 interruption.run(lambda: typer.run(convert_command))
