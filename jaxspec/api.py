@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Completion, Reason, Request, Update
+from jaxspec.jax_settings import check_devices, check_jax_settings
 from jaxspec.options import Drafting, FieldError, Sampling, at_least
 from jaxspec.rollout.batch import check_ids, is_conversation, is_one, is_sequence
 from jaxspec.runtime.runtime import Programs
@@ -439,7 +440,10 @@ def load(
 
     Raises:
       CheckpointError, ConfigError, FieldError: something is missing or wrong with one of them.
+      JaxSettingsError: JAX finds no device, or a setting of JAX forbids what every program does.
     """
+    check_jax_settings()
+    check_devices()
     source = drafter or ("none" if target else "dflash")
     known = (*BUNDLED_DRAFTERS, "none")
     if source not in known and "/" not in source and not Path(source).exists():

@@ -29,6 +29,15 @@ from jax.typing import ArrayLike
 from jaxspec.options import FieldError, ProgramFeatures
 from jaxspec.shapes import Array, Bool, Float, Int
 
+KEY_KIND = "threefry2x32"
+"""Of all keys. The default is a setting of JAX, and another kind draws for a row what depends on
+the rows beside it."""
+
+
+def make_key(seed: ArrayLike) -> Array:
+    """Return the key of a seed."""
+    return jax.random.key(seed, impl=KEY_KIND)
+
 
 class Adjustments(struct.PyTreeNode):
     """Changes to the logits of each row before temperature. They apply to greedy rows too."""

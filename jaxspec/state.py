@@ -22,7 +22,14 @@ from jax.typing import ArrayLike
 from jaxspec.drafters.base import AnyDrafter, Draft
 from jaxspec.models.target import Caches, Target, init_caches
 from jaxspec.options import Drafting, FieldError, ProgramFeatures, Tree, whole
-from jaxspec.sampling import NO_TOKEN, Logprobs, SamplingParams, TokenCounts, logprobs_of
+from jaxspec.sampling import (
+    NO_TOKEN,
+    Logprobs,
+    SamplingParams,
+    TokenCounts,
+    logprobs_of,
+    make_key,
+)
 from jaxspec.shapes import Array, Bool, Float, Int, Params, UInt32
 from jaxspec.verify import AcceptResult
 from jaxspec.weights.model_def import ModelDef
@@ -271,7 +278,7 @@ class Admission(struct.PyTreeNode):
 
 def row_keys(seeds: UInt32[Array, "b 2"]) -> Array:
     """Return the key of each row, from its seed and its sample number."""
-    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s[0]), s[1]))(seeds)
+    return jax.vmap(lambda s: jax.random.fold_in(make_key(s[0]), s[1]))(seeds)
 
 
 def init_state(
@@ -354,7 +361,7 @@ def _empty_state(
         max_new_tokens=zeros,
         stop_ids=jnp.full((batch, num_stop_ids), -1, jnp.int32),
         sampling=spec.sampling(batch),
-        keys=jax.random.split(jax.random.key(0), batch),
+        keys=jax.random.split(make_key(0), batch),
         guides=zeros + NO_GUIDE if spec.program_features.grammars else None,
     )
 

@@ -176,7 +176,7 @@ jaxspec.sampling
 jaxspec.cache
 jaxspec.configs jaxspec.options
 pallas_kernels checkpoints_convert
-jaxspec.shapes jaxspec.version jaxspec._deprecated
+jaxspec.shapes jaxspec.version jaxspec._deprecated jaxspec.jax_settings
 """
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split("\n")) for name in layer.split()}
 

@@ -91,6 +91,7 @@ def convert_command(
 
       jaxspec convert ./e2b ./e2b-hf --to-hf
     """
+    from jaxspec.commands.startup import start_devices
     from jaxspec.configs.base import ConfigError
     from jaxspec.weights.atomic_dir import abandon, partial
     from jaxspec.weights.conversion import convert, to_hf
@@ -122,6 +123,7 @@ def convert_command(
         doing = "writing" if options.to_hf else "converting"
         task = bars.add_task(doing, total=None)
         notify("reading the source")
+        start_devices()
 
         def show(name: str, done: int, total: int) -> None:
             bars.update(task, completed=done, total=total)

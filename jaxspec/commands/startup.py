@@ -10,15 +10,22 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-from jax.sharding import Mesh
 from rich.console import Console
+
+from jaxspec.commands.options import UsageError, note
+
+try:
+    import jax
+except ValueError as refused:  # it reads its variables when it is imported
+    raise UsageError(f"JAX cannot start: {refused}") from None
+
+from jax.sharding import Mesh
 
 import jaxspec
 from jaxspec.api import BUNDLED, load
 from jaxspec.commands import interruption
 from jaxspec.commands.models import ModelOptions
-from jaxspec.commands.options import UsageError, note
+from jaxspec.jax_settings import JaxSettingsError, check_devices, check_jax_settings
 from jaxspec.weights.loading import LoadedModel
 from jaxspec.weights.sharding import parse_mesh
 
@@ -106,12 +113,30 @@ def use_one_thread() -> None:
         os.environ.setdefault("NPROC", "1")
 
 
+def start_devices() -> None:
+    """Start JAX's devices.
+
+    Raises:
+      UsageError: there are none.
+    """
+    try:
+        check_devices()
+    except JaxSettingsError as error:
+        raise UsageError(str(error)) from None
+
+
 def mesh_for(models: ModelOptions) -> Mesh | None:
     """Return the mesh of the options; None for one device.
 
     Raises:
-      UsageError: it cannot be read, or there are not enough devices.
+      UsageError: it cannot be read, there are not enough devices, or a setting of JAX forbids what
+        every program does.
     """
+    start_devices()
+    try:
+        check_jax_settings()
+    except JaxSettingsError as error:
+        raise UsageError(str(error)) from None
     try:
         return None if models.mesh is None else parse_mesh(models.mesh)
     except ValueError as error:

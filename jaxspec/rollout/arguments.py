@@ -27,7 +27,7 @@ from jaxspec.rollout.batch import (
 )
 from jaxspec.rollout.rollout import RolloutInputs, RolloutPlan
 from jaxspec.runtime.prefill import bucket
-from jaxspec.sampling import SamplingParams
+from jaxspec.sampling import KEY_KIND, SamplingParams, make_key
 from jaxspec.text.grammars.automaton import Automaton
 
 Value = Any
@@ -217,9 +217,13 @@ def _seeds(seeds: Any, rows: int, expected: str) -> Any:
     """Return seeds as uint32, or as the typed keys that they are."""
     dtype, shape = getattr(seeds, "dtype", None), np.shape(seeds)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        if dtype != (ours := jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype):
+        if dtype != (ours := jax.eval_shape(lambda: make_key(0)).dtype):
             # Another implementation draws for a row what depends on the rows beside it.
-            raise FieldError("seeds", f"are keys of {dtype}; expected {ours}")
+            raise FieldError(
+                "seeds",
+                f"are keys of {dtype}; expected {ours}, as jax.random.key(seed, "
+                f"impl={KEY_KIND!r}) makes them",
+            )
     elif dtype == np.uint32 and len(shape) and shape[-1] == 2 and shape != (rows,):
         raise FieldError(
             "seeds",

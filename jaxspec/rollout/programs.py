@@ -15,6 +15,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxspec import decode
 from jaxspec import state as states
+from jaxspec.jax_settings import check_jax_settings
 from jaxspec.rollout import refill, rollout
 from jaxspec.rollout.batch import GenerateResult
 from jaxspec.rollout.rollout import RolloutInputs, RolloutPlan
@@ -110,6 +111,7 @@ class RolloutPrograms:
         shardings = None if alone else tuple(x.sharding for x in leaves)
         key = (name, mesh, tree, tuple((x.shape, x.dtype) for x in leaves), shardings)
         if key not in self.compiled:
+            check_jax_settings()
             (device,) = mesh.devices.flat if alone else (None,)
             is_default = alone and device == _default_device()
 

@@ -21,7 +21,7 @@ from jaxspec import state as states
 from jaxspec.rollout.batch import FinishReason, GenerateResult, Past, Prompts
 from jaxspec.runtime.prefill import prefill_prompts
 from jaxspec.runtime.runtime import cache_length_for
-from jaxspec.sampling import SamplingParams
+from jaxspec.sampling import SamplingParams, make_key
 from jaxspec.shapes import Array, Int, Params
 from jaxspec.state import DecodeSpec, DecodeState, PrefillChunk
 from jaxspec.text.grammars.automaton import FREE, Automaton, state_after
@@ -257,7 +257,7 @@ def row_keys(seeds: Array, rows: int) -> Array:
     """
     is_key = jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key)
     if seeds.ndim:
-        return seeds if is_key else jax.vmap(jax.random.key)(seeds)
-    key = seeds if is_key else jax.random.key(seeds)
+        return seeds if is_key else jax.vmap(make_key)(seeds)
+    key = seeds if is_key else make_key(seeds)
     numbers = jnp.arange(rows, dtype=jnp.int32)
     return jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec import state as states
+from jaxspec.jax_settings import check_jax_settings
 from jaxspec.models.xla import COMPILER_OPTIONS, LOOP_OPTIONS
 from jaxspec.runtime.step_output import OutputSizes, PackedOutput, pack
 from jaxspec.state import DecodeSpec, DecodeState
@@ -131,6 +132,7 @@ def _lower(
     loops: bool,
 ) -> jax.stages.Lowered:
     """Trace a function. Python takes about as long for that as XLA for the compilation."""
+    check_jax_settings()
     placed = None if donate is None else jax.tree.map(lambda x: x.sharding, args[donate])
     jitted = jax.jit(
         function,

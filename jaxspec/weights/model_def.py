@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxspec.quantised import QuantisedArray, get_format
 from jaxspec.quantised.array import named_arrays, quantiser
 from jaxspec.quantised.kv import KVFormat
+from jaxspec.sampling import make_key
 from jaxspec.shapes import Array, Params
 from jaxspec.weights.sharding import partition
 
@@ -419,7 +420,7 @@ def _random_array(
     def make(seed: Array, index: Array) -> Array:
         if fan_in is None:
             return jnp.ones(shape, dtype)
-        key = jax.random.fold_in(jax.random.key(seed), index)
+        key = jax.random.fold_in(make_key(seed), index)
         return jax.random.normal(key, shape, dtype) * jnp.asarray(math.sqrt(1 / fan_in), dtype)
 
     return jax.jit(make, out_shardings=sharding)

@@ -62,6 +62,7 @@ def generate(
         )
 
     with console.status("[dim]starting JAX"):
+        from jaxspec.commands import startup  # noqa: F401  (first: it says why JAX does not start)
         from jaxspec.commands.generate import run
 
     left = f"{text.json_path} keeps what is done, and the same command goes on from there"

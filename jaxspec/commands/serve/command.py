@@ -50,6 +50,7 @@ def serve(
             ) from None
     console = Console(stderr=True, highlight=False)
     with console.status("[dim]starting JAX"):
+        from jaxspec.commands import startup  # noqa: F401  (first: it says why JAX does not start)
         from jaxspec.commands.serve import run
     with explained(*run.USER_ERRORS):
         run.run(network, models, programs, drafting, settings, console)
