@@ -11,6 +11,8 @@ all drafts, and measures the rest while it decodes: see `draft_length_policy.MIN
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,6 +28,10 @@ from jaxspec.runtime.runtime import Runtime
 from jaxspec.runtime.step_output import OutputRequest
 from jaxspec.state import DecodeState
 from jaxspec.weights.sharding import fetch
+
+LOG = logging.getLogger("jaxspec.engine")
+LOG_EVERY_S = 60.0
+"""Least seconds between two lines about drafting, which may stop and start often at a near-tie."""
 
 CALLS, STEPS = 3, 8  # of a measurement
 
@@ -74,6 +80,7 @@ class DraftLengthController:
             self.chooser = Chooser(lengths, compiled=lengths[-1:])
         self._compile_s = 0.0  # of a decode program
         self._call: tuple[int, bool, float, int] | None = None
+        self._logged, self._logged_s = True, -math.inf  # whether it drafted then
 
     @property
     def used(self) -> dict[int, LengthUse]:
@@ -100,9 +107,32 @@ class DraftLengthController:
             return choice
         if self.choose == "always" or all(r.sampling.temperature == 0 for r in running):
             choice = chooser.next(len(running), max_steps, self._compile_s)
+            self._log_change(chooser, len(running))
         is_new = not chooser.steps[choice.length] and not chooser.costs.is_known(choice.length)
         self._call = choice.length, is_new, self.runtime.timings.compile_s, len(running)
         return choice
+
+    def _log_change(self, chooser: Chooser, rows: int) -> None:
+        """Log that drafting has stopped or started since the last such line."""
+        drafts = chooser.current > 0
+        now_s = time.monotonic()
+        if drafts == self._logged or now_s - self._logged_s < LOG_EVERY_S:
+            return
+        self._logged, self._logged_s = drafts, now_s
+        speeds = {v: chooser.speed(v, rows) for v in chooser.lengths}
+        plain = speeds.pop(0)
+        known = {v: speed for v, speed in speeds.items() if speed is not None}
+        best = max(known, key=lambda v: known[v], default=chooser.full)
+        LOG.info(
+            "drafting %s: with %d rows, %s tokens/s a row without drafts and %s with %d verified, of "
+            "which %.1f are accepted; choose_length=never keeps drafting",
+            "starts" if drafts else "stops",
+            rows,
+            "unknown" if plain is None else f"{plain:.0f}",
+            f"{known[best]:.0f}" if known else "unknown",
+            best,
+            chooser.acceptance.tokens(best) - 1,
+        )
 
     def learn(self, acceptance_lengths: Sequence[np.ndarray], seconds: float) -> None:
         """Learn from the result of that call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
@@ -83,6 +84,12 @@ class Metrics:
             "Drafts accepted, by position.",
             "position",
         )
+        self.steps_by_length = Counter(
+            "jaxspec:verify_steps",
+            "Steps of a row, by the drafts that each verified; 0: plain decoding.",
+            ["model_name", "draft_length"],
+            registry=self._registry,
+        )
         self.first_token = make(
             Histogram,
             "time_to_first_token_seconds",
@@ -128,6 +135,8 @@ class Metrics:
         self.hits.inc(completion.cached_tokens)
         self.prompt_sizes.observe(prompt)
         self.reply_sizes.observe(len(completion.token_ids))
+        for length, count in collections.Counter(completion.verify_lengths).items():
+            self.steps_by_length.labels(self._model, str(length)).inc(count)
         # Steps that verify no draft are those of plain decoding.
         if drafted := [count for count in completion.verify_lengths if count]:
             self.num_drafts.inc(len(drafted))

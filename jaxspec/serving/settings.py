@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.options import FieldError, ProgramFeatures, Range, at_least, option, whole
+from jaxspec.options import (
+    CHOOSE_LENGTH_HELP,
+    ChooseLength,
+    FieldError,
+    ProgramFeatures,
+    Range,
+    at_least,
+    option,
+    whole,
+)
 
 SECONDS = Range("above 0", lambda x: x > 0)
 
@@ -86,6 +95,7 @@ class ProgramOptions:
         "Prompt tokens, padding included, that are read before the other rows decode on.",
         range=at_least(1),
     )
+    choose_length: ChooseLength = option("exact", CHOOSE_LENGTH_HELP)
     invariant: bool = option(
         False,
         "No reply depends on the requests beside it, to the last bit: on a GPU, prompts then share "

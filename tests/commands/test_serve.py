@@ -14,8 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jaxspec.options import FieldError
-from jaxspec.serving.settings import Settings
+from jaxspec.commands.serve.run import make_engine
+from jaxspec.options import ChooseLength, Drafting, FieldError
+from jaxspec.serving.settings import ProgramOptions, Settings
+from tests import cases
 from tests import tiny_pair as tiny
 from tests.commands.conftest import Run
 
@@ -106,6 +108,17 @@ def test_a_server_s_life(tmp_path: Path) -> None:
         assert line["completion_tokens"] == 180
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("choose", ["exact", "always", "never"])
+def test_the_engine_gets_the_choice_of_draft_lengths(choose: ChooseLength) -> None:
+    c = cases.case("31b")
+    programs = ProgramOptions(slots=2, cache_length=64, choose_length=choose, prefix_gib=0)
+    engine = make_engine(
+        c.target, c.drafter("mixed"), programs, programs.program_features, Drafting()
+    )
+    assert engine.draft_length.choose == choose
+    assert bool(engine.draft_length.used) == (choose != "never")
 
 
 def test_an_empty_key_is_no_key(

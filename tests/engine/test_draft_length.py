@@ -18,7 +18,7 @@ import pytest
 
 from jaxspec import decode
 from jaxspec.drafters.base import Draft
-from jaxspec.engine import draft_length_policy
+from jaxspec.engine import draft_length, draft_length_policy
 from jaxspec.engine.draft_length import DraftLengthController
 from jaxspec.engine.draft_length_policy import Acceptance, Choice, Chooser, Costs, ladder
 from jaxspec.engine.request import Request
@@ -349,6 +349,39 @@ def test_a_warm_engine_knows_all_costs_and_chooses_among_what_is_compiled() -> N
     assert chooser.current == 0
     assert chooser.steps[0] > 0
     assert engine.num_compilations == known
+
+
+def test_the_log_says_when_drafting_stops_and_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server on a CPU decoded plainly for ten of twelve requests, and nothing said so."""
+    c = case(NAME)
+    length = c.engine("mixed").draft_length
+    assert length.chooser is not None
+    for verified, seconds in ((0, 0.5), (4, 2.0)):
+        length.chooser.costs.add(verified, 1, seconds)
+    now, greedy = [1000.0], [Request(c.prompts[0], 4)]
+    monkeypatch.setattr(draft_length.time, "monotonic", lambda: now[0])
+
+    def lines_after(current: int, seconds: float) -> list[str]:
+        now[0] += seconds
+        monkeypatch.setattr(length.chooser, "current", current)
+        caplog.clear()
+        length.next(greedy, 16)
+        return caplog.messages
+
+    monkeypatch.setattr(Chooser, "next", lambda self, *sizes: Choice(3, self.current))
+    with caplog.at_level("INFO", "jaxspec.engine"):
+        assert lines_after(4, 1) == []
+        (stopped,) = lines_after(0, 1)
+        assert stopped.startswith(
+            "drafting stops: with 1 rows, 2 tokens/s a row without drafts and"
+        )
+        assert "choose_length=never" in stopped
+        assert lines_after(4, 1) == lines_after(0, 1) == []  # at most one a minute
+        assert lines_after(0, 60) == []
+        (started,) = lines_after(4, 1)
+        assert started.startswith("drafting starts")
 
 
 def test_where_no_length_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

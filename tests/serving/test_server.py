@@ -13,6 +13,8 @@ import pytest
 
 from jaxspec.engine.request import Completion, Request
 from jaxspec.options import Sampling
+from jaxspec.serving.handle import Handle
+from jaxspec.serving.metrics import Metrics
 from jaxspec.tokenizer import stop_at_text
 from tests import tiny_pair as tiny
 from tests.serving.conftest import Live
@@ -361,6 +363,17 @@ def test_counts_have_the_names_that_dashboards_know(live: Live) -> None:
     drafts = rise["vllm:spec_decode_num_drafts_total"]
     assert rise["vllm:spec_decode_num_draft_tokens_total"] == 3 * drafts > 0
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+
+
+def test_steps_are_counted_by_the_drafts_that_they_verified() -> None:
+    metrics = Metrics("tiny")
+    done = Completion(0, (7,) * 8, "stop", (4, 1, 1, 1), verify_lengths=(3, 0, 0, 1))
+    handle = Handle(Request(PROMPT, 8), lambda handle: None)
+    handle.first_token_s = 0.1
+    metrics.done(handle, done)
+    text = metrics.text(0, 0, 1).decode()
+    assert 'jaxspec:verify_steps_total{draft_length="0",model_name="tiny"} 2.0' in text
+    assert 'jaxspec:verify_steps_total{draft_length="3",model_name="tiny"} 1.0' in text
 
 
 # --- refusals -------------------------------------------------------------------------------------

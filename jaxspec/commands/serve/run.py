@@ -204,6 +204,7 @@ def make_engine(
         num_stop_ids=programs.max_stop_ids,
         steps_per_return=programs.steps_per_return,
         max_prefill_tokens=programs.max_prefill_tokens,
+        choose_length=programs.choose_length,
         invariant=programs.invariant,
     )
     spec = make_spec(target, drafter, drafting, program_features)
@@ -233,7 +234,11 @@ def log_to_stderr() -> None:
     """Write the log to standard error, as lines of JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for name, level in (("jaxspec.serving", logging.INFO), ("uvicorn", logging.WARNING)):
+    for name, level in (
+        ("jaxspec.serving", logging.INFO),
+        ("jaxspec.engine", logging.INFO),
+        ("uvicorn", logging.WARNING),
+    ):
         log = logging.getLogger(name)
         log.handlers, log.propagate = [handler], False
         log.setLevel(level)
