@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from typing import Any
 
 from jaxspec.engine.request import Completion, Request, Update
 
@@ -15,11 +16,14 @@ Waiter = threading.Event | asyncio.Future[None]
 
 
 class Handle:
-    """A submitted request. Iterate over it, with `for` or `async for`.
+    """A submitted request. Iterate over it, with `for` or `async for`, or `await` its completion.
 
     Iteration yields `Update`s, each with all tokens so far, and ends with the `Completion`. A
     handle keeps the newest output only. A reader that is slower than the engine skips updates, and
     loses no token. Several readers may iterate, each from the beginning.
+
+    A reader that leaves before the end cancels the request, unless others still read or wait: a
+    loop that is left, a task that is cancelled, a wait that `asyncio.wait_for` ends.
 
     Attributes:
       request: the request, with the id that the engine knows it by.
@@ -35,7 +39,8 @@ class Handle:
         self.submitted_s = self.last_s = time.monotonic()
         self.first_token_s: float | None = None
         self._cancel = cancel
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a reader may be collected while its own thread has it
+        self._readers = 0
         self.newest: RequestOutput | None = None
         self._waiters: list[Waiter] = []
         self.was_retried = False
@@ -60,43 +65,74 @@ class Handle:
           TimeoutError: the completion did not come in time; the request goes on.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        while self.completion is None:
-            waiter = threading.Event()
-            if self.poll(None, waiter) is None:
-                left = None if end is None else max(0.0, end - time.monotonic())
-                if not waiter.wait(left):
-                    with self._lock:  # else each call leaves a waiter behind
-                        self._waiters = [other for other in self._waiters if other is not waiter]
-                    raise TimeoutError(f"request {self.request.id!r} was not done in {timeout_s} s")
+        with self._reading(leaving_cancels=False):
+            while self.completion is None:
+                waiter = threading.Event()
+                if self.poll(None, waiter) is None:
+                    left = None if end is None else max(0.0, end - time.monotonic())
+                    if not waiter.wait(left):
+                        with self._lock:  # else each call leaves a waiter behind
+                            self._waiters = [w for w in self._waiters if w is not waiter]
+                        raise TimeoutError(
+                            f"request {self.request.id!r} was not done in {timeout_s} s"
+                        )
         return self.completion
 
     def __iter__(self) -> Iterator[RequestOutput]:
         """Yield outputs as they come."""
         seen = 0
-        while True:
-            waiter = threading.Event()
-            output = self.poll(seen, waiter)
-            if output is None:
-                waiter.wait()
-                continue
-            yield output
-            if isinstance(output, Completion):
-                return
-            seen = len(output.token_ids)
+        with self._reading():
+            while True:
+                waiter = threading.Event()
+                output = self.poll(seen, waiter)
+                if output is None:
+                    waiter.wait()
+                    continue
+                yield output
+                if isinstance(output, Completion):
+                    return
+                seen = len(output.token_ids)
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         """Yield outputs as they come, to a coroutine."""
         seen = 0
-        while True:
-            waiter = asyncio.get_running_loop().create_future()
-            output = self.poll(seen, waiter)
-            if output is None:
-                await waiter
-                continue
-            yield output
-            if isinstance(output, Completion):
-                return
-            seen = len(output.token_ids)
+        with self._reading():
+            while True:
+                waiter = asyncio.get_running_loop().create_future()
+                output = self.poll(seen, waiter)
+                if output is None:
+                    await waiter
+                    continue
+                yield output
+                if isinstance(output, Completion):
+                    return
+                seen = len(output.token_ids)
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        """Wait for the completion in a coroutine."""
+        return self._completed().__await__()
+
+    async def _completed(self) -> Completion:
+        with self._reading():
+            while self.completion is None:
+                waiter = asyncio.get_running_loop().create_future()
+                if self.poll(None, waiter) is None:
+                    await waiter
+        return self.completion
+
+    @contextlib.contextmanager
+    def _reading(self, *, leaving_cancels: bool = True) -> Iterator[None]:
+        """Count a reader. Cancel the request if the last one leaves before the end."""
+        with self._lock:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= 1
+                is_last = not self._readers
+            if leaving_cancels and is_last and self.completion is None:
+                self.cancel()
 
     def poll(self, seen: int | None, waiter: Waiter) -> RequestOutput | None:
         """Return an output with more than `seen` tokens; else register `waiter` and return None.

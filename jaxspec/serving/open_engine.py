@@ -1,8 +1,9 @@
 """Open engine: requests join and leave at any time, from any thread or event loop.
 
-    with OpenEngine(engine) as open_engine:
+    engine = Engine(*pair, batch_size=8, cache_length=2048, steps_per_return=4)
+    with OpenEngine(engine, warm_up=True) as open_engine:
         handle = open_engine.submit(Request(ids, max_new_tokens=64))
-        for output in handle:              # or `async for`
+        for output in handle:              # or `async for`, or `await handle`
             print(len(output.token_ids))
 
 Read `OpenEngine._turn`. `engine.Engine` is for one thread, so only a worker thread uses it. Other

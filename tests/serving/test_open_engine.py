@@ -293,7 +293,8 @@ def test_functions_run_between_steps(engine: FakeEngine, open_engine: OpenEngine
 
 def test_a_reader_that_stops_holds_up_nobody(open_engine: OpenEngine) -> None:
     slow = open_engine.submit(request(1, 200))
-    next(iter(slow))
+    reader = iter(slow)
+    next(reader)
     assert open_engine.submit(request(2)).result(WAIT_S).token_ids == answer(request(2))
     assert slow.result(WAIT_S).token_ids == answer(request(1, 200))
     assert len(list(slow)) == 1  # updates that nobody read are not kept
@@ -304,6 +305,75 @@ def test_a_result_that_does_not_come_in_time(engine: FakeEngine, open_engine: Op
     with pytest.raises(TimeoutError, match=r"was not done in 0\.01 s"):
         handle.result(0.01)
     assert handle.completion is None
+
+
+async def iterates(handle: Handle) -> None:
+    async for _ in handle:
+        pass
+
+
+async def waits(handle: Handle) -> None:
+    await handle
+
+
+@pytest.mark.parametrize("read", [iterates, waits])
+@pytest.mark.parametrize("by", ["task.cancel", "wait_for"])
+def test_a_task_that_is_cancelled_cancels_its_request(
+    engine: FakeEngine, open_engine: OpenEngine, read: Any, by: str
+) -> None:
+    """The request ran on to its limit, and nobody read it."""
+    handle = working(engine, open_engine)
+
+    async def leave() -> None:
+        if by == "wait_for":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(read(handle), 0.01)
+            return
+        task = asyncio.create_task(read(handle))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    engine.gate.set()
+    assert handle.result(WAIT_S).finish_reason == "cancelled"
+
+
+def test_a_loop_that_is_left_cancels_its_request(open_engine: OpenEngine) -> None:
+    handles = open_engine.submit_all([request(1, 10**6), request(2, 10**6)])
+    for _ in handles[0]:
+        break
+
+    async def leave() -> None:
+        async for _ in handles[1]:
+            break
+
+    asyncio.run(leave())
+    for handle in handles:
+        assert handle.result(WAIT_S).finish_reason == "cancelled"
+
+
+def test_a_request_goes_on_while_anyone_reads_it(open_engine: OpenEngine) -> None:
+    handle = open_engine.submit(request(1, 10**6))
+    reader = iter(handle)
+    next(reader)
+    for _ in handle:
+        break
+    for _ in range(20):
+        assert isinstance(next(reader), Update)
+    del reader
+    assert handle.result(WAIT_S).finish_reason == "cancelled"
+
+
+def test_a_handle_can_be_awaited(open_engine: OpenEngine) -> None:
+    async def ask(prompt: int) -> tuple[int, ...]:
+        return (await open_engine.submit(request(prompt, 20))).token_ids
+
+    async def ask_all() -> list[tuple[int, ...]]:
+        return await asyncio.gather(*map(ask, range(5)))
+
+    assert asyncio.run(ask_all()) == [answer(request(prompt, 20)) for prompt in range(5)]
 
 
 OPERATIONS = st.lists(
